@@ -1,0 +1,20 @@
+"""The one exception a user's mistake becomes: the command line prints its message and no traceback."""
+
+
+class UserError(ValueError):
+    """A fault the user can mend. The message is one line: the setting, its value and the remedy."""
+
+
+class ConfigError(UserError):
+    """All faults of one configuration, reported together.
+
+    `faults` holds one line per fault, each naming key, value and remedy.
+    """
+
+    def __init__(self, faults: list[str]) -> None:
+        self.faults = tuple(faults)
+        super().__init__("\n".join(faults))
+
+
+class CorruptFileError(UserError):
+    """A file on disk is not what it should be: truncated, altered, or of another kind."""

@@ -1,0 +1,313 @@
+"""What a run is: frozen dataclasses, one per config group, one docstring per field.
+
+Values come from the YAML in `configs/` and from the command line; `build.py` checks them.
+"""
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+Forbid: dict[str, str] = {"extra": "forbid"}  # pydantic: a key we do not know is a fault
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Shape and regularisation of a transformer. `kind` picks the builder in `mlm.models`."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    kind: Literal["gpt2"] = "gpt2"
+    """Architecture family."""
+    num_layers: int
+    """Transformer layers, L."""
+    hidden_size: int
+    """Width of the residual stream, H. Must be a multiple of num_heads."""
+    num_heads: int
+    """Attention heads, N. Must be a multiple of tp."""
+    ffn_hidden_size: int | None = None
+    """Width of the MLP; null means 4 * hidden_size. Must be a multiple of tp."""
+    max_positions: int = 1024
+    """Rows of the learned position table: the longest sequence the model can read, in tokens."""
+    vocab_size: int = 50257
+    """Tokens of the tokenizer. The table is padded to a multiple of vocab_multiple * tp rows."""
+    vocab_multiple: int = 128
+    """Padding quantum of the vocabulary (arXiv:1909.08053, section 3)."""
+    hidden_dropout: float = 0.1
+    """Dropout after the embeddings and on both residual branches."""
+    attention_dropout: float = 0.1
+    """Dropout on attention probabilities."""
+    init_std: float = 0.02
+    """Standard deviation of initial weights; residual outputs get init_std / sqrt(2 * num_layers)."""
+    layer_norm_eps: float = 1e-5
+    """Added to the variance in layer norm."""
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head, D."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def ffn_size(self) -> int:
+        """Width of the MLP with its default filled in."""
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    def padded_vocab_size(self, tp: int) -> int:
+        """vocab_size rounded up to vocab_multiple * tp, so each of tp ranks holds equal whole tiles."""
+        quantum = self.vocab_multiple * tp
+        return -(-self.vocab_size // quantum) * quantum
+
+    def num_parameters(self) -> int:
+        """Parameters of the unpadded model, the output layer tied to the token embedding."""
+        h, ffn = self.hidden_size, self.ffn_size
+        attention = 4 * h * h + 4 * h  # qkv and output projections with biases
+        mlp = 2 * h * ffn + ffn + h
+        norms = 4 * h
+        embeddings = (self.vocab_size + self.max_positions) * h
+        return embeddings + self.num_layers * (attention + mlp + norms) + 2 * h
+
+    def flops_per_token(self, seq_length: int, tp: int = 1) -> float:
+        """Model floating-point operations of one training token, forward and backward, no recomputation.
+
+        Matrix products only: 6 per weight, plus 12 * L * H * S for attention scores and values, plus the
+        vocabulary projection (arXiv:2104.04473, section 5.1, without its recomputed forward pass).
+        """
+        h = self.hidden_size
+        layer = 4 * h * h + 2 * h * self.ffn_size
+        attention = 12 * self.num_layers * h * seq_length
+        return 6 * (self.num_layers * layer + h * self.padded_vocab_size(tp)) + attention
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """Parallel degrees: tp * pp * dp = world size (arXiv:2104.04473, section 3)."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    tp: int = 1
+    """Tensor-parallel size, t: ranks that split each layer. Must divide model.num_heads."""
+    pp: int = 1
+    """Pipeline-parallel size, p: consecutive stages that split the layers."""
+    vp: int = 1
+    """Virtual stages (chunks) per pipeline rank, v; more than 1 interleaves the schedule."""
+    dp: int | None = None
+    """Data-parallel size, d: replicas. null takes world size / (tp * pp)."""
+    recompute: Literal["none", "full"] = "none"
+    """full keeps only each layer's input and runs the layer again in backward."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """Adam with decoupled weight decay (arXiv:1909.08053, section 4.2)."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    lr: float = 1.5e-4
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of the first and second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay; biases and norm parameters have none."""
+    clip_grad_norm: float = 1.0
+    """Largest global L2 norm of the gradient; 0 turns clipping off."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleConfig:
+    """Learning rate over steps: linear warm-up to optimizer.lr, then decay to min_lr."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the decay."""
+    warmup_steps: int = 3000
+    """Steps of linear warm-up from 0."""
+    decay_steps: int | None = None
+    """Step at which min_lr is reached; null means train.steps."""
+    min_lr: float = 1e-5
+    """Learning rate at decay_steps and after."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrecisionConfig:
+    """Number format of compute. Master weights and optimizer state stay float32 (float64 under fp64)."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    """Format of activations and matrix products."""
+    initial_loss_scale: float = 2.0**32
+    """fp16: the loss is multiplied by this before backward."""
+    min_loss_scale: float = 1.0
+    """fp16: training aborts with a diagnosis when the scale would fall below."""
+    loss_scale_window: int = 1000
+    """fp16: the scale doubles after this many steps without overflow."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Where tokens come from."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    kind: Literal["indexed", "synthetic"] = "indexed"
+    """indexed reads Megatron's .bin/.idx; synthetic draws random tokens, for throughput runs."""
+    path: str | None = None
+    """Corpus folder written by `mlm data build`: train.bin/.idx, validation.bin/.idx, tokenizer.json."""
+    train: str | None = None
+    """Prefix of the training .bin/.idx; null means {path}/train."""
+    validation: str | None = None
+    """Prefix of the validation .bin/.idx; null means {path}/validation, if it exists."""
+    tokenizer: str | None = None
+    """tokenizer.json the corpus was written with; null means {path}/tokenizer.json, if it exists."""
+    cache: str | None = None
+    """Folder of cached sample indices; null means a folder beside the corpus."""
+    seq_length: int = 1024
+    """Tokens per sample, S. At most model.max_positions."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """How long and in what batches."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    steps: int = 300_000
+    """Optimizer steps."""
+    global_batch_size: int = 512
+    """Samples per step over all data-parallel ranks. A multiple of dp * micro_batch_size."""
+    micro_batch_size: int = 8
+    """Samples one rank runs through the model at once, B; the rest are accumulated."""
+    validate_every: int = 1000
+    """Steps between validations; 0 turns them off. The last step is validated too."""
+    validate_batches: int = 10
+    """Global batches of validation samples per validation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """When to save and what to keep."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    save_every: int = 1000
+    """Steps between checkpoints; 0 saves only the last."""
+    keep_last: int = 2
+    """Newest checkpoints kept."""
+    keep_every: int = 0
+    """Checkpoints at multiples of this step are never deleted; 0 keeps none for ever."""
+    resume: bool = True
+    """Continue from the newest checkpoint in `out`; false refuses an `out` that already holds one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogConfig:
+    """What is reported while training. metrics.jsonl is always written."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    every: int = 10
+    """Steps between logged lines; numbers leave the device only then."""
+    live: Literal["auto", "on", "off"] = "auto"
+    """Live panel: auto shows it on a terminal, plain lines elsewhere."""
+    tensorboard: bool = False
+    """Write TensorBoard events below out/tensorboard (needs the extra `mlm[tensorboard]`)."""
+    wandb_project: str | None = None
+    """Weights & Biases project to log to (needs the extra `mlm[wandb]`)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DistConfig:
+    """Devices, process groups and launching."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto uses CUDA when a GPU is present."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """auto: nccl on CUDA, gloo on CPU."""
+    timeout_s: float = 600.0
+    """Seconds after which a collective that has not finished counts as hung."""
+    threads_per_rank: int | None = None
+    """CPU threads of each rank; null shares the cores of this host among its ranks."""
+    master_port: int = 0
+    """TCP port the ranks of a plain launch meet on; 0 picks a free one."""
+    peak_tflops: float | None = None
+    """Peak TFLOP/s of one device that MFU is stated against; null takes the table for known GPUs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PretrainConfig:
+    """The run spec of `mlm pretrain`: everything a rank needs to know."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    name: str
+    """Name of the run; the default of `out` is runs/{name}."""
+    out: str
+    """Run directory: config, checkpoints, metrics.jsonl, curves."""
+    seed: int = 1234
+    """Weights, dropout and sample order are functions of it."""
+    ckpt: str | None = None
+    """Checkpoint or run directory to take initial weights and optimizer state from."""
+    compile: bool = False
+    """torch.compile each transformer layer."""
+    model: ModelConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    dist: DistConfig = field(default_factory=DistConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalLossConfig:
+    """The run spec of `mlm eval loss`: mean loss of a checkpoint over an indexed corpus."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    ckpt: str
+    """Checkpoint (step-…) or run directory (its latest checkpoint)."""
+    out: str | None = None
+    """JSON file for the result; null means eval-loss-<corpus>.json in the run directory."""
+    batch_size: int = 8
+    """Samples per micro-batch on each rank. The score does not depend on it."""
+    seq_length: int | None = None
+    """Tokens per window; null takes the checkpoint's data.seq_length."""
+    path: str | None = None
+    """Prefix of the .bin/.idx to score; null takes the validation set the checkpoint was trained with."""
+    tokenizer: str | None = None
+    """tokenizer.json for bits per byte; null takes the one saved with the run."""
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    dist: DistConfig = field(default_factory=DistConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateConfig:
+    """The run spec of `mlm generate`: sample a continuation from a checkpoint."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    ckpt: str
+    """Checkpoint (step-…) or run directory (its latest checkpoint)."""
+    prompt: str
+    """Text to continue."""
+    max_new_tokens: int = 128
+    """Tokens to add."""
+    temperature: float = 0.8
+    """Divides the logits; 0 takes the most probable token."""
+    top_k: int = 0
+    """Sample among this many most probable tokens; 0 means all."""
+    top_p: float = 1.0
+    """Sample among the fewest most probable tokens whose probabilities reach this sum."""
+    seed: int = 1234
+    """Of the sampling."""
+    tokenizer: str | None = None
+    """tokenizer.json; null takes the one saved with the run."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    dist: DistConfig = field(default_factory=DistConfig)
