@@ -1,0 +1,60 @@
+"""A transformer layer: attention and MLP on a residual stream, layer norm first.
+
+Shapes: S sequence, B micro-batch, H hidden, F ffn_size, t = tensor-parallel size.
+"""
+
+import math
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mlm.config.schema import ModelConfig
+from mlm.models.attention import SelfAttention
+from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from mlm.parallel.mesh import Axis
+from mlm.parallel.random import DropoutStream
+
+
+class LayerNorm(nn.LayerNorm):
+    """Layer norm whose float32 weights serve activations of any dtype. Replicated over tp."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
+class MLP(nn.Module):
+    """y = W2 gelu(W1 x): the first weight split by column, the second by row (arXiv:1909.08053, figure 3a)."""
+
+    def __init__(self, config: ModelConfig, *, tp: Axis) -> None:
+        super().__init__()
+        h, f, std = config.hidden_size, config.ffn_size, config.init_std
+        self.up = ColumnParallelLinear(h, f, tp=tp, init_std=std)
+        self.down = RowParallelLinear(f, h, tp=tp, init_std=std / math.sqrt(2 * config.num_layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[S, B, H] -> [S, B, H]."""
+        return self.down(F.gelu(self.up(x), approximate="tanh"))  # type: ignore[no-any-return]
+
+
+class TransformerLayer(nn.Module):
+    """x + drop(attention(norm(x))), then + drop(mlp(norm(·))): the layer of GPT-2."""
+
+    def __init__(self, config: ModelConfig, *, layer: int, tp: Axis) -> None:
+        super().__init__()
+        self.layer, self.dropout = layer, config.hidden_dropout
+        self.attention_norm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.attention = SelfAttention(config, layer=layer, tp=tp)
+        self.mlp_norm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.mlp = MLP(config, tp=tp)
+
+    def forward(self, x: Tensor, dropout: DropoutStream | None) -> Tensor:
+        """[S, B, H] -> [S, B, H]."""
+        y = self.attention(self.attention_norm(x), dropout)
+        if dropout is not None:  # back from the tp ranks' own masks to the one they share
+            dropout.enter(self.layer, "residual")
+        x = x + self._drop(y, dropout)
+        return x + self._drop(self.mlp(self.mlp_norm(x)), dropout)
+
+    def _drop(self, y: Tensor, dropout: DropoutStream | None) -> Tensor:
+        return y if dropout is None or self.dropout == 0 else F.dropout(y, self.dropout)

@@ -1,0 +1,154 @@
+"""Vocabulary projection and cross-entropy in one, over chunks of tokens, with the vocabulary split over tp.
+
+The logits of a micro-batch are V/H times its activations. Here only a chunk of them exists at a time: it is
+projected, normalised, turned into its gradient in place and used for both gradient products, all in the
+forward pass, so nothing is computed twice and nothing of size V is kept but the weight's gradient.
+Ranks exchange two numbers per token and never a logit (arXiv:1909.08053, section 3).
+
+Shapes: R rows (tokens, S * B), H hidden, V padded vocabulary, t = tensor-parallel size.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mlm.parallel.collectives import all_gather
+from mlm.parallel.layers import VocabParallelEmbedding
+from mlm.parallel.matmul import product
+from mlm.parallel.mesh import Axis
+
+IGNORE = -100
+"""Label of a token that is not scored."""
+
+CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
+"""Largest chunk of logits. CPU: 256 rows at V=50,304 float32, measured best; smaller starves the products,
+larger falls out of the cache."""
+
+
+def chunk_rows(rows: int, columns: int, device: torch.device, chunk_bytes: int | None = None) -> int:
+    """Rows of logits processed at a time."""
+    limit = CHUNK_BYTES.get(device.type, CHUNK_BYTES["cuda"]) if chunk_bytes is None else chunk_bytes
+    return max(1, min(rows, limit // (4 * columns)))
+
+
+def softmax_and_loss(logits: Tensor, labels: Tensor, table: VocabParallelEmbedding) -> tuple[Tensor, Tensor, Tensor]:
+    """Softmax over the whole vocabulary of this rank's logits, in place, and each row's loss.
+
+    Args:
+        logits: [R, V/t] in float32 or float64; overwritten.
+        labels: [R] int64 global token ids, or IGNORE.
+
+    Returns:
+        probabilities [R, V/t] (`logits`), losses [R] (0 where ignored), and this shard's column of each
+        label [R], -1 where the label lives elsewhere.
+    """
+    tp, true = table.tp, table.true_local_rows
+    logits[:, true:] = -math.inf  # padding takes no probability, at every tp
+    column = labels - table.first
+    column = column.masked_fill((column < 0) | (column >= true), -1)
+    target = logits.gather(1, column.clamp(min=0).unsqueeze(1)).squeeze(1)
+    if true == 0:  # a shard of nothing but padding
+        log_sum = torch.full_like(target, -math.inf)
+        logits.zero_()
+    else:
+        peak = logits.amax(-1)
+        torch.softmax(logits, -1, out=logits)
+        # log-sum-exp from the largest probability, which is at least 1/V: no pass over the row is repeated
+        log_sum = peak - logits.amax(-1).log()
+    target = target.masked_fill(column < 0, 0.0)
+    if tp.size > 1:
+        parts = all_gather(torch.stack([log_sum, target]), tp)  # [t, 2, R]
+        total = torch.logsumexp(parts[:, 0], 0)
+        logits.mul_((log_sum - total).exp_().unsqueeze(1))
+        log_sum, target = total, parts[:, 1].sum(0)
+    return logits, (log_sum - target).masked_fill(labels == IGNORE, 0.0), column
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype logits are normalised in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        scale: Tensor,
+        table: VocabParallelEmbedding,
+        chunk_bytes: int | None,
+    ) -> Tensor:
+        compute = weight.to(hidden.dtype)
+        rows = chunk_rows(hidden.shape[0], weight.shape[0], hidden.device, chunk_bytes)
+        d_hidden = torch.empty_like(hidden)
+        d_weight = torch.zeros_like(weight)
+        loss = torch.zeros((), dtype=wide(hidden.dtype), device=hidden.device)
+        for first in range(0, hidden.shape[0], rows):
+            part = slice(first, first + rows)
+            logits = product(hidden[part], compute).to(wide(hidden.dtype))
+            p, losses, column = softmax_and_loss(logits, labels[part], table)
+            loss += losses.sum()
+            # gradient of a row's loss: p - onehot(label); ignored rows get weight 0
+            p.scatter_add_(1, column.clamp(min=0).unsqueeze(1), -(column >= 0).to(p.dtype).unsqueeze(1))
+            row_scale = (scale * (labels[part] != IGNORE)).to(p.dtype).unsqueeze(1)  # [rows, 1]
+            if hidden.dtype == torch.float16:  # scaled before the cast, or small probabilities vanish
+                p, row_scale = p.mul_(row_scale), torch.ones_like(row_scale)
+            dlogits, row_scale = p.to(hidden.dtype), row_scale.to(hidden.dtype)
+            # the row scale multiplies H-wide operands rather than V-wide ones
+            torch.mul(product(dlogits, compute.t()), row_scale, out=d_hidden[part])
+            d_weight += product(dlogits.t(), (hidden[part] * row_scale).t())
+        ctx.save_for_backward(d_hidden, d_weight)
+        return loss * scale
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        d_hidden, d_weight = ctx.saved_tensors
+        if dy.device.type != "cpu" or dy.item() != 1.0:  # reading it would synchronise on a GPU
+            d_hidden, d_weight = d_hidden.mul_(dy.to(d_hidden.dtype)), d_weight.mul_(dy)
+        return d_hidden, d_weight, None, None, None, None
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    labels: Tensor,
+    table: VocabParallelEmbedding,
+    scale: Tensor,
+    chunk_bytes: int | None = None,
+) -> Tensor:
+    """scale * sum of the losses of scored rows, with logits = hidden @ table.weight^T. Differentiable once.
+
+    Args:
+        hidden: [R, H] replicated over tp, behind `copy_to_tp`: its gradient here is this shard's part.
+        labels: [R] int64, IGNORE where not scored.
+        table: the (tied) vocabulary-parallel weight [V/t, H].
+        scale: 0-d float tensor, for instance loss_scale / tokens of the global batch.
+        chunk_bytes: largest chunk of logits; the default suits the device.
+
+    Returns:
+        0-d float32 (float64 for float64 input).
+    """
+    return _LinearCrossEntropy.apply(hidden, table.weight, labels, scale, table, chunk_bytes)  # type: ignore[no-untyped-call,no-any-return]
+
+
+@torch.no_grad()
+def token_losses(hidden: Tensor, labels: Tensor, table: VocabParallelEmbedding) -> Tensor:
+    """Each row's loss without gradients: [R, H], [R] -> [R]; 0 where the label is IGNORE."""
+    compute = table.weight.to(hidden.dtype)
+    rows = chunk_rows(hidden.shape[0], compute.shape[0], hidden.device)
+    losses = [
+        softmax_and_loss(product(h, compute).to(wide(h.dtype)), y, table)[1]
+        for h, y in zip(hidden.split(rows), labels.split(rows), strict=True)
+    ]
+    return torch.cat(losses)
+
+
+@torch.no_grad()
+def full_logits(hidden: Tensor, table: VocabParallelEmbedding) -> Tensor:
+    """Logits over the true vocabulary, gathered from all tp ranks: [R, H] -> [R, vocab_size]. For sampling."""
+    local = product(hidden, table.weight.to(hidden.dtype))
+    whole = all_gather(local, table.tp)  # [t, R, V/t]
+    return whole.permute(1, 0, 2).reshape(hidden.shape[0], -1)[:, : table.true_rows]

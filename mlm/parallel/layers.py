@@ -1,0 +1,104 @@
+"""Tensor-parallel layers: linear layers split by column or by row, and the split token table.
+
+Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
+
+Shapes: S sequence, B micro-batch, I in, O out, H hidden, V padded vocabulary, t = tensor-parallel size.
+"""
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mlm.parallel.collectives import copy_to_tp, reduce_from_tp
+from mlm.parallel.matmul import linear
+from mlm.parallel.mesh import Axis
+
+
+def split(size: int, name: str, tp: Axis) -> int:
+    """One rank's share of `size`. Raises ValueError, naming `name`, when tp does not divide it."""
+    if size % tp.size:
+        raise ValueError(f"{name}={size} must be divisible by tp={tp.size}")
+    return size // tp.size
+
+
+class ColumnParallelLinear(nn.Module):
+    """Linear layer split over its output features: y_i = x A_i + b_i; `copy_to_tp` is the paper's f.
+
+    Shapes:
+        x  [S, B, I]    replicated over tp
+        y  [S, B, O/t]  this rank's output features
+    """
+
+    tp_dims: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
+
+    def __init__(self, in_features: int, out_features: int, *, tp: Axis, init_std: float = 0.02) -> None:
+        super().__init__()
+        self.tp, self.init_std = tp, init_std
+        shard_size = split(out_features, "out_features", tp)
+        self.weight = nn.Parameter(torch.empty(shard_size, in_features))  # [O/t, I]
+        self.bias = nn.Parameter(torch.zeros(shard_size))  # [O/t]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(copy_to_tp(x, self.tp), self.weight, self.bias)
+
+
+class RowParallelLinear(nn.Module):
+    """Linear layer split over its input features: y = sum_i x_i A_i + b; `reduce_from_tp` is the paper's g.
+
+    Shapes:
+        x  [S, B, I/t]  this rank's input features
+        y  [S, B, O]    replicated over tp
+    """
+
+    tp_dims: ClassVar[dict[str, int]] = {"weight": 1}
+
+    def __init__(self, in_features: int, out_features: int, *, tp: Axis, init_std: float = 0.02) -> None:
+        super().__init__()
+        self.tp, self.init_std = tp, init_std
+        shard_size = split(in_features, "in_features", tp)
+        self.weight = nn.Parameter(torch.empty(out_features, shard_size))  # [O, I/t]
+        self.bias = nn.Parameter(torch.zeros(out_features))  # [O], replicated
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.tp.size == 1:
+            return linear(x, self.weight, self.bias)
+        # the bias joins after the sum, or it would be added t times
+        return reduce_from_tp(linear(x, self.weight), self.tp) + self.bias.to(x.dtype)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Token table split over its rows. Tokens of other ranks' rows give zeros, which g's sum fills.
+
+    Rows from `true_rows` on pad the vocabulary to a multiple of tp (arXiv:1909.08053, section 3): no token
+    reads them and the loss masks them.
+
+    Shapes:
+        tokens  [S, B]     int64, replicated over tp
+        y       [S, B, H]  replicated over tp
+    """
+
+    tp_dims: ClassVar[dict[str, int]] = {"weight": 0}
+
+    def __init__(
+        self, vocab_size: int, padded_vocab_size: int, hidden_size: int, *, tp: Axis, init_std: float = 0.02
+    ) -> None:
+        super().__init__()
+        self.tp, self.init_std, self.true_rows = tp, init_std, vocab_size
+        shard_size = split(padded_vocab_size, "padded_vocab_size", tp)
+        self.first = tp.rank * shard_size
+        self.weight = nn.Parameter(torch.empty(shard_size, hidden_size))  # [V/t, H]
+
+    @property
+    def true_local_rows(self) -> int:
+        """Rows of this shard that belong to tokens."""
+        return min(max(self.true_rows - self.first, 0), self.weight.shape[0])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.tp.size == 1:
+            return F.embedding(tokens, self.weight)
+        local = tokens - self.first
+        foreign = (local < 0) | (local >= self.weight.shape[0])
+        y = F.embedding(local.masked_fill(foreign, 0), self.weight)
+        return reduce_from_tp(y.masked_fill(foreign.unsqueeze(-1), 0.0), self.tp)

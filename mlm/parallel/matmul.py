@@ -1,0 +1,94 @@
+"""Matrix products of linear layers: x W^T + b and its two gradients.
+
+Parameters may be kept in float32 while activations are bfloat16 or float16: the weight is cast to the
+activations' dtype for each product and its gradient comes back in the weight's dtype, so master weights,
+gradient accumulation and reduction stay in float32.
+
+On an x86 CPU, PyTorch sends float32 products to MKL, which keeps its AVX-512 kernels for Intel processors.
+oneDNN, which PyTorch also ships, chooses by feature flags: 2.1 times as fast on an AMD Zen 5 core, with the
+same float32 arithmetic (scripts/results). There we call oneDNN.
+
+Shapes: x [..., I], weight [O, I], y [..., O].
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def _prefer_onednn() -> bool:
+    """Whether this is an AMD processor and a PyTorch with both libraries.
+
+    A fact about the machine, not a measurement, so that every rank and every restart decides alike.
+    """
+    if not (torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()):
+        return False
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.exists() and "AuthenticAMD" in cpuinfo.read_text(errors="replace")
+
+
+_PREFER_ONEDNN = _prefer_onednn()  # read once: torch.compile traces through the function below
+
+
+def onednn_is_faster() -> bool:
+    """Whether float32 products on this CPU go to oneDNN."""
+    return _PREFER_ONEDNN
+
+
+def uses_onednn(*operands: Tensor) -> bool:
+    """Whether the product of these operands goes to oneDNN."""
+    return all(x.dtype == torch.float32 and x.device.type == "cpu" for x in operands) and onednn_is_faster()
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight^T + bias, without autograd: [..., I], [O, I] -> [..., O]. Operands share one dtype."""
+    if not uses_onednn(x, weight):
+        return F.linear(x, weight, bias)
+    if torch.compiler.is_compiling():
+        return _opaque_onednn_product(x, weight, bias)
+    return _onednn_product(x, weight, bias)
+
+
+def _onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+
+
+# Inductor lowers oneDNN's operator for constant weights only; inside one of our own it is left alone.
+_opaque_onednn_product = torch.library.custom_op("mlm::onednn_product", _onednn_product, mutates_args=())
+
+
+@_opaque_onednn_product.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)  # the weight as it is kept; its cast is cheaper made twice than saved
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return product(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        dx = dw = db = None
+        if needs_x:
+            dx = product(dy, weight.to(dy.dtype).t())
+        dy2 = dy.reshape(-1, dy.shape[-1])  # [rows, O]
+        if needs_weight:
+            dw = product(dy2.t(), x.reshape(-1, x.shape[-1]).t()).to(weight.dtype)
+        if needs_bias:
+            db = dy2.sum(0, dtype=ctx.bias_dtype)
+        return dx, dw, db
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """y = x weight^T + bias, differentiable; weight and bias may be of a wider dtype than x."""
+    return _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call,no-any-return]

@@ -1,0 +1,103 @@
+"""`mlm generate`: sample a continuation of a prompt, token by token.
+
+Every tensor-parallel rank sees the same gathered logits and draws with the same generator, so all extend the
+same sequence. The whole sequence is read again for each token, its last max_positions tokens as context.
+"""
+
+import sys
+
+import torch
+from torch import Tensor
+
+from mlm.config.errors import UserError
+from mlm.config.schema import GenerateConfig, PrecisionConfig
+from mlm.data.tokenizer import Tokenizer
+from mlm.models.gpt2 import GPT2
+from mlm.parallel.mesh import ParallelContext
+from mlm.tasks.trained import checkpoint_faults, load_tokenizer, load_trained
+from mlm.checkpoint.save_load import resolve
+
+
+def preflight(config: GenerateConfig) -> list[str]:
+    """Faults that reading the named files shows; called before any rank starts."""
+    faults = checkpoint_faults(config.ckpt, config.parallel)
+    if faults:
+        return faults
+    try:
+        tokenizer = load_tokenizer(config.tokenizer, resolve(config.ckpt))
+    except UserError as error:
+        return [str(error)]
+    if not tokenizer.encode(config.prompt):
+        return ["prompt is empty: give some text to continue"]
+    return []
+
+
+def run(config: GenerateConfig, ctx: ParallelContext) -> None:
+    """Print the prompt and its continuation as it is drawn; rank 0 speaks."""
+    trained = load_trained(config.ckpt, PrecisionConfig(), ctx)
+    tokenizer = load_tokenizer(config.tokenizer, trained.path)
+    if tokenizer.vocab_size > trained.config.model.vocab_size:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model model.vocab_size="
+            f"{trained.config.model.vocab_size}: give the tokenizer= the model was trained with"
+        )
+    stream = Stream(tokenizer, shown=ctx.is_main)
+    ids = tokenizer.encode(config.prompt)
+    stream.add(ids)
+    for token in sample(trained.model, ids, config, ctx):
+        if token == tokenizer.eod_id:
+            break
+        stream.add([token])
+    stream.end()
+
+
+@torch.no_grad()
+def sample(model: GPT2, ids: list[int], config: GenerateConfig, ctx: ParallelContext):  # type: ignore[no-untyped-def]
+    """Yield max_new_tokens token ids that continue `ids`."""
+    generator = torch.Generator().manual_seed(config.seed)
+    ids = list(ids)
+    for _ in range(config.max_new_tokens):
+        context = torch.tensor([ids[-model.config.max_positions :]], device=ctx.device)
+        logits = model.last_logits(context)[0].float().cpu()
+        ids.append(choose(logits, config, generator))
+        yield ids[-1]
+
+
+def choose(logits: Tensor, config: GenerateConfig, generator: torch.Generator) -> int:
+    """A token from logits [V]: the best at temperature 0, else drawn among the top_k and top_p best."""
+    if config.temperature == 0:
+        return int(logits.argmax())
+    probabilities, order = torch.softmax(logits / config.temperature, -1).sort(descending=True)
+    if config.top_k:
+        probabilities[config.top_k :] = 0.0
+    before = probabilities.cumsum(-1) - probabilities  # mass of the better tokens: the best one always stays
+    probabilities[before >= config.top_p * probabilities.sum()] = 0.0
+    return int(order[torch.multinomial(probabilities, 1, generator=generator)])
+
+
+class Stream:
+    """Prints text as its tokens come; a character split over tokens waits until it is whole."""
+
+    def __init__(self, tokenizer: Tokenizer, *, shown: bool) -> None:
+        self.tokenizer, self.shown = tokenizer, shown
+        self.ids: list[int] = []
+        self.printed = 0
+
+    def add(self, ids: list[int]) -> None:
+        """More tokens."""
+        self.ids += ids
+        text = self.tokenizer.decode(self.ids)
+        if not text.endswith("\ufffd"):
+            self._print(text)
+
+    def end(self) -> None:
+        """No more tokens."""
+        self._print(self.tokenizer.decode(self.ids))
+        if self.shown:
+            print(flush=True)
+
+    def _print(self, text: str) -> None:
+        if self.shown:
+            sys.stdout.write(text[self.printed :])
+            sys.stdout.flush()
+        self.printed = len(text)

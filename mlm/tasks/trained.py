@@ -1,0 +1,86 @@
+"""A trained model from a checkpoint, at the layout of this command."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mlm.checkpoint.save_load import Manifest, read_manifest, resolve
+from mlm.config.build import from_dict
+from mlm.config.errors import CorruptFileError, UserError
+from mlm.config.schema import ModelConfig, ParallelConfig, PrecisionConfig, PretrainConfig
+from mlm.data.tokenizer import Tokenizer
+from mlm.models.gpt2 import GPT2
+from mlm.optim.precision import DTYPES, parameter_dtype
+from mlm.parallel.mesh import ParallelContext
+from mlm.parallel.sharding import parameter_shards
+from mlm.train.memory import reuse_large_blocks
+from mlm.train.state import load_weights
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model and what it was trained with."""
+
+    model: GPT2
+    config: PretrainConfig
+    manifest: Manifest
+    path: Path
+    """The step-… directory."""
+
+
+def trained_config(manifest: Manifest, path: Path) -> PretrainConfig:
+    """The run spec saved in a checkpoint. Raises CorruptFileError if it is none of this version."""
+    try:
+        return from_dict(PretrainConfig, dict(manifest.state["config"]))
+    except (KeyError, TypeError, UserError) as error:
+        raise CorruptFileError(f"{path}: holds no configuration this version can read ({error})") from error
+
+
+def load_trained(ckpt: str, precision: PrecisionConfig, ctx: ParallelContext) -> Trained:
+    """Build the model of a checkpoint or run directory and load its weights. Collective over all ranks."""
+    if ctx.device.type == "cpu":
+        reuse_large_blocks()
+    path = resolve(ckpt)
+    manifest = read_manifest(path)
+    config = trained_config(manifest, path)
+    with torch.device(ctx.device):
+        model = GPT2(config.model, tp=ctx.tp, dtype=DTYPES[precision.dtype]).to(parameter_dtype(precision))
+    load_weights(tuple(parameter_shards(model, ctx.tp)), path, ctx)
+    return Trained(model, config, manifest, path)
+
+
+def checkpoint_faults(ckpt: str, parallel: ParallelConfig) -> list[str]:
+    """What is wrong with a checkpoint, or with splitting its model so; read before any rank starts."""
+    try:
+        path = resolve(ckpt)
+        config = trained_config(read_manifest(path), path)
+    except UserError as error:
+        return [str(error)]
+    return split_faults(config.model, parallel)
+
+
+def split_faults(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
+    """What keeps tp from dividing a trained model."""
+    tp = parallel.tp
+    return [
+        f"tp={tp} does not divide the checkpoint's {name}={size}: use a divisor, such as tp={math.gcd(tp, size)}"
+        for name, size in (("num_heads", model.num_heads), ("ffn_hidden_size", model.ffn_size))
+        if size % tp
+    ]
+
+
+def run_directory(path: Path) -> Path:
+    """The run directory of a checkpoint: out of out/checkpoints/step-…"""
+    return path.parent.parent
+
+
+def load_tokenizer(named: str | None, path: Path) -> Tokenizer:
+    """The tokenizer a command names, else the one saved with the run. Raises UserError when there is none."""
+    if named is not None:
+        return Tokenizer.load(named)
+    saved = run_directory(path) / "tokenizer.json"
+    if not saved.exists():
+        raise UserError(f"tokenizer=null and {saved} is not there: give tokenizer=…/tokenizer.json")
+    return Tokenizer.load(saved)

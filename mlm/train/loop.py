@@ -1,0 +1,143 @@
+"""The training loop."""
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlm.config.errors import UserError
+from mlm.data.sampler import Batch, Dataset, Loader, eval_batches
+from mlm.train.diagnose import first_non_finite
+from mlm.train.metrics import Reporter, StepMetrics, Throughput
+from mlm.train.peak import memory_bytes
+from mlm.train.state import save
+from mlm.train.stop import StopRequest
+from mlm.train.trainer import StepOutcome, StopVote, Trainer
+
+
+@dataclass
+class Loop:
+    """What one run of the loop works with."""
+
+    trainer: Trainer
+    out: Path
+    samples: Dataset
+    windows: Dataset | None
+    reporter: Reporter
+    throughput: Throughput
+    stop: StopRequest
+    last_validation: float | None = None
+    """Mean validation loss of the last validation, nats per token."""
+    last_loss: float | None = None
+    """Training loss of the last logged step, nats per token."""
+    saved_step: int = -1
+    """Step of the newest checkpoint."""
+
+    def run(self) -> bool:
+        """Train to train.steps, or to the step at which a stop was asked for: then False."""
+        trainer, config = self.trainer, self.trainer.config
+        with self.loader() as batches_of_steps:
+            self.throughput.start()
+            while trainer.step < config.train.steps:
+                vote = StopVote(trainer.ctx, self.stop.requested)
+                batches = next(batches_of_steps)
+                outcome = trainer.train_step(batches)
+                self.throughput.count()
+                self.reporter.advance(trainer.step)
+                last = trainer.step == config.train.steps
+                stopping = vote.result()
+                if last or stopping or trainer.step == 1 or is_due(trainer.step, config.log.every):
+                    self.log(outcome, batches)
+                if last or is_due(trainer.step, config.train.validate_every):
+                    self.validate()
+                if last or stopping or is_due(trainer.step, config.checkpoint.save_every):
+                    self.save(batches)
+                if stopping and not last:
+                    return False
+        return True
+
+    def loader(self) -> Loader:
+        """This rank's micro-batches, from the first sample not consumed yet."""
+        config, ctx = self.trainer.config, self.trainer.ctx
+        return Loader(
+            self.samples,
+            consumed_samples=self.trainer.consumed_samples,
+            global_batch_size=config.train.global_batch_size,
+            micro_batch_size=config.train.micro_batch_size,
+            rank=ctx.dp.rank,
+            size=ctx.dp.size,
+            pin_memory=ctx.device.type == "cuda",
+        )
+
+    def log(self, outcome: StepOutcome, batches: list[Batch]) -> None:
+        """Read the step's numbers from the device and report them; abort if they are not finite."""
+        trainer = self.trainer
+        self.last_loss = trainer.mean_loss(outcome)  # waits for the device: the clock may be read now
+        rates = self.throughput.lap()
+        scaler = trainer.scaler
+        self.reporter.step(
+            StepMetrics(
+                step=trainer.step,
+                loss=self.last_loss,
+                lr=outcome.lr,
+                grad_norm=float(outcome.grad_norm.item()),
+                loss_scale=float(scaler.scale.item()) if scaler.dynamic else None,
+                skipped_steps=int(scaler.skipped.item()),
+                tokens=trainer.consumed_samples * trainer.config.data.seq_length,
+                tokens_per_s=rates.tokens_per_s,
+                step_time_s=rates.step_time_s,
+                tflops=rates.tflops,
+                mfu=rates.mfu,
+                memory_bytes=memory_bytes(trainer.ctx.device),
+            )
+        )
+        self.refuse_exhausted(batches)
+
+    def refuse_exhausted(self, batches: list[Batch]) -> None:
+        """Abort, with a diagnosis, a run whose numbers can no longer be helped. Same verdict on every rank."""
+        scaler, precision = self.trainer.scaler, self.trainer.config.precision
+        if not scaler.exhausted.item():
+            return
+        where = first_non_finite(self.trainer, batches)
+        cause = (
+            f"gradients still overflow at precision.min_loss_scale={precision.min_loss_scale:g}"
+            if scaler.dynamic
+            else f"gradients are not finite in precision={precision.dtype}"
+        )
+        raise UserError(
+            f"step {self.trainer.step}: {cause}; {where}. Lower optimizer.lr, raise schedule.warmup_steps, or "
+            f"use precision=bf16 or fp32; weights were not touched by the bad steps and the last checkpoint is "
+            f"intact"
+        )
+
+    def validate(self) -> None:
+        """Mean loss over the validation windows, on the clock of nobody."""
+        if self.windows is None or not self.trainer.config.train.validate_every:
+            return
+        self.throughput.pause()
+        train, ctx = self.trainer.config.train, self.trainer.ctx
+        batches = eval_batches(
+            self.windows,
+            micro_batch_size=train.micro_batch_size,
+            rank=ctx.dp.rank,
+            size=ctx.dp.size,
+            limit=train.validate_batches * train.global_batch_size,
+        )
+        self.last_validation = self.trainer.validate(batches)
+        self.reporter.validation(self.trainer.step, self.last_validation, math.exp(min(self.last_validation, 700.0)))
+        self.throughput.start()
+
+    def save(self, batches: list[Batch]) -> None:
+        """Write a checkpoint, unless the numbers of this run are beyond help."""
+        self.refuse_exhausted(batches)
+        self.throughput.pause()
+        begin = time.perf_counter()
+        path = save(self.trainer, self.out)
+        self.saved_step = self.trainer.step
+        self.reporter.saved(self.trainer.step, path, time.perf_counter() - begin)
+        self.throughput.start()
+
+
+def is_due(step: int, every: int) -> bool:
+    """Whether something done every so many steps (0: never) is due after `step`."""
+    return every > 0 and step % every == 0

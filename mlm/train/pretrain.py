@@ -1,0 +1,162 @@
+"""`mlm pretrain`: train a model from its initial weights, or go on where a run stopped."""
+
+import shlex
+from pathlib import Path
+
+import torch
+import yaml
+
+from mlm.checkpoint.save_load import latest_checkpoint, read_manifest, resolve
+from mlm.config.build import config_digest, to_dict
+from mlm.config.errors import UserError
+from mlm.config.schema import PretrainConfig
+from mlm.data.tokenizer import Tokenizer
+from mlm.files import write_atomic
+from mlm.parallel.mesh import ParallelContext
+from mlm.train.corpora import corpus_faults, tokenizer_path, train_dataset, validation_windows
+from mlm.train.curves import plot_losses
+from mlm.train.loop import Loop
+from mlm.train.memory import reuse_large_blocks
+from mlm.train.metrics import Reporter, Throughput
+from mlm.train.peak import Peak, peak_flops
+from mlm.train.state import CHECKPOINTS, load
+from mlm.train.stop import StopRequest
+from mlm.train.trainer import Trainer
+
+CONFIG = "config.yaml"
+
+
+def preflight(config: PretrainConfig) -> list[str]:
+    """Faults that reading the named files shows, a line each; called before any rank starts."""
+    faults = corpus_faults(config)
+    try:
+        start = find_start(config)
+        if start is not None:
+            read_manifest(start)
+    except UserError as error:
+        faults.append(str(error))
+    tokenizer = tokenizer_path(config.data)
+    if tokenizer is not None:
+        try:
+            Tokenizer.load(tokenizer)
+        except UserError as error:
+            faults.append(str(error))
+    return faults
+
+
+def find_start(config: PretrainConfig) -> Path | None:
+    """The checkpoint to go on from: the run directory's own newest one, else the one `ckpt` names."""
+    own = latest_checkpoint(Path(config.out, CHECKPOINTS))
+    if own is not None and not config.checkpoint.resume:
+        raise UserError(
+            f"out={config.out} already holds {own.name}: set checkpoint.resume=true to go on from it, or another out=…"
+        )
+    return own or (resolve(config.ckpt) if config.ckpt is not None else None)
+
+
+def run(config: PretrainConfig, ctx: ParallelContext) -> None:
+    """Train; every rank calls this. Raises UserError for what the user can mend."""
+    if ctx.device.type == "cpu":
+        reuse_large_blocks()
+    out = Path(config.out)
+    if ctx.is_main:
+        prepare_directory(config, out)
+    start = find_start(config)
+    try:
+        trainer = Trainer(config, ctx)
+        if start is not None:
+            load(trainer, start)
+        train(trainer, out, start)
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"train.micro_batch_size={config.train.micro_batch_size} needs more memory than the GPU has: lower it, "
+            f"set recompute=full, or raise tp ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def train(trainer: Trainer, out: Path, start: Path | None) -> None:
+    """Run the loop from the trainer's state and finish the run directory."""
+    config, ctx = trainer.config, trainer.ctx
+    left = config.train.steps - trainer.step
+    samples = train_dataset(config, ctx, trainer.consumed_samples + max(0, left) * config.train.global_batch_size)
+    peak = peak_flops(ctx.device, config.precision.dtype, config.dist.peak_tflops)
+    throughput = Throughput(
+        tokens_per_step=config.train.global_batch_size * config.data.seq_length,
+        flops_per_token=config.model.flops_per_token(config.data.seq_length, ctx.tp.size),
+        devices=ctx.world_size,
+        peak=peak.flops if peak else None,
+    )
+    reporter = Reporter(
+        out,
+        total_steps=config.train.steps,
+        start_step=trainer.step,
+        config=config.log,
+        is_main=ctx.is_main,
+        header=header(config, ctx, out, peak),
+        run={"config_digest": config_digest(config), "layout": layout(ctx), "resumed_from": start and str(start)},
+    )
+    with StopRequest(announce=ctx.is_main) as stop, reporter:
+        if start is not None:
+            reporter.note(f"resuming from {start} (step {trainer.step})")
+        if left <= 0:
+            reporter.note(f"step {trainer.step} of train.steps={config.train.steps} is done: raise train.steps to go on")
+        loop = Loop(trainer, out, samples, validation_windows(config), reporter, throughput, stop)
+        finished = loop.run()
+        if not finished:
+            reporter.note(f"stopped by {stop.reason or 'another rank'} after step {trainer.step}, saved. Resume with:")
+            reporter.note(f"  {resume_command(out)}")
+    if ctx.is_main:
+        finish_directory(loop, finished)
+
+
+def prepare_directory(config: PretrainConfig, out: Path) -> None:
+    """Write the composed configuration and the tokenizer beside what will come. Raises UserError."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_atomic(out / CONFIG, composed_yaml(config).encode())
+        tokenizer = tokenizer_path(config.data)
+        if tokenizer is not None:
+            write_atomic(out / "tokenizer.json", tokenizer.read_bytes())
+    except OSError as error:
+        raise UserError(
+            f"out={config.out}: {error.strerror} ({error.filename}): choose a folder that can be written to"
+        ) from error
+
+
+def composed_yaml(config: PretrainConfig) -> str:
+    """The configuration as `--config-dir {out} --config-name config` reads it back."""
+    plain = to_dict(config)
+    plain.update(plain.pop("parallel"))
+    text: str = yaml.safe_dump({"defaults": ["hydra_quiet", "pretrain_defaults", "_self_"], **plain}, sort_keys=False)
+    return text
+
+
+def resume_command(out: Path, *changes: str) -> str:
+    """What to type to go on with a run, with changed settings."""
+    return shlex.join(["mlm", "pretrain", "--config-dir", str(out), "--config-name", "config", *changes])
+
+
+def layout(ctx: ParallelContext) -> dict[str, int]:
+    """Sizes of the parallel axes."""
+    return {"tp": ctx.tp.size, "pp": ctx.pp.size, "dp": ctx.dp.size}
+
+
+def header(config: PretrainConfig, ctx: ParallelContext, out: Path, peak: Peak | None) -> list[tuple[str, str]]:
+    """Rows shown above the numbers."""
+    model, batch = config.model, config.train
+    shape = f"{model.num_layers} layers × {model.hidden_size} × {model.num_heads} heads"
+    sizes = " × ".join(f"{k}={v}" for k, v in layout(ctx).items())
+    return [
+        ("run", config.name),
+        ("model", f"{model.kind} {model.num_parameters() / 1e6:,.1f}M ({shape})"),
+        ("layout", f"{sizes} on {ctx.world_size} {ctx.device.type} rank{'s' * (ctx.world_size > 1)}"),
+        ("batch", f"{batch.global_batch_size} × {config.data.seq_length} tokens, micro-batches of {batch.micro_batch_size}"),
+        ("precision", config.precision.dtype),
+        ("peak", f"{peak.label}" if peak else "unknown: set dist.peak_tflops for MFU"),
+        ("out", str(out)),
+    ]
+
+
+def finish_directory(loop: Loop, finished: bool) -> None:
+    """Plot the losses and write the run's summary."""
+    plot_losses(loop.out / "metrics.jsonl", loop.out / "loss.png")

@@ -1,0 +1,113 @@
+"""Every tensor-parallel layer against one process: outputs, input, weight and bias gradients, in float64."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from mlm.parallel.mesh import Axis, ParallelContext
+from mlm.parallel.sharding import load_whole, shard_of
+from tests.ranks import run_on_ranks
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_column_parallel_linear_matches_one_process(tp: int) -> None:
+    """y, dx, dW and db equal those of an unsplit nn.Linear with the same weights."""
+    run_on_ranks(check_column_parallel_linear, tp=tp)
+
+
+def check_column_parallel_linear(ctx: ParallelContext) -> None:
+    tp = ctx.tp
+    dense, x, dy = dense_layer(6, 8)
+    y_dense = dense(x)
+    y_dense.backward(dy)
+    layer = ColumnParallelLinear(6, 8, tp=tp).double()
+    load_whole(layer, {"weight": dense.weight.detach(), "bias": dense.bias.detach()}, tp)
+    x_tp = x.detach().clone().requires_grad_()
+    y = layer(x_tp)
+    y.backward(shard_of(dy, tp, -1))
+
+    torch.testing.assert_close(y, shard_of(y_dense, tp, -1))
+    torch.testing.assert_close(x_tp.grad, x.grad)  # needs f's all-reduce
+    torch.testing.assert_close(layer.weight.grad, shard_of(dense.weight.grad, tp, 0))
+    torch.testing.assert_close(layer.bias.grad, shard_of(dense.bias.grad, tp, 0))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_row_parallel_linear_matches_one_process(tp: int) -> None:
+    """y, dx, dW and db equal those of an unsplit nn.Linear with the same weights."""
+    run_on_ranks(check_row_parallel_linear, tp=tp)
+
+
+def check_row_parallel_linear(ctx: ParallelContext) -> None:
+    tp = ctx.tp
+    dense, x, dy = dense_layer(8, 6)
+    y_dense = dense(x)
+    y_dense.backward(dy)
+    layer = RowParallelLinear(8, 6, tp=tp).double()
+    load_whole(layer, {"weight": dense.weight.detach(), "bias": dense.bias.detach()}, tp)
+    x_tp = shard_of(x.detach(), tp, -1).requires_grad_()
+    y = layer(x_tp)
+    y.backward(dy)
+
+    torch.testing.assert_close(y, y_dense)  # needs g's all-reduce, and the bias once
+    torch.testing.assert_close(x_tp.grad, shard_of(x.grad, tp, -1))
+    torch.testing.assert_close(layer.weight.grad, shard_of(dense.weight.grad, tp, 1))
+    torch.testing.assert_close(layer.bias.grad, dense.bias.grad)
+
+
+def dense_layer(in_features: int, out_features: int) -> tuple[nn.Linear, Tensor, Tensor]:
+    """The same dense layer, input and random output gradient on every rank (so swapped shards show)."""
+    torch.manual_seed(0)
+    dense = nn.Linear(in_features, out_features).double()
+    x = torch.randn(3, 2, in_features, dtype=torch.float64, requires_grad=True)  # [S, B, I]
+    return dense, x, torch.randn(3, 2, out_features, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_vocab_parallel_embedding_matches_one_process(tp: int) -> None:
+    """Outputs and the table's gradient equal nn.Embedding's; padding rows get none."""
+    run_on_ranks(check_embedding, tp=tp)
+
+
+def check_embedding(ctx: ParallelContext) -> None:
+    tp = ctx.tp
+    torch.manual_seed(0)
+    dense = nn.Embedding(10, 3).double()
+    tokens = torch.randint(0, 10, (5, 2))
+    dy = torch.randn(5, 2, 3, dtype=torch.float64)
+    y_dense = dense(tokens)
+    y_dense.backward(dy)
+    layer = VocabParallelEmbedding(10, 12, 3, tp=tp).double()
+    load_whole(layer, {"weight": dense.weight.detach()}, tp)
+    y = layer(tokens)
+    y.backward(dy)
+
+    torch.testing.assert_close(y, y_dense)
+    padded = torch.cat([dense.weight.grad, torch.zeros(2, 3, dtype=torch.float64)])
+    torch.testing.assert_close(layer.weight.grad, shard_of(padded, tp, 0))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda tp: ColumnParallelLinear(4, 6, tp=tp), "out_features=6 must be divisible by tp=4"),
+        (lambda tp: RowParallelLinear(6, 4, tp=tp), "in_features=6 must be divisible by tp=4"),
+        (lambda tp: VocabParallelEmbedding(5, 6, 4, tp=tp), "padded_vocab_size=6 must be divisible by tp=4"),
+    ],
+)
+def test_layers_name_the_size_tp_does_not_divide(build, message) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match=message):
+        build(Axis("tp", 0, 4))
+
+
+def test_float32_master_weights_get_float32_gradients_from_bfloat16_activations() -> None:
+    layer = ColumnParallelLinear(8, 4, tp=Axis("tp"))
+    load_whole(layer, {"weight": torch.randn(4, 8), "bias": torch.randn(4)}, Axis("tp"))
+    y = layer(torch.randn(2, 1, 8, dtype=torch.bfloat16))
+    y.sum().backward()
+    assert (y.dtype, layer.weight.grad.dtype, layer.bias.grad.dtype) == (
+        torch.bfloat16,
+        torch.float32,
+        torch.float32,
+    )

@@ -1,0 +1,47 @@
+"""Where a rank stands in a layout."""
+
+import pytest
+
+from mlm.parallel.mesh import ParallelContext, coordinates, shape_context
+from tests.ranks import run_on_ranks
+
+
+def test_coordinates_put_tensor_ranks_side_by_side_then_data_then_stages() -> None:
+    layout = {"tp": 2, "pp": 2, "dp": 3}
+    assert [coordinates(r, **layout) for r in (0, 1, 2, 5, 6, 11)] == [
+        (0, 0, 0),
+        (1, 0, 0),
+        (0, 0, 1),
+        (1, 0, 2),
+        (0, 1, 0),
+        (1, 1, 2),
+    ]
+
+
+@pytest.mark.parametrize("layout", [{"tp": 8, "pp": 64, "dp": 6}, {"tp": 8, "pp": 1, "dp": 64}])
+def test_coordinates_are_a_bijection(layout: dict[str, int]) -> None:
+    world = layout["tp"] * layout["pp"] * layout["dp"]
+    assert len({coordinates(r, **layout) for r in range(world)}) == world
+
+
+def test_shape_context_knows_any_rank_without_process_groups() -> None:
+    ctx = shape_context(11, tp=2, pp=2, dp=3)
+    assert (ctx.tp.rank, ctx.pp.rank, ctx.dp.rank, ctx.tp.group) == (1, 1, 2, None)
+
+
+def test_groups_join_the_ranks_of_each_axis() -> None:
+    assert run_on_ranks(members, tp=2, dp=2) == [
+        ([0, 1], [0, 2]),
+        ([0, 1], [1, 3]),
+        ([2, 3], [0, 2]),
+        ([2, 3], [1, 3]),
+    ]
+
+
+def members(ctx: ParallelContext) -> tuple[list[int], list[int]]:
+    import torch
+
+    from mlm.parallel.collectives import all_gather
+
+    mine = torch.tensor([ctx.rank])
+    return all_gather(mine, ctx.tp).flatten().tolist(), all_gather(mine, ctx.dp).flatten().tolist()

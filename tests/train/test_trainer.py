@@ -1,0 +1,276 @@
+"""Training steps across layouts, precisions and restarts."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mlm.checkpoint.save_load import latest_checkpoint
+from mlm.config.errors import UserError
+from mlm.config.schema import (
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    PretrainConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+from mlm.data.sampler import Loader, eval_batches
+from mlm.data.synthetic import SyntheticDataset
+from mlm.optim.clip import clip_factor, gradient_norm, scale_gradients
+from mlm.optim.precision import LossScaler
+from mlm.parallel.gradients import GradientReducer
+from mlm.parallel.mesh import ParallelContext, shape_context
+from mlm.parallel.sharding import parameter_shards
+from mlm.train.diagnose import first_non_finite
+from mlm.train.state import load, save
+from mlm.train.trainer import StopVote, Trainer, build_model
+from tests.ranks import run_on_ranks
+
+VOCAB, SEQ = 61, 16
+
+
+def config(*, dropout: float = 0.0, dtype: str = "fp64", recompute: str = "none", **train: int) -> PretrainConfig:
+    """A tiny run in float64: 8 samples a step in micro-batches of 2."""
+    return PretrainConfig(
+        name="test",
+        out="unused",
+        seed=3,
+        model=ModelConfig(
+            num_layers=2,
+            hidden_size=16,
+            num_heads=4,
+            max_positions=SEQ,
+            vocab_size=VOCAB,
+            hidden_dropout=dropout,
+            attention_dropout=dropout,
+        ),
+        parallel=ParallelConfig(recompute=recompute),  # type: ignore[arg-type]
+        optimizer=OptimizerConfig(lr=1e-2),
+        schedule=ScheduleConfig(warmup_steps=5, min_lr=1e-4),
+        precision=PrecisionConfig(dtype=dtype, initial_loss_scale=2.0**16, loss_scale_window=3),  # type: ignore[arg-type]
+        data=DataConfig(kind="synthetic", seq_length=SEQ),
+        train=TrainConfig(**{"steps": 20, "global_batch_size": 8, "micro_batch_size": 2, **train}),
+    )
+
+
+def steps_of(trainer: Trainer, count: int) -> list[float]:
+    """Losses of the next `count` steps."""
+    spec, ctx = trainer.config, trainer.ctx
+    samples = SyntheticDataset(VOCAB, SEQ, spec.train.steps * spec.train.global_batch_size, spec.seed)
+    with Loader(
+        samples,
+        consumed_samples=trainer.consumed_samples,
+        global_batch_size=spec.train.global_batch_size,
+        micro_batch_size=spec.train.micro_batch_size,
+        rank=ctx.dp.rank,
+        size=ctx.dp.size,
+    ) as loader:
+        return [trainer.mean_loss(trainer.train_step(next(loader))) for _ in range(count)]
+
+
+def train(ctx: ParallelContext, spec: PretrainConfig, count: int = 20) -> list[float]:
+    return steps_of(Trainer(spec, ctx), count)
+
+
+@pytest.fixture(scope="module")
+def one_process() -> list[float]:
+    return run_on_ranks(train, config())[0]
+
+
+@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_twenty_steps_give_the_losses_of_one_process(one_process: list[float], tp: int, dp: int) -> None:
+    """float64, clipping and weight decay on: losses equal to 1e-10 at every layout, on every rank."""
+    for losses in run_on_ranks(train, config(), tp=tp, dp=dp):
+        assert losses == pytest.approx(one_process, rel=0, abs=1e-10)
+
+
+def test_the_first_loss_is_that_of_a_uniform_guess(one_process: list[float]) -> None:
+    """Weights of deviation 0.02 give nearly equal logits: ln(vocabulary), with padding masked out."""
+    assert one_process[0] == pytest.approx(math.log(VOCAB), abs=0.02)
+
+
+def test_micro_batch_size_does_not_change_the_losses(one_process: list[float]) -> None:
+    assert run_on_ranks(train, config(micro_batch_size=8))[0] == pytest.approx(one_process, abs=1e-10)
+
+
+def test_dropout_masks_do_not_depend_on_data_parallel_size() -> None:
+    """Masks are functions of the sample, so even with dropout dp=2 repeats dp=1."""
+    spec = config(dropout=0.2)
+    assert run_on_ranks(train, spec, 5, dp=2)[0] == pytest.approx(run_on_ranks(train, spec, 5)[0], abs=1e-10)
+
+
+def test_half_precision_learns_what_float32_does() -> None:
+    """20 steps on the same eight samples: a fall of a nat, and the half formats within 0.05 of float32."""
+    fp32, bf16, fp16 = (run_on_ranks(overfit, dtype)[0] for dtype in ("fp32", "bf16", "fp16"))
+    assert fp32 < math.log(VOCAB) - 0.9
+    assert (bf16, fp16) == pytest.approx((fp32, fp32), abs=0.05)
+
+
+def overfit(ctx: ParallelContext, dtype: str) -> float:
+    trainer = Trainer(config(dtype=dtype), ctx)
+    loss = math.inf
+    for _ in range(20):
+        trainer.consumed_samples = 0  # the same eight samples again
+        loss = steps_of(trainer, 1)[0]
+    return loss
+
+
+def test_an_overflow_skips_the_step_on_all_ranks_and_halves_the_scale() -> None:
+    """One tp rank's weight is made to overflow for one step: nobody moves, then training goes on."""
+    for before, during, after, skipped, scales, moved in run_on_ranks(overflow_once, tp=2):
+        assert before == during  # weights untouched by the skipped step
+        assert after != during
+        assert skipped == 1
+        assert scales == [2.0**16, 2.0**15, 2.0**15, 2.0**15, 2.0**16]  # doubled after three clean steps
+        assert moved == 4.0  # Adam's own count leaves the skipped step out
+
+
+def overflow_once(ctx: ParallelContext) -> tuple[Any, ...]:
+    trainer = Trainer(config(dtype="fp16"), ctx)
+    steps_of(trainer, 1)
+    weight = trainer.model.position.weight
+    before, scales = float(weight.double().sum()), [trainer.scaler.scale.item()]
+    shard = trainer.model.layers[0].mlp.up.weight
+    kept = shard.detach().clone()
+    if ctx.tp.rank == 1:
+        shard.data.fill_(1e5)  # beyond float16
+    steps_of(trainer, 1)
+    scales.append(trainer.scaler.scale.item())
+    during = float(weight.double().sum())
+    shard.data.copy_(kept)
+    for _ in range(3):
+        steps_of(trainer, 1)
+        scales.append(trainer.scaler.scale.item())
+    after = float(weight.double().sum())
+    applied = float(next(iter(trainer.optimizer.state.values()))["step"])
+    return before, during, after, int(trainer.scaler.skipped), scales, applied
+
+
+def test_at_the_smallest_scale_the_diagnosis_names_the_first_non_finite_layer() -> None:
+    for exhausted, sentence in run_on_ranks(exhaust, tp=2):
+        assert exhausted
+        assert sentence == "the first non-finite activation is the output of layers.1.mlp.up"
+
+
+def exhaust(ctx: ParallelContext) -> tuple[bool, str]:
+    spec = config(dtype="fp16")
+    spec = replace(spec, precision=replace(spec.precision, initial_loss_scale=2.0, min_loss_scale=1.0))
+    trainer = Trainer(spec, ctx)
+    if ctx.tp.rank == 1:  # the fault is on one rank only; all must say the same
+        trainer.model.layers[1].mlp.up.weight.data.fill_(1e5)
+    steps_of(trainer, 1)
+    assert not trainer.scaler.exhausted
+    steps_of(trainer, 1)
+    batches = list(eval_batches(SyntheticDataset(VOCAB, SEQ, 2, 0), micro_batch_size=2, rank=0, size=1))
+    return bool(trainer.scaler.exhausted), first_non_finite(trainer, batches)
+
+
+@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 1), (2, 2)])
+def test_resumed_losses_are_bit_equal(tmp_path: Path, tp: int, dp: int) -> None:
+    """6 steps straight against 3, save, a fresh trainer, load, 3 more; with dropout."""
+    for straight, resumed in run_on_ranks(resume, tmp_path, tp=tp, dp=dp):
+        assert resumed == straight
+
+
+def resume(ctx: ParallelContext, out: Path) -> tuple[list[float], list[float]]:
+    spec = config(dropout=0.1, dtype="fp32")
+    straight = train(ctx, spec, 6)
+    first = Trainer(spec, ctx)
+    losses = steps_of(first, 3)
+    path = save(first, out)
+    second = Trainer(replace(spec), ctx)
+    for shard in second.shards:
+        shard.parameter.data.fill_(7.0)  # nothing of the initial weights may survive
+    load(second, path)
+    assert (second.step, second.consumed_samples) == (3, 24)
+    return straight, losses + steps_of(second, 3)
+
+
+def test_a_checkpoint_of_another_layout_continues(tmp_path: Path) -> None:
+    """Saved at tp=2, continued at dp=2: the same losses as one process, to float64's rounding."""
+    run_on_ranks(train_and_save, tmp_path, tp=2)
+    continued = run_on_ranks(load_and_train, tmp_path, dp=2)[0]
+    assert continued == pytest.approx(run_on_ranks(train, config(), 6)[0][3:], abs=1e-10)
+
+
+def train_and_save(ctx: ParallelContext, out: Path) -> None:
+    trainer = Trainer(config(), ctx)
+    steps_of(trainer, 3)
+    save(trainer, out)
+
+
+def load_and_train(ctx: ParallelContext, out: Path) -> list[float]:
+    trainer = Trainer(config(), ctx)
+    path = latest_checkpoint(out / "checkpoints")
+    assert path is not None
+    load(trainer, path)
+    return steps_of(trainer, 3)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of one process after three steps."""
+    out = tmp_path_factory.mktemp("run")
+    trainer = Trainer(config(), shape_context())
+    steps_of(trainer, 3)
+    return save(trainer, out)
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_named(saved: Path) -> None:
+    spec = config()
+    other = Trainer(replace(spec, model=replace(spec.model, hidden_size=32)), shape_context())
+    with pytest.raises(UserError, match=r"hidden_size"):
+        load(other, saved)
+
+
+@pytest.mark.parametrize(
+    "change", [{"seed": 4}, {"data": DataConfig(kind="synthetic", seq_length=SEQ // 2)}], ids=["seed", "seq_length"]
+)
+def test_a_changed_sample_order_is_refused(saved: Path, change: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="repeat or skip samples"):
+        load(Trainer(replace(config(), **change), shape_context()), saved)
+
+
+@pytest.mark.parametrize("dp", [1, 2, 3])
+def test_validation_does_not_depend_on_the_layout(dp: int) -> None:
+    """Seven windows in micro-batches of two: every window scored once, whatever dp leaves over."""
+    assert run_on_ranks(validate, dp=dp) == pytest.approx([validate(shape_context())] * dp, abs=1e-12)
+
+
+def validate(ctx: ParallelContext) -> float:
+    trainer = Trainer(config(), ctx)
+    windows = SyntheticDataset(VOCAB, SEQ, 7, 0)
+    return trainer.validate(eval_batches(windows, micro_batch_size=2, rank=ctx.dp.rank, size=ctx.dp.size))
+
+
+def test_a_stop_asked_of_one_rank_is_heard_by_all() -> None:
+    assert run_on_ranks(vote, dp=2) == [(False, True), (False, True)]
+
+
+def vote(ctx: ParallelContext) -> tuple[bool, bool]:
+    return StopVote(ctx, False).result(), StopVote(ctx, ctx.rank == 1).result()
+
+
+def test_nothing_is_read_back_from_the_device_in_forward_and_backward() -> None:
+    """On the meta device tensors hold no numbers: reading one, which on a GPU would wait for it, raises."""
+    ctx = replace(shape_context(), device=torch.device("meta"))
+    spec = config(dtype="bf16")
+    trainer = Trainer.__new__(Trainer)  # PyTorch's fused optimizer kernels know no meta device
+    trainer.config, trainer.ctx = spec, ctx
+    trainer.model = build_model(spec, ctx)
+    trainer.shards = tuple(parameter_shards(trainer.model, ctx.tp))
+    trainer.reducer = GradientReducer([s.parameter for s in trainer.shards], ctx.dp)
+    trainer.scaler = LossScaler(spec.precision, ctx.device)
+    batches = eval_batches(SyntheticDataset(VOCAB, SEQ, 8, 0), micro_batch_size=2, rank=0, size=1)
+    assert trainer.forward_backward(list(batches)).is_meta
+    norm = gradient_norm(trainer.shards, ctx)
+    scale_gradients(trainer.shards, clip_factor(norm, 1.0) / trainer.scaler.scale)
+    trainer.scaler.update((~norm.isfinite()).float())
+    with pytest.raises(RuntimeError):
+        norm.item()
