@@ -59,7 +59,9 @@ def _serve(pipe: Connection) -> None:
         pipe.send((why, value))
 
 
-def _run(store: str, rank: int, layout: dict[str, int], check: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _run(
+    store: str, rank: int, layout: dict[str, int], check: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
     size = layout["tp"] * layout["pp"] * layout["dp"]
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
     try:

@@ -41,4 +41,4 @@ class SelfAttention(nn.Module):
             p = self.dropout
             dropout.enter(self.layer, "attention", self.tp)
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)  # [B, N/t, S, D]
-        return self.out(y.permute(2, 0, 1, 3).reshape(s, b, -1))  # type: ignore[no-any-return]
+        return self.out(y.permute(2, 0, 1, 3).reshape(s, b, -1))

@@ -72,7 +72,7 @@ class GPT2(nn.Module):
                 x = checkpoint(layer, x, dropout, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = layer(x, dropout)
-        return self.final_norm(x)  # type: ignore[no-any-return]
+        return self.final_norm(x)
 
     def forward(
         self, tokens: Tensor, labels: Tensor, scale: Tensor, dropout: DropoutStream | None = None

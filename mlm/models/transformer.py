@@ -24,7 +24,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 class MLP(nn.Module):
-    """y = W2 gelu(W1 x): the first weight split by column, the second by row (arXiv:1909.08053, figure 3a)."""
+    """y = W2 gelu(W1 x): W1 split by column, W2 by row (arXiv:1909.08053, figure 3a)."""
 
     def __init__(self, config: ModelConfig, *, tp: Axis) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[S, B, H] -> [S, B, H]."""
-        return self.down(F.gelu(self.up(x), approximate="tanh"))  # type: ignore[no-any-return]
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
 
 
 class TransformerLayer(nn.Module):

@@ -21,7 +21,10 @@ def build_optimizer(shards: Sequence[ParameterShard], config: OptimizerConfig) -
     """AdamW over the parameters of a model, its fused kernel on any device."""
     decayed = [s.parameter for s in shards if is_decayed(s)]
     plain = [s.parameter for s in shards if not is_decayed(s)]
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 

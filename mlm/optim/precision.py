@@ -39,13 +39,15 @@ class LossScaler:
 
     @torch.no_grad()
     def update(self, overflow: Tensor) -> None:
-        """Take note of a step: `overflow` is 0-d, 1.0 where its gradients were not finite. No synchronisation."""
+        """Take note of a step: `overflow` is 0-d, 1.0 if its gradients were not finite. Does not synchronise."""
         self.skipped += overflow.to(torch.int64)
         if not self.dynamic:
             self.exhausted |= overflow > 0  # there is no scale to lower: the numbers themselves are bad
             return
         self.exhausted |= (overflow > 0) & (self.scale <= self.config.min_loss_scale)
-        torch._amp_update_scale_(self.scale, self.clean_steps, overflow, 2.0, 0.5, self.config.loss_scale_window)
+        torch._amp_update_scale_(
+            self.scale, self.clean_steps, overflow, 2.0, 0.5, self.config.loss_scale_window
+        )
         self.scale.clamp_(min=self.config.min_loss_scale)
 
     def state(self) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from mlm.parallel.mesh import Axis
 
-
 _gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Its name since torch 2.13, and the one before."""
 
@@ -40,7 +39,7 @@ class _CopyToTP(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         # autograd may hand the same tensor to another branch, so it is reduced in a copy of its own
         return all_reduce(dy.clone(memory_format=torch.contiguous_format), ctx.axis), None
 
@@ -51,13 +50,13 @@ class _ReduceFromTP(torch.autograd.Function):
         return all_reduce(x.detach(), axis)  # the partial sums are ours alone: summed where they are
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return dy, None
 
 
 def copy_to_tp(x: Tensor, axis: Axis) -> Tensor:
     """f: enter a region where each tp rank holds its share of a layer. Gradients are summed over tp."""
-    return x if axis.size == 1 else _CopyToTP.apply(x, axis)  # type: ignore[no-untyped-call,no-any-return]
+    return x if axis.size == 1 else _CopyToTP.apply(x, axis)
 
 
 def reduce_from_tp(x: Tensor, axis: Axis) -> Tensor:
@@ -65,4 +64,4 @@ def reduce_from_tp(x: Tensor, axis: Axis) -> Tensor:
 
     `x` must be contiguous and needed by nobody else in its partial form.
     """
-    return x if axis.size == 1 else _ReduceFromTP.apply(x, axis)  # type: ignore[no-untyped-call,no-any-return]
+    return x if axis.size == 1 else _ReduceFromTP.apply(x, axis)

@@ -17,7 +17,6 @@ from torch import Tensor
 from mlm.parallel.collectives import all_gather
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.matmul import product
-from mlm.parallel.mesh import Axis
 
 IGNORE = -100
 """Label of a token that is not scored."""
@@ -33,7 +32,9 @@ def chunk_rows(rows: int, columns: int, device: torch.device, chunk_bytes: int |
     return max(1, min(rows, limit // (4 * columns)))
 
 
-def softmax_and_loss(logits: Tensor, labels: Tensor, table: VocabParallelEmbedding) -> tuple[Tensor, Tensor, Tensor]:
+def softmax_and_loss(
+    logits: Tensor, labels: Tensor, table: VocabParallelEmbedding
+) -> tuple[Tensor, Tensor, Tensor]:
     """Softmax over the whole vocabulary of this rank's logits, in place, and each row's loss.
 
     Args:
@@ -105,7 +106,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss * scale
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden, d_weight = ctx.saved_tensors
         if dy.device.type != "cpu" or dy.item() != 1.0:  # reading it would synchronise on a GPU
             d_hidden, d_weight = d_hidden.mul_(dy.to(d_hidden.dtype)), d_weight.mul_(dy)
@@ -131,7 +132,7 @@ def linear_cross_entropy(
     Returns:
         0-d float32 (float64 for float64 input).
     """
-    return _LinearCrossEntropy.apply(hidden, table.weight, labels, scale, table, chunk_bytes)  # type: ignore[no-untyped-call,no-any-return]
+    return _LinearCrossEntropy.apply(hidden, table.weight, labels, scale, table, chunk_bytes)
 
 
 @torch.no_grad()
@@ -148,7 +149,7 @@ def token_losses(hidden: Tensor, labels: Tensor, table: VocabParallelEmbedding) 
 
 @torch.no_grad()
 def full_logits(hidden: Tensor, table: VocabParallelEmbedding) -> Tensor:
-    """Logits over the true vocabulary, gathered from all tp ranks: [R, H] -> [R, vocab_size]. For sampling."""
+    """Logits over the true vocabulary on every tp rank: [R, H] -> [R, vocab_size]. For sampling."""
     local = product(hidden, table.weight.to(hidden.dtype))
     whole = all_gather(local, table.tp)  # [t, R, V/t]
     return whole.permute(1, 0, 2).reshape(hidden.shape[0], -1)[:, : table.true_rows]

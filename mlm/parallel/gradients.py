@@ -42,7 +42,9 @@ class GradientReducer:
     then `finish()`. After `finish` every `.grad` holds the sum over dp.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], dp: Axis, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], dp: Axis, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
         self.dp = dp
         self.sync = False
         self.parameters = [p for p in parameters if p.requires_grad]

@@ -55,7 +55,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 # Inductor lowers oneDNN's operator for constant weights only; inside one of our own it is left alone.
@@ -70,12 +70,14 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)  # the weight as it is kept; its cast is cheaper made twice than saved
+        ctx.save_for_backward(
+            x, weight
+        )  # the weight as it is kept; its cast is cheaper made twice than saved
         ctx.bias_dtype = None if bias is None else bias.dtype
         return product(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         dx = dw = db = None
@@ -91,4 +93,4 @@ class _Linear(torch.autograd.Function):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """y = x weight^T + bias, differentiable; weight and bias may be of a wider dtype than x."""
-    return _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call,no-any-return]
+    return _Linear.apply(x, weight, bias)

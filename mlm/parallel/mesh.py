@@ -12,6 +12,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 
+CPU = torch.device("cpu")
+
+
 @dataclass(frozen=True)
 class Axis:
     """One axis of the device mesh as this rank sees it.
@@ -34,7 +37,7 @@ class ParallelContext:
     dp: Axis = Axis("dp")
     rank: int = 0
     world_size: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
     host_group: ProcessGroup | None = None
     """All ranks over gloo, for what is no tensor on the device: checkpoints, stop requests."""
 

@@ -81,7 +81,9 @@ def parameter_shards(model: nn.Module, tp: Axis) -> Iterator[ParameterShard]:
 def shard_of(full: Tensor, axis: Axis, dim: int) -> Tensor:
     """This rank's slice of a tensor cut evenly along `dim`; a contiguous copy."""
     if full.shape[dim] % axis.size:
-        raise ValueError(f"dim {dim} of shape {tuple(full.shape)} must be divisible by {axis.name}={axis.size}")
+        raise ValueError(
+            f"dim {dim} of shape {tuple(full.shape)} must be divisible by {axis.name}={axis.size}"
+        )
     return full.chunk(axis.size, dim)[axis.rank].contiguous()
 
 
@@ -94,7 +96,9 @@ def load_whole(model: nn.Module, whole: Mapping[str, Tensor], tp: Axis) -> None:
     for shard in parameter_shards(model, tp):
         full = whole[shard.name]
         if tuple(full.shape) != shard.global_shape:
-            raise ValueError(f"{shard.name} has shape {tuple(full.shape)}, the model needs {shard.global_shape}")
+            raise ValueError(
+                f"{shard.name} has shape {tuple(full.shape)}, the model needs {shard.global_shape}"
+            )
         target = shard.without_padding(shard.parameter)
         shard.parameter.zero_()
         if shard.tp_dim is not None:

@@ -9,13 +9,13 @@ import sys
 import torch
 from torch import Tensor
 
+from mlm.checkpoint.save_load import resolve
 from mlm.config.errors import UserError
 from mlm.config.schema import GenerateConfig, PrecisionConfig
 from mlm.data.tokenizer import Tokenizer
 from mlm.models.gpt2 import GPT2
 from mlm.parallel.mesh import ParallelContext
 from mlm.tasks.trained import checkpoint_faults, load_tokenizer, load_trained
-from mlm.checkpoint.save_load import resolve
 
 
 def preflight(config: GenerateConfig) -> list[str]:

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import mlm
+from mlm.checkpoint.save_load import read_manifest, resolve
 from mlm.config.errors import UserError
 from mlm.config.schema import EvalLossConfig, PretrainConfig
 from mlm.data.gpt import EvalWindows
@@ -27,7 +28,6 @@ from mlm.data.sampler import Batch, eval_batches
 from mlm.files import digest_file, write_atomic
 from mlm.parallel.mesh import ParallelContext
 from mlm.tasks.trained import checkpoint_faults, load_tokenizer, load_trained, run_directory, trained_config
-from mlm.checkpoint.save_load import read_manifest, resolve
 from mlm.train.corpora import validation_prefix
 from mlm.train.trainer import evaluate
 
@@ -65,7 +65,8 @@ def window_length(config: EvalLossConfig, trained: PretrainConfig) -> int:
     length = config.seq_length if config.seq_length is not None else trained.data.seq_length
     if length > trained.model.max_positions:
         raise UserError(
-            f"seq_length={length} is longer than the model's max_positions: use {trained.model.max_positions} or less"
+            f"seq_length={length} is longer than the model reads: use model.max_positions="
+            f"{trained.model.max_positions} or less"
         )
     return length
 

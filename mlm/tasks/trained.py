@@ -65,7 +65,7 @@ def split_faults(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
     """What keeps tp from dividing a trained model."""
     tp = parallel.tp
     return [
-        f"tp={tp} does not divide the checkpoint's {name}={size}: use a divisor, such as tp={math.gcd(tp, size)}"
+        f"tp={tp} does not divide the checkpoint's {name}={size}; use tp={math.gcd(tp, size)}"
         for name, size in (("num_heads", model.num_heads), ("ffn_hidden_size", model.ffn_size))
         if size % tp
     ]

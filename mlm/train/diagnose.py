@@ -19,7 +19,8 @@ def first_non_finite(trainer: Trainer, batches: list[Batch]) -> str:
     names = [name for name, module in trainer.model.named_modules() if name and not list(module.children())]
     bad = torch.zeros(len(names), device=trainer.ctx.device)
     handles = [
-        trainer.model.get_submodule(name).register_forward_hook(_watch(bad, i)) for i, name in enumerate(names)
+        trainer.model.get_submodule(name).register_forward_hook(_watch(bad, i))
+        for i, name in enumerate(names)
     ]
     try:
         trainer.forward_backward(batches)

@@ -94,7 +94,7 @@ class Loop:
         self.refuse_exhausted(batches)
 
     def refuse_exhausted(self, batches: list[Batch]) -> None:
-        """Abort, with a diagnosis, a run whose numbers can no longer be helped. Same verdict on every rank."""
+        """Abort, with a diagnosis, a run that cannot be helped. The same verdict on every rank."""
         scaler, precision = self.trainer.scaler, self.trainer.config.precision
         if not scaler.exhausted.item():
             return
@@ -105,9 +105,8 @@ class Loop:
             else f"gradients are not finite in precision={precision.dtype}"
         )
         raise UserError(
-            f"step {self.trainer.step}: {cause}; {where}. Lower optimizer.lr, raise schedule.warmup_steps, or "
-            f"use precision=bf16 or fp32; weights were not touched by the bad steps and the last checkpoint is "
-            f"intact"
+            f"step {self.trainer.step}: {cause}; {where}. Lower optimizer.lr, raise schedule.warmup_steps or "
+            "use precision=bf16 or fp32; the bad steps touched no weight and the last checkpoint is intact"
         )
 
     def validate(self) -> None:
@@ -124,7 +123,9 @@ class Loop:
             limit=train.validate_batches * train.global_batch_size,
         )
         self.last_validation = self.trainer.validate(batches)
-        self.reporter.validation(self.trainer.step, self.last_validation, math.exp(min(self.last_validation, 700.0)))
+        self.reporter.validation(
+            self.trainer.step, self.last_validation, math.exp(min(self.last_validation, 700.0))
+        )
         self.throughput.start()
 
     def save(self, batches: list[Batch]) -> None:

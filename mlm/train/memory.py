@@ -9,9 +9,9 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 def reuse_large_blocks() -> bool:
     """Let glibc's malloc keep freed blocks of any size for the next allocation; whether that could be set.
 
-    By default a tensor above a threshold is mapped on allocation and unmapped when freed, and every page of it
-    is faulted in and zeroed again by the system at each step: 1.1 to 1.25 times the step time. Peak memory is the
-    same; what is freed stays with the process.
+    By default a tensor above a threshold is mapped on allocation and unmapped when freed, and every page of
+    it is faulted in and zeroed again by the system at each step: 1.1 to 1.25 times the step time. Peak memory
+    is the same; what is freed stays with the process.
     """
     if not sys.platform.startswith("linux"):
         return False

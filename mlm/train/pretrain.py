@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 
 import torch
-import yaml
+from omegaconf import OmegaConf
 
 from mlm.checkpoint.save_load import latest_checkpoint, read_manifest, resolve
 from mlm.config.build import config_digest, to_dict
@@ -21,6 +21,7 @@ from mlm.train.metrics import Reporter, Throughput
 from mlm.train.peak import Peak, peak_flops
 from mlm.train.state import CHECKPOINTS, load
 from mlm.train.stop import StopRequest
+from mlm.train.summary import write_summary
 from mlm.train.trainer import Trainer
 
 CONFIG = "config.yaml"
@@ -49,7 +50,8 @@ def find_start(config: PretrainConfig) -> Path | None:
     own = latest_checkpoint(Path(config.out, CHECKPOINTS))
     if own is not None and not config.checkpoint.resume:
         raise UserError(
-            f"out={config.out} already holds {own.name}: set checkpoint.resume=true to go on from it, or another out=…"
+            f"out={config.out} already holds {own.name}: set checkpoint.resume=true to go on from it, "
+            "or another out=…"
         )
     return own or (resolve(config.ckpt) if config.ckpt is not None else None)
 
@@ -69,8 +71,8 @@ def run(config: PretrainConfig, ctx: ParallelContext) -> None:
         train(trainer, out, start)
     except torch.OutOfMemoryError as error:
         raise UserError(
-            f"train.micro_batch_size={config.train.micro_batch_size} needs more memory than the GPU has: lower it, "
-            f"set recompute=full, or raise tp ({str(error).splitlines()[0]})"
+            f"train.micro_batch_size={config.train.micro_batch_size} needs more memory than the GPU has: lower "
+            f"it, set recompute=full, or raise tp ({str(error).splitlines()[0]})"
         ) from error
 
 
@@ -78,7 +80,9 @@ def train(trainer: Trainer, out: Path, start: Path | None) -> None:
     """Run the loop from the trainer's state and finish the run directory."""
     config, ctx = trainer.config, trainer.ctx
     left = config.train.steps - trainer.step
-    samples = train_dataset(config, ctx, trainer.consumed_samples + max(0, left) * config.train.global_batch_size)
+    samples = train_dataset(
+        config, ctx, trainer.consumed_samples + max(0, left) * config.train.global_batch_size
+    )
     peak = peak_flops(ctx.device, config.precision.dtype, config.dist.peak_tflops)
     throughput = Throughput(
         tokens_per_step=config.train.global_batch_size * config.data.seq_length,
@@ -86,27 +90,36 @@ def train(trainer: Trainer, out: Path, start: Path | None) -> None:
         devices=ctx.world_size,
         peak=peak.flops if peak else None,
     )
+    rows = header(config, ctx, out, peak)
     reporter = Reporter(
         out,
         total_steps=config.train.steps,
         start_step=trainer.step,
         config=config.log,
         is_main=ctx.is_main,
-        header=header(config, ctx, out, peak),
-        run={"config_digest": config_digest(config), "layout": layout(ctx), "resumed_from": start and str(start)},
+        header=rows,
+        run={
+            "config_digest": config_digest(config),
+            "layout": layout(ctx),
+            "resumed_from": start and str(start),
+        },
     )
     with StopRequest(announce=ctx.is_main) as stop, reporter:
         if start is not None:
             reporter.note(f"resuming from {start} (step {trainer.step})")
         if left <= 0:
-            reporter.note(f"step {trainer.step} of train.steps={config.train.steps} is done: raise train.steps to go on")
+            reporter.note(
+                f"step {trainer.step} of train.steps={config.train.steps} is done: raise train.steps to go on"
+            )
         loop = Loop(trainer, out, samples, validation_windows(config), reporter, throughput, stop)
         finished = loop.run()
         if not finished:
-            reporter.note(f"stopped by {stop.reason or 'another rank'} after step {trainer.step}, saved. Resume with:")
-            reporter.note(f"  {resume_command(out)}")
+            reporter.note(
+                f"stopped by {stop.reason or 'another rank'} after step {trainer.step}, saved. Resume with:"
+            )
+            reporter.note(f"  {shlex.join(resume_command(out))}")
     if ctx.is_main:
-        finish_directory(loop, finished)
+        finish_directory(config, ctx, out, rows)
 
 
 def prepare_directory(config: PretrainConfig, out: Path) -> None:
@@ -127,13 +140,12 @@ def composed_yaml(config: PretrainConfig) -> str:
     """The configuration as `--config-dir {out} --config-name config` reads it back."""
     plain = to_dict(config)
     plain.update(plain.pop("parallel"))
-    text: str = yaml.safe_dump({"defaults": ["hydra_quiet", "pretrain_defaults", "_self_"], **plain}, sort_keys=False)
-    return text
+    return OmegaConf.to_yaml({"defaults": ["hydra_quiet", "pretrain_defaults", "_self_"], **plain})
 
 
-def resume_command(out: Path, *changes: str) -> str:
-    """What to type to go on with a run, with changed settings."""
-    return shlex.join(["mlm", "pretrain", "--config-dir", str(out), "--config-name", "config", *changes])
+def resume_command(out: Path) -> list[str]:
+    """The words to type to go on with a run."""
+    return ["mlm", "pretrain", "--config-dir", str(out), "--config-name", "config"]
 
 
 def layout(ctx: ParallelContext) -> dict[str, int]:
@@ -141,7 +153,9 @@ def layout(ctx: ParallelContext) -> dict[str, int]:
     return {"tp": ctx.tp.size, "pp": ctx.pp.size, "dp": ctx.dp.size}
 
 
-def header(config: PretrainConfig, ctx: ParallelContext, out: Path, peak: Peak | None) -> list[tuple[str, str]]:
+def header(
+    config: PretrainConfig, ctx: ParallelContext, out: Path, peak: Peak | None
+) -> list[tuple[str, str]]:
     """Rows shown above the numbers."""
     model, batch = config.model, config.train
     shape = f"{model.num_layers} layers × {model.hidden_size} × {model.num_heads} heads"
@@ -150,13 +164,23 @@ def header(config: PretrainConfig, ctx: ParallelContext, out: Path, peak: Peak |
         ("run", config.name),
         ("model", f"{model.kind} {model.num_parameters() / 1e6:,.1f}M ({shape})"),
         ("layout", f"{sizes} on {ctx.world_size} {ctx.device.type} rank{'s' * (ctx.world_size > 1)}"),
-        ("batch", f"{batch.global_batch_size} × {config.data.seq_length} tokens, micro-batches of {batch.micro_batch_size}"),
+        (
+            "batch",
+            f"{batch.global_batch_size} × {config.data.seq_length} tokens in micro-batches of "
+            f"{batch.micro_batch_size}",
+        ),
         ("precision", config.precision.dtype),
         ("peak", f"{peak.label}" if peak else "unknown: set dist.peak_tflops for MFU"),
         ("out", str(out)),
     ]
 
 
-def finish_directory(loop: Loop, finished: bool) -> None:
+def finish_directory(
+    config: PretrainConfig, ctx: ParallelContext, out: Path, rows: list[tuple[str, str]]
+) -> None:
     """Plot the losses and write the run's summary."""
-    plot_losses(loop.out / "metrics.jsonl", loop.out / "loss.png")
+    plot_losses(out / "metrics.jsonl", out / "loss.png")
+    prompt = "The " if (out / "tokenizer.json").exists() else None
+    write_summary(
+        out, command=resume_command(out), header=rows, total_steps=config.train.steps, prompt=prompt
+    )

@@ -106,7 +106,7 @@ def check_sampling(path: Path, manifest: Manifest, config: dict[str, Any]) -> No
         if now != then:
             name = ".".join(keys)
             raise UserError(
-                f"{name}={now}: {path} was trained with {name}={then}, and another value would repeat or skip "
+                f"{name}={now}: {path} was trained with {name}={then}; another value would repeat or skip "
                 f"samples. Use {name}={then}, or a new out=… without ckpt=…"
             )
 

@@ -75,7 +75,9 @@ class Trainer:
         loss = self.forward_backward(batches)
         norm = gradient_norm(self.shards, self.ctx) / self.scaler.scale
         overflow = (~norm.isfinite()).float()
-        scale_gradients(self.shards, clip_factor(norm, self.config.optimizer.clip_grad_norm) / self.scaler.scale)
+        scale_gradients(
+            self.shards, clip_factor(norm, self.config.optimizer.clip_grad_norm) / self.scaler.scale
+        )
         lr = learning_rate(
             self.step + 1, self.config.optimizer, self.config.schedule, self.config.train.steps
         )
@@ -98,7 +100,7 @@ class Trainer:
         for i, batch in enumerate(batches):
             self.reducer.sync = i == len(batches) - 1
             loss = self.micro_batch_loss(batch, scale)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             total += loss.detach()
         self.reducer.finish()
         return total / self.scaler.scale
@@ -111,7 +113,7 @@ class Trainer:
         model, dropout = self.config.model, None
         if model.hidden_dropout > 0 or model.attention_dropout > 0:
             dropout = DropoutStream.of_micro_batch(self.config.seed, batch.first_sample, device)
-        return self.model(tokens, labels, scale, dropout)  # type: ignore[no-any-return]
+        return self.model(tokens, labels, scale, dropout)
 
     def global_tokens(self, batches: Iterable[Batch]) -> Tensor:
         """Scored tokens of the global batch as a 0-d float tensor: what the loss is divided by."""
@@ -149,9 +151,7 @@ class StopVote:
         self.flag = torch.tensor([int(requested)])
         self.work = None
         if ctx.host_group is not None:  # the answer travels while the device computes
-            self.work = dist.all_reduce(
-                self.flag, op=dist.ReduceOp.MAX, group=ctx.host_group, async_op=True
-            )
+            self.work = dist.all_reduce(self.flag, op=dist.ReduceOp.MAX, group=ctx.host_group, async_op=True)
 
     def result(self) -> bool:
         """True on every rank if it was asked of one."""

@@ -87,9 +87,7 @@ def check_against_transformers(ctx: ParallelContext, want: dict[str, Any], recom
     torch.testing.assert_close(loss.detach(), want["loss"], rtol=1e-6, atol=1e-6)
     expected = GPT2(MODEL, tp=ctx.tp)
     load_whole(expected, want["grads"], ctx.tp)  # the gradients as this rank would hold them
-    for mine, theirs in zip(
-        parameter_shards(model, ctx.tp), parameter_shards(expected, ctx.tp), strict=True
-    ):
+    for mine, theirs in zip(parameter_shards(model, ctx.tp), parameter_shards(expected, ctx.tp), strict=True):
         grad = mine.parameter.grad
         assert grad is not None, mine.name
         largest = want["grads"][mine.name].abs().max()

@@ -35,7 +35,9 @@ from tests.ranks import run_on_ranks
 VOCAB, SEQ = 61, 16
 
 
-def config(*, dropout: float = 0.0, dtype: str = "fp64", recompute: str = "none", **train: int) -> PretrainConfig:
+def config(
+    *, dropout: float = 0.0, dtype: str = "fp64", recompute: str = "none", **train: int
+) -> PretrainConfig:
     """A tiny run in float64: 8 samples a step in micro-batches of 2."""
     return PretrainConfig(
         name="test",
@@ -230,7 +232,9 @@ def test_a_checkpoint_of_another_model_is_refused_and_named(saved: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "change", [{"seed": 4}, {"data": DataConfig(kind="synthetic", seq_length=SEQ // 2)}], ids=["seed", "seq_length"]
+    "change",
+    [{"seed": 4}, {"data": DataConfig(kind="synthetic", seq_length=SEQ // 2)}],
+    ids=["seed", "seq_length"],
 )
 def test_a_changed_sample_order_is_refused(saved: Path, change: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="repeat or skip samples"):

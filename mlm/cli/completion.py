@@ -1,0 +1,102 @@
+"""Shell completion: `eval "$(mlm -sc install=bash)"`, then `mlm pretrain mod<TAB>`.
+
+Hydra's plugins complete overrides of one config. Here the command is taken out of the line first, and the
+`--key` and `--key value` spellings are put into Hydra's and back.
+"""
+
+import io
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+
+from mlm.cli.arguments import (
+    BARE_FLAGS,
+    CONFIG_DIR_FLAGS,
+    CONFIG_PATH_FLAGS,
+    VALUE_FLAGS,
+    Arguments,
+    is_flag,
+    parse,
+)
+from mlm.cli.commands import COMMANDS, Command
+from mlm.cli.hydra_app import call_hydra
+from mlm.cli.overrides import command_groups
+from mlm.config.errors import UserError
+from mlm.config.tree import leaves
+
+WHERE = (*CONFIG_DIR_FLAGS, *CONFIG_PATH_FLAGS, "--config-name", "-cn")
+"""Flags that say where configs are: Hydra wants them beside the query, not in the line."""
+
+
+def complete(request: Sequence[str]) -> int:
+    """Answer `install=SHELL`, `uninstall=SHELL` or `query=SHELL` and return the exit code.
+
+    A query reads the typed line from COMP_LINE, as the shells' scripts set it.
+    """
+    line = os.environ.get("COMP_LINE")
+    if line is None or not any(word.startswith("query=") for word in request):
+        return call_hydra(COMMANDS[0], ["-sc", *request])
+    words = line.split()[1:]
+    if not words or line[-1].isspace():
+        words.append("")
+    command = next((c for c in COMMANDS if tuple(words[: len(c.words)]) == c.words), None)
+    if command is None or len(words) == len(command.words):
+        print(" ".join(next_words(words)))
+        return 0
+    print(" ".join(_overrides(command, words[len(command.words) :], request)))
+    return 0
+
+
+def next_words(words: Sequence[str]) -> list[str]:
+    """Command words that could stand where the last of `words` is being typed."""
+    *before, last = words
+    depth = len(before)
+    fitting = [c.words for c in COMMANDS if len(c.words) > depth and c.words[:depth] == tuple(before)]
+    return sorted({chain[depth] for chain in fitting if chain[depth].startswith(last)})
+
+
+def _overrides(command: Command, words: list[str], request: Sequence[str]) -> list[str]:
+    *before, last = words
+    known = {f"--{key}" for key in (*leaves(command.spec), *command_groups(command))}
+    prefix = cut = ""
+    if last.startswith("-") and "=" not in last and (flags := _flags(last)):
+        return flags
+    if last.startswith("--"):
+        prefix, last = "--", last[2:]
+    elif before and before[-1] in known and not is_flag(last):  # --model gpt
+        cut = f"{before.pop()[2:]}="
+        last = cut + last
+    try:
+        settled = parse(command, before)
+    except UserError:
+        return []
+    found = _ask_hydra(command, settled, last, request)
+    return [prefix + match.removeprefix(cut) for match in found]
+
+
+def _flags(last: str) -> list[str]:
+    return sorted(f for f in BARE_FLAGS | VALUE_FLAGS if f.startswith("--") and f.startswith(last))
+
+
+def _ask_hydra(command: Command, settled: Arguments, last: str, request: Sequence[str]) -> list[str]:
+    """Hydra's completions of the word `last` after the arguments already settled."""
+    line = " ".join(["mlm", *settled.hydra_argv, *settled.overrides, last])
+    where = [part for name in WHERE if (value := settled.value(name)) for part in (name, value)]
+    answer = io.StringIO()
+    with _line(line), redirect_stdout(answer):
+        try:
+            call_hydra(command, [*where, "-sc", *request])
+        except UserError as error:
+            print(error, file=sys.stderr)
+    return answer.getvalue().split()
+
+
+@contextmanager
+def _line(line: str) -> Iterator[None]:
+    before = os.environ["COMP_LINE"]
+    os.environ["COMP_LINE"] = line
+    try:
+        yield
+    finally:
+        os.environ["COMP_LINE"] = before

@@ -1,0 +1,83 @@
+"""`main`: from argv to an exit code."""
+
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from mlm.cli.arguments import (
+    COMPLETION,
+    CONFIG_DIR_FLAGS,
+    CONFIG_PATH_FLAGS,
+    HELP,
+    MULTIRUN,
+    VERSION,
+    Arguments,
+    find_command,
+    parse,
+    tasks_of,
+)
+from mlm.cli.commands import COMMANDS, Command
+from mlm.cli.completion import complete
+from mlm.cli.help import command_help, main_help
+from mlm.cli.hydra_app import call_hydra
+from mlm.cli.overrides import prepare
+from mlm.cli.run import MISTAKE, OK, report
+from mlm.config.errors import ConfigError, UserError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `mlm` with `argv` (default: of this process) and return its exit code.
+
+    0 done · 1 the run failed or a file is damaged · 2 a mistake in the command, its settings or its input ·
+    130 interrupted.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in HELP or words[0] == "help":
+        return _say(main_help())
+    if words[0] == VERSION:
+        return _say(_version())
+    if words[0] in COMPLETION:
+        return complete(words[1:])
+    if len(words) == 2 and words[1] in HELP and tasks_of(words[0]):
+        return _say(main_help(words[0]))
+    try:
+        command, rest = find_command(words)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return MISTAKE
+    return report(command, lambda: _act(command, parse(command, rest)))
+
+
+def _act(command: Command, arguments: Arguments) -> int:
+    config_dir = arguments.value(*CONFIG_DIR_FLAGS)
+    if arguments.has(*HELP):
+        return _say(command_help(command, config_dir, arguments.overrides))
+    if arguments.has(VERSION):
+        return _say(_version())
+    if arguments.has(*COMPLETION):
+        return complete(arguments.overrides)
+    prepared = prepare(
+        command,
+        arguments.overrides,
+        config_dir=config_dir,
+        multirun=arguments.has(*MULTIRUN),
+        own_path=arguments.has(*CONFIG_PATH_FLAGS),
+    )
+    runs = not arguments.flags.keys() & {"--cfg", "-c", "--info", "-i", "--hydra-help"}
+    if prepared.faults and (not runs or arguments.has(*MULTIRUN)):
+        raise ConfigError(prepared.faults)
+    return call_hydra(command, arguments.hydra_argv, prepared)
+
+
+def _say(text: str) -> int:
+    print(text)
+    return OK
+
+
+def _version() -> str:
+    return f"mlm {version('mlm')} (hydra {version('hydra-core')})"
+
+
+def command_names() -> list[str]:
+    """Every command as typed."""
+    return [command.name for command in COMMANDS]

@@ -1,0 +1,102 @@
+"""Hydra in charge of composing, showing and sweeping; mlm in charge of errors and of running."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import hydra
+import yaml  # type: ignore[import-untyped]
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, MissingConfigException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from mlm.cli.commands import Command
+from mlm.cli.overrides import Prepared
+from mlm.cli.run import Job, report, run
+from mlm.config.compose import register_defaults
+from mlm.config.errors import ConfigError
+from mlm.config.paths import CONFIG_DIR
+from mlm.config.suggest import did_you_mean
+
+
+class JobFailedError(Exception):
+    """A job of a sweep ended with an exit code that is not 0; Hydra carries it past its launcher."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+def call_hydra(command: Command, flags: Sequence[str], prepared: Prepared | None = None) -> int:
+    """Let Hydra act on its flags and overrides, and run the command where it says so. Returns the exit code.
+
+    The faults in `prepared` are reported with those of the composed config. Raises ConfigError for what Hydra
+    cannot compose; exceptions of the run itself pass through.
+    """
+    typed = prepared or Prepared()
+    started: list[Job] = []
+
+    def task(composed: DictConfig) -> None:
+        about = HydraConfig.get()
+        sweeping = about.mode == RunMode.MULTIRUN
+        job = Job(command, typed, about if sweeping else None)
+        started.append(job)
+        code = report(command, lambda: run(job, composed))
+        if code and sweeping:
+            raise JobFailedError(code)
+        if code:
+            sys.exit(code)
+
+    try:
+        _main(command.config, [*flags, *typed.overrides], task)
+    except JobFailedError as failed:
+        return failed.code
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+        if started:
+            raise
+        raise ConfigError(typed.all_faults([reword(error)])) from None
+    return 0
+
+
+def _main(config_name: str, argv: Sequence[str], task: Callable[[DictConfig], Any]) -> None:
+    register_defaults()
+    entry = hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=config_name)(task)
+    with _process_as_hydra_wants(argv):
+        entry()
+
+
+@contextmanager
+def _process_as_hydra_wants(argv: Sequence[str]) -> Iterator[None]:
+    """Hydra reads sys.argv, and raises instead of printing only when this variable is set."""
+    before, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv, os.environ["HYDRA_FULL_ERROR"] = ["mlm", *argv], "1"
+    try:
+        yield
+    finally:
+        sys.argv = before
+        if full_error is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = full_error
+
+
+def reword(error: Exception) -> str:
+    """Hydra's, OmegaConf's and YAML's errors in one line."""
+    if isinstance(error, yaml.YAMLError):
+        return f"cannot read YAML: {' '.join(str(error).split())}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first = lines[0] if lines else type(error).__name__
+    if isinstance(error, MissingConfigException) and error.options:
+        wanted = (error.missing_cfg_file or "").rpartition("/")[2]
+        return f"{first}{did_you_mean(wanted, error.options)}"
+    key = getattr(error, "full_key", None)
+    cause = error.__cause__
+    if isinstance(error, HydraException) and isinstance(cause, OmegaConfBaseException):
+        first = f"{first.rstrip('.')}: {str(cause).splitlines()[0]}"
+    return f"{key}: {first}" if key else first

@@ -1,0 +1,173 @@
+"""Overrides before Hydra sees them: all faults of spelling at once, and text taken literally."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Override
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from mlm.cli.commands import Command
+from mlm.config.build import concerns, nearest_key, unknown_key
+from mlm.config.paths import CONFIG_DIR, groups
+from mlm.config.schema import PretrainConfig
+from mlm.config.suggest import nearest
+from mlm.config.tree import leaves, sections
+
+QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
+GROUP_SETS = {
+    "parallel": {"tp", "pp", "vp", "dp", "recompute", "train"},
+    "cluster": {"dist"},
+    "experiment": {"name", "out", *sections(PretrainConfig), "tp", "pp", "vp", "dp", "recompute"},
+}
+"""What the groups set that are not named as the section they fill."""
+
+
+@dataclass
+class Prepared:
+    """Overrides that Hydra can compose, and the faults of the others."""
+
+    overrides: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    doubtful: set[str] = field(default_factory=set)
+    """Keys and sections that the faulty overrides were meant for: what the rest of the config says about
+    them is not what the user asked for, so further faults about them are no news."""
+
+    def all_faults(self, further: Iterable[str]) -> list[str]:
+        """The faults of spelling, and those of `further` that do not follow from them."""
+        return [*self.faults, *(fault for fault in further if not concerns(fault, self.doubtful))]
+
+
+def command_groups(command: Command, config_dir: str | None = None) -> dict[str, list[str]]:
+    """The config groups of a command and their options, shipped and the user's own."""
+    primary = OmegaConf.load(CONFIG_DIR / f"{command.config}.yaml")
+    assert OmegaConf.is_dict(primary)
+    chosen = {str(name) for entry in primary.defaults if OmegaConf.is_dict(entry) for name in entry}
+    user = groups(Path(config_dir)) if config_dir else {}
+    shipped = groups(CONFIG_DIR)
+    return {
+        name: sorted({*shipped.get(name, []), *user.get(name, [])}) for name in sorted(chosen | user.keys())
+    }
+
+
+def prepare(
+    command: Command, typed: Sequence[str], *, config_dir: str | None, multirun: bool, own_path: bool = False
+) -> Prepared:
+    """Sort overrides into composable ones and faults.
+
+    `own_path` says that the user replaced the config search path: choices are then left to Hydra.
+    """
+    prepared = Prepared()
+    multirun = multirun or any(text.startswith("hydra.mode=") for text in typed)
+    own_path = own_path or any("hydra.searchpath=" in text for text in typed)
+    options = command_groups(command, config_dir)
+    parser = OverridesParser.create()
+    for text in typed:
+        fault = _spelling(command, text, options)
+        if fault is None:
+            text = literal(command, text, multirun=multirun)
+            fault = _grammar(parser, text, multirun=multirun)
+        if fault is None and not own_path:
+            fault = _choice(command, parser.parse_override(text), options, config_dir)
+        if fault is None:
+            prepared.overrides.append(text)
+        else:
+            prepared.faults.append(fault)
+            prepared.doubtful |= _meant(command, text, options)
+    return prepared
+
+
+def literal(command: Command, text: str, *, multirun: bool) -> str:
+    """Quote the value of a text key, so that prompt=To be, or needs no second pair of quotes.
+
+    Hydra's own syntax stays: quoted text, null, interpolations, and sweeps under --multirun.
+    """
+    key, equals, value = text.partition("=")
+    leaf = leaves(command.spec).get(key)
+    if not equals or leaf is None or leaf.type not in (str, str | None):
+        return text
+    null = value == "null" and leaf.type is not str
+    if QUOTED.fullmatch(value) or null or "${" in value or (multirun and _parses(text)):
+        return text
+    return f"{key}={quote(value)}"
+
+
+def quote(value: str) -> str:
+    """A text as a quoted value of Hydra's grammar.
+
+    A backslash counts only before a quote: those, and the ones at the end, are doubled.
+    """
+    escaped, backslashes = "", 0
+    for char in value:
+        if char == "'":
+            escaped += "\\" * backslashes + "\\"
+        escaped += char
+        backslashes = backslashes + 1 if char == "\\" else 0
+    return "'" + escaped + "\\" * backslashes + "'"
+
+
+def _spelling(command: Command, text: str, options: dict[str, list[str]]) -> str | None:
+    key, equals, _ = text.partition("=")
+    name = key.lstrip("+~")
+    known = [*leaves(command.spec), *options]
+    if not equals and not text.startswith("~"):
+        near = nearest(text, known)
+        return f"cannot read '{text}': expected key=value" + (f"; did you mean {near}=…?" if near else "")
+    left_to_hydra = key[:1] in ("+", "~") or "@" in key or name.split(".")[0].split("/")[0] == "hydra"
+    if left_to_hydra or name in leaves(command.spec) or name in options or name in sections(command.spec):
+        return None
+    if "." not in name and (group := nearest(name, options)) and nearest(name, known) == group:
+        return f"unknown key '{name}'; did you mean '{group}'?"
+    return unknown_key(command.spec, name)
+
+
+def _meant(command: Command, text: str, options: dict[str, list[str]]) -> set[str]:
+    """Keys and sections that a faulty override was meant to set."""
+    name = text.partition("=")[0].lstrip("+~")
+    if name not in options and name not in leaves(command.spec):
+        group = nearest(name, options) if "." not in name else None
+        name = group or nearest_key(command.spec, name) or name
+    return GROUP_SETS.get(name) or {name}
+
+
+def _grammar(parser: OverridesParser, text: str, *, multirun: bool) -> str | None:
+    try:
+        override = parser.parse_override(text)
+    except HydraException as error:
+        reason = str(error).strip().splitlines()[0]
+        return f"cannot read '{text}': {reason}; quote the value: \"{text.partition('=')[0]}='…'\""
+    if override.is_sweep_override() and not multirun:
+        return f"{text} is a sweep: add --multirun, or quote the value"
+    return None
+
+
+def _choice(
+    command: Command, override: Override, options: dict[str, list[str]], config_dir: str | None
+) -> str | None:
+    group = override.key_or_group
+    if group not in options:
+        return None
+    for choice in _chosen(override.value()):
+        roots = [CONFIG_DIR, *([Path(config_dir)] if config_dir else [])]
+        if not any((root / group / f"{choice.removesuffix('.yaml')}.yaml").is_file() for root in roots):
+            near = nearest(choice, options[group])
+            hint = f"; did you mean {near}?" if near else ""
+            return f"{group}={choice}: no such choice{hint} (list: mlm {command.name} --help)"
+    return None
+
+
+def _chosen(value: Any) -> list[str]:
+    values = value.list if isinstance(value, ChoiceSweep) else value if isinstance(value, list) else [value]
+    return [choice for choice in values if isinstance(choice, str)]
+
+
+def _parses(text: str) -> bool:
+    try:
+        OverridesParser.create().parse_override(text)
+    except HydraException:
+        return False
+    return True

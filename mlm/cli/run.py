@@ -1,0 +1,121 @@
+"""From a composed config to a running command: build, check, preflight, launch, exit code."""
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from mlm.cli.commands import Command, resolve
+from mlm.cli.overrides import Prepared
+from mlm.config.build import build
+from mlm.config.compose import resolved
+from mlm.config.errors import ConfigError, CorruptFileError, UserError
+from mlm.config.tree import MISSING_VALUE
+
+OK, DAMAGED, MISTAKE, INTERRUPTED = 0, 1, 2, 130
+LAUNCH = "mlm.train.launch"
+LONGEST_FOLDER = 120  # characters of a sweep's job folder; file systems refuse names above 255 bytes
+
+
+@dataclass(frozen=True)
+class Job:
+    """One execution of a command: the only one, or one job of a sweep."""
+
+    command: Command
+    typed: Prepared
+    """The overrides, with the faults found before composing."""
+    sweep: Any = None
+    """Hydra's own config in a job of a sweep, None outside one."""
+
+    def place(self, values: dict[str, Any]) -> None:
+        """Give a job of a sweep its own output, below `out` or the sweep's folder."""
+        if self.sweep is None or "out" not in values:
+            return
+        out = values["out"] or f"{self.sweep.sweep.dir}/{self.command.config}.json"
+        if not isinstance(out, str) or out == MISSING_VALUE:
+            return
+        place, folder = Path(out), folder_name(self.sweep.job.override_dirname)
+        values["out"] = str(place.parent / folder / place.name if place.suffix == ".json" else place / folder)
+        print(f"mlm {self.command.name}: job {self.sweep.job.num}: out={values['out']}", file=sys.stderr)
+
+
+def folder_name(overrides: str) -> str:
+    """A folder for the overrides of a job; a digest keeps two jobs apart where the name had to change."""
+    plain = overrides.replace("/", "_")[:LONGEST_FOLDER]
+    return plain if plain == overrides else f"{plain}-{xxhash.xxh3_64(overrides.encode()).hexdigest()[:8]}"
+
+
+def report(command: Command, work: Callable[[], int]) -> int:
+    """The exit code of `work`, a user's mistake printed as one line per fault and no traceback.
+
+    2 for a mistake the user can mend, 1 for a damaged file, 130 when interrupted. Other exceptions pass.
+    """
+    try:
+        return work()
+    except UserError as error:
+        if speaks_for_host(os.environ):
+            for line in str(error).splitlines():
+                print(f"mlm {command.name}: {line}", file=sys.stderr)
+        return DAMAGED if isinstance(error, CorruptFileError) else MISTAKE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def speaks_for_host(environ: Mapping[str, str]) -> bool:
+    """Whether this process reports mistakes: alone, or as the first rank that torchrun or srun started here.
+
+    All ranks of a host see the same settings and the same files, so they find the same mistakes.
+    """
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        return environ.get("LOCAL_RANK", "0") == "0"
+    return environ.get("SLURM_LOCALID", "0") == "0"
+
+
+def run(job: Job, composed: DictConfig) -> int:
+    """Build the run spec, report every fault, and run the command. Returns its exit code.
+
+    Raises ConfigError with the faults of the typed overrides and all that is wrong with the composed values.
+    """
+    command = job.command
+    try:
+        values = resolved(composed)
+        job.place(values)
+    except OmegaConfBaseException as error:
+        where = f"{error.full_key}: " if error.full_key else ""
+        raise ConfigError(job.typed.all_faults([f"{where}{str(error).splitlines()[0]}"])) from None
+    config = _build(job, values)
+    if command.preflight and (found := resolve(command.preflight)(config)):
+        raise ConfigError(found)
+    if command.check is None:
+        resolve(command.target)(config)
+        return OK
+    out = Path(config.out) if command.out_is_run_folder else None
+    run_job = resolve(f"{LAUNCH}:run_job")
+    return int(run_job(command.target, config, parallel=config.parallel, dist=config.dist, out=out))
+
+
+def _build(job: Job, values: dict[str, Any]) -> Any:
+    command = job.command
+
+    def check(config: Any) -> list[str]:
+        assert command.check is not None
+        try:
+            facts = resolve(f"{LAUNCH}:launch_facts")(config.dist)
+        except UserError as error:  # check the rest as if the launch were right
+            ranks = config.parallel.tp * config.parallel.pp * (config.parallel.dp or 1)
+            return [str(error), *command.check(config, world_size=ranks, local_devices=1)]
+        return command.check(config, world_size=facts.world_size, local_devices=facts.local_devices)
+
+    try:
+        config = build(command.spec, values, check if command.check else None)
+    except ConfigError as error:
+        raise ConfigError(job.typed.all_faults(error.faults)) from None
+    if job.typed.faults:
+        raise ConfigError(job.typed.faults)
+    return config

@@ -1,0 +1,68 @@
+"""Run specs by name, and their composition by Hydra without a command line: for tests and scripts."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
+from mlm.config.build import build
+from mlm.config.data_schema import DataBuildConfig, DataTokenizerConfig
+from mlm.config.paths import CONFIG_DIR
+from mlm.config.schema import EvalLossConfig, GenerateConfig, PretrainConfig
+from mlm.config.tree import defaults
+
+SPECS: dict[str, type] = {
+    "pretrain": PretrainConfig,
+    "eval_loss": EvalLossConfig,
+    "generate": GenerateConfig,
+    "data_tokenizer": DataTokenizerConfig,
+    "data_build": DataBuildConfig,
+}
+"""The primary config in configs/ of each command, and the dataclass it becomes."""
+
+
+def register_defaults() -> None:
+    """Make each dataclass's defaults known to Hydra as `{name}_defaults`, so YAML need not repeat them."""
+    for name, spec in SPECS.items():
+        # a plain tree: Hydra's structured configs refuse Literal
+        ConfigStore.instance().store(name=f"{name}_defaults", node=defaults(spec), provider="mlm")
+
+
+def compose_values(name: str, overrides: Sequence[str] = (), *, resolve: bool = True) -> dict[str, Any]:
+    """The composed values of a primary config; `???` where a value is required.
+
+    `resolve=False` keeps interpolations: `out` is `runs/${name}`. Raises Hydra's and OmegaConf's errors,
+    which the command line rewords.
+    """
+    register_defaults()
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(config_dir=str(CONFIG_DIR), version_base="1.3"):
+        composed = compose(name, overrides=list(overrides), return_hydra_config=True)
+        before = HydraConfig.instance().cfg
+        HydraConfig.instance().set_config(composed)  # ${hydra:…} needs it
+        try:
+            values = OmegaConf.to_container(composed, resolve=False)
+            assert isinstance(values, dict)
+            plain = OmegaConf.create({key: value for key, value in values.items() if key != "hydra"})
+            return resolved(plain, resolve=resolve)
+        finally:
+            HydraConfig.instance().cfg = before
+
+
+def resolved(composed: Any, *, resolve: bool = True) -> dict[str, Any]:
+    """A composed config as plain values. Raises OmegaConf's errors for a broken interpolation."""
+    values = OmegaConf.to_container(composed, resolve=resolve, throw_on_missing=False)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+def load_config(name: str, overrides: Sequence[str] = ()) -> Any:
+    """The run spec of a command as its dataclass: `load_config("pretrain", ["model=gpt2_8b"])`.
+
+    Types are checked, cross-checks are not. Raises ConfigError.
+    """
+    return build(SPECS[name], compose_values(name, overrides))

@@ -1,0 +1,59 @@
+"""Whether the files that a run spec names exist: each fault with the remedy. Nothing is read."""
+
+from pathlib import Path
+
+from mlm.config.schema import DataConfig
+
+WRITE_ONE = "write one with `mlm data build` (see mlm data build --help)"
+
+
+def corpus(data: DataConfig) -> str | None:
+    """The training corpus: data.train, or train below data.path."""
+    if data.kind != "indexed":
+        return None
+    if data.train is not None:
+        return indexed("data.train", data.train)
+    if data.path is None:
+        return f"data.path is not set: give a corpus folder, {WRITE_ONE}, or take data=synthetic"
+    if not Path(data.path).is_dir():
+        return f"data.path={data.path}: no such folder; {WRITE_ONE}"
+    absent = _absent(str(Path(data.path, "train")))
+    return f"data.path={data.path}: {absent} is not there; {WRITE_ONE}" if absent else None
+
+
+def corpus_extras(data: DataConfig) -> str | None:
+    """data.validation and data.tokenizer, where they are given."""
+    if data.kind != "indexed":
+        return None
+    return indexed("data.validation", data.validation) or file("data.tokenizer", data.tokenizer)
+
+
+def indexed(key: str, prefix: str | None) -> str | None:
+    """Both files of an indexed corpus, .bin and .idx."""
+    if prefix is None or not (absent := _absent(prefix)):
+        return None
+    stem, dot, suffix = prefix.rpartition(".")
+    if dot and suffix in ("bin", "idx") and not _absent(stem):
+        return f"{key}={prefix}: give the prefix of .bin and .idx; use {key}={stem}"
+    return f"{key}={prefix}: {absent} is not there; {WRITE_ONE}"
+
+
+def file(key: str, path: str | None) -> str | None:
+    """One plain file."""
+    if path is None or Path(path).is_file():
+        return None
+    return f"{key}={path}: no such file; correct the path, or {key}=null"
+
+
+def checkpoint(path: str | None) -> str | None:
+    """A checkpoint folder or a run folder."""
+    if path is None or Path(path).is_dir():
+        return None
+    return (
+        f"ckpt={path}: no such folder; give a run folder (runs/…) or one of its checkpoints (…/step-00001000)"
+    )
+
+
+def _absent(prefix: str) -> str | None:
+    missing = [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(f"{prefix}{end}").is_file()]
+    return " and ".join(missing) or None

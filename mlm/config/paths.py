@@ -1,0 +1,16 @@
+"""Where the shipped YAML lives: the same path in a checkout and in an installed wheel."""
+
+from pathlib import Path
+
+CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
+"""mlm/configs, a link to configs/ in a checkout and a plain folder in a wheel."""
+
+
+def groups(*roots: Path) -> dict[str, list[str]]:
+    """Config groups below `roots` and their options, sorted: {"model": ["gpt2_124m", …], …}."""
+    found: dict[str, set[str]] = {}
+    for root in roots:
+        for file in root.glob("*/*.y*ml"):
+            if file.suffix in (".yaml", ".yml"):
+                found.setdefault(file.parent.name, set()).add(file.stem)
+    return {name: sorted(options) for name, options in sorted(found.items())}

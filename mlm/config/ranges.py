@@ -1,0 +1,66 @@
+"""Bounds of single numbers, by key."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mlm.config.build import show
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A condition on a number and how to say it."""
+
+    holds: Callable[[float], bool]
+    words: str
+
+
+POSITIVE = Bound(lambda x: x > 0, "greater than 0")
+NOT_NEGATIVE = Bound(lambda x: x >= 0, "0 or more")
+FRACTION = Bound(lambda x: 0 <= x < 1, "at least 0 and below 1")
+PROBABILITY = Bound(lambda x: 0 < x <= 1, "above 0 and at most 1")
+PORT = Bound(lambda x: 0 <= x < 65536, "0 (any free port) to 65535")
+SEED = Bound(lambda x: 0 <= x < 2**63, "0 to 2**63 - 1")
+
+BOUNDS: dict[str, Bound] = (
+    {
+        "seed": SEED,
+        "dist.master_port": PORT,
+        "optimizer.betas": FRACTION,
+        "model.hidden_dropout": FRACTION,
+        "model.attention_dropout": FRACTION,
+        "top_p": PROBABILITY,
+    }
+    | dict.fromkeys(
+        [
+            *("tp", "pp", "vp", "dp", "batch_size", "seq_length", "max_new_tokens"),
+            *("model.num_layers", "model.hidden_size", "model.num_heads", "model.ffn_hidden_size"),
+            *("model.max_positions", "model.vocab_size", "model.vocab_multiple", "model.layer_norm_eps"),
+            *("optimizer.lr", "optimizer.eps", "schedule.decay_steps", "data.seq_length"),
+            *("precision.initial_loss_scale", "precision.min_loss_scale", "precision.loss_scale_window"),
+            *("train.steps", "train.global_batch_size", "train.micro_batch_size", "train.validate_batches"),
+            *("checkpoint.keep_last", "log.every"),
+            *("dist.timeout_s", "dist.threads_per_rank", "dist.peak_tflops"),
+        ],
+        POSITIVE,
+    )
+    | dict.fromkeys(
+        [
+            *("temperature", "top_k", "model.init_std", "schedule.warmup_steps", "schedule.min_lr"),
+            *("optimizer.weight_decay", "optimizer.clip_grad_norm"),
+            *("train.validate_every", "checkpoint.save_every", "checkpoint.keep_every"),
+        ],
+        NOT_NEGATIVE,
+    )
+)
+
+
+def out_of_range(values: dict[str, Any]) -> dict[str, str]:
+    """The fault of each key whose number (or list of numbers) breaks its bound; null breaks none."""
+    faults = {}
+    for key, value in values.items():
+        bound = BOUNDS.get(key)
+        numbers = value if isinstance(value, (list, tuple)) else [value]
+        if bound and not all(number is None or bound.holds(number) for number in numbers):
+            faults[key] = f"{key}={show(value)} must be {bound.words}"
+    return faults

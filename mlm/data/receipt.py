@@ -1,0 +1,119 @@
+"""corpus.json, the receipt of a built corpus, and what can be said about a corpus before training on it."""
+
+import json
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from mlm.config.errors import CorruptFileError, UserError
+from mlm.data.gpt import too_short, windows_per_epoch
+from mlm.data.indexed import IndexedDataset, bin_path
+from mlm.files import digest_file, write_atomic
+
+RECEIPT = "corpus.json"
+PACKAGES = ("mlm", "tokenizers", "numpy")
+
+Receipt = dict[str, Any]
+
+
+def read_receipt(folder: Path) -> Receipt | None:
+    """The receipt of a corpus folder, None when it has none. Raises CorruptFileError."""
+    path = folder / RECEIPT
+    if not path.is_file():
+        return None
+    try:
+        receipt = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CorruptFileError(f"{path} is not JSON: write the corpus again with `mlm data build`") from error
+    if not isinstance(receipt, dict) or not isinstance(receipt.get("vocab_size"), int):
+        raise CorruptFileError(f"{path} is no corpus receipt: write the corpus again with `mlm data build`")
+    return receipt
+
+
+def write_receipt(folder: Path, made_of: Receipt, splits: Receipt, files: list[str]) -> Receipt:
+    """Write corpus.json: what the corpus was made of, its counts and its files' digests. Raises OSError."""
+    receipt = {
+        **made_of,
+        "splits": splits,
+        "files": {name: file_entry(folder / name) for name in files},
+        "versions": {"python": platform.python_version()} | {name: version_of(name) for name in PACKAGES},
+    }
+    write_atomic(folder / RECEIPT, (json.dumps(receipt, indent=2) + "\n").encode())
+    return receipt
+
+
+def version_of(package: str) -> str:
+    """Release of a package; "unknown" for one that runs from its sources uninstalled."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def file_entry(path: Path) -> Receipt:
+    """Size and digest of a file."""
+    return {"bytes": path.stat().st_size, "digest": digest_file(path)}
+
+
+def damaged_file(folder: Path, receipt: Receipt) -> str | None:
+    """The first file that is not what the receipt says, None when all are. Reads them whole."""
+    for name, entry in receipt.get("files", {}).items():
+        path = folder / name
+        if not path.is_file() or file_entry(path) != entry:
+            return str(name)
+    return None
+
+
+def check_corpus(prefix: str | Path, *, vocab_size: int, seq_length: int, min_samples: int) -> list[str]:
+    """Faults that would stop training on a corpus, one line each with its remedy. None: an empty list.
+
+    `min_samples` is what one step takes, a global batch. The receipt beside the corpus says its vocabulary;
+    without one the tokens are scanned for their largest id.
+    """
+    try:
+        indexed = IndexedDataset(prefix)
+    except UserError as error:
+        return [str(error)]
+    except OSError as error:
+        return [f"{error.filename or prefix}: {error.strerror}: set data.path to a corpus that can be read"]
+    faults = [fault_of_length(indexed, seq_length, min_samples), fault_of_vocabulary(indexed, vocab_size)]
+    return [fault for fault in faults if fault]
+
+
+def fault_of_length(indexed: IndexedDataset, seq_length: int, min_samples: int) -> str | None:
+    """Whether a corpus fills a window, and a global batch."""
+    if indexed.num_tokens < seq_length + 1:
+        return too_short(indexed, seq_length)
+    windows = windows_per_epoch(indexed.num_tokens, seq_length)
+    if windows >= min_samples:
+        return None
+    return (
+        f"{indexed.bin_path} holds {windows} windows of data.seq_length={seq_length}, fewer than "
+        f"train.global_batch_size={min_samples}: lower train.global_batch_size to {windows} or less, lower "
+        f"data.seq_length, or set data.path to a larger corpus"
+    )
+
+
+def fault_of_vocabulary(indexed: IndexedDataset, vocab_size: int) -> str | None:
+    """Whether the model has a row for every token id."""
+    try:
+        receipt = read_receipt(indexed.prefix.parent)
+        entry = (receipt or {}).get("files", {}).get(bin_path(indexed.prefix).name)
+        if receipt is None or entry is None:
+            needed, witness = indexed.max_token() + 1, f"{indexed.bin_path} holds the token id"
+        else:
+            if entry.get("bytes") != indexed.bin_path.stat().st_size:
+                return (
+                    f"{indexed.bin_path} is not the file {RECEIPT} beside it describes: write the corpus "
+                    f"again with `mlm data build`, or set data.path to another"
+                )
+            needed, witness = receipt["vocab_size"], f"{indexed.bin_path} was written with token ids up to"
+    except UserError as error:
+        return str(error)
+    if needed <= vocab_size:
+        return None
+    return (
+        f"{witness} {needed - 1}, model.vocab_size={vocab_size} ends at {vocab_size - 1}: set "
+        f"model.vocab_size={needed}, or set data.path to a corpus of another tokenizer"
+    )

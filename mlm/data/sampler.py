@@ -1,0 +1,184 @@
+"""Which rank reads which samples, and reading them ahead of time.
+
+Shapes: B micro-batch, S sequence. Micro-batch j of a step holds samples consumed + j * B and on; of a
+global batch of m * size micro-batches, data-parallel rank r takes j = r, size + r, 2 * size + r, … So the
+samples of a step are a function of the consumed-sample counter alone, and dp may change on resume.
+"""
+
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from mlm.data.gpt import IGNORED
+
+
+class Dataset(Protocol):
+    """What a loader reads: samples of seq_length + 1 tokens by number."""
+
+    def __len__(self) -> int: ...
+
+    def gather(self, sample_ids: ArrayLike, /) -> NDArray[np.int64]:
+        """Samples int64 [n, S + 1]; IGNORED where there is no token."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """One micro-batch."""
+
+    tokens: Tensor
+    """[B, S] int64: the model's input."""
+    labels: Tensor
+    """[B, S] int64: the token that follows each input; -100 is not scored."""
+    first_sample: int
+    """Number of the first sample in the whole run: dropout streams are a function of it."""
+
+
+def as_batch(samples: NDArray[np.int64], first_sample: int, *, pin_memory: bool = False) -> Batch:
+    """Inputs and labels of samples [B, S + 1]. A position without a token is fed 0 and not scored."""
+    tokens = torch.from_numpy(np.maximum(samples[:, :-1], 0))
+    labels = torch.from_numpy(np.ascontiguousarray(samples[:, 1:]))
+    if pin_memory:  # page-locked memory copies to a CUDA device without making the host wait
+        tokens, labels = tokens.pin_memory(), labels.pin_memory()
+    return Batch(tokens, labels, first_sample)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one data-parallel rank reads at each step."""
+
+    dataset: Dataset
+    consumed_samples: int
+    global_batch_size: int
+    micro_batch_size: int
+    rank: int
+    size: int
+    pin_memory: bool
+
+    def step(self, number: int) -> list[Batch] | None:
+        """This rank's micro-batches of the given step from here, or None when samples run out."""
+        begin = self.consumed_samples + number * self.global_batch_size
+        if begin + self.global_batch_size > len(self.dataset):
+            return None
+        stride = self.size * self.micro_batch_size
+        first = np.arange(begin, begin + self.global_batch_size, stride) + self.rank * self.micro_batch_size
+        ids = (first[:, None] + np.arange(self.micro_batch_size)).reshape(-1)
+        samples = np.split(self.dataset.gather(ids), len(first))
+        return [
+            as_batch(part, int(sample), pin_memory=self.pin_memory)
+            for part, sample in zip(samples, first, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class End:
+    """Last item of a loader's queue: no more samples, or the error that stopped the reading."""
+
+    error: BaseException | None = None
+
+
+Queue = queue.Queue[list[Batch] | End]
+
+
+class Loader:
+    """Iterator over steps: each item is the list of this rank's micro-batches, read ahead by a thread.
+
+    Ends when fewer than a global batch of samples is left. An error while reading surfaces in `next()`.
+    Close it, or use it in a `with` block, so that the thread ends.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        consumed_samples: int,
+        global_batch_size: int,
+        micro_batch_size: int,
+        rank: int,
+        size: int,
+        prefetch: int = 2,
+        pin_memory: bool = False,
+    ) -> None:
+        assert 0 <= rank < size
+        assert global_batch_size % (micro_batch_size * size) == 0, "checked with the configuration"
+        plan = Plan(dataset, consumed_samples, global_batch_size, micro_batch_size, rank, size, pin_memory)
+        self._queue: Queue = queue.Queue(maxsize=max(1, prefetch))
+        self._stop = threading.Event()
+        self._end: End | None = None
+        # The thread knows nothing of the loader, so a forgotten loader can be collected and ends it.
+        self._thread = threading.Thread(
+            target=read_ahead, args=(plan, self._queue, self._stop), name="mlm-loader", daemon=True
+        )
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        return self
+
+    def __next__(self) -> list[Batch]:
+        if self._end is None:
+            item = self._queue.get()
+            if not isinstance(item, End):
+                return item
+            self._end = item
+        if self._end.error is not None:
+            raise self._end.error
+        raise StopIteration
+
+    def close(self) -> None:
+        """Stop reading and join the thread. What was read ahead is dropped; `next()` then ends."""
+        self._end = self._end or End()
+        self._stop.set()
+        while self._thread.is_alive():
+            try:  # makes room for a thread that waits to put
+                self._queue.get_nowait()
+            except queue.Empty:
+                self._thread.join(timeout=0.01)
+
+    def __enter__(self) -> "Loader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if stop := getattr(self, "_stop", None):
+            stop.set()
+
+
+def read_ahead(plan: Plan, out: Queue, stop: threading.Event) -> None:
+    """Body of the reading thread: put steps until told to stop, out of samples, or failing."""
+    number = 0
+    while not stop.is_set():
+        try:
+            batches = plan.step(number)
+        except BaseException as error:
+            out.put(End(error))
+            return
+        out.put(End() if batches is None else batches)
+        if batches is None:
+            return
+        number += 1
+
+
+def eval_batches(
+    windows: Dataset, *, micro_batch_size: int, rank: int, size: int, limit: int | None = None
+) -> Iterator[Batch]:
+    """Micro-batches of this rank such that all ranks together score every window exactly once.
+
+    `limit` scores only the first so many windows, whatever the layout. Every rank yields the same number of
+    micro-batches of the same shape; what fills them up has labels -100 throughout.
+    """
+    count = len(windows) if limit is None else min(limit, len(windows))
+    rounds = -(-count // (micro_batch_size * size))
+    for i in range(rounds):
+        first = (i * size + rank) * micro_batch_size
+        ids = first + np.arange(micro_batch_size)
+        samples = windows.gather(np.minimum(ids, count - 1))
+        yield as_batch(np.where((ids < count)[:, None], samples, IGNORED), first)

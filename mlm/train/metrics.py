@@ -1,0 +1,119 @@
+"""Reporting: one object the training loop talks to, and rank 0 alone speaks and writes."""
+
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Self
+
+import torch
+from rich.console import Console
+
+import mlm
+from mlm.config.schema import LogConfig
+from mlm.train.history import FILE_NAME, History
+from mlm.train.panel import Display, LivePanel, PlainLines
+from mlm.train.records import Sink, StepMetrics
+from mlm.train.throughput import Rates, Throughput
+from mlm.train.trackers import build_trackers
+
+__all__ = ["Rates", "Reporter", "StepMetrics", "Throughput"]
+
+
+class Reporter:
+    """Reports a run to metrics.jsonl, the terminal and the trackers, between `with` and its end.
+
+    On ranks other than the main one every method returns at once. However the block ends, the terminal is
+    left as it was and every file is closed.
+
+    `header` holds rows for the eye (run, model, layout, …); `run` what the record of kind "run" shall say
+    (config digest, layout, command, …), as JSON values. `start_step` steps are done already.
+    Raises UserError if a tracker's extra is not installed, or, at `with`, if `out` cannot be written.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        *,
+        total_steps: int,
+        start_step: int,
+        config: LogConfig,
+        is_main: bool,
+        header: Sequence[tuple[str, str]],
+        run: Mapping[str, object] | None = None,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.sinks: list[Sink] = []
+        self.stack = ExitStack()
+        if not is_main:
+            return
+        versions = {"mlm": mlm.__version__, "torch": torch.__version__, "python": platform.python_version()}
+        self.run = {"start_step": start_step, "total_steps": total_steps, "versions": versions, **(run or {})}
+        trackers = build_trackers(out, config, start_step)
+        display = make_display(
+            console or Console(force_terminal=True if config.live == "on" else None),
+            live=config.live,
+            title=dict(header).get("run", out.name),
+            header=header,
+            start_step=start_step,
+            total_steps=total_steps,
+            clock=clock,
+        )
+        # The display starts last and stops first: a tracker that fails to start finds a plain terminal.
+        self.sinks = [History(out / FILE_NAME, start_step, warn=display.note), *trackers, display]
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            for sink in self.sinks:
+                stack.callback(sink.close)
+                sink.start(self.run)
+            self.stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stack.close()
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Report a logged step."""
+        for sink in self.sinks:
+            sink.step(metrics)
+
+    def validation(self, step: int, loss: float, perplexity: float) -> None:
+        """Report a validation after `step`; `loss` in nats per token."""
+        for sink in self.sinks:
+            sink.validation(step, loss, perplexity)
+
+    def saved(self, step: int, path: Path, seconds: float) -> None:
+        """Report a checkpoint of `step` written to `path`."""
+        for sink in self.sinks:
+            sink.saved(step, path, seconds)
+
+    def note(self, text: str) -> None:
+        """Tell the user something in one line."""
+        for sink in self.sinks:
+            sink.note(text)
+
+    def advance(self, step: int) -> None:
+        """`step` steps are issued; moves the progress bar, reads nothing from the device."""
+        for sink in self.sinks:
+            sink.advance(step)
+
+
+def make_display(
+    console: Console,
+    *,
+    live: str,
+    title: str,
+    header: Sequence[tuple[str, str]],
+    start_step: int,
+    total_steps: int,
+    clock: Callable[[], float],
+) -> Display:
+    """The live panel where log.live and the terminal allow it, plain lines elsewhere."""
+    can = console.is_terminal and not console.is_dumb_terminal
+    kind = LivePanel if live == "on" or (live == "auto" and can) else PlainLines
+    return kind(
+        console, title=title, header=header, start_step=start_step, total_steps=total_steps, clock=clock
+    )

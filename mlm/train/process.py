@@ -1,0 +1,146 @@
+"""One rank: device, threads, process groups, then the job's function."""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from importlib import import_module
+from typing import Any, Literal
+
+import torch
+import torch.distributed as distributed
+from torch.distributed import HashStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from mlm.config.errors import UserError
+from mlm.config.schema import DistConfig, ParallelConfig
+from mlm.parallel.mesh import ParallelContext, build_mesh
+from mlm.train.environment import Place, num_threads, place_variables
+from mlm.train.failure import INTERRUPTED, LAST_WORDS_S, Failure, describe, leave
+
+Target = Callable[[Any, ParallelContext], None]
+ALONE = Place(rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="localhost", master_port=0)
+
+
+def device_kind(dist: DistConfig) -> Literal["cpu", "cuda"]:
+    """dist.device with auto resolved. Raises UserError if CUDA is asked for and absent."""
+    if dist.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("dist.device=cuda, but torch sees no GPU here: set dist.device=cpu or auto")
+    if dist.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return dist.device
+
+
+def run_alone(target: str, config: Any, *, parallel: ParallelConfig, dist: DistConfig) -> None:
+    """Run the job in this process as the only rank. Exceptions pass through."""
+    try:
+        run_rank(target, config, parallel=parallel, dist=dist, place=ALONE, store=HashStore())
+    finally:
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+
+
+def run_joined(target: str, config: Any, *, parallel: ParallelConfig, dist: DistConfig, place: Place) -> int:
+    """Run the job as one of the ranks that torchrun or SLURM started; 0 if it ends well.
+
+    After an exception it reports, unless another rank has said the same, and ends the process at once: a
+    normal exit could wait for peers that are stuck in a collective.
+    """
+    os.environ.update(place_variables(place))
+    store: Store | None = None
+    try:
+        store = meet(place, dist.timeout_s)
+        run_rank(target, config, parallel=parallel, dist=dist, place=place, store=store)
+    except KeyboardInterrupt:
+        leave(INTERRUPTED)
+    except Exception as error:
+        failure = describe(error, place.rank)
+        if _speaks(failure, store):
+            print(failure.text, file=sys.stderr, flush=True)
+            time.sleep(LAST_WORDS_S)
+        leave(failure.exit_code)
+    return 0
+
+
+def run_rank(
+    target: str,
+    config: Any,
+    *,
+    parallel: ParallelConfig,
+    dist: DistConfig,
+    place: Place,
+    store: Store,
+) -> None:
+    """Set up this process as a rank, run `target`, and take the process groups down if it ends well.
+
+    parallel.dp is resolved by now. After an exception the groups stay: taking them down could hang.
+    """
+    assert parallel.dp is not None
+    threads = dist.threads_per_rank or place.cores
+    available = len(os.sched_getaffinity(0))
+    torch.set_num_threads(num_threads(threads, cores=available, local_ranks=place.local_world_size))
+    device = rank_device(dist, place)
+    backend = {"cuda": "nccl", "cpu": "gloo"}[device.type] if dist.backend == "auto" else dist.backend
+    distributed.init_process_group(
+        backend,
+        store=PrefixStore("mlm", store),
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(seconds=dist.timeout_s),
+    )
+    ctx = build_mesh(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, device=device, timeout_s=dist.timeout_s)
+    find_target(target)(config, ctx)
+    distributed.destroy_process_group()
+
+
+def rank_device(dist: DistConfig, place: Place) -> torch.device:
+    """This rank's device, made current. Raises UserError if the host shows too few GPUs."""
+    if device_kind(dist) == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    index = 0 if count == 1 else place.local_rank  # SLURM may show each task only its own GPU
+    if index >= count:
+        raise UserError(
+            f"LOCAL_RANK={place.local_rank}, but this host shows {count} GPUs: "
+            f"start at most {count} ranks on it, or check CUDA_VISIBLE_DEVICES"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def meet(place: Place, timeout_s: float) -> Store:
+    """The store through which all ranks find each other, by the variables of the environment.
+
+    Raises UserError if the port is taken.
+    """
+    try:
+        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    except RuntimeError as error:
+        if "EADDRINUSE" in str(error):
+            raise UserError(
+                f"MASTER_PORT={place.master_port} is in use on {place.master_addr}: set it to a free port"
+            ) from None
+        raise
+    return store
+
+
+def find_target(target: str) -> Target:
+    """The function that `module:function` names."""
+    module, _, name = target.partition(":")
+    function: Target = getattr(import_module(module), name)
+    return function
+
+
+def _speaks(failure: Failure, store: Store | None) -> bool:
+    """Whether this rank is to report: the first one with this message, or a lost peer nobody explained."""
+    if store is None:
+        return True
+    try:
+        if failure.lost_peer:
+            time.sleep(LAST_WORDS_S / 2)  # give the rank that caused it time to say so
+            return store.add("mlm/failures", 1) == 1
+        store.add("mlm/failures", 1)
+        return store.add(f"mlm/failures/{failure.type}: {failure.message}", 1) == 1
+    except RuntimeError:  # the store went down with its rank, which has reported by then
+        return not failure.lost_peer

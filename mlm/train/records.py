@@ -1,0 +1,59 @@
+"""What is reported while training: the numbers of a step, and the places they go to."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """Numbers of one logged step, already on the host. Rates cover the steps since the last logged one."""
+
+    step: int
+    """Optimizer steps done, this one included."""
+    loss: float
+    """Mean loss per token of the global batch, in nats."""
+    lr: float
+    """Learning rate this step used."""
+    grad_norm: float
+    """Global L2 norm of the gradient before clipping."""
+    loss_scale: float | None
+    """fp16: factor on the loss before backward; None in other formats."""
+    skipped_steps: int
+    """fp16: steps skipped for overflow so far."""
+    tokens: int
+    """Tokens consumed so far, over all ranks and attempts."""
+    tokens_per_s: float
+    """Tokens per second of the whole job."""
+    step_time_s: float
+    """Seconds per step, without validation and saving."""
+    tflops: float
+    """Model TFLOP/s of one device, recomputation not counted."""
+    mfu: float | None
+    """Model FLOP/s as a fraction of the device's peak; None if no peak is known."""
+    memory_bytes: int
+    """Peak memory of this rank's device; resident set of the process on CPU."""
+
+
+class Sink:
+    """A place reports go to. Every method does nothing here: a sink overrides what it takes."""
+
+    def start(self, run: dict[str, object]) -> None:
+        """The run begins; `run` is the record of its configuration."""
+
+    def step(self, metrics: StepMetrics) -> None:
+        """A logged step."""
+
+    def validation(self, step: int, loss: float, perplexity: float) -> None:
+        """A validation after `step`; loss in nats per token."""
+
+    def saved(self, step: int, path: Path, seconds: float) -> None:
+        """A checkpoint was written."""
+
+    def note(self, text: str) -> None:
+        """Something to tell the user in one line."""
+
+    def advance(self, step: int) -> None:
+        """`step` steps are issued; their numbers stay on the device."""
+
+    def close(self) -> None:
+        """The run ends, in whatever way."""

@@ -1,0 +1,120 @@
+"""Which checkpoint is found, which are kept."""
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mlm.checkpoint.folders import LATEST
+from mlm.checkpoint.format import MANIFEST
+from mlm.checkpoint.save_load import latest_checkpoint, resolve
+from mlm.config.errors import CorruptFileError, UserError
+from tests.checkpoint.helpers import load, save, weights
+
+
+def steps(root: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in root.glob("step-*"))
+
+
+def test_checkpoint_is_a_directory_of_that_name(tmp_path: Path) -> None:
+    path = save(tmp_path / "deep" / "checkpoints", 1000, weights())
+    assert path == tmp_path / "deep" / "checkpoints" / "step-00001000"
+    assert sorted(p.name for p in path.iterdir()) == ["manifest.json", "rank-00000.safetensors"]
+
+
+def test_latest_is_a_text_file_with_the_directory_name(tmp_path: Path) -> None:
+    for step in (5, 6):
+        save(tmp_path, step, weights())
+    assert (tmp_path / LATEST).read_text() == "step-00000006\n"
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-00000006"
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_every", "kept"),
+    [
+        (1, 0, [6]),
+        (2, 0, [5, 6]),
+        (9, 0, [1, 2, 3, 4, 5, 6]),
+        (1, 2, [2, 4, 6]),
+        (2, 3, [3, 5, 6]),
+        (0, 0, [6]),
+    ],
+)
+def test_old_checkpoints_are_pruned(tmp_path: Path, keep_last: int, keep_every: int, kept: list[int]) -> None:
+    for step in range(1, 7):
+        save(tmp_path, step, weights(), keep_last=keep_last, keep_every=keep_every)
+    assert steps(tmp_path) == kept
+
+
+def test_steps_after_the_saved_one_are_never_pruned(tmp_path: Path) -> None:
+    """A user went back to step 1: what the run had beyond is theirs to delete."""
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, weights(), keep_last=9)
+    save(tmp_path, 2, weights(5.0), keep_last=1)
+    assert steps(tmp_path) == [2, 3, 4]
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-00000002"
+
+
+def test_same_step_saved_again_replaces_the_old(tmp_path: Path) -> None:
+    save(tmp_path, 1, weights(1.0))
+    tensors = weights(0.0)
+    load(save(tmp_path, 1, weights(2.0)), tensors)
+    assert tensors["w"].mean() == 2.0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LATEST, "step-00000001"]
+
+
+def test_no_checkpoint_is_none(tmp_path: Path) -> None:
+    assert latest_checkpoint(tmp_path) is None
+    assert latest_checkpoint(tmp_path / "absent") is None
+
+
+@pytest.mark.parametrize("damage", ["directory", MANIFEST, "rank-00000.safetensors", "truncate"])
+def test_latest_that_is_not_whole_gives_way_to_the_newest_whole(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths = [save(tmp_path, step, weights(), keep_last=9) for step in (1, 2, 3)]
+    if damage == "directory":
+        shutil.rmtree(paths[2])
+    elif damage == "truncate":
+        (paths[2] / "rank-00000.safetensors").write_bytes(b"short")
+    else:
+        (paths[2] / damage).unlink()
+    with caplog.at_level(logging.WARNING):
+        assert latest_checkpoint(tmp_path) == paths[1]
+    assert "step-00000003" in caplog.text
+    assert f"continuing from the newest whole checkpoint, {paths[1]}" in caplog.text
+
+
+def test_latest_that_the_user_turned_back_is_followed(tmp_path: Path) -> None:
+    paths = [save(tmp_path, step, weights()) for step in (1, 2)]
+    (tmp_path / LATEST).write_text("step-00000001")
+    assert latest_checkpoint(tmp_path) == paths[0]
+
+
+@pytest.mark.parametrize("content", ["", "../../elsewhere", "step-1/../..", "\0"])
+def test_latest_that_names_no_checkpoint_is_not_followed(tmp_path: Path, content: str) -> None:
+    path = save(tmp_path, 1, weights())
+    (tmp_path / LATEST).write_text(content)
+    assert latest_checkpoint(tmp_path) == path
+
+
+def test_only_damaged_checkpoints_is_an_error(tmp_path: Path) -> None:
+    (save(tmp_path, 1, weights()) / MANIFEST).unlink()
+    with pytest.raises(CorruptFileError, match=r"no checkpoint is whole.*manifest.json: missing"):
+        latest_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("checkpoints", ["out/checkpoints", "out"])
+def test_resolve_takes_what_a_user_would_type(tmp_path: Path, checkpoints: str) -> None:
+    root = tmp_path / checkpoints
+    old, new = save(root, 1, weights()), save(root, 2, weights())
+    given = [old, old / MANIFEST, root, root / LATEST, tmp_path / "out", str(new)]
+    assert [resolve(path) for path in given] == [old, old, new, new, new, new]
+
+
+@pytest.mark.parametrize(("name", "why"), [("absent", "no such directory"), ("empty", "holds no checkpoint")])
+def test_resolve_says_how_to_name_a_checkpoint(tmp_path: Path, name: str, why: str) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=rf"ckpt=.*{name}: {why}.*Set ckpt=… to"):
+        resolve(tmp_path / name)

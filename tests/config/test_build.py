@@ -1,0 +1,116 @@
+"""Composed values to dataclasses and back."""
+
+import json
+from typing import Any
+
+import pytest
+
+from mlm.config.build import build, concerns, config_digest, from_dict, to_dict
+from mlm.config.compose import SPECS, load_config
+from mlm.config.errors import ConfigError
+from mlm.config.schema import GenerateConfig, PretrainConfig
+from mlm.config.tree import defaults
+
+
+def composed(**changes: Any) -> dict[str, Any]:
+    values = defaults(PretrainConfig)
+    values["model"] |= {"num_layers": 2, "hidden_size": 8, "num_heads": 2}
+    values |= {"name": "n", "out": "o"}
+    for key, value in changes.items():
+        place = values
+        *path, name = key.split("__")
+        for part in path:
+            place = place.setdefault(part, {})
+        place[name] = value
+    return values
+
+
+def faults_of(**changes: Any) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        build(PretrainConfig, composed(**changes))
+    return list(error.value.faults)
+
+
+def test_top_level_degrees_become_the_parallel_section() -> None:
+    config = build(PretrainConfig, composed(tp=4, dp=2, recompute="full"))
+    assert (config.parallel.tp, config.parallel.dp, config.parallel.recompute) == (4, 2, "full")
+
+
+def test_unknown_key_names_the_closest_known_one() -> None:
+    assert faults_of(model__hidden_sise=3) == [
+        "unknown key 'model.hidden_sise'; did you mean 'model.hidden_size'?"
+    ]
+
+
+def test_section_of_the_dataclass_is_unknown_in_yaml() -> None:
+    assert faults_of(parallel__tp=2) == ["unknown key 'parallel.tp'; did you mean 'tp'?"]
+
+
+@pytest.mark.parametrize(
+    "change, fault",
+    [
+        ({"tp": "two"}, "tp=two must be a whole number"),
+        ({"tp": True}, "tp=true must be a whole number"),
+        ({"dp": 1.5}, "dp=1.5 must be a whole number or null"),
+        ({"optimizer__lr": "fast"}, "optimizer.lr=fast must be a number"),
+        ({"optimizer__lr": float("nan")}, "optimizer.lr=NaN must be finite"),
+        ({"optimizer__betas": [0.9]}, "optimizer.betas=[0.9] must be a list of 2 numbers"),
+        ({"compile": "maybe"}, "compile=maybe must be true or false"),
+        ({"recompute": "ful"}, "recompute=ful must be none or full; did you mean recompute=full?"),
+        (
+            {"model__num_layers": "???"},
+            "model.num_layers is required: add model.num_layers=… (Transformer layers, L)",
+        ),
+    ],
+)
+def test_value_of_the_wrong_kind_is_a_fault(change: dict[str, Any], fault: str) -> None:
+    assert faults_of(**change) == [fault]
+
+
+def test_whole_float_is_a_whole_number() -> None:
+    assert build(PretrainConfig, composed(train__steps=1e3)).train.steps == 1000
+
+
+def test_all_faults_come_together_with_those_of_the_check() -> None:
+    with pytest.raises(ConfigError) as error:
+        build(PretrainConfig, composed(tp="x", seeds=1), lambda _: ["seed=0 is low"])
+    assert [fault.split()[0] for fault in error.value.faults] == ["unknown", "tp=x", "seed=0"]
+
+
+def test_fault_that_follows_from_an_unusable_value_is_left_out() -> None:
+    with pytest.raises(ConfigError) as error:
+        build(PretrainConfig, composed(tp="x"), lambda _: ["tp=1 does not fit"])
+    assert error.value.faults == ("tp=x must be a whole number",)
+
+
+@pytest.mark.parametrize(
+    "fault, name, expected",
+    [
+        ("tp=3 is odd", "tp", True),
+        ("http=3 is odd", "tp", False),
+        ("model.num_heads=3 is odd", "model", True),
+        ("remodel.x is odd", "model", False),
+        ("end of data.path.", "data.path", True),
+    ],
+)
+def test_fault_concerns_whole_keys_and_sections(fault: str, name: str, expected: bool) -> None:
+    assert concerns(fault, [name]) is expected
+
+
+@pytest.mark.parametrize("name", ["pretrain", "eval_loss", "generate", "data_tokenizer", "data_build"])
+def test_run_spec_survives_json(name: str) -> None:
+    given = {"eval_loss": ["ckpt=c"], "generate": ["ckpt=c", "prompt=p"], "pretrain": ["optimizer.lr=0.1"]}
+    given |= {"data_tokenizer": ["input=i", "out=o"], "data_build": ["input=i", "out=o", "tokenizer=t"]}
+    config = load_config(name, given[name])
+    assert from_dict(SPECS[name], json.loads(json.dumps(to_dict(config)))) == config
+
+
+def test_saved_spec_of_another_kind_is_refused() -> None:
+    with pytest.raises(ConfigError, match="saved GenerateConfig"):
+        from_dict(GenerateConfig, to_dict(build(PretrainConfig, composed())))
+
+
+def test_digest_depends_on_values_alone() -> None:
+    config, same = build(PretrainConfig, composed()), build(PretrainConfig, composed())
+    assert config_digest(config) == config_digest(same)
+    assert config_digest(config) != config_digest(build(PretrainConfig, composed(seed=1)))

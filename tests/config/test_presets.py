@@ -1,0 +1,142 @@
+"""Every shipped YAML composes, passes the checks, and has its paper's shape."""
+
+from pathlib import Path
+
+import pytest
+
+from mlm.config.checks import check_pretrain
+from mlm.config.compose import SPECS, compose_values, load_config
+from mlm.config.paths import CONFIG_DIR, groups
+from mlm.config.schema import ModelConfig
+from mlm.config.tree import flatten, leaves
+
+GROUPS = groups(CONFIG_DIR)
+V1_LAYOUTS = {"v1_1_2b": 64, "v1_2_5b": 128, "v1_4_2b": 256, "v1_8_3b": 512}  # GPUs, figure 5
+SC21 = {  # arXiv:2104.04473, table 1: billions of parameters as printed, GPUs
+    "1_7b": (1.7, 32), "3_6b": (3.6, 64), "7_5b": (7.5, 128), "18b": (18.4, 256), "39b": (39.1, 512),
+    "76b": (76.1, 1024), "145b": (145.6, 1536), "310b": (310.1, 1920), "530b": (529.6, 2520),
+    "1t": (1008.0, 3072),
+}  # fmt: skip
+
+
+def model(name: str) -> ModelConfig:
+    return load_config("pretrain", [f"model={name}"]).model
+
+
+@pytest.mark.parametrize("choice", [f"{group}={name}" for group, names in GROUPS.items() for name in names])
+def test_shipped_choice_composes_into_a_run_spec(choice: str) -> None:
+    config = load_config("pretrain", [choice])
+    layout = config.parallel
+    world_size = layout.tp * layout.pp * (layout.dp or 1)
+    faults = check_pretrain(config, world_size=world_size, local_devices=8)
+    # a layout belongs to its model, a corpus to the user, and pipelines compose before they run
+    excused = ("pp=", "vp=", "tp=", "data.path") if choice.startswith("parallel=") else ("pp=", "data.path")
+    assert [fault for fault in faults if not fault.startswith(excused)] == []
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_primary_config_holds_exactly_the_keys_of_its_dataclass(name: str) -> None:
+    assert flatten(compose_values(name)).keys() == leaves(SPECS[name]).keys()
+
+
+@pytest.mark.parametrize(
+    "name, parameters",
+    [
+        ("gpt2_124m", 124_439_808),
+        ("gpt2_355m", 354_823_168),
+        ("gpt2_774m", 774_030_080),
+        ("gpt2_1_5b", 1_557_611_200),
+    ],
+)
+def test_openai_model_has_its_released_parameter_count(name: str, parameters: int) -> None:
+    assert model(name).num_parameters() == parameters
+
+
+@pytest.mark.parametrize(
+    "name, billions",
+    [
+        ("gpt2_1_2b", 1.2),
+        ("gpt2_2_5b", 2.5),
+        ("gpt2_4_2b", 4.2),
+        ("gpt2_8b", 8.3),
+        ("gpt2_v1_355m", 0.4),
+        ("gpt2_v1_2_5b", 2.5),
+        ("gpt2_v1_8_3b", 8.3),
+    ],
+)
+def test_v1_model_has_the_printed_parameter_count(name: str, billions: float) -> None:
+    assert round(model(name).num_parameters() / 1e9, 1) == billions
+
+
+@pytest.mark.parametrize("name", SC21)
+def test_sc21_model_has_the_printed_parameter_count(name: str) -> None:
+    """P = 12 l h^2 (1 + 13 / (12 h) + (V + s) / (12 l h)), V padded (arXiv:2104.04473, section 5.1)."""
+    m = model(f"gpt2_sc21_{name}")
+    layers, h, vocab = m.num_layers, m.hidden_size, 51_200
+    count = 12 * layers * h**2 * (1 + 13 / (12 * h) + (vocab + m.max_positions) / (12 * layers * h))
+    assert round(count / 1e9, 1) == SC21[name][0]
+    assert m.num_parameters() == pytest.approx(count - (vocab - m.vocab_size) * h, rel=1e-4)  # + final norm
+
+
+def test_sc21_vocabulary_pads_to_the_papers() -> None:
+    assert model("gpt2_sc21_1t").padded_vocab_size(tp=8) == 51_200
+
+
+@pytest.mark.parametrize("name", SC21)
+def test_sc21_layout_fills_its_gpus_and_fits_its_model(name: str) -> None:
+    config = load_config("pretrain", [f"model=gpt2_sc21_{name}", f"parallel=sc21_{name}", "data=synthetic"])
+    gpus = SC21[name][1]
+    layout = config.parallel
+    assert layout.tp * layout.pp * layout.dp == gpus
+    faults = check_pretrain(config, world_size=gpus, local_devices=8)
+    assert [fault for fault in faults if "this version runs" not in fault] == []
+
+
+@pytest.mark.parametrize("name", V1_LAYOUTS)
+def test_v1_experiment_fills_its_gpus_and_has_no_fault(name: str) -> None:
+    config = load_config("pretrain", [f"experiment={name}", "data=synthetic"])
+    assert config.parallel.tp * config.parallel.dp == V1_LAYOUTS[name]
+    assert config.train.global_batch_size == 512
+    assert check_pretrain(config, world_size=V1_LAYOUTS[name], local_devices=8) == []
+
+
+def test_v1_experiment_has_the_papers_training_settings() -> None:
+    config = load_config("pretrain", ["experiment=v1_8_3b"])
+    assert (config.optimizer.lr, config.optimizer.weight_decay, config.optimizer.clip_grad_norm) == (
+        1.5e-4,
+        0.01,
+        1.0,
+    )
+    assert (config.schedule.warmup_steps, config.schedule.decay_steps, config.schedule.min_lr) == (
+        3000,
+        300_000,
+        1e-5,
+    )
+    assert (config.precision.dtype, config.model.hidden_dropout, config.model.init_std) == ("fp16", 0.1, 0.02)
+
+
+def test_evaluated_8b_model_has_heads_of_128_and_the_scaling_one_of_96() -> None:
+    assert (model("gpt2_v1_8_3b").head_dim, model("gpt2_8b").head_dim) == (128, 96)
+
+
+def test_typed_value_wins_over_every_group() -> None:
+    config = load_config(
+        "pretrain", ["tp=4", "parallel=v1_8_3b", "experiment=v1_8_3b", "train.micro_batch_size=2"]
+    )
+    assert (config.parallel.tp, config.parallel.dp, config.train.micro_batch_size) == (4, 64, 2)
+
+
+def test_typed_group_wins_over_the_experiments() -> None:
+    assert load_config("pretrain", ["experiment=shakespeare", "model=gpt2_tiny"]).model.hidden_size == 64
+
+
+def test_sequence_length_follows_the_model() -> None:
+    assert load_config("pretrain", ["model=gpt2_sc21_18b"]).data.seq_length == 2048
+
+
+def test_shakespeare_needs_nothing_but_its_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config("pretrain", ["experiment=shakespeare"])
+    assert config.out == "runs/shakespeare"
+    (fault,) = check_pretrain(config, world_size=None, local_devices=None)
+    assert fault.startswith("data.path=demo/corpus")

@@ -1,0 +1,48 @@
+"""Run specs as trees of keys."""
+
+from dataclasses import dataclass, fields
+
+import pytest
+
+from mlm.config.compose import SPECS
+from mlm.config.schema import PretrainConfig
+from mlm.config.tree import defaults, field_docs, flatten, leaves
+
+
+def test_parallel_fields_are_top_level_keys() -> None:
+    assert {"tp", "pp", "vp", "dp", "recompute"} <= leaves(PretrainConfig).keys()
+    assert not any(key.startswith("parallel") for key in leaves(PretrainConfig))
+
+
+def test_defaults_mark_required_keys() -> None:
+    assert defaults(PretrainConfig)["model"]["num_layers"] == "???"
+    assert defaults(PretrainConfig)["model"]["max_positions"] == 1024
+
+
+def test_defaults_hold_no_tuples() -> None:
+    assert defaults(PretrainConfig)["optimizer"]["betas"] == [0.9, 0.999]
+
+
+@pytest.mark.parametrize("spec", SPECS.values())
+def test_every_key_of_every_run_spec_has_a_docstring(spec: type) -> None:
+    assert [leaf.key for leaf in leaves(spec).values() if not leaf.doc] == []
+
+
+def test_field_docs_belong_to_the_field_above() -> None:
+    @dataclass
+    class Example:
+        """Not a field's."""
+
+        a: int
+        """Of a,
+        folded."""
+        b: int
+        c: int = 0
+        """Of c."""
+
+    assert field_docs(Example) == {"a": "Of a, folded.", "c": "Of c."}
+    assert len(fields(Example)) == 3
+
+
+def test_flatten_joins_keys_with_dots() -> None:
+    assert flatten({"a": {"b": {"c": 1}}, "d": [2]}) == {"a.b.c": 1, "d": [2]}

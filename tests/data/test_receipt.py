@@ -1,0 +1,86 @@
+"""What is said of a corpus before training on it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mlm.data.receipt import check_corpus
+
+from .corpora import counting_corpus
+
+
+def faults(prefix: Path, *, vocab_size: int = 100, seq_length: int = 4, min_samples: int = 2) -> list[str]:
+    return check_corpus(prefix, vocab_size=vocab_size, seq_length=seq_length, min_samples=min_samples)
+
+
+def receipt(folder: Path, vocab_size: int, num_bytes: int) -> None:
+    content = {"vocab_size": vocab_size, "files": {"c.bin": {"bytes": num_bytes, "digest": ""}}}
+    (folder / "corpus.json").write_text(json.dumps(content))
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> Path:
+    counting_corpus(tmp_path / "c", [30, 20])  # 50 tokens, 100 bytes
+    return tmp_path / "c"
+
+
+def test_sound_corpus_has_no_fault(prefix: Path) -> None:
+    assert faults(prefix, vocab_size=50, seq_length=4, min_samples=12) == []
+
+
+def test_missing_corpus_names_data_path(tmp_path: Path) -> None:
+    (fault,) = faults(tmp_path / "absent")
+    assert "absent.idx" in fault
+    assert "data.path" in fault
+
+
+def test_truncated_corpus_is_one_fault(prefix: Path) -> None:
+    prefix.with_name("c.bin").write_bytes(b"1")
+    (fault,) = faults(prefix)
+    assert "expected 100 bytes" in fault
+
+
+def test_corpus_shorter_than_a_window_names_seq_length(prefix: Path) -> None:
+    (fault,) = faults(prefix, seq_length=50)
+    assert "data.seq_length to 49" in fault
+
+
+def test_corpus_smaller_than_a_batch_names_the_largest_batch(prefix: Path) -> None:
+    (fault,) = faults(prefix, min_samples=13)
+    assert "12 windows" in fault
+    assert "train.global_batch_size to 12" in fault
+
+
+def test_token_beyond_the_model_is_found_by_scanning(prefix: Path) -> None:
+    (fault,) = faults(prefix, vocab_size=49)
+    assert "model.vocab_size=50" in fault
+
+
+def test_receipt_says_the_vocabulary_without_scanning(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("mlm.data.indexed.IndexedDataset.max_token")
+    receipt(prefix.parent, vocab_size=90, num_bytes=100)
+    assert faults(prefix, vocab_size=90) == []
+    (fault,) = faults(prefix, vocab_size=89)
+    assert "model.vocab_size=90" in fault
+
+
+def test_receipt_of_another_file_is_a_fault(prefix: Path) -> None:
+    receipt(prefix.parent, vocab_size=90, num_bytes=102)
+    (fault,) = faults(prefix)
+    assert "corpus.json" in fault
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}"])
+def test_damaged_receipt_is_a_fault(prefix: Path, content: str) -> None:
+    (prefix.parent / "corpus.json").write_text(content)
+    (fault,) = faults(prefix)
+    assert "corpus.json" in fault
+
+
+def test_all_faults_are_told_together(prefix: Path) -> None:
+    assert len(faults(prefix, vocab_size=10, min_samples=99)) == 2
+
+
+def test_every_fault_is_one_line(prefix: Path) -> None:
+    assert all("\n" not in fault for fault in faults(prefix, vocab_size=10, min_samples=99))

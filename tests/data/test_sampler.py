@@ -1,0 +1,159 @@
+"""Which rank reads what, and the thread that reads ahead."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from mlm.data.gpt import EvalWindows
+from mlm.data.sampler import Batch, Loader, eval_batches
+
+from .corpora import counting_corpus
+
+SEQ = 3
+
+
+class Numbers:
+    """Sample i is i, i + 1000, i + 2000, …"""
+
+    def __init__(self, count: int, broken: int | None = None) -> None:
+        self.count, self.broken = count, broken
+
+    def __len__(self) -> int:
+        return self.count
+
+    def gather(self, sample_ids: ArrayLike) -> NDArray[np.int64]:
+        ids = np.asarray(sample_ids)
+        if self.broken is not None and (ids == self.broken).any():
+            raise OSError("disk gone")
+        return ids[:, None] + 1000 * np.arange(SEQ + 1)
+
+
+def steps(
+    count: int = 32, consumed: int = 0, micro: int = 2, rank: int = 0, size: int = 1
+) -> list[list[Batch]]:
+    with Loader(
+        Numbers(count),
+        consumed_samples=consumed,
+        global_batch_size=8,
+        micro_batch_size=micro,
+        rank=rank,
+        size=size,
+    ) as loader:
+        return list(loader)
+
+
+def ids(batches: list[Batch]) -> list[int]:
+    return [int(i) for batch in batches for i in batch.tokens[:, 0]]
+
+
+def test_batch_holds_inputs_and_the_tokens_that_follow() -> None:
+    batch = steps()[1][2]  # samples 12 and 13
+    assert batch.tokens.tolist() == [[12, 1012, 2012], [13, 1013, 2013]]
+    assert batch.labels.tolist() == [[1012, 2012, 3012], [1013, 2013, 3013]]
+    assert batch.tokens.dtype == batch.labels.dtype == torch.int64
+    assert batch.first_sample == 12
+
+
+@pytest.mark.parametrize(("size", "micro"), [(1, 1), (1, 4), (2, 2), (4, 1), (4, 2)])
+def test_ranks_together_read_each_global_batch_once(size: int, micro: int) -> None:
+    by_rank = [steps(rank=rank, size=size, micro=micro) for rank in range(size)]
+    for step in range(4):
+        together = sorted(i for rank in by_rank for i in ids(rank[step]))
+        assert together == list(range(8 * step, 8 * step + 8))
+
+
+def test_rank_takes_every_size_th_micro_batch() -> None:
+    first_step = steps(rank=1, size=2, micro=2)[0]
+    assert [batch.first_sample for batch in first_step] == [2, 6]
+    assert ids(first_step) == [2, 3, 6, 7]
+
+
+def test_loader_starts_after_the_consumed_samples() -> None:
+    assert ids(steps(consumed=16)[0]) == list(range(16, 24))
+
+
+def test_loader_ends_when_less_than_a_global_batch_is_left() -> None:
+    assert len(steps(count=31)) == 3
+
+
+def test_exhausted_loader_stays_exhausted() -> None:
+    loader = Loader(Numbers(8), consumed_samples=8, global_batch_size=8, micro_batch_size=8, rank=0, size=1)
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            next(loader)
+    loader.close()
+
+
+def test_error_while_reading_surfaces_at_its_step_and_after() -> None:
+    loader = Loader(
+        Numbers(80, broken=12), consumed_samples=0, global_batch_size=8, micro_batch_size=8, rank=0, size=1
+    )
+    assert ids(next(loader)) == list(range(8))
+    for _ in range(2):
+        with pytest.raises(OSError, match="disk gone"):
+            next(loader)
+    loader.close()
+
+
+def test_loader_reads_no_further_than_told() -> None:
+    """prefetch steps wait in the queue and one more in the thread's hand."""
+    asked: list[int] = []
+    three = threading.Event()
+
+    class Watched(Numbers):
+        def gather(self, sample_ids: ArrayLike) -> NDArray[np.int64]:
+            asked.append(int(np.asarray(sample_ids)[0]))
+            if len(asked) == 3:
+                three.set()
+            return super().gather(sample_ids)
+
+    loader = Loader(
+        Watched(800), consumed_samples=0, global_batch_size=8, micro_batch_size=8, rank=0, size=1, prefetch=2
+    )
+    assert three.wait(10)
+    loader._thread.join(0.05)
+    assert asked == [0, 8, 16]
+    loader.close()
+
+
+def test_close_ends_the_thread() -> None:
+    loader = Loader(
+        Numbers(8000), consumed_samples=0, global_batch_size=8, micro_batch_size=8, rank=0, size=1
+    )
+    next(loader)
+    loader.close()
+    assert not loader._thread.is_alive()
+    with pytest.raises(StopIteration):
+        next(loader)
+
+
+def scored(batches: Iterator[Batch]) -> list[int]:
+    return [int(t) for batch in batches for t in batch.labels.ravel() if t != -100]
+
+
+@pytest.mark.parametrize(("micro", "size"), [(1, 1), (4, 1), (3, 2), (2, 4), (16, 3)])
+def test_evaluation_scores_every_token_once_at_any_layout(tmp_path: Path, micro: int, size: int) -> None:
+    windows = EvalWindows(counting_corpus(tmp_path / "c", [20, 30]), seq_length=4)
+    ranks = [list(eval_batches(windows, micro_batch_size=micro, rank=r, size=size)) for r in range(size)]
+    assert sorted(t for rank in ranks for t in scored(iter(rank))) == list(range(1, 50))
+    assert len({len(rank) for rank in ranks}) == 1
+    assert {tuple(batch.tokens.shape) for rank in ranks for batch in rank} == {(micro, 4)}
+
+
+def test_evaluation_limit_counts_windows_over_all_ranks(tmp_path: Path) -> None:
+    windows = EvalWindows(counting_corpus(tmp_path / "c", [50]), seq_length=4)
+    for size in (1, 2, 3):
+        ranks = [eval_batches(windows, micro_batch_size=2, rank=r, size=size, limit=5) for r in range(size)]
+        assert sorted(t for rank in ranks for t in scored(rank)) == list(range(1, 21))
+
+
+def test_padding_is_fed_as_a_valid_token(tmp_path: Path) -> None:
+    windows = EvalWindows(counting_corpus(tmp_path / "c", [6]), seq_length=4)
+    (batch,) = eval_batches(windows, micro_batch_size=3, rank=0, size=1)
+    assert batch.tokens.min() == 0
+    assert batch.labels[1].tolist() == [5, -100, -100, -100]

@@ -1,0 +1,91 @@
+"""Every model preset on the meta device: its parameter count against the built model and its paper."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import mlm
+from mlm.config.build import from_dict
+from mlm.config.schema import ModelConfig
+from mlm.models.gpt2 import GPT2
+from mlm.parallel.mesh import shape_context
+from mlm.parallel.sharding import parameter_shards
+
+FOLDER = Path(mlm.__file__).parent / "configs" / "model"
+PRESETS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+OPENAI = {  # parameters of the released GPT-2 models, tied output layer counted once
+    "gpt2_124m": 124_439_808,
+    "gpt2_355m": 354_823_168,
+    "gpt2_774m": 774_030_080,
+    "gpt2_1_5b": 1_557_611_200,
+}
+PUBLISHED = {  # billions, as the papers print them: v1 table 1, table 2; SC21 table 1
+    "gpt2_1_2b": 1.2,
+    "gpt2_2_5b": 2.5,
+    "gpt2_4_2b": 4.2,
+    "gpt2_8b": 8.3,
+    "gpt2_v1_355m": 0.355,
+    "gpt2_v1_2_5b": 2.5,
+    "gpt2_v1_8_3b": 8.3,
+    "gpt2_sc21_1_7b": 1.7,
+    "gpt2_sc21_3_6b": 3.6,
+    "gpt2_sc21_7_5b": 7.5,
+    "gpt2_sc21_18b": 18.4,
+    "gpt2_sc21_39b": 39.1,
+    "gpt2_sc21_76b": 76.1,
+    "gpt2_sc21_145b": 145.6,
+    "gpt2_sc21_310b": 310.1,
+    "gpt2_sc21_530b": 529.6,
+    "gpt2_sc21_1t": 1008.0,
+}
+
+
+def preset(name: str) -> ModelConfig:
+    return from_dict(ModelConfig, yaml.safe_load((FOLDER / f"{name}.yaml").read_text()))
+
+
+def built(config: ModelConfig, tp: int, rank: int) -> tuple[int, int]:
+    """(true parameters of one tp rank, those of them that are replicated)."""
+    with torch.device("meta"):
+        model = GPT2(config, tp=shape_context(rank, tp=tp).tp)
+    shards = list(parameter_shards(model, shape_context(rank, tp=tp).tp))
+    sizes = [(s.without_padding(s.parameter).numel(), s.tp_dim is None) for s in shards]
+    return sum(n for n, _ in sizes), sum(n for n, replicated in sizes if replicated)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_has_the_parameters_its_formula_counts(name: str) -> None:
+    config = preset(name)
+    assert built(config, 1, 0)[0] == config.num_parameters()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_splits_over_every_tp_that_its_papers_use(name: str) -> None:
+    """The eight (or fewer) shards together hold each split parameter once and each replicated one each."""
+    config = preset(name)
+    tp = next(t for t in (8, 6, 5, 4, 2, 1) if config.num_heads % t == 0 and config.ffn_size % t == 0)
+    totals = [built(config, tp, rank) for rank in range(tp)]
+    replicated = totals[0][1]
+    assert sum(total - copy for total, copy in totals) + replicated == config.num_parameters()
+
+
+@pytest.mark.parametrize("name", sorted(OPENAI))
+def test_openai_presets_have_the_released_models_size(name: str) -> None:
+    assert preset(name).num_parameters() == OPENAI[name]
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_paper_presets_have_the_published_size(name: str) -> None:
+    """To the printed digits, by SC21's own formula: 12 l h² (1 + 13/(12 h) + (V + s)/(12 l h)), V=51,200."""
+    config, billions = preset(name), PUBLISHED[name]
+    h, layers = config.hidden_size, config.num_layers
+    counted = 12 * layers * h * h * (1 + 13 / (12 * h) + (51_200 + config.max_positions) / (12 * layers * h))
+    assert abs(counted / 1e9 - billions) <= (0.05 if billions >= 1 else 0.001)
+    assert config.num_parameters() == pytest.approx(counted, rel=0.01)
+
+
+def test_every_preset_of_a_paper_is_checked() -> None:
+    assert set(PRESETS) == set(OPENAI) | set(PUBLISHED) | {"gpt2_tiny", "gpt2_demo"}

@@ -1,0 +1,64 @@
+"""The optimizer against PyTorch's plain AdamW, and its state."""
+
+import torch
+from torch import nn
+
+from mlm.config.schema import OptimizerConfig
+from mlm.optim.adamw import applied_steps, build_optimizer, ensure_state, moment, set_lr
+from mlm.parallel.mesh import Axis
+from mlm.parallel.sharding import parameter_shards
+
+CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1)
+
+
+def model_with_gradients() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).double()
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    return model
+
+
+def test_fused_steps_equal_plain_adamw_with_decay_on_matrices_only() -> None:
+    ours, theirs = model_with_gradients(), model_with_gradients()
+    optimizer = build_optimizer(list(parameter_shards(ours, Axis("tp"))), CONFIG)
+    decayed = [p for p in theirs.parameters() if p.dim() > 1]
+    plain = [p for p in theirs.parameters() if p.dim() == 1]
+    reference = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}],
+        lr=1e-2,
+        fused=False,
+        foreach=False,
+    )
+    for _ in range(3):
+        optimizer.step()
+        reference.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_ensure_state_changes_no_weight_and_sets_the_step_count() -> None:
+    model = model_with_gradients()
+    before = [p.detach().clone() for p in model.parameters()]
+    shards = list(parameter_shards(model, Axis("tp")))
+    optimizer = build_optimizer(shards, CONFIG)
+    ensure_state(optimizer, shards, 5.0)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert applied_steps(optimizer) == 5.0
+    assert moment(optimizer, shards[0], "exp_avg").abs().max() == 0
+
+
+def test_ensure_state_keeps_moments_that_exist() -> None:
+    model = model_with_gradients()
+    shards = list(parameter_shards(model, Axis("tp")))
+    optimizer = build_optimizer(shards, CONFIG)
+    optimizer.step()
+    kept = moment(optimizer, shards[0], "exp_avg").clone()
+    ensure_state(optimizer, shards, 9.0)
+    assert torch.equal(moment(optimizer, shards[0], "exp_avg"), kept)
+
+
+def test_set_lr_reaches_every_group() -> None:
+    optimizer = build_optimizer(list(parameter_shards(model_with_gradients(), Axis("tp"))), CONFIG)
+    set_lr(optimizer, 0.5)
+    assert [g["lr"] for g in optimizer.param_groups] == [0.5, 0.5]

@@ -1,0 +1,58 @@
+"""The global gradient norm against torch.nn.utils.clip_grad_norm_ of the unsplit model."""
+
+import math
+
+import pytest
+import torch
+
+from mlm.optim.clip import clip_factor, gradient_norm, scale_gradients
+from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from mlm.parallel.mesh import Axis, ParallelContext, shape_context
+from mlm.parallel.sharding import load_whole, parameter_shards
+from tests.ranks import run_on_ranks
+
+
+def layers(tp: Axis) -> torch.nn.Sequential:
+    return torch.nn.Sequential(
+        ColumnParallelLinear(6, 8, tp=tp), RowParallelLinear(8, 6, tp=tp), torch.nn.LayerNorm(6)
+    ).double()
+
+
+def whole_gradients() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        s.name: torch.randn(s.global_shape, dtype=torch.float64)
+        for s in parameter_shards(layers(Axis("tp")), Axis("tp"))
+    }
+
+
+@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 1), (4, 1), (2, 2)])
+def test_norm_counts_each_parameter_once(tp: int, dp: int) -> None:
+    """Split ones on every tp rank, replicated ones once; data-parallel copies not at all."""
+    expected = math.sqrt(sum(float(g.square().sum()) for g in whole_gradients().values()))
+    assert run_on_ranks(norm_of, tp=tp, dp=dp) == pytest.approx([expected] * (tp * dp), rel=1e-12)
+
+
+def norm_of(ctx: ParallelContext) -> float:
+    model, grads = layers(ctx.tp), layers(ctx.tp)
+    load_whole(grads, whole_gradients(), ctx.tp)
+    for p, g in zip(model.parameters(), grads.parameters(), strict=True):
+        p.grad = g.detach()
+    return float(gradient_norm(list(parameter_shards(model, ctx.tp)), ctx))
+
+
+@pytest.mark.parametrize(("max_norm", "scaled"), [(0.0, 1.0), (1.0, 0.2), (10.0, 1.0)])
+def test_gradients_are_clipped_like_torch_does(max_norm: float, scaled: float) -> None:
+    model = torch.nn.Linear(2, 1, bias=False).double()
+    model.weight.grad = torch.tensor([[3.0, 4.0]], dtype=torch.float64)
+    shards = list(parameter_shards(model, Axis("tp")))
+    norm = gradient_norm(shards, shape_context())
+    scale_gradients(shards, clip_factor(norm, max_norm))
+    assert model.weight.grad.tolist()[0] == pytest.approx([3.0 * scaled, 4.0 * scaled], rel=1e-6)
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_one_non_finite_gradient_makes_the_norm_non_finite(bad: float) -> None:
+    model = torch.nn.Linear(2, 1).double()
+    model.weight.grad = torch.tensor([[1.0, bad]], dtype=torch.float64)
+    assert not gradient_norm(list(parameter_shards(model, Axis("tp"))), shape_context()).isfinite()
