@@ -88,3 +88,9 @@ def make_cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_LOCALID"):
         monkeypatch.delenv(name, raising=False)
     return Cli(launched, capsys)
+
+
+def write(path: Path, text: str) -> None:
+    """A file of the user's, in folders made for it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)

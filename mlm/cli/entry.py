@@ -16,7 +16,7 @@ from mlm.cli.arguments import (
     parse,
     tasks_of,
 )
-from mlm.cli.commands import COMMANDS, Command
+from mlm.cli.commands import Command
 from mlm.cli.completion import complete
 from mlm.cli.help import command_help, main_help
 from mlm.cli.hydra_app import call_hydra
@@ -76,8 +76,3 @@ def _say(text: str) -> int:
 
 def _version() -> str:
     return f"mlm {version('mlm')} (hydra {version('hydra-core')})"
-
-
-def command_names() -> list[str]:
-    """Every command as typed."""
-    return [command.name for command in COMMANDS]

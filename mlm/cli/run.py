@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from mlm.config.tree import MISSING_VALUE
 
 OK, DAMAGED, MISTAKE, INTERRUPTED = 0, 1, 2, 130
 LAUNCH = "mlm.train.launch"
+HEAD_START_S = 5.0  # a launcher ends all ranks when one ends: the one that reports must not be cut off
 LONGEST_FOLDER = 120  # characters of a sweep's job folder; file systems refuse names above 255 bytes
 
 
@@ -62,6 +64,8 @@ def report(command: Command, work: Callable[[], int]) -> int:
         if speaks_for_host(os.environ):
             for line in str(error).splitlines():
                 print(f"mlm {command.name}: {line}", file=sys.stderr)
+        else:
+            time.sleep(HEAD_START_S)
         return DAMAGED if isinstance(error, CorruptFileError) else MISTAKE
     except KeyboardInterrupt:
         return INTERRUPTED

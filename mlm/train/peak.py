@@ -30,9 +30,9 @@ TABLE: tuple[tuple[str, dict[str, float]], ...] = (
     (r"H100\b|G?H200\b", {"half": 989.4, "tf32": 494.7, "fp32": 66.9, "fp64": 66.9}),
     (r"H800$", {"half": 989.4, "tf32": 494.7, "fp32": 66.9}),
     (r"H20\b", {"half": 148, "tf32": 74, "fp32": 44}),
-    # Datasheets of HGX B200 (an eighth of eight) and GB200 NVL72 (a seventy-second).
+    # Datasheets of GB200 NVL72 and HGX B200, figures of one GPU.
     (r"GB200", {"half": 2500, "tf32": 1250, "fp32": 80, "fp64": 40}),
-    (r"B200", {"half": 2250, "tf32": 1125, "fp32": 75, "fp64": 37}),
+    (r"B200", {"half": 2250, "tf32": 1100, "fp32": 75, "fp64": 37}),
     # Datasheets of the L4, L40S and RTX 6000 Ada; whitepapers "Ada" and "RTX Blackwell" for GeForce cards.
     (r"L4\b", {"half": 121, "tf32": 60, "fp32": 30.3}),
     (r"L40S", {"half": 362, "tf32": 183, "fp32": 91.6}),

@@ -64,6 +64,15 @@ def test_same_step_saved_again_replaces_the_old(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [LATEST, "step-00000001"]
 
 
+def test_checkpoint_moved_aside_by_a_killed_save_is_found_and_put_back(tmp_path: Path) -> None:
+    """Killed between moving step 1 aside and giving its name to the new one."""
+    path = save(tmp_path, 1, weights())
+    aside = path.rename(tmp_path / ".replaced-step-00000001")
+    assert latest_checkpoint(tmp_path) == aside
+    save(tmp_path, 2, weights())
+    assert steps(tmp_path) == [1, 2]
+
+
 def test_no_checkpoint_is_none(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) is None
     assert latest_checkpoint(tmp_path / "absent") is None

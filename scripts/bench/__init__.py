@@ -1,0 +1,1 @@
+"""Parts of the training benchmark, `scripts/bench_train.py`."""

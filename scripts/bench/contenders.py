@@ -1,0 +1,293 @@
+"""The contenders on GPT-2: `mlm`, `transformers` and nanoGPT, from the same weights, tokens and optimizer.
+
+Every step is zero_grad, forward, backward, clip, optimizer step. Master weights are float32; with bf16 `mlm`
+casts in its layers and the others run under torch.autocast.
+"""
+
+import contextlib
+import importlib.util
+import io
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bench.equality import Agreement, Reference, agreement
+from bench.shapes import OPTIMIZER, TRANSPOSED, gpt2_state, make_batches
+from bench.spec import Spec
+from mlm.checkpoint.huggingface import gpt2_from_huggingface
+from mlm.config.errors import UserError
+from mlm.config.schema import PrecisionConfig, PretrainConfig, ScheduleConfig, TrainConfig
+from mlm.data.sampler import Batch
+from mlm.parallel import matmul
+from mlm.parallel.mesh import ParallelContext
+from mlm.parallel.sharding import load_whole
+from mlm.train.trainer import Trainer
+
+
+class Trainee(ABC):
+    """A model with its optimizer in this process. `notes` says what a reader must know of it."""
+
+    notes: Sequence[str] = ()
+
+    def __init__(self, name: str, spec: Spec, device: torch.device) -> None:
+        self.name, self.spec, self.device = name, spec, device
+
+    @abstractmethod
+    def step(self, index: int) -> None:
+        """One optimizer step on prepared batch number `index` (they are read in turn)."""
+
+    @abstractmethod
+    def loss_and_gradients(self) -> tuple[float, dict[str, Tensor]]:
+        """Mean loss and gradients on the first batch, in mlm's names, on the CPU; leaves no gradient behind."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Drop the gradients."""
+
+    def local_reference(self, reference: Reference) -> Reference:
+        """The part of the reference this process holds."""
+        return reference
+
+    def check(self, reference: Reference) -> Agreement:
+        """Compare with the reference. Raises UserError if it differs."""
+        loss, gradients = self.loss_and_gradients()
+        return agreement(self.name, self.spec.dtype, loss, gradients, self.local_reference(reference))
+
+    def flops_per_token(self) -> float:
+        """Model FLOPs of one trained token."""
+        return self.spec.shape.flops_per_token()
+
+
+class MlmTrainee(Trainee):
+    """`mlm` by its own Trainer: what `mlm pretrain` runs."""
+
+    def __init__(
+        self, name: str, spec: Spec, device: torch.device, ctx: ParallelContext | None = None
+    ) -> None:
+        super().__init__(name, spec, device)
+        self.by_mkl = "mkl" in name
+        if self.by_mkl:
+            self.notes = ("float32 products by torch.mm's library (MKL on x86), not oneDNN",)
+        self.ctx = ctx or ParallelContext(device=device)
+        config = PretrainConfig(
+            name="bench",
+            out="",
+            compile="compiled" in name,
+            model=spec.shape.model(),
+            optimizer=OPTIMIZER,
+            schedule=ScheduleConfig(decay="constant", warmup_steps=0),
+            precision=PrecisionConfig(dtype=spec.dtype),
+            train=TrainConfig(
+                global_batch_size=spec.shape.batch_size, micro_batch_size=spec.shape.batch_size
+            ),
+        )
+        self.trainer = Trainer(config, self.ctx)
+        whole = gpt2_from_huggingface(gpt2_state(spec.shape, spec.seed), spec.shape.num_heads)
+        load_whole(self.trainer.model, whole, self.ctx.tp)
+        self.batches = [  # on the host: moving them is part of the Trainer's step
+            Batch(tokens.pin_memory(), labels.pin_memory(), 0)
+            if device.type == "cuda"
+            else Batch(tokens, labels, 0)
+            for tokens, labels in make_batches(spec.shape, spec.seed)
+        ]
+
+    def step(self, index: int) -> None:
+        with self._library():
+            self.trainer.train_step([self.batches[index % len(self.batches)]])
+
+    def loss_and_gradients(self) -> tuple[float, dict[str, Tensor]]:
+        with self._library():
+            loss = self.trainer.forward_backward(self.batches[:1]).item()
+        gradients = {}
+        for shard in self.trainer.shards:
+            assert shard.parameter.grad is not None
+            gradients[shard.name] = shard.without_padding(shard.parameter.grad).float().cpu()
+        self.clear()
+        return loss, gradients
+
+    def local_reference(self, reference: Reference) -> Reference:
+        local = {}
+        for shard in self.trainer.shards:
+            whole = reference.gradients[shard.name]
+            if shard.tp_dim is not None:
+                size = shard.without_padding(shard.parameter).shape[shard.tp_dim]
+                whole = whole.narrow(shard.tp_dim, shard.offset[shard.tp_dim], size)
+            local[shard.name] = whole
+        return Reference(reference.loss, local)
+
+    def clear(self) -> None:
+        self.trainer.reducer.start_step()
+
+    @contextlib.contextmanager
+    def _library(self) -> Iterator[None]:
+        """torch.mm's library in place of oneDNN, for this contender alone."""
+        if not self.by_mkl:
+            yield
+            return
+        saved = matmul.onednn_is_faster
+        matmul.onednn_is_faster = lambda: False
+        try:
+            yield
+        finally:
+            matmul.onednn_is_faster = saved
+
+
+class TorchTrainee(Trainee):
+    """A plain module in a plain PyTorch loop: what `transformers` and nanoGPT are."""
+
+    def __init__(
+        self, name: str, spec: Spec, device: torch.device, model: nn.Module, blocks: Sequence[nn.Module]
+    ):
+        super().__init__(name, spec, device)
+        self.model = model.to(device).train()
+        if name.endswith("-compiled"):  # per layer, like ours
+            for block in blocks:
+                block.compile()
+        self.parameters = list(model.parameters())
+        self.optimizer = adamw(self.parameters)
+        self.batches = [(t.to(device), y.to(device)) for t, y in make_batches(spec.shape, spec.seed)]
+
+    @abstractmethod
+    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Mean loss of a batch."""
+
+    def forward(self, index: int) -> Tensor:
+        """Mean loss of a prepared batch, under autocast for bf16."""
+        tokens, labels = self.batches[index % len(self.batches)]
+        half = self.spec.dtype == "bf16"
+        with torch.autocast(self.device.type, torch.bfloat16) if half else contextlib.nullcontext():
+            return self.loss(tokens, labels)
+
+    def step(self, index: int) -> None:
+        self.clear()
+        self.forward(index).backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.parameters, OPTIMIZER.clip_grad_norm)
+        self.optimizer.step()
+
+    def loss_and_gradients(self) -> tuple[float, dict[str, Tensor]]:
+        self.clear()
+        loss = self.forward(0)
+        loss.backward()  # type: ignore[no-untyped-call]
+        gradients = {}
+        for name, parameter in self.model.named_parameters():
+            assert parameter.grad is not None, name
+            gradients[name] = parameter.grad.float().cpu()
+        self.clear()
+        return loss.item(), gpt2_from_huggingface(self.as_huggingface(gradients), self.spec.shape.num_heads)
+
+    def as_huggingface(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The gradients in GPT2LMHeadModel's layout."""
+        return gradients
+
+    def clear(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+class TransformersTrainee(TorchTrainee):
+    """`transformers`' GPT2LMHeadModel with sdpa attention."""
+
+    def __init__(self, name: str, spec: Spec, device: torch.device) -> None:
+        try:
+            from transformers import GPT2Config, GPT2LMHeadModel
+        except ImportError:
+            raise UserError(
+                "--contenders transformers needs `transformers`: pip install 'mlm[dev]'"
+            ) from None
+        shape = spec.shape
+        config = GPT2Config(
+            n_layer=shape.num_layers,
+            n_embd=shape.hidden_size,
+            n_head=shape.num_heads,
+            n_positions=shape.seq_length,
+            vocab_size=shape.vocab_size,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            use_cache=False,
+            attn_implementation="sdpa",
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+        self.notes = ("gelu_new as GPT-2's configuration has it: many elementwise passes",)
+        if "gelu" in name:
+            config.activation_function = "gelu_pytorch_tanh"
+            self.notes = ("the same GELU by PyTorch's one kernel; not what GPT-2's configuration asks for",)
+        model = GPT2LMHeadModel(config)
+        load_exactly(model, gpt2_state(shape, spec.seed))
+        super().__init__(name, spec, device, model, list(model.transformer.h))
+
+    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        # labels already stand under their inputs: shift_labels says so, and all S positions are scored
+        loss: Tensor = self.model(input_ids=tokens, labels=labels, shift_labels=labels).loss
+        return loss
+
+
+class NanoGptTrainee(TorchTrainee):
+    """nanoGPT's GPT from a checkout, with the fused AdamW all contenders have."""
+
+    notes = ("its exact GELU replaced by GPT-2's tanh form, so that losses agree",)
+
+    def __init__(self, name: str, spec: Spec, device: torch.device) -> None:
+        source = load_source(Path(spec.peers["nanogpt"]) / "model.py", "nanogpt_model")
+        shape = spec.shape
+        config = source.GPTConfig(
+            block_size=shape.seq_length,
+            vocab_size=shape.vocab_size,
+            n_layer=shape.num_layers,
+            n_head=shape.num_heads,
+            n_embd=shape.hidden_size,
+            dropout=0.0,
+            bias=True,
+        )
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints its size
+            model = source.GPT(config)
+        for block in model.transformer.h:
+            block.mlp.gelu = nn.GELU(approximate="tanh")
+        state = gpt2_state(shape, spec.seed)
+        load_exactly(model, {k: v.t() if k.endswith(TRANSPOSED) else v for k, v in state.items()})
+        super().__init__(name, spec, device, model, list(model.transformer.h))
+
+    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = self.model(tokens, labels)[1]
+        return loss
+
+    def as_huggingface(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        named = {k.replace("lm_head.weight", "transformer.wte.weight"): g for k, g in gradients.items()}
+        return {k: g.t() if k.endswith(TRANSPOSED) else g for k, g in named.items()}
+
+
+def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
+    """The optimizer of every contender: fused, no decay on biases and norms."""
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": OPTIMIZER.weight_decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, fused=True)
+
+
+def load_exactly(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Load a state in which only the tied output layer may be missing."""
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert not unexpected, unexpected
+    assert set(missing) <= {"lm_head.weight"}, missing
+
+
+def load_source(path: Path, name: str) -> ModuleType:
+    """Import one file of a checkout under a name of our own. Raises UserError if it is not there."""
+    if name in sys.modules:
+        return sys.modules[name]
+    if not path.is_file():
+        raise UserError(f"--peers: {path} does not exist: give the path of a checkout")
+    found = importlib.util.spec_from_file_location(name, path)
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    sys.modules[name] = module  # dataclasses look their module up there
+    found.loader.exec_module(module)
+    return module

@@ -1,0 +1,70 @@
+"""That contenders compute the same thing: loss and gradients on one batch, before anything is timed."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mlm.config.errors import UserError
+
+TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
+"""Largest ‖g - r‖ / ‖r‖ of any parameter's gradient g against the reference's r. float32: the order of sums.
+bfloat16 keeps 8 bits, and each contender rounds at other places."""
+LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-3}
+"""Largest relative difference of the mean loss."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Mean loss and whole gradients, in mlm's names, of the first batch and the initial weights."""
+
+    loss: float
+    gradients: Mapping[str, Tensor]
+
+    def save(self, path: Path) -> None:
+        """Write it for other processes."""
+        gradients = {name: g.contiguous() for name, g in self.gradients.items()}
+        save_file({**gradients, "loss": torch.tensor(self.loss, dtype=torch.float64)}, path)
+
+    @classmethod
+    def load(cls, path: Path) -> "Reference":
+        """Read what `save` wrote."""
+        with safe_open(path, "pt") as f:
+            tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118  (not a mapping)
+        return cls(float(tensors.pop("loss")), tensors)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How near a contender came to the reference; 0.0 for the reference itself."""
+
+    loss_error: float
+    gradient_error: float
+    worst: str
+    """The parameter with the largest error."""
+
+
+@torch.no_grad()
+def agreement(
+    name: str, dtype: str, loss: float, gradients: Mapping[str, Tensor], reference: Reference
+) -> Agreement:
+    """Compare with the reference. Raises UserError if loss or a gradient differs more than the tolerance."""
+    if missing := set(reference.gradients) ^ set(gradients):
+        raise UserError(f"{name} and the reference differ in parameters: {', '.join(sorted(missing)[:5])}")
+    loss_error = abs(loss - reference.loss) / abs(reference.loss)
+    errors = {
+        key: float((g.double() - reference.gradients[key].double()).norm())
+        / max(float(reference.gradients[key].double().norm()), 1e-30)
+        for key, g in gradients.items()
+    }
+    worst = max(errors, key=lambda key: errors[key])
+    if not (loss_error <= LOSS_TOLERANCE[dtype] and errors[worst] <= TOLERANCE[dtype]):
+        raise UserError(
+            f"{name} does not compute the same: loss {loss:.7g} against {reference.loss:.7g}, and the gradient "
+            f"of {worst} differs by {errors[worst]:.1e} (allowed in {dtype}: {TOLERANCE[dtype]:.0e}). Not timed"
+        )
+    return Agreement(loss_error, errors[worst], worst)

@@ -1,0 +1,151 @@
+"""What is trained: model shapes, weights and tokens, the same for every contender.
+
+The vocabulary is the padded one for everybody (50,304 for GPT-2's 50,257), so that all compute one function:
+who pads and masks, who pads and does not, would otherwise differ.
+"""
+
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from mlm.config.errors import UserError
+from mlm.config.schema import ModelConfig, OptimizerConfig
+
+GPT2_TOKENS = 50257
+PADDED_VOCAB = 50304
+NUM_BATCHES = 4  # prepared before timing and read in turn
+
+OPTIMIZER = OptimizerConfig()
+"""AdamW settings of every contender: the project's defaults, clipped at 1.0."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a GPT-2 and of the batch of one step."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    seq_length: int
+    vocab_size: int
+    batch_size: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step: one micro-batch."""
+        return self.batch_size * self.seq_length
+
+    def model(self) -> ModelConfig:
+        """The configuration of `mlm`; no padding rows at any tp, no dropout."""
+        return ModelConfig(
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            num_heads=self.num_heads,
+            max_positions=self.seq_length,
+            vocab_size=self.vocab_size,
+            vocab_multiple=1,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+        )
+
+    def flops_per_token(self) -> float:
+        """Model FLOPs of one trained token (see ModelConfig.flops_per_token)."""
+        return self.model().flops_per_token(self.seq_length)
+
+    def describe(self) -> str:
+        """The sizes in words."""
+        return (
+            f"{self.num_layers} layers × {self.hidden_size} × {self.num_heads} heads, S={self.seq_length}, "
+            f"V={self.vocab_size:,}, micro-batch {self.batch_size}"
+        )
+
+    def to_json(self) -> dict[str, object]:
+        """The sizes and the FLOPs that follow from them."""
+        return {**asdict(self), "flops_per_token": self.flops_per_token()}
+
+
+NAMED: dict[str, dict[str, tuple[Shape, ...]]] = {
+    "cpu": {
+        "tiny": (Shape("tiny", 2, 32, 2, 16, 128, 2),),
+        "tune": (Shape("tune", 6, 384, 6, 512, PADDED_VOCAB, 8),),
+        "report": (
+            Shape("report-wide", 4, 512, 8, 256, PADDED_VOCAB, 8),
+            Shape("report-deep", 8, 320, 5, 384, PADDED_VOCAB, 8),
+        ),
+    },
+    "cuda": {
+        "tiny": (Shape("tiny", 2, 64, 2, 64, 512, 2),),
+        "tune": (Shape("tune-124m", 12, 768, 12, 1024, PADDED_VOCAB, 8),),
+        "report": (Shape("report-355m", 24, 1024, 16, 1024, PADDED_VOCAB, 8),),
+    },
+}
+"""Shapes by device: `tune` to tune on, `report` to report, `tiny` to try the tool."""
+
+
+def shapes_of(words: list[str], device: str) -> tuple[Shape, ...]:
+    """The shapes that `--shape WORDS` names: tune, report, tiny, or custom L,H,N,S,V,B. Raises UserError."""
+    if len(words) == 1 and words[0] in NAMED[device]:
+        return NAMED[device][words[0]]
+    if len(words) == 2 and words[0] == "custom":
+        try:
+            layers, hidden, heads, seq, vocab, batch = (int(word) for word in words[1].split(","))
+        except ValueError:
+            pass
+        else:
+            shape = Shape("custom", layers, hidden, heads, seq, vocab, batch)
+            check_shape(shape, tp=1)
+            return (shape,)
+    raise UserError(
+        f"--shape {' '.join(words)!r} is no shape: use one of {', '.join(NAMED[device])}, "
+        "or custom L,H,N,S,V,B with six whole numbers"
+    )
+
+
+def check_shape(shape: Shape, tp: int) -> None:
+    """Raise UserError where sizes do not divide."""
+    if min(list(asdict(shape).values())[1:]) < 1:
+        raise UserError(f"--shape {shape.describe()}: every size must be at least 1")
+    if shape.hidden_size % shape.num_heads:
+        raise UserError(f"--shape: H={shape.hidden_size} must be a multiple of N={shape.num_heads}")
+    for letter, size in (("N", shape.num_heads), ("V", shape.vocab_size)):
+        if size % tp:
+            raise UserError(f"--shape {shape.name}: {letter}={size} must be a multiple of --tp {tp}")
+
+
+def make_batches(shape: Shape, seed: int) -> list[tuple[Tensor, Tensor]]:
+    """Tokens and labels, each [B, S] int64 on the CPU, for NUM_BATCHES steps."""
+    generator = torch.Generator().manual_seed(seed)
+    highest = min(shape.vocab_size, GPT2_TOKENS)
+    size = (NUM_BATCHES, shape.batch_size, shape.seq_length + 1)
+    samples = torch.randint(highest, size, generator=generator)
+    return [(s[:, :-1].contiguous(), s[:, 1:].contiguous()) for s in samples]
+
+
+def gpt2_state(shape: Shape, seed: int) -> dict[str, Tensor]:
+    """Random float32 weights in GPT2LMHeadModel's names and order. Nothing is zero, so that all of it shows."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*size: int, mean: float = 0.0) -> Tensor:
+        return torch.empty(size).normal_(mean, 0.02, generator=generator)
+
+    h, f = shape.hidden_size, shape.model().ffn_size
+    state = {"wte.weight": normal(shape.vocab_size, h), "wpe.weight": normal(shape.seq_length, h)}
+    for n in range(shape.num_layers):
+        for norm in ("ln_1", "ln_2"):
+            state[f"h.{n}.{norm}.weight"], state[f"h.{n}.{norm}.bias"] = normal(h, mean=1.0), normal(h)
+        for name, rows, columns in (
+            ("attn.c_attn", h, 3 * h),
+            ("attn.c_proj", h, h),
+            ("mlp.c_fc", h, f),
+            ("mlp.c_proj", f, h),
+        ):
+            state[f"h.{n}.{name}.weight"] = normal(rows, columns)  # stored [in, out]
+            state[f"h.{n}.{name}.bias"] = normal(columns)
+    state["ln_f.weight"], state["ln_f.bias"] = normal(h, mean=1.0), normal(h)
+    return {f"transformer.{name}": value for name, value in state.items()}
+
+
+TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+"""Weights that GPT2LMHeadModel stores [in, out] and nn.Linear [out, in]."""

@@ -1,0 +1,37 @@
+"""What a process needs to know to build a contender. Sent to worker processes, so plain data only."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from bench.shapes import Shape
+from mlm.train.memory import reuse_large_blocks
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One benchmark: the same for all of its contenders."""
+
+    shape: Shape
+    device: Literal["cpu", "cuda"]
+    dtype: Literal["fp32", "bf16"]
+    threads: int
+    """CPU threads of all processes of a contender together."""
+    allocator: Literal["tuned", "default"]
+    seed: int = 1234
+    peers: Mapping[str, str] = field(default_factory=dict)
+    """Name of a peer -> path of its checkout."""
+
+    def prepare_process(self, processes: int = 1) -> bool:
+        """Give this process its share of the threads and the allocator; whether that one could be set."""
+        torch.set_num_threads(max(1, self.threads // processes))
+        return self.allocator == "default" or reuse_large_blocks()
+
+    def torch_device(self, rank: int = 0) -> torch.device:
+        """The device of a rank, made current."""
+        if self.device == "cpu":
+            return torch.device("cpu")
+        torch.cuda.set_device(rank)
+        return torch.device("cuda", rank)
