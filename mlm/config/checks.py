@@ -10,8 +10,9 @@ from typing import Any
 
 from mlm.config import files_present as present
 from mlm.config.ranges import out_of_range
-from mlm.config.schema import EvalLossConfig, GenerateConfig, ParallelConfig, PretrainConfig
+from mlm.config.schema import ParallelConfig, PretrainConfig
 from mlm.config.suggest import around, divisors, either, multiples_around
+from mlm.config.task_schema import EvalLossConfig, GenerateConfig
 from mlm.config.tree import HOISTED, flatten
 
 MAX_CPU_RANKS = 64  # ranks one plain launch starts on a host without GPUs

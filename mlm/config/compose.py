@@ -12,7 +12,8 @@ from omegaconf import OmegaConf
 from mlm.config.build import build
 from mlm.config.data_schema import DataBuildConfig, DataTokenizerConfig
 from mlm.config.paths import CONFIG_DIR
-from mlm.config.schema import EvalLossConfig, GenerateConfig, PretrainConfig
+from mlm.config.schema import PretrainConfig
+from mlm.config.task_schema import EvalLossConfig, GenerateConfig
 from mlm.config.tree import defaults
 
 SPECS: dict[str, type] = {

@@ -39,7 +39,7 @@ class LossScaler:
 
     @torch.no_grad()
     def update(self, overflow: Tensor) -> None:
-        """Take note of a step: `overflow` is 0-d, 1.0 if its gradients were not finite. Does not synchronise."""
+        """Take note of a step: `overflow` is 0-d, 1.0 if its gradients were not finite. No sync."""
         self.skipped += overflow.to(torch.int64)
         if not self.dynamic:
             self.exhausted |= overflow > 0  # there is no scale to lower: the numbers themselves are bad

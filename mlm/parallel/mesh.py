@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-
 CPU = torch.device("cpu")
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from mlm.checkpoint.save_load import resolve
 from mlm.config.errors import UserError
-from mlm.config.schema import GenerateConfig, PrecisionConfig
+from mlm.config.schema import PrecisionConfig
+from mlm.config.task_schema import GenerateConfig
 from mlm.data.tokenizer import Tokenizer
 from mlm.models.gpt2 import GPT2
 from mlm.parallel.mesh import ParallelContext

@@ -20,7 +20,8 @@ from rich.table import Table
 import mlm
 from mlm.checkpoint.save_load import read_manifest, resolve
 from mlm.config.errors import UserError
-from mlm.config.schema import EvalLossConfig, PretrainConfig
+from mlm.config.schema import PretrainConfig
+from mlm.config.task_schema import EvalLossConfig
 from mlm.data.gpt import EvalWindows
 from mlm.data.indexed import IndexedDataset
 from mlm.data.receipt import check_corpus, read_receipt

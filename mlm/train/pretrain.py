@@ -22,6 +22,7 @@ from mlm.train.peak import Peak, peak_flops
 from mlm.train.state import CHECKPOINTS, load
 from mlm.train.stop import StopRequest
 from mlm.train.summary import write_summary
+from mlm.train.trackers import missing_extras
 from mlm.train.trainer import Trainer
 
 CONFIG = "config.yaml"
@@ -29,7 +30,7 @@ CONFIG = "config.yaml"
 
 def preflight(config: PretrainConfig) -> list[str]:
     """Faults that reading the named files shows, a line each; called before any rank starts."""
-    faults = corpus_faults(config)
+    faults = [*missing_extras(config.log), *corpus_faults(config)]
     try:
         start = find_start(config)
         if start is not None:
@@ -71,7 +72,7 @@ def run(config: PretrainConfig, ctx: ParallelContext) -> None:
         train(trainer, out, start)
     except torch.OutOfMemoryError as error:
         raise UserError(
-            f"train.micro_batch_size={config.train.micro_batch_size} needs more memory than the GPU has: lower "
+            f"train.micro_batch_size={config.train.micro_batch_size} is too much for the GPU's memory: lower "
             f"it, set recompute=full, or raise tp ({str(error).splitlines()[0]})"
         ) from error
 
@@ -180,7 +181,7 @@ def finish_directory(
 ) -> None:
     """Plot the losses and write the run's summary."""
     plot_losses(out / "metrics.jsonl", out / "loss.png")
-    prompt = "The " if (out / "tokenizer.json").exists() else None
+    prompt = "The" if (out / "tokenizer.json").exists() else None
     write_summary(
         out, command=resume_command(out), header=rows, total_steps=config.train.steps, prompt=prompt
     )

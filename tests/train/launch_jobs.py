@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from mlm.config.errors import UserError
-from mlm.config.schema import DistConfig, GenerateConfig, ParallelConfig
+from mlm.config.schema import DistConfig, ParallelConfig
+from mlm.config.task_schema import GenerateConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.train.launch import run_job
 from mlm.train.stop import StopRequest

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -41,7 +40,11 @@ def start() -> Iterator[Start]:
         command = [sys.executable, *before, "-m", "tests.train.launch_jobs", job, str(folder)]
         started.append(
             subprocess.Popen(
-                command, cwd=ROOT, env={**os.environ, **variables}, text=True, stderr=subprocess.PIPE
+                command,
+                cwd=ROOT,
+                env={**os.environ, "TMPDIR": str(folder), **variables},  # a killed job leaves its files here
+                text=True,
+                stderr=subprocess.PIPE,
             )
         )
         return started[-1]
@@ -66,10 +69,9 @@ def told(folder: Path, when: Callable[[dict[str, Any]], bool] = lambda facts: Tr
 
 def wait_gone(facts: list[dict[str, Any]]) -> None:
     """Return once no rank that told these facts is left."""
-    end = time.monotonic() + 10.0
-    pids = [rank["pid"] for rank in facts]
+    end, pids = time.monotonic() + 10.0, [rank["pid"] for rank in facts]
     while time.monotonic() < end:
-        if not any(Path(f"/proc/{pid}/cmdline").exists() and _is_rank(pid) for pid in pids):
+        if not any(map(_is_rank, pids)):
             return
         time.sleep(0.05)
     raise AssertionError(f"ranks {pids} are still there")
@@ -110,10 +112,8 @@ def test_ranks_share_the_cores(job: Job) -> None:
 
 def test_ranks_are_numbered_in_the_usual_variables(job: Job) -> None:
     keys = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    assert [[rank["environment"][key] for key in keys] for rank in job[2]] == [
-        ["0", "0", "2"],
-        ["1", "1", "2"],
-    ]
+    numbers = [[rank["environment"][key] for key in keys] for rank in job[2]]
+    assert numbers == [["0", "0", "2"], ["1", "1", "2"]]
 
 
 def test_config_reaches_the_ranks_as_it_was(job: Job) -> None:
@@ -188,7 +188,8 @@ def test_second_ctrl_c_stops_at_once(tmp_path: Path, start: Start) -> None:
     assert command.poll() is None  # the first Ctrl-C
     command.send_signal(signal.SIGINT)
     _, error = command.communicate(timeout=DEADLINE_S)
-    assert (command.returncode, "stopped at once" in error) == (130, True)
+    assert command.returncode == 130
+    assert error == "mlm: Ctrl-C: stopped at once; the last checkpoint is intact\n"  # and no word of torch's
     wait_gone(facts)
 
 
@@ -202,7 +203,7 @@ def test_ctrl_c_stops_ranks_that_would_not_save(tmp_path: Path, start: Start) ->
 
 
 def test_ranks_die_with_a_killed_command(tmp_path: Path, start: Start) -> None:
-    command = start("wait", tmp_path, TMPDIR=str(tmp_path))
+    command = start("wait", tmp_path)
     facts = told(tmp_path)
     command.kill()
     wait_gone(facts)
@@ -245,7 +246,6 @@ def test_port_in_use_is_reported_before_any_rank_starts(tmp_path: Path) -> None:
 def test_listener_is_closed_to_other_hosts() -> None:
     with listen(0) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
-        assert listener.family is socket.AF_INET
 
 
 def test_out_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:

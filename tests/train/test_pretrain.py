@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.data.corpora import write_corpus
 
 from mlm.cli import main
 from mlm.files import digest_file
+from tests.data.corpora import write_corpus
 
 SENTENCES = [
     "the quick brown fox jumps over the lazy dog",
