@@ -44,7 +44,7 @@ class Trainee(ABC):
 
     @abstractmethod
     def loss_and_gradients(self) -> tuple[float, dict[str, Tensor]]:
-        """Mean loss and gradients on the first batch, in mlm's names, on the CPU; leaves no gradient behind."""
+        """Mean loss and gradients on the first batch, in mlm's names, on the CPU; clears them."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -166,14 +166,14 @@ class TorchTrainee(Trainee):
 
     def step(self, index: int) -> None:
         self.clear()
-        self.forward(index).backward()  # type: ignore[no-untyped-call]
+        self.forward(index).backward()
         torch.nn.utils.clip_grad_norm_(self.parameters, OPTIMIZER.clip_grad_norm)
         self.optimizer.step()
 
     def loss_and_gradients(self) -> tuple[float, dict[str, Tensor]]:
         self.clear()
         loss = self.forward(0)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         gradients = {}
         for name, parameter in self.model.named_parameters():
             assert parameter.grad is not None, name
@@ -210,15 +210,16 @@ class TransformersTrainee(TorchTrainee):
             embd_pdrop=0.0,
             attn_pdrop=0.0,
             use_cache=False,
-            attn_implementation="sdpa",
             bos_token_id=0,
             eos_token_id=0,
         )
+        config._attn_implementation = "sdpa"
         self.notes = ("gelu_new as GPT-2's configuration has it: many elementwise passes",)
         if "gelu" in name:
             config.activation_function = "gelu_pytorch_tanh"
             self.notes = ("the same GELU by PyTorch's one kernel; not what GPT-2's configuration asks for",)
         model = GPT2LMHeadModel(config)
+        model.loss_type = "ForCausalLM"  # its default; unset, it warns
         load_exactly(model, gpt2_state(shape, spec.seed))
         super().__init__(name, spec, device, model, list(model.transformer.h))
 

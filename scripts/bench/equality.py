@@ -64,7 +64,8 @@ def agreement(
     worst = max(errors, key=lambda key: errors[key])
     if not (loss_error <= LOSS_TOLERANCE[dtype] and errors[worst] <= TOLERANCE[dtype]):
         raise UserError(
-            f"{name} does not compute the same: loss {loss:.7g} against {reference.loss:.7g}, and the gradient "
-            f"of {worst} differs by {errors[worst]:.1e} (allowed in {dtype}: {TOLERANCE[dtype]:.0e}). Not timed"
+            f"{name} does not compute the same: loss {loss:.7g} against {reference.loss:.7g}, and the "
+            f"gradient of {worst} differs by {errors[worst]:.1e} (allowed in {dtype}: "
+            f"{TOLERANCE[dtype]:.0e}). Not timed"
         )
     return Agreement(loss_error, errors[worst], worst)

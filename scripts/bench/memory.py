@@ -55,7 +55,9 @@ def reset_high_water_mark() -> str:
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
-        return "VmHWM since the start of the process (it could not be reset: too high if building needed more)"
+        return (
+            "VmHWM since the start of the process (it could not be reset: too high if building needed more)"
+        )
     return "VmHWM, reset after warm-up"
 
 

@@ -2,15 +2,17 @@
 
 picotron has no GPT-2. Its Llama of the same layers, width, heads and vocabulary, with an MLP of 8/3 H (three
 products in place of GPT-2's two of 4 H), needs the same matrix-product FLOPs per token when 8 H divides by 3;
-both numbers are reported and speeds compared in model FLOP/s. Its output layer is not tied, so its optimizer has
-V * H more parameters. Nothing of it is edited; `flash_attn`, which it imports and does not use on CPU, is an empty
-module here.
+both numbers are reported and speeds compared in model FLOP/s. Its output layer is not tied, so its optimizer
+has V * H more parameters. Nothing of it is edited; `flash_attn`, which it imports and does not use here, is
+an empty module while it does.
 """
 
 import os
 import sys
+from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -59,7 +61,7 @@ class PicotronTrainee(Trainee):
         )
         self.notes = (
             f"Llama, MLP 3 × {self.config.intermediate_size}, untied output: "
-            f"{self.flops_per_token() / 1e6:.1f} MFLOP/token against GPT-2's {shape.flops_per_token() / 1e6:.1f}",
+            f"{self.flops_per_token() / 1e6:.1f} MFLOP/token, GPT-2 {shape.flops_per_token() / 1e6:.1f}",
             "fused AdamW as all have it (its own is never fused); no clipping, as in its train.py",
             "flash_attn stubbed; DTYPE set, without which its rotary tables are bfloat16",
         )
@@ -85,7 +87,7 @@ class PicotronTrainee(Trainee):
     def step(self, index: int) -> None:
         self.clear()
         loss = self._loss(*self.batches[index % len(self.batches)])
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         loss.item()  # it logs every step
         self.optimizer.step()
 
@@ -94,7 +96,7 @@ class PicotronTrainee(Trainee):
         self.clear()
         tokens, labels = self.batches[0]
         loss = self._loss(tokens[:1], labels[:1])
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         gradients = {}
         for key, parameter in self.model.named_parameters():
             assert parameter.grad is not None, key
@@ -103,7 +105,7 @@ class PicotronTrainee(Trainee):
         return loss.item(), gradients
 
     def check(self, reference: Reference) -> Agreement:
-        """Against `transformers`' LlamaForCausalLM with the same weights; GPT-2's reference says nothing here."""
+        """Against `transformers`' LlamaForCausalLM with the same weights: GPT-2's reference says nothing."""
         loss, gradients = self.loss_and_gradients()
         whole = llama_reference(self.config, self.whole, *(x[:1].cpu() for x in self.batches[0]))
         self.whole = {}
@@ -137,6 +139,7 @@ def import_picotron(spec: Spec) -> tuple[Any, Any]:
         "DTYPE": "float32" if spec.dtype == "fp32" else "bfloat16",
         "LOCAL_RANK": str(dist.get_rank()),
     }
+    stubs: dict[str, ModuleType] = {}
     for name, function in (
         ("flash_attn.flash_attn_interface", "flash_attn_func"),
         ("flash_attn.layers.rotary", "apply_rotary_emb"),
@@ -144,13 +147,14 @@ def import_picotron(spec: Spec) -> tuple[Any, Any]:
     ):
         parts = name.split(".")
         for end in range(1, len(parts) + 1):
-            sys.modules.setdefault(".".join(parts[:end]), ModuleType(".".join(parts[:end])))
-        setattr(sys.modules[name], function, _unused)
+            stubs.setdefault(".".join(parts[:end]), ModuleType(".".join(parts[:end])))
+        setattr(stubs[name], function, _unused)
     sys.path.insert(0, path)
-    import picotron.model as model
-    import picotron.process_group_manager as manager
-    import picotron.tensor_parallel.tensor_parallel as tensor_parallel
-
+    with mock.patch.dict(sys.modules):  # transformers must not take the stubs for the real thing
+        sys.modules |= stubs
+        model = import_module("picotron.model")
+        manager = import_module("picotron.process_group_manager")
+        tensor_parallel = import_module("picotron.tensor_parallel.tensor_parallel")
     manager.setup_process_group_manager(dist.get_world_size(), 1, 1, 1)
     return model, tensor_parallel
 
@@ -175,7 +179,9 @@ def llama_reference(config: Any, whole: dict[str, Tensor], tokens: Tensor, label
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError:
-        raise UserError("--peers picotron is checked against `transformers`: pip install 'mlm[dev]'") from None
+        raise UserError(
+            "--peers picotron is checked against `transformers`: pip install 'mlm[dev]'"
+        ) from None
     sizes = {k: v for k, v in vars(config).items() if k != "rope_theta"}
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
     llama_config = LlamaConfig(**sizes, rope_parameters=rope, tie_word_embeddings=False, use_cache=False)
@@ -184,7 +190,11 @@ def llama_reference(config: Any, whole: dict[str, Tensor], tokens: Tensor, label
     loss = model(input_ids=tokens, labels=labels, shift_labels=labels).loss
     loss.backward()
     named = dict(model.named_parameters())
-    gradients = {key: named[to_llama(key)].grad for key in whole}
+    gradients = {}
+    for key in whole:
+        grad = named[to_llama(key)].grad
+        assert grad is not None, key
+        gradients[key] = grad
     return Reference(loss.item(), gradients)
 
 

@@ -1,18 +1,21 @@
-"""Contenders in processes of their own: tensor-parallel ranks, or one fresh process for its peak memory.
+"""Contenders in processes of their own: one, or as many as tensor-parallel ranks.
 
-The ranks wait on a pipe, without computing, while others are timed.
+A process holds one contender, so that peak memory is its own, and no other's freed memory, compiled code or
+patched module is in its way. It waits on a pipe, without computing, while others are timed.
 """
 
+import contextlib
 import multiprocessing as mp
 import os
 import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -29,10 +32,13 @@ from mlm.parallel.mesh import build_mesh
 
 WARM_UP_STEPS = 2
 """Steps before anything is measured: optimizer state, caches, allocator."""
+CONTEXT = mp.get_context("spawn")
+CLOSE_S = 10.0
+"""Seconds processes have to end by themselves."""
 
 
 def build_trainee(name: str, spec: Spec, processes: int, rank: int) -> Trainee:
-    """The contender `name` on this process. Raises UserError for one that does not exist or lacks its checkout."""
+    """The contender `name` on this process. Raises UserError if its checkout or package is missing."""
     device = spec.torch_device(rank)
     if processes > 1 and name.startswith("mlm"):
         ctx = build_mesh(tp=processes, pp=1, dp=1, device=device, timeout_s=600)
@@ -71,6 +77,22 @@ class Facts:
     allocator_set: bool
 
 
+def facts_of(trainee: Trainee, build_s: float, allocator_set: bool) -> Facts:
+    """The facts of a trainee built in `build_s` seconds."""
+    return Facts(trainee.flops_per_token(), tuple(trainee.notes), build_s, allocator_set)
+
+
+@contextlib.contextmanager
+def no_interrupts() -> Iterator[None]:
+    """Processes started inside never see Ctrl-C: the first process answers it and ends them."""
+    resource_tracker.ensure_running()  # or the first start would start it, and unblock the signal on the way
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class Ranks:
     """`processes` processes that hold one contender. Close it, or use it as a context manager."""
 
@@ -78,29 +100,28 @@ class Ranks:
         self.name = name
         self.folder = tempfile.TemporaryDirectory(prefix="bench-train-")
         store = os.path.join(self.folder.name, "store")
-        context = mp.get_context("spawn")
         self.members: list[tuple[BaseProcess, Connection]] = []
-        for rank in range(processes):
-            parent, child = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(child, name, spec, processes, rank, store), daemon=True
-            )
-            process.start()
-            child.close()
-            self.members.append((process, parent))
+        with no_interrupts():
+            for rank in range(processes):
+                parent, child = CONTEXT.Pipe()
+                arguments = (child, name, spec, processes, rank, store)
+                process = CONTEXT.Process(target=_serve, args=arguments, daemon=True)
+                process.start()
+                child.close()
+                self.members.append((process, parent))
         try:
             self.facts: Facts = self._answers()[0]
         except BaseException:
             self.close()
             raise
 
-    def check(self, reference: Reference | None) -> Agreement:
-        """Compare with the reference; the worst of all ranks."""
-        assert reference is not None
-        path = Path(self.folder.name) / "reference.safetensors"
-        reference.save(path)
+    def save_reference(self, path: Path) -> None:
+        """Write loss and gradients for others to be compared with. For one process only."""
+        self._ask("reference", str(path))
+
+    def check(self, path: Path) -> Agreement:
+        """Compare with what another's `save_reference` wrote; the worst of all ranks. Raises UserError."""
         agreements: list[Agreement] = self._ask("check", str(path))
-        path.unlink()
         return max(agreements, key=lambda a: a.gradient_error)
 
     def time(self, first: int, steps: int) -> float:
@@ -121,7 +142,7 @@ class Ranks:
         answers: dict[int, Any] = {}
         while len(answers) < len(self.members):
             waiting = {self.members[r][1]: r for r in range(len(self.members)) if r not in answers}
-            for pipe in mp.connection.wait(list(waiting)):
+            for pipe in wait(list(waiting)):
                 assert isinstance(pipe, Connection)
                 rank = waiting[pipe]
                 try:
@@ -137,9 +158,12 @@ class Ranks:
         return [answers[r] for r in range(len(self.members))]
 
     def close(self) -> None:
-        """End the processes."""
-        for process, pipe in self.members:
+        """End the processes: those that do not end by themselves, stuck in a collective, are killed."""
+        for _, pipe in self.members:
             pipe.close()
+        deadline = time.monotonic() + CLOSE_S
+        for process, _ in self.members:
+            process.join(max(0.1, deadline - time.monotonic()))
             process.kill()
             process.join()
         self.members = []
@@ -153,41 +177,37 @@ class Ranks:
 
 
 def _serve(pipe: Connection, name: str, spec: Spec, processes: int, rank: int, store: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process answers Ctrl-C and ends us
-    answer: Callable[..., Any]
     try:
         begin = time.perf_counter()
         allocator_set = spec.prepare_process(processes)
-        if processes > 1 or name.startswith("picotron"):
+        if processes > 1:
             backend = "nccl" if spec.device == "cuda" else "gloo"
             meeting = dist.FileStore(store, processes)
             dist.init_process_group(
                 backend, store=meeting, rank=rank, world_size=processes, timeout=timedelta(hours=1)
             )
         trainee = build_trainee(name, spec, processes, rank)
-        facts = Facts(
-            trainee.flops_per_token(), tuple(trainee.notes), time.perf_counter() - begin, allocator_set
-        )
-        pipe.send(("ok", facts))
+        pipe.send(("ok", facts_of(trainee, time.perf_counter() - begin, allocator_set)))
         while True:
             verb, *args = pipe.recv()
-            if verb == "check":
-                answer = lambda path: trainee.check(Reference.load(Path(path)))  # noqa: E731
-            elif verb == "time":
-                answer = lambda first, steps: _together(trainee, first, steps)  # noqa: E731
-            else:
-                answer = lambda: measure_peak(trainee, WARM_UP_STEPS)  # noqa: E731
-            pipe.send(("ok", answer(*args)))
-    except EOFError:
-        return
+            pipe.send(("ok", _obey(trainee, verb, *args)))
+    except (EOFError, ConnectionError):  # the first process closed the pipe, or is gone
+        if dist.is_initialized():
+            dist.destroy_process_group()
     except UserError as error:
         pipe.send(("mistake", str(error)))
     except Exception:
         pipe.send(("failure", traceback.format_exc()))
 
 
-def _together(trainee: Trainee, first: int, steps: int) -> float:
-    """Seconds per step, all ranks starting at once."""
+def _obey(trainee: Trainee, verb: str, *args: Any) -> Any:
+    if verb == "check":
+        return trainee.check(Reference.load(Path(args[0])))
+    if verb == "reference":
+        return Reference(*trainee.loss_and_gradients()).save(Path(args[0]))
+    if verb == "memory":
+        return measure_peak(trainee, WARM_UP_STEPS)
+    assert verb == "time", verb
     if dist.is_initialized():
-        dist.barrier()
-    return time_steps(trainee, first, steps)
+        dist.barrier()  # all ranks start at once
+    return time_steps(trainee, *args)

@@ -124,7 +124,7 @@ def make_batches(shape: Shape, seed: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def gpt2_state(shape: Shape, seed: int) -> dict[str, Tensor]:
-    """Random float32 weights in GPT2LMHeadModel's names and order. Nothing is zero, so that all of it shows."""
+    """Random float32 weights in GPT2LMHeadModel's names and layout; nothing is zero, so all of it shows."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*size: int, mean: float = 0.0) -> Tensor:

@@ -93,10 +93,10 @@ def next_order(kept: Sequence[Pair]) -> str:
 
 
 def refuse_above_peak(contender: str, flops: float, peak: float) -> None:
-    """Raise UserError if a model FLOP/s exceeds the measured peak: then one of the two is measured wrongly."""
+    """Raise UserError if a model FLOP/s exceeds the measured peak: one of the two is then wrong."""
     if flops > peak:
         raise UserError(
             f"{contender} reached {flops / 1e9:.1f} model GFLOP/s, above the measured matrix-product peak of "
-            f"{peak / 1e9:.1f}: refused. The machine was busy when the peak was measured, or the clock is wrong; "
-            "run again with nothing else running"
+            f"{peak / 1e9:.1f}: refused. The machine was busy when the peak was measured, or the clock is "
+            "wrong; run again with nothing else running"
         )

@@ -1,0 +1,164 @@
+"""The machine: what it is, what its matrix products reach at best, and whether it is still the same."""
+
+import math
+import os
+import platform
+import re
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from bench.spec import Spec
+from mlm.files import digest_file
+from mlm.parallel.matmul import product
+
+PROBE_S = 0.07
+"""Seconds the bracketing product lasts, about."""
+PROBE_SIZE = {"cpu": 1024, "cuda": 4096}
+PEAK_SIZES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
+PEAK_S = 0.8
+"""Seconds each candidate for the peak is repeated for."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+class Probe:
+    """A fixed float32 matrix product of about PROBE_S: always the same work, its time tells the rest."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.device = torch.device(spec.device)
+        size = PROBE_SIZE[spec.device]
+        self.a = torch.ones(size, size, device=self.device)
+        self.out = torch.mm(self.a, self.a)
+        self.repeats = 1
+        once = min(self._run() for _ in range(5))
+        self.repeats = max(1, math.ceil(PROBE_S / once))
+        self.times: list[float] = []
+        for _ in range(5):
+            self()
+
+    def __call__(self) -> float:
+        """Seconds it took now; kept for the session's median."""
+        self.times.append(self._run())
+        return self.times[-1]
+
+    def median(self) -> float:
+        """Of the session so far."""
+        return median(self.times)
+
+    def _run(self) -> float:
+        return timed(lambda: torch.mm(self.a, self.a, out=self.out), self.device, self.repeats)
+
+
+def timed(run: Callable[[], object], device: torch.device, repeats: int = 1) -> float:
+    """Seconds of `repeats` runs, the device synchronised at both ends."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin
+
+
+def square_by_torch(x: Tensor) -> Tensor:
+    """x @ x by torch.mm."""
+    return torch.mm(x, x)
+
+
+def square_by_mlm(x: Tensor) -> Tensor:
+    """x @ x^T by the product of `mlm`'s layers."""
+    return product(x, x)
+
+
+@torch.no_grad()
+def measure_peak_flops(spec: Spec, seconds: float = PEAK_S) -> dict[str, float]:
+    """Best FLOP/s of square products in the dtype of the benchmark, by library and size.
+
+    torch.mm is what every contender gets; mlm.parallel.matmul.product may choose another library.
+    """
+    device, best = torch.device(spec.device), {}
+    for size in PEAK_SIZES[spec.device]:
+        a = torch.randn(size, size, device=device).to(DTYPES[spec.dtype])
+        runs: dict[str, Callable[[Tensor], Tensor]] = {
+            "torch.mm": square_by_torch,
+            "mlm product": square_by_mlm,
+        }
+        for name, run in runs.items():
+            once = partial(run, a)
+            fastest, end = timed(once, device), time.perf_counter() + seconds
+            while time.perf_counter() < end:
+                fastest = min(fastest, timed(once, device))
+            best[f"{name} {size}"] = 2 * size**3 / fastest
+    return best
+
+
+def describe_machine(spec: Spec) -> dict[str, object]:
+    """Processor, memory, threads, versions and commits; no path and no host name."""
+    facts: dict[str, object] = {
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": spec.threads,
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": package_version("transformers"),
+        "commit": commit_of(REPOSITORY),
+        "load_average": [round(x, 2) for x in os.getloadavg()],
+    }
+    if spec.device == "cuda":
+        facts["gpu"] = torch.cuda.get_device_name()
+        facts["cuda"] = torch.version.cuda
+        facts["fp32_precision"] = torch.backends.cuda.matmul.fp32_precision
+    return facts
+
+
+def describe_peers(peers: Mapping[str, str]) -> dict[str, str]:
+    """Each peer's commit, or the digest of its model where the checkout has no history."""
+    out = {}
+    for name, folder in peers.items():
+        model = Path(folder) / ("picotron/model.py" if name == "picotron" else "model.py")
+        inside = (Path(folder) / ".git").exists()
+        out[name] = commit_of(Path(folder)) if inside else f"{model.name} {digest_file(model)}"
+    return out
+
+
+def cpu_model() -> str:
+    """The processor's name and its vector extensions that matter here."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        return platform.processor() or platform.machine()
+    name = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    flags = set(re.findall(r"\b(?:avx2|avx512f|avx512_bf16|amx_bf16)\b", text))
+    return f"{name[1] if name else platform.machine()} ({' '.join(sorted(flags)) or 'no AVX2'})"
+
+
+def package_version(name: str) -> str | None:
+    """Version of an installed package."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def commit_of(folder: Path) -> str:
+    """The commit of a checkout, marked when files differ from it."""
+    git = ["git", "-C", str(folder)]
+    try:
+        head = subprocess.run(
+            [*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True
+        )
+        status = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head.stdout.strip() + (" with changes" if status.stdout.strip() else "")

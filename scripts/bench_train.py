@@ -1,0 +1,193 @@
+"""Training speed and memory of `mlm` beside `transformers`' GPT-2, nanoGPT and picotron, measured fairly.
+
+    python scripts/bench_train.py --shape tune
+    python scripts/bench_train.py --shape report --contenders mlm mlm-mkl transformers --out results.json
+    python scripts/bench_train.py --tp 2 --peers nanogpt=PATH picotron=PATH
+
+The same weights, tokens and optimizer for all; losses and gradients are compared before anything is timed.
+A sample is zero_grad, forward, backward, clip, optimizer step; compiling and preparing data come before.
+Pairs alternate AB and BA; a fixed matrix product before and after each sample tells whether the machine
+changed, and drops the sample if so. scripts/results/README.md says how to read and repeat results.
+"""
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # mlm of this checkout, installed or not
+
+from bench.compare import Plan, run_shape
+from bench.machine import describe_machine, describe_peers
+from bench.report import print_shape
+from bench.shapes import check_shape, shapes_of
+from bench.spec import Spec
+from bench.stats import MIN_PAIRS
+
+from mlm.config.errors import UserError
+from mlm.files import write_atomic
+
+CONTENDERS = {
+    "mlm": "as `mlm pretrain` runs it",
+    "mlm-compiled": "the same with compile=true: each layer",
+    "mlm-mkl": "mlm with float32 products by torch.mm's library, so that the library's gain shows apart",
+    "transformers": "GPT2LMHeadModel as its configuration has it, sdpa attention",
+    "transformers-gelu": "the same with PyTorch's one-kernel tanh GELU",
+    "transformers-compiled": "GPT2LMHeadModel, each layer compiled",
+    "nanogpt": "needs --peers nanogpt=PATH",
+    "nanogpt-compiled": "the same, each layer compiled",
+}
+PEERS = ("nanogpt", "picotron")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark. Exit code: 0 a result, 1 a run with doubts, 2 a mistake or refusal, 130 Ctrl-C."""
+    console = Console(stderr=True)
+    try:
+        return run(parse(arguments), console)
+    except UserError as error:
+        console.print(
+            f"bench_train: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True
+        )
+        return 2
+    except KeyboardInterrupt:
+        console.print("bench_train: stopped; nothing was written", highlight=False)
+        return 130
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    listed = "\n".join(f"  {name:22} {words}" for name, words in CONTENDERS.items())
+    parser = argparse.ArgumentParser(
+        prog="bench_train.py",
+        description=__doc__,
+        epilog=f"contenders:\n{listed}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add(
+        "--shape",
+        nargs="+",
+        default=["tune"],
+        metavar="WORD",
+        help="tune, report, tiny, or custom L,H,N,S,V,B",
+    )
+    add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add(
+        "--dtype", choices=("fp32", "bf16"), default="fp32", help="of activations; master weights are float32"
+    )
+    add("--contenders", nargs="+", default=["mlm", "transformers"], help="the first is the reference")
+    add("--peers", nargs="+", default=[], metavar="NAME=PATH", help="checkouts of nanogpt and picotron")
+    add("--tp", type=int, default=1, help="also mlm (and picotron) split over this many processes")
+    add("--pairs", type=int, default=MIN_PAIRS, help="pairs kept per comparison (default %(default)s)")
+    add("--attempts", type=int, help="pairs begun at most, dropped ones included (default 2 * pairs + 2)")
+    add("--min-sample-s", type=float, default=0.5, help="a sample lasts at least this long (%(default)s s)")
+    add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads of each contender")
+    add(
+        "--allocator",
+        choices=("tuned", "default"),
+        default="tuned",
+        help="glibc's malloc, for all contenders",
+    )
+    add("--no-memory", action="store_true", help="do not measure peak memory")
+    add("--seed", type=int, default=1234, help="of weights and tokens")
+    add("--out", type=Path, help="JSON file for machines: description, medians, raw samples")
+    return parser.parse_args(arguments)
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Benchmark every shape asked for, print tables, write the JSON."""
+    peers = parse_peers(args.peers)
+    shapes = shapes_of(args.shape, args.device)
+    plan = make_plan(args, peers)
+    for shape in shapes:
+        check_shape(shape, plan.tp)
+    if args.out is not None and not args.out.parent.is_dir():
+        raise UserError(f"--out {args.out}: its folder does not exist")
+    spec = Spec(shapes[0], args.device, args.dtype, args.threads, args.allocator, args.seed, peers)
+    if not spec.prepare_process():
+        raise UserError(
+            "--allocator tuned: this system's malloc has no such settings; use --allocator default"
+        )
+    document: dict[str, Any] = {
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": describe_machine(spec),
+        "peers": describe_peers(peers),
+        "settings": {
+            "device": spec.device,
+            "dtype": spec.dtype,
+            "allocator": spec.allocator,
+            "seed": spec.seed,
+        },
+        "shapes": [],
+    }
+    out = Console() if sys.stdout.isatty() else Console(width=120)
+    for shape in shapes:
+        result = run_shape(
+            replace(spec, shape=shape), plan, lambda line: console.print(line, highlight=False)
+        )
+        document["shapes"].append(result)
+        print_shape(out, result, f"{shape.describe()}, {spec.dtype} on {spec.device}, {spec.threads} threads")
+    if args.out is not None:
+        write_atomic(args.out, (json.dumps(document, indent=1) + "\n").encode())
+        console.print(f"wrote {args.out}", highlight=False)
+    return 1 if any(result["doubts"] for result in document["shapes"]) else 0
+
+
+def parse_peers(words: list[str]) -> dict[str, str]:
+    """NAME=PATH words as a dictionary. Raises UserError."""
+    peers = {}
+    for word in words:
+        name, _, path = word.partition("=")
+        if name not in PEERS or not path:
+            raise UserError(f"--peers {word!r}: give NAME=PATH with NAME one of {', '.join(PEERS)}")
+        if not Path(path).is_dir():
+            raise UserError(f"--peers {word}: no such folder; give the path of a checkout")
+        peers[name] = str(Path(path).resolve())
+    return peers
+
+
+def make_plan(args: argparse.Namespace, peers: dict[str, str]) -> Plan:
+    """Who competes, from the options. Raises UserError."""
+    whole = list(dict.fromkeys(args.contenders))
+    for name in whole:
+        if name not in CONTENDERS:
+            raise UserError(f"--contenders {name!r} is unknown: use some of {', '.join(CONTENDERS)}")
+        if name.startswith("nanogpt") and "nanogpt" not in peers:
+            raise UserError(f"--contenders {name} needs --peers nanogpt=PATH, the path of a checkout")
+    if "nanogpt" in peers and not any(name.startswith("nanogpt") for name in whole):
+        whole.append("nanogpt")
+    if args.device == "cuda" and (count := torch.cuda.device_count()) < args.tp:
+        raise UserError(f"--tp {args.tp} --device cuda: this host has {count} GPUs")
+    for option, value, least in (
+        ("--tp", args.tp, 1),
+        ("--pairs", args.pairs, 1),
+        ("--threads", args.threads, 1),
+    ):
+        if value < least:
+            raise UserError(f"{option} {value} must be at least {least}")
+    split = [f"mlm-tp{args.tp}"] if args.tp > 1 else []
+    if "picotron" in peers:
+        if args.tp == 1:
+            raise UserError("--peers picotron is compared in tensor parallelism: add --tp 2")
+        split.append(f"picotron-tp{args.tp}")
+    return Plan(
+        whole=tuple(whole),
+        split=tuple(split),
+        tp=args.tp,
+        pairs=args.pairs,
+        limit=args.attempts or 2 * args.pairs + 2,
+        min_sample_s=args.min_sample_s,
+        memory=not args.no_memory,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
