@@ -67,6 +67,18 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
+def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    """dy^T @ x, without autograd: [rows, O], [rows, I] -> [O, I], contiguous.
+
+    oneDNN's operator copies a first operand that is not contiguous, and none of ours is; the second it reads
+    as it lies. So the narrower one goes first, and if that is x, the small result is turned instead.
+    """
+    rows, wide, narrow = dy.shape[0], dy.shape[1], x.shape[1]
+    if uses_onednn(dy, x) and rows * wide > rows * narrow + wide * narrow:
+        return product(x.t(), dy.t()).t().contiguous()
+    return product(dy.t(), x.t())
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -85,7 +97,7 @@ class _Linear(torch.autograd.Function):
             dx = product(dy, weight.to(dy.dtype).t())
         dy2 = dy.reshape(-1, dy.shape[-1])  # [rows, O]
         if needs_weight:
-            dw = product(dy2.t(), x.reshape(-1, x.shape[-1]).t()).to(weight.dtype)
+            dw = weight_gradient(dy2, x.reshape(-1, x.shape[-1])).to(weight.dtype)
         if needs_bias:
             db = dy2.sum(0, dtype=ctx.bias_dtype)
         return dx, dw, db

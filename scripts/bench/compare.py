@@ -10,7 +10,7 @@ from typing import Any
 from bench.machine import Probe, measure_peak_flops
 from bench.ranks import WARM_UP_STEPS, Ranks
 from bench.spec import Spec
-from bench.stats import MIN_PAIRS, Pair, Spread, refuse_above_peak
+from bench.stats import MAX_SPREAD, MIN_PAIRS, Pair, Spread, refuse_above_peak
 from bench.timing import Clock, Say, Series
 
 
@@ -167,9 +167,15 @@ def doubts(plan: Plan, all_series: Sequence[dict[str, Any]]) -> list[str]:
     if plan.pairs < MIN_PAIRS:
         out.append(f"--pairs {plan.pairs}: a trial; a result needs {MIN_PAIRS}")
     for s in all_series:
-        if s["kept"] < plan.pairs:
+        faults = []
+        if s["kept"] < plan.pairs or s["dropped"] > s["kept"]:
+            faults.append(f"{s['kept']} of {plan.pairs} pairs kept, {s['dropped']} dropped")
+        ratio = s["tokens_ratio"]
+        if ratio is not None and ratio["high"] - ratio["low"] > MAX_SPREAD * ratio["median"]:
+            faults.append(f"quartiles {ratio['low']:.3f} to {ratio['high']:.3f} are too far apart")
+        if faults:
             out.append(
-                f"{s['reference']} : {s['other']}: {s['kept']} of {plan.pairs} pairs kept, {s['dropped']} "
-                "dropped: the machine was not steady; run again with nothing else running"
+                f"{s['reference']} : {s['other']}: {'; '.join(faults)}. "
+                "The machine was not steady: run again with nothing else running"
             )
     return out

@@ -8,6 +8,8 @@ from mlm.config.errors import UserError
 
 MAX_DRIFT = 0.10
 """Largest change of the bracketing product, between before and after and from the session's median."""
+MAX_SPREAD = 0.10
+"""Distance between the quartiles of a ratio, over its median, above which it is not to be quoted."""
 MIN_PAIRS = 8
 """Pairs below which a run is a trial, not a result."""
 
