@@ -31,7 +31,7 @@ demo: $(VENV)/.installed  ## train a GPT-2 on Shakespeare, its layers split over
 	$(BIN)/mlm data build input=demo/text tokenizer=demo/tokenizer.json out=demo/corpus
 	$(BIN)/mlm pretrain experiment=shakespeare out=$(RUN)
 	$(BIN)/mlm eval loss ckpt=$(RUN) path=demo/corpus/test tp=2
-	$(BIN)/mlm generate ckpt=$(RUN) prompt="ROMEO." max_new_tokens=160
+	$(BIN)/mlm generate ckpt=$(RUN) prompt="ROMEO." min_new_tokens=160 max_new_tokens=200
 	@echo; echo "Everything is in $(RUN): read $(RUN)/README.md to go on from here."
 
 test: $(VENV)/.installed-dev  ## the tests, about 10 minutes on two cores

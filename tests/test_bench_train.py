@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 import bench_train
-from bench.compare import Plan
+from bench.compare import Plan, doubts
 from bench.contenders import MlmTrainee
 from bench.equality import Reference
 from bench.ranks import Ranks
@@ -131,6 +131,25 @@ def test_split_contender_agrees_and_reports_its_memory(tmp_path: Path) -> None:
 def test_every_other_contender_meets_the_first_and_picotron_meets_our_split() -> None:
     plan = Plan(("mlm", "nanogpt"), ("mlm-tp2", "picotron-tp2"), 2, 8, 18, 0.5, True)
     assert plan.opponents() == [("mlm", "nanogpt"), ("mlm", "mlm-tp2"), ("mlm-tp2", "picotron-tp2")]
+
+
+@pytest.mark.parametrize(
+    ("kept", "dropped", "quartiles", "doubt"),
+    [
+        (8, 8, (0.96, 1.05), None),
+        (7, 11, (1.0, 1.0), "7 of 8 pairs kept, 11 dropped"),
+        (8, 9, (1.0, 1.0), "8 of 8 pairs kept, 9 dropped"),
+        (8, 0, (0.95, 1.06), "quartiles 0.950 to 1.060 are too far apart"),
+    ],
+)
+def test_doubts_name_lost_pairs_and_wide_spreads(
+    kept: int, dropped: int, quartiles: tuple[float, float], doubt: str | None
+) -> None:
+    plan = Plan(("mlm", "transformers"), (), 1, 8, 18, 0.5, True)
+    ratio = {"median": 1.0, "low": quartiles[0], "high": quartiles[1], "count": kept}
+    series = {"reference": "a", "other": "b", "kept": kept, "dropped": dropped, "tokens_ratio": ratio}
+    found = doubts(plan, [series])
+    assert found == [] if doubt is None else doubt in found[0]
 
 
 def test_tp_keeps_the_vocabulary_of_every_shape() -> None:

@@ -46,7 +46,14 @@ BOUNDS: dict[str, Bound] = (
     )
     | dict.fromkeys(
         [
-            *("temperature", "top_k", "model.init_std", "schedule.warmup_steps", "schedule.min_lr"),
+            *(
+                "temperature",
+                "top_k",
+                "min_new_tokens",
+                "model.init_std",
+                "schedule.warmup_steps",
+                "schedule.min_lr",
+            ),
             *("optimizer.weight_decay", "optimizer.clip_grad_norm"),
             *("train.validate_every", "checkpoint.save_every", "checkpoint.keep_every"),
         ],

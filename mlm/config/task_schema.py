@@ -40,7 +40,9 @@ class GenerateConfig:
     prompt: str
     """Text to continue."""
     max_new_tokens: int = 128
-    """Tokens to add."""
+    """Tokens to add at most; the text may end by itself."""
+    min_new_tokens: int = 0
+    """Tokens before which the text may not end."""
     temperature: float = 0.8
     """Divides the logits; 0 takes the most probable token."""
     top_k: int = 0

@@ -4,7 +4,9 @@ Every tensor-parallel rank sees the same gathered logits and draws with the same
 same sequence. The whole sequence is read again for each token, its last max_positions tokens as context.
 """
 
+import math
 import sys
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -45,22 +47,26 @@ def run(config: GenerateConfig, ctx: ParallelContext) -> None:
     stream = Stream(tokenizer, shown=ctx.is_main)
     ids = tokenizer.encode(config.prompt)
     stream.add(ids)
-    for token in sample(trained.model, ids, config, ctx):
-        if token == tokenizer.eod_id:
-            break
+    for token in sample(trained.model, ids, config, ctx, tokenizer.eod_id):
         stream.add([token])
     stream.end()
 
 
 @torch.no_grad()
-def sample(model: GPT2, ids: list[int], config: GenerateConfig, ctx: ParallelContext):  # type: ignore[no-untyped-def]
-    """Yield max_new_tokens token ids that continue `ids`."""
+def sample(
+    model: GPT2, ids: list[int], config: GenerateConfig, ctx: ParallelContext, eod_id: int
+) -> Iterator[int]:
+    """Yield token ids that continue `ids`, up to max_new_tokens or the end of the document."""
     generator = torch.Generator().manual_seed(config.seed)
     ids = list(ids)
-    for _ in range(config.max_new_tokens):
+    for drawn in range(config.max_new_tokens):
         context = torch.tensor([ids[-model.config.max_positions :]], device=ctx.device)
         logits = model.last_logits(context)[0].float().cpu()
+        if drawn < config.min_new_tokens:
+            logits[eod_id] = -math.inf
         ids.append(choose(logits, config, generator))
+        if ids[-1] == eod_id:
+            return
         yield ids[-1]
 
 
