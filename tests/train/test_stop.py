@@ -1,6 +1,5 @@
 """Signals sent to this very process."""
 
-import os
 import signal
 import threading
 
@@ -51,7 +50,7 @@ def test_request_made_while_blocked_arrives_on_entering() -> None:
     """Launched ranks start with the signals blocked: a request during their start is not lost."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     try:
-        os.kill(os.getpid(), signal.SIGUSR1)
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)  # to this thread: others do not block it
         with StopRequest() as stop:
             assert stop.requested
         assert signal.SIGUSR1 in signal.pthread_sigmask(signal.SIG_BLOCK, set())
