@@ -8,6 +8,7 @@ The score does not depend on layout or batch size.
 
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,13 @@ def preflight(config: EvalLossConfig) -> list[str]:
         seq_length = window_length(config, trained)
     except UserError as error:
         return [str(error)]
+    folder = result_path(config, path, prefix).parent
     return [
+        *(
+            []
+            if os.access(folder, os.W_OK)
+            else [f"out={config.out}: {folder} is no folder that can be written"]
+        ),
         *check_corpus(prefix, vocab_size=trained.model.vocab_size, seq_length=1, min_samples=1),
         *([] if seq_length > 0 else [f"seq_length={seq_length}: use at least 1"]),
     ]
@@ -59,6 +66,11 @@ def corpus_prefix(config: EvalLossConfig, trained: PretrainConfig) -> Path:
     if prefix is None:
         raise UserError("path=null and the run had no validation set: give path=… (prefix of a .bin/.idx)")
     return prefix
+
+
+def result_path(config: EvalLossConfig, checkpoint: Path, prefix: Path) -> Path:
+    """Where the JSON receipt goes."""
+    return Path(config.out) if config.out else run_directory(checkpoint) / f"eval-loss-{prefix.name}.json"
 
 
 def window_length(config: EvalLossConfig, trained: PretrainConfig) -> int:
@@ -99,7 +111,7 @@ def run(config: EvalLossConfig, ctx: ParallelContext) -> None:
         "precision": config.precision.dtype,
         "versions": {"mlm": mlm.__version__, "torch": torch.__version__},
     }
-    out = Path(config.out) if config.out else run_directory(trained.path) / f"eval-loss-{prefix.name}.json"
+    out = result_path(config, trained.path, prefix)
     write_atomic(out, (json.dumps(result, indent=2) + "\n").encode())
     show(result, out)
 

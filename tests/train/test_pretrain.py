@@ -265,6 +265,14 @@ def test_a_flipped_byte_in_a_checkpoint_is_named(
     assert str(shard.name) in refused(capsys, "eval", "loss", f"ckpt={out}")
 
 
+def test_a_result_file_in_no_folder_is_named_before_scoring(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "out=/nowhere/score.json" in refused(
+        capsys, "eval", "loss", f"ckpt={run}", "out=/nowhere/score.json"
+    )
+
+
 def test_a_run_that_may_not_resume_refuses_a_directory_that_holds_one(
     run: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
