@@ -1,0 +1,1 @@
+"""Pipeline parallelism: schedules in pure Python, and the engine that runs one."""
