@@ -85,13 +85,19 @@ class ParallelConfig:
     tp: int = 1
     """Tensor-parallel size, t: ranks that split each layer. Must divide model.num_heads."""
     pp: int = 1
-    """Pipeline-parallel size, p: consecutive stages that split the layers."""
+    """Pipeline-parallel size, p: ranks that hold consecutive layers. At most model.num_layers."""
     vp: int = 1
     """Virtual stages (chunks) per pipeline rank, v; more than 1 interleaves the schedule."""
     dp: int | None = None
     """Data-parallel size, d: replicas. null takes world size / (tp * pp)."""
-    recompute: Literal["none", "full"] = "none"
-    """full keeps only each layer's input and runs the layer again in backward."""
+    sequence_parallel: bool = False
+    """Cut activations outside the tensor-parallel regions along the sequence too (arXiv:2205.05198)."""
+    pipeline: Literal["1f1b", "gpipe", "zb_h1"] = "1f1b"
+    """Pipeline schedule. 1f1b interleaves when vp > 1; zb_h1 puts weight gradients into the bubble."""
+    zero: Literal[0, 2, 3] = 0
+    """What dp replicas share out: 0 nothing, 2 gradients and optimizer state, 3 weights too."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What is computed again in backward rather than kept: selective the attention matrices, full each layer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,9 +1,12 @@
-"""f and g of Megatron-LM: the only communication inside a tensor-parallel layer.
+"""Communication over one axis: collectives, transfers, and the conjugate pairs around split regions.
 
-Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3. f = `copy_to_tp` is the identity forward and an
-all-reduce backward; g = `reduce_from_tp` is its conjugate. On an axis of one rank both are nothing.
+Tensor parallelism (arXiv:1909.08053, section 3): f = `copy_to_tp` is the identity forward and an all-reduce
+backward, g = `reduce_from_tp` its conjugate. Sequence parallelism (arXiv:2205.05198, section 4.2.2) puts an
+all-gather along the sequence in f's place and a reduce-scatter in g's: `gather_sequence`,
+`scatter_sequence`. On an axis of one rank all of them are nothing.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,23 +16,103 @@ from torch import Tensor
 from mlm.parallel.mesh import Axis
 
 _gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Its name since torch 2.13, and the one before."""
+_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Their names since torch 2.13, and the ones before."""
+
+
+@dataclass(slots=True)
+class Pending:
+    """A communication under way."""
+
+    op: str
+    """What it is, in words for an error."""
+    axis: Axis
+    out: Tensor
+    """What `wait` returns; nobody may read or write it before."""
+    work: dist.Work | None
+    """None where there was nothing to communicate."""
+
+    def wait(self) -> Tensor:
+        """Its result, ready for the device's current stream. Raises what the transport raises."""
+        if self.work is not None:
+            with self.axis.watch.waiting(self.op, self.axis.name, self.axis.ranks):
+                self.work.wait()
+            self.work = None
+        return self.out
+
+
+def start_all_reduce(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
+    """Begin to reduce `x` over the axis in place."""
+    work = None
+    if axis.group is not None:
+        work = dist.all_reduce(x, op=op, group=axis.group, async_op=True)
+    return Pending("all_reduce", axis, x, work)
+
+
+def start_all_gather(x: Tensor, axis: Axis) -> Pending:
+    """Begin to gather […] of each rank into [size, …] in rank order, on every rank."""
+    out = x.new_empty((axis.size, *x.shape))
+    if axis.group is None:
+        return Pending("all_gather", axis, out.copy_(x), None)
+    work = _gather_flat(out.view(-1), x.contiguous().view(-1), group=axis.group, async_op=True)
+    return Pending("all_gather", axis, out, work)
+
+
+def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
+    """Begin to sum `x` [n, …] over the axis and keep this rank's [n/size, …]."""
+    assert x.shape[0] % axis.size == 0, f"{x.shape[0]} rows over {axis.name}={axis.size}"
+    out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
+    if axis.group is None:
+        return Pending("reduce_scatter", axis, out.copy_(x[: len(out)]), None)
+    work = _scatter_flat(out.view(-1), x.contiguous().view(-1), group=axis.group, async_op=True)
+    return Pending("reduce_scatter", axis, out, work)
+
+
+def start_send(x: Tensor, axis: Axis, peer: int) -> Pending:
+    """Begin to send a contiguous tensor to rank `peer` of the axis; it must stay as it is until waited for."""
+    assert axis.group is not None and x.is_contiguous()
+    work = dist.isend(x, group=axis.group, group_dst=peer)
+    return Pending(f"send to rank {axis.ranks[peer]}", axis, x, work)
+
+
+def start_receive(out: Tensor, axis: Axis, peer: int) -> Pending:
+    """Begin to receive into a contiguous tensor from rank `peer` of the axis."""
+    assert axis.group is not None and out.is_contiguous()
+    work = dist.irecv(out, group=axis.group, group_src=peer)
+    return Pending(f"receive from rank {axis.ranks[peer]}", axis, out, work)
 
 
 def all_reduce(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Reduce `x` over the axis in place and return it."""
-    if axis.group is not None:
+    if axis.group is None:
+        return x
+    if torch.compiler.is_compiling():  # torch.compile knows this form only
         dist.all_reduce(x, op=op, group=axis.group)
-    return x
+        return x
+    return start_all_reduce(x, axis, op).wait()
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
     """[…] of each rank -> [size, …] in rank order, on every rank."""
-    out = x.new_empty((axis.size, *x.shape))
-    if axis.group is None:
-        return out.copy_(x)
-    _gather_flat(out.view(-1), x.contiguous().view(-1), group=axis.group)
-    return out
+    return start_all_gather(x, axis).wait()
+
+
+def gather_rows(x: Tensor, axis: Axis) -> Tensor:
+    """[n, …] of each rank -> [size * n, …] in rank order, on every rank."""
+    return all_gather(x, axis).flatten(0, 1)
+
+
+def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
+    """[n, …] -> [n/size, …]: the sum over the axis, each rank keeping its share of rows."""
+    return start_reduce_scatter(x, axis).wait()
+
+
+def broadcast(x: Tensor, axis: Axis, source: int) -> Tensor:
+    """Overwrite `x` by what rank `source` of the axis has, and return it."""
+    if axis.group is not None:
+        work = dist.broadcast(x, group=axis.group, group_src=source, async_op=True)
+        Pending(f"broadcast from rank {axis.ranks[source]}", axis, x, work).wait()
+    return x
 
 
 class _CopyToTP(torch.autograd.Function):
@@ -54,6 +137,28 @@ class _ReduceFromTP(torch.autograd.Function):
         return dy, None
 
 
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return gather_rows(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter(dy, ctx.axis), None
+
+
+class _ScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return reduce_scatter(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return gather_rows(dy, ctx.axis), None
+
+
 def copy_to_tp(x: Tensor, axis: Axis) -> Tensor:
     """f: enter a region where each tp rank holds its share of a layer. Gradients are summed over tp."""
     return x if axis.size == 1 else _CopyToTP.apply(x, axis)
@@ -65,3 +170,13 @@ def reduce_from_tp(x: Tensor, axis: Axis) -> Tensor:
     `x` must be contiguous and needed by nobody else in its partial form.
     """
     return x if axis.size == 1 else _ReduceFromTP.apply(x, axis)
+
+
+def gather_sequence(x: Tensor, axis: Axis) -> Tensor:
+    """f of sequence parallelism: [S/t, …] -> [S, …]. Gradients are summed over tp, each rank keeping its rows."""
+    return x if axis.size == 1 else _GatherSequence.apply(x, axis)
+
+
+def scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
+    """g of sequence parallelism: partial sums [S, …] -> this rank's rows of the whole sum [S/t, …]."""
+    return x if axis.size == 1 else _ScatterSequence.apply(x, axis)

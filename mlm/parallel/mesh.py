@@ -4,12 +4,14 @@ Rank order follows arXiv:2104.04473, section 3: tensor-parallel ranks are neighb
 they share a node), then data-parallel, then pipeline stages. rank = (stage * d + data) * t + tensor.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+
+from mlm.parallel.watch import Watch
 
 CPU = torch.device("cpu")
 
@@ -25,6 +27,10 @@ class Axis:
     rank: int = 0
     size: int = 1
     group: ProcessGroup | None = None
+    ranks: tuple[int, ...] = ()
+    """Global ranks along the axis, this one included; empty without a group."""
+    watch: Watch = field(default_factory=Watch, compare=False)
+    """Notes what is waited for on the axis, so that a hang can be named."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +40,15 @@ class ParallelContext:
     tp: Axis = Axis("tp")
     pp: Axis = Axis("pp")
     dp: Axis = Axis("dp")
+    tied: Axis = Axis("tied")
+    """The first and the last pipeline rank, which both hold the token table; one rank elsewhere."""
     rank: int = 0
     world_size: int = 1
     device: torch.device = CPU
     host_group: ProcessGroup | None = None
     """All ranks over gloo, for what is no tensor on the device: checkpoints, stop requests."""
+    watch: Watch = field(default_factory=Watch, compare=False)
+    """Shared by the axes."""
 
     @property
     def is_main(self) -> bool:
@@ -55,9 +65,9 @@ def coordinates(rank: int, *, tp: int, pp: int, dp: int) -> tuple[int, int, int]
 def shape_context(rank: int = 0, *, tp: int = 1, pp: int = 1, dp: int = 1) -> ParallelContext:
     """The context of any rank of any layout without process groups: shapes right, no communication."""
     t, p, d = coordinates(rank, tp=tp, pp=pp, dp=dp)
-    return ParallelContext(
-        tp=Axis("tp", t, tp), pp=Axis("pp", p, pp), dp=Axis("dp", d, dp), rank=rank, world_size=tp * pp * dp
-    )
+    tied = Axis("tied", int(p > 0), 2) if pp > 1 and p in (0, pp - 1) else Axis("tied")
+    axes = {"tp": Axis("tp", t, tp), "pp": Axis("pp", p, pp), "dp": Axis("dp", d, dp), "tied": tied}
+    return ParallelContext(**axes, rank=rank, world_size=tp * pp * dp)
 
 
 def build_mesh(*, tp: int, pp: int, dp: int, device: torch.device, timeout_s: float) -> ParallelContext:
@@ -67,18 +77,25 @@ def build_mesh(*, tp: int, pp: int, dp: int, device: torch.device, timeout_s: fl
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     assert tp * pp * dp == world_size, f"tp={tp} * pp={pp} * dp={dp} is not world_size={world_size}"
-    timeout = timedelta(seconds=timeout_s)
-    mine = dict(zip("tpd", coordinates(rank, tp=tp, pp=pp, dp=dp), strict=True))
+    watch = Watch()
     ranks = torch.arange(world_size).view(pp, dp, tp)
-    lines = {"t": ranks.reshape(-1, tp), "p": ranks.permute(1, 2, 0).reshape(-1, pp)}
-    lines["d"] = ranks.permute(0, 2, 1).reshape(-1, dp)
-    axes = {}
-    for key, name in (("t", "tp"), ("p", "pp"), ("d", "dp")):
-        own: ProcessGroup | None = None
-        for line in lines[key].tolist():  # every rank makes every group, in one order
-            if len(line) > 1:
-                group = dist.new_group(line, timeout=timeout)
-                own = group if rank in line else own
-        axes[name] = Axis(name, mine[key], lines[key].shape[1], own)
+    lines = {"tp": ranks.reshape(-1, tp), "pp": ranks.permute(1, 2, 0).reshape(-1, pp)}
+    lines["dp"] = ranks.permute(0, 2, 1).reshape(-1, dp)
+    lines["tied"] = lines["pp"][:, [0, -1]] if pp > 1 else lines["pp"]
+    axes = {name: _make_axis(name, line.tolist(), rank, timeout_s, watch) for name, line in lines.items()}
+    timeout = timedelta(seconds=timeout_s)
     host_group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
-    return ParallelContext(**axes, rank=rank, world_size=world_size, device=device, host_group=host_group)
+    return ParallelContext(
+        **axes, rank=rank, world_size=world_size, device=device, host_group=host_group, watch=watch
+    )
+
+
+def _make_axis(name: str, lines: list[list[int]], rank: int, timeout_s: float, watch: Watch) -> Axis:
+    """The axis `name` of this rank; every rank makes every group, in one order."""
+    own = Axis(name, watch=watch)
+    for line in lines:
+        if len(line) > 1:
+            group = dist.new_group(line, timeout=timedelta(seconds=timeout_s))
+            if rank in line:
+                own = Axis(name, line.index(rank), len(line), group, tuple(line), watch)
+    return own
