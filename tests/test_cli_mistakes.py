@@ -82,6 +82,15 @@ class TestMistakes:
             line.startswith(f"mlm pretrain: {start}") for line, start in zip(lines, starts, strict=True)
         ] == [True] * 6
 
+    def test_faults_of_a_command_without_ranks_come_in_one_report(self, cli: Cli) -> None:
+        assert cli("plan schedule sed=1 pp=x micro_batches=0 out=a") == 2
+        starts = ["unknown key 'sed'", "pp=x must", "micro_batches=0 must", "out=a must end"]
+        lines = cli.err.splitlines()
+        assert [
+            line.startswith(f"mlm plan schedule: {start}") for line, start in zip(lines, starts, strict=True)
+        ] == [True] * 4
+        assert cli.launched.configs == []
+
     def test_fault_that_follows_from_a_misspelling_is_left_out(self, cli: Cli) -> None:
         assert cli("pretrain data=sinthetic model=gpt2_tinny tp=3") == 2
         assert [line.split()[2] for line in cli.err.splitlines()] == ["data=sinthetic:", "model=gpt2_tinny:"]

@@ -119,6 +119,11 @@ class TestSweeps:
         assert len(outs) == 2
         assert {out.name for out in outs} == {"eval_loss.json"}
 
+    @pytest.mark.parametrize("ending", ["svg", "png"])
+    def test_pictures_of_a_sweep_do_not_collide(self, cli: Cli, ending: str) -> None:
+        assert cli(f"plan schedule -m pp=2,4 out=o/a.{ending}") == 0
+        assert [c.out for c in cli.launched.configs] == [f"o/pp=2/a.{ending}", f"o/pp=4/a.{ending}"]
+
     def test_failed_job_decides_the_exit_code_and_stops_no_other(self, cli: Cli) -> None:
         assert cli(f"{SOUND} -m tp=3,2") == 2
         assert [c.parallel.tp for c in cli.launched.configs] == [2]

@@ -10,6 +10,7 @@ from typing import Any
 
 from mlm.config.checks import check_eval_loss, check_generate, check_pretrain
 from mlm.config.compose import SPECS
+from mlm.config.plan_checks import check_plan_schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,8 @@ class Command:
     check: Callable[..., list[str]] | None = None
     """check(config, world_size=…, local_devices=…) -> faults; a command that has one runs on ranks, as
     target(config, ctx). One without runs in this process, as target(config)."""
+    local_check: Callable[[Any], list[str]] | None = None
+    """local_check(config) -> faults, of a command that runs in this process."""
     preflight: str | None = None
     """module:function(config) -> faults found by looking into files, asked when there is no other fault."""
     out_is_run_folder: bool = False
@@ -158,6 +161,34 @@ COMMANDS = (
             (
                 "One file, split by documents",
                 "mlm data build input=text.jsonl tokenizer=gpt2 out=corpus split=0.9,0.05,0.05",
+            ),
+        ),
+    ),
+    Command(
+        words=("plan", "schedule"),
+        config="plan_schedule",
+        target="mlm.plan.schedule:run",
+        local_check=check_plan_schedule,
+        summary="draw a pipeline schedule, with its bubble and what each rank holds and sends",
+        about=(
+            "Simulates one training step of a pipeline and draws who computes what when, as figures 3 and 4 "
+            "of arXiv:2104.04473: forward and backward of each micro-batch on each chunk of layers. Below "
+            "stand the bubble (idle over ideal time) beside its closed formula, the makespan, and for each "
+            "rank its micro-batches in flight and its transfers. No GPU and no model are needed."
+        ),
+        examples=(
+            (
+                "Figure 4 of the paper: interleaved 1F1B, as an SVG too",
+                "mlm plan schedule pp=4 vp=2 micro_batches=8 out=schedule.svg",
+            ),
+            ("Plain 1F1B: the same ranks, twice the bubble", "mlm plan schedule pp=4 micro_batches=8"),
+            (
+                "Zero bubble (ZB-H1): weight gradients fill the gaps",
+                "mlm plan schedule pp=4 micro_batches=8 pipeline=zb_h1",
+            ),
+            (
+                "What slow links cost",
+                "mlm plan schedule pp=8 vp=2 micro_batches=32 transfer_cost=0.1",
             ),
         ),
     ),

@@ -22,6 +22,7 @@ from mlm.config.tree import MISSING_VALUE
 OK, DAMAGED, MISTAKE, INTERRUPTED = 0, 1, 2, 130
 LAUNCH = "mlm.train.launch"
 HEAD_START_S = 5.0  # a launcher ends all ranks when one ends: the one that reports must not be cut off
+FILES = (".json", ".svg", ".png")  # an `out` that ends so is one file, any other a folder
 LONGEST_FOLDER = 120  # characters of a sweep's job folder; file systems refuse names above 255 bytes
 
 
@@ -43,7 +44,7 @@ class Job:
         if not isinstance(out, str) or out == MISSING_VALUE:
             return
         place, folder = Path(out), folder_name(self.sweep.job.override_dirname)
-        values["out"] = str(place.parent / folder / place.name if place.suffix == ".json" else place / folder)
+        values["out"] = str(place.parent / folder / place.name if place.suffix in FILES else place / folder)
         print(f"mlm {self.command.name}: job {self.sweep.job.num}: out={values['out']}", file=sys.stderr)
 
 
@@ -117,7 +118,7 @@ def _build(job: Job, values: dict[str, Any]) -> Any:
         return command.check(config, world_size=facts.world_size, local_devices=facts.local_devices)
 
     try:
-        config = build(command.spec, values, check if command.check else None)
+        config = build(command.spec, values, check if command.check else command.local_check)
     except ConfigError as error:
         raise ConfigError(job.typed.all_faults(error.faults)) from None
     if job.typed.faults:

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from mlm.config.build import build
 from mlm.config.data_schema import DataBuildConfig, DataTokenizerConfig
 from mlm.config.paths import CONFIG_DIR
+from mlm.config.plan_schema import PlanScheduleConfig
 from mlm.config.schema import PretrainConfig
 from mlm.config.task_schema import EvalLossConfig, GenerateConfig
 from mlm.config.tree import defaults
@@ -22,6 +23,7 @@ SPECS: dict[str, type] = {
     "generate": GenerateConfig,
     "data_tokenizer": DataTokenizerConfig,
     "data_build": DataBuildConfig,
+    "plan_schedule": PlanScheduleConfig,
 }
 """The primary config in configs/ of each command, and the dataclass it becomes."""
 

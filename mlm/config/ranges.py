@@ -41,6 +41,8 @@ BOUNDS: dict[str, Bound] = (
             *("train.steps", "train.global_batch_size", "train.micro_batch_size", "train.validate_batches"),
             *("checkpoint.keep_last", "log.every"),
             *("dist.timeout_s", "dist.threads_per_rank", "dist.peak_tflops"),
+            *("micro_batches", "forward_cost", "backward_cost"),
+            *("input_gradient_cost", "weight_gradient_cost"),
         ],
         POSITIVE,
     )
@@ -55,7 +57,7 @@ BOUNDS: dict[str, Bound] = (
                 "schedule.min_lr",
             ),
             *("optimizer.weight_decay", "optimizer.clip_grad_norm"),
-            *("train.validate_every", "checkpoint.save_every", "checkpoint.keep_every"),
+            *("train.validate_every", "checkpoint.save_every", "checkpoint.keep_every", "transfer_cost"),
         ],
         NOT_NEGATIVE,
     )

@@ -97,7 +97,7 @@ class ParallelConfig:
     zero: Literal[0, 2, 3] = 0
     """What dp replicas share out: 0 nothing, 2 gradients and optimizer state, 3 weights too."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """What is computed again in backward rather than kept: selective the attention matrices, full each layer."""
+    """What backward computes again rather than keep: selective the attention matrices, full each layer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

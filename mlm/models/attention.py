@@ -5,13 +5,15 @@ Shapes: S sequence, B micro-batch, H hidden, N heads, D head_dim, t = tensor-par
 
 import math
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from mlm.config.schema import ModelConfig
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mlm.parallel.mesh import Axis
-from mlm.parallel.random import DropoutStream
+from mlm.parallel.random import DropoutStream, dropout
 
 
 class SelfAttention(nn.Module):
@@ -21,24 +23,73 @@ class SelfAttention(nn.Module):
     divides num_heads gives whole heads.
     """
 
-    def __init__(self, config: ModelConfig, *, layer: int, tp: Axis) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        layer: int,
+        tp: Axis,
+        sequence_parallel: bool = False,
+        recompute: bool = False,
+    ) -> None:
         super().__init__()
         if config.num_heads % tp.size:
             raise ValueError(f"num_heads={config.num_heads} must be divisible by tp={tp.size}")
-        self.layer, self.tp = layer, tp
+        self.layer, self.recompute = layer, recompute
         self.head_dim, self.dropout = config.head_dim, config.attention_dropout
         h, std = config.hidden_size, config.init_std
-        self.qkv = ColumnParallelLinear(h, 3 * h, tp=tp, init_std=std)
-        self.out = RowParallelLinear(h, h, tp=tp, init_std=std / math.sqrt(2 * config.num_layers))
+        out_std = std / math.sqrt(2 * config.num_layers)
+        self.qkv = ColumnParallelLinear(h, 3 * h, tp=tp, sequence_parallel=sequence_parallel, init_std=std)
+        self.out = RowParallelLinear(h, h, tp=tp, sequence_parallel=sequence_parallel, init_std=out_std)
 
-    def forward(self, x: Tensor, dropout: DropoutStream | None) -> Tensor:
-        """[S, B, H] -> [S, B, H]; `dropout` is None where there is none (evaluation)."""
-        s, b, _ = x.shape
-        qkv = self.qkv(x).view(s, b, -1, 3, self.head_dim)  # [S, B, N/t, 3, D]
-        q, k, v = qkv.permute(3, 1, 2, 0, 4).unbind(0)  # each [B, N/t, S, D]
-        p = 0.0
-        if dropout is not None and self.dropout > 0:
-            p = self.dropout
-            dropout.enter(self.layer, "attention", self.tp)
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)  # [B, N/t, S, D]
-        return self.out(y.permute(2, 0, 1, 3).reshape(s, b, -1))
+    def forward(self, x: Tensor, stream: DropoutStream | None) -> Tensor:
+        """[S, B, H] -> [S, B, H], or [S/t, B, H] with sequence parallelism; `stream` is None where there is
+        no dropout (evaluation)."""
+        qkv = self.qkv(x)  # [S, B, 3H/t]
+        if stream is None or self.dropout == 0:
+            return self.out(fused_attention(qkv, self.head_dim, 0.0))
+        if qkv.device.type != "cpu" and len(stream.split_parts) == 1:
+            stream.enter(self.layer, "attention", stream.split_parts[0])
+            return self.out(fused_attention(qkv, self.head_dim, self.dropout))
+        parts = [
+            self._unfused(part, stream, rank)
+            for rank, part in zip(stream.split_parts, qkv.chunk(len(stream.split_parts), dim=-1), strict=True)
+        ]
+        return self.out(parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1))
+
+    def _unfused(self, qkv: Tensor, stream: DropoutStream, rank: int) -> Tensor:
+        """Attention with the dropout mask of one tp rank, where PyTorch has no fused kernel with dropout."""
+        s, b, _ = qkv.shape
+        heads = qkv.reshape(s, -1, 3, self.head_dim)  # [S, B * N/t, 3, D]
+        q, k, v = heads.permute(2, 1, 0, 3).unbind(0)  # each [B * N/t, S, D], views
+
+        def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            stream.enter(self.layer, "attention", rank)
+            return unfused_attention(q, k, v, self.dropout)
+
+        if self.recompute and torch.is_grad_enabled():
+            # only here is anything of size S * S kept: fused kernels recompute it by themselves
+            y = checkpoint(core, q, k, v, use_reentrant=False, preserve_rng_state=False)
+        else:
+            y = core(q, k, v)
+        return y.transpose(0, 1).reshape(s, b, -1)
+
+
+def fused_attention(qkv: Tensor, head_dim: int, p: float) -> Tensor:
+    """Attention by PyTorch's best kernel: [S, B, 3H/t] -> [S, B, H/t]."""
+    s, b, _ = qkv.shape
+    q, k, v = qkv.view(s, b, -1, 3, head_dim).permute(3, 1, 2, 0, 4).unbind(0)  # each [B, N/t, S, D]
+    y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)  # [B, N/t, S, D]
+    return y.permute(2, 0, 1, 3).reshape(s, b, -1)
+
+
+def unfused_attention(q: Tensor, k: Tensor, v: Tensor, p: float) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v with dropout on the probabilities: [heads, S, D] each -> [heads, S, D].
+
+    Keeps five bytes per score in half precision for backward: probabilities, mask, and their product
+    (arXiv:2205.05198, section 4.1).
+    """
+    s = q.shape[1]
+    causal = torch.full((s, s), -math.inf, dtype=q.dtype, device=q.device).triu_(1)
+    scores = torch.baddbmm(causal, q, k.transpose(1, 2), alpha=1 / math.sqrt(q.shape[-1]))  # [heads, S, S]
+    return torch.bmm(dropout(torch.softmax(scores, -1), p), v)

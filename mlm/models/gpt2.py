@@ -1,16 +1,17 @@
-"""GPT-2, its layers split over the tensor-parallel ranks.
+"""GPT-2, its layers split over the tensor-parallel ranks and dealt out to pipeline stages.
 
-Shapes: S sequence, B micro-batch, H hidden, V padded vocabulary, t = tensor-parallel size.
+Shapes: S sequence, B micro-batch, H hidden, V padded vocabulary, t = tensor-parallel size. Between layers and
+stages the hidden states are [S, B, H], with sequence parallelism [S/t, B, H].
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mlm.config.schema import ModelConfig
+from mlm.models.stage import Stage, split_layers
 from mlm.models.transformer import LayerNorm, TransformerLayer
-from mlm.parallel.collectives import copy_to_tp
+from mlm.parallel.collectives import copy_to_tp, gather_rows, gather_sequence
 from mlm.parallel.cross_entropy import full_logits, linear_cross_entropy, token_losses
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import Axis
@@ -25,15 +26,16 @@ class PositionEmbedding(nn.Module):
         self.init_std = init_std
         self.weight = nn.Parameter(torch.empty(max_positions, hidden_size))
 
-    def forward(self, seq_length: int) -> Tensor:
-        """[S, 1, H] of the first S positions."""
-        return self.weight[:seq_length].unsqueeze(1)
+    def forward(self, positions: range) -> Tensor:
+        """[len(positions), 1, H]."""
+        return self.weight[positions.start : positions.stop].unsqueeze(1)
 
 
 class GPT2(nn.Module):
     """Decoder-only transformer with learned positions and an output layer tied to the token table.
 
-    Parameters are kept in float32 (or float64); activations are of `dtype`.
+    One pipeline stage of it, or all: `token` and `position` are there in the first stage, `final_norm` and
+    again `token` in the last. Parameters are kept in float32 (or float64); activations are of `dtype`.
     """
 
     def __init__(
@@ -43,57 +45,102 @@ class GPT2(nn.Module):
         tp: Axis,
         dtype: torch.dtype = torch.float32,
         recompute: str = "none",
+        sequence_parallel: bool = False,
+        stage: Stage | None = None,
     ) -> None:
         super().__init__()
         self.config, self.tp, self.dtype, self.recompute = config, tp, dtype, recompute
-        self.token = VocabParallelEmbedding(
-            config.vocab_size,
-            config.padded_vocab_size(tp.size),
-            config.hidden_size,
-            tp=tp,
-            init_std=config.init_std,
+        self.sequence_parallel = sequence_parallel and tp.size > 1
+        self.stage = stage = stage or split_layers(config.num_layers, 1)[0]
+        h, std = config.hidden_size, config.init_std
+        if stage.is_first or stage.is_last:
+            self.token = VocabParallelEmbedding(
+                config.vocab_size,
+                config.padded_vocab_size(tp.size),
+                h,
+                tp=tp,
+                sequence_parallel=self.sequence_parallel,
+                is_tied_copy=not stage.is_first,
+                init_std=std,
+            )
+        if stage.is_first:
+            self.position = PositionEmbedding(config.max_positions, h, init_std=std)
+        self.layers = nn.ModuleDict(
+            {
+                str(n): TransformerLayer(
+                    config,
+                    layer=n,
+                    tp=tp,
+                    sequence_parallel=self.sequence_parallel,
+                    recompute_attention=recompute == "selective",
+                )
+                for n in stage.layers
+            }
         )
-        self.position = PositionEmbedding(config.max_positions, config.hidden_size, init_std=config.init_std)
-        self.layers = nn.ModuleList(
-            TransformerLayer(config, layer=n, tp=tp) for n in range(config.num_layers)
-        )
-        self.final_norm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        if stage.is_last:
+            self.final_norm = LayerNorm(h, eps=config.layer_norm_eps)
 
-    def hidden_states(self, tokens: Tensor, dropout: DropoutStream | None = None) -> Tensor:
-        """Final hidden states, normed: tokens [B, S] -> [S, B, H]."""
-        x = self.token(tokens.t()) + self.position(tokens.shape[1])
-        x = x.to(self.dtype)
-        if dropout is not None and self.config.hidden_dropout > 0:
-            dropout.enter(-1, "embedding")
-            x = F.dropout(x, self.config.hidden_dropout)
-        for layer in self.layers:
+    def boundary_shape(self, tokens: Tensor) -> tuple[int, int, int]:
+        """Shape of the hidden states between stages for tokens [B, S]."""
+        batch, length = tokens.shape
+        return length // (self.tp.size if self.sequence_parallel else 1), batch, self.config.hidden_size
+
+    def embed(self, tokens: Tensor, stream: DropoutStream | None) -> Tensor:
+        """Tokens [B, S] -> hidden states before the first layer."""
+        rows = self.boundary_shape(tokens)[0]
+        first = self.tp.rank * rows if self.sequence_parallel else 0
+        x = (self.token(tokens.t()) + self.position(range(first, first + rows))).to(self.dtype)
+        return x if stream is None else stream.hidden(x, self.config.hidden_dropout, -1, "embedding")
+
+    def hidden_states(
+        self, tokens: Tensor, stream: DropoutStream | None = None, x: Tensor | None = None
+    ) -> Tensor:
+        """Hidden states behind this stage's layers, normed in the last: tokens [B, S] for the first stage,
+        the hidden states `x` of the stage before for the others."""
+        x = self.embed(tokens, stream) if x is None else x
+        for layer in self.layers.values():
             if self.recompute == "full" and torch.is_grad_enabled():
                 # masks are functions of the stream and the layer: no generator state to stash and restore
-                x = checkpoint(layer, x, dropout, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(layer, x, stream, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = layer(x, dropout)
-        return self.final_norm(x)
+                x = layer(x, stream)
+        return self.final_norm(x) if self.stage.is_last else x
 
     def forward(
-        self, tokens: Tensor, labels: Tensor, scale: Tensor, dropout: DropoutStream | None = None
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        scale: Tensor,
+        stream: DropoutStream | None = None,
+        x: Tensor | None = None,
     ) -> Tensor:
-        """scale * sum of the token losses of a micro-batch; the form training differentiates.
+        """Last stage: scale * sum of a micro-batch's token losses, 0-d. Others: hidden states for the next.
 
         Args:
             tokens, labels: [B, S] int64; labels of -100 are not scored.
             scale: 0-d float tensor.
+            x: hidden states of the stage before; None in the first stage.
         """
-        h = copy_to_tp(self.hidden_states(tokens, dropout), self.tp)
+        h = self.hidden_states(tokens, stream, x)
+        if not self.stage.is_last:
+            return h
+        h = gather_sequence(h, self.tp) if self.sequence_parallel else copy_to_tp(h, self.tp)
         return linear_cross_entropy(h.flatten(0, 1), labels.t().flatten(), self.token, scale)
 
     @torch.no_grad()
-    def losses(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Each token's loss without dropout or gradients: [B, S], [B, S] -> [B, S]."""
-        h = self.hidden_states(tokens)
+    def losses(self, tokens: Tensor, labels: Tensor, x: Tensor | None = None) -> Tensor:
+        """Last stage: each token's loss without dropout or gradients, [B, S]. Others: hidden states."""
+        h = self.hidden_states(tokens, None, x)
+        if not self.stage.is_last:
+            return h
+        h = gather_rows(h, self.tp) if self.sequence_parallel else h
         losses = token_losses(h.flatten(0, 1), labels.t().flatten(), self.token)
         return losses.view(h.shape[0], h.shape[1]).t()
 
     @torch.no_grad()
-    def last_logits(self, tokens: Tensor) -> Tensor:
-        """Logits of the token after the last: [B, S] -> [B, vocab_size], on every tp rank."""
-        return full_logits(self.hidden_states(tokens)[-1], self.token)
+    def last_logits(self, tokens: Tensor, x: Tensor | None = None) -> Tensor:
+        """Last stage: logits of the token after the last, [B, S] -> [B, vocab_size], on every tp rank.
+        Others: hidden states. Without sequence parallelism: texts have lengths that tp does not divide."""
+        assert not self.sequence_parallel
+        h = self.hidden_states(tokens, None, x)
+        return full_logits(h[-1], self.token) if self.stage.is_last else h

@@ -1,6 +1,7 @@
 """A transformer layer: attention and MLP on a residual stream, layer norm first.
 
-Shapes: S sequence, B micro-batch, H hidden, F ffn_size, t = tensor-parallel size.
+Shapes: S sequence, B micro-batch, H hidden, F ffn_size, t = tensor-parallel size. With sequence parallelism
+the residual stream is [S/t, B, H] (arXiv:2205.05198, section 4.2.2).
 """
 
 import math
@@ -26,11 +27,12 @@ class LayerNorm(nn.LayerNorm):
 class MLP(nn.Module):
     """y = W2 gelu(W1 x): W1 split by column, W2 by row (arXiv:1909.08053, figure 3a)."""
 
-    def __init__(self, config: ModelConfig, *, tp: Axis) -> None:
+    def __init__(self, config: ModelConfig, *, tp: Axis, sequence_parallel: bool = False) -> None:
         super().__init__()
         h, f, std = config.hidden_size, config.ffn_size, config.init_std
-        self.up = ColumnParallelLinear(h, f, tp=tp, init_std=std)
-        self.down = RowParallelLinear(f, h, tp=tp, init_std=std / math.sqrt(2 * config.num_layers))
+        out_std = std / math.sqrt(2 * config.num_layers)
+        self.up = ColumnParallelLinear(h, f, tp=tp, sequence_parallel=sequence_parallel, init_std=std)
+        self.down = RowParallelLinear(f, h, tp=tp, sequence_parallel=sequence_parallel, init_std=out_std)
 
     def forward(self, x: Tensor) -> Tensor:
         """[S, B, H] -> [S, B, H]."""
@@ -40,21 +42,32 @@ class MLP(nn.Module):
 class TransformerLayer(nn.Module):
     """x + drop(attention(norm(x))), then + drop(mlp(norm(·))): the layer of GPT-2."""
 
-    def __init__(self, config: ModelConfig, *, layer: int, tp: Axis) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        layer: int,
+        tp: Axis,
+        sequence_parallel: bool = False,
+        recompute_attention: bool = False,
+    ) -> None:
         super().__init__()
         self.layer, self.dropout = layer, config.hidden_dropout
         self.attention_norm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.attention = SelfAttention(config, layer=layer, tp=tp)
+        self.attention = SelfAttention(
+            config,
+            layer=layer,
+            tp=tp,
+            sequence_parallel=sequence_parallel,
+            recompute=recompute_attention,
+        )
         self.mlp_norm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.mlp = MLP(config, tp=tp)
+        self.mlp = MLP(config, tp=tp, sequence_parallel=sequence_parallel)
 
-    def forward(self, x: Tensor, dropout: DropoutStream | None) -> Tensor:
+    def forward(self, x: Tensor, stream: DropoutStream | None) -> Tensor:
         """[S, B, H] -> [S, B, H]."""
-        y = self.attention(self.attention_norm(x), dropout)
-        if dropout is not None:  # back from the tp ranks' own masks to the one they share
-            dropout.enter(self.layer, "residual")
-        x = x + self._drop(y, dropout)
-        return x + self._drop(self.mlp(self.mlp_norm(x)), dropout)
+        x = x + self._drop(self.attention(self.attention_norm(x), stream), stream, "attention out")
+        return x + self._drop(self.mlp(self.mlp_norm(x)), stream, "mlp out")
 
-    def _drop(self, y: Tensor, dropout: DropoutStream | None) -> Tensor:
-        return y if dropout is None or self.dropout == 0 else F.dropout(y, self.dropout)
+    def _drop(self, y: Tensor, stream: DropoutStream | None, site: str) -> Tensor:
+        return y if stream is None else stream.hidden(y, self.dropout, self.layer, site)

@@ -14,15 +14,19 @@ from mlm.parallel.sharding import ParameterShard
 def gradient_norm(shards: Sequence[ParameterShard], ctx: ParallelContext) -> Tensor:
     """L2 norm of the whole model's gradient, equal on all ranks; 0-d, not read back from the device.
 
-    Split parameters count on every tp rank, replicated ones on the first alone. Gradients are already summed
-    over dp. Non-finite gradients make it non-finite.
+    Split parameters count on every tp rank, replicated ones on the first alone, tied copies nowhere.
+    Gradients are already summed over dp, each dp rank holding all of them or, cut over dp, its rows.
+    Non-finite gradients make it non-finite.
     """
-    grads = [s.parameter.grad for s in shards if s.is_owner and s.parameter.grad is not None]
+    owned = [s.parameter.grad for s in shards if s.is_owner and s.parameter.grad is not None]
+    grads = [grad for grad in owned if grad.numel()]  # of few rows a dp rank may hold none
     first = shards[0].parameter
     dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
     square = torch.zeros((), dtype=dtype, device=first.device)
     if grads:
         square += torch.stack(torch._foreach_norm(grads)).square().sum()
+    if any(s.dp_slice is not None for s in shards):  # alike on all ranks
+        all_reduce(square, ctx.dp)
     return all_reduce(all_reduce(square, ctx.tp), ctx.pp).sqrt()
 
 

@@ -31,13 +31,20 @@ class Pending:
     """What `wait` returns; nobody may read or write it before."""
     work: dist.Work | None
     """None where there was nothing to communicate."""
+    ranks: tuple[int, ...] = ()
+    """Global ranks that take part; empty for all of the axis."""
 
     def wait(self) -> Tensor:
-        """Its result, ready for the device's current stream. Raises what the transport raises."""
+        """Its result, ready for the device's current stream. Raises LostPeer if a peer does not do its part."""
         if self.work is not None:
-            with self.axis.watch.waiting(self.op, self.axis.name, self.axis.ranks):
+            watch, ranks = self.axis.watch, self.ranks or self.axis.ranks
+            with watch.waiting(self.op, self.axis.name, ranks):
                 self.work.wait()
             self.work = None
+            if self.out.is_cuda:  # the stream waits, not this thread: only an event tells when it is over
+                event = torch.cuda.Event()
+                event.record()
+                watch.follow(self.op, self.axis.name, ranks, event.query)
         return self.out
 
 
@@ -69,15 +76,17 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
 
 
 def start_send(x: Tensor, axis: Axis, peer: int) -> Pending:
-    """Begin to send a contiguous tensor to rank `peer` of the axis; it must stay as it is until waited for."""
-    assert axis.group is not None and x.is_contiguous()
+    """Begin to send a contiguous tensor to rank `peer` of the axis; it must not change before `wait`."""
+    assert axis.group is not None
+    assert x.is_contiguous()
     work = dist.isend(x, group=axis.group, group_dst=peer)
     return Pending(f"send to rank {axis.ranks[peer]}", axis, x, work)
 
 
 def start_receive(out: Tensor, axis: Axis, peer: int) -> Pending:
     """Begin to receive into a contiguous tensor from rank `peer` of the axis."""
-    assert axis.group is not None and out.is_contiguous()
+    assert axis.group is not None
+    assert out.is_contiguous()
     work = dist.irecv(out, group=axis.group, group_src=peer)
     return Pending(f"receive from rank {axis.ranks[peer]}", axis, out, work)
 
@@ -173,7 +182,7 @@ def reduce_from_tp(x: Tensor, axis: Axis) -> Tensor:
 
 
 def gather_sequence(x: Tensor, axis: Axis) -> Tensor:
-    """f of sequence parallelism: [S/t, …] -> [S, …]. Gradients are summed over tp, each rank keeping its rows."""
+    """f of sequence parallelism: [S/t, …] -> [S, …]. Gradients: summed over tp, each rank keeps its rows."""
     return x if axis.size == 1 else _GatherSequence.apply(x, axis)
 
 

@@ -88,7 +88,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden)
         # [H, V/t] where the product is faster that way round (matmul.weight_gradient says why); turned once
         turned = uses_onednn(hidden, compute)
-        d_weight = torch.zeros_like(weight.t() if turned else weight, memory_format=torch.contiguous_format)
+        d_weight = torch.zeros_like(  # summed over the chunks, so wide even where the weight is not
+            weight.t() if turned else weight,
+            dtype=wide(weight.dtype),
+            memory_format=torch.contiguous_format,
+        )
         loss = torch.zeros((), dtype=wide(hidden.dtype), device=hidden.device)
         for first in range(0, hidden.shape[0], rows):
             part = slice(first, first + rows)
@@ -105,7 +109,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             torch.mul(product(dlogits, compute.t()), row_scale, out=d_hidden[part])
             left, right = dlogits, hidden[part] * row_scale
             d_weight += product(right.t(), left.t()) if turned else product(left.t(), right.t())
-        ctx.save_for_backward(d_hidden, d_weight.t().contiguous() if turned else d_weight)
+        ctx.save_for_backward(d_hidden, (d_weight.t().contiguous() if turned else d_weight).to(weight.dtype))
         return loss * scale
 
     @staticmethod

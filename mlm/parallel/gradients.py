@@ -8,15 +8,41 @@ The sum, not the mean, is taken: the loss is already divided by the tokens of th
 """
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from mlm.parallel.collectives import Pending, all_reduce, start_all_reduce
+from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import Axis
+from mlm.parallel.sharding import ParameterShard
 
 BUCKET_BYTES = 25 << 20
 """Large enough to use the wire well, small enough that the last one finishes soon after backward."""
+
+
+class Reducer(Protocol):
+    """Sums the gradients of one model (a pipeline chunk) over the data-parallel axis, however they are kept.
+
+    Use: `start_step()`; set `sync` before each backward pass, to True for the last one of the step, or never
+    where weight gradients arrive outside backward passes; then `finish()`. After `finish` the `grad` of
+    every ParameterShard's parameter holds the sum over dp (this rank's rows of it, where it is cut over dp).
+    """
+
+    sync: bool
+
+    def start_step(self) -> None:
+        """Clear the gradients."""
+
+    def settle(self) -> None:
+        """Take in gradients that arrived outside a backward pass; worth calling after each batch of them.
+
+        Half-precision ones are added up in half precision until then. `finish` does it too.
+        """
+
+    def finish(self) -> None:
+        """Reduce what is not yet reduced and wait for what is under way."""
 
 
 class _Bucket:
@@ -27,7 +53,7 @@ class _Bucket:
         first = parameters[0]
         self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
         self.missing = len(parameters)
-        self.work: dist.Work | None = None
+        self.work: Pending | None = None
         self.views: list[Tensor] = []
         offset = 0
         for p in parameters:
@@ -36,11 +62,7 @@ class _Bucket:
 
 
 class GradientReducer:
-    """Sums gradients over the data-parallel axis. One per model; on an axis of one rank it does nothing.
-
-    Use: `start_step()`, then for each micro-batch set `sync` (True for the last one only) and run backward,
-    then `finish()`. After `finish` every `.grad` holds the sum over dp.
-    """
+    """The Reducer of replicated parameters (zero=0); on an axis of one rank it communicates nothing."""
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], dp: Axis, bucket_bytes: int = BUCKET_BYTES
@@ -70,7 +92,7 @@ class GradientReducer:
                 return
             bucket.missing -= 1
             if bucket.missing == 0:
-                bucket.work = dist.all_reduce(bucket.flat, group=self.dp.group, async_op=True)
+                bucket.work = start_all_reduce(bucket.flat, self.dp)
 
         return arrived
 
@@ -86,11 +108,41 @@ class GradientReducer:
                 p.grad = None
         self.sync = False
 
+    def settle(self) -> None:
+        """Nothing to do: gradients are added up where they are, in the parameters' dtype."""
+
     def finish(self) -> None:
         """Wait for the reductions; reduce buckets that some parameter's gradient never reached."""
         for bucket in self.buckets:
             if bucket.work is None:
-                bucket.work = dist.all_reduce(bucket.flat, group=self.dp.group, async_op=True)
+                bucket.work = start_all_reduce(bucket.flat, self.dp)
         for bucket in self.buckets:
             assert bucket.work is not None
             bucket.work.wait()
+
+
+def sum_replicated_gradients(shards: Sequence[ParameterShard], tp: Axis) -> None:
+    """Sum over tp the gradients of what every tp rank holds: norms, biases of row-parallel layers, positions.
+
+    With sequence parallelism each tp rank has seen its own rows of the sequence only (arXiv:2205.05198,
+    section 4.2.2). One message for all.
+    """
+    _sum_gradients([s for s in shards if s.tp_dim is None], tp)
+
+
+def sum_tied_gradients(shards: Sequence[ParameterShard], tied: Axis) -> None:
+    """Sum the token table's gradient over the first and the last pipeline stage, which both hold it."""
+    if tied.size > 1:
+        _sum_gradients([s for s in shards if isinstance(s.module, VocabParallelEmbedding)], tied)
+
+
+def _sum_gradients(shards: Sequence[ParameterShard], axis: Axis) -> None:
+    grads = [s.parameter.grad for s in shards if s.parameter.grad is not None]
+    if not grads:
+        return
+    flat = torch.cat([g.flatten() for g in grads])
+    all_reduce(flat, axis)
+    torch._foreach_copy_(
+        grads,
+        [part.view_as(g) for part, g in zip(flat.split([g.numel() for g in grads]), grads, strict=True)],
+    )

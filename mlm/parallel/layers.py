@@ -1,6 +1,7 @@
 """Tensor-parallel layers: linear layers split by column or by row, and the split token table.
 
-Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3.
+Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3. With sequence parallelism (arXiv:2205.05198,
+section 4.2.2) what is replicated over tp below is cut along S instead: [S/t, B, …] in place of [S, B, …].
 
 Shapes: S sequence, B micro-batch, I in, O out, H hidden, V padded vocabulary, t = tensor-parallel size.
 """
@@ -11,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mlm.parallel.collectives import copy_to_tp, reduce_from_tp
-from mlm.parallel.matmul import linear
+from mlm.parallel.collectives import reduce_from_tp, scatter_sequence
+from mlm.parallel.linear import Postponed, column_parallel_linear, linear
 from mlm.parallel.mesh import Axis
 
 
@@ -24,7 +25,7 @@ def split(size: int, name: str, tp: Axis) -> int:
 
 
 class ColumnParallelLinear(nn.Module):
-    """Linear layer split over its output features: y_i = x A_i + b_i; `copy_to_tp` is the paper's f.
+    """Linear layer split over its output features: y_i = x A_i + b_i, the paper's f before it.
 
     Shapes:
         x  [S, B, I]    replicated over tp
@@ -33,19 +34,37 @@ class ColumnParallelLinear(nn.Module):
 
     tp_dims: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
 
-    def __init__(self, in_features: int, out_features: int, *, tp: Axis, init_std: float = 0.02) -> None:
+    postponed: Postponed | None = None
+    """Where a zero-bubble schedule puts off weight gradients."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        tp: Axis,
+        sequence_parallel: bool = False,
+        init_std: float = 0.02,
+    ) -> None:
         super().__init__()
-        self.tp, self.init_std = tp, init_std
+        self.tp, self.sequence_parallel, self.init_std = tp, sequence_parallel and tp.size > 1, init_std
         shard_size = split(out_features, "out_features", tp)
         self.weight = nn.Parameter(torch.empty(shard_size, in_features))  # [O/t, I]
         self.bias = nn.Parameter(torch.zeros(shard_size))  # [O/t]
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(copy_to_tp(x, self.tp), self.weight, self.bias)
+        return column_parallel_linear(
+            x,
+            self.weight,
+            self.bias,
+            self.tp,
+            sequence_parallel=self.sequence_parallel,
+            postponed=self.postponed,
+        )
 
 
 class RowParallelLinear(nn.Module):
-    """Linear layer split over its input features: y = sum_i x_i A_i + b; `reduce_from_tp` is the paper's g.
+    """Linear layer split over its input features: y = sum_i x_i A_i + b, the paper's g after the products.
 
     Shapes:
         x  [S, B, I/t]  this rank's input features
@@ -54,25 +73,38 @@ class RowParallelLinear(nn.Module):
 
     tp_dims: ClassVar[dict[str, int]] = {"weight": 1}
 
-    def __init__(self, in_features: int, out_features: int, *, tp: Axis, init_std: float = 0.02) -> None:
+    postponed: Postponed | None = None
+    """Where a zero-bubble schedule puts off weight gradients."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        tp: Axis,
+        sequence_parallel: bool = False,
+        init_std: float = 0.02,
+    ) -> None:
         super().__init__()
-        self.tp, self.init_std = tp, init_std
+        self.tp, self.sequence_parallel, self.init_std = tp, sequence_parallel and tp.size > 1, init_std
         shard_size = split(in_features, "in_features", tp)
         self.weight = nn.Parameter(torch.empty(out_features, shard_size))  # [O, I/t]
         self.bias = nn.Parameter(torch.zeros(out_features))  # [O], replicated
 
     def forward(self, x: Tensor) -> Tensor:
         if self.tp.size == 1:
-            return linear(x, self.weight, self.bias)
+            return linear(x, self.weight, self.bias, self.postponed)
+        g = scatter_sequence if self.sequence_parallel else reduce_from_tp
         # the bias joins after the sum, or it would be added t times
-        return reduce_from_tp(linear(x, self.weight), self.tp) + self.bias.to(x.dtype)
+        return g(linear(x, self.weight, None, self.postponed), self.tp) + self.bias.to(x.dtype)
 
 
 class VocabParallelEmbedding(nn.Module):
     """Token table split over its rows. Tokens of other ranks' rows give zeros, which g's sum fills.
 
     Rows from `true_rows` on pad the vocabulary to a multiple of tp (arXiv:1909.08053, section 3): no token
-    reads them and the loss masks them.
+    reads them and the loss masks them. `is_tied_copy`: the last pipeline stage's copy, for the output layer;
+    the first stage's counts and is stored.
 
     Shapes:
         tokens  [S, B]     int64, replicated over tp
@@ -82,10 +114,19 @@ class VocabParallelEmbedding(nn.Module):
     tp_dims: ClassVar[dict[str, int]] = {"weight": 0}
 
     def __init__(
-        self, vocab_size: int, padded_vocab_size: int, hidden_size: int, *, tp: Axis, init_std: float = 0.02
+        self,
+        vocab_size: int,
+        padded_vocab_size: int,
+        hidden_size: int,
+        *,
+        tp: Axis,
+        sequence_parallel: bool = False,
+        is_tied_copy: bool = False,
+        init_std: float = 0.02,
     ) -> None:
         super().__init__()
-        self.tp, self.init_std, self.true_rows = tp, init_std, vocab_size
+        self.tp, self.sequence_parallel, self.init_std = tp, sequence_parallel and tp.size > 1, init_std
+        self.true_rows, self.is_tied_copy = vocab_size, is_tied_copy
         shard_size = split(padded_vocab_size, "padded_vocab_size", tp)
         self.first = tp.rank * shard_size
         self.weight = nn.Parameter(torch.empty(shard_size, hidden_size))  # [V/t, H]
@@ -101,4 +142,5 @@ class VocabParallelEmbedding(nn.Module):
         local = tokens - self.first
         foreign = (local < 0) | (local >= self.weight.shape[0])
         y = F.embedding(local.masked_fill(foreign, 0), self.weight)
-        return reduce_from_tp(y.masked_fill(foreign.unsqueeze(-1), 0.0), self.tp)
+        g = scatter_sequence if self.sequence_parallel else reduce_from_tp
+        return g(y.masked_fill(foreign.unsqueeze(-1), 0.0), self.tp)

@@ -1,8 +1,4 @@
-"""Matrix products of linear layers: x W^T + b and its two gradients.
-
-Parameters may be kept in float32 while activations are bfloat16 or float16: the weight is cast to the
-activations' dtype for each product and its gradient comes back in the weight's dtype, so master weights,
-gradient accumulation and reduction stay in float32.
+"""Matrix products of linear layers, without autograd: x W^T + b and its two gradients.
 
 On an x86 CPU, PyTorch sends float32 products to MKL, which keeps its AVX-512 kernels for Intel processors.
 oneDNN, which PyTorch also ships, chooses by feature flags: on an AMD Zen 5 core 202 against 91 GFLOP/s for
@@ -12,7 +8,6 @@ Shapes: x [..., I], weight [O, I], y [..., O].
 """
 
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -77,32 +72,3 @@ def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
     if uses_onednn(dy, x) and rows * wide > rows * narrow + wide * narrow:
         return product(x.t(), dy.t()).t().contiguous()
     return product(dy.t(), x.t())
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(
-            x, weight
-        )  # the weight as it is kept; its cast is cheaper made twice than saved
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        return product(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        dx = dw = db = None
-        if needs_x:
-            dx = product(dy, weight.to(dy.dtype).t())
-        dy2 = dy.reshape(-1, dy.shape[-1])  # [rows, O]
-        if needs_weight:
-            dw = weight_gradient(dy2, x.reshape(-1, x.shape[-1])).to(weight.dtype)
-        if needs_bias:
-            db = dy2.sum(0, dtype=ctx.bias_dtype)
-        return dx, dw, db
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """y = x weight^T + bias, differentiable; weight and bias may be of a wider dtype than x."""
-    return _Linear.apply(x, weight, bias)

@@ -66,8 +66,14 @@ def shape_context(rank: int = 0, *, tp: int = 1, pp: int = 1, dp: int = 1) -> Pa
     """The context of any rank of any layout without process groups: shapes right, no communication."""
     t, p, d = coordinates(rank, tp=tp, pp=pp, dp=dp)
     tied = Axis("tied", int(p > 0), 2) if pp > 1 and p in (0, pp - 1) else Axis("tied")
-    axes = {"tp": Axis("tp", t, tp), "pp": Axis("pp", p, pp), "dp": Axis("dp", d, dp), "tied": tied}
-    return ParallelContext(**axes, rank=rank, world_size=tp * pp * dp)
+    return ParallelContext(
+        tp=Axis("tp", t, tp),
+        pp=Axis("pp", p, pp),
+        dp=Axis("dp", d, dp),
+        tied=tied,
+        rank=rank,
+        world_size=tp * pp * dp,
+    )
 
 
 def build_mesh(*, tp: int, pp: int, dp: int, device: torch.device, timeout_s: float) -> ParallelContext:
@@ -86,7 +92,15 @@ def build_mesh(*, tp: int, pp: int, dp: int, device: torch.device, timeout_s: fl
     timeout = timedelta(seconds=timeout_s)
     host_group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
     return ParallelContext(
-        **axes, rank=rank, world_size=world_size, device=device, host_group=host_group, watch=watch
+        tp=axes["tp"],
+        pp=axes["pp"],
+        dp=axes["dp"],
+        tied=axes["tied"],
+        rank=rank,
+        world_size=world_size,
+        device=device,
+        host_group=host_group,
+        watch=watch,
     )
 
 

@@ -2,7 +2,9 @@
 
 A module whose parameters are split says so in a class-level map `tp_dims` (parameter name -> split dim);
 every other parameter is replicated over tp. A vocabulary-sized parameter may also have padding rows at its
-global end: `true_rows` of the module tells where the real ones stop.
+global end: `true_rows` of the module tells where the real ones stop. A module that holds another rank's
+parameters once more has a true `is_tied_copy`. With sharded data parallelism (sharded.py) a rank holds some
+rows of its tensor-parallel part only: `DP_SLICES`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,15 +15,31 @@ from torch import Tensor, nn
 
 from mlm.parallel.mesh import Axis
 
+DP_SLICES = "dp_slices"
+"""Attribute of a module whose parameters are cut over dp: parameter name -> DataParallelSlice."""
+
+
+@dataclass(frozen=True)
+class DataParallelSlice:
+    """The rows of a tensor-parallel part that one data-parallel rank holds."""
+
+    parameter: nn.Parameter
+    """Those rows, a plain tensor; possibly none."""
+    part_shape: tuple[int, ...]
+    """Shape of the whole tensor-parallel part."""
+    first_row: int
+    """Where in that part they begin."""
+    dp: Axis
+
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """A parameter as one tp rank holds it."""
+    """A parameter as this rank holds it: the rectangle that optimizer and checkpoints work on."""
 
     name: str
     """Name in the whole model, for instance layers.3.mlp.up.weight."""
     parameter: nn.Parameter
-    """This rank's part."""
+    """This rank's part, a plain tensor; its `grad` is laid out alike."""
     module: nn.Module
     """The module it belongs to."""
     tp_dim: int | None
@@ -29,16 +47,29 @@ class ParameterShard:
     tp: Axis
     true_size: int | None = None
     """Global size of tp_dim without padding; None when there is none."""
+    dp_slice: DataParallelSlice | None = None
+    """How dim 0 is cut over dp; None when every data-parallel rank holds all of the tp part."""
 
     @property
     def is_owner(self) -> bool:
-        """Whether this rank counts and stores this part: every element has one owner among tp ranks."""
+        """Whether this rank counts this part: every element has one owner among the ranks that split it.
+
+        Those are the tp ranks, and the dp ranks too where `dp_slice` cuts it over them. Else each dp rank has
+        a replica, with an owner of its own. A tied copy never counts: its original does.
+        """
+        if getattr(self.module, "is_tied_copy", False):
+            return False
         return self.tp_dim is not None or self.tp.rank == 0
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Shape of what the tp rank holds, before a cut over dp."""
+        return tuple(self.parameter.shape) if self.dp_slice is None else self.dp_slice.part_shape
 
     @property
     def global_shape(self) -> tuple[int, ...]:
         """Shape of the whole parameter without padding."""
-        shape = list(self.parameter.shape)
+        shape = list(self.part_shape)
         if self.tp_dim is not None:
             shape[self.tp_dim] *= self.tp.size
             if self.true_size is not None:
@@ -47,20 +78,26 @@ class ParameterShard:
 
     @property
     def offset(self) -> tuple[int, ...]:
-        """Where this part begins in the whole parameter."""
-        first = [0] * self.parameter.dim()
-        if self.tp_dim is not None:
-            first[self.tp_dim] = self.tp.rank * self.parameter.shape[self.tp_dim]
-        if self.true_size is not None and self.tp_dim is not None:
+        """Where this part begins in the whole parameter; at its end for a part of nothing but padding."""
+        first = self._padded_offset()
+        if self.tp_dim is not None and self.true_size is not None:
             first[self.tp_dim] = min(first[self.tp_dim], self.true_size)
         return tuple(first)
+
+    def _padded_offset(self) -> list[int]:
+        first = [0] * self.parameter.dim()
+        if self.tp_dim is not None:
+            first[self.tp_dim] = self.tp.rank * self.part_shape[self.tp_dim]
+        if self.dp_slice is not None:
+            first[0] += self.dp_slice.first_row
+        return first
 
     def without_padding(self, x: Tensor) -> Tensor:
         """The true elements of a tensor laid out like this part (the parameter, its gradient, a moment)."""
         if self.tp_dim is None or self.true_size is None:
             return x
         size = x.shape[self.tp_dim]
-        true = min(max(self.true_size - self.tp.rank * size, 0), size)
+        true = min(max(self.true_size - self._padded_offset()[self.tp_dim], 0), size)
         return x.narrow(self.tp_dim, 0, true)
 
 
@@ -69,13 +106,17 @@ def parameter_shards(model: nn.Module, tp: Axis) -> Iterator[ParameterShard]:
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         tp_dims: dict[str, int] = getattr(module, "tp_dims", {})
+        slices: dict[str, DataParallelSlice] = getattr(module, DP_SLICES, {})
         for key, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in seen:
+            dp_slice = slices.get(key)
+            held = parameter if dp_slice is None else dp_slice.parameter
+            if id(held) in seen:
                 continue
-            seen.add(id(parameter))
+            seen.add(id(held))
             dim = tp_dims.get(key)
             true_size = getattr(module, "true_rows", None) if dim == 0 else None
-            yield ParameterShard(f"{prefix}.{key}" if prefix else key, parameter, module, dim, tp, true_size)
+            name = f"{prefix}.{key}" if prefix else key
+            yield ParameterShard(name, held, module, dim, tp, true_size, dp_slice)
 
 
 def shard_of(full: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -101,6 +142,5 @@ def load_whole(model: nn.Module, whole: Mapping[str, Tensor], tp: Axis) -> None:
             )
         target = shard.without_padding(shard.parameter)
         shard.parameter.zero_()
-        if shard.tp_dim is not None:
-            full = full.narrow(shard.tp_dim, shard.offset[shard.tp_dim], target.shape[shard.tp_dim])
-        target.copy_(full)
+        rectangle = (slice(o, o + n) for o, n in zip(shard.offset, target.shape, strict=True))
+        target.copy_(full[tuple(rectangle)])

@@ -6,7 +6,7 @@ same sequence. The whole sequence is read again for each token, its last max_pos
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -15,10 +15,12 @@ from mlm.checkpoint.save_load import resolve
 from mlm.config.errors import UserError
 from mlm.config.schema import PrecisionConfig
 from mlm.config.task_schema import GenerateConfig
+from mlm.data.sampler import Batch
 from mlm.data.tokenizer import Tokenizer
-from mlm.models.gpt2 import GPT2
+from mlm.parallel.collectives import broadcast
 from mlm.parallel.mesh import ParallelContext
 from mlm.tasks.trained import checkpoint_faults, load_tokenizer, load_trained
+from mlm.train.pipelined import PipelinedModel
 
 
 def preflight(config: GenerateConfig) -> list[str]:
@@ -37,7 +39,7 @@ def preflight(config: GenerateConfig) -> list[str]:
 
 def run(config: GenerateConfig, ctx: ParallelContext) -> None:
     """Print the prompt and its continuation as it is drawn; rank 0 speaks."""
-    trained = load_trained(config.ckpt, PrecisionConfig(), ctx)
+    trained = load_trained(config.ckpt, config.parallel, PrecisionConfig(), ctx)
     tokenizer = load_tokenizer(config.tokenizer, trained.path)
     if tokenizer.vocab_size > trained.config.model.vocab_size:
         raise UserError(
@@ -47,21 +49,39 @@ def run(config: GenerateConfig, ctx: ParallelContext) -> None:
     stream = Stream(tokenizer, shown=ctx.is_main)
     ids = tokenizer.encode(config.prompt)
     stream.add(ids)
-    for token in sample(trained.model, ids, config, ctx, tokenizer.eod_id):
+    read = NextLogits(trained.model, trained.config.model.max_positions, ctx)
+    for token in sample(read, ids, config, tokenizer.eod_id):
         stream.add([token])
     stream.end()
 
 
+class NextLogits:
+    """Logits of the token after a sequence, the same on every rank."""
+
+    def __init__(self, model: PipelinedModel, max_positions: int, ctx: ParallelContext) -> None:
+        self.model, self.max_positions, self.ctx = model, max_positions, ctx
+
+    def __call__(self, ids: list[int]) -> Tensor:
+        """float32 [vocab_size] on the CPU, after the last max_positions of `ids`. Collective."""
+        tokens = torch.tensor([ids[-self.max_positions :]], device=self.ctx.device)
+        results = self.model.evaluate(
+            [Batch(tokens, tokens, 0)], lambda chunk, batch, x: chunk.last_logits(batch.tokens, x)
+        )
+        logits = torch.empty(self.model.vocab_size, dtype=torch.float32, device=self.ctx.device)
+        for _, result in results:
+            logits.copy_(result[0])
+        return broadcast(logits, self.ctx.pp, self.ctx.pp.size - 1).cpu()
+
+
 @torch.no_grad()
 def sample(
-    model: GPT2, ids: list[int], config: GenerateConfig, ctx: ParallelContext, eod_id: int
+    read: Callable[[list[int]], Tensor], ids: list[int], config: GenerateConfig, eod_id: int
 ) -> Iterator[int]:
     """Yield token ids that continue `ids`, up to max_new_tokens or the end of the document."""
     generator = torch.Generator().manual_seed(config.seed)
     ids = list(ids)
     for drawn in range(config.max_new_tokens):
-        context = torch.tensor([ids[-model.config.max_positions :]], device=ctx.device)
-        logits = model.last_logits(context)[0].float().cpu()
+        logits = read(ids)
         if drawn < config.min_new_tokens:
             logits[eod_id] = -math.inf
         ids.append(choose(logits, config, generator))

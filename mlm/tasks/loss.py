@@ -31,7 +31,7 @@ from mlm.files import digest_file, write_atomic
 from mlm.parallel.mesh import ParallelContext
 from mlm.tasks.trained import checkpoint_faults, load_tokenizer, load_trained, run_directory, trained_config
 from mlm.train.corpora import validation_prefix
-from mlm.train.trainer import evaluate
+from mlm.train.pipelined import evaluate
 
 
 def preflight(config: EvalLossConfig) -> list[str]:
@@ -86,7 +86,7 @@ def window_length(config: EvalLossConfig, trained: PretrainConfig) -> int:
 
 def run(config: EvalLossConfig, ctx: ParallelContext) -> None:
     """Score the corpus; rank 0 prints a table and writes a JSON receipt."""
-    trained = load_trained(config.ckpt, config.precision, ctx)
+    trained = load_trained(config.ckpt, config.parallel, config.precision, ctx)
     prefix, seq_length = corpus_prefix(config, trained.config), window_length(config, trained.config)
     indexed = IndexedDataset(prefix)
     windows = EvalWindows(indexed, seq_length=seq_length)

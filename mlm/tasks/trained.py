@@ -1,21 +1,19 @@
 """A trained model from a checkpoint, at the layout of this command."""
 
-import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-
-import torch
 
 from mlm.checkpoint.save_load import Manifest, read_manifest, resolve
 from mlm.config.build import from_dict
 from mlm.config.errors import CorruptFileError, UserError
+from mlm.config.layout_checks import SPLIT_RULES, Launch
+from mlm.config.nearest_layout import layout_faults
 from mlm.config.schema import ModelConfig, ParallelConfig, PrecisionConfig, PretrainConfig
 from mlm.data.tokenizer import Tokenizer
-from mlm.models.gpt2 import GPT2
-from mlm.optim.precision import DTYPES, parameter_dtype
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import parameter_shards
 from mlm.train.memory import reuse_large_blocks
+from mlm.train.pipelined import PipelinedModel
 from mlm.train.state import load_weights
 
 
@@ -23,7 +21,7 @@ from mlm.train.state import load_weights
 class Trained:
     """A model and what it was trained with."""
 
-    model: GPT2
+    model: PipelinedModel
     config: PretrainConfig
     manifest: Manifest
     path: Path
@@ -38,16 +36,22 @@ def trained_config(manifest: Manifest, path: Path) -> PretrainConfig:
         raise CorruptFileError(f"{path}: holds no configuration this version can read ({error})") from error
 
 
-def load_trained(ckpt: str, precision: PrecisionConfig, ctx: ParallelContext) -> Trained:
-    """Build the model of a checkpoint or run directory and load its weights. Collective over all ranks."""
+def load_trained(
+    ckpt: str, parallel: ParallelConfig, precision: PrecisionConfig, ctx: ParallelContext
+) -> Trained:
+    """Build the model of a checkpoint or run directory and load its weights. Collective over all ranks.
+
+    Of `parallel`, the sizes count; how training saves memory does not.
+    """
     if ctx.device.type == "cpu":
         reuse_large_blocks()
     path = resolve(ckpt)
     manifest = read_manifest(path)
     config = trained_config(manifest, path)
-    with torch.device(ctx.device):
-        model = GPT2(config.model, tp=ctx.tp, dtype=DTYPES[precision.dtype]).to(parameter_dtype(precision))
-    load_weights(tuple(parameter_shards(model, ctx.tp)), path, ctx)
+    layout = ParallelConfig(tp=parallel.tp, pp=parallel.pp, vp=parallel.vp)
+    model = PipelinedModel(config.model, layout, precision, ctx)
+    shards = [shard for chunk in model.chunks for shard in parameter_shards(chunk, ctx.tp)]
+    load_weights(tuple(shards), path, ctx)
     return Trained(model, config, manifest, path)
 
 
@@ -62,13 +66,10 @@ def checkpoint_faults(ckpt: str, parallel: ParallelConfig) -> list[str]:
 
 
 def split_faults(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
-    """What keeps tp from dividing a trained model."""
-    tp = parallel.tp
-    return [
-        f"tp={tp} does not divide the checkpoint's {name}={size}; use tp={math.gcd(tp, size)}"
-        for name, size in (("num_heads", model.num_heads), ("ffn_hidden_size", model.ffn_size))
-        if size % tp
-    ]
+    """What keeps tp from dividing the layers of a trained model, or pp and vp from dealing them out."""
+    values = {f"model.{key}": value for key, value in asdict(model).items()} | asdict(parallel)
+    faults = layout_faults(values, Launch(None, None), SPLIT_RULES)
+    return [fault.replace("model.", "the checkpoint's ") for fault in faults]
 
 
 def run_directory(path: Path) -> Path:

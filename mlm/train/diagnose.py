@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from mlm.data.sampler import Batch
+from mlm.models.gpt2 import GPT2
 from mlm.parallel.collectives import all_reduce
 from mlm.train.trainer import Trainer
 
@@ -16,32 +17,40 @@ def first_non_finite(trainer: Trainer, batches: list[Batch]) -> str:
     Forward order for activations; if all are finite, backward order for gradients. Collective over all
     ranks, and the same sentence on every one: a place counts if it is non-finite anywhere.
     """
-    names = [name for name, module in trainer.model.named_modules() if name and not list(module.children())]
+    with torch.device("meta"):  # every stage's names, in the order they run, known on every rank
+        whole = GPT2(trainer.config.model, tp=trainer.ctx.tp)
+    names = [name for name, module in whole.named_modules() if name and not list(module.children())]
     bad = torch.zeros(len(names), device=trainer.ctx.device)
     handles = [
-        trainer.model.get_submodule(name).register_forward_hook(_watch(bad, i))
-        for i, name in enumerate(names)
+        module.register_forward_hook(_watch(bad, names.index(name)))
+        for chunk in trainer.model.chunks
+        for name, module in chunk.named_modules()
+        if name in names
     ]
     try:
         trainer.forward_backward(batches)
     finally:
         for handle in handles:
             handle.remove()
-    for axis in (trainer.ctx.tp, trainer.ctx.dp):
-        all_reduce(bad, axis)
-    where = _in_forward_order(names, bad.tolist())
+    where = _first(names, _anywhere(bad, trainer))
     if where is not None:
         return f"the first non-finite activation is the output of {where}"
-    for shard in reversed(trainer.shards):
+    backward = [name for name, _ in whole.named_parameters()][::-1]
+    bad = torch.zeros(len(backward), device=trainer.ctx.device)
+    for shard in trainer.shards:
         grad = shard.parameter.grad
-        count = torch.zeros((), device=trainer.ctx.device)
         if grad is not None:
-            count += (~grad.isfinite()).sum()
-        for axis in (trainer.ctx.tp, trainer.ctx.dp):
-            all_reduce(count, axis)
-        if count.item():
-            return f"activations are finite; the first non-finite gradient is that of {shard.name}"
+            bad[backward.index(shard.name)] += (~grad.isfinite()).sum()
+    where = _first(backward, _anywhere(bad, trainer))
+    if where is not None:
+        return f"activations are finite; the first non-finite gradient is that of {where}"
     return "all activations and gradients of this step are finite when it is repeated"
+
+
+def _anywhere(bad: Tensor, trainer: Trainer) -> list[float]:
+    for axis in (trainer.ctx.tp, trainer.ctx.dp, trainer.ctx.pp):
+        all_reduce(bad, axis)
+    return bad.tolist()
 
 
 def _watch(bad: Tensor, index: int) -> Callable[[nn.Module, object, Tensor], None]:
@@ -51,6 +60,5 @@ def _watch(bad: Tensor, index: int) -> Callable[[nn.Module, object, Tensor], Non
     return hook
 
 
-def _in_forward_order(names: list[str], bad: list[float]) -> str | None:
-    # modules are defined in the order they run, so the first in the list is the first that failed
+def _first(names: list[str], bad: list[float]) -> str | None:
     return next((name for name, count in zip(names, bad, strict=True) if count), None)

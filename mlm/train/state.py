@@ -42,10 +42,8 @@ def training_shards(trainer: Trainer) -> dict[str, Shard]:
 def save(trainer: Trainer, out: Path) -> Path:
     """Write `out/checkpoints/step-…`. Collective over all ranks; raises CheckpointError on all."""
     ctx, config = trainer.ctx, trainer.config
-    owned: dict[str, Shard] = {}
-    if ctx.dp.rank == 0:  # replicas are equal: the first one writes
-        owners = {s.name for s in trainer.shards if s.is_owner}
-        owned = {k: v for k, v in training_shards(trainer).items() if parameter_name(k) in owners}
+    stored = {s.name for s in trainer.shards if is_stored(s, ctx)}
+    owned = {k: v for k, v in training_shards(trainer).items() if parameter_name(k) in stored}
     state: dict[str, Any] = {
         "step": trainer.step,
         "consumed_samples": trainer.consumed_samples,
@@ -65,6 +63,11 @@ def save(trainer: Trainer, out: Path) -> Path:
         keep_last=config.checkpoint.keep_last,
         keep_every=config.checkpoint.keep_every,
     )
+
+
+def is_stored(shard: ParameterShard, ctx: ParallelContext) -> bool:
+    """Whether this rank writes this part. Data-parallel replicas are equal: the first one writes."""
+    return shard.is_owner and (shard.dp_slice is not None or ctx.dp.rank == 0)
 
 
 def parameter_name(key: str) -> str:

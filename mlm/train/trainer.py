@@ -13,14 +13,15 @@ from mlm.models.gpt2 import GPT2
 from mlm.models.init import init_parameters
 from mlm.optim.adamw import build_optimizer, ensure_state, set_lr
 from mlm.optim.clip import clip_factor, gradient_norm, scale_gradients
-from mlm.optim.precision import DTYPES, LossScaler, parameter_dtype
+from mlm.optim.precision import LossScaler, parameter_dtype
 from mlm.optim.schedule import learning_rate
 from mlm.parallel.collectives import all_reduce
 from mlm.parallel.cross_entropy import IGNORE
-from mlm.parallel.gradients import GradientReducer
+from mlm.parallel.gradients import GradientReducer, sum_replicated_gradients, sum_tied_gradients
 from mlm.parallel.mesh import ParallelContext
-from mlm.parallel.random import DropoutStream
+from mlm.parallel.random import SHARED, DropoutStream
 from mlm.parallel.sharding import ParameterShard, parameter_shards
+from mlm.train.pipelined import PipelinedModel, evaluate
 
 
 @dataclass(frozen=True)
@@ -35,19 +36,14 @@ class StepOutcome:
     """Learning rate used."""
 
 
-def build_model(config: PretrainConfig, ctx: ParallelContext) -> GPT2:
-    """The model with its initial weights, on this rank's device."""
-    with torch.device(ctx.device):
-        model = GPT2(
-            config.model,
-            tp=ctx.tp,
-            dtype=DTYPES[config.precision.dtype],
-            recompute=config.parallel.recompute,
-        ).to(parameter_dtype(config.precision))
-    init_parameters(model, config.seed, ctx.tp)
-    if config.compile:
-        for layer in model.layers:
-            layer.compile()  # per layer: one graph serves all; whole-model compilation took minutes
+def build_model(config: PretrainConfig, ctx: ParallelContext) -> PipelinedModel:
+    """This rank's part of the model with its initial weights, on its device."""
+    model = PipelinedModel(config.model, config.parallel, config.precision, ctx)
+    for chunk in model.chunks:
+        init_parameters(chunk, config.seed, ctx.tp)
+        if config.compile:
+            for layer in chunk.layers.values():
+                layer.compile()  # per layer: one graph serves all; whole-model compilation took minutes
     return model
 
 
@@ -57,22 +53,36 @@ class Trainer:
     Attributes:
         step: optimizer steps done.
         consumed_samples: samples read so far by the whole job.
+        dropout_parts: whose dropout masks this process draws (`DropoutStream.of_micro_batch`).
     """
 
     def __init__(self, config: PretrainConfig, ctx: ParallelContext) -> None:
         self.config, self.ctx = config, ctx
         self.model = build_model(config, ctx)
-        self.shards: Sequence[ParameterShard] = tuple(parameter_shards(self.model, ctx.tp))
+        self.shards: Sequence[ParameterShard] = tuple(
+            shard for chunk in self.model.chunks for shard in parameter_shards(chunk, ctx.tp)
+        )
         self.optimizer = build_optimizer(self.shards, config.optimizer)
         ensure_state(self.optimizer, self.shards)
-        self.reducer = GradientReducer([s.parameter for s in self.shards], ctx.dp)
+        self.reducers = [
+            GradientReducer([s.parameter for s in parameter_shards(chunk, ctx.tp)], ctx.dp)
+            for chunk in self.model.chunks
+        ]
         self.scaler = LossScaler(config.precision, ctx.device)
+        own = (ctx.tp.rank,)
+        self.dropout_parts = {
+            "split_parts": own,
+            "hidden_parts": own if config.parallel.sequence_parallel and ctx.tp.size > 1 else SHARED,
+        }
         self.step = 0
         self.consumed_samples = 0
 
     def train_step(self, batches: Sequence[Batch]) -> StepOutcome:
         """One optimizer step over this rank's micro-batches. Reads nothing back from the device."""
-        loss = self.forward_backward(batches)
+        return self.update(self.forward_backward(batches))
+
+    def update(self, loss: Tensor) -> StepOutcome:
+        """Clip and apply the gradients that `forward_backward` left, which returned `loss`."""
         norm = gradient_norm(self.shards, self.ctx) / self.scaler.scale
         overflow = (~norm.isfinite()).float()
         scale_gradients(
@@ -90,30 +100,44 @@ class Trainer:
         return StepOutcome(loss, norm, lr)
 
     def forward_backward(self, batches: Sequence[Batch]) -> Tensor:
-        """Accumulate the gradients of the mean loss over the global batch, reduced over dp.
+        """Accumulate the gradients of the mean loss over the global batch, reduced over all axes.
 
-        Returns this rank's part of that mean loss, 0-d.
+        Returns this rank's part of that mean loss, 0-d; 0 where the last pipeline stage is elsewhere.
         """
+        self.ctx.watch.step = self.step + 1
         scale = self.scaler.scale / self.global_tokens(batches)
-        self.reducer.start_step()
-        total = torch.zeros_like(scale)
-        for i, batch in enumerate(batches):
-            self.reducer.sync = i == len(batches) - 1
-            loss = self.micro_batch_loss(batch, scale)
-            loss.backward()
-            total += loss.detach()
-        self.reducer.finish()
+        for reducer in self.reducers:
+            reducer.start_step()
+
+        def forward(chunk: GPT2, batch: Batch, x: Tensor | None) -> Tensor:
+            return self.micro_batch_output(chunk, batch, scale, x)
+
+        def before_backward(chunk: int, last: bool) -> None:
+            # weight gradients that come later would miss a reduction begun now: `finish` does it all then
+            self.reducers[chunk].sync = last and not self.model.puts_off
+
+        losses = self.model.train(batches, forward, before_backward)
+        for reducer in self.reducers:
+            reducer.finish()
+        if self.model.chunks[0].sequence_parallel:
+            sum_replicated_gradients(self.shards, self.ctx.tp)
+        sum_tied_gradients(self.shards, self.ctx.tied)
+        total = torch.stack(losses).sum() if losses else torch.zeros_like(scale)
         return total / self.scaler.scale
 
-    def micro_batch_loss(self, batch: Batch, scale: Tensor) -> Tensor:
-        """scale * sum of token losses of a micro-batch, with dropout, differentiable."""
+    def micro_batch_output(self, chunk: GPT2, batch: Batch, scale: Tensor, x: Tensor | None) -> Tensor:
+        """What a chunk makes of a micro-batch, with dropout, differentiable: hidden states, or in the last
+        stage scale * sum of token losses."""
         device = self.ctx.device
         tokens = batch.tokens.to(device, non_blocking=True)
         labels = batch.labels.to(device, non_blocking=True)
-        model, dropout = self.config.model, None
+        model, stream = self.config.model, None
         if model.hidden_dropout > 0 or model.attention_dropout > 0:
-            dropout = DropoutStream.of_micro_batch(self.config.seed, batch.first_sample, device)
-        return self.model(tokens, labels, scale, dropout)
+            stream = DropoutStream.of_micro_batch(
+                self.config.seed, batch.first_sample, device, **self.dropout_parts
+            )
+        output: Tensor = chunk(tokens, labels, scale, stream, x)
+        return output
 
     def global_tokens(self, batches: Iterable[Batch]) -> Tensor:
         """Scored tokens of the global batch as a 0-d float tensor: what the loss is divided by."""
@@ -122,26 +146,12 @@ class Trainer:
         return all_reduce(torch.tensor(float(count), dtype=dtype).to(self.ctx.device), self.ctx.dp)
 
     def mean_loss(self, outcome: StepOutcome) -> float:
-        """Mean loss per token over the global batch. Collective over dp; waits for the device."""
-        return float(all_reduce(outcome.loss.clone(), self.ctx.dp).item())
+        """Mean loss per token over the global batch. Collective over dp and pp; waits for the device."""
+        return float(all_reduce(all_reduce(outcome.loss.clone(), self.ctx.dp), self.ctx.pp).item())
 
     def validate(self, batches: Iterable[Batch]) -> float:
         """Mean loss per token over all ranks' batches, in nats; independent of layout and batch size."""
         return evaluate(self.model, batches, self.ctx)[0]
-
-
-def evaluate(model: GPT2, batches: Iterable[Batch], ctx: ParallelContext) -> tuple[float, int]:
-    """(mean loss per scored token in nats, scored tokens) over all data-parallel ranks' batches.
-
-    Summed in float64, so that the score does not depend on how the samples were dealt.
-    """
-    sums = torch.zeros(2, dtype=torch.float64, device=ctx.device)
-    for batch in batches:
-        tokens, labels = batch.tokens.to(ctx.device), batch.labels.to(ctx.device)
-        sums[0] += model.losses(tokens, labels).sum(dtype=torch.float64)
-        sums[1] += (labels != IGNORE).sum()
-    loss, count = all_reduce(sums, ctx.dp).tolist()
-    return loss / max(1, count), int(count)
 
 
 class StopVote:

@@ -89,7 +89,7 @@ class MlmTrainee(Trainee):
         )
         self.trainer = Trainer(config, self.ctx)
         whole = gpt2_from_huggingface(gpt2_state(spec.shape, spec.seed), spec.shape.num_heads)
-        load_whole(self.trainer.model, whole, self.ctx.tp)
+        load_whole(self.trainer.model.chunks[0], whole, self.ctx.tp)
         self.batches = [  # on the host: moving them is part of the Trainer's step
             Batch(tokens.pin_memory(), labels.pin_memory(), 0)
             if device.type == "cuda"

@@ -98,10 +98,16 @@ def test_fault_concerns_whole_keys_and_sections(fault: str, name: str, expected:
     assert concerns(fault, [name]) is expected
 
 
-@pytest.mark.parametrize("name", ["pretrain", "eval_loss", "generate", "data_tokenizer", "data_build"])
+@pytest.mark.parametrize(
+    "name", ["pretrain", "eval_loss", "generate", "data_tokenizer", "data_build", "plan_schedule"]
+)
 def test_run_spec_survives_json(name: str) -> None:
     given = {"eval_loss": ["ckpt=c"], "generate": ["ckpt=c", "prompt=p"], "pretrain": ["optimizer.lr=0.1"]}
-    given |= {"data_tokenizer": ["input=i", "out=o"], "data_build": ["input=i", "out=o", "tokenizer=t"]}
+    given |= {
+        "data_tokenizer": ["input=i", "out=o"],
+        "data_build": ["input=i", "out=o", "tokenizer=t"],
+        "plan_schedule": [],
+    }
     config = load_config(name, given[name])
     assert from_dict(SPECS[name], json.loads(json.dumps(to_dict(config)))) == config
 

@@ -196,7 +196,7 @@ def test_compiled_layers_give_the_same_loss_and_gradients() -> None:
     """torch.compile per layer, dropout off and on: float32 rounding apart, nothing changes."""
     model, tokens, _ = dropout_model()
     eager = gradients(model, tokens, None)
-    for layer in model.layers:
+    for layer in model.layers.values():
         layer.compile()
     for a, b in zip(eager, gradients(model, tokens, None), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
@@ -213,7 +213,7 @@ def check_compiled(ctx: ParallelContext) -> bool:
     init_parameters(model, 1, ctx.tp)
     tokens = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(0))
     eager = gradients(model, tokens, None)
-    for layer in model.layers:
+    for layer in model.layers.values():
         layer.compile()
     for a, b in zip(eager, gradients(model, tokens, None), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from mlm.parallel.mesh import Axis
-from mlm.parallel.random import DropoutStream, derive_seed, draw_normal
+from mlm.parallel.random import DropoutStream, derive_seed, draw_normal, dropout
 
 CPU = torch.device("cpu")
 
@@ -29,20 +28,33 @@ def test_derive_seed_tells_places_apart() -> None:
     assert all(0 <= derive_seed(*p) < 2**63 for p in places)
 
 
-def mask(stream: DropoutStream, *place: object) -> torch.Tensor:
-    stream.enter(*place)  # type: ignore[arg-type]
-    return torch.rand(64)
+def masked(stream: DropoutStream, layer: int = 0, site: str = "residual") -> torch.Tensor:
+    return stream.hidden(torch.ones(8, 4, 4), 0.5, layer, site)
 
 
-def test_dropout_masks_are_shared_outside_and_split_inside_the_tensor_parallel_region() -> None:
-    stream = DropoutStream.of_micro_batch(1, 0, CPU)
-    left, right = Axis("tp", 0, 2), Axis("tp", 1, 2)
-    assert not torch.equal(mask(stream, 0, "attention", left), mask(stream, 0, "attention", right))
-    assert torch.equal(mask(stream, 0, "residual"), mask(stream, 0, "residual"))
+def of(seed: int = 1, sample: int = 0, **parts: tuple[int, ...]) -> DropoutStream:
+    return DropoutStream.of_micro_batch(seed, sample, CPU, **parts)
 
 
-def test_dropout_masks_differ_by_layer_site_sample_and_seed() -> None:
-    stream = DropoutStream.of_micro_batch(1, 0, CPU)
-    masks = [mask(stream, 0, "residual"), mask(stream, 1, "residual"), mask(stream, 0, "embedding")]
-    masks += [mask(DropoutStream.of_micro_batch(*place, CPU), 0, "residual") for place in ((1, 8), (2, 0))]
-    assert len({tuple(m.tolist()) for m in masks}) == 5
+def test_dropout_masks_differ_by_layer_site_sample_seed_and_rank() -> None:
+    masks = [masked(of()), masked(of(), 1), masked(of(), 0, "embedding"), masked(of(2)), masked(of(sample=8))]
+    masks += [masked(of(hidden_parts=(rank,))) for rank in (0, 1)]
+    assert len({tuple(m.flatten().tolist()) for m in masks}) == 7
+
+
+def test_the_same_place_has_the_same_mask() -> None:
+    assert torch.equal(masked(of()), masked(of()))
+
+
+def test_one_process_can_draw_what_two_ranks_would() -> None:
+    """Sequence parallelism: each rank drops among its own rows."""
+    x, both = torch.rand(8, 4, 4), of(hidden_parts=(0, 1))
+    ranks = [of(hidden_parts=(rank,)).hidden(x.chunk(2)[rank], 0.5, 3, "mlp out") for rank in (0, 1)]
+    assert torch.equal(both.hidden(x, 0.5, 3, "mlp out"), torch.cat(ranks))
+
+
+def test_dropout_keeps_the_mean() -> None:
+    """2^20 ones, a quarter dropped, the rest scaled up: mean 1 within 6 standard errors."""
+    y = dropout(torch.ones(1 << 20), 0.25)
+    assert abs(y.mean().item() - 1) < 6 * (0.25 / 0.75) ** 0.5 / 1024
+    assert set(y.unique().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}

@@ -9,7 +9,7 @@ import torch
 
 from mlm.config.task_schema import GenerateConfig
 from mlm.parallel.mesh import shape_context
-from mlm.tasks.generate import Stream, choose, sample
+from mlm.tasks.generate import NextLogits, Stream, choose, sample
 
 CONFIG = GenerateConfig(ckpt="unused", prompt="unused", temperature=1.0)
 LOGITS = torch.tensor([0.0, 3.0, 2.0, 1.0])  # probabilities 0.03, 0.64, 0.24, 0.09
@@ -38,26 +38,30 @@ def test_only_the_tokens_asked_for_are_drawn(changes: dict[str, Any], tokens: se
     assert drawn(**changes) == tokens
 
 
-def fake_model(contexts: list[int]) -> Any:
+def fake_model(contexts: list[int]) -> NextLogits:
     """A model of 3 positions that always prefers the end of the document; notes how much it read."""
 
-    def last_logits(tokens: torch.Tensor) -> torch.Tensor:
+    def last_logits(tokens: torch.Tensor, x: None) -> torch.Tensor:
         contexts.append(tokens.shape[1])
         return LOGITS.clone().unsqueeze(0)
 
-    return SimpleNamespace(config=SimpleNamespace(max_positions=3), last_logits=last_logits)
+    def evaluate(batches: Any, forward: Any) -> Any:
+        return [(batch, forward(SimpleNamespace(last_logits=last_logits), batch, None)) for batch in batches]
+
+    model: Any = SimpleNamespace(vocab_size=len(LOGITS), evaluate=evaluate)
+    return NextLogits(model, 3, shape_context())
 
 
 @pytest.mark.parametrize(("least", "expected"), [(0, []), (4, [2, 2, 2, 2])])
 def test_a_text_ends_at_its_end_token_but_not_before_min_new_tokens(least: int, expected: list[int]) -> None:
     config = replace(CONFIG, temperature=0.0, max_new_tokens=9, min_new_tokens=least)
-    assert list(sample(fake_model([]), [0], config, shape_context(), EOD)) == expected
+    assert list(sample(fake_model([]), [0], config, EOD)) == expected
 
 
 def test_the_context_is_the_last_max_positions_tokens() -> None:
     contexts: list[int] = []
     config = replace(CONFIG, temperature=0.0, max_new_tokens=5, min_new_tokens=5)
-    list(sample(fake_model(contexts), [0, 0], config, shape_context(), EOD))
+    list(sample(fake_model(contexts), [0, 0], config, EOD))
     assert contexts == [2, 3, 3, 3, 3]
 
 

@@ -136,9 +136,9 @@ def test_an_overflow_skips_the_step_on_all_ranks_and_halves_the_scale() -> None:
 def overflow_once(ctx: ParallelContext) -> tuple[Any, ...]:
     trainer = Trainer(config(dtype="fp16"), ctx)
     steps_of(trainer, 1)
-    weight = trainer.model.position.weight
+    weight = trainer.model.chunks[0].position.weight
     before, scales = float(weight.double().sum()), [trainer.scaler.scale.item()]
-    shard = trainer.model.layers[0].mlp.up.weight
+    shard = trainer.model.chunks[0].layers["0"].mlp.up.weight
     kept = shard.detach().clone()
     if ctx.tp.rank == 1:
         shard.data.fill_(1e5)  # beyond float16
@@ -165,7 +165,7 @@ def exhaust(ctx: ParallelContext) -> tuple[bool, str]:
     spec = replace(spec, precision=replace(spec.precision, initial_loss_scale=2.0, min_loss_scale=1.0))
     trainer = Trainer(spec, ctx)
     if ctx.tp.rank == 1:  # the fault is on one rank only; all must say the same
-        trainer.model.layers[1].mlp.up.weight.data.fill_(1e5)
+        trainer.model.chunks[0].layers["1"].mlp.up.weight.data.fill_(1e5)
     steps_of(trainer, 1)
     assert not trainer.scaler.exhausted
     steps_of(trainer, 1)
@@ -268,8 +268,9 @@ def test_nothing_is_read_back_from_the_device_in_forward_and_backward() -> None:
     trainer = Trainer.__new__(Trainer)  # PyTorch's fused optimizer kernels know no meta device
     trainer.config, trainer.ctx = spec, ctx
     trainer.model = build_model(spec, ctx)
-    trainer.shards = tuple(parameter_shards(trainer.model, ctx.tp))
-    trainer.reducer = GradientReducer([s.parameter for s in trainer.shards], ctx.dp)
+    trainer.shards = tuple(parameter_shards(trainer.model.chunks[0], ctx.tp))
+    trainer.reducers = [GradientReducer([s.parameter for s in trainer.shards], ctx.dp)]
+    trainer.step, trainer.dropout_parts = 0, {}
     trainer.scaler = LossScaler(spec.precision, ctx.device)
     batches = eval_batches(SyntheticDataset(VOCAB, SEQ, 8, 0), micro_batch_size=2, rank=0, size=1)
     assert trainer.forward_backward(list(batches)).is_meta

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 
+class ScheduleError(ValueError):
+    """A schedule or plan that no ranks could run: an action missing or doubled, or a deadlock."""
+
+
 class Op(Enum):
     """A piece of computation."""
 
@@ -41,6 +45,9 @@ class Send:
     action: Action
     peer: int
 
+    def __str__(self) -> str:
+        return f"send of {self.action} to {self.peer}"
+
 
 @dataclass(frozen=True, slots=True)
 class Receive:
@@ -48,6 +55,9 @@ class Receive:
 
     action: Action
     peer: int
+
+    def __str__(self) -> str:
+        return f"receive for {self.action} from {self.peer}"
 
 
 Instruction = Action | Send | Receive

@@ -1,0 +1,32 @@
+"""Which layers a pipeline stage holds."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A run of consecutive layers, with the embedding before the first and the head behind the last."""
+
+    layers: range
+    """Global layer numbers."""
+    is_first: bool
+    is_last: bool
+
+
+def split_layers(num_layers: int, num_stages: int) -> list[Stage]:
+    """The stages of a model, in order. What does not divide goes to the stages without embedding or head,
+    then to the first: the last has the vocabulary projection to do.
+
+    Raises ValueError when there are more stages than layers.
+    """
+    if num_layers < num_stages:
+        raise ValueError(f"num_layers={num_layers} must be at least the {num_stages} stages of pp * vp")
+    share, rest = divmod(num_layers, num_stages)
+    counts = [share] * num_stages
+    for stage in [*range(1, num_stages - 1), 0][:rest]:
+        counts[stage] += 1
+    stages, first = [], 0
+    for number, count in enumerate(counts):
+        stages.append(Stage(range(first, first + count), number == 0, number == num_stages - 1))
+        first += count
+    return stages

@@ -1,0 +1,139 @@
+"""The differentiable linear map of all layers, with what tensor parallelism does around it.
+
+Parameters may be kept in float32 while activations are bfloat16 or float16: the weight is cast to the
+activations' dtype for each product and its gradient comes back in the weight's dtype, so master weights,
+gradient accumulation and reduction stay in float32.
+
+Where the layer is split by column, the input's gradient is summed over tp (operator f). Here that sum is
+under way while the weight's gradient is computed. With sequence parallelism the input is gathered along S
+before the product, and again in backward rather than kept, while the input's gradient is computed
+(arXiv:2205.05198, section 4.2.2).
+
+Shapes: x [S, …, I] or [S/t, …, I], weight [O, I], y [S, …, O].
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mlm.parallel.collectives import (
+    copy_to_tp,
+    gather_rows,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from mlm.parallel.matmul import product, weight_gradient
+from mlm.parallel.mesh import Axis
+
+ALONE = Axis("tp")
+
+
+class Postponed:
+    """Weight-gradient products put off by a zero-bubble schedule (arXiv:2401.10241, section 2).
+
+    While `open`, backward passes leave theirs here; `take` hands over those of one backward pass.
+    """
+
+    def __init__(self) -> None:
+        self.open = False
+        self._jobs: list[Callable[[], None]] = []
+
+    def add(self, job: Callable[[], None]) -> None:
+        """Put a product off."""
+        self._jobs.append(job)
+
+    def take(self) -> list[Callable[[], None]]:
+        """The products put off since the last call; running one adds its gradient to the weight's."""
+        jobs, self._jobs = self._jobs, []
+        return jobs
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tp: Axis,
+        sequence_parallel: bool,
+        postponed: Postponed | None,
+    ) -> Tensor:
+        # the weight as it is kept: its cast is cheaper made twice than saved
+        ctx.save_for_backward(x, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.tp, ctx.sequence_parallel, ctx.postponed = tp, sequence_parallel, postponed
+        whole = gather_rows(x, tp) if sequence_parallel else x
+        return product(whole, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        tp, postponed = ctx.tp, ctx.postponed
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        later = postponed is not None and postponed.open
+        gather = ctx.sequence_parallel and needs_weight and not later
+        gathering = start_all_gather(x, tp) if gather else None
+        dx = dw = db = summing = None
+        if needs_x:
+            dx = product(dy, weight.to(dy.dtype).t())
+            if ctx.sequence_parallel:
+                summing = start_reduce_scatter(dx, tp)
+            elif tp.size > 1:
+                summing = start_all_reduce(dx, tp)
+        dy2 = dy.reshape(-1, dy.shape[-1])  # [rows, O]
+        if needs_weight and later:
+            postponed.add(_weight_job(x, weight, dy2, tp if ctx.sequence_parallel else None))
+        elif needs_weight:
+            whole = x if gathering is None else gathering.wait()
+            dw = weight_gradient(dy2, whole.reshape(-1, x.shape[-1])).to(weight.dtype)
+        if needs_bias:
+            db = dy2.sum(0, dtype=ctx.bias_dtype)
+        return summing.wait() if summing is not None else dx, dw, db, None, None, None
+
+
+def _weight_job(x: Tensor, weight: Tensor, dy: Tensor, gather_over: Axis | None) -> Callable[[], None]:
+    def run() -> None:
+        whole = x if gather_over is None else gather_rows(x, gather_over)
+        dw = weight_gradient(dy, whole.reshape(-1, x.shape[-1])).to(weight.dtype)
+        torch.autograd.backward(weight, dw)  # adds to .grad and tells those who wait for it
+
+    return run
+
+
+_eager_linear = torch.compiler.disable(_Linear.apply)
+"""torch.compile traces neither communication that is waited for later nor products put off."""
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, postponed: Postponed | None = None
+) -> Tensor:
+    """y = x weight^T + bias, differentiable; weight and bias may be of a wider dtype than x."""
+    apply = _Linear.apply if postponed is None else _eager_linear
+    y: Tensor = apply(x, weight, bias, ALONE, False, postponed)
+    return y
+
+
+def column_parallel_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tp: Axis,
+    *,
+    sequence_parallel: bool = False,
+    postponed: Postponed | None = None,
+) -> Tensor:
+    """This rank's output features of a layer split by column: [S, B, I] -> [S, B, O/t].
+
+    With `sequence_parallel` x holds this rank's rows of the sequence, [S/t, B, I]. The gradient of x is
+    summed over tp.
+    """
+    if tp.size == 1:
+        return linear(x, weight, bias, postponed)
+    if torch.compiler.is_compiling() and not sequence_parallel and postponed is None:
+        return linear(copy_to_tp(x, tp), weight, bias)
+    y: Tensor = _eager_linear(x, weight, bias, tp, sequence_parallel, postponed)
+    return y

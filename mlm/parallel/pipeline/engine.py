@@ -1,0 +1,164 @@
+"""Executes one rank's part of a pipeline plan with point-to-point transfers.
+
+The plan (lower.py) fixes the order of computations, sends and receives, the same at both ends of every pair
+of ranks, so transfers need no tags and cannot wait for each other in a circle. Receives land in new buffers;
+sends are awaited a few sends later, which bounds what they keep alive. One rank alone runs the same plan.
+
+Shapes: what crosses a stage boundary is any tensor whose shape follows from the micro-batch on both sides.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from mlm.parallel.collectives import Pending, start_receive, start_send
+from mlm.parallel.linear import Postponed
+from mlm.parallel.mesh import Axis
+from mlm.parallel.pipeline.actions import Action, Instruction, Op, Receive, Send
+
+T = TypeVar("T")
+
+SENDS_KEPT = 8
+"""Sends that may be under way before the oldest is awaited. Its receive was posted earlier in the one order
+of all ranks, so waiting cannot deadlock."""
+
+
+@dataclass(frozen=True)
+class Stages(Generic[T]):
+    """What the engine is to run; T is whatever the caller uses as a micro-batch."""
+
+    pp: Axis
+    num_stages: int
+    """p * v."""
+    forward: Callable[[int, T, Tensor | None], Tensor]
+    """forward(chunk, micro-batch, input) -> output for the next stage, or the last one's result."""
+    boundary_shape: Callable[[T], tuple[int, ...]]
+    """Shape of a micro-batch's hidden states between stages."""
+    dtype: torch.dtype
+    """Dtype of what crosses a boundary."""
+    device: torch.device
+    before_backward: Callable[[int, bool], None] = lambda chunk, last: None
+    """Told the chunk before each of its backward passes, and whether it is its last of the step."""
+    postponed: Sequence[Postponed] = ()
+    """Per chunk, where weight gradients go that WEIGHT actions compute."""
+
+
+@dataclass
+class _Kept:
+    """What a forward leaves for its backward: of its output only the place in the graph."""
+
+    x: Tensor | None
+    edge: GradientEdge
+    seed: Tensor | None
+    """Gradient of a result, which no stage sends."""
+
+
+class _Run(Generic[T]):
+    """One execution of a plan."""
+
+    def __init__(self, stages: Stages[T], instructions: Sequence[Instruction], batches: Sequence[T]) -> None:
+        self.stages, self.instructions, self.batches = stages, instructions, batches
+        self.results: list[Tensor] = []
+        self.arriving: dict[Action, Pending] = {}
+        self.local: dict[Action, Tensor] = {}
+        self.leaving: dict[Action, Tensor] = {}
+        self.sends: deque[Pending] = deque()
+        self.kept: dict[tuple[int, int], _Kept] = {}
+        self.weight_jobs: dict[tuple[int, int], list[Callable[[], None]]] = {}
+        actions = [i for i in instructions if isinstance(i, Action)]
+        self.trains = any(action.op is not Op.FORWARD for action in actions)
+        self.puts_off = any(action.op is Op.WEIGHT for action in actions)
+        self.last_backward = {a.chunk: a for a in actions if a.op is Op.BACKWARD}
+
+    def run(self) -> list[Tensor]:
+        """Everything, in order."""
+        do = {Op.FORWARD: self.forward, Op.BACKWARD: self.backward, Op.WEIGHT: self.weight}
+        with torch.set_grad_enabled(self.trains):
+            for instruction in self.instructions:
+                if isinstance(instruction, Send):
+                    self.send(instruction)
+                elif isinstance(instruction, Receive):
+                    self.receive(instruction)
+                else:
+                    do[instruction.op](instruction)
+        while self.sends:
+            self.sends.popleft().wait()
+        left_over = (self.arriving, self.local, self.leaving, self.kept, self.weight_jobs)
+        assert not any(left_over), "the plan consumes all that it produces"
+        return self.results
+
+    def stage(self, action: Action) -> int:
+        """Number of the stage that an action of this rank belongs to."""
+        return action.chunk * self.stages.pp.size + self.stages.pp.rank
+
+    def send(self, instruction: Send) -> None:
+        while len(self.sends) >= SENDS_KEPT:
+            self.sends.popleft().wait()
+        out = self.leaving.pop(instruction.action)
+        self.sends.append(start_send(out, self.stages.pp, instruction.peer))
+
+    def receive(self, instruction: Receive) -> None:
+        shape = self.stages.boundary_shape(self.batches[instruction.action.micro_batch])
+        buffer = torch.empty(shape, dtype=self.stages.dtype, device=self.stages.device)
+        self.arriving[instruction.action] = start_receive(buffer, self.stages.pp, instruction.peer)
+
+    def take(self, action: Action) -> Tensor:
+        """What an action needs from the stage before or after."""
+        arriving = self.arriving.pop(action, None)
+        return self.local.pop(action) if arriving is None else arriving.wait()
+
+    def hand_over(self, action: Action, step: int, x: Tensor) -> None:
+        """Give the next stage (step 1) or the one before (step -1) what it needs."""
+        if self.stages.pp.size > 1:
+            self.leaving[action] = x.contiguous()
+        else:  # the neighbouring stage is this rank's next chunk
+            self.local[Action(action.op, action.chunk + step, action.micro_batch)] = x
+
+    def forward(self, action: Action) -> None:
+        stage, place = self.stage(action), (action.chunk, action.micro_batch)
+        x = self.take(action).requires_grad_(self.trains) if stage > 0 else None
+        y = self.stages.forward(action.chunk, self.batches[action.micro_batch], x)
+        is_result = stage == self.stages.num_stages - 1
+        if self.trains:
+            seed = torch.ones_like(y) if is_result else None
+            self.kept[place] = _Kept(x, get_gradient_edge(y), seed)
+        if is_result:
+            self.results.append(y.detach())
+        else:
+            self.hand_over(action, 1, y.detach())
+
+    def backward(self, action: Action) -> None:
+        kept = self.kept.pop((action.chunk, action.micro_batch))
+        dy = self.take(action) if kept.seed is None else kept.seed
+        self.stages.before_backward(action.chunk, action == self.last_backward[action.chunk])
+        if self.puts_off:
+            self.stages.postponed[action.chunk].open = True
+        torch.autograd.backward(kept.edge, dy)
+        if self.puts_off:
+            postponed = self.stages.postponed[action.chunk]
+            postponed.open = False
+            self.weight_jobs[action.chunk, action.micro_batch] = postponed.take()
+        if kept.x is not None:
+            assert kept.x.grad is not None
+            self.hand_over(action, -1, kept.x.grad)
+
+    def weight(self, action: Action) -> None:
+        for job in self.weight_jobs.pop((action.chunk, action.micro_batch)):
+            job()
+
+
+def run_plan(stages: Stages[T], instructions: Sequence[Instruction], batches: Sequence[T]) -> list[Tensor]:
+    """Run this rank's instructions on the micro-batches of a step.
+
+    Gradients accumulate in the parameters. Every rank passes its own view of the same micro-batches; their
+    shapes may differ from each other and from step to step.
+
+    Returns the last stage's results in the order of its forwards, detached; nothing on other ranks. Forward
+    passes alone run without autograd.
+    """
+    return _Run(stages, instructions, batches).run()

@@ -1,0 +1,232 @@
+"""From a schedule to what each rank executes: sends and receives placed, absence of deadlock proven.
+
+All transfers of all ranks stand in one global order, that in which their data is computed; each rank issues
+its own in that order. So the two ends of any pair of ranks agree on the order of what passes between them:
+NCCL matches by order and ignores tags. Nothing can lock, even if each transfer holds up both ranks: take the
+first transfer in the order that never completes. What its two ends do before it needs only earlier transfers,
+so both come to it.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import astuple
+from itertools import product
+
+from mlm.parallel.pipeline.actions import (
+    Action,
+    Cost,
+    Instruction,
+    Op,
+    Plan,
+    Receive,
+    Schedule,
+    ScheduleError,
+    Send,
+    Span,
+)
+from mlm.parallel.pipeline.simulate import (
+    Computed,
+    consumer,
+    listed,
+    needs_neighbour,
+    num_chunks,
+    simulate,
+)
+
+DEFAULT_COST = Cost()
+
+Transfers = list[list[Send | Receive]]
+"""Each rank's transfers in the global order."""
+
+
+def lower(schedule: Schedule, *, cost: Cost = DEFAULT_COST) -> Plan:
+    """The plan of `schedule`; `cost` is that of one chunk, and times are in its unit.
+
+    `cost` decides the order of transfers too, but any cost gives a plan without deadlock. A pair of chunk and
+    micro-batch is in flight on a rank from the start of its F to the end of its last action there.
+
+    Raises ScheduleError if an action is missing or doubled, or if the schedule cannot complete.
+    """
+    assert min(astuple(cost)) >= 0, f"negative duration: {cost}"
+    check_complete(schedule)
+    order = simulate(schedule, cost=cost)
+    timeline: list[list[Span]] = [[] for _ in schedule]
+    for computed in order:
+        timeline[computed.rank].append(computed.span)
+    transfers = _transfers(order, p=len(schedule))
+    instructions = tuple(_place(*mine) for mine in zip(schedule, transfers, strict=True))
+    check_no_deadlock(instructions)
+    makespan = max(spans[-1].end for spans in timeline) - min(spans[0].start for spans in timeline)
+    busy = max(sum(span.end - span.start for span in spans) for spans in timeline)
+    return Plan(
+        num_stages=len(schedule) * num_chunks(schedule),
+        instructions=instructions,
+        timeline=tuple(map(tuple, timeline)),
+        makespan=makespan,
+        bubble=(makespan - busy) / busy if busy else 0.0,  # rounds once: exact for costs in whole numbers
+        peak_in_flight=tuple(_peak_in_flight(actions) for actions in schedule),
+    )
+
+
+def check_complete(schedule: Schedule) -> None:
+    """Every rank has each op exactly once for each chunk and micro-batch, in the order F, B, W.
+
+    The ops are F alone (evaluation), F and B, or all three. Raises ScheduleError naming what is missing,
+    doubled or too early.
+    """
+    present = {action.op for actions in schedule for action in actions}
+    ops = [op for op in Op if op in present]
+    if not ops or ops != list(Op)[: len(ops)]:
+        found = "+".join(op.value for op in ops) or "no actions"
+        raise ScheduleError(f"the schedule has {found}; it needs F, F+B or F+B+W")
+    micro_batches = 1 + max(action.micro_batch for actions in schedule for action in actions)
+    pairs = num_chunks(schedule) * micro_batches
+    faulty = [r for r, actions in enumerate(schedule) if not _is_complete(actions, ops, pairs)]
+    if faulty:
+        wanted = [
+            Action(op, c, i)
+            for op in ops
+            for c in range(pairs // micro_batches)
+            for i in range(micro_batches)
+        ]
+        faults = [fault for rank in faulty for fault in _faults(rank, schedule[rank], wanted)]
+        raise ScheduleError("each rank needs each action once, F before B before W; but " + listed(faults))
+
+
+def _is_complete(actions: Sequence[Action], ops: list[Op], pairs: int) -> bool:
+    """Whether each of `pairs` pairs of chunk and micro-batch has each of `ops`, once and in that order."""
+    done: dict[tuple[int, int], int] = {}
+    for action in actions:
+        pair = (action.chunk, action.micro_batch)
+        count = done.get(pair, 0)
+        if count == len(ops) or action.op is not ops[count]:
+            return False
+        done[pair] = count + 1
+    return len(done) == pairs and len(actions) == pairs * len(ops)
+
+
+def _faults(rank: int, actions: Sequence[Action], wanted: Sequence[Action]) -> list[str]:
+    counts = Counter(actions)
+    missing = [f"rank {rank} lacks {action}" for action in wanted if action not in counts]
+    doubled = [f"rank {rank} has {action} {count} times" for action, count in counts.items() if count > 1]
+    return missing + doubled or [f"rank {rank} has them out of order"]
+
+
+def _transfers(order: list[Computed], *, p: int) -> Transfers:
+    """Each rank's part of the global order of transfers: by the time their data is computed.
+
+    Sorting is stable, and `order` has every action after all it needs: so where ends are equal (actions that
+    cost nothing), data still comes after the data it was made of.
+    """
+    transfers: Transfers = [[] for _ in range(p)]
+    for rank, span, to in sorted(order, key=lambda computed: computed.span.end):
+        if to is not None and to[0] != rank:
+            transfers[rank].append(Send(span.action, to[0]))
+            transfers[to[0]].append(Receive(to[1], rank))
+    return transfers
+
+
+def _place(actions: Sequence[Action], transfers: Sequence[Send | Receive]) -> tuple[Instruction, ...]:
+    """One rank's actions with its transfers put between them, without changing the order of either.
+
+    A send stands right after its action. A receive stands one action earlier than it must (before its own
+    action and before the next send), so the wire works while the rank computes; no earlier, since a posted
+    receive holds a buffer.
+    """
+    index = {action: i for i, action in enumerate(actions)}
+    before = len(actions)  # the action to stand before: limits the transfer at hand and all earlier ones
+    limits = []
+    for transfer in reversed(transfers):
+        at = index[transfer.action]
+        before = at if isinstance(transfer, Send) else min(before, at - 1)
+        limits.append(before)
+    placed: list[Instruction] = []
+    done = 0  # actions placed
+    for transfer, before in zip(transfers, reversed(limits), strict=True):
+        upto = max(done, before + isinstance(transfer, Send))
+        placed += (*actions[done:upto], transfer)
+        done = upto
+    return (*placed, *actions[done:])
+
+
+def _peak_in_flight(actions: Sequence[Action]) -> int:
+    """Most (chunk, micro-batch) pairs between F and their last action, both included."""
+    last = {(action.chunk, action.micro_batch): action for action in actions}
+    held = peak = 0
+    for action in actions:
+        held += action.op is Op.FORWARD
+        peak = max(peak, held)
+        held -= last[action.chunk, action.micro_batch] == action
+    return peak
+
+
+def check_no_deadlock(instructions: Sequence[Sequence[Instruction]]) -> None:
+    """Execute the ranks' instructions under the strictest rules; return if all complete.
+
+    A rank does one thing at a time in its order. A computation waits for its input; a transfer waits until
+    its data is computed and the rank at the other end has come to it too (rendezvous). What completes so
+    also completes where transfers run beside the computation, in order, on one stream per rank or per pair.
+
+    Raises ScheduleError naming the ranks and the instruction each is stuck at, or a transfer whose two ends
+    mean different data.
+    """
+    execution = _Execution(instructions)
+    ready = list(range(len(instructions)))  # ranks that may have become able to go on
+    while ready:
+        rank = ready.pop()
+        while (freed := execution.step(rank)) is not None:
+            ready += freed
+    stuck = {rank: execution.current(rank) for rank in range(len(instructions))}
+    left = [f"rank {rank} at {instruction}" for rank, instruction in stuck.items() if instruction]
+    if left:
+        raise ScheduleError("deadlock: " + listed(left))
+
+
+class _Execution:
+    """How far every rank is in `check_no_deadlock`."""
+
+    def __init__(self, instructions: Sequence[Sequence[Instruction]]) -> None:
+        self.instructions = instructions
+        self.p = len(instructions)
+        self.v = num_chunks([[i for i in mine if isinstance(i, Action)] for mine in instructions])
+        self.position = [0] * self.p
+        self.computed: list[set[Action]] = [set() for _ in range(self.p)]
+        self.arrived: list[set[Action]] = [set() for _ in range(self.p)]
+        """Per rank, the actions whose input from another rank is there."""
+
+    def current(self, rank: int) -> Instruction | None:
+        """What a rank is at; None when it is through."""
+        mine, position = self.instructions[rank], self.position[rank]
+        return mine[position] if position < len(mine) else None
+
+    def step(self, rank: int) -> tuple[int, ...] | None:
+        """Carry out what `rank` is at. Returns the other ranks this moved on; None if `rank` has to wait."""
+        now = self.current(rank)
+        if now is None:
+            return None
+        if isinstance(now, Action):
+            remote = self.p > 1 and needs_neighbour(rank, now, p=self.p, v=self.v)
+            if remote and now not in self.arrived[rank]:
+                return None
+            self.computed[rank].add(now)
+            self.position[rank] += 1
+            return ()
+        there = self.current(now.peer)
+        if isinstance(now, Send) and isinstance(there, Receive) and there.peer == rank:
+            moved = self._transfer(rank, now, now.peer, there)
+        elif isinstance(now, Receive) and isinstance(there, Send) and there.peer == rank:
+            moved = self._transfer(now.peer, there, rank, now)
+        else:
+            return None
+        return (now.peer,) if moved else None
+
+    def _transfer(self, sender: int, send: Send, receiver: int, receive: Receive) -> bool:
+        """Let both ends of a transfer pass it, if its data is computed."""
+        if consumer(sender, send.action, p=self.p, v=self.v) != (receiver, receive.action):
+            raise ScheduleError(f"mismatch: rank {sender} at {send} meets rank {receiver} at {receive}")
+        if send.action not in self.computed[sender]:
+            return False
+        self.arrived[receiver].add(receive.action)
+        self.position[sender] += 1
+        self.position[receiver] += 1
+        return True

@@ -1,0 +1,98 @@
+"""Who needs what from whom in a pipeline, and when each action of a schedule would run."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from mlm.parallel.pipeline.actions import Action, Cost, Op, Schedule, ScheduleError, Span
+
+
+def needs_neighbour(rank: int, action: Action, *, p: int, v: int) -> bool:
+    """Whether `action` on `rank` needs what another stage computes.
+
+    Not so for F of the first stage, B of the last (its loss is its own) and W.
+    """
+    if action.op is Op.FORWARD:
+        return rank > 0 or action.chunk > 0
+    return action.op is Op.BACKWARD and (rank < p - 1 or action.chunk < v - 1)
+
+
+def consumer(rank: int, action: Action, *, p: int, v: int) -> tuple[int, Action] | None:
+    """The rank and action of the neighbouring stage that needs what `action` on `rank` produces, or None."""
+    if action.op is Op.WEIGHT:
+        return None
+    return _neighbour(rank, action, p, v, step=1 if action.op is Op.FORWARD else -1)
+
+
+def _neighbour(rank: int, action: Action, p: int, v: int, *, step: int) -> tuple[int, Action] | None:
+    stage = action.chunk * p + rank + step
+    if not 0 <= stage < p * v:
+        return None
+    return stage % p, Action(action.op, stage // p, action.micro_batch)
+
+
+def num_chunks(actions: Iterable[Iterable[Action]]) -> int:
+    """v: the highest chunk number of any rank, plus 1."""
+    return 1 + max((action.chunk for mine in actions for action in mine), default=0)
+
+
+class Computed(NamedTuple):
+    """A simulated computation: on which rank, when, and the rank and action that need its result, if any."""
+
+    rank: int
+    span: Span
+    consumer: tuple[int, Action] | None
+
+
+def simulate(schedule: Schedule, *, cost: Cost) -> list[Computed]:
+    """Every action of every rank, with times, in an order in which each comes after all that it needs.
+
+    A rank runs its actions in the schedule's order, each as soon as the one before is done and its input has
+    arrived; transfers take `cost.transfer` and never wait for one another. The schedule is complete
+    (`check_complete`). Raises ScheduleError naming the ranks that wait for ever, and for what, if there are.
+    """
+    p, v = len(schedule), num_chunks(schedule)
+    durations = _durations(schedule, cost)
+    arrivals: list[dict[Action, float]] = [{} for _ in range(p)]
+    position = [0] * p
+    free: list[float] = [0] * p
+    order: list[Computed] = []
+    ready = list(range(p))  # ranks that may have become able to go on
+    while ready:
+        rank = ready.pop()
+        while position[rank] < len(schedule[rank]):
+            action = schedule[rank][position[rank]]
+            start = free[rank]
+            if needs_neighbour(rank, action, p=p, v=v):
+                if action not in arrivals[rank]:
+                    break
+                start = max(start, arrivals[rank].pop(action))
+            end = free[rank] = start + durations[action.op]
+            position[rank] += 1
+            to = consumer(rank, action, p=p, v=v)
+            if to is not None:
+                arrivals[to[0]][to[1]] = end + (cost.transfer if to[0] != rank else 0)
+                ready.append(to[0])
+            order.append(Computed(rank, Span(action, start, end), to))
+    stuck = [(r, actions[position[r]]) for r, actions in enumerate(schedule) if position[r] < len(actions)]
+    if stuck:
+        raise ScheduleError("the schedule cannot complete: " + listed(_wait(*at, p, v) for at in stuck))
+    return order
+
+
+def _durations(schedule: Schedule, cost: Cost) -> dict[Op, float]:
+    split = any(action.op is Op.WEIGHT for action in schedule[0])
+    backward = cost.input_gradient if split else cost.backward
+    return {Op.FORWARD: cost.forward, Op.BACKWARD: backward, Op.WEIGHT: cost.weight_gradient}
+
+
+def _wait(rank: int, action: Action, p: int, v: int) -> str:
+    producer = _neighbour(rank, action, p, v, step=-1 if action.op is Op.FORWARD else 1)
+    assert producer is not None
+    return f"rank {rank} at {action} needs {producer[1]} of rank {producer[0]}"
+
+
+def listed(items: Iterable[str], most: int = 8) -> str:
+    """The items in one line; of more than `most`, the first ones and how many are left."""
+    all_items = list(items)
+    left = len(all_items) - most
+    return ", ".join(all_items[:most]) + (f" and {left} more" if left > 0 else "")

@@ -1,0 +1,210 @@
+"""Sharded data parallelism: weights, gradients and optimizer state cut over the dp axis (zero=2|3).
+
+Source: ZeRO (arXiv:1910.02054, section 5), by PyTorch's FSDP2. Each layer is one unit, what is left another:
+a unit's rows are gathered in one message before its first forward pass and its gradients leave in one
+reduce-scatter. With zero=2 the gathered weights stay until the step's last backward pass; with zero=3 they
+are dropped after each pass and gathered again.
+
+FSDP2 cuts dim 0 like torch.chunk: the last ranks may hold fewer rows, or none. It keeps the rows as DTensors.
+We hand out their plain local tensors (`ParameterShard.parameter`), in float32 or float64: what optimizer,
+clipping and checkpoints work on. Gathered weights and the gradients of one pass are of the compute dtype;
+they are added up over micro-batches and over ranks in the dtype of the rows.
+
+The sum, not the mean, is taken: the loss is already divided by the tokens of the global batch.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+
+from mlm.parallel.collectives import _gather_flat, _scatter_flat
+from mlm.parallel.gradients import GradientReducer, Reducer
+from mlm.parallel.mesh import Axis
+from mlm.parallel.sharding import DP_SLICES, DataParallelSlice
+
+
+def build_reducer(
+    model: nn.Module,
+    dp: Axis,
+    *,
+    zero: int,
+    compute_dtype: torch.dtype,
+    units: Iterable[nn.Module] = (),
+    methods: Sequence[str] = (),
+) -> Reducer:
+    """Make a model's gradients sum over dp; with zero=2|3 its parameters are cut over dp from here on.
+
+    Call when the parameters have their initial values, before `parameter_shards`.
+
+    Args:
+        zero: 0 keeps all on each rank, 2 and 3 cut it. Without an effect on an axis of one rank.
+        compute_dtype: dtype of activations; what gathered weights are cast to if it is half precision.
+        units: submodules to gather on their own, in the order they run.
+        methods: names of methods other than `forward` that compute with the parameters.
+    """
+    if zero == 0 or dp.group is None:
+        return GradientReducer(list(model.parameters()), dp)
+    return ShardedReducer(model, dp, zero=zero, compute_dtype=compute_dtype, units=units, methods=methods)
+
+
+class ShardedReducer:
+    """The Reducer of parameters cut over dp, and what cuts them. Arguments as of `build_reducer`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dp: Axis,
+        *,
+        zero: int,
+        compute_dtype: torch.dtype,
+        units: Iterable[nn.Module],
+        methods: Sequence[str],
+    ) -> None:
+        assert dp.group is not None
+        first = next(model.parameters())
+        half = compute_dtype in (torch.bfloat16, torch.float16)
+        policy = MixedPrecisionPolicy(
+            param_dtype=compute_dtype if half else None,
+            reduce_dtype=first.dtype,
+            cast_forward_inputs=False,  # the loss scale keeps its dtype
+        )
+        mesh = DeviceMesh.from_group(dp.group, first.device.type, mesh_dim_names=(dp.name,))
+        self.units = [
+            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=zero == 3) for unit in units
+        ]
+        # what is left is used at both ends of the forward pass and next in backward: kept in between
+        self.root: FSDPModule = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        for unit in (*self.units, self.root):
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
+            unit.set_custom_all_gather(_AllGather(dp))  # type: ignore[arg-type]  # its base class is private
+            unit.set_custom_reduce_scatter(_ReduceScatter(dp))  # type: ignore[arg-type]
+        for name in methods:
+            register_fsdp_forward_method(model, name)
+        self.keeps_gathered = zero == 2
+        self.slices = _hand_out_slices(model, dp)
+        self._sync: bool | None = None
+        self._reduced = False
+
+    @property
+    def sync(self) -> bool:
+        """Whether the next backward pass is the last of the step and reduces as it goes."""
+        return bool(self._sync)
+
+    @sync.setter
+    def sync(self, value: bool) -> None:
+        self._reduced |= value
+        if value == self._sync:
+            return
+        self._sync = value
+        self.root.set_requires_gradient_sync(value)
+        self.root.set_is_last_backward(value)
+        self.root.set_reshard_after_backward(value or not self.keeps_gathered)
+
+    def start_step(self) -> None:
+        """Clear the gradients, and drop weights that an evaluation gathered."""
+        for rows, dp_slice in self.slices:
+            rows.grad = dp_slice.parameter.grad = None
+        for unit in (*self.units, self.root):
+            unit.reshard()
+        self.sync, self._reduced = False, False
+
+    def settle(self) -> None:
+        """Take in gradients that arrived outside a backward pass."""
+        assert not self._reduced, "the step's gradients are already reduced"
+        _run_post_backward(self.root)
+
+    def finish(self) -> None:
+        """Reduce if no backward pass did, and hand the sums to the parameters of `ParameterShard`."""
+        if not self._reduced:
+            self.sync = True
+            _run_post_backward(self.root)
+        for rows, dp_slice in self.slices:
+            if rows.grad is not None:
+                dp_slice.parameter.grad = _local(rows.grad)
+                rows.grad = None
+            else:
+                dp_slice.parameter.grad = None
+
+
+def _hand_out_slices(model: nn.Module, dp: Axis) -> list[tuple[nn.Parameter, DataParallelSlice]]:
+    """Tell `parameter_shards` what this rank holds: FSDP2's parameters, each with our view of its rows."""
+    handed_out: dict[nn.Parameter, DataParallelSlice] = {}
+    for module in model.modules():
+        own = dict(module.named_parameters(recurse=False))
+        for parameter in own.values():
+            if parameter not in handed_out:
+                handed_out[parameter] = _slice_of(parameter, dp)
+        if own:
+            setattr(module, DP_SLICES, {name: handed_out[p] for name, p in own.items()})
+    return list(handed_out.items())
+
+
+def _slice_of(parameter: nn.Parameter, dp: Axis) -> DataParallelSlice:
+    rows = nn.Parameter(_local(parameter), requires_grad=parameter.requires_grad)
+    share = -(-parameter.shape[0] // dp.size)
+    first = min(dp.rank * share, parameter.shape[0])
+    assert rows.shape[0] == min(share, parameter.shape[0] - first), "FSDP2 cuts otherwise than torch.chunk"
+    return DataParallelSlice(rows, tuple(parameter.shape), first, dp)
+
+
+@torch.no_grad()
+def _local(x: Tensor) -> Tensor:
+    """This rank's rows of a DTensor, sharing its memory."""
+    assert isinstance(x, DTensor)
+    return x.to_local().detach()
+
+
+def _run_post_backward(root: FSDPModule) -> None:
+    """What FSDP2 does at the end of a backward pass, for gradients that came without one.
+
+    Private API, there being no public one; torch.distributed.pipelining calls it too (stage.py, REDUCE_GRAD).
+    It adds gradients to the accumulated ones; with sync it reduces them, drops gathered weights and makes the
+    device's stream wait. The same in torch 2.11 to 2.13.
+    """
+    root._get_fsdp_state()._root_post_backward_final_callback()
+
+
+class _Allocator:
+    """Buffers and axis of a collective that FSDP2 leaves to us, so that a hang in it can be named."""
+
+    def __init__(self, dp: Axis) -> None:
+        self.dp = dp
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_Allocator):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        with self.dp.watch.waiting("all_gather", self.dp.name, self.dp.ranks):
+            work: dist.Work | None = _gather_flat(output_tensor, input_tensor, group=group, async_op=async_op)
+        return work
+
+
+class _ReduceScatter(_Allocator):
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        with self.dp.watch.waiting("reduce_scatter", self.dp.name, self.dp.ranks):
+            work: dist.Work | None = _scatter_flat(
+                output_tensor, input_tensor, op=op, group=group, async_op=async_op
+            )
+        return work

@@ -1,0 +1,146 @@
+"""What this rank is waiting for, so that a hang can be named.
+
+Every communication waits inside `Watch.waiting`. A transport that gives up (gloo at its timeout, or when a
+peer's connection closes) raises there, and the error becomes a `LostPeer` of one line. A wait that outlives
+its limit without an error is found by the watchdog (mlm/train/watchdog.py), which asks `Watch.overdue`.
+
+On CUDA a wait returns at once and the stream waits instead: `Watch.follow` keeps an event per communication
+until the watchdog sees it done.
+
+Imports nothing heavy: mlm/train/failure.py must work where torch does not.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+TRANSPORT = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "broken pipe")
+SHOWN = 8  # ranks of a group that are listed in full
+FOLLOWED = 1 << 14  # the device's launch queue is full long before the host is so many ahead
+EARLY_S = 1.5  # NCCL aborts the process at its timeout: say what hangs before that
+
+
+class LostPeer(RuntimeError):
+    """Another rank did not do its part of a communication. The message is one line for the user."""
+
+
+def is_transport_error(error: BaseException) -> bool:
+    """Whether the exception came from the transport between ranks: usually because another rank is gone."""
+    if isinstance(error, LostPeer) or any(base.__name__ == "DistError" for base in type(error).__mro__):
+        return True  # DistError is torch.distributed's own
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(word in text for word in TRANSPORT)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 2, 3`, or of many ranks the first three, the last and how many they are."""
+    if len(ranks) <= SHOWN:
+        return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return f"ranks {', '.join(map(str, ranks[:3]))}, … {ranks[-1]}: {len(ranks)} of them"
+
+
+@dataclass(slots=True, eq=False)
+class Wait:
+    """A communication that this rank waits for; a context manager around the wait."""
+
+    watch: "Watch"
+    op: str
+    axis: str
+    ranks: tuple[int, ...]
+    limit_s: float
+    step: int
+    since: float = 0.0
+    done: Callable[[], bool] | None = None
+    """Of one that the device waits for: whether it is over."""
+
+    def __enter__(self) -> None:
+        self.since = time.monotonic()
+        self.watch.waits[id(self)] = self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        del self.watch.waits[id(self)]
+        if error is None or isinstance(error, LostPeer) or not is_transport_error(error):
+            return
+        text = str(error).lower()
+        if "timed out" in text or "timeout" in text:
+            raise self.unfinished() from error
+        raise self.lost(f"broke: {self._peers()} gone") from error
+
+    def unfinished(self) -> LostPeer:
+        """That it took longer than it may."""
+        own = self.done is None and math.isfinite(self.limit_s)
+        return self.lost(f"did not finish in {self.limit_s if own else self.watch.timeout_s:g} s: {self._peers()} stuck or gone")
+
+    def lost(self, what: str) -> LostPeer:
+        """The line: this rank, the step, the operation, the group, and `what` became of it."""
+        step = f"step {self.step}: " if self.step else ""
+        group = f"over {self.axis} ({name_ranks(self.ranks)})"
+        return LostPeer(f"rank {self.watch.rank}: {step}{self.op} {group} {what}")
+
+    def _peers(self) -> str:
+        peers = [rank for rank in self.ranks if rank != self.watch.rank]
+        return f"rank {peers[0]} is" if len(peers) == 1 else f"one of the other {len(peers)} ranks is"
+
+
+@dataclass(eq=False)
+class Watch:
+    """Notes the communications a rank waits for. One per rank, shared by all axes and threads."""
+
+    rank: int = 0
+    """Global rank of this process."""
+    timeout_s: float = math.inf
+    """Seconds a communication may take (dist.timeout_s)."""
+    step: int = 0
+    """The training step under way, from 1; 0 outside training."""
+    waits: dict[int, Wait] = field(default_factory=dict)
+    """The waits under way, the innermost last."""
+    followed: deque[Wait] = field(default_factory=lambda: deque(maxlen=FOLLOWED))
+    """What the device waits for, the oldest first."""
+
+    def waiting(self, op: str, axis: str, ranks: tuple[int, ...], limit_s: float | None = None) -> Wait:
+        """Context manager around a wait for `op` over the axis named `axis`, of these global ranks.
+
+        `limit_s` replaces `timeout_s`: math.inf for a region that computes too, where only an error of the
+        transport counts. Waits may be nested; the innermost is the one that is named.
+        Raises LostPeer in place of what the transport raises.
+        """
+        return Wait(self, op, axis, ranks, self.timeout_s if limit_s is None else limit_s, self.step)
+
+    def follow(self, op: str, axis: str, ranks: tuple[int, ...], done: Callable[[], bool]) -> None:
+        """Keep an eye on a communication that the device waits for, until `done()`."""
+        limit_s = max(self.timeout_s / 2, self.timeout_s - EARLY_S)
+        wait = Wait(self, op, axis, ranks, limit_s, self.step, time.monotonic(), done)
+        self.followed.append(wait)
+
+    def overdue(self, grace_s: float) -> LostPeer | None:
+        """What has lasted longer than it may: a wait by `grace_s`, as the transport is to speak first."""
+        now = time.monotonic()
+        for wait in reversed(list(self.waits.values())):
+            if now - wait.since > wait.limit_s + grace_s:
+                return wait.unfinished()
+        oldest = self._oldest_followed()
+        return oldest.unfinished() if oldest and now - oldest.since > oldest.limit_s else None
+
+    def interrupted(self) -> LostPeer | None:
+        """What this rank waits for at the moment when it hears that another one failed."""
+        waits = list(self.waits.values())
+        wait = waits[-1] if waits else self._oldest_followed()
+        return wait and wait.lost("was under way when another rank failed")
+
+    def _oldest_followed(self) -> Wait | None:
+        """The first that is not over; forgets those that are. Called by the watchdog only."""
+        while self.followed:
+            oldest = self.followed[0]
+            assert oldest.done is not None
+            if not oldest.done():
+                return oldest
+            self.followed.popleft()
+        return None

@@ -1,0 +1,1 @@
+"""What a run will do, worked out before it starts."""

@@ -1,0 +1,83 @@
+"""What a plan's simulation showed, as numbers: the bubble beside its closed formula, and a line per rank."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mlm.config.plan_schema import PlanScheduleConfig
+from mlm.parallel.pipeline.actions import Plan, Receive, Send
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """A bubble as a function of the settings."""
+
+    words: str
+    """The formula with p, v, m for pp, vp, micro_batches and F, B, W for the costs."""
+    value: float
+    """Idle time over ideal time."""
+    holds: str
+    """When it is exact."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankNumbers:
+    """One rank's share of a plan."""
+
+    rank: int
+    idle: float
+    """Time within the makespan in which it computes nothing."""
+    peak_in_flight: int
+    """Most (chunk, micro-batch) pairs whose activations it holds at once."""
+    sends: int
+    receives: int
+
+
+def closed_bubble(config: PlanScheduleConfig) -> Formula:
+    """The bubble by formula: arXiv:2104.04473, section 2.2, and arXiv:2401.10241, table 2, for zb_h1.
+
+    The latter is written for any F, W and m; at F >= W and m >= p it is the paper's (p-1)(F + B - W).
+    """
+    p, v, m = config.pp, config.vp, config.micro_batches
+    if config.pipeline == "zb_h1":
+        f, b, w = config.forward_cost, config.input_gradient_cost, config.weight_gradient_cost
+        idle = (p - 1) * (f + b) - (min(p, m) - 1) * min(f, w)
+        plain = f >= w and m >= p
+        words = "(p-1)(F+B-W)" if plain else "((p-1)(F+B) - (min(p,m)-1) min(F,W))"
+        return Formula(f"{words} / (m(F+B+W))", idle / (m * (f + b + w)), "without transfers")
+    if v == 1:
+        return Formula("(p-1)/m", (p - 1) / m, "without transfers")
+    holds = (
+        "without transfers and for m >= p"
+        if config.pipeline == "gpipe"
+        else "without transfers and for F <= B <= 2F"
+    )
+    return Formula("(p-1)/(v*m)", (p - 1) / (v * m), holds)
+
+
+def rank_numbers(plan: Plan) -> list[RankNumbers]:
+    """A line per rank."""
+    return [
+        RankNumbers(
+            rank,
+            idle=plan.makespan - sum(span.end - span.start for span in spans),
+            peak_in_flight=peak,
+            sends=count(instructions, Send),
+            receives=count(instructions, Receive),
+        )
+        for rank, (spans, instructions, peak) in enumerate(
+            zip(plan.timeline, plan.instructions, plan.peak_in_flight, strict=True)
+        )
+    ]
+
+
+def count(instructions: Sequence[object], kind: type) -> int:
+    """How many instructions are of a kind."""
+    return sum(isinstance(instruction, kind) for instruction in instructions)
+
+
+def title(config: PlanScheduleConfig) -> str:
+    """`interleaved 1F1B · pp=4 vp=2 micro_batches=8`."""
+    name = {"1f1b": "1F1B", "gpipe": "GPipe", "zb_h1": "ZB-H1"}[config.pipeline]
+    if config.vp > 1:
+        name = f"interleaved {name}"
+    return f"{name} · pp={config.pp} vp={config.vp} micro_batches={config.micro_batches}"

@@ -1,0 +1,91 @@
+"""`mlm plan schedule`: simulate a pipeline schedule, draw it and say what it costs. No torch, no model."""
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from mlm.config.errors import UserError
+from mlm.config.plan_schema import PlanScheduleConfig
+from mlm.files import write_atomic
+from mlm.parallel.pipeline.actions import Cost, Plan
+from mlm.parallel.pipeline.lower import lower
+from mlm.parallel.pipeline.schedules import build_schedule
+from mlm.plan import picture, terminal
+from mlm.plan.numbers import Formula, closed_bubble, rank_numbers, title
+from mlm.plan.record import record
+
+
+def run(config: PlanScheduleConfig, console: Console | None = None) -> Plan:
+    """Print the schedule and its numbers, write `out` where it is given, and return the plan.
+
+    Raises UserError if `out` cannot be written.
+    """
+    console = console or Console()
+    plan = simulate(config)
+    say(f"{title(config)}\n", console)
+    terminal.draw(plan, console)
+    show_numbers(plan, closed_bubble(config), console)
+    if config.out is not None:
+        write(plan, config, Path(config.out))
+        say(f"written to {config.out}", console)
+    return plan
+
+
+def simulate(config: PlanScheduleConfig) -> Plan:
+    """The plan of these settings."""
+    schedule = build_schedule(
+        config.pipeline, stages=config.pp, chunks=config.vp, micro_batches=config.micro_batches
+    )
+    cost = Cost(
+        forward=config.forward_cost,
+        backward=config.backward_cost,
+        input_gradient=config.input_gradient_cost,
+        weight_gradient=config.weight_gradient_cost,
+        transfer=config.transfer_cost,
+    )
+    return lower(schedule, cost=cost)
+
+
+def show_numbers(plan: Plan, formula: Formula, console: Console) -> None:
+    """The numbers of the whole plan in two lines, those of the ranks in a table."""
+    say(f"\nbubble    {plan.bubble:.2%} of the ideal time; {compared(plan.bubble, formula)}", console)
+    ideal = plan.makespan / (1 + plan.bubble)
+    say(f"makespan  {plan.makespan:.6g}; {ideal:.6g} without the bubble\n", console)
+    table = Table()
+    for heading in ("rank", "idle", "peak in flight", "sends", "receives"):
+        table.add_column(heading, justify="right")
+    for row in rank_numbers(plan):
+        cells = (row.rank, f"{row.idle:.6g}", row.peak_in_flight, row.sends, row.receives)
+        table.add_row(*map(str, cells))
+    console.print(table)
+    say("in flight: micro-batches whose activations it holds, each chunk's by itself", console)
+
+
+def say(line: str, console: Console) -> None:
+    """Print one line as it is: no markup, no wrapping, no colours."""
+    console.print(Text(line), soft_wrap=True)
+
+
+def compared(bubble: float, formula: Formula) -> str:
+    """What the formula says beside the simulation, and why where they differ."""
+    said = f"formula {formula.words} = {formula.value:.2%}"
+    return said if abs(bubble - formula.value) < 1e-9 else f"{said} (exact {formula.holds})"
+
+
+def write(plan: Plan, config: PlanScheduleConfig, out: Path) -> None:
+    """Write the picture or the record, by the ending. Raises UserError."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if out.suffix == ".json":
+            write_atomic(out, (json.dumps(record(plan, config), indent=1) + "\n").encode())
+        else:
+            picture.draw(
+                plan, f"{title(config)}   bubble {plan.bubble:.2%}   makespan {plan.makespan:.6g}", out
+            )
+    except OSError as error:
+        raise UserError(
+            f"out={out}: {error.strerror} ({error.filename}): free space there, or set another out="
+        ) from error

@@ -1,0 +1,141 @@
+"""The part of a model that this rank holds, and passes of micro-batches through all of its stages."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from mlm.config.schema import ModelConfig, ParallelConfig, PrecisionConfig
+from mlm.data.sampler import Batch
+from mlm.models.gpt2 import GPT2
+from mlm.models.stage import split_layers
+from mlm.optim.precision import DTYPES, parameter_dtype
+from mlm.parallel.collectives import all_reduce
+from mlm.parallel.cross_entropy import IGNORE
+from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from mlm.parallel.linear import Postponed
+from mlm.parallel.mesh import ParallelContext
+from mlm.parallel.pipeline.actions import Instruction
+from mlm.parallel.pipeline.engine import Stages, run_plan
+from mlm.parallel.pipeline.lower import lower
+from mlm.parallel.pipeline.schedules import build_schedule, forward_only
+
+Forward = Callable[[GPT2, Batch, Tensor | None], Tensor]
+"""forward(chunk, micro-batch, hidden states of the stage before or None) -> the chunk's output."""
+
+EVAL_ROUNDS = 4
+"""Micro-batches per pipeline rank that a pass without gradients takes through the stages at a time."""
+
+
+class PipelinedModel:
+    """This rank's chunks of a model, in the order a micro-batch meets them.
+
+    Attributes:
+        chunks: one module per virtual stage; the whole model when pp = vp = 1.
+    """
+
+    def __init__(
+        self, model: ModelConfig, parallel: ParallelConfig, precision: PrecisionConfig, ctx: ParallelContext
+    ) -> None:
+        self.ctx, self.pipeline, self.num_chunks = ctx, parallel.pipeline, parallel.vp
+        self.dtype, self.vocab_size = DTYPES[precision.dtype], model.vocab_size
+        stages = split_layers(model.num_layers, ctx.pp.size * parallel.vp)
+        with torch.device(ctx.device):
+            self.chunks = [
+                GPT2(
+                    model,
+                    tp=ctx.tp,
+                    dtype=self.dtype,
+                    recompute=parallel.recompute,
+                    sequence_parallel=parallel.sequence_parallel,
+                    stage=stage,
+                ).to(parameter_dtype(precision))
+                for stage in stages[ctx.pp.rank :: ctx.pp.size]
+            ]
+        self.postponed = [Postponed() for _ in self.chunks]
+        if self.puts_off:
+            for chunk, postponed in zip(self.chunks, self.postponed, strict=True):
+                for module in chunk.modules():
+                    if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+                        module.postponed = postponed
+        self._plans: dict[tuple[bool, int], Sequence[Instruction]] = {}
+
+    @property
+    def puts_off(self) -> bool:
+        """Whether weight gradients arrive after the backward pass they belong to."""
+        return self.pipeline == "zb_h1"
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank holds the last stage, where losses and logits come out."""
+        return self.ctx.pp.rank == self.ctx.pp.size - 1
+
+    def instructions(self, micro_batches: int, *, train: bool) -> Sequence[Instruction]:
+        """What this rank executes for so many micro-batches."""
+        key = (train, micro_batches)
+        if key not in self._plans:
+            p, v = self.ctx.pp.size, self.num_chunks
+            schedule = (
+                build_schedule(self.pipeline, stages=p, chunks=v, micro_batches=micro_batches)
+                if train
+                else forward_only(p, v, micro_batches)
+            )
+            self._plans[key] = lower(schedule).instructions[self.ctx.pp.rank]
+        return self._plans[key]
+
+    def train(
+        self, batches: Sequence[Batch], forward: Forward, before_backward: Callable[[int, bool], None]
+    ) -> list[Tensor]:
+        """Forward and backward of a step's micro-batches; the last stage's losses, nothing elsewhere."""
+        return self._run(batches, forward, self.instructions(len(batches), train=True), before_backward)
+
+    def evaluate(self, batches: Iterable[Batch], forward: Forward) -> Iterator[tuple[Batch, Tensor]]:
+        """Each micro-batch with what the last stage makes of it; nothing on other ranks. No gradients."""
+        some = 1 if self.ctx.pp.size == 1 else EVAL_ROUNDS * self.ctx.pp.size
+        remaining = iter(batches)
+        while group := list(islice(remaining, some)):
+            results = self._run(group, forward, self.instructions(len(group), train=False), _nothing)
+            if self.is_last:
+                yield from zip(group, results, strict=True)
+
+    def _run(
+        self,
+        batches: Sequence[Batch],
+        forward: Forward,
+        instructions: Sequence[Instruction],
+        before_backward: Callable[[int, bool], None],
+    ) -> list[Tensor]:
+        stages = Stages[Batch](
+            pp=self.ctx.pp,
+            num_stages=self.ctx.pp.size * self.num_chunks,
+            forward=lambda chunk, batch, x: forward(self.chunks[chunk], batch, x),
+            boundary_shape=lambda batch: self.chunks[0].boundary_shape(batch.tokens),
+            dtype=self.dtype,
+            device=self.ctx.device,
+            before_backward=before_backward,
+            postponed=self.postponed,
+        )
+        return run_plan(stages, instructions, batches)
+
+
+def _nothing(chunk: int, last: bool) -> None:
+    """A pass without backward has nothing to be told."""
+
+
+def evaluate(model: PipelinedModel, batches: Iterable[Batch], ctx: ParallelContext) -> tuple[float, int]:
+    """(mean loss per scored token in nats, scored tokens) over all data-parallel ranks' batches.
+
+    Summed in float64, so that the score does not depend on how the samples were dealt. Collective over all
+    ranks, and the same on each.
+    """
+
+    def losses(chunk: GPT2, batch: Batch, x: Tensor | None) -> Tensor:
+        return chunk.losses(batch.tokens.to(ctx.device), batch.labels.to(ctx.device), x)
+
+    sums = torch.zeros(2, dtype=torch.float64, device=ctx.device)
+    for batch, result in model.evaluate(batches, losses):
+        sums[0] += result.sum(dtype=torch.float64)
+        sums[1] += (batch.labels != IGNORE).sum()
+    loss, count = all_reduce(all_reduce(sums, ctx.dp), ctx.pp).tolist()
+    return loss / max(1, count), int(count)

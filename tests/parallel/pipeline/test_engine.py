@@ -1,0 +1,134 @@
+"""The engine on stages of one linear layer each, against running them one after the other."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mlm.parallel.linear import Postponed, linear
+from mlm.parallel.mesh import ParallelContext
+from mlm.parallel.pipeline.engine import SENDS_KEPT, Stages, run_plan
+from mlm.parallel.pipeline.lower import lower
+from mlm.parallel.pipeline.schedules import build_schedule, forward_only
+from tests.ranks import run_on_ranks
+
+WIDTH = 5
+
+
+@dataclass
+class Sample:
+    """A micro-batch of the test's own kind, of any length."""
+
+    x: Tensor
+    weight: float
+
+
+class Part(nn.Module):
+    """One stage: tanh of a linear layer; the last one ends in a weighted sum."""
+
+    def __init__(self, number: int, is_last: bool) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(number)
+        self.w = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64))
+        self.is_last, self.postponed = is_last, Postponed()
+
+    def forward(self, sample: Sample, x: Tensor) -> Tensor:
+        y = torch.tanh(linear(x, self.w, None, self.postponed))
+        return y.sum() * sample.weight if self.is_last else y
+
+
+def samples(lengths: list[int]) -> list[Sample]:
+    generator = torch.Generator().manual_seed(9)
+    return [
+        Sample(torch.randn(n, WIDTH, generator=generator, dtype=torch.float64), 1.0 + i)
+        for i, n in enumerate(lengths)
+    ]
+
+
+def in_order(num_stages: int, batches: list[Sample]) -> tuple[list[Tensor], list[Tensor]]:
+    """Results and weight gradients of one process without a pipeline."""
+    parts = [Part(n, n == num_stages - 1) for n in range(num_stages)]
+    results = []
+    for sample in batches:
+        x = sample.x
+        for part in parts:
+            x = part(sample, x)
+        x.backward()
+        results.append(x.detach())
+    return results, [part.w.grad for part in parts if part.w.grad is not None]
+
+
+def stages_of(ctx: ParallelContext, v: int) -> tuple[Stages[Sample], list[Part], list[tuple[int, bool]]]:
+    p = ctx.pp.size
+    parts = [Part(c * p + ctx.pp.rank, c * p + ctx.pp.rank == p * v - 1) for c in range(v)]
+    told: list[tuple[int, bool]] = []
+    stages = Stages[Sample](
+        pp=ctx.pp,
+        num_stages=p * v,
+        forward=lambda chunk, sample, x: parts[chunk](sample, sample.x if x is None else x),
+        boundary_shape=lambda sample: tuple(sample.x.shape),
+        dtype=torch.float64,
+        device=ctx.device,
+        before_backward=lambda chunk, last: told.append((chunk, last)),
+        postponed=[part.postponed for part in parts],
+    )
+    return stages, parts, told
+
+
+CASES = [
+    ("1f1b", 1, 1, 3),
+    ("1f1b", 2, 1, 4),
+    ("1f1b", 3, 1, 5),
+    ("1f1b", 4, 1, 2),  # fewer micro-batches than stages
+    ("1f1b", 2, 2, 4),
+    ("1f1b", 2, 3, 6),
+    ("1f1b", 3, 2, 6),
+    ("gpipe", 2, 1, 12),  # more sends than are kept
+    ("zb_h1", 1, 1, 2),
+    ("zb_h1", 2, 1, 4),
+    ("zb_h1", 4, 1, 3),
+]
+
+
+@pytest.mark.parametrize(("name", "p", "v", "m"), CASES)
+def test_results_and_gradients_are_those_of_running_in_order(name: str, p: int, v: int, m: int) -> None:
+    """float64, two steps of different lengths with accumulation between them cleared."""
+    run_on_ranks(check_step, name, v, m, pp=p)
+
+
+def check_step(ctx: ParallelContext, name: str, v: int, m: int) -> None:
+    stages, parts, told = stages_of(ctx, v)
+    plan = lower(build_schedule(name, stages=ctx.pp.size, chunks=v, micro_batches=m))
+    for lengths in ([3 + i % 2 for i in range(m)], [7] * m):
+        batches = samples(lengths)
+        results, grads = in_order(ctx.pp.size * v, batches)
+        told.clear()
+        for part in parts:
+            part.w.grad = None
+        mine = run_plan(stages, plan.instructions[ctx.pp.rank], batches)
+        torch.testing.assert_close(mine, results if ctx.pp.rank == ctx.pp.size - 1 else [])
+        for chunk, part in enumerate(parts):
+            torch.testing.assert_close(part.w.grad, grads[chunk * ctx.pp.size + ctx.pp.rank])
+            assert [last for c, last in told if c == chunk] == [False] * (m - 1) + [True]
+
+
+def test_more_sends_than_are_kept_at_once_are_tried_above() -> None:
+    assert max(m for _, p, _, m in CASES if p > 1) > SENDS_KEPT
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [(1, 1, 2), (2, 1, 3), (3, 1, 1), (2, 2, 3)])
+def test_a_forward_only_plan_gives_the_results_and_keeps_nothing(p: int, v: int, m: int) -> None:
+    run_on_ranks(check_forward, v, m, pp=p)
+
+
+def check_forward(ctx: ParallelContext, v: int, m: int) -> None:
+    stages, parts, told = stages_of(ctx, v)
+    batches = samples([4] * m)
+    plan = lower(forward_only(ctx.pp.size, v, m))
+    mine = run_plan(stages, plan.instructions[ctx.pp.rank], batches)
+    results, _ = in_order(ctx.pp.size * v, batches)
+    torch.testing.assert_close(mine, results if ctx.pp.rank == ctx.pp.size - 1 else [])
+    assert not any(result.requires_grad for result in mine)
+    assert told == []
+    assert all(part.w.grad is None for part in parts)

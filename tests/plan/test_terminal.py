@@ -1,0 +1,153 @@
+"""A plan drawn in characters."""
+
+import io
+import re
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from rich.console import Console
+from rich.segment import Segment
+
+from mlm.parallel.pipeline.actions import Cost, Op, Plan
+from mlm.parallel.pipeline.lower import lower
+from mlm.parallel.pipeline.schedules import build_schedule
+from mlm.plan.colours import fill
+from mlm.plan.terminal import draw, round_step, row, scale_for, windows
+
+
+def plan(name: str = "1f1b", p: int = 4, v: int = 1, m: int = 8, cost: Cost | None = None) -> Plan:
+    return lower(build_schedule(name, stages=p, chunks=v, micro_batches=m), cost=cost or Cost())
+
+
+def drawn(plan: Plan, width: int = 100, **options: object) -> str:
+    """The picture as it is printed to a file."""
+    file = io.StringIO()
+    draw(plan, Console(file=file, width=width, **{"force_terminal": False, **options}))
+    return file.getvalue()
+
+
+def lines(text: str, rank: int) -> list[str]:
+    """A rank's lines, one for each window."""
+    return [line for line in text.splitlines() if line.startswith(f"rank {rank}")]
+
+
+def test_one_forward_one_backward_is_figure_4_of_the_paper() -> None:
+    """arXiv:2104.04473, figure 4, top: rank 0 warms up with p forwards, the last rank with one."""
+    expected = """
+rank 0  F0F1F2F3............B0--F4B1--F5B2--F6B3--F7B4--..B5--..B6--..B7--
+rank 1  ..F0F1F2........B0--F3B1--F4B2--F5B3--F6B4--F7B5--..B6--..B7--....
+rank 2  ....F0F1....B0--F2B1--F3B2--F4B3--F5B4--F6B5--F7B6--..B7--........
+rank 3  ......F0B0--F1B1--F2B2--F3B3--F4B4--F5B5--F6B6--F7B7--............
+"""
+    assert expected.strip() in drawn(plan())
+
+
+def test_second_chunk_has_small_letters() -> None:
+    assert lines(drawn(plan(p=2, v=2, m=2)), 1) == ["rank 1  ..F0F1f0b0--f1b1--B0--B1--.."]
+
+
+def test_more_chunks_are_numbered() -> None:
+    assert "F1.0F2.0F0.1F1.1F2.1F0.2" in drawn(plan(p=3, v=3, m=3))
+
+
+def test_weight_gradients_have_their_letter_and_legend() -> None:
+    text = drawn(plan("zb_h1", p=2, m=2))
+    assert lines(text, 1) == ["rank 1  ..F0B0F1B1W0W1"]
+    assert "B input gradient   W weight gradient" in text
+
+
+def test_time_axis_counts_in_costs() -> None:
+    axis = drawn(plan(cost=Cost(forward=10, backward=20))).splitlines()[0]
+    assert axis[8:].split() == ["0", "50", "100", "150", "200", "250", "300"]
+    assert axis[8 + 10 * 2 - 10 :].startswith("50")  # the fifth forward's column, 2 characters each
+
+
+@pytest.mark.parametrize("width", [30, 47, 80])
+def test_folded_windows_join_to_the_whole_line(width: int) -> None:
+    (whole,) = lines(drawn(plan(p=2), width=500), 1)
+    folded = lines(drawn(plan(p=2), width=width), 1)
+    assert "".join(line[8:] for line in folded) == whole[8:]
+    assert all(len(line) <= width for line in folded)
+
+
+def test_windows_fill_the_width_and_end_with_the_schedule() -> None:
+    assert windows(25, 10) == [(0, 10), (10, 20), (20, 25)]
+
+
+def test_long_schedule_shows_its_beginning_and_its_end() -> None:
+    text = drawn(plan(m=400))
+    shown = lines(text, 0)
+    assert shown[0].startswith("rank 0  F0--F1--F2--F3--" if "F0--" in shown[0] else "rank 0  F0")
+    assert shown[-1].rstrip(".").endswith("B399----")
+    assert len(text.splitlines()) < 80
+    (left_out,) = re.findall(r"… from (\S+) to (\S+) left out; out=schedule.svg draws all …", text)
+    assert 0 < float(left_out[0]) < float(left_out[1]) < 1209
+
+
+def test_costs_that_are_no_multiples_leave_no_cell_out() -> None:
+    odd = plan(cost=Cost(forward=0.7, backward=1.9, transfer=0.13))
+    for rank in range(4):
+        (line,) = lines(drawn(odd, width=500), rank)
+        assert re.findall(r"[FB]\d", line) == [str(span.action) for span in odd.timeline[rank]]
+
+
+def test_tiny_computation_does_not_stretch_the_picture() -> None:
+    text = drawn(plan(cost=Cost(forward=1e-6)), width=500)
+    assert len(lines(text, 0)[0]) < 500
+
+
+def test_line_has_no_gap_and_no_overlap() -> None:
+    interleaved = plan(v=2, cost=Cost(forward=0.9, backward=1.7))
+    scale = scale_for(interleaved, coloured=False)
+    for spans in interleaved.timeline:
+        length = scale.column(interleaved.makespan)
+        assert len(row(spans, scale, 0, length)) == length
+        assert all(a.end <= b.start for a, b in pairwise(spans))
+
+
+def coloured(plan: Plan, **options: object) -> list[Segment]:
+    """What a terminal with colours gets."""
+    console = Console(
+        file=io.StringIO(), width=400, force_terminal=True, **{"color_system": "truecolor", **options}
+    )
+    scale = scale_for(plan, coloured=True)
+    return list(console.render(row(plan.timeline[0], scale, 0, scale.column(plan.makespan))))
+
+
+def test_colours_replace_letters() -> None:
+    backgrounds = {
+        segment.style.bgcolor.name: segment.text
+        for segment in coloured(plan(p=2, v=2, m=2))
+        if segment.style and segment.style.bgcolor
+    }
+    assert backgrounds == {
+        fill(span.action, 2): f" {span.action.micro_batch}" + "  " * (span.action.op is Op.BACKWARD)
+        for span in plan(p=2, v=2, m=2).timeline[0]
+    }
+
+
+@pytest.mark.parametrize(
+    "options, letters",
+    [
+        ({"force_terminal": True, "color_system": "truecolor"}, False),
+        ({"force_terminal": True, "color_system": "256"}, False),
+        ({"force_terminal": True, "color_system": "standard"}, True),
+        ({"force_terminal": True, "color_system": "truecolor", "no_color": True}, True),
+        ({"force_terminal": False}, True),
+    ],
+)
+def test_letters_stand_where_colours_cannot(options: dict[str, object], letters: bool) -> None:
+    assert ("F0F1" in drawn(plan(), **options)) is letters
+
+
+def test_every_op_and_chunk_has_its_own_colour() -> None:
+    actions = [span.action for span in plan(p=2, v=3, m=2).timeline[0]]
+    w = [replace(action, op=Op.WEIGHT) for action in actions]
+    kinds = {(a.op, a.chunk) for a in (*actions, *w)}
+    assert len({fill(a, 3) for a in (*actions, *w)}) == len(kinds)
+
+
+@pytest.mark.parametrize("least, step", [(1, 1), (1.1, 2), (3, 5), (7, 10), (0.03, 0.05), (600, 1000)])
+def test_ticks_are_at_round_distances(least: float, step: float) -> None:
+    assert round_step(least) == pytest.approx(step)
