@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from mlm.checkpoint.format import JSON, CheckpointError
 from mlm.config.errors import CorruptFileError, UserError
+from mlm.parallel.watch import Wait, Watch
 
 T = TypeVar("T")
 
@@ -26,6 +27,8 @@ class Ranks:
     rank: int
     world_size: int
     group: ProcessGroup | None
+    watch: Watch = field(default_factory=Watch, compare=False)
+    """Names what is waited for when a rank is lost."""
 
     def __post_init__(self) -> None:
         assert self.world_size == 1 or self.group is not None, "several ranks need a gloo group"
@@ -49,15 +52,17 @@ class Ranks:
             return [value]
         mine = _encode(value)
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(lengths, torch.tensor([mine.numel()]), group=self.group)
+        with self._waiting("all_gather"):
+            dist.all_gather(lengths, torch.tensor([mine.numel()]), group=self.group)
         sizes = [int(n) for n in lengths]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)  # gloo refuses uneven sizes
         padded[: mine.numel()] = mine
         received = [torch.empty_like(padded) for _ in sizes] if to_all or self.is_main else []
-        if to_all:
-            dist.all_gather(received, padded, group=self.group)
-        else:
-            dist.gather(padded, received if self.is_main else None, group=self.group, group_dst=0)
+        with self._waiting("all_gather" if to_all else "gather"):
+            if to_all:
+                dist.all_gather(received, padded, group=self.group)
+            else:
+                dist.gather(padded, received if self.is_main else None, group=self.group, group_dst=0)
         return [_decode(text[:n]) for text, n in zip(received, sizes, strict=False)]
 
     def broadcast(self, value: JSON) -> JSON:
@@ -66,17 +71,22 @@ class Ranks:
             return value
         mine = _encode(value)
         length = torch.tensor([mine.numel()])
-        dist.broadcast(length, group=self.group, group_src=0)
-        text = mine if self.is_main else torch.empty(int(length), dtype=torch.uint8)
-        dist.broadcast(text, group=self.group, group_src=0)
+        with self._waiting("broadcast"):
+            dist.broadcast(length, group=self.group, group_src=0)
+            text = mine if self.is_main else torch.empty(int(length), dtype=torch.uint8)
+            dist.broadcast(text, group=self.group, group_src=0)
         return _decode(text)
 
     def any_of(self, flags: Sequence[bool]) -> list[bool]:
         """For each place, whether it is true on some rank. All ranks pass equally many."""
         seen = torch.tensor(flags, dtype=torch.uint8)
         if self.group is not None and flags:
-            dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self.group)
+            with self._waiting("all_reduce"):
+                dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self.group)
         return [bool(flag) for flag in seen.tolist()]
+
+    def _waiting(self, op: str) -> Wait:
+        return self.watch.waiting(f"{op} for a checkpoint", "world", tuple(range(self.world_size)))
 
     def together(self, work: Callable[[], T], explain: Callable[[Exception], UserError]) -> T:
         """Run `work` on every rank; if it raises on any, raise the first failing rank's error on all.

@@ -45,6 +45,7 @@ from mlm.checkpoint.rectangle import Rectangle, Shard, tiling_fault
 from mlm.checkpoint.shard_file import Stored, copy_region, read_header, write_shard_file
 from mlm.config.errors import CorruptFileError, UserError
 from mlm.files import digest_file, write_atomic
+from mlm.parallel.watch import Watch
 
 __all__ = [
     "CheckpointError",
@@ -78,17 +79,19 @@ def save_checkpoint(
     group: ProcessGroup | None,
     keep_last: int,
     keep_every: int,
+    watch: Watch | None = None,
 ) -> Path:
     """Write `root/step-…` from the shards of all ranks, point `latest` at it and prune old ones.
 
     Collective over `group` (gloo; None when `world_size` is 1). Over all ranks, `shards` must hold each
     element of each tensor exactly once: a replicated one is passed by one of its owners. `state` is taken
     from rank 0. Returns the new directory. A kill at any instant leaves the previous checkpoint intact.
+    `watch` is told what is waited for.
 
-    Raises CheckpointError on every rank, leaving nothing behind, if any rank cannot write or the shards
+    Raises LostPeer if a rank does not take part, CheckpointError on every rank, leaving nothing behind, if any rank cannot write or the shards
     do not tile their tensors.
     """
-    ranks = Ranks(rank, world_size, group)
+    ranks = Ranks(rank, world_size, group, watch or Watch(rank))
     explain = partial(_explain_save, root, rank, named_latest(root))
     save_id, main_step = ranks.broadcast([uuid.uuid4().hex, step])
     staging = staging_path(root, step, save_id)
@@ -195,6 +198,7 @@ def load_checkpoint(
     allow_extra: Callable[[str], bool] | None = None,
     cast: bool = False,
     config: Mapping[str, JSON] | None = None,
+    watch: Watch | None = None,
 ) -> Manifest:
     """Fill the tensors of `wanted` in place from a checkpoint directory written at any layout.
 
@@ -203,12 +207,13 @@ def load_checkpoint(
     A name in the checkpoint that no rank wants is refused unless `allow_extra(name)`; a wanted one that it
     lacks is refused unless `allow_missing(name)`, and is then left as it is. `cast` converts between
     floating dtypes. `config` is this run's, used to name the settings that differ from `state["config"]`.
+    `watch` is told what is waited for; LostPeer is raised if a rank does not take part.
 
     Raises on every rank alike: UserError when the checkpoint is of another model or precision,
     CorruptFileError when a file is damaged, CheckpointError when one cannot be read. Only a disk that fails
     between verifying and reading, or a cast that overflows, leaves some tensors filled.
     """
-    path, ranks = Path(path), Ranks(rank, world_size, group)
+    path, ranks = Path(path), Ranks(rank, world_size, group, watch or Watch(rank))
     explain = partial(_explain_load, path, rank)
     manifest = ranks.together(lambda: read_manifest(path), explain)
     if len(set(ranks.all_gather(manifest.digest))) > 1:

@@ -23,7 +23,7 @@ Check = Callable[[T], list[str]]  # a built run spec → its faults
 
 
 def build(cls: type[T], composed: dict[str, Any], check: Check[T] | None = None) -> T:
-    """The run spec that composed YAML means, tp, pp, vp, dp and recompute moved into `parallel`.
+    """The run spec that composed YAML means, the layout (tp, pp, zero, …) moved into `parallel`.
 
     `check` adds faults between values. It also runs when some values are unusable, on the others: its
     faults that name an unusable key are left out. Raises ConfigError with all faults.

@@ -1,7 +1,8 @@
 """What must hold between the values of a run spec: faults with key, value, remedy and nearest valid setting.
 
 The checks look at numbers, and at whether named files exist; what is inside the files is for the preflight
-of each command. The rules of layouts are in layout_checks.py. A rule is skipped when one of its own numbers is out of range, which is a fault already.
+of each command. Layouts have their rules in layout_checks.py. A rule is skipped when one of its own numbers
+is out of range, which is a fault already.
 """
 
 from collections.abc import Callable, Iterable

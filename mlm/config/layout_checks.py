@@ -35,15 +35,12 @@ class Breach:
 
     why: str
     """The setting, its value, and what it conflicts with."""
-    elsewhere: str = ""
-    """A remedy outside the configuration."""
     note: str = ""
-    """What else would mend it."""
+    """What else would mend it, or helps to choose."""
 
     def line(self, remedy: str, *, alone: bool) -> str:
         """The fault, with the settings that mend it. `alone` if these suffice whatever mends other faults."""
-        elsewhere = f"{self.elsewhere}, or " if self.elsewhere else ""
-        return f"{self.why}; {elsewhere}use {remedy}{self.note if alone else ''}"
+        return f"{self.why}; use {remedy}{self.note if alone else ''}"
 
 
 @dataclass(frozen=True)
@@ -55,6 +52,8 @@ class LayoutRule:
     moves: tuple[str, ...]
     """Keys that a remedy changes, the likeliest first."""
     breach: Callable[[Values, Launch], Breach | None]
+    only_here: bool = False
+    """Whether another place to start in mends it too: other remedies need not keep it when it is broken."""
 
 
 def num_replicas(tp: int, pp: int, dp: int | None, launch: Launch) -> int:
@@ -158,7 +157,7 @@ def _replicas_fill_world(values: Values, launch: Launch) -> Breach | None:
         return None
     return Breach(
         f"tp={tp} * pp={pp} = {tp * pp} does not divide the {world_size} ranks started",
-        elsewhere=f"start a multiple of {tp * pp} ranks",
+        note=f", or start a multiple of {tp * pp} ranks",
     )
 
 
@@ -169,7 +168,7 @@ def _dp_fills_world(values: Values, launch: Launch) -> Breach | None:
     ranks = tp * pp * dp
     return Breach(
         f"tp={tp} * pp={pp} * dp={dp} = {ranks} ranks, but the launcher started {world_size}",
-        elsewhere=f"start {ranks} ranks",
+        note=f", or start {ranks} ranks",
     )
 
 
@@ -181,7 +180,7 @@ def _host_has_ranks(values: Values, launch: Launch) -> Breach | None:
     here = f"this host has {most} GPUs" if launch.local_devices else f"a CPU host runs at most {most}"
     return Breach(
         f"tp={tp} * pp={pp} * dp={dp} = {tp * pp * dp} ranks, but {here}",
-        elsewhere="start them with torchrun or SLURM (scripts/slurm/pretrain.sbatch)",
+        note=", or start them with torchrun or SLURM (scripts/slurm/pretrain.sbatch)",
     )
 
 
@@ -213,7 +212,7 @@ RANK_RULES = (
     LayoutRule(("pp", "vp"), ("vp", "pp"), _chunks_interleave),
     LayoutRule(("tp", "pp"), ("tp", "pp"), _replicas_fill_world),
     LayoutRule(_RANKS, ("dp",), _dp_fills_world),
-    LayoutRule(_RANKS, ("dp", "tp", "pp"), _host_has_ranks),
+    LayoutRule(_RANKS, ("dp", "tp", "pp"), _host_has_ranks, only_here=True),
 )
 """What the ranks ask of a layout: for commands that learn the model's shape later, from a checkpoint."""
 TRAIN_RULES = (

@@ -6,7 +6,7 @@ nearest sound one.
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from itertools import product
 from typing import Any
 
@@ -36,13 +36,12 @@ def layout_faults(
     values: Values, launch: Launch, rules: Iterable[LayoutRule], out_of_range: Collection[str] = ()
 ) -> list[str]:
     """One line per rule that a layout breaks. Rules that read a key `out_of_range` are skipped."""
-    layout = Layout(values, launch, [rule for rule in rules if not set(rule.reads) & set(out_of_range)])
-    breaches = [(rule, breach) for rule in layout.rules if (breach := rule.breach(values, launch))]
-    remedies, independent = layout.remedies([rule for rule, _ in breaches])
-    return [
-        breach.line(" or ".join(_spelled(change) for change in changes), alone=independent)
-        for (_, breach), changes in zip(breaches, remedies, strict=True)
-    ]
+    sound = [rule for rule in rules if not set(rule.reads) & set(out_of_range)]
+    broken = [rule for rule in sound if rule.breach(values, launch)]
+    elsewhere = [rule for rule in broken if rule.only_here]
+    rest = [rule for rule in broken if not rule.only_here]
+    lines = Layout(values, launch, [rule for rule in sound if rule not in elsewhere]).faults(rest)
+    return lines + Layout(values, launch, sound).faults(elsewhere)
 
 
 class Layout:
@@ -52,16 +51,27 @@ class Layout:
         self.values, self.launch, self.rules = values, launch, rules
         self.read = {key for rule in rules for key in rule.reads}
 
-    def remedies(self, broken: list[LayoutRule]) -> tuple[list[list[Change]], bool]:
+    def faults(self, broken: list[LayoutRule]) -> list[str]:
+        """A line for each of these rules, which do not hold."""
+        remedies, alone = self._remedies(broken) if broken else ([], False)
+        lines = []
+        for rule, changes in zip(broken, remedies, strict=True):
+            breach = rule.breach(self.values, self.launch)
+            assert breach is not None
+            lines.append(breach.line(" or ".join(map(_spelled, changes)), alone=alone))
+        return lines
+
+    def _remedies(self, broken: list[LayoutRule]) -> tuple[list[list[Change]], bool]:
         """For each broken rule, the alternatives that mend it; whether any of one go with any of another."""
         found = [self._alternatives(rule, broken) for rule in broken]
         together = (_merged(changes) for changes in product(*found))
         if all(found) and all(self._keeps(self.rules, change) for change in together):
             return found, True
-        nearest = min(self._sound([key for key in MOVABLE if key in self.read], {}), key=self._distance)
+        nearest = self._nearest([key for key in MOVABLE if key in self.read], {}, math.inf)
+        assert nearest is not None  # tp=1 pp=1 vp=1 goes with everything
         shares = [{key: nearest[key] for key in rule.reads if key in nearest} for rule in broken]
         shares[0] |= {key: value for key, value in nearest.items() if key not in _merged(shares)}
-        return [[share] for share in shares], False
+        return [[share] for share in shares], len(broken) == 1
 
     def _alternatives(self, rule: LayoutRule, broken: list[LayoutRule]) -> list[Change]:
         """Changes of one key that mend a rule: they mend all that this key is to mend, and break none."""
@@ -72,20 +82,20 @@ class Layout:
             changes += ({key: value} for value in _nearest(self.values[key], valid))
         return changes[:MOST_ALTERNATIVES]
 
-    def _sound(self, keys: list[str], change: Change) -> Iterator[Change]:
-        """Every sound layout that differs by `change` and by what `keys` can become."""
+    def _nearest(self, keys: list[str], change: Change, limit: float) -> Change | None:
+        """The nearest sound layout that differs by `change` and by what `keys` become, if below `limit`."""
         ready = [rule for rule in self.rules if not set(rule.reads) & set(keys)]
-        if not self._keeps(ready, change):
-            return
+        if self._distance(change) >= limit or not self._keeps(ready, change):
+            return None
         if not keys:
-            yield change
-            return
+            return change
         key, *rest = keys
-        now = self.values[key]
-        yield from self._sound(rest, change)
-        for value in self._range(key, {**self.values, **change}):
-            if value != now:
-                yield from self._sound(rest, {**change, key: value})
+        values = [v for v in self._range(key, {**self.values, **change}) if v != self.values[key]]
+        nearest = None
+        for further in sorted([change, *({**change, key: value} for value in values)], key=self._distance):
+            if found := self._nearest(rest, further, limit):
+                nearest, limit = found, self._distance(found)
+        return nearest
 
     def _keeps(self, rules: Iterable[LayoutRule], change: Change) -> bool:
         changed = {**self.values, **change}

@@ -1,6 +1,6 @@
 """The run specs seen as trees of keys: `model.hidden_size`, its type, default and docstring.
 
-`parallel` has no section in YAML: tp, pp, vp, dp and recompute are top-level keys (HOISTED).
+`parallel` has no section in YAML: its fields (tp, pp, zero, …) are top-level keys (HOISTED).
 """
 
 import ast

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mlm.parallel.mesh import Axis
+from mlm.parallel.watch import Wait
 
 _gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -37,22 +38,28 @@ class Pending:
     def wait(self) -> Tensor:
         """Its result, ready for the device's current stream. Raises LostPeer if a peer does not do its part."""
         if self.work is not None:
-            watch, ranks = self.axis.watch, self.ranks or self.axis.ranks
-            with watch.waiting(self.op, self.axis.name, ranks):
+            with _watched(self.op, self.axis, self.ranks):
                 self.work.wait()
             self.work = None
             if self.out.is_cuda:  # the stream waits, not this thread: only an event tells when it is over
                 event = torch.cuda.Event()
                 event.record()
-                watch.follow(self.op, self.axis.name, ranks, event.query)
+                ranks = self.ranks or self.axis.ranks
+                self.axis.watch.follow(self.op, self.axis.name, ranks, event.query)
         return self.out
+
+
+def _watched(op: str, axis: Axis, ranks: tuple[int, ...] = ()) -> Wait:
+    """Around whatever may block or break: gloo's transfers break when begun, NCCL connects at the first."""
+    return axis.watch.waiting(op, axis.name, ranks or axis.ranks)
 
 
 def start_all_reduce(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
     """Begin to reduce `x` over the axis in place."""
     work = None
     if axis.group is not None:
-        work = dist.all_reduce(x, op=op, group=axis.group, async_op=True)
+        with _watched("all_reduce", axis):
+            work = dist.all_reduce(x, op=op, group=axis.group, async_op=True)
     return Pending("all_reduce", axis, x, work)
 
 
@@ -61,7 +68,8 @@ def start_all_gather(x: Tensor, axis: Axis) -> Pending:
     out = x.new_empty((axis.size, *x.shape))
     if axis.group is None:
         return Pending("all_gather", axis, out.copy_(x), None)
-    work = _gather_flat(out.view(-1), x.contiguous().view(-1), group=axis.group, async_op=True)
+    with _watched("all_gather", axis):
+        work = _gather_flat(out.view(-1), x.contiguous().view(-1), group=axis.group, async_op=True)
     return Pending("all_gather", axis, out, work)
 
 
@@ -71,7 +79,8 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
     if axis.group is None:
         return Pending("reduce_scatter", axis, out.copy_(x[: len(out)]), None)
-    work = _scatter_flat(out.view(-1), x.contiguous().view(-1), group=axis.group, async_op=True)
+    with _watched("reduce_scatter", axis):
+        work = _scatter_flat(out.view(-1), x.contiguous().view(-1), group=axis.group, async_op=True)
     return Pending("reduce_scatter", axis, out, work)
 
 
@@ -79,16 +88,25 @@ def start_send(x: Tensor, axis: Axis, peer: int) -> Pending:
     """Begin to send a contiguous tensor to rank `peer` of the axis; it must not change before `wait`."""
     assert axis.group is not None
     assert x.is_contiguous()
-    work = dist.isend(x, group=axis.group, group_dst=peer)
-    return Pending(f"send to rank {axis.ranks[peer]}", axis, x, work)
+    op, ranks = f"send to rank {axis.ranks[peer]}", _pair(axis, peer)
+    with _watched(op, axis, ranks):
+        work = dist.isend(x, group=axis.group, group_dst=peer)
+    return Pending(op, axis, x, work, ranks)
 
 
 def start_receive(out: Tensor, axis: Axis, peer: int) -> Pending:
     """Begin to receive into a contiguous tensor from rank `peer` of the axis."""
     assert axis.group is not None
     assert out.is_contiguous()
-    work = dist.irecv(out, group=axis.group, group_src=peer)
-    return Pending(f"receive from rank {axis.ranks[peer]}", axis, out, work)
+    op, ranks = f"receive from rank {axis.ranks[peer]}", _pair(axis, peer)
+    with _watched(op, axis, ranks):
+        work = dist.irecv(out, group=axis.group, group_src=peer)
+    return Pending(op, axis, out, work, ranks)
+
+
+def _pair(axis: Axis, peer: int) -> tuple[int, ...]:
+    """The global ranks of a transfer."""
+    return tuple(sorted((axis.ranks[axis.rank], axis.ranks[peer])))
 
 
 def all_reduce(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
@@ -119,9 +137,18 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
 def broadcast(x: Tensor, axis: Axis, source: int) -> Tensor:
     """Overwrite `x` by what rank `source` of the axis has, and return it."""
     if axis.group is not None:
-        work = dist.broadcast(x, group=axis.group, group_src=source, async_op=True)
-        Pending(f"broadcast from rank {axis.ranks[source]}", axis, x, work).wait()
+        op = f"broadcast from rank {axis.ranks[source]}"
+        with _watched(op, axis):
+            work = dist.broadcast(x, group=axis.group, group_src=source, async_op=True)
+        Pending(op, axis, x, work).wait()
     return x
+
+
+def barrier(axis: Axis) -> None:
+    """Wait until every rank of a gloo axis has come here."""
+    if axis.group is not None:
+        with _watched("barrier", axis):
+            dist.barrier(group=axis.group)
 
 
 class _CopyToTP(torch.autograd.Function):

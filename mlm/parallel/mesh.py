@@ -47,6 +47,8 @@ class ParallelContext:
     device: torch.device = CPU
     host_group: ProcessGroup | None = None
     """All ranks over gloo, for what is no tensor on the device: checkpoints, stop requests."""
+    world: Axis = Axis("world")
+    """`host_group` as an axis."""
     watch: Watch = field(default_factory=Watch, compare=False)
     """Shared by the axes."""
 
@@ -76,21 +78,33 @@ def shape_context(rank: int = 0, *, tp: int = 1, pp: int = 1, dp: int = 1) -> Pa
     )
 
 
-def build_mesh(*, tp: int, pp: int, dp: int, device: torch.device, timeout_s: float) -> ParallelContext:
+def build_mesh(
+    *,
+    tp: int,
+    pp: int,
+    dp: int,
+    device: torch.device,
+    timeout_s: float,
+    watch: Watch | None = None,
+    host_backend: str = "gloo",
+) -> ParallelContext:
     """Make the process groups of a layout. Every rank of an initialised default group calls this.
 
+    `watch` is the one that a watchdog looks at, if there is one. `host_backend` is the backend of `host_group`;
+    "fake" lets one process be any rank of any layout.
     Raises AssertionError if tp * pp * dp is not the world size: configuration is checked before launch.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     assert tp * pp * dp == world_size, f"tp={tp} * pp={pp} * dp={dp} is not world_size={world_size}"
-    watch = Watch()
+    watch = watch or Watch(rank, timeout_s)
     ranks = torch.arange(world_size).view(pp, dp, tp)
     lines = {"tp": ranks.reshape(-1, tp), "pp": ranks.permute(1, 2, 0).reshape(-1, pp)}
     lines["dp"] = ranks.permute(0, 2, 1).reshape(-1, dp)
     lines["tied"] = lines["pp"][:, [0, -1]] if pp > 1 else lines["pp"]
     axes = {name: _make_axis(name, line.tolist(), rank, timeout_s, watch) for name, line in lines.items()}
     timeout = timedelta(seconds=timeout_s)
-    host_group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
+    host_group = dist.new_group(backend=host_backend, timeout=timeout) if world_size > 1 else None
+    everyone = tuple(range(world_size)) if host_group is not None else ()
     return ParallelContext(
         tp=axes["tp"],
         pp=axes["pp"],
@@ -100,6 +114,7 @@ def build_mesh(*, tp: int, pp: int, dp: int, device: torch.device, timeout_s: fl
         world_size=world_size,
         device=device,
         host_group=host_group,
+        world=Axis("world", rank, world_size, host_group, everyone, watch),
         watch=watch,
     )
 

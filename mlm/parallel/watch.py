@@ -77,7 +77,9 @@ class Wait:
     def unfinished(self) -> LostPeer:
         """That it took longer than it may."""
         own = self.done is None and math.isfinite(self.limit_s)
-        return self.lost(f"did not finish in {self.limit_s if own else self.watch.timeout_s:g} s: {self._peers()} stuck or gone")
+        return self.lost(
+            f"did not finish in {self.limit_s if own else self.watch.timeout_s:g} s: {self._peers()} stuck or gone"
+        )
 
     def lost(self, what: str) -> LostPeer:
         """The line: this rank, the step, the operation, the group, and `what` became of it."""

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -31,10 +32,11 @@ from mlm.config.build import from_dict, to_dict
 from mlm.config.errors import UserError
 from mlm.config.schema import DistConfig, ParallelConfig
 from mlm.train.environment import num_threads, read_place, worker_environment
-from mlm.train.failure import Death, load_failures, report
+from mlm.train.failure import LAST_WORDS_S, Death, LastWords, load_failures, report, stopped_processes
 from mlm.train.process import meet, run_rank
 from mlm.train.relay import Relay, handlers_restored
 from mlm.train.stop import STANDS_FOR, WORDS
+from mlm.train.watchdog import flight_recorder
 
 HOST = "127.0.0.1"
 POLL_S = 0.1
@@ -66,7 +68,8 @@ def launch_ranks(
             monitor_interval=POLL_S,
         )
         relay = Relay()
-        agent = RankAgent(spec, Streams(worker_environment(os.environ, threads=threads)), relay)
+        variables = worker_environment(os.environ, threads=threads) | flight_recorder(os.environ, logs)
+        agent = RankAgent(spec, Streams(variables), relay, folder)
         with quiet_logging(), handlers_restored():
             relay.install()
             try:
@@ -79,13 +82,18 @@ def launch_ranks(
             return 128 + relay.killed
         if not failed:
             return 0
-        text, code = report(load_failures(folder), agent.deaths, world_size=world_size, logs=logs)
+        text, code = report(
+            load_failures(folder), agent.deaths, world_size=world_size, logs=logs, stopped=agent.stopped
+        )
         print(text, file=sys.stderr, flush=True)
         return code
 
 
-def run_launched(job: dict[str, Any]) -> None:
-    """The child's side of `launch_ranks`: rebuild the configuration and run this rank."""
+def run_launched(job: dict[str, Any], words: LastWords) -> None:
+    """The child's side of `launch_ranks`: rebuild the configuration and run this rank.
+
+    `words` is how the watchdog tells of a hang.
+    """
     place = read_place(os.environ)
     assert place is not None, "the elastic agent sets RANK and WORLD_SIZE"
     module, _, name = job["config_class"].partition(":")
@@ -98,6 +106,7 @@ def run_launched(job: dict[str, Any]) -> None:
         dist=dist,
         place=place,
         store=meet(place, dist.timeout_s),
+        words=words,
     )
 
 
@@ -156,10 +165,16 @@ class RankAgent(LocalElasticAgent):
     """Torch's agent, which starts, watches and ends the ranks; here it also relays requests and notes
     how the first rank died, before it ends the others itself."""
 
-    def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs, relay: Relay) -> None:
+    def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs, relay: Relay, folder: Path) -> None:
         super().__init__(spec, logs_specs)
-        self.deaths: list[Death] = []
-        self._relay = relay
+        self.stopped: dict[int, int] = {}
+        self._dead: dict[int, Death] = {}
+        self._relay, self._folder = relay, folder
+
+    @property
+    def deaths(self) -> list[Death]:
+        """How ranks ended by themselves."""
+        return list(self._dead.values())
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STANDS_FOR)
@@ -173,13 +188,36 @@ class RankAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         pids = {worker.global_rank: worker.id for worker in worker_group.workers}
         self._relay.act(pids)
+        self._note_deaths(pids)
+        if self._dead:
+            self._hear_the_others(pids)
+        return super()._monitor_workers(worker_group)
+
+    def _note_deaths(self, pids: Mapping[int, int]) -> None:
         for rank, pid in pids.items():
             with suppress(ChildProcessError):  # left well and was collected earlier
                 end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
                 if end and end.si_status:
                     code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
-                    self.deaths.append(Death(rank, pid, code))
-        return super()._monitor_workers(worker_group)
+                    self._dead[rank] = Death(rank, pid, code)
+
+    def _hear_the_others(self, pids: Mapping[int, int]) -> None:
+        """Let the ranks that wait say so: the one that does not is where to look. Then end stopped ones.
+
+        Torch asks a rank to leave by SIGTERM, which a stopped one does not hear, and waits for long.
+        """
+        end = time.monotonic() + LAST_WORDS_S
+        while time.monotonic() < end:
+            self._note_deaths(pids)
+            failures = load_failures(self._folder)
+            self.stopped = stopped_processes(pids)
+            heard = {failure.rank for failure in failures} | {*self._dead, *self.stopped}
+            if not all(failure.lost_peer for failure in failures) or heard >= set(pids):
+                break
+            time.sleep(POLL_S / 2)
+        for pid in self.stopped.values():
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)  # each rank leads its own session
 
 
 class Meeting(RendezvousHandler):

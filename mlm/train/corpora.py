@@ -2,14 +2,13 @@
 
 from pathlib import Path
 
-import torch.distributed as dist
-
 from mlm.config.schema import DataConfig, PretrainConfig
 from mlm.data.gpt import EvalWindows, GPTDataset
 from mlm.data.indexed import IndexedDataset
 from mlm.data.receipt import check_corpus
 from mlm.data.sampler import Dataset
 from mlm.data.synthetic import SyntheticDataset
+from mlm.parallel.collectives import barrier
 from mlm.parallel.mesh import ParallelContext
 
 SYNTHETIC_VALIDATION_SAMPLES = 256
@@ -61,8 +60,8 @@ def train_dataset(config: PretrainConfig, ctx: ParallelContext, num_samples: int
         return SyntheticDataset(config.model.vocab_size, data.seq_length, num_samples, config.seed)
     prefix = train_prefix(data)
     cache = Path(data.cache) if data.cache is not None else prefix.parent / "index-cache"
-    if ctx.host_group is not None and not ctx.is_main:
-        dist.barrier(group=ctx.host_group)
+    if not ctx.is_main:
+        barrier(ctx.world)
     dataset = GPTDataset(
         IndexedDataset(prefix),
         seq_length=data.seq_length,
@@ -70,8 +69,8 @@ def train_dataset(config: PretrainConfig, ctx: ParallelContext, num_samples: int
         seed=config.seed,
         cache_dir=cache,
     )
-    if ctx.host_group is not None and ctx.is_main:
-        dist.barrier(group=ctx.host_group)
+    if ctx.is_main:
+        barrier(ctx.world)
     return dataset
 
 

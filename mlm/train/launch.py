@@ -53,7 +53,7 @@ def run_job(target: str, config: Any, *, parallel: ParallelConfig, dist: DistCon
     if facts.joined:
         place = read_place(os.environ)
         assert place is not None
-        return run_joined(target, config, parallel=layout, dist=dist, place=place)
+        return run_joined(target, config, parallel=layout, dist=dist, place=place, out=out)
     try:
         if world_size > 1:
             return launch_ranks(target, config, parallel=layout, dist=dist, out=out, world_size=world_size)

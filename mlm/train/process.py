@@ -4,8 +4,11 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from importlib import import_module
+from pathlib import Path
+from threading import Thread
 from typing import Any, Literal
 
 import torch
@@ -16,9 +19,12 @@ from torch.distributed.rendezvous import rendezvous
 from mlm.config.errors import UserError
 from mlm.config.schema import DistConfig, ParallelConfig
 from mlm.parallel.mesh import ParallelContext, build_mesh
+from mlm.parallel.watch import LostPeer, Watch, is_transport_error
 from mlm.train.environment import Place, num_threads, place_variables
-from mlm.train.failure import INTERRUPTED, LAST_WORDS_S, Failure, describe, leave
+from mlm.train.failure import INTERRUPTED, LAST_WORDS_S, Failure, LastWords, leave
+from mlm.train.watchdog import Watchdog, flight_recorder
 
+START_S = 120.0  # ranks import torch and see the disk at their own pace, whatever dist.timeout_s is
 Target = Callable[[Any, ParallelContext], None]
 ALONE = Place(rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="localhost", master_port=0)
 
@@ -41,25 +47,30 @@ def run_alone(target: str, config: Any, *, parallel: ParallelConfig, dist: DistC
             distributed.destroy_process_group()
 
 
-def run_joined(target: str, config: Any, *, parallel: ParallelConfig, dist: DistConfig, place: Place) -> int:
+def run_joined(
+    target: str, config: Any, *, parallel: ParallelConfig, dist: DistConfig, place: Place, out: Path | None
+) -> int:
     """Run the job as one of the ranks that torchrun or SLURM started; 0 if it ends well.
 
     After an exception it reports, unless another rank has said the same, and ends the process at once: a
     normal exit could wait for peers that are stuck in a collective.
     """
-    os.environ.update(place_variables(place))
+    os.environ.update(place_variables(place) | flight_recorder(os.environ, out))
     store: Store | None = None
-    try:
-        store = meet(place, dist.timeout_s)
-        run_rank(target, config, parallel=parallel, dist=dist, place=place, store=store)
-    except KeyboardInterrupt:
-        leave(INTERRUPTED)
-    except Exception as error:
-        failure = describe(error, place.rank)
+
+    def tell(failure: Failure) -> None:
         if _speaks(failure, store):
             print(failure.text, file=sys.stderr, flush=True)
             time.sleep(LAST_WORDS_S)
-        leave(failure.exit_code)
+
+    words = LastWords(place.rank, tell)
+    try:
+        store = meet(place, dist.timeout_s)
+        run_rank(target, config, parallel=parallel, dist=dist, place=place, store=store, words=words)
+    except KeyboardInterrupt:
+        leave(INTERRUPTED)
+    except Exception as error:
+        leave(words.say(error).exit_code)
     return 0
 
 
@@ -71,10 +82,12 @@ def run_rank(
     dist: DistConfig,
     place: Place,
     store: Store,
+    words: LastWords | None = None,
 ) -> None:
     """Set up this process as a rank, run `target`, and take the process groups down if it ends well.
 
     parallel.dp is resolved by now. After an exception the groups stay: taking them down could hang.
+    With `words`, a watchdog ends the process if a communication hangs. Raises LostPeer where gloo tells.
     """
     assert parallel.dp is not None
     threads = dist.threads_per_rank or place.cores
@@ -82,16 +95,22 @@ def run_rank(
     torch.set_num_threads(num_threads(threads, cores=available, local_ranks=place.local_world_size))
     device = rank_device(dist, place)
     backend = {"cuda": "nccl", "cpu": "gloo"}[device.type] if dist.backend == "auto" else dist.backend
-    distributed.init_process_group(
-        backend,
-        store=PrefixStore("mlm", store),
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=timedelta(seconds=dist.timeout_s),
-    )
-    ctx = build_mesh(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, device=device, timeout_s=dist.timeout_s)
-    find_target(target)(config, ctx)
-    distributed.destroy_process_group()
+    watch, everyone = Watch(place.rank, dist.timeout_s), tuple(range(place.world_size))
+    start_s = max(START_S, dist.timeout_s)
+    with nullcontext() if words is None else Watchdog(watch, words):
+        with watch.waiting("start of the process groups", "world", everyone, start_s):
+            distributed.init_process_group(
+                backend,
+                store=PrefixStore("mlm", store),
+                rank=place.rank,
+                world_size=place.world_size,
+                timeout=timedelta(seconds=start_s),
+            )
+            layout = {"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp}
+            ctx = build_mesh(**layout, device=device, timeout_s=dist.timeout_s, watch=watch)
+        find_target(target)(config, ctx)
+        with watch.waiting("end of the process groups", "world", everyone):
+            distributed.destroy_process_group()
 
 
 def rank_device(dist: DistConfig, place: Place) -> torch.device:
@@ -112,15 +131,21 @@ def rank_device(dist: DistConfig, place: Place) -> torch.device:
 def meet(place: Place, timeout_s: float) -> Store:
     """The store through which all ranks find each other, by the variables of the environment.
 
-    Raises UserError if the port is taken.
+    Raises UserError if the port is taken, LostPeer if the ranks do not find each other in time.
     """
+    start_s = max(START_S, timeout_s)
     try:
-        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=start_s)))
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):
             raise UserError(
                 f"MASTER_PORT={place.master_port} is in use on {place.master_addr}: set it to a free port"
             ) from None
+        if is_transport_error(error):
+            raise LostPeer(
+                f"rank {place.rank}: the {place.world_size} ranks did not meet at {place.master_addr} port "
+                f"{place.master_port} within {start_s:g} s: is each of them running and able to reach it?"
+            ) from error
         raise
     return store
 
@@ -136,6 +161,14 @@ def _speaks(failure: Failure, store: Store | None) -> bool:
     """Whether this rank is to report: the first one with this message, or a lost peer nobody explained."""
     if store is None:
         return True
+    answer: list[bool] = []
+    asking = Thread(target=lambda: answer.append(_is_first(failure, store)), daemon=True)
+    asking.start()
+    asking.join(2 * LAST_WORDS_S)  # a store whose process is stopped never answers
+    return answer[0] if answer else True
+
+
+def _is_first(failure: Failure, store: Store) -> bool:
     try:
         if failure.lost_peer:
             time.sleep(LAST_WORDS_S / 2)  # give the rank that caused it time to say so
@@ -143,4 +176,4 @@ def _speaks(failure: Failure, store: Store | None) -> bool:
         store.add("mlm/failures", 1)
         return store.add(f"mlm/failures/{failure.type}: {failure.message}", 1) == 1
     except RuntimeError:  # the store went down with its rank, which has reported by then
-        return not failure.lost_peer
+        return failure.names_peer or not failure.lost_peer

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from typing import Any
 from mlm.train.failure import (
     INTERRUPTED,
     LAST_WORDS_S,
-    describe,
+    RECORDS,
+    Failure,
+    LastWords,
     leave,
     load_failures,
     log_path,
@@ -30,29 +33,34 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def main() -> None:
     """Run this rank of the job and leave: exit code 0, 1, or 2 for a user's mistake."""
     path = Path(sys.argv[1])
-    job = json.loads(path.read_bytes())
+    folder, job = path.parent, json.loads(path.read_bytes())
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     die_with_parent(job["parent"])
     if rank:  # rank 0 keeps the terminal
         write_to(log_path(Path(job["logs"]), rank))
+    words = LastWords(rank, partial(tell, folder), lambda: any(folder.glob(RECORDS)))
     try:
-        start(job)
+        start(job, words)
     except KeyboardInterrupt:
         leave(INTERRUPTED)
     except Exception as error:
-        failure = describe(error, rank)
-        try:
-            save_failure(failure, path.parent)
-        except OSError:  # no space, or the parent is gone: better twice than lost
-            print(failure.traceback, file=sys.stderr)
+        failure = words.say(error)
         if failure.is_user_error:  # often the same on all ranks: let each say so before the agent ends them
-            wait_for_peers(path.parent, world_size)
+            wait_for_peers(folder, world_size)
         leave(failure.exit_code)
 
 
-def start(job: dict[str, Any]) -> None:
+def start(job: dict[str, Any], words: LastWords) -> None:
     """Import what is heavy, rebuild the configuration and run the job's function."""
-    import_module("mlm.train.agent").run_launched(job)
+    import_module("mlm.train.agent").run_launched(job, words)
+
+
+def tell(folder: Path, failure: Failure) -> None:
+    """Leave the record where the parent looks for it."""
+    try:
+        save_failure(failure, folder)
+    except OSError:  # no space, or the parent is gone: better twice than lost
+        print(failure.text, file=sys.stderr)
 
 
 def die_with_parent(parent: int) -> None:

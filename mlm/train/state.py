@@ -60,6 +60,7 @@ def save(trainer: Trainer, out: Path) -> Path:
         rank=ctx.rank,
         world_size=ctx.world_size,
         group=ctx.host_group,
+        watch=ctx.watch,
         keep_last=config.checkpoint.keep_last,
         keep_every=config.checkpoint.keep_every,
     )
@@ -89,6 +90,7 @@ def load(trainer: Trainer, path: Path) -> Manifest:
         rank=ctx.rank,
         world_size=ctx.world_size,
         group=ctx.host_group,
+        watch=ctx.watch,
         config=to_dict(trainer.config),
     )
     check_sampling(path, manifest, to_dict(trainer.config))
@@ -122,6 +124,7 @@ def load_weights(shards: tuple[ParameterShard, ...], path: Path, ctx: ParallelCo
         rank=ctx.rank,
         world_size=ctx.world_size,
         group=ctx.host_group,
+        watch=ctx.watch,
         allow_extra=lambda name: name.startswith("optimizer."),
         cast=True,
     )

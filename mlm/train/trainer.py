@@ -15,7 +15,7 @@ from mlm.optim.adamw import build_optimizer, ensure_state, set_lr
 from mlm.optim.clip import clip_factor, gradient_norm, scale_gradients
 from mlm.optim.precision import LossScaler, parameter_dtype
 from mlm.optim.schedule import learning_rate
-from mlm.parallel.collectives import all_reduce
+from mlm.parallel.collectives import all_reduce, start_all_reduce
 from mlm.parallel.cross_entropy import IGNORE
 from mlm.parallel.gradients import GradientReducer, sum_replicated_gradients, sum_tied_gradients
 from mlm.parallel.mesh import ParallelContext
@@ -158,13 +158,9 @@ class StopVote:
     """Whether any rank was asked to stop, agreed by all: begun before a step, read after it."""
 
     def __init__(self, ctx: ParallelContext, requested: bool) -> None:
-        self.flag = torch.tensor([int(requested)])
-        self.work = None
-        if ctx.host_group is not None:  # the answer travels while the device computes
-            self.work = dist.all_reduce(self.flag, op=dist.ReduceOp.MAX, group=ctx.host_group, async_op=True)
+        # the answer travels while the device computes
+        self.flag = start_all_reduce(torch.tensor([int(requested)]), ctx.world, dist.ReduceOp.MAX)
 
     def result(self) -> bool:
         """True on every rank if it was asked of one."""
-        if self.work is not None:
-            self.work.wait()
-        return bool(self.flag.item())
+        return bool(self.flag.wait().item())

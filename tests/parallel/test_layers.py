@@ -1,89 +1,116 @@
 """Every tensor-parallel layer against one process: outputs, input, weight and bias gradients, in float64."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from mlm.parallel.collectives import all_reduce
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from mlm.parallel.linear import Postponed
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.sharding import load_whole, shard_of
 from tests.ranks import run_on_ranks
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_column_parallel_linear_matches_one_process(tp: int) -> None:
+LAYOUTS = [(1, False), (2, False), (4, False), (1, True), (2, True), (4, True)]
+"""(tp, sequence_parallel)"""
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "postponed"])
+@pytest.mark.parametrize(("tp", "sequence"), LAYOUTS)
+def test_column_parallel_linear_matches_one_process(tp: int, sequence: bool, later: bool) -> None:
     """y, dx, dW and db equal those of an unsplit nn.Linear with the same weights."""
-    run_on_ranks(check_column_parallel_linear, tp=tp)
+    run_on_ranks(check_column_parallel_linear, sequence, later, tp=tp)
 
 
-def check_column_parallel_linear(ctx: ParallelContext) -> None:
+def check_column_parallel_linear(ctx: ParallelContext, sequence: bool, later: bool) -> None:
     tp = ctx.tp
+    rows = partial(shard_of, axis=tp, dim=0) if sequence else torch.clone
     dense, x, dy = dense_layer(6, 8)
     y_dense = dense(x)
     y_dense.backward(dy)
-    layer = ColumnParallelLinear(6, 8, tp=tp).double()
+    layer = ColumnParallelLinear(6, 8, tp=tp, sequence_parallel=sequence).double()
     load_whole(layer, {"weight": dense.weight.detach(), "bias": dense.bias.detach()}, tp)
-    x_tp = x.detach().clone().requires_grad_()
-    y = layer(x_tp)
-    y.backward(shard_of(dy, tp, -1))
+    x_tp = rows(x.detach()).requires_grad_()
+    y = run_layer(layer, x_tp, shard_of(dy, tp, -1), later)
 
     torch.testing.assert_close(y, shard_of(y_dense, tp, -1))
-    torch.testing.assert_close(x_tp.grad, x.grad)  # needs f's all-reduce
+    torch.testing.assert_close(x_tp.grad, rows(x.grad))  # needs the sum over tp
     torch.testing.assert_close(layer.weight.grad, shard_of(dense.weight.grad, tp, 0))
     torch.testing.assert_close(layer.bias.grad, shard_of(dense.bias.grad, tp, 0))
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_row_parallel_linear_matches_one_process(tp: int) -> None:
+def run_layer(layer: ColumnParallelLinear | RowParallelLinear, x: Tensor, dy: Tensor, later: bool) -> Tensor:
+    """Forward and backward; `later` puts the weight's gradient off and runs it at the end."""
+    if later:
+        layer.postponed = Postponed()
+        layer.postponed.open = True
+    y = layer(x)
+    y.backward(dy)
+    if layer.postponed is not None:
+        assert layer.weight.grad is None
+        (job,) = layer.postponed.take()
+        job()
+        assert layer.postponed.take() == []
+    return y
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "postponed"])
+@pytest.mark.parametrize(("tp", "sequence"), LAYOUTS)
+def test_row_parallel_linear_matches_one_process(tp: int, sequence: bool, later: bool) -> None:
     """y, dx, dW and db equal those of an unsplit nn.Linear with the same weights."""
-    run_on_ranks(check_row_parallel_linear, tp=tp)
+    run_on_ranks(check_row_parallel_linear, sequence, later, tp=tp)
 
 
-def check_row_parallel_linear(ctx: ParallelContext) -> None:
+def check_row_parallel_linear(ctx: ParallelContext, sequence: bool, later: bool) -> None:
     tp = ctx.tp
+    rows = partial(shard_of, axis=tp, dim=0) if sequence else torch.clone
     dense, x, dy = dense_layer(8, 6)
     y_dense = dense(x)
     y_dense.backward(dy)
-    layer = RowParallelLinear(8, 6, tp=tp).double()
+    layer = RowParallelLinear(8, 6, tp=tp, sequence_parallel=sequence).double()
     load_whole(layer, {"weight": dense.weight.detach(), "bias": dense.bias.detach()}, tp)
     x_tp = shard_of(x.detach(), tp, -1).requires_grad_()
-    y = layer(x_tp)
-    y.backward(dy)
+    y = run_layer(layer, x_tp, rows(dy), later)
 
-    torch.testing.assert_close(y, y_dense)  # needs g's all-reduce, and the bias once
+    torch.testing.assert_close(y, rows(y_dense))  # needs g's sum, and the bias once
     torch.testing.assert_close(x_tp.grad, shard_of(x.grad, tp, -1))
     torch.testing.assert_close(layer.weight.grad, shard_of(dense.weight.grad, tp, 1))
-    torch.testing.assert_close(layer.bias.grad, dense.bias.grad)
+    bias = layer.bias.grad if not sequence else all_reduce(layer.bias.grad, tp)  # each has seen its rows
+    torch.testing.assert_close(bias, dense.bias.grad)
 
 
 def dense_layer(in_features: int, out_features: int) -> tuple[nn.Linear, Tensor, Tensor]:
     """The same dense layer, input and random output gradient on every rank (so swapped shards show)."""
     torch.manual_seed(0)
     dense = nn.Linear(in_features, out_features).double()
-    x = torch.randn(3, 2, in_features, dtype=torch.float64, requires_grad=True)  # [S, B, I]
-    return dense, x, torch.randn(3, 2, out_features, dtype=torch.float64)
+    x = torch.randn(4, 2, in_features, dtype=torch.float64, requires_grad=True)  # [S, B, I]
+    return dense, x, torch.randn(4, 2, out_features, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_vocab_parallel_embedding_matches_one_process(tp: int) -> None:
+@pytest.mark.parametrize(("tp", "sequence"), LAYOUTS)
+def test_vocab_parallel_embedding_matches_one_process(tp: int, sequence: bool) -> None:
     """Outputs and the table's gradient equal nn.Embedding's; padding rows get none."""
-    run_on_ranks(check_embedding, tp=tp)
+    run_on_ranks(check_embedding, sequence, tp=tp)
 
 
-def check_embedding(ctx: ParallelContext) -> None:
+def check_embedding(ctx: ParallelContext, sequence: bool) -> None:
     tp = ctx.tp
+    rows = partial(shard_of, axis=tp, dim=0) if sequence else torch.clone
     torch.manual_seed(0)
     dense = nn.Embedding(10, 3).double()
-    tokens = torch.randint(0, 10, (5, 2))
-    dy = torch.randn(5, 2, 3, dtype=torch.float64)
+    tokens = torch.randint(0, 10, (8, 2))
+    dy = torch.randn(8, 2, 3, dtype=torch.float64)
     y_dense = dense(tokens)
     y_dense.backward(dy)
-    layer = VocabParallelEmbedding(10, 12, 3, tp=tp).double()
+    layer = VocabParallelEmbedding(10, 12, 3, tp=tp, sequence_parallel=sequence).double()
     load_whole(layer, {"weight": dense.weight.detach()}, tp)
     y = layer(tokens)
-    y.backward(dy)
+    y.backward(rows(dy))
 
-    torch.testing.assert_close(y, y_dense)
+    torch.testing.assert_close(y, rows(y_dense))
     padded = torch.cat([dense.weight.grad, torch.zeros(2, 3, dtype=torch.float64)])
     torch.testing.assert_close(layer.weight.grad, shard_of(padded, tp, 0))
 

@@ -16,8 +16,10 @@ from mlm.checkpoint.save_load import load_checkpoint, save_checkpoint
 from mlm.config.schema import ModelConfig, OptimizerConfig
 from mlm.models.gpt2 import GPT2
 from mlm.models.init import init_parameters
+from mlm.models.stage import Stage
 from mlm.optim.adamw import MOMENTS, build_optimizer, ensure_state, moment
 from mlm.optim.clip import gradient_norm
+from mlm.parallel.collectives import all_reduce
 from mlm.parallel.gradients import Reducer
 from mlm.parallel.linear import Postponed
 from mlm.parallel.mesh import Axis, ParallelContext
@@ -53,9 +55,10 @@ class Rank:
         dtype: torch.dtype = torch.float64,
         master: torch.dtype = torch.float64,
         recompute: str = "none",
+        stage: Stage | None = None,
     ) -> None:
         self.ctx = ctx
-        self.model = GPT2(MODEL, tp=ctx.tp, dtype=dtype, recompute=recompute).to(master)
+        self.model = GPT2(MODEL, tp=ctx.tp, dtype=dtype, recompute=recompute, stage=stage).to(master)
         init_parameters(self.model, 7, ctx.tp)
         self.reducer: Reducer = build_reducer(
             self.model,
@@ -116,7 +119,7 @@ def assert_gradients_equal(mine: Rank, one: Rank) -> None:
         )
 
 
-LAYOUTS = [(1, 2, 2), (1, 2, 3), (2, 2, 2), (2, 2, 3), (1, 4, 2), (1, 4, 3), (4, 1, 3)]
+LAYOUTS = [(1, 2, 2), (1, 2, 3), (2, 2, 2), (2, 2, 3), (1, 4, 2), (1, 4, 3)]
 
 
 @pytest.mark.parametrize(("tp", "dp", "zero"), LAYOUTS)
@@ -129,10 +132,9 @@ def check_steps(ctx: ParallelContext, zero: int, recompute: str = "none") -> Non
     one, mine = Rank(ParallelContext()), Rank(ctx, zero, recompute=recompute)
     for step in range(3):
         expected_loss = one.accumulate(all_samples(ctx, step))
-        loss = torch.tensor(mine.accumulate(list(samples_of(step, ctx.dp.rank))))
-        if ctx.dp.group is not None:
-            torch.distributed.all_reduce(loss, group=ctx.dp.group)
-        assert loss.item() == pytest.approx(expected_loss, rel=0, abs=1e-6)
+        loss = mine.accumulate(list(samples_of(step, ctx.dp.rank)))
+        total = all_reduce(torch.tensor(loss, dtype=torch.float64), ctx.dp)
+        torch.testing.assert_close(total.item(), expected_loss, **EXACT)
         assert_gradients_equal(mine, one)
         norm = gradient_norm(mine.shards, ctx)
         torch.testing.assert_close(norm, gradient_norm(one.shards, one.ctx), **EXACT)
@@ -180,19 +182,14 @@ def test_passes_of_a_pipeline_equal_one_process(zero: int, late_weights: bool) -
 
 def check_pipeline(ctx: ParallelContext, zero: int, late_weights: bool) -> None:
     one, mine = Rank(ParallelContext()), Rank(ctx, zero)
-    postponed = Postponed()
-    for module in mine.model.modules():
-        if late_weights and hasattr(module, "postponed"):
-            module.postponed = postponed
+    postponed = postpone_weights(mine.model) if late_weights else Postponed()
     for step in range(2):
         one.accumulate(all_samples(ctx, step))
         mine.reducer.start_step()
         edges = [get_gradient_edge(mine.loss(x)) for x in samples_of(step, ctx.dp.rank)]
-        postponed.open = True
         for i, edge in enumerate(edges):
             mine.reducer.sync = i == len(edges) - 1 and not late_weights
             torch.autograd.backward(edge, torch.ones_like(SCALE))
-        postponed.open = False
         jobs = postponed.take()
         assert bool(jobs) == late_weights
         for job in jobs:
@@ -202,6 +199,51 @@ def check_pipeline(ctx: ParallelContext, zero: int, late_weights: bool) -> None:
         assert_gradients_equal(mine, one)
         one.optimizer.step()
         mine.optimizer.step()
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_chunks_of_a_pipeline_equal_one_process(zero: int) -> None:
+    """The first, one of layers alone and the last: each is cut on its own, the middle one has no rest."""
+    run_on_ranks(check_chunks, zero, dp=2)
+
+
+def check_chunks(ctx: ParallelContext, zero: int) -> None:
+    one = Rank(ParallelContext())
+    stages = [Stage(range(1), True, False), Stage(range(1, 2), False, False), Stage(range(2, 2), False, True)]
+    chunks = [Rank(ctx, zero, stage=stage) for stage in stages]
+    one.accumulate(all_samples(ctx, 0))
+    for chunk in chunks:
+        chunk.reducer.start_step()
+    samples = samples_of(0, ctx.dp.rank)
+    passes = [forward_through(chunks, sample) for sample in samples]  # all forwards before any backward
+    for i, kept in enumerate(passes):
+        dy = torch.ones_like(SCALE)
+        for chunk, (x, edge) in zip(chunks[::-1], kept[::-1], strict=True):
+            chunk.reducer.sync = i == len(samples) - 1
+            torch.autograd.backward(edge, dy)
+            if x is not None:
+                assert x.grad is not None
+                dy = x.grad
+    for chunk in chunks:
+        chunk.reducer.finish()
+    (embedding,) = (s.parameter.grad for s in chunks[0].shards if s.name == "token.weight")
+    for s in chunks[-1].shards:
+        if s.name == "token.weight":  # summed over the stages: the trainer's part
+            embedding += s.parameter.grad
+            s.parameter.grad = embedding
+    for chunk in chunks:
+        assert_gradients_equal(chunk, one)
+
+
+def forward_through(chunks: list[Rank], sample: Tensor) -> list[tuple[Tensor | None, Any]]:
+    """Each chunk's input and the place of its output in the graph."""
+    kept: list[tuple[Tensor | None, Any]] = []
+    x = None
+    for chunk in chunks:
+        y = chunk.model(sample[:, :-1], sample[:, 1:], SCALE, None, x)
+        kept.append((x, get_gradient_edge(y)))
+        x = y.detach().requires_grad_()
+    return kept
 
 
 class Counting(Watch):
@@ -291,6 +333,43 @@ def check_accumulation(ctx: ParallelContext, zero: int) -> None:
         assert s.parameter.grad is not None
         assert s.parameter.grad.dtype == s.parameter.dtype == torch.float32
         assert torch.equal(s.parameter.grad, 5 * grad), s.name
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_late_bfloat16_weight_gradients_are_added_up_in_float32(zero: int) -> None:
+    """The same where they come after the backward passes and are settled one micro-batch at a time."""
+    run_on_ranks(check_late_accumulation, zero, dp=2)
+
+
+def check_late_accumulation(ctx: ParallelContext, zero: int) -> None:
+    mine = Rank(ctx, zero, dtype=torch.bfloat16, master=torch.float32)
+    postponed = postpone_weights(mine.model)
+    sample = samples_of(0, ctx.dp.rank)[0]
+    sums = []
+    for count in (1, 5):
+        mine.reducer.start_step()
+        jobs = []
+        for _ in range(count):
+            mine.loss(sample).backward()
+            jobs.append(postponed.take())
+        for late in jobs:
+            for job in late:
+                job()
+            mine.reducer.settle()
+        mine.reducer.finish()
+        sums.append([s.parameter.grad for s in mine.shards])
+    for s, once, five_times in zip(mine.shards, *sums, strict=True):
+        assert torch.equal(five_times, 5 * once), s.name
+
+
+def postpone_weights(model: GPT2) -> Postponed:
+    """Let backward passes of the model leave their weight gradients in what is returned."""
+    postponed = Postponed()
+    postponed.open = True
+    for module in model.modules():
+        if hasattr(module, "postponed"):
+            module.postponed = postponed
+    return postponed
 
 
 @pytest.mark.parametrize("zero", [2, 3])

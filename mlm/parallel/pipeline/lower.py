@@ -10,7 +10,6 @@ so both come to it.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import astuple
-from itertools import product
 
 from mlm.parallel.pipeline.actions import (
     Action,
@@ -45,7 +44,7 @@ def lower(schedule: Schedule, *, cost: Cost = DEFAULT_COST) -> Plan:
     `cost` decides the order of transfers too, but any cost gives a plan without deadlock. A pair of chunk and
     micro-batch is in flight on a rank from the start of its F to the end of its last action there.
 
-    Raises ScheduleError if an action is missing or doubled, or if the schedule cannot complete.
+    Raises ScheduleError if an action is missing, doubled or too early, or if the schedule cannot complete.
     """
     assert min(astuple(cost)) >= 0, f"negative duration: {cost}"
     check_complete(schedule)
@@ -143,7 +142,7 @@ def _place(actions: Sequence[Action], transfers: Sequence[Send | Receive]) -> tu
     placed: list[Instruction] = []
     done = 0  # actions placed
     for transfer, before in zip(transfers, reversed(limits), strict=True):
-        upto = max(done, before + isinstance(transfer, Send))
+        upto = before + 1 if isinstance(transfer, Send) else max(done, before)
         placed += (*actions[done:upto], transfer)
         done = upto
     return (*placed, *actions[done:])

@@ -1,0 +1,141 @@
+"""Rules of layouts: each fault names key, value and the nearest layout that works."""
+
+import pytest
+
+from mlm.config.checks import check_pretrain
+from mlm.config.compose import load_config
+
+SOUND = ["model=gpt2_tiny", "model.num_layers=12", "data=synthetic"]  # 4 heads, 128 positions
+
+
+def faults_of(*overrides: str, world_size: int | None = None, local_devices: int | None = None) -> list[str]:
+    config = load_config("pretrain", [*SOUND, *overrides])
+    return check_pretrain(config, world_size=world_size, local_devices=local_devices)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["pp=5"],  # stages need not be equal
+        ["pp=12"],
+        ["pp=3", "vp=2", "train.global_batch_size=48"],
+        ["pp=2", "vp=6"],
+        ["pp=4", "pipeline=zb_h1", "train.global_batch_size=8"],  # fewer micro-batches than stages
+        ["pp=1", "pipeline=zb_h1"],
+        ["pp=4", "pipeline=gpipe"],
+        ["pp=2", "zero=2"],
+        ["zero=3", "dp=1"],
+        ["zero=3", "dp=2"],
+        ["tp=4", "sequence_parallel=true"],
+        ["tp=1", "sequence_parallel=true", "data.seq_length=127"],
+        ["tp=4", "sequence_parallel=false", "data.seq_length=127"],
+        ["tp=2", "pp=3", "vp=2", "dp=2", "zero=2", "sequence_parallel=true", "train.global_batch_size=48"],
+    ],
+)
+def test_layout_that_runs_has_no_fault(overrides: list[str]) -> None:
+    assert faults_of(*overrides) == []
+
+
+@pytest.mark.parametrize(
+    "overrides, fault",
+    [
+        (["pp=13"], "pp=13 stages are more than model.num_layers=12; use pp=12"),
+        (
+            ["pp=4", "vp=4"],
+            "pp=4 * vp=4 = 16 stages are more than model.num_layers=12; use vp=3 or pp=3",
+        ),
+        (
+            ["pp=4", "vp=2"],
+            "pp=4 * vp=2 = 8 stages do not divide model.num_layers=12, as interleaving (vp > 1) needs; "
+            "use vp=1 or vp=3",
+        ),
+        (["vp=2"], "vp=2 interleaves the stages of a pipeline, but pp=1 makes none; use vp=1 or pp=2"),
+        (
+            ["pp=2", "vp=2", "pipeline=zb_h1"],
+            "pipeline=zb_h1 has one stage per rank, but vp=2; use pipeline=1f1b or vp=1",
+        ),
+        (
+            ["pp=2", "vp=2", "pipeline=gpipe"],
+            "pipeline=gpipe has one stage per rank, but vp=2; use pipeline=1f1b or vp=1",
+        ),
+        (
+            ["pp=2", "zero=3"],
+            "zero=3 would gather the weights again for every micro-batch of a pipeline (pp=2); use zero=2",
+        ),
+        (
+            ["tp=4", "sequence_parallel=true", "data.seq_length=126"],
+            "sequence_parallel=true cuts sequences, but tp=4 does not divide data.seq_length=126; "
+            "use data.seq_length=124 or data.seq_length=128",
+        ),
+        (
+            ["tp=4", "sequence_parallel=true", "data.seq_length=3"],
+            "sequence_parallel=true cuts sequences, but tp=4 does not divide data.seq_length=3; "
+            "use data.seq_length=4 or sequence_parallel=false",
+        ),
+        (
+            ["pp=3", "vp=2", "dp=2", "train.global_batch_size=64"],
+            "train.global_batch_size=64 gives each replica 4 micro-batches, but vp=2 takes them in groups of "
+            "pp=3; use train.global_batch_size=48 or train.global_batch_size=96",
+        ),
+        (
+            ["pp=3", "vp=2", "train.global_batch_size=100"],
+            "train.global_batch_size=100 is not a multiple of dp=1 * train.micro_batch_size=8 = 8; "
+            "use train.global_batch_size=96 or train.global_batch_size=120",
+        ),
+    ],
+)
+def test_fault_names_value_and_remedy(overrides: list[str], fault: str) -> None:
+    assert faults_of(*overrides) == [fault]
+
+
+def test_schedule_is_not_mended_into_a_batch_that_does_not_fit_it() -> None:
+    (fault,) = faults_of("pp=3", "vp=2", "pipeline=zb_h1", "train.global_batch_size=64")
+    assert fault.endswith("use vp=1")
+
+
+@pytest.mark.parametrize(
+    "overrides, world_size, fault",
+    [
+        (
+            ["tp=4"],
+            6,
+            "tp=4 * pp=1 = 4 does not divide the 6 ranks started; "
+            "use tp=2 train.global_batch_size=504, or start a multiple of 4 ranks",
+        ),
+        (
+            ["tp=2", "pp=3"],
+            8,
+            "tp=2 * pp=3 = 6 does not divide the 8 ranks started; "
+            "use pp=2 or pp=4, or start a multiple of 6 ranks",
+        ),
+        (
+            ["tp=2", "dp=2"],
+            8,
+            "tp=2 * pp=1 * dp=2 = 4 ranks, but the launcher started 8; use dp=4 or dp=null, or start 4 ranks",
+        ),
+    ],
+)
+def test_world_of_a_launcher_must_be_filled(overrides: list[str], world_size: int, fault: str) -> None:
+    assert faults_of(*overrides, world_size=world_size) == [fault]
+
+
+@pytest.mark.parametrize(
+    "local_devices, remedy",
+    [
+        (8, "this host has 8 GPUs; use dp=4,"),
+        (None, "a CPU host runs at most 64; use dp=32,"),
+    ],
+)
+def test_plain_start_of_too_many_ranks_points_to_a_launcher(local_devices: int | None, remedy: str) -> None:
+    (fault,) = faults_of("tp=2", "dp=64", local_devices=local_devices)
+    assert fault.startswith("tp=2 * pp=1 * dp=64 = 128 ranks")
+    assert remedy in fault
+    assert fault.endswith("or start them with torchrun or SLURM (scripts/slurm/pretrain.sbatch)")
+
+
+def test_too_few_ranks_here_do_not_shrink_the_other_remedies() -> None:
+    faults = faults_of("tp=4", "pp=12", "zero=3", "dp=8", local_devices=8)
+    assert [fault.split("; use ")[1] for fault in faults] == [
+        "zero=2",
+        "pp=2 dp=1 zero=2, or start them with torchrun or SLURM (scripts/slurm/pretrain.sbatch)",
+    ]

@@ -1,0 +1,319 @@
+"""Lowered plans: nothing missing, one order of transfers for all ranks, no deadlock."""
+
+from collections import Counter
+from graphlib import TopologicalSorter
+from itertools import pairwise, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlm.parallel.pipeline.actions import (
+    Action,
+    Cost,
+    Instruction,
+    Op,
+    Plan,
+    Receive,
+    Schedule,
+    ScheduleError,
+    Send,
+)
+from mlm.parallel.pipeline.lower import check_no_deadlock, lower
+from mlm.parallel.pipeline.schedules import build_schedule, forward_only
+
+F, B, W = Op
+F0, F1, B0, B1 = Action(F, 0, 0), Action(F, 0, 1), Action(B, 0, 0), Action(B, 0, 1)
+
+durations = st.sampled_from([0.0, 0.1, 1.0, 2.0, 7.5])
+costs = st.builds(Cost, durations, durations, durations, durations, durations)
+quick = settings(max_examples=60, deadline=None)
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    """Any of ours, at any small size."""
+    p, m = draw(st.integers(1, 6)), draw(st.integers(1, 9))
+    kind = draw(st.sampled_from(["1f1b", "gpipe", "zb_h1", "interleaved", "forward_only"]))
+    v = draw(st.integers(1, 3)) if kind in ("gpipe", "forward_only") else 1
+    if kind == "forward_only":
+        return forward_only(p, v, m)
+    if kind == "interleaved":
+        return build_schedule("1f1b", stages=p, chunks=draw(st.integers(2, 3)), micro_batches=p * min(m, 4))
+    return build_schedule(kind, stages=p, chunks=v, micro_batches=m)
+
+
+def transfers_of(plan: Plan, rank: int) -> list[Send | Receive]:
+    return [i for i in plan.instructions[rank] if not isinstance(i, Action)]
+
+
+def sent(plan: Plan, rank: int, transfer: Send | Receive) -> tuple[int, int, Op, int, int]:
+    """The same name for a transfer at both ends: sender, receiver, op, receiving stage and micro-batch."""
+    here = isinstance(transfer, Send)
+    p, action = len(plan.instructions), transfer.action
+    step = 0 if not here else 1 if action.op is F else -1
+    stage = action.chunk * p + rank + step
+    ends = (rank, transfer.peer) if here else (transfer.peer, rank)
+    return *ends, action.op, stage, action.micro_batch
+
+
+@quick
+@given(schedules(), costs)
+def test_plan_computes_each_action_once_in_the_schedules_order(schedule: Schedule, cost: Cost) -> None:
+    plan = lower(schedule, cost=cost)
+    pairs = {(action.op, action.chunk, action.micro_batch) for action in schedule[0]}
+    chunks, micro_batches = (1 + max(pair[i] for pair in pairs) for i in (1, 2))
+    every = set(product({pair[0] for pair in pairs}, range(chunks), range(micro_batches)))
+    for mine, instructions in zip(schedule, plan.instructions, strict=True):
+        computed = tuple(i for i in instructions if isinstance(i, Action))
+        assert computed == mine
+        assert Counter((a.op, a.chunk, a.micro_batch) for a in computed) == dict.fromkeys(every, 1)
+
+
+@quick
+@given(schedules(), costs)
+def test_every_stage_boundary_is_crossed_once_by_a_send_and_its_receive(
+    schedule: Schedule, cost: Cost
+) -> None:
+    plan = lower(schedule, cost=cost)
+    p = len(schedule)
+    ends: dict[type, Counter[tuple[int, int, Op, int, int]]] = {Send: Counter(), Receive: Counter()}
+    for rank in range(p):
+        for transfer in transfers_of(plan, rank):
+            ends[type(transfer)][sent(plan, rank, transfer)] += 1
+    boundaries: Counter[tuple[int, int, Op, int, int]] = Counter()
+    for rank, action in ((r, a) for r in range(p) for a in schedule[r] if p > 1 and a.op is not W):
+        stage = action.chunk * p + rank
+        before = stage - 1 if action.op is F else stage + 1
+        if 0 <= before < plan.num_stages:
+            boundaries[before % p, rank, action.op, stage, action.micro_batch] += 1
+    assert ends[Send] == ends[Receive] == boundaries
+
+
+@quick
+@given(schedules(), costs)
+def test_all_ranks_issue_transfers_in_one_global_order(schedule: Schedule, cost: Cost) -> None:
+    """An order of which every rank's is a restriction exists: their union has no circle."""
+    plan = lower(schedule, cost=cost)
+    union: TopologicalSorter[tuple[int, int, Op, int, int]] = TopologicalSorter()
+    for rank in range(len(schedule)):
+        for one, after in pairwise(sent(plan, rank, t) for t in transfers_of(plan, rank)):
+            union.add(after, one)
+    union.prepare()  # raises CycleError
+
+
+@quick
+@given(schedules(), costs)
+def test_sends_follow_their_action_and_receives_precede_it(schedule: Schedule, cost: Cost) -> None:
+    plan = lower(schedule, cost=cost)
+    for instructions in plan.instructions:
+        for i, instruction in enumerate(instructions):
+            if isinstance(instruction, Send):
+                assert instructions[i - 1] == instruction.action
+            if isinstance(instruction, Receive):
+                assert instruction.action in instructions[i:]
+
+
+@quick
+@given(schedules(), costs)
+def test_plan_completes_on_one_stream_per_rank(schedule: Schedule, cost: Cost) -> None:
+    assert completes_on_streams(lower(schedule, cost=cost).instructions)
+
+
+def completes_on_streams(instructions: tuple[tuple[Instruction, ...], ...]) -> bool:
+    """Whether all complete if posting waits for nothing, and each rank's transfers run in order beside it."""
+    p = len(instructions)
+    todo = [list(mine) for mine in instructions]
+    posted: list[list[Send | Receive]] = [[] for _ in range(p)]
+    moved = True
+    while moved:
+        moved = False
+        for rank in range(p):
+            waits = {t.action for t in posted[rank] if isinstance(t, Receive)}
+            while todo[rank] and todo[rank][0] not in waits:
+                now = todo[rank].pop(0)
+                moved = True
+                if not isinstance(now, Action):
+                    posted[rank].append(now)
+                    waits |= {now.action} if isinstance(now, Receive) else set()
+            head = posted[rank][0] if posted[rank] else None
+            if isinstance(head, Send) and posted[head.peer]:
+                there = posted[head.peer][0]
+                if there.peer == rank and isinstance(there, Receive) and there.action.op is head.action.op:
+                    assert there.action.micro_batch == head.action.micro_batch
+                    posted[rank].pop(0)
+                    posted[head.peer].pop(0)
+                    moved = True
+    return not any(todo) and not any(posted)
+
+
+@quick
+@given(st.data())
+def test_any_schedule_that_can_complete_has_a_plan(data: st.DataObject) -> None:
+    """Actions in random order on each rank: refused by the simulation, or lowered without deadlock."""
+    p, m = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    ranks = []
+    for _ in range(p):
+        turns = data.draw(st.permutations([i for i in range(m) for _ in range(2)]))
+        seen: Counter[int] = Counter()
+        mine = []
+        for i in turns:
+            mine.append(Action(B if seen[i] else F, 0, i))
+            seen[i] += 1
+        ranks.append(tuple(mine))
+    try:
+        plan = lower(tuple(ranks))
+    except ScheduleError as error:
+        assert "the schedule cannot complete" in str(error)  # noqa: PT017
+    else:
+        assert completes_on_streams(plan.instructions)
+
+
+def test_receives_are_posted_one_computation_ahead() -> None:
+    plan = lower(build_schedule("1f1b", stages=2, chunks=1, micro_batches=3))
+    assert [[str(i) for i in mine] for mine in plan.instructions] == [
+        [
+            *("F0", "send of F0 to 1", "F1", "send of F1 to 1", "receive for B0 from 1", "B0"),
+            *("receive for B1 from 1", "F2", "send of F2 to 1", "receive for B2 from 1", "B1", "B2"),
+        ],
+        [
+            *("receive for F0 from 0", "F0", "receive for F1 from 0", "B0", "send of B0 to 0"),
+            *("F1", "B1", "send of B1 to 0", "receive for F2 from 0", "F2", "B2", "send of B2 to 0"),
+        ],
+    ]
+
+
+def test_one_rank_transfers_nothing_between_its_chunks() -> None:
+    plan = lower(build_schedule("1f1b", stages=1, chunks=3, micro_batches=2))
+    assert transfers_of(plan, 0) == []
+    assert plan.num_stages == 3
+
+
+def test_timeline_counts_transfers() -> None:
+    cost = Cost(forward=1, backward=2, transfer=0.5)
+    plan = lower(build_schedule("1f1b", stages=2, chunks=1, micro_batches=1), cost=cost)
+    times = [[(str(span.action), span.start, span.end) for span in spans] for spans in plan.timeline]
+    assert times == [[("F0", 0, 1), ("B0", 5, 7)], [("F0", 1.5, 2.5), ("B0", 2.5, 4.5)]]
+    assert (plan.makespan, plan.bubble) == (7, 4 / 3)
+
+
+def test_weight_gradients_have_costs_of_their_own() -> None:
+    cost = Cost(forward=1, backward=99, input_gradient=2, weight_gradient=4)
+    assert lower(build_schedule("zb_h1", stages=1, chunks=1, micro_batches=3), cost=cost).makespan == 21
+
+
+def test_micro_batch_is_in_flight_until_its_weight_gradient() -> None:
+    actions = [Action(op, 0, i) for op, i in [(F, 0), (B, 0), (F, 1), (W, 0), (B, 1), (W, 1)]]
+    assert lower((tuple(actions),)).peak_in_flight == (2,)
+    assert lower((tuple(a for a in actions if a.op is not W),)).peak_in_flight == (1,)
+
+
+@pytest.mark.parametrize(
+    "schedule, message",
+    [
+        (((F0, F1, B0, B1), (F0, F1, B0)), "rank 1 lacks B1"),
+        (((F0, B0), (F0, B0, B0)), "rank 1 has B0 2 times"),
+        (((F0, B0, F1, B1), (F0, B0)), "rank 1 lacks F1, rank 1 lacks B1"),
+        (((F0, Action(F, 1, 0)), (F0,)), "rank 1 lacks F0.1"),
+        (((F0, B0), (B0, F0)), "rank 1 has them out of order"),
+        (((F0, Action(W, 0, 0)),), r"the schedule has F\+W; it needs F, F\+B or F\+B\+W"),
+        (((), ()), "the schedule has no actions"),
+        (
+            ((F0, B0, F1, B1), (F1, B1, F0, B0)),
+            "rank 0 at B0 needs B0 of rank 1, rank 1 at F1 needs F1 of rank 0",
+        ),
+    ],
+)
+def test_faulty_schedule_is_refused_by_name(schedule: Schedule, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        lower(schedule)
+
+
+def test_many_faults_are_cut_short() -> None:
+    with pytest.raises(ScheduleError, match="rank 0 lacks F7 and 992 more"):
+        lower(((Action(F, 0, 1000),),))
+
+
+SOUND: tuple[tuple[Instruction, ...], ...] = (
+    (F0, Send(F0, 1), F1, Send(F1, 1), Receive(B0, 1), B0, Receive(B1, 1), B1),
+    (Receive(F0, 0), F0, Receive(F1, 0), B0, Send(B0, 0), F1, B1, Send(B1, 0)),
+)
+
+
+def test_sound_plan_completes() -> None:
+    check_no_deadlock(SOUND)
+
+
+def test_ranks_that_both_receive_first_are_stuck() -> None:
+    """Each would send next, but a transfer that was issued first is in the way."""
+    first = (F0, Send(F0, 1), F1, Receive(B0, 1), Send(F1, 1), B0, Receive(B1, 1), B1)
+    with pytest.raises(
+        ScheduleError, match="deadlock: rank 0 at receive for B0 from 1, rank 1 at receive for F1 from 0"
+    ):
+        check_no_deadlock((first, SOUND[1]))
+
+
+def test_ranks_that_both_send_first_are_stuck() -> None:
+    second = (Receive(F0, 0), F0, B0, Send(B0, 0), Receive(F1, 0), F1, B1, Send(B1, 0))
+    with pytest.raises(ScheduleError, match="deadlock: rank 0 at send of F1 to 1, rank 1 at send of B0 to 0"):
+        check_no_deadlock((SOUND[0], second))
+
+
+def test_swapped_receives_are_a_mismatch() -> None:
+    """NCCL would put the second micro-batch where the first belongs, in silence."""
+    second = (Receive(F1, 0), Receive(F0, 0), F0, B0, Send(B0, 0), F1, B1, Send(B1, 0))
+    with pytest.raises(
+        ScheduleError, match="rank 0 at send of F0 to 1 meets rank 1 at receive for F1 from 0"
+    ):
+        check_no_deadlock((SOUND[0], second))
+
+
+def test_circle_of_three_ranks_is_stuck() -> None:
+    """Every pair agrees on its order, but rank 0 waits for 1, 1 for 2 and 2 for 0."""
+    forwards = [Action(F, c, 0) for c in range(2)]
+    ranks = (
+        (F0, Receive(forwards[1], 2), Send(F0, 1), forwards[1], Send(forwards[1], 1)),
+        (Receive(F0, 0), F0, Send(F0, 2), Receive(forwards[1], 0), forwards[1], Send(forwards[1], 2)),
+        (Receive(F0, 1), F0, Send(F0, 0), Receive(forwards[1], 1), forwards[1]),
+    )
+    with pytest.raises(ScheduleError, match=r"rank 0 at receive for F0\.1 from 2, rank 1 at .*, rank 2 at"):
+        check_no_deadlock(ranks)
+
+
+@pytest.mark.parametrize("drop", [Send(F0, 1), Receive(F0, 0), Send(B1, 0), Receive(B1, 1)])
+def test_lost_transfer_is_found(drop: Send | Receive) -> None:
+    with pytest.raises(ScheduleError, match=r"deadlock|mismatch"):
+        check_no_deadlock(tuple(tuple(i for i in mine if i != drop) for mine in SOUND))
+
+
+def test_send_before_its_data_is_computed_is_stuck() -> None:
+    with pytest.raises(ScheduleError, match="deadlock: rank 0 at send of F0 to 1"):
+        check_no_deadlock(((Send(F0, 1), F0), (Receive(F0, 0), F0)))
+
+
+@quick
+@given(schedules(), costs, st.data())
+def test_swapping_two_transfers_of_a_rank_is_found(
+    schedule: Schedule, cost: Cost, data: st.DataObject
+) -> None:
+    """Neighbouring ones with the same peer: their order is one the peer relies on."""
+    plan = lower(schedule, cost=cost)
+    swaps = [
+        (rank, i, k)
+        for rank, mine in enumerate(plan.instructions)
+        for (i, one), (k, other) in pairwise((i, t) for i, t in enumerate(mine) if not isinstance(t, Action))
+        if one.peer == other.peer
+    ]
+    if swaps:
+        rank, i, k = data.draw(st.sampled_from(swaps))
+        ranks = [list(mine) for mine in plan.instructions]
+        ranks[rank][i], ranks[rank][k] = ranks[rank][k], ranks[rank][i]
+        with pytest.raises(ScheduleError, match=r"deadlock|mismatch"):
+            check_no_deadlock(ranks)
+
+
+@pytest.mark.parametrize("name, p, v, m", [("1f1b", 64, 1, 512), ("1f1b", 35, 3, 280)])
+def test_layouts_of_the_largest_models_lower(name: str, p: int, v: int, m: int) -> None:
+    """arXiv:2104.04473: the trillion-parameter model's 3072 / 6 micro-batches, and table 1's 35 stages."""
+    plan = lower(build_schedule(name, stages=p, chunks=v, micro_batches=m))
+    assert plan.bubble == (p - 1) / (v * m)

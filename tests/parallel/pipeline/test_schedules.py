@@ -1,0 +1,172 @@
+"""Pipeline schedules: their orders, bubbles and memory are the papers'."""
+
+from fractions import Fraction
+from itertools import product
+
+import pytest
+
+from mlm.config.errors import UserError
+from mlm.parallel.pipeline.actions import Action, Cost, Plan
+from mlm.parallel.pipeline.lower import lower
+from mlm.parallel.pipeline.schedules import NAMES, build_schedule, forward_only
+
+SIZES = [(p, m) for p in range(1, 8) for m in (*range(1, 10), 16, 21)]
+
+
+def plan(name: str, p: int, v: int, m: int, cost: Cost | None = None) -> Plan:
+    return lower(build_schedule(name, stages=p, chunks=v, micro_batches=m), cost=cost or Cost())
+
+
+def written(actions: tuple[Action, ...]) -> str:
+    return " ".join(map(str, actions))
+
+
+def test_1f1b_order_is_the_papers() -> None:
+    """arXiv:2104.04473, figure 4, upper half: 4 devices, counted from 0 here."""
+    schedule = build_schedule("1f1b", stages=4, chunks=1, micro_batches=5)
+    assert written(schedule[0]) == "F0 F1 F2 F3 B0 F4 B1 B2 B3 B4"
+    assert written(schedule[2]) == "F0 F1 B0 F2 B1 F3 B2 F4 B3 B4"
+    assert written(schedule[3]) == "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4"
+
+
+def test_interleaved_order_is_the_papers() -> None:
+    """arXiv:2104.04473, figure 4, lower half: 4 devices with 2 chunks each."""
+    schedule = build_schedule("1f1b", stages=4, chunks=2, micro_batches=8)
+    first, last = written(schedule[0]), written(schedule[3])
+    assert first.startswith(
+        "F0 F1 F2 F3 F0.1 F1.1 F2.1 F3.1 F4 F5 F6 B0.1 F7 B1.1 F4.1 B2.1 F5.1 B3.1 F6.1 B0"
+    )
+    assert last.startswith(
+        "F0 F1 F2 F3 F0.1 B0.1 F1.1 B1.1 F2.1 B2.1 F3.1 B3.1 F4 B0 F5 B1 F6 B2 F7 B3 F4.1 B4.1"
+    )
+
+
+def test_gpipe_order_is_all_forwards_then_all_backwards() -> None:
+    schedule = build_schedule("gpipe", stages=2, chunks=1, micro_batches=3)
+    assert [written(actions) for actions in schedule] == ["F0 F1 F2 B0 B1 B2"] * 2
+
+
+def test_zb_h1_puts_weight_gradients_off_by_the_rank() -> None:
+    schedule = build_schedule("zb_h1", stages=3, chunks=1, micro_batches=4)
+    assert written(schedule[0]) == "F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3"
+    assert written(schedule[1]) == "F0 F1 B0 F2 B1 W0 F3 B2 W1 B3 W2 W3"
+    assert written(schedule[2]) == "F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3"
+
+
+def test_1f1b_on_one_rank_alternates() -> None:
+    (actions,) = build_schedule("1f1b", stages=1, chunks=1, micro_batches=3)
+    assert written(actions) == "F0 B0 F1 B1 F2 B2"
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_bubble_is_p_minus_1_over_m(name: str) -> None:
+    """arXiv:2104.04473, section 2.2.1; also for m < p."""
+    for p, m in SIZES:
+        assert plan(name, p, 1, m).bubble == (p - 1) / m, (p, m)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_bubble_with_chunks_is_p_minus_1_over_v_m(name: str) -> None:
+    """arXiv:2104.04473, section 2.2.2. Costs are a chunk's: dividing F and B by v changes no ratio."""
+    for p, v, groups in product(range(1, 6), (2, 3, 4), (1, 2, 3, 5)):
+        m = groups * p
+        assert plan(name, p, v, m).bubble == (p - 1) / (v * m), (p, v, m)
+
+
+@pytest.mark.parametrize("forward, backward", [(1, 1), (3, 2), (2, 7)])
+def test_interleaved_bubble_holds_for_any_cost(forward: int, backward: int) -> None:
+    for p, v, m in [(2, 2, 4), (4, 2, 8), (3, 3, 9), (4, 3, 4)]:
+        assert plan("1f1b", p, v, m, Cost(forward, backward)).bubble == (p - 1) / (v * m), (p, v, m)
+
+
+def test_gpipe_keeps_its_bubble_where_p_does_not_divide_m() -> None:
+    assert plan("gpipe", 4, 2, 7).bubble == 3 / 14
+
+
+def test_zb_h1_bubble_is_a_third_of_1f1b() -> None:
+    """arXiv:2401.10241, section 2.1: with F = B = W and m >= p."""
+    for p, m in SIZES:
+        if m >= p:
+            assert plan("zb_h1", p, 1, m).bubble == (p - 1) / (3 * m), (p, m)
+
+
+@pytest.mark.parametrize("f, b, w", [(1, 1, 1), (3, 4, 2), (5, 3, 1)])
+def test_zb_h1_idle_time_is_the_papers(f: int, b: int, w: int) -> None:
+    """arXiv:2401.10241, table 2: (p - 1)(F + B - W), where W is the shortest."""
+    for p, m in [(1, 2), (2, 2), (4, 4), (4, 9), (6, 8)]:
+        assert plan("zb_h1", p, 1, m, split_cost(f, b, w)).makespan == m * (f + b + w) + (p - 1) * (f + b - w)
+
+
+@pytest.mark.parametrize("f, b, w", [(1, 2, 3), (3, 1, 2), (2, 1, 3), (1, 3, 2), (2, 2, 1)])
+def test_zb_h1_idle_time_for_any_cost_and_few_micro_batches(f: int, b: int, w: int) -> None:
+    """Derived: W fills min(p, m) - 1 waits of at most the shortest op."""
+    for p, m in SIZES:
+        idle = (p - 1) * (f + b) - (min(p, m) - 1) * min(f, b, w)
+        assert plan("zb_h1", p, 1, m, split_cost(f, b, w)).makespan == m * (f + b + w) + idle, (p, m)
+
+
+def split_cost(f: int, b: int, w: int) -> Cost:
+    return Cost(forward=f, backward=1000, input_gradient=b, weight_gradient=w)
+
+
+def test_forward_only_idles_p_minus_1_forwards() -> None:
+    for p, v, m in [(1, 1, 1), (4, 1, 2), (4, 3, 4), (4, 3, 7), (3, 2, 10), (2, 4, 5)]:
+        assert lower(forward_only(p, v, m)).makespan == v * m + p - 1, (p, v, m)
+
+
+def test_gpipe_holds_all_micro_batches() -> None:
+    assert plan("gpipe", 3, 1, 7).peak_in_flight == (7, 7, 7)
+
+
+def test_1f1b_holds_p_minus_r_micro_batches() -> None:
+    for p, m in SIZES:
+        assert plan("1f1b", p, 1, m).peak_in_flight == tuple(min(p - r, m) for r in range(p)), (p, m)
+
+
+def test_interleaved_1f1b_holds_one_over_p_more_on_rank_0() -> None:
+    """arXiv:2205.05198, section 4.2.3: L(1 + (p - 1)/(p * v)) layers, L/(p * v) to a chunk."""
+    for p, v in [(2, 2), (4, 2), (4, 3), (8, 2)]:
+        peak = plan("1f1b", p, v, 4 * p).peak_in_flight
+        assert Fraction(peak[0], p * v) == 1 + Fraction(p - 1, p * v)
+        assert peak == tuple((v + 1) * p - 2 * r - 1 for r in range(p))
+
+
+def test_zb_h1_holds_as_much_as_1f1b_at_most() -> None:
+    """Counting micro-batches whose W is pending: p on every rank (arXiv:2401.10241, section 2.1)."""
+    for p, m in SIZES:
+        assert plan("zb_h1", p, 1, m).peak_in_flight == (min(p, m),) * p, (p, m)
+
+
+def test_evaluation_holds_one_micro_batch() -> None:
+    assert lower(forward_only(3, 2, 5)).peak_in_flight == (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "name, p, v, m, message",
+    [
+        (
+            "1f1b",
+            4,
+            2,
+            6,
+            "micro_batches=6 .* pp=4, .*vp=2.* use micro_batches=4 or micro_batches=8, or vp=1",
+        ),
+        ("1f1b", 4, 2, 3, "micro_batches=3 .* use micro_batches=4, or vp=1"),
+        ("zb_h1", 2, 2, 4, "vp=2: parallel.pipeline=zb_h1 .* set vp=1 or parallel.pipeline=1f1b"),
+        ("zb-h1", 2, 1, 4, "parallel.pipeline=zb-h1 .* did you mean zb_h1"),
+        ("chimera", 2, 1, 4, "parallel.pipeline=chimera .* use one of 1f1b, gpipe, zb_h1"),
+        ("1f1b", 0, 1, 4, "pp=0 must be at least 1"),
+        ("1f1b", 2, 0, 4, "vp=0 must be at least 1"),
+        ("1f1b", 2, 1, 0, "micro_batches=0 must be at least 1"),
+    ],
+)
+def test_impossible_schedule_names_setting_and_remedy(
+    name: str, p: int, v: int, m: int, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        build_schedule(name, stages=p, chunks=v, micro_batches=m)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fewer_micro_batches_than_ranks_complete(name: str) -> None:
+    assert len(plan(name, 5, 1, 2).timeline) == 5
