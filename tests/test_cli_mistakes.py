@@ -45,6 +45,13 @@ class TestMistakes:
             ),
             ("tp", "cannot read 'tp': expected key=value; did you mean tp=…?"),
             ("tp=x", "tp=x must be a whole number"),
+            ("--zero 1", "zero=1 must be 0, 2 or 3"),
+            ("pipeline=1f2b", "pipeline=1f2b must be 1f1b, gpipe or zb_h1; did you mean pipeline=1f1b?"),
+            ("pp=9", "pp=9 stages are more than model.num_layers=2; use pp=2"),
+            (
+                "--pp=2 --zero 3",
+                "zero=3 would gather the weights again for each micro-batch of a pipeline (pp=2); use zero=2",
+            ),
             ("out='${nme}'", "out: Interpolation key 'nme' not found"),
             ("-cn foo", "Cannot find primary config 'foo'. Check that it's in your config search path."),
             (

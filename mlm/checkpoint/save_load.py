@@ -88,8 +88,8 @@ def save_checkpoint(
     from rank 0. Returns the new directory. A kill at any instant leaves the previous checkpoint intact.
     `watch` is told what is waited for.
 
-    Raises LostPeer if a rank does not take part, CheckpointError on every rank, leaving nothing behind, if any rank cannot write or the shards
-    do not tile their tensors.
+    Raises CheckpointError on every rank, leaving nothing behind, if any rank cannot write or the shards
+    do not tile their tensors; LostPeer if a rank does not take part.
     """
     ranks = Ranks(rank, world_size, group, watch or Watch(rank))
     explain = partial(_explain_save, root, rank, named_latest(root))

@@ -147,7 +147,7 @@ def _weights_stay_gathered(values: Values, _: Launch) -> Breach | None:
     if values["zero"] != 3 or values["pp"] == 1:
         return None
     return Breach(
-        f"zero=3 would gather the weights again for every micro-batch of a pipeline (pp={values['pp']})"
+        f"zero=3 would gather the weights again for each micro-batch of a pipeline (pp={values['pp']})"
     )
 
 

@@ -36,7 +36,7 @@ class Pending:
     """Global ranks that take part; empty for all of the axis."""
 
     def wait(self) -> Tensor:
-        """Its result, ready for the device's current stream. Raises LostPeer if a peer does not do its part."""
+        """Its result, ready for the device's current stream. Raises LostPeer if a peer is lost."""
         if self.work is not None:
             with _watched(self.op, self.axis, self.ranks):
                 self.work.wait()

@@ -23,7 +23,7 @@ FOLLOWED = 1 << 14  # the device's launch queue is full long before the host is 
 EARLY_S = 1.5  # NCCL aborts the process at its timeout: say what hangs before that
 
 
-class LostPeer(RuntimeError):
+class LostPeer(RuntimeError):  # noqa: N818 - it says what is wrong
     """Another rank did not do its part of a communication. The message is one line for the user."""
 
 
@@ -77,9 +77,8 @@ class Wait:
     def unfinished(self) -> LostPeer:
         """That it took longer than it may."""
         own = self.done is None and math.isfinite(self.limit_s)
-        return self.lost(
-            f"did not finish in {self.limit_s if own else self.watch.timeout_s:g} s: {self._peers()} stuck or gone"
-        )
+        limit_s = self.limit_s if own else self.watch.timeout_s
+        return self.lost(f"did not finish in {limit_s:g} s: {self._peers()} stuck or gone")
 
     def lost(self, what: str) -> LostPeer:
         """The line: this rank, the step, the operation, the group, and `what` became of it."""
@@ -135,7 +134,7 @@ class Watch:
         """What this rank waits for at the moment when it hears that another one failed."""
         waits = list(self.waits.values())
         wait = waits[-1] if waits else self._oldest_followed()
-        return wait and wait.lost("was under way when another rank failed")
+        return None if wait is None else wait.lost("was under way when another rank failed")
 
     def _oldest_followed(self) -> Wait | None:
         """The first that is not over; forgets those that are. Called by the watchdog only."""

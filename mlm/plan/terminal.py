@@ -39,7 +39,7 @@ def draw(plan: Plan, console: Console) -> None:
     """Print the timeline of all ranks and its legend."""
     scale = scale_for(plan, coloured=has_shades(console))
     margin = len(row_name(len(plan.timeline) - 1)) + 2
-    width = console.width
+    width = max(console.width - margin, 20)
     all_windows = windows(scale.column(plan.makespan), width)
     shown = max(MOST_LINES // (len(plan.timeline) + 2), 2)
     first = all_windows if len(all_windows) <= shown else all_windows[: shown - shown // 2]

@@ -106,8 +106,14 @@ def run_rank(
                 world_size=place.world_size,
                 timeout=timedelta(seconds=start_s),
             )
-            layout = {"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp}
-            ctx = build_mesh(**layout, device=device, timeout_s=dist.timeout_s, watch=watch)
+            ctx = build_mesh(
+                tp=parallel.tp,
+                pp=parallel.pp,
+                dp=parallel.dp,
+                device=device,
+                timeout_s=dist.timeout_s,
+                watch=watch,
+            )
         find_target(target)(config, ctx)
         with watch.waiting("end of the process groups", "world", everyone):
             distributed.destroy_process_group()

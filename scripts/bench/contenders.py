@@ -122,7 +122,8 @@ class MlmTrainee(Trainee):
         return Reference(reference.loss, local)
 
     def clear(self) -> None:
-        self.trainer.reducer.start_step()
+        for reducer in self.trainer.reducers:
+            reducer.start_step()
 
     @contextlib.contextmanager
     def _library(self) -> Iterator[None]:

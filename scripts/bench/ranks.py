@@ -40,6 +40,12 @@ CLOSE_S = 10.0
 def build_trainee(name: str, spec: Spec, processes: int, rank: int) -> Trainee:
     """The contender `name` on this process. Raises UserError if its checkout or package is missing."""
     device = spec.torch_device(rank)
+    if "=" in name:
+        from bench.layouts import LayoutTrainee, parse_layout
+
+        p = parse_layout(name).parallel
+        ctx = build_mesh(tp=p.tp, pp=p.pp, dp=p.dp or 1, device=device, timeout_s=600)
+        return LayoutTrainee(name, spec, device, ctx)
     if processes > 1 and name.startswith("mlm"):
         ctx = build_mesh(tp=processes, pp=1, dp=1, device=device, timeout_s=600)
         return MlmTrainee(name, spec, device, ctx)
@@ -180,7 +186,7 @@ def _serve(pipe: Connection, name: str, spec: Spec, processes: int, rank: int, s
     try:
         begin = time.perf_counter()
         allocator_set = spec.prepare_process(processes)
-        if processes > 1:
+        if processes > 1 or "=" in name:
             backend = "nccl" if spec.device == "cuda" else "gloo"
             meeting = dist.FileStore(store, processes)
             dist.init_process_group(

@@ -60,7 +60,7 @@ def test_section_of_the_dataclass_is_unknown_in_yaml() -> None:
         ({"recompute": "ful"}, "recompute=ful must be none, selective or full; did you mean recompute=full?"),
         ({"pipeline": "1f2b"}, "pipeline=1f2b must be 1f1b, gpipe or zb_h1; did you mean pipeline=1f1b?"),
         ({"zero": 1}, "zero=1 must be 0, 2 or 3"),
-        ({"sequence_parallel": "on"}, "sequence_parallel=on must be true or false"),
+        ({"sequence_parallel": "maybe"}, "sequence_parallel=maybe must be true or false"),
         (
             {"model__num_layers": "???"},
             "model.num_layers is required: add model.num_layers=… (Transformer layers, L)",

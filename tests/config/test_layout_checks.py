@@ -41,7 +41,7 @@ def test_layout_that_runs_has_no_fault(overrides: list[str]) -> None:
     [
         (["pp=13"], "pp=13 stages are more than model.num_layers=12; use pp=12"),
         (
-            ["pp=4", "vp=4"],
+            ["pp=4", "vp=4", "train.global_batch_size=96"],
             "pp=4 * vp=4 = 16 stages are more than model.num_layers=12; use vp=3 or pp=3",
         ),
         (
@@ -60,7 +60,7 @@ def test_layout_that_runs_has_no_fault(overrides: list[str]) -> None:
         ),
         (
             ["pp=2", "zero=3"],
-            "zero=3 would gather the weights again for every micro-batch of a pipeline (pp=2); use zero=2",
+            "zero=3 would gather the weights again for each micro-batch of a pipeline (pp=2); use zero=2",
         ),
         (
             ["tp=4", "sequence_parallel=true", "data.seq_length=126"],
@@ -123,7 +123,7 @@ def test_world_of_a_launcher_must_be_filled(overrides: list[str], world_size: in
     "local_devices, remedy",
     [
         (8, "this host has 8 GPUs; use dp=4,"),
-        (None, "a CPU host runs at most 64; use dp=32,"),
+        (None, "a CPU host runs at most 64; use dp=32 or tp=1,"),
     ],
 )
 def test_plain_start_of_too_many_ranks_points_to_a_launcher(local_devices: int | None, remedy: str) -> None:
@@ -137,5 +137,5 @@ def test_too_few_ranks_here_do_not_shrink_the_other_remedies() -> None:
     faults = faults_of("tp=4", "pp=12", "zero=3", "dp=8", local_devices=8)
     assert [fault.split("; use ")[1] for fault in faults] == [
         "zero=2",
-        "pp=2 dp=1 zero=2, or start them with torchrun or SLURM (scripts/slurm/pretrain.sbatch)",
+        "pp=1 dp=2, or start them with torchrun or SLURM (scripts/slurm/pretrain.sbatch)",
     ]

@@ -48,7 +48,7 @@ def typed(word: str) -> tuple[str, Any]:
 
 
 @pytest.mark.parametrize("rules", [TRAIN_RULES, RANK_RULES, SPLIT_RULES])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(layout=LAYOUTS, launch=LAUNCHES, data=st.data())
 def test_remedies_of_all_faults_together_leave_none(
     rules: Any, layout: dict[str, Any], launch: Launch, data: st.DataObject
@@ -64,7 +64,7 @@ def test_remedies_of_all_faults_together_leave_none(
     assert len(left) <= sum(HERE in fault for fault in faults)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(layout=LAYOUTS, devices=st.none() | st.integers(1, 16), data=st.data())
 def test_remedy_of_too_many_ranks_is_a_layout_that_fits_here(
     layout: dict[str, Any], devices: int | None, data: st.DataObject

@@ -85,3 +85,18 @@ def test_half_precision_gradients_are_near_float32(dtype: torch.dtype) -> None:
     tolerance = 8 * torch.finfo(dtype).eps
     assert (rough.grad.float() - exact.grad).abs().max() <= tolerance * exact.grad.abs().max()
     assert (table.weight.grad - d_weight).abs().max() <= tolerance * d_weight.abs().max()
+
+
+def test_gradient_of_a_bfloat16_weight_is_added_up_in_float32() -> None:
+    """512 chunks of a row: rounded once, within half a unit in the last place (2^-8 relative, plus products).
+
+    Added up in bfloat16 the sum would stop growing at 2^8 times its terms.
+    """
+    rows = 512
+    table = table_of(torch.zeros(VOCAB, HIDDEN), Axis("tp")).to(torch.bfloat16)
+    hidden = torch.ones(rows, HIDDEN, dtype=torch.bfloat16)
+    labels = torch.zeros(rows, dtype=torch.int64)
+    linear_cross_entropy(hidden, labels, table, torch.tensor(1.0), chunk_bytes=1).backward()
+    assert table.weight.grad.dtype == torch.bfloat16
+    expected = torch.full((HIDDEN,), rows * (1 / VOCAB - 1))
+    torch.testing.assert_close(table.weight.grad[0].float(), expected, rtol=2**-8, atol=0)

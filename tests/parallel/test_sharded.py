@@ -22,7 +22,7 @@ from mlm.optim.clip import gradient_norm
 from mlm.parallel.collectives import all_reduce
 from mlm.parallel.gradients import Reducer
 from mlm.parallel.linear import Postponed
-from mlm.parallel.mesh import Axis, ParallelContext
+from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharded import build_reducer
 from mlm.parallel.sharding import ParameterShard, parameter_shards
 from mlm.parallel.watch import Watch

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from mlm.config.errors import UserError
 from mlm.config.schema import DistConfig, ParallelConfig
 from mlm.config.task_schema import GenerateConfig
+from mlm.parallel.collectives import all_reduce, start_receive, start_send
 from mlm.parallel.mesh import ParallelContext
 from mlm.train.launch import run_job
 from mlm.train.stop import StopRequest
@@ -80,6 +81,29 @@ def killed(config: GenerateConfig, ctx: ParallelContext) -> None:
     dist.all_reduce(torch.zeros(1))
 
 
+def lose_rank_1(config: GenerateConfig, ctx: ParallelContext) -> None:
+    """Rank 1 gets a signal before a communication over an axis at step 2; `prompt` says which of both."""
+    name, signal_name = config.prompt.split()
+    tell(config, ctx)
+    for step in (1, 2):
+        ctx.watch.step = step
+        if step == 2 and ctx.rank == 1:
+            os.kill(os.getpid(), signal.Signals[signal_name])
+        communicate(ctx, name)
+        time.sleep(step - 1)  # so that who waits for rank 1 over this axis waits longest
+        all_reduce(torch.ones(1), ctx.tp)
+
+
+def communicate(ctx: ParallelContext, name: str) -> None:
+    """All-reduce over an axis; over pp, a transfer from the first to the last stage."""
+    if name != "pp":
+        all_reduce(torch.ones(1), getattr(ctx, name))
+    elif ctx.pp.rank == 0:
+        start_send(torch.ones(1), ctx.pp, 1).wait()
+    else:
+        start_receive(torch.empty(1), ctx.pp, 0).wait()
+
+
 def save_on_request(config: GenerateConfig, ctx: ParallelContext) -> None:
     """A loop that leaves when asked."""
     with StopRequest(announce=ctx.is_main) as stop:
@@ -106,13 +130,26 @@ def wait(config: GenerateConfig, ctx: ParallelContext) -> None:
     time.sleep(600)
 
 
-def start(job: str, folder: Path, *, tp: int = 2, threads: int | None = 1, master_port: int = 0) -> int:
+def start(
+    job: str,
+    folder: Path,
+    *,
+    tp: int = 2,
+    pp: int = 1,
+    dp: int = 1,
+    threads: int | None = 1,
+    master_port: int = 0,
+    timeout_s: float = 60,
+    prompt: str = "two\nlines",
+) -> int:
     """Run a job of this module on CPU."""
     return run_job(
         f"tests.train.launch_jobs:{job}",
-        GenerateConfig(ckpt=str(folder), prompt="two\nlines", top_p=0.25),
-        parallel=ParallelConfig(tp=tp),
-        dist=DistConfig(device="cpu", threads_per_rank=threads, master_port=master_port, timeout_s=60),
+        GenerateConfig(ckpt=str(folder), prompt=prompt, top_p=0.25),
+        parallel=ParallelConfig(tp=tp, pp=pp, dp=dp),
+        dist=DistConfig(
+            device="cpu", threads_per_rank=threads, master_port=master_port, timeout_s=timeout_s
+        ),
         out=folder,
     )
 

@@ -1,0 +1,113 @@
+"""Layouts of `mlm` as contenders: `tp=2,sequence_parallel=true`, each in processes of its own."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import torch
+
+from bench.contenders import Trainee
+from bench.shapes import OPTIMIZER, make_batches
+from bench.spec import Spec
+from mlm.config.build import build
+from mlm.config.errors import UserError
+from mlm.config.schema import ParallelConfig, PrecisionConfig, PretrainConfig, ScheduleConfig, TrainConfig
+from mlm.data.sampler import Batch
+from mlm.parallel import linear
+from mlm.parallel.collectives import Pending
+from mlm.parallel.mesh import ParallelContext
+from mlm.train.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout and what this benchmark can change beside it."""
+
+    parallel: ParallelConfig
+    micro_batches: int = 1
+    """Per data-parallel replica."""
+    overlap: bool = True
+    """False waits for the sum of a column-parallel layer's input gradient before its weight gradient."""
+
+    @property
+    def processes(self) -> int:
+        """Ranks it takes."""
+        return self.parallel.tp * self.parallel.pp * (self.parallel.dp or 1)
+
+
+def parse_layout(words: str) -> Layout:
+    """`pp=2,pipeline=zb_h1,micro_batches=8` as a layout. Raises UserError."""
+    values: dict[str, object] = {}
+    for word in words.split(","):
+        key, _, value = word.partition("=")
+        known = {f.name for f in fields(ParallelConfig)} | {"micro_batches", "overlap"}
+        if key not in known or not value:
+            raise UserError(
+                f"{word!r} in {words!r}: give key=value with key one of {', '.join(sorted(known))}"
+            )
+        values[key] = {"true": True, "false": False}.get(value, int(value) if value.isdecimal() else value)
+    count, overlap = values.pop("micro_batches", 1), values.pop("overlap", True)
+    assert isinstance(count, int)
+    return Layout(build(ParallelConfig, values), count, bool(overlap))
+
+
+class LayoutTrainee(Trainee):
+    """`mlm`'s Trainer at a layout; what the equality of the numbers is worth, `mlm parity` says."""
+
+    def __init__(self, name: str, spec: Spec, device: torch.device, ctx: ParallelContext) -> None:
+        super().__init__(name, spec, device)
+        self.layout = parse_layout(name)
+        count, dp = self.layout.micro_batches, ctx.dp.size
+        size = spec.shape.batch_size
+        if size % (count * dp):
+            raise UserError(f"{name}: {count} micro-batches * dp={dp} must divide the batch of {size}")
+        config = PretrainConfig(
+            name="bench",
+            out="",
+            model=spec.shape.model(),
+            parallel=self.layout.parallel,
+            optimizer=OPTIMIZER,
+            schedule=ScheduleConfig(decay="constant", warmup_steps=0),
+            precision=PrecisionConfig(dtype=spec.dtype),
+            train=TrainConfig(global_batch_size=size, micro_batch_size=size // (count * dp)),
+        )
+        self.trainer = Trainer(config, ctx)
+        self.steps = []
+        for tokens, labels in make_batches(spec.shape, spec.seed):
+            pairs = zip(tokens.chunk(count * dp), labels.chunk(count * dp), strict=True)
+            micro = [Batch(t.contiguous(), y.contiguous(), i) for i, (t, y) in enumerate(pairs)]
+            self.steps.append(micro[ctx.dp.rank :: dp])
+
+    def step(self, index: int) -> None:
+        with self._overlap():
+            self.trainer.train_step(self.steps[index % len(self.steps)])
+
+    def loss_and_gradients(self) -> tuple[float, dict[str, torch.Tensor]]:
+        raise UserError("layouts are compared by `mlm parity`, not here")
+
+    def clear(self) -> None:
+        for reducer in self.trainer.reducers:
+            reducer.start_step()
+
+    @contextlib.contextmanager
+    def _overlap(self) -> Iterator[None]:
+        if self.layout.overlap:
+            yield
+            return
+        saved = {name: getattr(linear, name) for name in ("start_all_reduce", "start_reduce_scatter")}
+
+        def waited(start):  # type: ignore[no-untyped-def]
+            def call(*args: object) -> Pending:
+                pending: Pending = start(*args)
+                pending.wait()
+                return pending
+
+            return call
+
+        try:
+            for name, start in saved.items():
+                setattr(linear, name, waited(start))
+            yield
+        finally:
+            for name, start in saved.items():
+                setattr(linear, name, start)

@@ -1,0 +1,99 @@
+"""Which rectangle of each parameter a rank holds, at any cut over tp and dp."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from mlm.checkpoint.rectangle import Rectangle, tiling_fault
+from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from mlm.parallel.mesh import Axis
+from mlm.parallel.sharding import DP_SLICES, DataParallelSlice, ParameterShard, load_whole, parameter_shards
+
+VOCAB, PADDED, HIDDEN = 13, 24, 12
+
+
+def model_of(tp: Axis) -> nn.Module:
+    return nn.ModuleDict(
+        {
+            "token": VocabParallelEmbedding(VOCAB, PADDED, HIDDEN, tp=tp),
+            "up": ColumnParallelLinear(HIDDEN, 8, tp=tp),
+            "down": RowParallelLinear(8, HIDDEN, tp=tp),
+            "norm": nn.LayerNorm(HIDDEN),
+        }
+    )
+
+
+def cut(model: nn.Module, dp: Axis) -> nn.Module:
+    """Keep this dp rank's rows of every parameter, as sharded.py does with FSDP2."""
+    for module in model.modules():
+        slices = {}
+        for name, p in module.named_parameters(recurse=False):
+            rows = p.detach().chunk(dp.size)
+            first = sum(len(r) for r in rows[: dp.rank])
+            mine = rows[dp.rank] if dp.rank < len(rows) else p.detach()[:0]
+            slices[name] = DataParallelSlice(nn.Parameter(mine.clone()), tuple(p.shape), first, dp)
+        setattr(module, DP_SLICES, slices)
+    return model
+
+
+def all_ranks(tp: int, dp: int) -> Iterator[list[ParameterShard]]:
+    """The shards of each rank; of one that is not cut over dp for dp=1."""
+    for t in range(tp):
+        for d in range(dp):
+            axis = Axis("tp", t, tp)
+            model = model_of(axis)
+            yield list(parameter_shards(cut(model, Axis("dp", d, dp)) if dp > 1 else model, axis))
+
+
+@pytest.mark.parametrize("dp", [1, 2, 5, 16])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_the_owners_rectangles_tile_every_parameter(tp: int, dp: int) -> None:
+    """Padding left out; at dp=16 some ranks hold no row of some, at tp=4 some hold padding alone."""
+    shapes = {s.name: s.global_shape for s in parameter_shards(model_of(Axis("tp")), Axis("tp"))}
+    assert shapes["token.weight"] == (VOCAB, HIDDEN)
+    pieces: dict[str, list[Rectangle]] = {name: [] for name in shapes}
+    for shards in all_ranks(tp, dp):
+        for s in shards:
+            assert s.global_shape == shapes[s.name]
+            piece = Rectangle(s.offset, tuple(s.without_padding(s.parameter).shape))
+            assert piece.fits(shapes[s.name])
+            if s.is_owner and piece.volume:
+                pieces[s.name].append(piece)
+    assert {name: tiling_fault(shapes[name], found) for name, found in pieces.items()} == dict.fromkeys(
+        shapes
+    )
+
+
+@pytest.mark.parametrize(("tp", "dp"), [(2, 1), (2, 3), (4, 2)])
+def test_load_whole_fills_each_rank_with_its_rectangle(tp: int, dp: int) -> None:
+    torch.manual_seed(0)
+    one = list(parameter_shards(model_of(Axis("tp")), Axis("tp")))
+    whole = {s.name: torch.randn(s.global_shape) for s in one}
+    rebuilt = {name: torch.zeros_like(x) for name, x in whole.items()}
+    for t in range(tp):
+        for d in range(dp):
+            axis = Axis("tp", t, tp)
+            model = cut(model_of(axis), Axis("dp", d, dp))
+            load_whole(model, whole, axis)
+            for s in parameter_shards(model, axis):
+                x = s.without_padding(s.parameter.detach())
+                where = tuple(slice(o, o + n) for o, n in zip(s.offset, x.shape, strict=True))
+                rebuilt[s.name][where] = x
+                padding = s.parameter.numel() - x.numel()
+                assert (s.parameter == 0).sum() >= padding
+    for name, x in whole.items():
+        assert torch.equal(rebuilt[name], x), name
+
+
+def test_a_tied_copy_owns_nothing() -> None:
+    copy = VocabParallelEmbedding(VOCAB, PADDED, HIDDEN, tp=Axis("tp"), is_tied_copy=True)
+    assert [s.is_owner for s in parameter_shards(copy, Axis("tp"))] == [False]
+
+
+def test_shards_keep_their_parameter_from_call_to_call() -> None:
+    """The optimizer's state belongs to the parameter object."""
+    model = cut(model_of(Axis("tp")), Axis("dp", 1, 2))
+    first, again = (list(parameter_shards(model, Axis("tp"))) for _ in range(2))
+    assert all(a.parameter is b.parameter for a, b in zip(first, again, strict=True))

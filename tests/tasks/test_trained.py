@@ -1,0 +1,37 @@
+"""Whether a trained model can be split as a command asks."""
+
+import pytest
+
+from mlm.config.schema import ModelConfig, ParallelConfig
+from mlm.tasks.trained import split_faults
+
+MODEL = ModelConfig(num_layers=6, hidden_size=24, num_heads=4, ffn_hidden_size=60)
+
+
+@pytest.mark.parametrize(
+    "layout, faults",
+    [
+        (ParallelConfig(tp=2, pp=6), []),
+        (ParallelConfig(pp=4), []),  # stages need not be equal
+        (ParallelConfig(pp=2, vp=3), []),
+        (ParallelConfig(pp=2, zero=3, pipeline="zb_h1", vp=3, sequence_parallel=True), []),
+        (
+            ParallelConfig(tp=3),
+            [
+                "tp=3 does not divide the checkpoint's num_heads=4; use tp=2 or tp=4 (its divisors: 1, 2, 4)",
+            ],
+        ),
+        (ParallelConfig(pp=7), ["pp=7 stages are more than the checkpoint's num_layers=6; use pp=6"]),
+        (
+            ParallelConfig(pp=2, vp=2),
+            [
+                "pp=2 * vp=2 = 4 stages do not divide the checkpoint's num_layers=6, as interleaving "
+                "(vp > 1) needs; use vp=1 or vp=3"
+            ],
+        ),
+    ],
+)
+def test_split_of_a_trained_model_names_the_nearest_that_works(
+    layout: ParallelConfig, faults: list[str]
+) -> None:
+    assert split_faults(MODEL, layout) == faults
