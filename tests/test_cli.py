@@ -17,7 +17,15 @@ class TestSurface:
 
     def test_commands_are_these(self) -> None:
         names = [command.name for command in COMMANDS]
-        assert names == ["pretrain", "eval loss", "generate", "data tokenizer", "data build", "plan schedule"]
+        assert names == [
+            "pretrain",
+            "parity",
+            "eval loss",
+            "generate",
+            "data tokenizer",
+            "data build",
+            "plan schedule",
+        ]
 
     @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
     def test_targets_exist(self, command: Command) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from mlm.config.checks import check_eval_loss, check_generate, check_pretrain
 from mlm.config.compose import SPECS
+from mlm.config.parity_checks import check_parity
 from mlm.config.plan_checks import check_plan_schedule
 
 
@@ -38,6 +39,8 @@ class Command:
     """A paragraph for its own help."""
     examples: tuple[tuple[str, str], ...]
     """(what it does, command line) pairs."""
+    own_choices: tuple[str, ...] = ()
+    """Choices of groups that experiment=… leaves as they are here; typed ones win."""
     keys: tuple[str, ...] = ()
     """Most used keys, for its help; empty means all."""
 
@@ -95,6 +98,59 @@ COMMANDS = (
             *("data.path", "data.seq_length", "train.steps", "train.global_batch_size"),
             *("train.micro_batch_size", "train.validate_every", "optimizer.lr", "schedule.warmup_steps"),
             *("checkpoint.save_every", "log.every", "dist.device"),
+        ),
+    ),
+    Command(
+        words=("parity",),
+        config="parity",
+        target="mlm.tasks.parity:run",
+        check=check_parity,
+        preflight="mlm.tasks.parity:preflight",
+        out_is_run_folder=True,
+        own_choices=("precision=fp64", "cluster=local"),
+        summary="check that a layout trains exactly as one process does, before a cluster is asked",
+        about=(
+            "Runs the first steps of a pretraining run twice, on the layout and on one process, and compares "
+            "every loss, gradient and weight. Takes any command line of `mlm pretrain`. By default it is a tiny "
+            "model on random tokens, and, also under experiment=…, in float64: there equal means to 1e-10, and "
+            "every mistake of a layout shows. Ends with 0 if equal, 1 if not."
+        ),
+        examples=(
+            (
+                "Every axis at once, on eight processes of a laptop",
+                "mlm parity tp=2 pp=2 dp=2 sequence_parallel=true",
+            ),
+            (
+                "Interleaved pipeline with dropout and recomputation",
+                "mlm parity pp=2 vp=2 model.num_layers=4 model.hidden_dropout=0.1 recompute=full",
+            ),
+            (
+                "The settings of a large run on a small model",
+                "mlm parity experiment=v1_8_3b model=gpt2_tiny tp=2 dp=2 train.global_batch_size=32",
+            ),
+            (
+                "The shapes of a large model, fewer layers, your corpus",
+                "mlm parity model=gpt2_355m model.num_layers=2 data.path=corpus tp=4",
+            ),
+            ("Half precision: looser tolerances", "mlm parity tp=2 precision=bf16"),
+        ),
+        keys=(
+            *(
+                "steps",
+                "out",
+                "seed",
+                "ckpt",
+                "tp",
+                "pp",
+                "vp",
+                "dp",
+                "sequence_parallel",
+                "pipeline",
+                "zero",
+            ),
+            *("recompute", "compile", "model.num_layers", "model.hidden_dropout", "model.attention_dropout"),
+            *("data.path", "data.seq_length", "train.global_batch_size", "train.micro_batch_size"),
+            *("optimizer.lr", "precision.dtype", "dist.device"),
         ),
     ),
     Command(

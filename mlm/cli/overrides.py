@@ -61,7 +61,7 @@ def prepare(
 
     `own_path` says that the user replaced the config search path: choices are then left to Hydra.
     """
-    prepared = Prepared()
+    prepared = Prepared(_own_choices(command, typed))
     multirun = multirun or any(text.startswith("hydra.mode=") for text in typed)
     own_path = own_path or any("hydra.searchpath=" in text for text in typed)
     options = command_groups(command, config_dir)
@@ -79,6 +79,13 @@ def prepare(
             prepared.faults.append(fault)
             prepared.doubtful |= _meant(command, text, options)
     return prepared
+
+
+def _own_choices(command: Command, typed: Sequence[str]) -> list[str]:
+    """What the command chooses where an experiment would choose for it, unless it is typed."""
+    keys = {text.partition("=")[0].lstrip("+~") for text in typed}
+    choices = command.own_choices if "experiment" in keys else ()
+    return [choice for choice in choices if choice.partition("=")[0] not in keys]
 
 
 def literal(command: Command, text: str, *, multirun: bool) -> str:

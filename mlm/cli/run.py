@@ -16,10 +16,10 @@ from mlm.cli.commands import Command, resolve
 from mlm.cli.overrides import Prepared
 from mlm.config.build import build
 from mlm.config.compose import resolved
-from mlm.config.errors import ConfigError, CorruptFileError, UserError
+from mlm.config.errors import ConfigError, UserError
 from mlm.config.tree import MISSING_VALUE
 
-OK, DAMAGED, MISTAKE, INTERRUPTED = 0, 1, 2, 130
+OK, MISTAKE, INTERRUPTED = 0, 2, 130
 LAUNCH = "mlm.train.launch"
 HEAD_START_S = 5.0  # a launcher ends all ranks when one ends: the one that reports must not be cut off
 FILES = (".json", ".svg", ".png")  # an `out` that ends so is one file, any other a folder
@@ -57,7 +57,8 @@ def folder_name(overrides: str) -> str:
 def report(command: Command, work: Callable[[], int]) -> int:
     """The exit code of `work`, a user's mistake printed as one line per fault and no traceback.
 
-    2 for a mistake the user can mend, 1 for a damaged file, 130 when interrupted. Other exceptions pass.
+    2 for a mistake the user can mend, 1 for a damaged file or a failed check, 130 when interrupted. Other
+    exceptions pass.
     """
     try:
         return work()
@@ -67,7 +68,7 @@ def report(command: Command, work: Callable[[], int]) -> int:
                 print(f"mlm {command.name}: {line}", file=sys.stderr)
         else:
             time.sleep(HEAD_START_S)
-        return DAMAGED if isinstance(error, CorruptFileError) else MISTAKE
+        return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
 

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from mlm.config.build import build
 from mlm.config.data_schema import DataBuildConfig, DataTokenizerConfig
+from mlm.config.parity_schema import ParityConfig
 from mlm.config.paths import CONFIG_DIR
 from mlm.config.plan_schema import PlanScheduleConfig
 from mlm.config.schema import PretrainConfig
@@ -19,6 +20,7 @@ from mlm.config.tree import defaults
 
 SPECS: dict[str, type] = {
     "pretrain": PretrainConfig,
+    "parity": ParityConfig,
     "eval_loss": EvalLossConfig,
     "generate": GenerateConfig,
     "data_tokenizer": DataTokenizerConfig,

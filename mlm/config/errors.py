@@ -1,8 +1,13 @@
 """The one exception a user's mistake becomes: the command line prints its message and no traceback."""
 
+from typing import ClassVar
+
 
 class UserError(ValueError):
     """A fault the user can mend. The message is one line: the setting, its value and the remedy."""
+
+    exit_code: ClassVar[int] = 2
+    """What the command that meets it ends with."""
 
 
 class ConfigError(UserError):
@@ -18,3 +23,11 @@ class ConfigError(UserError):
 
 class CorruptFileError(UserError):
     """A file on disk is not what it should be: truncated, altered, or of another kind."""
+
+    exit_code = 1
+
+
+class CheckFailedError(UserError):
+    """What a command was asked to check does not hold."""
+
+    exit_code = 1

@@ -65,7 +65,7 @@ class Layout:
         """For each broken rule, the alternatives that mend it; whether any of one go with any of another."""
         found = [self._alternatives(rule, broken) for rule in broken]
         together = (_merged(changes) for changes in product(*found))
-        if all(found):
+        if all(found) and all(self._keeps(self.rules, change) for change in together):
             return found, True
         nearest = self._nearest([key for key in MOVABLE if key in self.read], {}, math.inf)
         assert nearest is not None  # tp=1 pp=1 vp=1 goes with everything

@@ -7,7 +7,7 @@ from mlm.config.schema import ParallelConfig, PretrainConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParityConfig(PretrainConfig):
-    """The run spec of `mlm parity`: the first steps of a pretraining run, on its layout and on one process."""
+    """The run spec of `mlm parity`: the first steps of a pretraining run, on its layout and on one rank."""
 
     out: str
     """Folder for parity.json, which holds every number compared."""

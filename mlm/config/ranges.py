@@ -41,7 +41,7 @@ BOUNDS: dict[str, Bound] = (
             *("train.steps", "train.global_batch_size", "train.micro_batch_size", "train.validate_batches"),
             *("checkpoint.keep_last", "log.every"),
             *("dist.timeout_s", "dist.threads_per_rank", "dist.peak_tflops"),
-            *("micro_batches", "forward_cost", "backward_cost"),
+            *("steps", "micro_batches", "forward_cost", "backward_cost"),
             *("input_gradient_cost", "weight_gradient_cost"),
         ],
         POSITIVE,

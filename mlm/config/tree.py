@@ -72,10 +72,12 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @cache
 def field_docs(cls: type) -> dict[str, str]:
-    """The string beneath each field of a dataclass, whitespace folded."""
+    """The string beneath each field of a dataclass, its own or inherited, whitespace folded."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(body, ast.ClassDef)
-    docs = {}
+    docs: dict[str, str] = {}
+    for base in filter(is_dataclass, cls.__bases__):
+        docs |= field_docs(base)
     for statement, following in zip(body.body, body.body[1:], strict=False):
         match (statement, following):
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):

@@ -22,7 +22,7 @@ from mlm.parallel.watch import LostPeer, is_transport_error, name_ranks
 INTERRUPTED = 130  # what a shell reports after Ctrl-C: 128 + SIGINT
 LAST_WORDS_S = 1.0  # how long a failing rank stays for its peers to notice and report
 RECORDS = "error-*.json"
-MAX_LINES = 8  # ranks whose waits are printed when all of them wait
+MAX_LINES = 8  # lost peers that are told when there is no other cause
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,13 @@ class Failure:
     traceback: str
     time: float
     """Seconds since the epoch."""
+    exit_code: int = 1
+    """What the rank ends with."""
 
     @property
     def names_peer(self) -> bool:
         """Whether the message is a LostPeer's, which says it all."""
         return self.type == LostPeer.__name__
-
-    @property
-    def exit_code(self) -> int:
-        """2 for a user's mistake, else 1."""
-        return 2 if self.is_user_error else 1
 
     @property
     def text(self) -> str:
@@ -79,6 +76,7 @@ def describe(error: BaseException, rank: int) -> Failure:
         lost_peer=is_lost_peer(error),
         traceback="".join(traceback.format_exception(error)),
         time=time.time(),
+        exit_code=error.exit_code if isinstance(error, UserError) else 1,
     )
 
 

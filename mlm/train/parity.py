@@ -95,9 +95,7 @@ class Report:
     """Those of them whose copies are not equal bit for bit after the last step."""
 
 
-def compare(
-    config: ParityConfig, ctx: ParallelContext, on_step: Callable[[], None] = lambda: None
-) -> Report:
+def compare(config: ParityConfig, ctx: ParallelContext, on_step: Callable[[], None] = lambda: None) -> Report:
     """Run `config.steps` steps on the layout and, on rank 0, on one process. Collective over all ranks.
 
     `on_step` is called after each. Raises UserError for what the user can mend.
@@ -124,15 +122,13 @@ def compare(
 def one_process(config: ParityConfig, ctx: ParallelContext) -> Trainer:
     """The whole run on this rank alone, with the dropout masks that the layout draws."""
     alone = Trainer(config.on_one_process(), replace(shape_context(), device=ctx.device))
-    parts = tuple(range(ctx.tp.size))
+    parts: tuple[int, ...] = tuple(range(ctx.tp.size))
     cut = config.parallel.sequence_parallel and ctx.tp.size > 1
     alone.dropout_parts = {"split_parts": parts, "hidden_parts": parts if cut else SHARED}
     return alone
 
 
-def _batches(
-    trainer: Trainer | None, samples: Dataset
-) -> AbstractContextManager[Iterator[list[Batch]]]:
+def _batches(trainer: Trainer | None, samples: Dataset) -> AbstractContextManager[Iterator[list[Batch]]]:
     """This rank's micro-batches of each step, for the trainer's layout; nothing, for ever, without one."""
     if trainer is None:
         return nullcontext(repeat([]))

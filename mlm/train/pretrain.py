@@ -1,6 +1,7 @@
 """`mlm pretrain`: train a model from its initial weights, or go on where a run stopped."""
 
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -13,6 +14,8 @@ from mlm.config.schema import PretrainConfig
 from mlm.data.tokenizer import Tokenizer
 from mlm.files import write_atomic
 from mlm.parallel.mesh import ParallelContext
+from mlm.parallel.pipeline.lower import lower
+from mlm.parallel.pipeline.schedules import build_schedule
 from mlm.train.corpora import corpus_faults, tokenizer_path, train_dataset, validation_windows
 from mlm.train.curves import plot_losses
 from mlm.train.loop import Loop
@@ -73,7 +76,8 @@ def run(config: PretrainConfig, ctx: ParallelContext) -> None:
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"train.micro_batch_size={config.train.micro_batch_size} is too much for the GPU's memory: lower "
-            f"it, set recompute=full, or raise tp ({str(error).splitlines()[0]})"
+            "it, set recompute=selective or full, sequence_parallel=true or zero=2, or raise tp or pp "
+            f"({str(error).splitlines()[0]})"
         ) from error
 
 
@@ -101,7 +105,7 @@ def train(trainer: Trainer, out: Path, start: Path | None) -> None:
         header=rows,
         run={
             "config_digest": config_digest(config),
-            "layout": layout(ctx),
+            "layout": {**asdict(config.parallel), "dp": ctx.dp.size},
             "resumed_from": start and str(start),
         },
     )
@@ -149,9 +153,29 @@ def resume_command(out: Path) -> list[str]:
     return ["mlm", "pretrain", "--config-dir", str(out), "--config-name", "config"]
 
 
-def layout(ctx: ParallelContext) -> dict[str, int]:
-    """Sizes of the parallel axes."""
-    return {"tp": ctx.tp.size, "pp": ctx.pp.size, "dp": ctx.dp.size}
+def layout(config: PretrainConfig, ctx: ParallelContext) -> str:
+    """The parallel layout in a line: sizes, then what else was chosen."""
+    p = config.parallel
+    sizes = f"tp={ctx.tp.size} × pp={ctx.pp.size} × dp={ctx.dp.size}"
+    ranks = f"{ctx.world_size} {ctx.device.type} rank{'s' * (ctx.world_size > 1)}"
+    chosen = [
+        f"vp={p.vp}" if p.vp > 1 else "",
+        "sequence parallel" if p.sequence_parallel and ctx.tp.size > 1 else "",
+        f"zero={p.zero}" if p.zero and ctx.dp.size > 1 else "",
+        f"recompute={p.recompute}" if p.recompute != "none" else "",
+        f"{p.pipeline}, bubble {bubble(config, ctx):.1%}" if ctx.pp.size > 1 else "",
+    ]
+    return ", ".join([f"{sizes} on {ranks}", *filter(None, chosen)])
+
+
+def bubble(config: PretrainConfig, ctx: ParallelContext) -> float:
+    """Idle over ideal time of the pipeline, if a backward pass takes two forward passes."""
+    train, parallel = config.train, config.parallel
+    count = train.global_batch_size // (ctx.dp.size * train.micro_batch_size)
+    schedule = build_schedule(
+        parallel.pipeline, stages=ctx.pp.size, chunks=parallel.vp, micro_batches=count
+    )
+    return lower(schedule).bubble
 
 
 def header(
@@ -160,11 +184,10 @@ def header(
     """Rows shown above the numbers."""
     model, batch = config.model, config.train
     shape = f"{model.num_layers} layers × {model.hidden_size} × {model.num_heads} heads"
-    sizes = " × ".join(f"{k}={v}" for k, v in layout(ctx).items())
     return [
         ("run", config.name),
         ("model", f"{model.kind} {model.num_parameters() / 1e6:,.1f}M ({shape})"),
-        ("layout", f"{sizes} on {ctx.world_size} {ctx.device.type} rank{'s' * (ctx.world_size > 1)}"),
+        ("layout", layout(config, ctx)),
         (
             "batch",
             f"{batch.global_batch_size} × {config.data.seq_length} tokens in micro-batches of "

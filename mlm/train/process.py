@@ -21,7 +21,7 @@ from mlm.config.schema import DistConfig, ParallelConfig
 from mlm.parallel.mesh import ParallelContext, build_mesh
 from mlm.parallel.watch import LostPeer, Watch, is_transport_error
 from mlm.train.environment import Place, num_threads, place_variables
-from mlm.train.failure import INTERRUPTED, LAST_WORDS_S, Failure, LastWords, leave
+from mlm.train.failure import INTERRUPTED, LAST_WORDS_S, MAX_LINES, Failure, LastWords, leave
 from mlm.train.watchdog import Watchdog, flight_recorder
 
 START_S = 120.0  # ranks import torch and see the disk at their own pace, whatever dist.timeout_s is
@@ -59,8 +59,10 @@ def run_joined(
     store: Store | None = None
 
     def tell(failure: Failure) -> None:
-        if _speaks(failure, store):
+        speaks = _speaks(failure, store)
+        if speaks:
             print(failure.text, file=sys.stderr, flush=True)
+        if speaks or place.rank == 0:  # under SLURM, rank 0 holds the store that the others ask
             time.sleep(LAST_WORDS_S)
 
     words = LastWords(place.rank, tell)
@@ -164,7 +166,10 @@ def find_target(target: str) -> Target:
 
 
 def _speaks(failure: Failure, store: Store | None) -> bool:
-    """Whether this rank is to report: the first one with this message, or a lost peer nobody explained."""
+    """Whether this rank is to report: the first with this message, or of lost peers unexplained the first few.
+
+    One of those alone could mislead, as it may wait for a rank that waits itself.
+    """
     if store is None:
         return True
     answer: list[bool] = []
@@ -178,7 +183,7 @@ def _is_first(failure: Failure, store: Store) -> bool:
     try:
         if failure.lost_peer:
             time.sleep(LAST_WORDS_S / 2)  # give the rank that caused it time to say so
-            return store.add("mlm/failures", 1) == 1
+            return store.add("mlm/failures", 0) == 0 and store.add("mlm/lost", 1) <= MAX_LINES
         store.add("mlm/failures", 1)
         return store.add(f"mlm/failures/{failure.type}: {failure.message}", 1) == 1
     except RuntimeError:  # the store went down with its rank, which has reported by then

@@ -24,8 +24,8 @@ from mlm.parallel.pipeline.actions import Action, Instruction, Op, Receive, Send
 T = TypeVar("T")
 
 SENDS_KEPT = 8
-"""Sends that may be under way before the oldest is awaited. Its receive was posted earlier in the one order
-of all ranks, so waiting cannot deadlock."""
+"""Sends that may be under way before the oldest is awaited. Any number is safe: plans complete even where
+every transfer blocks both its ranks (deadlock.py)."""
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def test_circle_of_three_ranks_is_stuck() -> None:
 
 @pytest.mark.parametrize("drop", [Send(F0, 1), Receive(F0, 0), Send(B1, 0), Receive(B1, 1)])
 def test_lost_transfer_is_found(drop: Send | Receive) -> None:
-    with pytest.raises(ScheduleError, match=rr"deadlock|mismatch"):
+    with pytest.raises(ScheduleError, match=r"deadlock|mismatch"):
         check_no_deadlock(tuple(tuple(i for i in mine if i != drop) for mine in SOUND))
 
 
@@ -69,4 +69,3 @@ def test_computation_that_nobody_sends_for_is_stuck() -> None:
 def test_send_before_its_data_is_computed_is_stuck() -> None:
     with pytest.raises(ScheduleError, match="deadlock: rank 0 at send of F0 to 1"):
         check_no_deadlock(((Send(F0, 1), F0), (Receive(F0, 0), F0)))
-

@@ -283,7 +283,7 @@ def test_swapping_two_transfers_of_a_rank_is_found(
         rank, i, k = data.draw(st.sampled_from(swaps))
         ranks = [list(mine) for mine in plan.instructions]
         ranks[rank][i], ranks[rank][k] = ranks[rank][k], ranks[rank][i]
-        with pytest.raises(ScheduleError, match=rr"deadlock|mismatch"):
+        with pytest.raises(ScheduleError, match=r"deadlock|mismatch"):
             check_no_deadlock(ranks)
 
 
