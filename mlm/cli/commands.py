@@ -111,8 +111,8 @@ COMMANDS = (
         summary="check that a layout trains exactly as one process does, before a cluster is asked",
         about=(
             "Runs the first steps of a pretraining run twice, on the layout and on one process, and compares "
-            "every loss, gradient and weight. Takes any command line of `mlm pretrain`. By default it is a tiny "
-            "model on random tokens, and, also under experiment=…, in float64: there equal means to 1e-10, and "
+            "every loss, gradient and weight. Takes any command line of `mlm pretrain`; by default a tiny "
+            "model on random tokens, in float64 even under experiment=…: there equal means to 1e-10, and "
             "every mistake of a layout shows. Ends with 0 if equal, 1 if not."
         ),
         examples=(

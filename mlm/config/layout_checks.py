@@ -125,7 +125,7 @@ def _layers_fill_stages(values: Values, _: Launch) -> Breach | None:
     stages = f"pp={pp} * vp={vp} = {pp * vp} stages" if vp > 1 else f"pp={pp} stages"
     if pp * vp > layers:
         return Breach(f"{stages} are more than model.num_layers={layers}")
-    if layers % (pp * vp):
+    if vp > 1 and layers % (pp * vp):
         return Breach(f"{stages} do not divide model.num_layers={layers}, as interleaving (vp > 1) needs")
     return None
 

@@ -90,8 +90,8 @@ def build_mesh(
 ) -> ParallelContext:
     """Make the process groups of a layout. Every rank of an initialised default group calls this.
 
-    `watch` is the one that a watchdog looks at, if there is one. `host_backend` is the backend of `host_group`;
-    "fake" lets one process be any rank of any layout.
+    `watch` is the one that a watchdog looks at, if there is one. `host_backend` is the backend of
+    `host_group`; "fake" lets one process be any rank of any layout.
     Raises AssertionError if tp * pp * dp is not the world size: configuration is checked before launch.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -130,11 +130,7 @@ class ShardedReducer:
             self.sync = True
             _run_post_backward(self.root)
         for rows, dp_slice in self.slices:
-            if rows.grad is not None:
-                dp_slice.parameter.grad = _local(rows.grad)
-                rows.grad = None
-            else:
-                dp_slice.parameter.grad = None
+            dp_slice.parameter.grad = None if rows.grad is None else _local(rows.grad)
 
 
 def _hand_out_slices(model: nn.Module, dp: Axis) -> list[tuple[nn.Parameter, DataParallelSlice]]:

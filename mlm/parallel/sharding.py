@@ -78,26 +78,21 @@ class ParameterShard:
 
     @property
     def offset(self) -> tuple[int, ...]:
-        """Where this part begins in the whole parameter; at its end for a part of nothing but padding."""
-        first = self._padded_offset()
-        if self.tp_dim is not None and self.true_size is not None:
-            first[self.tp_dim] = min(first[self.tp_dim], self.true_size)
-        return tuple(first)
-
-    def _padded_offset(self) -> list[int]:
+        """Where this part begins in the whole parameter; its end for a part of nothing but padding."""
         first = [0] * self.parameter.dim()
         if self.tp_dim is not None:
             first[self.tp_dim] = self.tp.rank * self.part_shape[self.tp_dim]
         if self.dp_slice is not None:
             first[0] += self.dp_slice.first_row
-        return first
+        if self.tp_dim is not None and self.true_size is not None:
+            first[self.tp_dim] = min(first[self.tp_dim], self.true_size)
+        return tuple(first)
 
     def without_padding(self, x: Tensor) -> Tensor:
         """The true elements of a tensor laid out like this part (the parameter, its gradient, a moment)."""
         if self.tp_dim is None or self.true_size is None:
             return x
-        size = x.shape[self.tp_dim]
-        true = min(max(self.true_size - self._padded_offset()[self.tp_dim], 0), size)
+        true = min(self.true_size - self.offset[self.tp_dim], x.shape[self.tp_dim])
         return x.narrow(self.tp_dim, 0, true)
 
 

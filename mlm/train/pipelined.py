@@ -85,17 +85,25 @@ class PipelinedModel:
         return self._plans[key]
 
     def train(
-        self, batches: Sequence[Batch], forward: Forward, before_backward: Callable[[int, bool], None]
+        self,
+        batches: Sequence[Batch],
+        forward: Forward,
+        before_backward: Callable[[int, bool], None],
+        after_weights: Callable[[int], None],
     ) -> list[Tensor]:
-        """Forward and backward of a step's micro-batches; the last stage's losses, nothing elsewhere."""
-        return self._run(batches, forward, self.instructions(len(batches), train=True), before_backward)
+        """Forward and backward of a step's micro-batches; the last stage's losses, nothing elsewhere.
+
+        The last two arguments are those of `Stages`.
+        """
+        instructions = self.instructions(len(batches), train=True)
+        return self._run(batches, forward, instructions, before_backward, after_weights)
 
     def evaluate(self, batches: Iterable[Batch], forward: Forward) -> Iterator[tuple[Batch, Tensor]]:
         """Each micro-batch with what the last stage makes of it; nothing on other ranks. No gradients."""
         some = 1 if self.ctx.pp.size == 1 else EVAL_ROUNDS * self.ctx.pp.size
         remaining = iter(batches)
         while group := list(islice(remaining, some)):
-            results = self._run(group, forward, self.instructions(len(group), train=False), _nothing)
+            results = self._run(group, forward, self.instructions(len(group), train=False))
             if self.is_last:
                 yield from zip(group, results, strict=True)
 
@@ -104,7 +112,8 @@ class PipelinedModel:
         batches: Sequence[Batch],
         forward: Forward,
         instructions: Sequence[Instruction],
-        before_backward: Callable[[int, bool], None],
+        before_backward: Callable[[int, bool], None] = lambda chunk, last: None,
+        after_weights: Callable[[int], None] = lambda chunk: None,
     ) -> list[Tensor]:
         stages = Stages[Batch](
             pp=self.ctx.pp,
@@ -114,13 +123,10 @@ class PipelinedModel:
             dtype=self.dtype,
             device=self.ctx.device,
             before_backward=before_backward,
+            after_weights=after_weights,
             postponed=self.postponed,
         )
         return run_plan(stages, instructions, batches)
-
-
-def _nothing(chunk: int, last: bool) -> None:
-    """A pass without backward has nothing to be told."""
 
 
 def evaluate(model: PipelinedModel, batches: Iterable[Batch], ctx: ParallelContext) -> tuple[float, int]:

@@ -17,9 +17,10 @@ from mlm.optim.precision import LossScaler, parameter_dtype
 from mlm.optim.schedule import learning_rate
 from mlm.parallel.collectives import all_reduce, start_all_reduce
 from mlm.parallel.cross_entropy import IGNORE
-from mlm.parallel.gradients import GradientReducer, sum_replicated_gradients, sum_tied_gradients
+from mlm.parallel.gradients import Reducer, sum_replicated_gradients, sum_tied_gradients
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.random import SHARED, DropoutStream
+from mlm.parallel.sharded import build_reducer
 from mlm.parallel.sharding import ParameterShard, parameter_shards
 from mlm.train.pipelined import PipelinedModel, evaluate
 
@@ -59,18 +60,25 @@ class Trainer:
     def __init__(self, config: PretrainConfig, ctx: ParallelContext) -> None:
         self.config, self.ctx = config, ctx
         self.model = build_model(config, ctx)
+        self.reducers: Sequence[Reducer] = [
+            build_reducer(
+                chunk,
+                ctx.dp,
+                zero=config.parallel.zero,
+                compute_dtype=self.model.dtype,
+                units=chunk.layers.values(),
+                methods=["losses"],
+            )
+            for chunk in self.model.chunks
+        ]
         self.shards: Sequence[ParameterShard] = tuple(
             shard for chunk in self.model.chunks for shard in parameter_shards(chunk, ctx.tp)
         )
         self.optimizer = build_optimizer(self.shards, config.optimizer)
         ensure_state(self.optimizer, self.shards)
-        self.reducers = [
-            GradientReducer([s.parameter for s in parameter_shards(chunk, ctx.tp)], ctx.dp)
-            for chunk in self.model.chunks
-        ]
         self.scaler = LossScaler(config.precision, ctx.device)
         own = (ctx.tp.rank,)
-        self.dropout_parts = {
+        self.dropout_parts: dict[str, tuple[int, ...]] = {
             "split_parts": own,
             "hidden_parts": own if config.parallel.sequence_parallel and ctx.tp.size > 1 else SHARED,
         }
@@ -116,7 +124,10 @@ class Trainer:
             # weight gradients that come later would miss a reduction begun now: `finish` does it all then
             self.reducers[chunk].sync = last and not self.model.puts_off
 
-        losses = self.model.train(batches, forward, before_backward)
+        def after_weights(chunk: int) -> None:
+            self.reducers[chunk].settle()
+
+        losses = self.model.train(batches, forward, before_backward, after_weights)
         for reducer in self.reducers:
             reducer.finish()
         if self.model.chunks[0].sequence_parallel:

@@ -13,7 +13,6 @@ from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.sharding import load_whole, shard_of
 from tests.ranks import run_on_ranks
 
-
 LAYOUTS = [(1, False), (2, False), (4, False), (1, True), (2, True), (4, True)]
 """(tp, sequence_parallel)"""
 

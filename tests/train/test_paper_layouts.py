@@ -107,7 +107,7 @@ def test_a_rank_of_the_trillion_layout_holds_two_layers_and_its_share_of_them() 
 
 @pytest.mark.parametrize("rank", [0, 8 * 6 * 31, 3071])
 def test_any_rank_of_the_trillion_layout_computes_a_step(rank: int) -> None:
-    """Forward and backward of eight micro-batches: shapes fit at both ends, and every weight gets a gradient."""
+    """Forward and backward of eight micro-batches: shapes fit at both ends, each weight gets a gradient."""
     config = config_of(SC21)
     with as_rank(config, rank) as ctx:
         model = built(config, ctx)
@@ -117,6 +117,7 @@ def test_any_rank_of_the_trillion_layout_computes_a_step(rank: int) -> None:
             [Batch(tokens, tokens, i) for i in range(8)],
             lambda chunk, batch, x: chunk(batch.tokens, batch.labels, scale, None, x),
             lambda chunk, last: None,
+            lambda chunk: None,
         )
         assert len(losses) == (8 if ctx.pp.rank == 63 else 0)
         for parameter in model.chunks[0].parameters():

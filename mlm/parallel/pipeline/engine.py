@@ -44,6 +44,8 @@ class Stages(Generic[T]):
     device: torch.device
     before_backward: Callable[[int, bool], None] = lambda chunk, last: None
     """Told the chunk before each of its backward passes, and whether it is its last of the step."""
+    after_weights: Callable[[int], None] = lambda chunk: None
+    """Told the chunk after each of its WEIGHT actions."""
     postponed: Sequence[Postponed] = ()
     """Per chunk, where weight gradients go that WEIGHT actions compute."""
 
@@ -150,6 +152,7 @@ class _Run(Generic[T]):
     def weight(self, action: Action) -> None:
         for job in self.weight_jobs.pop((action.chunk, action.micro_batch)):
             job()
+        self.stages.after_weights(action.chunk)
 
 
 def run_plan(stages: Stages[T], instructions: Sequence[Instruction], batches: Sequence[T]) -> list[Tensor]:
