@@ -18,18 +18,9 @@ Change = dict[str, Any]
 """Keys to set, with their new values."""
 
 MOST_ALTERNATIVES = 2  # that a fault names
-LAYERS = "model.num_layers"
+HEADS, LAYERS = "model.num_heads", "model.num_layers"
 FALLBACKS = {"pipeline": "1f1b", "zero": 2, "sequence_parallel": False}  # what goes with every layout
-MOVABLE = (
-    "model.num_heads",
-    "tp",
-    "pp",
-    "vp",
-    "dp",
-    *FALLBACKS,
-    "data.seq_length",
-    "train.global_batch_size",
-)
+MOVABLE = (HEADS, "tp", "pp", "vp", "dp", *FALLBACKS, "data.seq_length", "train.global_batch_size")
 
 
 def layout_faults(
@@ -67,7 +58,7 @@ class Layout:
         together = (_merged(changes) for changes in product(*found))
         if all(found) and all(self._keeps(self.rules, change) for change in together):
             return found, True
-        nearest = self._nearest([key for key in MOVABLE if key in self.read], {}, math.inf)
+        nearest = self._nearest(self._movable(), {}, math.inf)
         assert nearest is not None  # tp=1 pp=1 vp=1 goes with everything
         shares = [{key: nearest[key] for key in rule.reads if key in nearest} for rule in broken]
         shares[0] |= {key: value for key, value in nearest.items() if key not in _merged(shares)}
@@ -81,6 +72,13 @@ class Layout:
             valid = [value for value in self._range(key, self.values) if self._keeps(kept, {key: value})]
             changes += ({key: value} for value in _nearest(self.values[key], valid))
         return changes[:MOST_ALTERNATIVES]
+
+    def _movable(self) -> list[str]:
+        """Keys that a change may touch: not the model's, unless the fault is its own."""
+        moved = {
+            key for rule in self.rules for key in rule.moves if key != HEADS or not self._keeps([rule], {})
+        }
+        return [key for key in MOVABLE if key in moved]
 
     def _nearest(self, keys: list[str], change: Change, limit: float) -> Change | None:
         """The nearest sound layout that differs by `change` and by what `keys` become, if below `limit`."""
@@ -107,9 +105,7 @@ class Layout:
             case "model.num_heads":
                 return divisors(values["model.hidden_size"])
             case "tp":
-                return (
-                    divisors(values["model.num_heads"]) if "model.num_heads" in self.read else self._ranks()
-                )
+                return divisors(values[HEADS]) if HEADS in self.read else self._ranks()
             case "pp":
                 return range(1, values[LAYERS] + 1) if LAYERS in self.read else self._ranks()
             case "vp":

@@ -6,4 +6,4 @@ from mlm.config.parity_schema import ParityConfig
 
 def check_parity(config: ParityConfig, *, world_size: int | None, local_devices: int | None) -> list[str]:
     """Faults of a comparison: those the pretraining run would have. Arguments as of `check_pretrain`."""
-    return check_pretrain(config.with_corpus(), world_size=world_size, local_devices=local_devices)
+    return check_pretrain(config.comparable(), world_size=world_size, local_devices=local_devices)

@@ -4,6 +4,9 @@ from dataclasses import dataclass, replace
 
 from mlm.config.schema import ParallelConfig, PretrainConfig
 
+FIRST_LOSS_SCALE = 2.0**14
+"""Where a comparison in float16 begins: above it gradients may overflow."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParityConfig(PretrainConfig):
@@ -16,11 +19,16 @@ class ParityConfig(PretrainConfig):
     steps: int = 3
     """Optimizer steps compared. Two show the effect of a wrong update; more show nothing new."""
 
-    def with_corpus(self) -> "ParityConfig":
-        """Reading the corpus where one is named: random tokens are only what is there without."""
-        if self.data.path is None and self.data.train is None:
-            return self
-        return replace(self, data=replace(self.data, kind="indexed"))
+    def comparable(self) -> "ParityConfig":
+        """The run to compare: a corpus is read where one is named, since random tokens are only what there is
+        without; and float16 begins at a loss scale that does not make it skip its first steps."""
+        data, precision = self.data, self.precision
+        if data.path is not None or data.train is not None:
+            data = replace(data, kind="indexed")
+        if precision.dtype == "fp16":
+            scale = max(min(precision.initial_loss_scale, FIRST_LOSS_SCALE), precision.min_loss_scale)
+            precision = replace(precision, initial_loss_scale=scale)
+        return replace(self, data=data, precision=precision)
 
     def on_one_process(self) -> "ParityConfig":
         """The same run without any parallelism, recomputation or compilation."""

@@ -13,7 +13,9 @@ they are added up over micro-batches and over ranks in the dtype of the rows.
 The sum, not the mean, is taken: the loss is already divided by the tokens of the global batch.
 """
 
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -27,7 +29,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from mlm.parallel.collectives import _gather_flat, _scatter_flat
+from mlm.parallel.collectives import Pending, _gather_flat, _scatter_flat
 from mlm.parallel.gradients import GradientReducer, Reducer
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import DP_SLICES, DataParallelSlice
@@ -89,6 +91,8 @@ class ShardedReducer:
             unit.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
             unit.set_custom_all_gather(_AllGather(dp))  # type: ignore[arg-type]  # its base class is private
             unit.set_custom_reduce_scatter(_ReduceScatter(dp))  # type: ignore[arg-type]
+        # a compiled layer returns one; what the warning is about, in-place changes of it, we do not do
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         for name in methods:
             register_fsdp_forward_method(model, name)
         self.keeps_gathered = zero == 2
@@ -171,8 +175,11 @@ def _run_post_backward(root: FSDPModule) -> None:
     root._get_fsdp_state()._root_post_backward_final_callback()
 
 
-class _Allocator:
-    """Buffers and axis of a collective that FSDP2 leaves to us, so that a hang in it can be named."""
+class _Collective:
+    """A collective that FSDP2 leaves to us, so that a hang in it can be named.
+
+    Called with FSDP2's arguments; when the call returns it is over for the device's current stream.
+    """
 
     def __init__(self, dp: Axis) -> None:
         self.dp = dp
@@ -180,17 +187,22 @@ class _Allocator:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
+    def complete(self, name: str, out: Tensor, begin: Callable[[], dist.Work]) -> None:
+        with self.dp.watch.waiting(name, self.dp.name, self.dp.ranks):
+            work = begin()
+        Pending(name, self.dp, out, work).wait()
 
-class _AllGather(_Allocator):
+
+class _AllGather(_Collective):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        with self.dp.watch.waiting("all_gather", self.dp.name, self.dp.ranks):
-            work: dist.Work | None = _gather_flat(output_tensor, input_tensor, group=group, async_op=async_op)
-        return work
+    ) -> None:
+        assert not async_op
+        begin = partial(_gather_flat, output_tensor, input_tensor, group=group, async_op=True)
+        self.complete("all_gather", output_tensor, begin)
 
 
-class _ReduceScatter(_Allocator):
+class _ReduceScatter(_Collective):
     def __call__(
         self,
         output_tensor: Tensor,
@@ -198,9 +210,7 @@ class _ReduceScatter(_Allocator):
         group: dist.ProcessGroup,
         op: dist.ReduceOp,
         async_op: bool = False,
-    ) -> dist.Work | None:
-        with self.dp.watch.waiting("reduce_scatter", self.dp.name, self.dp.ranks):
-            work: dist.Work | None = _scatter_flat(
-                output_tensor, input_tensor, op=op, group=group, async_op=async_op
-            )
-        return work
+    ) -> None:
+        assert not async_op
+        begin = partial(_scatter_flat, output_tensor, input_tensor, op=op, group=group, async_op=True)
+        self.complete("reduce_scatter", output_tensor, begin)

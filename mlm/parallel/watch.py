@@ -78,8 +78,8 @@ class Wait:
         """That it took longer than it may."""
         own = self.done is None and math.isfinite(self.limit_s)
         limit_s = self.limit_s if own else self.watch.timeout_s
-        setting = " (dist.timeout_s)" if limit_s == self.watch.timeout_s else ""
-        return self.lost(f"did not finish in {limit_s:g} s{setting}: {self._peers()} stuck or gone")
+        limit = f"{limit_s:g} s" + " (dist.timeout_s)" * (limit_s == self.watch.timeout_s)
+        return self.lost(f"did not finish in {limit}: {self._peers()} stuck, gone or waiting for another")
 
     def lost(self, what: str) -> LostPeer:
         """The line: this rank, the step, the operation, the group, and `what` became of it."""

@@ -37,7 +37,7 @@ SHOWN = 3
 
 def preflight(config: ParityConfig) -> list[str]:
     """Faults that the named files and this host's memory show; called before any rank starts."""
-    faults = corpus_faults(config.with_corpus())
+    faults = corpus_faults(config.comparable())
     if config.ckpt is not None:
         try:
             read_manifest(resolve(config.ckpt))
@@ -117,7 +117,7 @@ def run(config: ParityConfig, ctx: ParallelContext) -> None:
         write_atomic(out, result_json(config, ctx, report, verdict).encode())
         show(config, ctx, report, verdict, out)
     if not verdict.equal:
-        raise CheckFailedError(f"DIFFERENT: {verdict.sentence}{'; ' * bool(verdict.hint)}{verdict.hint}")
+        raise CheckFailedError(f"{verdict.word}: {verdict.sentence} ({out})")
 
 
 def prepare_folder(config: ParityConfig) -> None:
@@ -188,8 +188,7 @@ def show(config: ParityConfig, ctx: ParallelContext, report: Report, verdict: Ve
     )
     console.print(_table_of_steps(report))
     console.print(_table_of_parameters(report))
-    colour = "green" if verdict.equal else "red"
-    console.print(f"[bold {colour}]{'EQUAL' if verdict.equal else 'DIFFERENT'}[/]: {verdict.sentence}")
+    console.print(f"[bold {'green' if verdict.equal else 'red'}]{verdict.word}[/]: {verdict.sentence}")
     if verdict.hint:
         console.print(verdict.hint)
     console.print(f"written to {out}")

@@ -100,7 +100,7 @@ def compare(config: ParityConfig, ctx: ParallelContext, on_step: Callable[[], No
 
     `on_step` is called after each. Raises UserError for what the user can mend.
     """
-    config = config.with_corpus()
+    config = config.comparable()
     layout = Trainer(config, ctx)
     alone = one_process(config, ctx) if ctx.is_main else None
     if config.ckpt is not None:

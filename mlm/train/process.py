@@ -166,7 +166,7 @@ def find_target(target: str) -> Target:
 
 
 def _speaks(failure: Failure, store: Store | None) -> bool:
-    """Whether this rank is to report: the first with this message, or of lost peers unexplained the first few.
+    """Whether this rank is to report: the first with this message, or among the first unexplained lost peers.
 
     One of those alone could mislead, as it may wait for a rank that waits itself.
     """

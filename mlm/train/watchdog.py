@@ -48,7 +48,7 @@ class Watchdog:
             if lost is None and self._words.others_failed():
                 lost = self._watch.interrupted()
             if lost is not None:
-                self._end(lost)
+                return self._end(lost)
 
     def _end(self, lost: LostPeer) -> None:
         on_device = bool(self._watch.followed)

@@ -119,6 +119,13 @@ def test_world_of_a_launcher_must_be_filled(overrides: list[str], world_size: in
     assert faults_of(*overrides, world_size=world_size) == [fault]
 
 
+def test_alternatives_of_one_fault_break_no_other_rule() -> None:
+    heads = ["model.num_heads=24", "model.hidden_size=48", "tp=5"]
+    batches = ["train.micro_batch_size=1", "train.global_batch_size=40"]
+    (fault,) = faults_of(*heads, *batches, world_size=40)
+    assert "; use tp=4 or tp=8 (" in fault  # tp=6 divides the heads, but not the ranks
+
+
 @pytest.mark.parametrize(
     "local_devices, remedy",
     [

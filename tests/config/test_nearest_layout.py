@@ -64,6 +64,14 @@ def test_remedies_of_all_faults_together_leave_none(
     assert len(left) <= sum(HERE in fault for fault in faults)
 
 
+@settings(max_examples=60, deadline=None)
+@given(layout=LAYOUTS, launch=LAUNCHES)
+def test_model_is_not_changed_to_suit_its_layout(layout: dict[str, Any], launch: Launch) -> None:
+    assume(layout["model.hidden_size"] % layout["model.num_heads"] == 0)
+    changed = [change for fault in layout_faults(layout, launch, TRAIN_RULES) for change in remedies(fault)]
+    assert not any(key.startswith("model.") for change in changed for key in change)
+
+
 @settings(max_examples=40, deadline=None)
 @given(layout=LAYOUTS, devices=st.none() | st.integers(1, 16), data=st.data())
 def test_remedy_of_too_many_ranks_is_a_layout_that_fits_here(

@@ -147,9 +147,7 @@ def start(
         f"tests.train.launch_jobs:{job}",
         GenerateConfig(ckpt=str(folder), prompt=prompt, top_p=0.25),
         parallel=ParallelConfig(tp=tp, pp=pp, dp=dp),
-        dist=DistConfig(
-            device="cpu", threads_per_rank=threads, master_port=master_port, timeout_s=timeout_s
-        ),
+        dist=DistConfig(device="cpu", threads_per_rank=threads, master_port=master_port, timeout_s=timeout_s),
         out=folder,
     )
 

@@ -1,0 +1,116 @@
+"""A tiny model with its reducer and optimizer, as the tests of sharded data parallelism use it."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mlm.config.schema import ModelConfig, OptimizerConfig
+from mlm.models.gpt2 import GPT2
+from mlm.models.init import init_parameters
+from mlm.models.stage import Stage
+from mlm.optim.adamw import build_optimizer, ensure_state
+from mlm.parallel.gradients import Reducer
+from mlm.parallel.linear import Postponed
+from mlm.parallel.mesh import ParallelContext
+from mlm.parallel.sharded import build_reducer
+from mlm.parallel.sharding import ParameterShard, parameter_shards
+
+VOCAB, SEQ, BATCH, LAYERS = 61, 5, 2, 2
+MODEL = ModelConfig(
+    num_layers=LAYERS,
+    hidden_size=12,
+    num_heads=2,
+    max_positions=SEQ,  # over dp=4 its rows are 2, 2, 1 and none
+    vocab_size=VOCAB,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+)
+SCALE = torch.tensor(0.1, dtype=torch.float64)
+MICRO_BATCHES = 3
+EXACT = {"rtol": 0.0, "atol": 1e-10}
+
+
+class Rank:
+    """A model with its reducer, shards and optimizer, as a trainer has them."""
+
+    def __init__(
+        self,
+        ctx: ParallelContext,
+        zero: int = 0,
+        *,
+        dtype: torch.dtype = torch.float64,
+        master: torch.dtype = torch.float64,
+        recompute: str = "none",
+        stage: Stage | None = None,
+    ) -> None:
+        self.ctx = ctx
+        self.model = GPT2(MODEL, tp=ctx.tp, dtype=dtype, recompute=recompute, stage=stage).to(master)
+        init_parameters(self.model, 7, ctx.tp)
+        self.reducer: Reducer = build_reducer(
+            self.model,
+            ctx.dp,
+            zero=zero,
+            compute_dtype=dtype,
+            units=self.model.layers.values(),
+            methods=("losses", "last_logits"),
+        )
+        self.shards = tuple(parameter_shards(self.model, ctx.tp))
+        self.optimizer = build_optimizer(self.shards, OptimizerConfig(lr=1e-2))
+        ensure_state(self.optimizer, self.shards)
+
+    def loss(self, sample: Tensor) -> Tensor:
+        out: Tensor = self.model(sample[:, :-1], sample[:, 1:], SCALE)
+        return out
+
+    def accumulate(self, samples: Sequence[Tensor]) -> float:
+        """Gradients of the sum of the losses of this rank's micro-batches, summed over dp; their loss."""
+        total = 0.0
+        self.reducer.start_step()
+        for i, sample in enumerate(samples):
+            self.reducer.sync = i == len(samples) - 1
+            loss = self.loss(sample)
+            loss.backward()
+            total += loss.item()
+        self.reducer.finish()
+        return total
+
+
+def samples_of(step: int, dp_rank: int) -> Tensor:
+    """Token ids [micro-batch, B, S + 1] of a data-parallel rank."""
+    generator = torch.Generator().manual_seed(100 * step + dp_rank)
+    return torch.randint(0, VOCAB, (MICRO_BATCHES, BATCH, SEQ + 1), generator=generator)
+
+
+def all_samples(ctx: ParallelContext, step: int) -> list[Tensor]:
+    return [x for rank in range(ctx.dp.size) for x in samples_of(step, rank)]
+
+
+def wholes(one: Rank, of: str) -> dict[str, Tensor]:
+    """Whole weights ("data") or gradients ("grad") of an uncut model."""
+    return {s.name: s.without_padding(getattr(s.parameter, of)) for s in one.shards}
+
+
+def rectangle(shard: ParameterShard, whole: Tensor) -> Tensor:
+    """The elements of `whole` that a rank holds."""
+    size = shard.without_padding(shard.parameter).shape
+    return whole[tuple(slice(o, o + n) for o, n in zip(shard.offset, size, strict=True))]
+
+
+def assert_gradients_equal(mine: Rank, one: Rank) -> None:
+    expected = wholes(one, "grad")
+    for s in mine.shards:
+        assert s.parameter.grad is not None, s.name
+        torch.testing.assert_close(
+            s.without_padding(s.parameter.grad), rectangle(s, expected[s.name]), msg=s.name, **EXACT
+        )
+
+
+def postpone_weights(model: GPT2) -> Postponed:
+    """Let backward passes of the model leave their weight gradients in what is returned."""
+    postponed = Postponed()
+    postponed.open = True
+    for module in model.modules():
+        if hasattr(module, "postponed"):
+            module.postponed = postponed
+    return postponed

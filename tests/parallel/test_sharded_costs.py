@@ -1,0 +1,190 @@
+"""What sharded data parallelism sends and keeps: collectives, bytes and dtypes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mlm.optim.adamw import MOMENTS, moment
+from mlm.parallel import sharded
+from mlm.parallel.mesh import ParallelContext, build_mesh
+from mlm.parallel.watch import LostPeer
+from tests.parallel.sharded_rank import (
+    LAYERS,
+    MICRO_BATCHES,
+    Rank,
+    postpone_weights,
+    rectangle,
+    samples_of,
+    wholes,
+)
+from tests.ranks import run_on_ranks
+
+
+@contextmanager
+def collectives() -> Iterator[dict[str, list[torch.dtype]]]:
+    """Those over dp that have begun so far: what they carried."""
+    seen: dict[str, list[torch.dtype]] = {"_gather_flat": [], "_scatter_flat": []}
+    originals = {name: getattr(sharded, name) for name in seen}
+
+    def note(name: str, out: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen[name].append(out.dtype)
+        return originals[name](out, *args, **kwargs)
+
+    for name in seen:
+        setattr(sharded, name, partial(note, name))
+    try:
+        yield seen
+    finally:
+        for name, original in originals.items():
+            setattr(sharded, name, original)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_gradients_are_reduced_in_the_last_micro_batch_only(zero: int) -> None:
+    run_on_ranks(check_reductions, zero, dp=2)
+
+
+def check_reductions(ctx: ParallelContext, zero: int) -> None:
+    mine = Rank(ctx, zero)
+    samples = samples_of(0, ctx.dp.rank)
+    with collectives() as seen:
+        mine.reducer.start_step()
+        for sample in samples[1:]:
+            mine.loss(sample).backward()
+        assert seen["_scatter_flat"] == []
+        mine.reducer.sync = True
+        mine.loss(samples[0]).backward()
+        assert len(seen["_scatter_flat"]) == LAYERS + 1  # under way before finish() is called
+        mine.reducer.finish()
+        assert len(seen["_scatter_flat"]) == LAYERS + 1
+
+
+@pytest.mark.parametrize(("zero", "per_step"), [(2, LAYERS + 1), (3, MICRO_BATCHES * (2 * LAYERS + 1))])
+def test_weights_are_gathered_once_per_step_or_pass(zero: int, per_step: int) -> None:
+    """zero=2: once per step. zero=3: forward and backward of each micro-batch, the root's once for both."""
+    assert run_on_ranks(gathers_of_two_steps, zero, dp=2) == [2 * per_step] * 2
+
+
+def gathers_of_two_steps(ctx: ParallelContext, zero: int) -> int:
+    mine = Rank(ctx, zero)
+    with collectives() as seen:
+        for step in range(2):
+            mine.accumulate(list(samples_of(step, ctx.dp.rank)))
+        return len(seen["_gather_flat"])
+
+
+@pytest.mark.parametrize("missing", ["all_gather", "reduce_scatter"])
+def test_a_rank_that_does_not_come_is_named(missing: str) -> None:
+    run_on_ranks(check_lost_peer, missing, dp=2)
+
+
+def check_lost_peer(ctx: ParallelContext, missing: str) -> None:
+    """Rank 1 leaves before the first gather, or between forward and backward."""
+    impatient = build_mesh(tp=1, pp=1, dp=2, device=ctx.device, timeout_s=1.0)
+    mine = Rank(impatient, 2)
+    mine.reducer.start_step()
+    mine.reducer.sync = True
+    if ctx.rank == 1 and missing == "all_gather":
+        return
+    expected = pytest.raises(LostPeer, match=rf"rank 0: {missing} over dp \(ranks 0, 1\)")
+    with expected if ctx.rank == 0 else nullcontext():
+        loss = mine.loss(samples_of(0, 0)[0])
+        if ctx.rank == 0:
+            loss.backward()
+
+
+@pytest.mark.parametrize(("zero", "parts"), [(0, 1), (2, 4), (3, 4)])
+def test_optimizer_state_is_cut_over_dp(zero: int, parts: int) -> None:
+    """Bytes of the moments: all of them on each rank, or together once."""
+    sizes = run_on_ranks(state_bytes, zero, dp=4)
+    whole = run_on_ranks(state_bytes, 0)[0]
+    assert sum(sizes) * parts == whole * 4
+    assert max(sizes) <= whole / parts * 1.05  # uneven rows
+
+
+def state_bytes(ctx: ParallelContext, zero: int) -> int:
+    mine = Rank(ctx, zero)
+    mine.accumulate(list(samples_of(0, ctx.dp.rank)))
+    mine.optimizer.step()
+    moments = [moment(mine.optimizer, s, name) for s in mine.shards for name in MOMENTS]
+    return sum(x.untyped_storage().nbytes() for x in moments)
+
+
+def test_weights_travel_in_the_compute_dtype_and_gradients_in_float32() -> None:
+    run_on_ranks(check_dtypes, dp=2)
+
+
+def check_dtypes(ctx: ParallelContext) -> None:
+    mine = Rank(ctx, 2, dtype=torch.bfloat16, master=torch.float32)
+    with collectives() as seen:
+        mine.accumulate(list(samples_of(0, ctx.dp.rank)))
+    assert set(seen["_gather_flat"]) == {torch.bfloat16}
+    assert set(seen["_scatter_flat"]) == {torch.float32}
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_bfloat16_gradients_are_added_up_in_float32(zero: int) -> None:
+    """Five equal micro-batches give exactly five times the gradient: bfloat16 cannot hold that sum."""
+    run_on_ranks(check_accumulation, zero, dp=2)
+
+
+def check_accumulation(ctx: ParallelContext, zero: int) -> None:
+    mine = Rank(ctx, zero, dtype=torch.bfloat16, master=torch.float32)
+    sample = samples_of(0, ctx.dp.rank)[0]
+    mine.accumulate([sample])
+    once = [s.parameter.grad.clone() for s in mine.shards if s.parameter.grad is not None]
+    mine.accumulate([sample] * 5)
+    for s, grad in zip(mine.shards, once, strict=True):
+        assert s.parameter.grad is not None
+        assert s.parameter.grad.dtype == s.parameter.dtype == torch.float32
+        assert torch.equal(s.parameter.grad, 5 * grad), s.name
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_late_bfloat16_weight_gradients_are_added_up_in_float32(zero: int) -> None:
+    """The same where they come after the backward passes and are settled one micro-batch at a time."""
+    run_on_ranks(check_late_accumulation, zero, dp=2)
+
+
+def check_late_accumulation(ctx: ParallelContext, zero: int) -> None:
+    mine = Rank(ctx, zero, dtype=torch.bfloat16, master=torch.float32)
+    postponed = postpone_weights(mine.model)
+    sample = samples_of(0, ctx.dp.rank)[0]
+    sums = []
+    for count in (1, 5):
+        mine.reducer.start_step()
+        jobs = []
+        for _ in range(count):
+            mine.loss(sample).backward()
+            jobs.append(postponed.take())
+        for late in jobs:
+            for job in late:
+                job()
+            mine.reducer.settle()
+        mine.reducer.finish()
+        sums.append([s.parameter.grad for s in mine.shards])
+    for s, once, five_times in zip(mine.shards, *sums, strict=True):
+        assert torch.equal(five_times, 5 * once), s.name
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_bfloat16_gradients_are_near_those_of_replicated_weights(zero: int) -> None:
+    run_on_ranks(check_half, zero, dp=2)
+
+
+def check_half(ctx: ParallelContext, zero: int) -> None:
+    """Within a few roundings of bfloat16 (2^-8) of each parameter's largest gradient."""
+    half = {"dtype": torch.bfloat16, "master": torch.float32}
+    replicated, mine = Rank(ctx, 0, **half), Rank(ctx, zero, **half)
+    for rank in (replicated, mine):
+        rank.accumulate(list(samples_of(0, ctx.dp.rank)))
+    expected = wholes(replicated, "grad")
+    for s in mine.shards:
+        assert s.parameter.grad is not None
+        error = s.without_padding(s.parameter.grad) - rectangle(s, expected[s.name])
+        assert not error.numel() or error.abs().max() <= 2**-6 * expected[s.name].abs().max(), s.name

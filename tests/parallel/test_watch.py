@@ -1,0 +1,110 @@
+"""The line that names a hang, and when a wait counts as one."""
+
+import math
+import time
+
+import pytest
+from torch.distributed import DistStoreError
+
+from mlm.parallel.watch import LostPeer, Watch, name_ranks
+
+TIMED_OUT = RuntimeError("[gloo/unbound_buffer.cc:78] Timed out waiting 20000ms for recv operation")
+CLOSED = RuntimeError("[gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:40586")
+
+
+@pytest.fixture
+def watch() -> Watch:
+    return Watch(rank=2, timeout_s=20, step=17)
+
+
+def line(watch: Watch, error: Exception, ranks: tuple[int, ...] = (2, 3)) -> str:
+    """The message after a wait in which the transport raised."""
+    with pytest.raises(LostPeer) as lost, watch.waiting("all_reduce", "tp", ranks):
+        raise error
+    return str(lost.value)
+
+
+def test_timeout_names_rank_step_operation_group_limit_and_peer(watch: Watch) -> None:
+    assert line(watch, TIMED_OUT) == (
+        "rank 2: step 17: all_reduce over tp (ranks 2, 3) did not finish in 20 s (dist.timeout_s): "
+        "rank 3 is stuck, gone or waiting for another"
+    )
+
+
+def test_closed_connection_is_told_from_a_timeout(watch: Watch) -> None:
+    assert line(watch, CLOSED) == "rank 2: step 17: all_reduce over tp (ranks 2, 3) broke: rank 3 is gone"
+
+
+def test_errors_of_the_store_are_lost_peers(watch: Watch) -> None:
+    assert "did not finish" in line(watch, DistStoreError("wait timeout after 20000ms"))
+
+
+def test_peer_in_a_larger_group_is_one_of_the_others(watch: Watch) -> None:
+    assert line(watch, CLOSED, (0, 1, 2)).endswith("(ranks 0, 1, 2) broke: one of the other 2 ranks is gone")
+
+
+def test_large_group_is_shortened() -> None:
+    assert name_ranks(range(0, 512, 8)) == "ranks 0, 8, 16, … 504: 64 of them"
+
+
+def test_step_is_left_out_outside_training(watch: Watch) -> None:
+    watch.step = 0
+    assert line(watch, CLOSED).startswith("rank 2: all_reduce over tp")
+
+
+def test_other_errors_pass_unchanged(watch: Watch) -> None:
+    with pytest.raises(RuntimeError) as raised, watch.waiting("backward", "dp", (0, 2)):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    assert type(raised.value) is RuntimeError
+
+
+def test_innermost_wait_is_named(watch: Watch) -> None:
+    with watch.waiting("backward", "dp", (0, 2)):
+        assert "all_reduce over tp" in line(watch, TIMED_OUT)
+
+
+def test_lost_peer_passes_through_an_outer_wait(watch: Watch) -> None:
+    inner = LostPeer("rank 2: all_reduce over tp broke")
+    with pytest.raises(LostPeer, match=str(inner)), watch.waiting("backward", "dp", (0, 2)):
+        raise inner
+
+
+def test_wait_is_overdue_after_its_limit_and_grace(watch: Watch) -> None:
+    watch.timeout_s = 0.02
+    with watch.waiting("all_reduce", "tp", (2, 3)):
+        time.sleep(0.05)
+        assert watch.overdue(grace_s=60) is None
+        assert str(watch.overdue(grace_s=0)).startswith(
+            "rank 2: step 17: all_reduce over tp (ranks 2, 3) did"
+        )
+
+
+def test_nothing_is_overdue_after_the_wait(watch: Watch) -> None:
+    watch.timeout_s = 0
+    with watch.waiting("all_reduce", "tp", (2, 3)):
+        pass
+    assert (watch.overdue(grace_s=0), watch.interrupted()) == (None, None)
+
+
+def test_region_that_computes_is_never_overdue(watch: Watch) -> None:
+    watch.timeout_s = 0
+    with watch.waiting("backward", "dp", (0, 2), limit_s=math.inf):
+        assert watch.overdue(grace_s=0) is None
+
+
+def test_wait_of_the_device_is_overdue_until_it_is_done(watch: Watch) -> None:
+    watch.timeout_s = 0
+    over = [True, False]
+    watch.follow("all_gather", "dp", (0, 2), lambda: over[0])
+    watch.follow("all_reduce", "tp", (2, 3), lambda: over[1])
+    time.sleep(0.01)
+    assert "all_reduce over tp (ranks 2, 3) did not finish in 0 s" in str(watch.overdue(grace_s=60))
+    over[1] = True
+    assert watch.overdue(grace_s=60) is None
+
+
+def test_rank_that_hears_of_a_failure_says_what_it_waits_for(watch: Watch) -> None:
+    with watch.waiting("barrier", "world", (0, 1, 2, 3)):
+        assert str(watch.interrupted()) == (
+            "rank 2: step 17: barrier over world (ranks 0, 1, 2, 3) was under way when another rank failed"
+        )

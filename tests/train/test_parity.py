@@ -1,0 +1,77 @@
+"""Every layout equals one process: a matrix of layouts in which every two features meet."""
+
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+import torch
+from torch import Tensor
+
+from mlm.data.sampler import Plan
+from mlm.data.synthetic import SyntheticDataset
+from mlm.parallel.mesh import ParallelContext
+from mlm.train.trainer import Trainer
+from tests.ranks import run_on_ranks
+from tests.train.parity_layouts import LAYOUTS, Layout, compatible_pairs, is_compatible, pairs, verdict_of
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_layout_equals_one_process(layout: Layout) -> None:
+    """Losses, gradients and weights of two steps; dropout, clipping and weight decay included."""
+    for verdict, report in run_on_ranks(verdict_of, layout, **layout.sizes):
+        assert verdict.equal, f"{verdict.sentence}; {verdict.hint}"
+        assert len(report.steps) == 2
+
+
+def test_every_two_compatible_features_meet_in_a_layout() -> None:
+    met = set(chain.from_iterable(pairs(layout.axes) for layout in LAYOUTS))
+    assert compatible_pairs() - met == set()
+
+
+def test_every_two_but_precision_meet_in_float64() -> None:
+    """Where equal means equal to 1e-10."""
+    exact = [pairs(layout.axes, without="precision") for layout in LAYOUTS if layout.precision == "fp64"]
+    wanted = {pair for pair in compatible_pairs() if "precision" not in dict(pair)}
+    assert wanted - set(chain.from_iterable(exact)) == set()
+
+
+def test_the_matrix_has_layouts_of_all_kinds() -> None:
+    assert len(LAYOUTS) >= 24
+    assert all(is_compatible(layout.axes) for layout in LAYOUTS)
+    assert any(layout.micro_batches < layout.pp for layout in LAYOUTS)
+    assert max(layout.tp * layout.pp * layout.dp for layout in LAYOUTS) == 8
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=2, sequence_parallel=True, dropout=0.2),
+        Layout(pp=2, vp=2, dropout=0.2),
+        Layout(tp=2, pp=2, pipeline="zb_h1", dropout=0.2),
+        Layout(dp=2, zero=2, dropout=0.2),
+        Layout(dp=2, zero=3, dropout=0.2),
+        Layout(tp=2, dropout=0.2, precision="bf16"),
+    ],
+    ids=str,
+)
+def test_recomputing_changes_no_bit_of_a_gradient(layout: Layout) -> None:
+    for none, selective, full in run_on_ranks(gradients_of_each_recompute, layout, **layout.sizes):
+        for expected, *recomputed in zip(none, selective, full, strict=True):
+            assert all(torch.equal(gradient, expected) for gradient in recomputed)
+
+
+def gradients_of_each_recompute(ctx: ParallelContext, layout: Layout) -> list[list[Tensor]]:
+    return [first_gradients(ctx, replace(layout, recompute=how)) for how in ("none", "selective", "full")]
+
+
+def first_gradients(ctx: ParallelContext, layout: Layout) -> list[Tensor]:
+    config = layout.config()
+    batch, micro_batch = config.train.global_batch_size, config.train.micro_batch_size
+    samples = SyntheticDataset(config.model.vocab_size, config.data.seq_length, batch, config.seed)
+    batches = Plan(samples, 0, batch, micro_batch, ctx.dp.rank, ctx.dp.size, False).step(0)
+    assert batches is not None
+    trainer = Trainer(config, ctx)
+    trainer.forward_backward(batches)
+    gradients = [shard.parameter.grad for shard in trainer.shards]
+    assert all(gradient is not None for gradient in gradients)
+    return [gradient.clone() for gradient in gradients if gradient is not None]
