@@ -94,7 +94,8 @@ COMMANDS = (
             ),
         ),
         keys=(
-            *("out", "name", "seed", "ckpt", "tp", "dp", "recompute", "compile"),
+            *("out", "name", "seed", "ckpt", "tp", "sequence_parallel", "pp", "vp", "pipeline", "dp", "zero"),
+            *("recompute", "compile"),
             *("data.path", "data.seq_length", "train.steps", "train.global_batch_size"),
             *("train.micro_batch_size", "train.validate_every", "optimizer.lr", "schedule.warmup_steps"),
             *("checkpoint.save_every", "log.every", "dist.device"),
@@ -168,7 +169,7 @@ COMMANDS = (
             ("The validation set of a run", "mlm eval loss ckpt=runs/shakespeare"),
             ("Another corpus, on two ranks", "mlm eval loss ckpt=runs/shakespeare path=corpus/test tp=2"),
         ),
-        keys=("ckpt", "path", "out", "batch_size", "seq_length", "tokenizer", "tp", "dp", "dist.device"),
+        keys=("ckpt", "path", "out", "batch_size", "seq_length", "tokenizer", "tp", "pp", "dp", "dist.device"),
     ),
     Command(
         words=("generate",),
@@ -187,7 +188,7 @@ COMMANDS = (
         ),
         keys=(
             *("ckpt", "prompt", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "tokenizer"),
-            *("tp", "dist.device"),
+            *("tp", "pp", "dist.device"),
         ),
     ),
     Command(

@@ -138,7 +138,7 @@ def _chunks_interleave(values: Values, _: Launch) -> Breach | None:
 
 def _schedule_interleaves(values: Values, _: Launch) -> Breach | None:
     vp, pipeline = values["vp"], values["pipeline"]
-    if vp == 1 or pipeline == "1f1b":
+    if vp == 1 or pipeline != "zb_h1":
         return None
     return Breach(f"pipeline={pipeline} has one stage per rank, but vp={vp}")
 

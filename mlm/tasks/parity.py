@@ -145,7 +145,7 @@ def result_json(config: ParityConfig, ctx: ParallelContext, report: Report, verd
     result = {
         "task": "parity",
         "equal": verdict.equal,
-        "verdict": verdict.sentence,
+        "verdict": f"{verdict.word}: {verdict.sentence}",
         "hint": verdict.hint,
         "layout": describe_layout(config.parallel, ctx),
         "tolerance": asdict(TOLERANCES[config.precision.dtype]),
@@ -188,9 +188,10 @@ def show(config: ParityConfig, ctx: ParallelContext, report: Report, verdict: Ve
     )
     console.print(_table_of_steps(report))
     console.print(_table_of_parameters(report))
-    console.print(f"[bold {'green' if verdict.equal else 'red'}]{verdict.word}[/]: {verdict.sentence}")
+    if verdict.equal:  # else the error that ends the command says it
+        console.print(f"[bold green]{verdict.word}[/]: {verdict.sentence}")
     if verdict.hint:
-        console.print(verdict.hint)
+        console.print(f"[bold]hint[/]: {verdict.hint}")
     console.print(f"written to {out}")
 
 

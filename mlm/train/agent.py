@@ -217,7 +217,7 @@ class RankAgent(LocalElasticAgent):
             time.sleep(POLL_S / 2)
         for pid in self.stopped.values():
             with suppress(ProcessLookupError):
-                pass  # each rank leads its own session
+                os.killpg(pid, signal.SIGKILL)  # each rank leads its own session
 
 
 class Meeting(RendezvousHandler):
