@@ -15,7 +15,7 @@ cli = pytest.fixture(make_cli)
 @pytest.mark.parametrize(
     "line, expected",
     [
-        ("mlm ", "data eval generate plan pretrain"),
+        ("mlm ", "data eval generate parity plan pretrain"),
         ("mlm pre", "pretrain"),
         ("mlm pretrain", "pretrain"),
         ("mlm eval ", "loss"),

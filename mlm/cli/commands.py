@@ -169,7 +169,10 @@ COMMANDS = (
             ("The validation set of a run", "mlm eval loss ckpt=runs/shakespeare"),
             ("Another corpus, on two ranks", "mlm eval loss ckpt=runs/shakespeare path=corpus/test tp=2"),
         ),
-        keys=("ckpt", "path", "out", "batch_size", "seq_length", "tokenizer", "tp", "pp", "dp", "dist.device"),
+        keys=(
+            *("ckpt", "path", "out", "batch_size", "seq_length", "tokenizer"),
+            *("tp", "pp", "dp", "dist.device"),
+        ),
     ),
     Command(
         words=("generate",),

@@ -48,17 +48,15 @@ class SelfAttention(nn.Module):
         qkv = self.qkv(x)  # [S, B, 3H/t]
         if stream is None or self.dropout == 0:
             return self.out(fused_attention(qkv, self.head_dim, 0.0))
-        if qkv.device.type != "cpu" and len(stream.split_parts) == 1:
-            stream.enter(self.layer, "attention", stream.split_parts[0])
-            return self.out(fused_attention(qkv, self.head_dim, self.dropout))
-        parts = [
-            self._unfused(part, stream, rank)
-            for rank, part in zip(stream.split_parts, qkv.chunk(len(stream.split_parts), dim=-1), strict=True)
-        ]
-        return self.out(parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1))
+        parts = zip(stream.split_parts, qkv.chunk(len(stream.split_parts), dim=-1), strict=True)
+        results = [self._with_dropout(part, stream, rank) for rank, part in parts]
+        return self.out(results[0] if len(results) == 1 else torch.cat(results, dim=-1))
 
-    def _unfused(self, qkv: Tensor, stream: DropoutStream, rank: int) -> Tensor:
-        """Attention with the dropout mask of one tp rank, where PyTorch has no fused kernel with dropout."""
+    def _with_dropout(self, qkv: Tensor, stream: DropoutStream, rank: int) -> Tensor:
+        """Attention with the dropout mask of one tp rank; on CPUs PyTorch has no fused kernel for it."""
+        if qkv.device.type != "cpu":
+            stream.enter(self.layer, "attention", rank)
+            return fused_attention(qkv.contiguous(), self.head_dim, self.dropout)
         s, b, _ = qkv.shape
         heads = qkv.reshape(s, -1, 3, self.head_dim)  # [S, B * N/t, 3, D]
         q, k, v = heads.permute(2, 1, 0, 3).unbind(0)  # each [B * N/t, S, D], views

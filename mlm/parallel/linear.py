@@ -66,6 +66,8 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.tp, ctx.sequence_parallel, ctx.postponed = tp, sequence_parallel, postponed
+        # recomputation hands a stand-in for the saved weight to backward, whose gradient would go nowhere
+        ctx.leaf = None if postponed is None else weight
         whole = gather_rows(x, tp) if sequence_parallel else x
         return product(whole, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
@@ -86,7 +88,7 @@ class _Linear(torch.autograd.Function):
                 summing = start_all_reduce(dx, tp)
         dy2 = dy.reshape(-1, dy.shape[-1])  # [rows, O]
         if needs_weight and later:
-            postponed.add(_weight_job(x, weight, dy2, tp if ctx.sequence_parallel else None))
+            postponed.add(_weight_job(x, ctx.leaf, dy2, tp if ctx.sequence_parallel else None))
         elif needs_weight:
             whole = x if gathering is None else gathering.wait()
             dw = weight_gradient(dy2, whole.reshape(-1, x.shape[-1])).to(weight.dtype)

@@ -32,7 +32,7 @@ from mlm.config.build import from_dict, to_dict
 from mlm.config.errors import UserError
 from mlm.config.schema import DistConfig, ParallelConfig
 from mlm.train.environment import num_threads, read_place, worker_environment
-from mlm.train.failure import LAST_WORDS_S, Death, LastWords, load_failures, report, stopped_processes
+from mlm.train.failure import LAST_WORDS_S, Death, LastWords, end_stopped, load_failures, report
 from mlm.train.process import meet, run_rank
 from mlm.train.relay import Relay, handlers_restored
 from mlm.train.stop import STANDS_FOR, WORDS
@@ -202,7 +202,7 @@ class RankAgent(LocalElasticAgent):
                     self._dead[rank] = Death(rank, pid, code)
 
     def _hear_the_others(self, pids: Mapping[int, int]) -> None:
-        """Let the ranks that wait say so: the one that does not is where to look. Then end stopped ones.
+        """Let the ranks that wait say so: the one that does not is where to look. End those that are stopped.
 
         Torch asks a rank to leave by SIGTERM, which a stopped one does not hear, and waits for long.
         """
@@ -210,14 +210,11 @@ class RankAgent(LocalElasticAgent):
         while time.monotonic() < end:
             self._note_deaths(pids)
             failures = load_failures(self._folder)
-            self.stopped = stopped_processes(pids)
-            heard = {failure.rank for failure in failures} | {*self._dead, *self.stopped}
+            heard = {failure.rank for failure in failures} | set(self._dead)
             if not all(failure.lost_peer for failure in failures) or heard >= set(pids):
                 break
             time.sleep(POLL_S / 2)
-        for pid in self.stopped.values():
-            with suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)  # each rank leads its own session
+        self.stopped = end_stopped(pids)
 
 
 class Meeting(RendezvousHandler):

@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -104,9 +105,13 @@ class LastWords:
         return failure
 
 
-def stopped_processes(pids: Mapping[int, int]) -> dict[int, int]:
-    """Those of the ranks' processes that a signal or a debugger has suspended."""
-    return {rank: pid for rank, pid in pids.items() if _process_state(pid) in ("T", "t")}
+def end_stopped(pids: Mapping[int, int]) -> dict[int, int]:
+    """Kill those of the ranks' processes that a signal or a debugger has suspended, and return them."""
+    stopped = {rank: pid for rank, pid in pids.items() if _process_state(pid) in ("T", "t")}
+    for pid in stopped.values():
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)  # each rank leads its own session
+    return stopped
 
 
 def _process_state(pid: int) -> str:

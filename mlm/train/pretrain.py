@@ -172,9 +172,7 @@ def bubble(config: PretrainConfig, ctx: ParallelContext) -> float:
     """Idle over ideal time of the pipeline, if a backward pass takes two forward passes."""
     train, parallel = config.train, config.parallel
     count = train.global_batch_size // (ctx.dp.size * train.micro_batch_size)
-    schedule = build_schedule(
-        parallel.pipeline, stages=ctx.pp.size, chunks=parallel.vp, micro_batches=count
-    )
+    schedule = build_schedule(parallel.pipeline, stages=ctx.pp.size, chunks=parallel.vp, micro_batches=count)
     return lower(schedule).bubble
 
 

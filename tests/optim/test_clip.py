@@ -67,3 +67,11 @@ def test_the_norm_leaves_tied_copies_out() -> None:
         table.weight.grad = torch.ones_like(table.weight)
     shards = [s for table in (original, copy) for s in parameter_shards(table, Axis("tp"))]
     assert float(gradient_norm(shards, shape_context())) == pytest.approx(math.sqrt(6))
+
+
+def test_the_norm_of_many_float32_gradients_does_not_drift() -> None:
+    """Two million elements: to 1e-6 of float64's, or clipping would depend on how tensors are cut."""
+    model = torch.nn.Linear(2048, 1024, bias=False)
+    model.weight.grad = torch.randn(1024, 2048, generator=torch.Generator().manual_seed(0))
+    norm = float(gradient_norm(list(parameter_shards(model, Axis("tp"))), shape_context()))
+    assert norm == pytest.approx(float(model.weight.grad.double().norm()), rel=1e-6)

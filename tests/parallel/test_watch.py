@@ -2,10 +2,16 @@
 
 import math
 import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
 
 import pytest
+import torch
 from torch.distributed import DistStoreError
 
+from mlm.parallel import collectives
+from mlm.parallel.mesh import Axis
 from mlm.parallel.watch import LostPeer, Watch, name_ranks
 
 TIMED_OUT = RuntimeError("[gloo/unbound_buffer.cc:78] Timed out waiting 20000ms for recv operation")
@@ -67,6 +73,54 @@ def test_lost_peer_passes_through_an_outer_wait(watch: Watch) -> None:
     inner = LostPeer("rank 2: all_reduce over tp broke")
     with pytest.raises(LostPeer, match=str(inner)), watch.waiting("backward", "dp", (0, 2)):
         raise inner
+
+
+def broken(*args: object, **kwargs: object) -> None:
+    """A communication that breaks when it is begun, as gloo's transfers do."""
+    raise CLOSED
+
+
+class Stuck:
+    """A communication that gloo gives up on when it is waited for."""
+
+    def wait(self) -> None:
+        raise TIMED_OUT
+
+
+@pytest.mark.parametrize(
+    "name, of_torch, begin",
+    [
+        ("all_reduce", "dist.all_reduce", collectives.all_reduce),
+        ("all_gather", "_gather_flat", collectives.all_gather),
+        ("reduce_scatter", "_scatter_flat", collectives.reduce_scatter),
+        ("broadcast from rank 3", "dist.broadcast", partial(collectives.broadcast, source=1)),
+        ("send to rank 3", "dist.isend", lambda x, tp: collectives.start_send(x, tp, 1).wait()),
+        ("receive from rank 3", "dist.irecv", lambda x, tp: collectives.start_receive(x, tp, 1).wait()),
+        ("barrier", "dist.barrier", lambda x, tp: collectives.barrier(tp)),
+    ],
+)
+def test_every_communication_is_named_when_it_breaks(
+    name: str, of_torch: str, begin: Callable[..., Any], watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tp = Axis("tp", 0, 2, cast(Any, "a group"), (2, 3), watch)
+    monkeypatch.setattr(f"mlm.parallel.collectives.{of_torch}", broken)
+    with pytest.raises(LostPeer, match=rf"{name} over tp \(ranks 2, 3\) broke"):
+        begin(torch.ones(2), tp)
+
+
+def test_pending_communication_is_named_when_it_times_out(watch: Watch) -> None:
+    pending = collectives.Pending(
+        "all_reduce", Axis("tp", watch=watch), torch.ones(1), cast(Any, Stuck()), (2, 3)
+    )
+    with pytest.raises(LostPeer, match=r"all_reduce over tp \(ranks 2, 3\) did not finish in 20 s"):
+        pending.wait()
+
+
+def test_transfer_names_its_two_ranks_only(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    pp = Axis("pp", 1, 4, cast(Any, "a group"), (0, 2, 4, 6), watch)
+    monkeypatch.setattr("mlm.parallel.collectives.dist.irecv", broken)
+    with pytest.raises(LostPeer, match=r"receive from rank 0 over pp \(ranks 0, 2\) broke: rank 0 is gone"):
+        collectives.start_receive(torch.ones(1), pp, 0)
 
 
 def test_wait_is_overdue_after_its_limit_and_grace(watch: Watch) -> None:

@@ -119,7 +119,7 @@ def is_compatible(axes: dict[str, Any]) -> bool:
         2 <= a["tp"] * a["pp"] * a["dp"] <= 8
         and (a["tp"] > 1 or not a["sequence_parallel"])
         and (a["pp"] > 1 or (a["vp"] == 1 and a["pipeline"] == "1f1b" and not a["uneven"]))
-        and (a["vp"] == 1 or (a["pipeline"] == "1f1b" and not a["uneven"]))
+        and (a["vp"] == 1 or (a["pipeline"] != "zb_h1" and not a["uneven"]))
         and (a["dp"] > 1 or a["zero"] == 0)
         and (a["pp"] == 1 or a["zero"] < 3)
     )
@@ -185,6 +185,7 @@ LAYOUTS = (
     Layout(pp=2, layers=5, recompute="full", micro_batches=3),
     Layout(pp=2, recompute="selective", pipeline="gpipe", dropout=0.1),
     Layout(tp=4, pp=2, pipeline="zb_h1", micro_batches=1),
+    Layout(pp=2, vp=2, pipeline="gpipe", micro_batches=3),
     # narrower formats: what is above covers every pair of the other axes already
     Layout(pp=2, layers=5, recompute="selective", precision="bf16", micro_batches=3),
     Layout(pp=2, layers=5, recompute="selective", pipeline="gpipe", precision="fp32", micro_batches=1),

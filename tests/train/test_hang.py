@@ -1,6 +1,9 @@
 """No silent hang: one rank of a 2x2 job is stopped or killed while the others communicate with it."""
 
 import json
+import os
+import signal
+import subprocess
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,15 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
+from mlm.config.schema import DistConfig, ParallelConfig
+from mlm.config.task_schema import GenerateConfig
+from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.watch import LostPeer, Watch
 from mlm.train import watchdog
-from mlm.train.failure import Death, Failure, LastWords, describe, report
+from mlm.train.failure import Death, Failure, LastWords, describe, end_stopped, report
+from mlm.train.process import ALONE, run_rank
 from mlm.train.watchdog import Watchdog, flight_recorder
 from tests.train import launch_jobs
 from tests.train.test_launch import wait_gone
 
 TIMEOUT_S = 3
+GONE = threading.Event()
 LOST = replace(
     describe(LostPeer("rank 2: step 5: all_reduce over tp (ranks 2, 3) did not finish"), 2), time=1.0
 )
@@ -109,6 +118,42 @@ def test_watchdog_tells_what_a_rank_waits_for_when_another_failed(
     with watch.waiting("barrier", "world", (0, 1)):
         told = watched(watch, others_failed=True)
     assert [failure.lost_peer for failure in told] == [True]
+
+
+def wait_long(config: GenerateConfig, ctx: ParallelContext) -> None:
+    """Be inside a wait until the watchdog has ended the rank."""
+    with ctx.watch.waiting("all_reduce", "tp", (0, 1)):
+        assert GONE.wait(10)
+
+
+def test_rank_runs_under_a_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "GRACE_S", 0.0)
+    monkeypatch.setattr(watchdog, "leave", lambda code: GONE.set())
+    told: list[Failure] = []
+    run_rank(
+        f"{__name__}:wait_long",
+        GenerateConfig(ckpt="", prompt=""),
+        parallel=ParallelConfig(dp=1),
+        dist=DistConfig(device="cpu", timeout_s=0.1),
+        place=ALONE,
+        store=HashStore(),
+        words=LastWords(0, told.append),
+    )
+    assert [failure.lost_peer for failure in told] == [True]
+
+
+def test_stopped_process_is_found_and_killed_but_no_other() -> None:
+    sleepers = [subprocess.Popen(["sleep", "60"], start_new_session=True) for _ in range(2)]
+    try:
+        sleepers[1].send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, sleepers[1].pid, os.WSTOPPED | os.WNOWAIT)
+        assert end_stopped({5: sleepers[0].pid, 6: sleepers[1].pid}) == {6: sleepers[1].pid}
+        assert sleepers[1].wait(10) == -signal.SIGKILL
+        assert sleepers[0].poll() is None
+    finally:
+        for sleeper in sleepers:
+            sleeper.kill()
+            sleeper.wait()
 
 
 def test_rank_that_waited_for_nobody_is_suspected(tmp_path: Path) -> None:

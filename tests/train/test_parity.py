@@ -1,5 +1,6 @@
 """Every layout equals one process: a matrix of layouts in which every two features meet."""
 
+import math
 from dataclasses import replace
 from itertools import chain
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from mlm.data.sampler import Plan
 from mlm.data.synthetic import SyntheticDataset
 from mlm.parallel.mesh import ParallelContext
+from mlm.train.parity import Comparison, one_process
 from mlm.train.trainer import Trainer
 from tests.ranks import run_on_ranks
 from tests.train.parity_layouts import LAYOUTS, Layout, compatible_pairs, is_compatible, pairs, verdict_of
@@ -75,3 +77,44 @@ def first_gradients(ctx: ParallelContext, layout: Layout) -> list[Tensor]:
     gradients = [shard.parameter.grad for shard in trainer.shards]
     assert all(gradient is not None for gradient in gradients)
     return [gradient.clone() for gradient in gradients if gradient is not None]
+
+
+@pytest.mark.parametrize(
+    "layout, name",
+    [
+        (Layout(dp=2), "layers.1.mlp.up.weight"),
+        (Layout(tp=2), "final_norm.weight"),
+        (Layout(pp=2), "token.weight"),
+        (Layout(tp=2, dp=2, zero=2), "position.weight"),
+    ],
+    ids=str,
+)
+def test_a_copy_that_differs_in_one_bit_is_found(layout: Layout, name: str) -> None:
+    for before, after in run_on_ranks(tear, layout, name, **layout.sizes):
+        assert before == ()
+        assert after == (name,)
+
+
+def tear(ctx: ParallelContext, layout: Layout, name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    comparison = Comparison(Trainer(layout.config(), ctx), None)
+    before = comparison.torn_replicas()[1]
+    if ctx.rank == ctx.world_size - 1:
+        (shard,) = comparison.held[name]
+        bits = shard.parameter.detach().view(torch.int64).view(-1)
+        bits[-1] ^= 1
+    return before, comparison.torn_replicas()[1]
+
+
+def test_what_no_rank_holds_is_no_equality() -> None:
+    """A part of a layer that one rank forgot: comparing what is held would not miss it."""
+    for difference in run_on_ranks(forget, Layout(tp=2), tp=2):
+        assert difference == math.inf
+
+
+def forget(ctx: ParallelContext, layout: Layout) -> float:
+    config = layout.config()
+    comparison = Comparison(Trainer(config, ctx), one_process(config, ctx) if ctx.is_main else None)
+    if ctx.rank == 1:
+        comparison.held["layers.1.mlp.up.weight"] = []
+    weights = comparison.differences(lambda _, shard: shard.parameter.detach())
+    return {weight.name: weight.difference for weight in weights}["layers.1.mlp.up.weight"]

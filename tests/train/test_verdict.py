@@ -58,8 +58,8 @@ def test_what_is_not_a_number_is_never_equal(bad: float) -> None:
 def test_the_first_difference_on_the_way_back_is_named() -> None:
     verdict = judge(report(step(1), step(2, token=0.5, attention=0.25)), "fp64")
     assert verdict.sentence == (
-        "the first difference is in the gradient of layers.0.attention_norm.bias at step 2: 0.25 of its largest "
-        "element; 2 of 4 parameters differ"
+        "the first difference is in the gradient of layers.0.attention_norm.bias at step 2: 0.25 of its "
+        "largest element; 2 of 4 parameters differ"
     )
     assert verdict.hint.startswith("layers.0.mlp.up.weight is right and all before it is wrong")
 
@@ -68,7 +68,7 @@ def test_the_first_difference_on_the_way_back_is_named() -> None:
     "off, hint",
     [
         ({"token": 1.0}, "only the table that embedding and head share"),
-        ({"norm": 1.0}, "only parameters that every tp rank holds"),
+        ({"bias": 1.0}, "only parameters that every tp rank holds"),
         ({"up": 1.0}, "gradients before and behind it are right"),
         ({"weight": 1.0, "bias": 1.0}, "all gradients are 2 times those of one process"),
     ],
