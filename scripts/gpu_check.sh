@@ -33,5 +33,13 @@ check recompute   python -m mlm pretrain $tiny precision=bf16 recompute=full tra
 check resume      python -m mlm pretrain $tiny precision=bf16 train.steps=30 out="$work/bf16"
 check torchrun    python -m torch.distributed.run --nproc-per-node 1 -m mlm pretrain $tiny precision=bf16 \
                     train.steps=5 out="$work/torchrun"
+for layout in "recompute=full" "recompute=selective model.attention_dropout=0.1 model.hidden_dropout=0.1"; do
+  check "parity-${layout%% *}" python -m mlm parity $layout dist.device=cuda precision=bf16
+done
+# Two ranks on one GPU: NCCL refuses that, gloo moves CUDA tensors through the host. The logic, not the speed.
+for layout in "tp=2" "tp=2 sequence_parallel=true" "dp=2" "dp=2 zero=3" "pp=2" "pp=2 pipeline=zb_h1"; do
+  check "gloo-${layout// /-}" python -m torch.distributed.run --nproc-per-node 2 -m mlm parity $layout \
+                    dist.device=cuda dist.backend=gloo precision=fp32
+done
 check bench       python scripts/bench_train.py --device cuda --dtype bf16 --shape report --out "$out/bench.json"
 exit $failed

@@ -1,0 +1,34 @@
+"""The commands of the README compose: no key, choice or value in them is unknown."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from mlm.cli import main
+
+README = Path(__file__).parents[1] / "README.md"
+MISTAKEN = "optimzer.lr"
+"""In the one command that shows what is said of mistakes."""
+
+
+def commands() -> list[str]:
+    """Every `mlm …` typed in a code block; `sbatch …/pretrain.sbatch` stands for `mlm pretrain`."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    lines = [line.removeprefix("$ ") for block in blocks for line in block.splitlines()]
+    lines = [line.replace("sbatch scripts/slurm/pretrain.sbatch", "mlm pretrain") for line in lines]
+    return [line for line in lines if re.match(r"mlm [a-z]+ ", line)]
+
+
+def test_the_readme_shows_every_kind_of_command() -> None:
+    shown = {tuple(shlex.split(line, comments=True)[1:3]) for line in commands()}
+    for words in ("pretrain", "parity", "generate", "plan", "eval", "data"):
+        assert any(words in pair for pair in shown), words
+
+
+@pytest.mark.parametrize("line", commands())
+def test_a_command_of_the_readme_composes(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = shlex.split(line, comments=True)[1:]
+    code = main([*words, "--cfg", "job"] if "--help" not in words else words)
+    assert code == (2 if MISTAKEN in line else 0), capsys.readouterr().err
