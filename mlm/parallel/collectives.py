@@ -16,8 +16,8 @@ from torch import Tensor
 from mlm.parallel.mesh import Axis
 from mlm.parallel.watch import Wait
 
-_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """Their names since torch 2.13, and the ones before."""
 
 
@@ -69,7 +69,7 @@ def start_all_gather(x: Tensor, axis: Axis) -> Pending:
     if axis.group is None:
         return Pending("all_gather", axis, out.copy_(x), None)
     with _watched("all_gather", axis):
-        work = _gather_flat(out.view(-1), x.contiguous().view(-1), group=axis.group, async_op=True)
+        work = gather_flat(out.view(-1), x.contiguous().view(-1), group=axis.group, async_op=True)
     return Pending("all_gather", axis, out, work)
 
 
@@ -80,7 +80,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
     if axis.group is None:
         return Pending("reduce_scatter", axis, out.copy_(x[: len(out)]), None)
     with _watched("reduce_scatter", axis):
-        work = _scatter_flat(out.view(-1), x.contiguous().view(-1), group=axis.group, async_op=True)
+        work = scatter_flat(out.view(-1), x.contiguous().view(-1), group=axis.group, async_op=True)
     return Pending("reduce_scatter", axis, out, work)
 
 

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from mlm.parallel.collectives import Pending, _gather_flat, _scatter_flat
+from mlm.parallel.collectives import Pending, gather_flat, scatter_flat
 from mlm.parallel.gradients import GradientReducer, Reducer
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import DP_SLICES, DataParallelSlice
@@ -198,7 +198,7 @@ class _AllGather(_Collective):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         assert not async_op
-        begin = partial(_gather_flat, output_tensor, input_tensor, group=group, async_op=True)
+        begin = partial(gather_flat, output_tensor, input_tensor, group=group, async_op=True)
         self.complete("all_gather", output_tensor, begin)
 
 
@@ -212,5 +212,5 @@ class _ReduceScatter(_Collective):
         async_op: bool = False,
     ) -> None:
         assert not async_op
-        begin = partial(_scatter_flat, output_tensor, input_tensor, op=op, group=group, async_op=True)
+        begin = partial(scatter_flat, output_tensor, input_tensor, op=op, group=group, async_op=True)
         self.complete("reduce_scatter", output_tensor, begin)

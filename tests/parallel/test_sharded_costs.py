@@ -28,7 +28,7 @@ from tests.ranks import run_on_ranks
 @contextmanager
 def collectives() -> Iterator[dict[str, list[torch.dtype]]]:
     """Those over dp that have begun so far: what they carried."""
-    seen: dict[str, list[torch.dtype]] = {"_gather_flat": [], "_scatter_flat": []}
+    seen: dict[str, list[torch.dtype]] = {"gather_flat": [], "scatter_flat": []}
     originals = {name: getattr(sharded, name) for name in seen}
 
     def note(name: str, out: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -56,12 +56,12 @@ def check_reductions(ctx: ParallelContext, zero: int) -> None:
         mine.reducer.start_step()
         for sample in samples[1:]:
             mine.loss(sample).backward()
-        assert seen["_scatter_flat"] == []
+        assert seen["scatter_flat"] == []
         mine.reducer.sync = True
         mine.loss(samples[0]).backward()
-        assert len(seen["_scatter_flat"]) == LAYERS + 1  # under way before finish() is called
+        assert len(seen["scatter_flat"]) == LAYERS + 1  # under way before finish() is called
         mine.reducer.finish()
-        assert len(seen["_scatter_flat"]) == LAYERS + 1
+        assert len(seen["scatter_flat"]) == LAYERS + 1
 
 
 @pytest.mark.parametrize(("zero", "per_step"), [(2, LAYERS + 1), (3, MICRO_BATCHES * (2 * LAYERS + 1))])
@@ -75,7 +75,7 @@ def gathers_of_two_steps(ctx: ParallelContext, zero: int) -> int:
     with collectives() as seen:
         for step in range(2):
             mine.accumulate(list(samples_of(step, ctx.dp.rank)))
-        return len(seen["_gather_flat"])
+        return len(seen["gather_flat"])
 
 
 @pytest.mark.parametrize("missing", ["all_gather", "reduce_scatter"])
@@ -123,8 +123,8 @@ def check_dtypes(ctx: ParallelContext) -> None:
     mine = Rank(ctx, 2, dtype=torch.bfloat16, master=torch.float32)
     with collectives() as seen:
         mine.accumulate(list(samples_of(0, ctx.dp.rank)))
-    assert set(seen["_gather_flat"]) == {torch.bfloat16}
-    assert set(seen["_scatter_flat"]) == {torch.float32}
+    assert set(seen["gather_flat"]) == {torch.bfloat16}
+    assert set(seen["scatter_flat"]) == {torch.float32}
 
 
 @pytest.mark.parametrize("zero", [2, 3])

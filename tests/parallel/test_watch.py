@@ -91,8 +91,8 @@ class Stuck:
     "name, of_torch, begin",
     [
         ("all_reduce", "dist.all_reduce", collectives.all_reduce),
-        ("all_gather", "_gather_flat", collectives.all_gather),
-        ("reduce_scatter", "_scatter_flat", collectives.reduce_scatter),
+        ("all_gather", "gather_flat", collectives.all_gather),
+        ("reduce_scatter", "scatter_flat", collectives.reduce_scatter),
         ("broadcast from rank 3", "dist.broadcast", partial(collectives.broadcast, source=1)),
         ("send to rank 3", "dist.isend", lambda x, tp: collectives.start_send(x, tp, 1).wait()),
         ("receive from rank 3", "dist.irecv", lambda x, tp: collectives.start_receive(x, tp, 1).wait()),

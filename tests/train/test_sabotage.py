@@ -169,7 +169,7 @@ CASES = {
         "mlm.parallel.gradients.start_all_reduce", not_summed, DP, "gradient of final_norm.bias", "over dp"
     ),
     "sharded gradients not summed over dp": Sabotage(
-        "mlm.parallel.sharded._scatter_flat",
+        "mlm.parallel.sharded.scatter_flat",
         own_rows_only,
         Layout(dp=2, zero=2),
         "gradient of final_norm.bias",
