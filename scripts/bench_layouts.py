@@ -115,7 +115,9 @@ def summary(series: Series, session_median: float) -> dict[str, Any]:
 
 def show(result: dict[str, Any]) -> None:
     """The table for people."""
-    table = Table("reference", "other")
+    table = Table()
+    for name in ("reference", "other"):
+        table.add_column(name, no_wrap=True)
     for name in ("ms/step", "ms/step of other", "speed ratio", "lowest to highest", "pairs kept", "dropped"):
         table.add_column(name, justify="right")
     for s in result["series"]:
@@ -125,7 +127,7 @@ def show(result: dict[str, Any]) -> None:
         numbers = (f"{s['reference_ms']:.1f}", f"{s['other_ms']:.1f}", f"{s['ratio']:.3f}")
         spread = f"{s['ratios'][0]:.3f} to {s['ratios'][-1]:.3f}"
         table.add_row(s["reference"], s["other"], *numbers, spread, str(s["kept"]), str(s["dropped"]))
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    Console(width=None if sys.stdout.isatty() else 180).print(table)
 
 
 def main(arguments: list[str] | None = None) -> int:
