@@ -25,6 +25,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # mlm of this checkout, installed or not
 
+from bench.command import guarded
 from bench.layouts import parse_layout
 from bench.machine import Probe, describe_machine
 from bench.ranks import WARM_UP_STEPS, Ranks
@@ -132,17 +133,7 @@ def show(result: dict[str, Any]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; its exit code."""
-    console = Console(stderr=True)
-    try:
-        return run(parse(arguments), console)
-    except UserError as error:
-        console.print(
-            f"bench_layouts: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True
-        )
-        return 2
-    except KeyboardInterrupt:
-        console.print("bench_layouts: stopped; nothing was written", highlight=False)
-        return 130
+    return guarded("bench_layouts", lambda console: run(parse(arguments), console))
 
 
 if __name__ == "__main__":

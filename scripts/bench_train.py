@@ -24,6 +24,7 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # mlm of this checkout, installed or not
 
+from bench.command import guarded
 from bench.compare import Plan, run_shape
 from bench.machine import describe_machine, describe_peers
 from bench.report import print_shape
@@ -48,18 +49,8 @@ PEERS = ("nanogpt", "picotron")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark. Exit code: 0 a result, 1 a run with doubts, 2 a mistake or refusal, 130 Ctrl-C."""
-    console = Console(stderr=True)
-    try:
-        return run(parse(arguments), console)
-    except UserError as error:
-        console.print(
-            f"bench_train: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True
-        )
-        return 2
-    except KeyboardInterrupt:
-        console.print("bench_train: stopped; nothing was written", highlight=False)
-        return 130
+    """Run the benchmark; its exit code."""
+    return guarded("bench_train", lambda console: run(parse(arguments), console))
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

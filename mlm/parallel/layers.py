@@ -6,7 +6,7 @@ section 4.2.2) what is replicated over tp below is cut along S instead: [S/t, B,
 Shapes: S sequence, B micro-batch, I in, O out, H hidden, V padded vocabulary, t = tensor-parallel size.
 """
 
-from typing import ClassVar
+from typing import ClassVar, NotRequired, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,33 @@ def split(size: int, name: str, tp: Axis) -> int:
     return size // tp.size
 
 
-class ColumnParallelLinear(nn.Module):
+class How(TypedDict):
+    """What all layers here are told by keyword."""
+
+    tp: Axis
+    sequence_parallel: NotRequired[bool]
+    """Whether what is replicated over tp is cut along S instead; default no."""
+    init_std: NotRequired[float]
+    """Standard deviation of the initial weights; default 0.02."""
+
+
+class _Split(nn.Module):
+    """A layer split over tp."""
+
+    postponed: Postponed | None = None
+    """Where a zero-bubble schedule puts off weight gradients."""
+
+    def __init__(self, *, tp: Axis, sequence_parallel: bool = False, init_std: float = 0.02) -> None:
+        super().__init__()
+        self.tp, self.sequence_parallel, self.init_std = tp, sequence_parallel and tp.size > 1, init_std
+
+    def leave(self, x: Tensor) -> Tensor:
+        """g: sum the partial results `x` over tp."""
+        g = scatter_sequence if self.sequence_parallel else reduce_from_tp
+        return g(x, self.tp)
+
+
+class ColumnParallelLinear(_Split):
     """Linear layer split over its output features: y_i = x A_i + b_i, the paper's f before it.
 
     Shapes:
@@ -34,21 +60,9 @@ class ColumnParallelLinear(nn.Module):
 
     tp_dims: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
 
-    postponed: Postponed | None = None
-    """Where a zero-bubble schedule puts off weight gradients."""
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        tp: Axis,
-        sequence_parallel: bool = False,
-        init_std: float = 0.02,
-    ) -> None:
-        super().__init__()
-        self.tp, self.sequence_parallel, self.init_std = tp, sequence_parallel and tp.size > 1, init_std
-        shard_size = split(out_features, "out_features", tp)
+    def __init__(self, in_features: int, out_features: int, **how: Unpack[How]) -> None:
+        super().__init__(**how)
+        shard_size = split(out_features, "out_features", self.tp)
         self.weight = nn.Parameter(torch.empty(shard_size, in_features))  # [O/t, I]
         self.bias = nn.Parameter(torch.zeros(shard_size))  # [O/t]
 
@@ -63,7 +77,7 @@ class ColumnParallelLinear(nn.Module):
         )
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_Split):
     """Linear layer split over its input features: y = sum_i x_i A_i + b, the paper's g after the products.
 
     Shapes:
@@ -73,33 +87,20 @@ class RowParallelLinear(nn.Module):
 
     tp_dims: ClassVar[dict[str, int]] = {"weight": 1}
 
-    postponed: Postponed | None = None
-    """Where a zero-bubble schedule puts off weight gradients."""
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        tp: Axis,
-        sequence_parallel: bool = False,
-        init_std: float = 0.02,
-    ) -> None:
-        super().__init__()
-        self.tp, self.sequence_parallel, self.init_std = tp, sequence_parallel and tp.size > 1, init_std
-        shard_size = split(in_features, "in_features", tp)
+    def __init__(self, in_features: int, out_features: int, **how: Unpack[How]) -> None:
+        super().__init__(**how)
+        shard_size = split(in_features, "in_features", self.tp)
         self.weight = nn.Parameter(torch.empty(out_features, shard_size))  # [O, I/t]
         self.bias = nn.Parameter(torch.zeros(out_features))  # [O], replicated
 
     def forward(self, x: Tensor) -> Tensor:
         if self.tp.size == 1:
             return linear(x, self.weight, self.bias, self.postponed)
-        g = scatter_sequence if self.sequence_parallel else reduce_from_tp
         # the bias joins after the sum, or it would be added t times
-        return g(linear(x, self.weight, None, self.postponed), self.tp) + self.bias.to(x.dtype)
+        return self.leave(linear(x, self.weight, None, self.postponed)) + self.bias.to(x.dtype)
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(_Split):
     """Token table split over its rows. Tokens of other ranks' rows give zeros, which g's sum fills.
 
     Rows from `true_rows` on pad the vocabulary to a multiple of tp (arXiv:1909.08053, section 3): no token
@@ -119,16 +120,13 @@ class VocabParallelEmbedding(nn.Module):
         padded_vocab_size: int,
         hidden_size: int,
         *,
-        tp: Axis,
-        sequence_parallel: bool = False,
         is_tied_copy: bool = False,
-        init_std: float = 0.02,
+        **how: Unpack[How],
     ) -> None:
-        super().__init__()
-        self.tp, self.sequence_parallel, self.init_std = tp, sequence_parallel and tp.size > 1, init_std
+        super().__init__(**how)
         self.true_rows, self.is_tied_copy = vocab_size, is_tied_copy
-        shard_size = split(padded_vocab_size, "padded_vocab_size", tp)
-        self.first = tp.rank * shard_size
+        shard_size = split(padded_vocab_size, "padded_vocab_size", self.tp)
+        self.first = self.tp.rank * shard_size
         self.weight = nn.Parameter(torch.empty(shard_size, hidden_size))  # [V/t, H]
 
     @property
@@ -142,5 +140,4 @@ class VocabParallelEmbedding(nn.Module):
         local = tokens - self.first
         foreign = (local < 0) | (local >= self.weight.shape[0])
         y = F.embedding(local.masked_fill(foreign, 0), self.weight)
-        g = scatter_sequence if self.sequence_parallel else reduce_from_tp
-        return g(y.masked_fill(foreign.unsqueeze(-1), 0.0), self.tp)
+        return self.leave(y.masked_fill(foreign.unsqueeze(-1), 0.0))
