@@ -8,7 +8,7 @@ import torch
 import mlm
 from mlm.checkpoint.save_load import Manifest, Shard, load_checkpoint, save_checkpoint
 from mlm.config.build import to_dict
-from mlm.config.errors import UserError
+from mlm.config.errors import CorruptFileError, UserError
 from mlm.optim.adamw import MOMENTS, applied_steps, ensure_state, moment
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import ParameterShard
@@ -93,12 +93,19 @@ def load(trainer: Trainer, path: Path) -> Manifest:
         watch=ctx.watch,
         config=to_dict(trainer.config),
     )
-    check_sampling(path, manifest, to_dict(trainer.config))
-    state = manifest.state
-    trainer.step = int(state["step"])
-    trainer.consumed_samples = int(state["consumed_samples"])
-    trainer.scaler.load_state(state["scaler"])
-    ensure_state(trainer.optimizer, trainer.shards, float(state["applied_steps"]))
+    try:
+        check_sampling(path, manifest, to_dict(trainer.config))
+        state = manifest.state
+        trainer.step = int(state["step"])
+        trainer.consumed_samples = int(state["consumed_samples"])
+        trainer.scaler.load_state(state["scaler"])
+        ensure_state(trainer.optimizer, trainer.shards, float(state["applied_steps"]))
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptFileError(
+            f"{path}: its state is not that of a training run ({error!r}). Take another checkpoint"
+        ) from error
     return manifest
 
 

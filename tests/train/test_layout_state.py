@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mlm.checkpoint.save_load import latest_checkpoint
+from mlm.checkpoint.save_load import latest_checkpoint, read_manifest
+from mlm.config.errors import CorruptFileError
 from mlm.config.schema import ParallelConfig, PretrainConfig
 from mlm.data.sampler import eval_batches
 from mlm.data.synthetic import SyntheticDataset
@@ -121,3 +123,17 @@ def overflow(ctx: ParallelContext, spec: PretrainConfig) -> str:
         trainer.model.chunks[0].layers["2"].mlp.up.weight.data.fill_(1e5)
     batches = list(eval_batches(SyntheticDataset(VOCAB, SEQ, 2, 0), micro_batch_size=2, rank=0, size=1))
     return first_non_finite(trainer, batches)
+
+
+@pytest.mark.parametrize("broken", [{}, {"step": 1}, {"scaler": None}], ids=str)
+def test_a_checkpoint_without_a_run_s_counters_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: dict[str, Any]
+) -> None:
+    """A manifest that another program wrote: one line that names the checkpoint, no traceback."""
+    trainer = Trainer(spec_of(ParallelConfig()), shape_context())
+    path = save(trainer, tmp_path)
+    whole = read_manifest(path)
+    state = {**whole.state, **broken} if "scaler" in broken else {"config": whole.state["config"], **broken}
+    monkeypatch.setattr("mlm.train.state.load_checkpoint", lambda *a, **k: replace(whole, state=state))
+    with pytest.raises(CorruptFileError, match="not that of a training run"):
+        load(trainer, path)
