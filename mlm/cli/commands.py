@@ -162,8 +162,8 @@ COMMANDS = (
         preflight="mlm.tasks.loss:preflight",
         summary="mean loss, perplexity and bits per byte of a checkpoint on a corpus",
         about=(
-            "Scores a checkpoint on an indexed corpus, every token once. The score does not depend on tp, pp, dp "
-            "or the batch size. It is printed and saved as JSON."
+            "Scores a checkpoint on an indexed corpus, every token once. The score does not depend on tp, "
+            "pp, dp or the batch size. It is printed and saved as JSON."
         ),
         examples=(
             ("The validation set of a run", "mlm eval loss ckpt=runs/shakespeare"),
