@@ -35,14 +35,15 @@ class RankNumbers:
 def closed_bubble(config: PlanScheduleConfig) -> Formula:
     """The bubble by formula: arXiv:2104.04473, section 2.2, and arXiv:2401.10241, table 2, for zb_h1.
 
-    The latter is written for any F, W and m; at F >= W and m >= p it is the paper's (p-1)(F + B - W).
+    The latter is written for any F, B, W and m; where W is the shortest and m >= p it is the paper's
+    (p-1)(F + B - W).
     """
     p, v, m = config.pp, config.vp, config.micro_batches
     if config.pipeline == "zb_h1":
         f, b, w = config.forward_cost, config.input_gradient_cost, config.weight_gradient_cost
-        idle = (p - 1) * (f + b) - (min(p, m) - 1) * min(f, w)
-        plain = f >= w and m >= p
-        words = "(p-1)(F+B-W)" if plain else "((p-1)(F+B) - (min(p,m)-1) min(F,W))"
+        idle = (p - 1) * (f + b) - (min(p, m) - 1) * min(f, b, w)
+        plain = w <= min(f, b) and m >= p
+        words = "(p-1)(F+B-W)" if plain else "((p-1)(F+B) - (min(p,m)-1) min(F,B,W))"
         return Formula(f"{words} / (m(F+B+W))", idle / (m * (f + b + w)), "without transfers")
     if v == 1:
         return Formula("(p-1)/m", (p - 1) / m, "without transfers")

@@ -1,6 +1,6 @@
 """`mlm generate`: sample a continuation of a prompt, token by token.
 
-Every tensor-parallel rank sees the same gathered logits and draws with the same generator, so all extend the
+Every rank sees the same gathered logits and draws with the same generator, so all extend the
 same sequence. The whole sequence is read again for each token, its last max_positions tokens as context.
 """
 

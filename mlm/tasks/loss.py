@@ -92,7 +92,7 @@ def run(config: EvalLossConfig, ctx: ParallelContext) -> None:
     windows = EvalWindows(indexed, seq_length=seq_length)
     batches = eval_batches(windows, micro_batch_size=config.batch_size, rank=ctx.dp.rank, size=ctx.dp.size)
     rounds = -(-len(windows) // (config.batch_size * ctx.dp.size))
-    loss, tokens = evaluate(trained.model, progress(batches, rounds, ctx.is_main), ctx)
+    loss, tokens = evaluate(trained.model, progress(batches, rounds, ctx.is_main))
     if not ctx.is_main:
         return
     result: dict[str, Any] = {

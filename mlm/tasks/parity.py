@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -109,21 +110,26 @@ def run(config: ParityConfig, ctx: ParallelContext) -> None:
         reuse_large_blocks()
     out = Path(config.out, RESULT)
     if ctx.is_main:
-        prepare_folder(config)
+        with writing(config):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=out.parent):  # found now rather than when all is computed
+                pass
     with progress(config.steps, ctx.is_main) as advance:
         report = compare(config, ctx, advance)
     verdict = judge(report, config.precision.dtype)
     if ctx.is_main:
-        write_atomic(out, result_json(config, ctx, report, verdict).encode())
+        with writing(config):
+            write_atomic(out, result_json(config, ctx, report, verdict).encode())
         show(config, ctx, report, verdict, out)
     if not verdict.equal:
         raise CheckFailedError(f"{verdict.word}: {verdict.sentence} ({out})")
 
 
-def prepare_folder(config: ParityConfig) -> None:
-    """Make the folder of the result. Raises UserError."""
+@contextmanager
+def writing(config: ParityConfig) -> Iterator[None]:
+    """Around what writes the result. Raises UserError."""
     try:
-        Path(config.out).mkdir(parents=True, exist_ok=True)
+        yield
     except OSError as error:
         raise UserError(
             f"out={config.out}: {error.strerror} ({error.filename}): choose a folder that can be written to"

@@ -172,9 +172,7 @@ class Comparison:
 
     def __init__(self, layout: Trainer, alone: Trainer | None) -> None:
         self.layout, self.alone = layout, alone
-        ctx = layout.ctx
-        ranks = tuple(range(ctx.world_size))
-        self.everyone = Axis("all", ctx.rank, ctx.world_size, ctx.host_group, ranks, ctx.watch)
+        self.everyone = layout.ctx.world
         self.whole = whole_parameters(layout.config)
         self.held: dict[str, list[ParameterShard]] = {name: [] for name in self.whole}
         for shard in layout.shards:

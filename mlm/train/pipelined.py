@@ -59,7 +59,7 @@ class PipelinedModel:
                 for module in chunk.modules():
                     if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
                         module.postponed = postponed
-        self._plans: dict[tuple[bool, int], Sequence[Instruction]] = {}
+        self._plans: dict[tuple[bool, int], tuple[Sequence[Instruction], float]] = {}
 
     @property
     def puts_off(self) -> bool:
@@ -73,6 +73,14 @@ class PipelinedModel:
 
     def instructions(self, micro_batches: int, *, train: bool) -> Sequence[Instruction]:
         """What this rank executes for so many micro-batches."""
+        return self._plan(micro_batches, train)[0]
+
+    def bubble(self, micro_batches: int) -> float:
+        """Idle over ideal time of a training step, if a backward pass takes two forward passes."""
+        return self._plan(micro_batches, True)[1]
+
+    def _plan(self, micro_batches: int, train: bool) -> tuple[Sequence[Instruction], float]:
+        """This rank's part of a plan, and the bubble; simulating all ranks takes seconds at p = 64."""
         key = (train, micro_batches)
         if key not in self._plans:
             p, v = self.ctx.pp.size, self.num_chunks
@@ -81,7 +89,8 @@ class PipelinedModel:
                 if train
                 else forward_only(p, v, micro_batches)
             )
-            self._plans[key] = lower(schedule).instructions[self.ctx.pp.rank]
+            plan = lower(schedule)
+            self._plans[key] = plan.instructions[self.ctx.pp.rank], plan.bubble
         return self._plans[key]
 
     def train(
@@ -129,12 +138,14 @@ class PipelinedModel:
         return run_plan(stages, instructions, batches)
 
 
-def evaluate(model: PipelinedModel, batches: Iterable[Batch], ctx: ParallelContext) -> tuple[float, int]:
+def evaluate(model: PipelinedModel, batches: Iterable[Batch]) -> tuple[float, int]:
     """(mean loss per scored token in nats, scored tokens) over all data-parallel ranks' batches.
 
     Summed in float64, so that the score does not depend on how the samples were dealt. Collective over all
     ranks, and the same on each.
     """
+
+    ctx = model.ctx
 
     def losses(chunk: GPT2, batch: Batch, x: Tensor | None) -> Tensor:
         return chunk.losses(batch.tokens.to(ctx.device), batch.labels.to(ctx.device), x)

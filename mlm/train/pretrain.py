@@ -14,8 +14,6 @@ from mlm.config.schema import PretrainConfig
 from mlm.data.tokenizer import Tokenizer
 from mlm.files import write_atomic
 from mlm.parallel.mesh import ParallelContext
-from mlm.parallel.pipeline.lower import lower
-from mlm.parallel.pipeline.schedules import build_schedule
 from mlm.train.corpora import corpus_faults, tokenizer_path, train_dataset, validation_windows
 from mlm.train.curves import plot_losses
 from mlm.train.loop import Loop
@@ -95,7 +93,7 @@ def train(trainer: Trainer, out: Path, start: Path | None) -> None:
         devices=ctx.world_size,
         peak=peak.flops if peak else None,
     )
-    rows = header(config, ctx, out, peak)
+    rows = header(trainer, out, peak)
     reporter = Reporter(
         out,
         total_steps=config.train.steps,
@@ -153,9 +151,10 @@ def resume_command(out: Path) -> list[str]:
     return ["mlm", "pretrain", "--config-dir", str(out), "--config-name", "config"]
 
 
-def layout(config: PretrainConfig, ctx: ParallelContext) -> str:
+def layout(trainer: Trainer) -> str:
     """The parallel layout in a line: sizes, then what else was chosen."""
-    p = config.parallel
+    config, ctx, p = trainer.config, trainer.ctx, trainer.config.parallel
+    micro_batches = config.train.global_batch_size // (ctx.dp.size * config.train.micro_batch_size)
     sizes = f"tp={ctx.tp.size} × pp={ctx.pp.size} × dp={ctx.dp.size}"
     ranks = f"{ctx.world_size} {ctx.device.type} rank{'s' * (ctx.world_size > 1)}"
     chosen = [
@@ -163,29 +162,19 @@ def layout(config: PretrainConfig, ctx: ParallelContext) -> str:
         "sequence parallel" if p.sequence_parallel and ctx.tp.size > 1 else "",
         f"zero={p.zero}" if p.zero and ctx.dp.size > 1 else "",
         f"recompute={p.recompute}" if p.recompute != "none" else "",
-        f"{p.pipeline}, bubble {bubble(config, ctx):.1%}" if ctx.pp.size > 1 else "",
+        f"{p.pipeline}, bubble {trainer.model.bubble(micro_batches):.1%}" if ctx.pp.size > 1 else "",
     ]
     return ", ".join([f"{sizes} on {ranks}", *filter(None, chosen)])
 
 
-def bubble(config: PretrainConfig, ctx: ParallelContext) -> float:
-    """Idle over ideal time of the pipeline, if a backward pass takes two forward passes."""
-    train, parallel = config.train, config.parallel
-    count = train.global_batch_size // (ctx.dp.size * train.micro_batch_size)
-    schedule = build_schedule(parallel.pipeline, stages=ctx.pp.size, chunks=parallel.vp, micro_batches=count)
-    return lower(schedule).bubble
-
-
-def header(
-    config: PretrainConfig, ctx: ParallelContext, out: Path, peak: Peak | None
-) -> list[tuple[str, str]]:
+def header(trainer: Trainer, out: Path, peak: Peak | None) -> list[tuple[str, str]]:
     """Rows shown above the numbers."""
-    model, batch = config.model, config.train
+    config, model, batch = trainer.config, trainer.config.model, trainer.config.train
     shape = f"{model.num_layers} layers × {model.hidden_size} × {model.num_heads} heads"
     return [
         ("run", config.name),
         ("model", f"{model.kind} {model.num_parameters() / 1e6:,.1f}M ({shape})"),
-        ("layout", layout(config, ctx)),
+        ("layout", layout(trainer)),
         (
             "batch",
             f"{batch.global_batch_size} × {config.data.seq_length} tokens in micro-batches of "

@@ -30,7 +30,7 @@ class StepOutcome:
     """What a step produced, still on the device."""
 
     loss: Tensor
-    """0-d: this data-parallel rank's part of the mean loss per token of the global batch."""
+    """0-d: this rank's part of the mean loss per token of the global batch."""
     grad_norm: Tensor
     """0-d: global gradient norm before clipping."""
     lr: float
@@ -162,7 +162,7 @@ class Trainer:
 
     def validate(self, batches: Iterable[Batch]) -> float:
         """Mean loss per token over all ranks' batches, in nats; independent of layout and batch size."""
-        return evaluate(self.model, batches, self.ctx)[0]
+        return evaluate(self.model, batches)[0]
 
 
 class StopVote:

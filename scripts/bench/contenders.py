@@ -10,6 +10,7 @@ import io
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +23,7 @@ from bench.shapes import OPTIMIZER, TRANSPOSED, gpt2_state, make_batches
 from bench.spec import Spec
 from mlm.checkpoint.huggingface import gpt2_from_huggingface
 from mlm.config.errors import UserError
-from mlm.config.schema import PrecisionConfig, PretrainConfig, ScheduleConfig, TrainConfig
+from mlm.config.schema import ParallelConfig, PrecisionConfig, PretrainConfig, ScheduleConfig, TrainConfig
 from mlm.data.sampler import Batch
 from mlm.parallel import matmul
 from mlm.parallel.mesh import ParallelContext
@@ -64,6 +65,20 @@ class Trainee(ABC):
         return self.spec.shape.flops_per_token()
 
 
+def run_config(spec: Spec, micro_batch_size: int, parallel: ParallelConfig | None = None) -> PretrainConfig:
+    """What `mlm` trains with."""
+    return PretrainConfig(
+        name="bench",
+        out="",
+        model=spec.shape.model(),
+        parallel=parallel or ParallelConfig(),
+        optimizer=OPTIMIZER,
+        schedule=ScheduleConfig(decay="constant", warmup_steps=0),
+        precision=PrecisionConfig(dtype=spec.dtype),
+        train=TrainConfig(global_batch_size=spec.shape.batch_size, micro_batch_size=micro_batch_size),
+    )
+
+
 class MlmTrainee(Trainee):
     """`mlm` by its own Trainer: what `mlm pretrain` runs."""
 
@@ -75,19 +90,8 @@ class MlmTrainee(Trainee):
         if self.by_mkl:
             self.notes = ("float32 products by torch.mm's library (MKL on x86), not oneDNN",)
         self.ctx = ctx or ParallelContext(device=device)
-        config = PretrainConfig(
-            name="bench",
-            out="",
-            compile="compiled" in name,
-            model=spec.shape.model(),
-            optimizer=OPTIMIZER,
-            schedule=ScheduleConfig(decay="constant", warmup_steps=0),
-            precision=PrecisionConfig(dtype=spec.dtype),
-            train=TrainConfig(
-                global_batch_size=spec.shape.batch_size, micro_batch_size=spec.shape.batch_size
-            ),
-        )
-        self.trainer = Trainer(config, self.ctx)
+        config = run_config(spec, spec.shape.batch_size)
+        self.trainer = Trainer(replace(config, compile="compiled" in name), self.ctx)
         whole = gpt2_from_huggingface(gpt2_state(spec.shape, spec.seed), spec.shape.num_heads)
         load_whole(self.trainer.model.chunks[0], whole, self.ctx.tp)
         self.batches = [  # on the host: moving them is part of the Trainer's step

@@ -6,12 +6,12 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from bench.contenders import Trainee
-from bench.shapes import OPTIMIZER, make_batches
+from bench.contenders import Trainee, run_config
+from bench.shapes import make_batches
 from bench.spec import Spec
 from mlm.config.build import build
 from mlm.config.errors import UserError
-from mlm.config.schema import ParallelConfig, PrecisionConfig, PretrainConfig, ScheduleConfig, TrainConfig
+from mlm.config.schema import ParallelConfig
 from mlm.data.sampler import Batch
 from mlm.parallel import linear
 from mlm.parallel.collectives import Pending
@@ -61,16 +61,7 @@ class LayoutTrainee(Trainee):
         size = spec.shape.batch_size
         if size % (count * dp):
             raise UserError(f"{name}: {count} micro-batches * dp={dp} must divide the batch of {size}")
-        config = PretrainConfig(
-            name="bench",
-            out="",
-            model=spec.shape.model(),
-            parallel=self.layout.parallel,
-            optimizer=OPTIMIZER,
-            schedule=ScheduleConfig(decay="constant", warmup_steps=0),
-            precision=PrecisionConfig(dtype=spec.dtype),
-            train=TrainConfig(global_batch_size=size, micro_batch_size=size // (count * dp)),
-        )
+        config = run_config(spec, size // (count * dp), self.layout.parallel)
         self.trainer = Trainer(config, ctx)
         self.steps = []
         for tokens, labels in make_batches(spec.shape, spec.seed):

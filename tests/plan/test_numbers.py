@@ -26,6 +26,8 @@ def config(**settings: Any) -> PlanScheduleConfig:
         {"pipeline": "zb_h1"},
         {"pipeline": "zb_h1", "micro_batches": 3},
         {"pipeline": "zb_h1", "forward_cost": 0.5, "weight_gradient_cost": 0.75},
+        {"pipeline": "zb_h1", "forward_cost": 3.0, "weight_gradient_cost": 2.0},
+        {"pipeline": "zb_h1", "forward_cost": 2.0, "weight_gradient_cost": 2.0, "micro_batches": 3},
     ],
 )
 def test_formula_equals_the_simulation(settings: dict[str, Any]) -> None:

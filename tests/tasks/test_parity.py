@@ -1,5 +1,6 @@
 """`mlm parity` as a command: its settings, its limits, its exit codes."""
 
+import errno
 import json
 import os
 import subprocess
@@ -10,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from mlm.config.compose import load_config
+from mlm.config.errors import UserError
 from mlm.config.parity_checks import check_parity
 from mlm.config.parity_schema import FIRST_LOSS_SCALE, ParityConfig
 from mlm.config.schema import PretrainConfig
 from mlm.config.tree import leaves
-from mlm.tasks.parity import memory_fault, needed_bytes
+from mlm.parallel.mesh import shape_context
+from mlm.tasks.parity import memory_fault, needed_bytes, run
 from tests.cli_doubles import Cli, make_cli
 from tests.train.parity_layouts import LAYOUTS, Layout
 
@@ -137,3 +140,17 @@ def test_dropout_in_compiled_layers_cannot_be_compared(dropout: float, faults: i
     found = check_parity(config, world_size=None, local_devices=None)
     assert len(found) == faults
     assert all("compile=true" in fault for fault in found)
+
+
+def test_a_disk_that_fills_while_comparing_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder could be written to at the start; the numbers cannot at the end."""
+
+    def full(path: Path, _: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr("mlm.tasks.parity.write_atomic", full)
+    small = ("steps=1", "model.hidden_size=16", "data.seq_length=16", "train.global_batch_size=2")
+    with pytest.raises(UserError, match=r"out=.*No space left on device"):
+        run(parity(f"out={tmp_path}", *small), shape_context())

@@ -125,7 +125,7 @@ def test_any_rank_of_the_trillion_layout_computes_a_step(rank: int) -> None:
             assert parameter.grad.shape == parameter.shape
 
 
-def chunks_of(schedule: str, p: int, v: int, m: int) -> Callable[[int], tuple[int, int]]:
+def transfers_of(schedule: str, p: int, v: int, m: int) -> Callable[[int], tuple[int, int]]:
     plan = lower(build_schedule(schedule, stages=p, chunks=v, micro_batches=m))
     assert plan.bubble == pytest.approx((p - 1) / (v * m))
 
@@ -141,10 +141,10 @@ def test_the_schedules_of_the_papers_layouts() -> None:
     """512 micro-batches through 64 stages, and 280 through 35 ranks of 3 chunks: bubble, sends, receives."""
     sc21, interleaved = config_of(SC21), config_of(INTERLEAVED)
     assert _micro_batches(sc21) == 512
-    transfers = chunks_of("1f1b", 64, 1, 512)
+    transfers = transfers_of("1f1b", 64, 1, 512)
     assert [transfers(0), transfers(31), transfers(63)] == [(512, 512), (1024, 1024), (512, 512)]
     m = _micro_batches(interleaved)
-    transfers = chunks_of("1f1b", 35, 3, m)
+    transfers = transfers_of("1f1b", 35, 3, m)
     assert transfers(0) == (5 * m, 5 * m)  # the first stage sends no gradient, the rest goes round
     assert transfers(17) == (6 * m, 6 * m)
 
