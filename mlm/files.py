@@ -40,12 +40,13 @@ def fsync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def digest_file(path: Path) -> str:
-    """Content digest of a file, as `xxh3:<hex>`."""
+def digest_file(path: Path, progress: Callable[[int], None] = lambda count: None) -> str:
+    """Content digest of a file, as `xxh3:<hex>`; `progress` hears of bytes read. Raises OSError."""
     h = xxhash.xxh3_128()
     with open(path, "rb") as f:
         while block := f.read(CHUNK):
             h.update(block)
+            progress(len(block))
     return digest_name(h)
 
 

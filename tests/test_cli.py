@@ -20,11 +20,20 @@ class TestSurface:
         assert names == [
             "pretrain",
             "parity",
+            "verify-resume",
+            "plan schedule",
             "eval loss",
             "generate",
+            "reshard",
+            "ckpt inspect",
+            "ckpt verify",
+            "ckpt diff",
+            "ckpt prune",
+            "import hf",
+            "import megatron",
+            "export hf",
             "data tokenizer",
             "data build",
-            "plan schedule",
         ]
 
     @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)

@@ -15,7 +15,7 @@ cli = pytest.fixture(make_cli)
 @pytest.mark.parametrize(
     "line, expected",
     [
-        ("mlm ", "data eval generate parity plan pretrain"),
+        ("mlm ", "ckpt data eval export generate import parity plan pretrain reshard verify-resume"),
         ("mlm pre", "pretrain"),
         ("mlm pretrain", "pretrain"),
         ("mlm eval ", "loss"),

@@ -8,7 +8,9 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from mlm.checkpoint.format import MANIFEST, CheckpointError, read_manifest, regular_size
 from mlm.config.errors import CorruptFileError, UserError
@@ -46,6 +48,8 @@ def checkpoints(root: Path) -> dict[int, Path]:
 def named_latest(root: Path) -> str | None:
     """The directory name that the file `latest` holds; None when it is missing or holds something else."""
     try:
+        if not (root / LATEST).is_file():  # a pipe would block
+            return None
         with open(root / LATEST, "rb") as f:
             name = f.read(100).decode(errors="replace").strip()
     except OSError:
@@ -67,7 +71,7 @@ def latest_checkpoint(root: Path) -> Path | None:
     faults = []
     while order:
         path = order.pop()
-        if fault := _fault(path):
+        if fault := fault_of(path):
             faults.append(fault)
             continue
         if faults or (named and path.name.removeprefix(REPLACED) != named):
@@ -79,8 +83,8 @@ def latest_checkpoint(root: Path) -> Path | None:
     return None
 
 
-def _fault(directory: Path) -> str | None:
-    """Why a checkpoint is not whole, as far as names and sizes tell."""
+def fault_of(directory: Path) -> str | None:
+    """Why a checkpoint is not whole, as far as names and sizes tell: no file but the manifest is read."""
     try:
         for name, entry in read_manifest(directory).files.items():
             if (size := regular_size(directory / name)) != entry.bytes:
@@ -90,46 +94,80 @@ def _fault(directory: Path) -> str | None:
     return None
 
 
-def resolve(path: str | Path) -> Path:
-    """The checkpoint directory that a user means by `ckpt=path`.
+def resolve(path: str | Path, setting: str = "ckpt") -> Path:
+    """The checkpoint directory that a user means by `ckpt=path`; `setting` is the key for messages.
 
     Accepts a step-… directory, a folder of them, the `latest` file in it, or a run directory (the folder
     itself or its `checkpoints`). Raises UserError when there is none, CorruptFileError as
     `latest_checkpoint` does.
     """
+    place, alone = locate(path, setting)
+    return place if alone else latest_checkpoint(place) or _refuse_empty(path, setting)
+
+
+def locate(path: str | Path, setting: str = "ckpt") -> tuple[Path, bool]:
+    """What a user means of what `resolve` accepts: a checkpoint and True, or a folder of them and False.
+
+    Raises UserError when there is none. Whether any is whole is not asked.
+    """
+    given = Path(path)
     try:
-        found = _resolve(Path(path))
+        if given.is_file() and given.name in (LATEST, MANIFEST):
+            given = given.parent
+        if not given.is_dir():
+            raise UserError(
+                f"{setting}={given}: no such directory. Set {setting}=… to a step-… or run directory"
+            )
+        if (given / MANIFEST).exists() or STEP_NAME.fullmatch(given.name):
+            return given, True
+        for folder in (given / "checkpoints", given):
+            if checkpoints(folder):
+                return folder, False
     except OSError as e:
-        raise CheckpointError(f"ckpt={path}: cannot be read: {e.strerror}. Make it readable") from e
-    if found is None:
-        raise UserError(f"ckpt={path}: holds no checkpoint (step-…). Set ckpt=… to a step-… or run directory")
-    return found
+        raise CheckpointError(f"{setting}={path}: cannot be read: {e.strerror}. Make it readable") from e
+    _refuse_empty(path, setting)
 
 
-def _resolve(given: Path) -> Path | None:
-    if given.is_file() and given.name in (LATEST, MANIFEST):
-        given = given.parent
-    if not given.is_dir():
-        raise UserError(f"ckpt={given}: no such directory. Set ckpt=… to a step-… or run directory")
-    if (given / MANIFEST).exists() or STEP_NAME.fullmatch(given.name):
-        return given
-    return latest_checkpoint(given / "checkpoints") or latest_checkpoint(given)
+def _refuse_empty(path: str | Path, setting: str) -> NoReturn:
+    raise UserError(
+        f"{setting}={path}: holds no checkpoint (step-…). Set {setting}=… to a step-… or run directory"
+    )
 
 
-def open_staging(root: Path, step: int, save_id: str) -> Path:
-    """A fresh directory to write a checkpoint into; clears up after killed saves. Raises OSError."""
+def open_staging(root: Path, step: int, save_id: str, *, keep: bool = False) -> Path:
+    """A fresh directory to write a checkpoint into; clears up after killed saves. Raises OSError.
+
+    With `keep` a directory that an earlier try with the same save id left is handed out as it is.
+    """
     root.mkdir(parents=True, exist_ok=True)
     fsync_directory(root.parent)
+    staging = staging_path(root, step, save_id)
+    clear_up(root, keep=staging if keep else None)
+    staging.mkdir(exist_ok=keep)
+    return staging
+
+
+def leftovers(root: Path) -> list[Path]:
+    """What killed saves left and `clear_up` deletes, sorted by name. Raises OSError."""
+    return sorted(
+        path
+        for path in root.iterdir()
+        if path.name.startswith((SAVING, TRASH, NEW_LATEST))
+        or (path.name.startswith(REPLACED) and (root / path.name.removeprefix(REPLACED)).exists())
+    )
+
+
+def clear_up(root: Path, *, keep: Path | None = None) -> None:
+    """Finish or delete what killed saves left, but for the directory `keep`. Raises OSError."""
     for path in list(root.iterdir()):
+        if path == keep:
+            continue
         if path.name.startswith(REPLACED) and not (root / path.name.removeprefix(REPLACED)).exists():
             os.rename(path, root / path.name.removeprefix(REPLACED))
         elif path.name.startswith((SAVING, REPLACED, TRASH)):
             discard(path)
         elif path.name.startswith(NEW_LATEST):
             path.unlink()
-    staging = staging_path(root, step, save_id)
-    staging.mkdir()
-    return staging
 
 
 def staging_path(root: Path, step: int, save_id: str) -> Path:
@@ -145,10 +183,7 @@ def publish(staging: Path, root: Path, step: int) -> None:
     final, replaced = root / step_name(step), root / f"{REPLACED}{step_name(step)}"
     pointer = root / f"{NEW_LATEST}{staging.name.removeprefix(SAVING)}"
     try:
-        with open(pointer, "xb") as f:  # first: a full disk shows before anything is renamed
-            f.write(f"{final.name}\n".encode())
-            f.flush()
-            os.fsync(f.fileno())
+        _write_pointer(pointer, step)  # first: a full disk shows before anything is renamed
         fsync_directory(staging)
         if final.exists():
             os.rename(final, replaced)
@@ -166,24 +201,66 @@ def publish(staging: Path, root: Path, step: int) -> None:
     discard(replaced)
 
 
+def point_latest(root: Path, step: int) -> None:
+    """Point `latest` at a step that is published. Raises OSError."""
+    pointer = root / f"{NEW_LATEST}{step_name(step)}"
+    _write_pointer(pointer, step)
+    os.replace(pointer, root / LATEST)
+    fsync_directory(root)
+
+
+def _write_pointer(pointer: Path, step: int) -> None:
+    with open(pointer, "xb") as f:
+        f.write(f"{step_name(step)}\n".encode())
+        f.flush()
+        os.fsync(f.fileno())
+
+
 def prune(root: Path, step: int, *, keep_last: int, keep_every: int) -> None:
     """Delete old checkpoints after `step` was saved. Never raises: a leftover is no failed save.
 
-    Kept: the `keep_last` newest up to `step`, multiples of `keep_every` (0: none), the one `latest` names,
-    and steps after `step`, which belong to a run that was rolled back: deleting those is the user's call.
+    Steps after `step` are kept: they belong to a run that was rolled back, and deleting is the user's call.
     """
     try:
-        upto = [(s, path) for s, path in checkpoints(root).items() if s <= step]
+        old = outdated(root, keep_last=keep_last, keep_every=keep_every, upto=step)
     except CheckpointError as e:
         log.warning("old checkpoints were not pruned: %s", e)
         return
-    for s, path in upto[: max(0, len(upto) - max(keep_last, 1))]:
-        if not (keep_every and s % keep_every == 0) and path.name != named_latest(root):
-            discard(path)
+    for path in old:
+        discard(path)
 
 
-def discard(path: Path) -> None:
-    """Delete a directory; it first loses its name, so that half of it is never taken for a checkpoint."""
+def outdated(
+    root: Path,
+    *,
+    keep_last: int,
+    keep_every: int,
+    upto: int | None = None,
+    fault: Callable[[Path], str | None] = fault_of,
+) -> list[Path]:
+    """The checkpoints up to step `upto` (None: all) that retention gives up, oldest first.
+
+    Kept: the `keep_last` newest whole ones, at least one, and whatever is newer; multiples of `keep_every`
+    (0: none); the one `latest` names. A damaged one, of which `fault(directory)` says why, never counts as
+    kept: it goes when `keep_last` whole ones are newer, so where none is whole nothing goes. `fault` is asked
+    from the newest on, as long as it matters. Raises CheckpointError when `root` cannot be read.
+    """
+    named, whole, old = named_latest(root), 0, []
+    for step, path in reversed(checkpoints(root).items()):
+        if upto is not None and step > upto:
+            continue
+        if whole < max(keep_last, 1):
+            whole += fault(path) is None
+        elif not (keep_every and step % keep_every == 0) and path.name.removeprefix(REPLACED) != named:
+            old.append(path)
+    return old[::-1]
+
+
+def discard(path: Path) -> bool:
+    """Delete a directory; it first loses its name, so that half of it is never taken for a checkpoint.
+
+    Never raises: whether all of it is gone. A warning says why not.
+    """
     trash = path if path.name.startswith(TRASH) else path.with_name(f"{TRASH}{path.name.lstrip('.')}")
     try:
         if trash != path:
@@ -198,3 +275,5 @@ def discard(path: Path) -> None:
         pass
     except OSError as e:
         log.warning("%s: could not be deleted: %s", path, e.strerror)
+        return False
+    return True

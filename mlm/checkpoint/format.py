@@ -9,13 +9,13 @@ import json
 import re
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 import torch
 
-from mlm.checkpoint.rectangle import Rectangle, tiling_fault
+from mlm.checkpoint.rectangle import Rectangle, Split, tiling_fault
 from mlm.config.errors import CorruptFileError, UserError
 from mlm.files import digest_bytes
 
@@ -27,6 +27,7 @@ VERSION = 1
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 26  # 64 MiB: about half a million chunks
 MAX_DIMS = 32
+MAX_NAME = 500  # characters of a tensor's name
 RESTORE = "Restore it from a copy, or load another checkpoint with ckpt=…"
 
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors")  # no separator, no "..", not hidden
@@ -70,6 +71,8 @@ class TensorEntry:
     shape: tuple[int, ...]
     dtype: torch.dtype
     chunks: tuple[Chunk, ...]
+    split: Split | None = None
+    """How layouts deal it out, where the writer said so."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
             "shape": list(entry.shape),
             "dtype": DTYPE_NAMES[entry.dtype],
             "chunks": [[c.file, list(c.rectangle.offset), list(c.rectangle.size)] for c in entry.chunks],
+            **({"split": asdict(entry.split)} if entry.split else {}),
         }
         for name, entry in manifest.tensors.items()
     }
@@ -161,7 +165,7 @@ def regular_size(path: Path) -> int:
 def decode_manifest(encoded: bytes, path: Path) -> Manifest:
     """The inverse of `encode_manifest`; `path` is for messages. Raises as `read_manifest` does."""
     try:
-        body = json.loads(encoded, parse_constant=_refuse_constant)
+        body = json.loads(encoded, parse_constant=_refuse_constant, object_pairs_hook=without_repeats)
         if not isinstance(body, dict) or body.get("format") != FORMAT:
             raise ValueError(f'its "format" is not "{FORMAT}"')
         if type(body.get("version")) is int and body["version"] > VERSION:
@@ -182,6 +186,17 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
 
 
+def without_repeats(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
+    """A JSON object as a dict; one that says a key twice means different things to different readers.
+
+    Raises ValueError.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return found
+
+
 def _build(body: dict[str, JSON], digest: str) -> Manifest:
     if body["version"] != VERSION:
         raise ValueError(f"version {body['version']!r}")
@@ -198,6 +213,8 @@ def _build(body: dict[str, JSON], digest: str) -> Manifest:
 
 
 def _build_tensor(name: str, entry: JSON, files: Mapping[str, FileEntry]) -> TensorEntry:
+    if not name.isprintable() or len(name) > MAX_NAME:  # names are printed, on terminals too
+        raise ValueError(f"tensor name {name[:40]!r} is not allowed")
     shape = _numbers(entry["shape"])
     if entry["dtype"] not in DTYPES:
         raise ValueError(f"{name} has unknown dtype {entry['dtype']!r}")
@@ -210,7 +227,19 @@ def _build_tensor(name: str, entry: JSON, files: Mapping[str, FileEntry]) -> Ten
         raise ValueError(f"{name} has two chunks in one file")
     if fault := tiling_fault(shape, [chunk.rectangle for chunk in chunks]):
         raise ValueError(f"{name}: {fault}")
-    return TensorEntry(shape, DTYPES[entry["dtype"]], tuple(chunks))
+    split = build_split(name, entry["split"], shape) if "split" in entry else None
+    return TensorEntry(shape, DTYPES[entry["dtype"]], tuple(chunks), split)
+
+
+def build_split(name: str, said: JSON, shape: tuple[int, ...]) -> Split:
+    """A Split from its JSON. Raises ValueError, KeyError or TypeError when it is none for this shape."""
+    split = Split(said["tp_dim"], said["stage"], _whole_number(said["multiple"]))
+    dim, stage = split.tp_dim, split.stage
+    if (dim is not None and _whole_number(dim) >= len(shape)) or not split.multiple:
+        raise ValueError(f"{name} cannot be cut along dim {dim} by {split.multiple}")
+    if stage not in ("first", "last"):
+        _whole_number(stage)
+    return split
 
 
 def _numbers(value: JSON) -> tuple[int, ...]:

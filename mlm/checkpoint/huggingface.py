@@ -1,56 +1,90 @@
-"""Weights of `transformers`' GPT2LMHeadModel in this project's names and order.
+"""Parameters as `transformers` names and stores them, and as we do, both ways.
 
-Works on plain dictionaries of tensors: neither library's model is built here.
+Works on plain tensors: neither library's model is built here.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from torch import Tensor
 
-_GPT2_LAYER = {  # theirs -> (ours, whether their weight is stored [in, out])
-    "ln_1": ("attention_norm", False),
-    "attn.c_attn": ("attention.qkv", True),
-    "attn.c_proj": ("attention.out", True),
-    "ln_2": ("mlp_norm", False),
-    "mlp.c_fc": ("mlp.up", True),
-    "mlp.c_proj": ("mlp.down", True),
+
+@dataclass(frozen=True)
+class Place:
+    """Where `transformers` keeps a parameter of ours, and how it lies there."""
+
+    name: str
+    """Without the prefix of the base model."""
+    transposed: bool = False
+    """Stored [in, out]; ours is [out, in]."""
+    num_heads: int | None = None
+    """Of a fused qkv: theirs is [q | k | v], each by head, ours [head][q, k, v]. None for all others."""
+
+    def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape there of a parameter that has this shape here."""
+        return ours[::-1] if self.transposed else ours
+
+    def to_ours(self, value: Tensor) -> Tensor:
+        """Their tensor as ours: a view where that can be had."""
+        value = value.t() if self.transposed else value
+        if self.num_heads is None:
+            return value
+        return value.unflatten(0, (3, self.num_heads, -1)).transpose(0, 1).flatten(0, 2)
+
+    def to_theirs(self, value: Tensor) -> Tensor:
+        """Inverse of `to_ours`."""
+        if self.num_heads is not None:
+            value = value.unflatten(0, (self.num_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+        return value.t() if self.transposed else value
+
+
+_GPT2_LAYER = {  # ours -> (theirs, whether their weight is stored [in, out])
+    "attention_norm": ("ln_1", False),
+    "attention.qkv": ("attn.c_attn", True),
+    "attention.out": ("attn.c_proj", True),
+    "mlp_norm": ("ln_2", False),
+    "mlp.up": ("mlp.c_fc", True),
+    "mlp.down": ("mlp.c_proj", True),
 }
-_GPT2_OUTSIDE = {
-    "wte.weight": "token.weight",
-    "wpe.weight": "position.weight",
-    "ln_f.weight": "final_norm.weight",
-    "ln_f.bias": "final_norm.bias",
-}
+GPT2_PREFIX = "transformer."
+"""In the names of GPT2LMHeadModel, not in those of GPT2Model."""
+GPT2_TIED = "lm_head.weight"
+"""Output layer; the same table as wte.weight."""
+GPT2_BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
+"""Causal masks, which old versions stored."""
+
+
+def gpt2_places(num_layers: int, num_heads: int) -> Iterator[tuple[str, Place]]:
+    """(our name, place) of every parameter of GPT-2, in the order of the model."""
+    yield "token.weight", Place("wte.weight")
+    yield "position.weight", Place("wpe.weight")
+    for layer in range(num_layers):
+        for ours, (theirs, transposed) in _GPT2_LAYER.items():
+            heads = num_heads if ours == "attention.qkv" else None
+            for part in ("weight", "bias"):
+                place = Place(f"h.{layer}.{theirs}.{part}", transposed and part == "weight", heads)
+                yield f"layers.{layer}.{ours}.{part}", place
+    yield "final_norm.weight", Place("ln_f.weight")
+    yield "final_norm.bias", Place("ln_f.bias")
 
 
 def gpt2_from_huggingface(state: Mapping[str, Tensor], num_heads: int) -> dict[str, Tensor]:
     """Whole (unsplit) parameters of `mlm.models.gpt2.GPT2` from a GPT2LMHeadModel's or GPT2Model's state.
 
-    Their linear weights are stored [in, out] and their fused qkv is [q | k | v], each by head; ours are
-    [out, in] and [head][q, k, v]. Raises KeyError for a name that GPT-2 does not have.
+    Raises KeyError for a name that GPT-2 does not have.
     """
+    layers = [int(found[1]) for name in state if (found := re.search(r"\bh\.(\d+)\.", name))]
+    places = {
+        place.name: (ours, place) for ours, place in gpt2_places(max(layers, default=-1) + 1, num_heads)
+    }
     out: dict[str, Tensor] = {}
     for theirs, value in state.items():
-        name = theirs.removeprefix("transformer.")
-        if name == "lm_head.weight" or name.endswith((".attn.bias", ".attn.masked_bias")):
-            continue  # tied to wte; causal masks of old versions
-        if name in _GPT2_OUTSIDE:
-            out[_GPT2_OUTSIDE[name]] = value
+        name = theirs.removeprefix(GPT2_PREFIX)
+        if name == GPT2_TIED or GPT2_BUFFERS.fullmatch(name):
             continue
-        match = re.fullmatch(r"h\.(\d+)\.(.+)\.(weight|bias)", name)
-        if match is None or match[2] not in _GPT2_LAYER:
+        if name not in places:
             raise KeyError(f"{theirs!r} is not a parameter of GPT-2")
-        ours, transposed = _GPT2_LAYER[match[2]]
-        if transposed and match[3] == "weight":
-            value = value.t()
-        if ours == "attention.qkv":
-            value = _qkv_by_head(value, num_heads)
-        out[f"layers.{match[1]}.{ours}.{match[3]}"] = value
+        ours, place = places[name]
+        out[ours] = place.to_ours(value)
     return out
-
-
-def _qkv_by_head(value: Tensor, num_heads: int) -> Tensor:
-    """[3 * N * D, …] ordered [q | k | v][head] -> ordered [head][q, k, v]."""
-    parts = value.unflatten(0, (3, num_heads, -1))  # [3, N, D, …]
-    return parts.transpose(0, 1).flatten(0, 2)

@@ -1,11 +1,16 @@
 """Rectangles of a global tensor: what a rank holds of it, how two of them meet, whether they tile it."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations, islice, product
 from math import prod
 from typing import NamedTuple
 
 from torch import Tensor
+
+MAX_CUT_DIMS = 4  # layouts cut a tensor along one or two
+MAX_COMPARED = 100_000  # pairs of pieces looked at to name two that overlap
 
 
 class Rectangle(NamedTuple):
@@ -39,6 +44,24 @@ class Rectangle(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Split:
+    """How layouts deal a tensor out. In the manifest, so that a checkpoint is cut anew without its model."""
+
+    tp_dim: int | None
+    """Dim cut over tp; None when every tp rank holds all of it, and the first writes it."""
+    stage: int | str
+    """The layer it belongs to, or "first" or "last": the stage before and behind the layers."""
+    multiple: int = 1
+    """Each tp rank holds a multiple of this many rows of tp_dim, the last ones what is left (a padded
+    vocabulary: rows that are padding are not stored)."""
+
+    def rows(self, size: int, tp: int, rank: int) -> range:
+        """The rows of tp_dim, `size` in all, that a tp rank holds."""
+        each = -(-size // (self.multiple * tp)) * self.multiple
+        return range(min(rank * each, size), min((rank + 1) * each, size))
+
+
+@dataclass(frozen=True)
 class Shard:
     """A rectangle of a global tensor, held by this rank.
 
@@ -49,6 +72,8 @@ class Shard:
     tensor: Tensor
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
+    split: Split | None = None
+    """How layouts deal the global tensor out, where that is known."""
 
     def __post_init__(self) -> None:
         assert self.tensor.ndim == len(self.global_shape) == len(self.offset), "dims differ"
@@ -70,21 +95,42 @@ class Shard:
 def tiling_fault(shape: tuple[int, ...], pieces: Sequence[Rectangle]) -> str | None:
     """What keeps `pieces` from holding each element of `shape` exactly once; None when nothing does.
 
-    Sweeps along dim 0, so that only pieces sharing rows are compared: cuts along dim 0, of which there may
-    be thousands, cost n log n.
+    Costs the same for each piece, however they lie: half a million forged ones must not stall a reader.
     """
     for piece in pieces:
         if not piece.fits(shape) or not piece.volume:
             return f"piece {describe(piece)} is not inside shape {list(shape)}"
-    active: list[Rectangle] = []
-    for piece in sorted(pieces):
-        active = [other for other in active if not shape or other.offset[0] + other.size[0] > piece.offset[0]]
-        for other in active:
-            if piece.intersect(other):
-                return f"pieces {describe(other)} and {describe(piece)} overlap"
-        active.append(piece)
+    cut = [d for d, full in enumerate(shape) if any(piece.size[d] != full for piece in pieces)]
+    if len(cut) > MAX_CUT_DIMS:
+        return f"it is cut along {len(cut)} dims, {MAX_CUT_DIMS} is the limit"
+    if _tile(shape, pieces, cut):
+        return None
+    for a, b in islice(combinations(sorted(pieces), 2), MAX_COMPARED):
+        if a.intersect(b):
+            return f"pieces {describe(a)} and {describe(b)} overlap"
     held = sum(piece.volume for piece in pieces)
-    return None if held == prod(shape) else f"{held} of its {prod(shape)} elements are held: there is a hole"
+    return f"{held} of its {prod(shape)} elements are held: there is a hole, or pieces overlap"
+
+
+def _tile(shape: tuple[int, ...], pieces: Sequence[Rectangle], cut: Sequence[int]) -> bool:
+    """Whether pieces inside `shape`, each whole along all dims but `cut`, hold each element once.
+
+    How often each element is held is a sum of products of steps, up at a piece's offset and down at its end.
+    Such sums are equal where their steps are, corner by corner.
+    """
+    if not prod(shape):
+        return not pieces
+    steps: Counter[tuple[int, ...]] = Counter()
+    for piece in pieces:
+        _add_steps(steps, [(piece.offset[d], piece.offset[d] + piece.size[d]) for d in cut], 1)
+    _add_steps(steps, [(0, shape[d]) for d in cut], -1)
+    return not any(steps.values())
+
+
+def _add_steps(steps: "Counter[tuple[int, ...]]", spans: Sequence[tuple[int, int]], weight: int) -> None:
+    for ends in product((0, 1), repeat=len(spans)):
+        corner = tuple(span[end] for span, end in zip(spans, ends, strict=True))
+        steps[corner] += -weight if sum(ends) % 2 else weight
 
 
 def describe(piece: Rectangle) -> str:

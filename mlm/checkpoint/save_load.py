@@ -7,10 +7,12 @@ import errno
 import os
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mlm.checkpoint.exchange import Ranks
@@ -41,8 +43,9 @@ from mlm.checkpoint.format import (
     encode_manifest,
     read_manifest,
 )
-from mlm.checkpoint.rectangle import Rectangle, Shard, tiling_fault
+from mlm.checkpoint.rectangle import Rectangle, Shard, Split, tiling_fault
 from mlm.checkpoint.shard_file import Stored, copy_region, read_header, write_shard_file
+from mlm.checkpoint.staging import StagedFile
 from mlm.config.errors import CorruptFileError, UserError
 from mlm.files import digest_file, write_atomic
 from mlm.parallel.watch import Watch
@@ -80,20 +83,24 @@ def save_checkpoint(
     keep_last: int,
     keep_every: int,
     watch: Watch | None = None,
+    save_id: str | None = None,
+    staged: StagedFile | None = None,
 ) -> Path:
     """Write `root/step-…` from the shards of all ranks, point `latest` at it and prune old ones.
 
     Collective over `group` (gloo; None when `world_size` is 1). Over all ranks, `shards` must hold each
     element of each tensor exactly once: a replicated one is passed by one of its owners. `state` is taken
     from rank 0. Returns the new directory. A kill at any instant leaves the previous checkpoint intact.
-    `watch` is told what is waited for.
+    `watch` is told what is waited for. `staged` holds a copy of `shards` filled under `save_id`, the same on
+    all ranks: it is written, and of `shards` only the shapes count.
 
     Raises CheckpointError on every rank, leaving nothing behind, if any rank cannot write or the shards
     do not tile their tensors; LostPeer if a rank does not take part.
     """
     ranks = Ranks(rank, world_size, group, watch or Watch(rank))
     explain = partial(_explain_save, root, rank, named_latest(root))
-    save_id, main_step = ranks.broadcast([uuid.uuid4().hex, step])
+    assert staged is None or save_id is not None, "what is staged carries its save id"
+    save_id, main_step = ranks.broadcast([save_id or uuid.uuid4().hex, step])
     staging = staging_path(root, step, save_id)
     try:
         declared = ranks.gather(ranks.together(lambda: declare_shards(shards, step, main_step), explain))
@@ -101,7 +108,7 @@ def save_checkpoint(
         tensors = ranks.together(
             lambda: _prepare(root, step, save_id, declared) if ranks.is_main else {}, explain
         )
-        written = ranks.together(lambda: write_shards(staging, rank, shards, save_id), explain)
+        written = ranks.together(lambda: write_shards(staging, rank, shards, save_id, staged), explain)
         files = {file_name(r): FileEntry(*entry) for r, entry in enumerate(ranks.gather(written)) if entry}
         manifest = Manifest(step, save_id, tensors, files, state)
         ranks.together(lambda: publish_manifest(staging, root, manifest) if ranks.is_main else None, explain)
@@ -120,14 +127,19 @@ def file_name(rank: int) -> str:
 
 
 def declare_shards(shards: Mapping[str, Shard], step: int, main_step: int) -> dict[str, JSON]:
-    """What this rank holds: name → [dtype, global shape, offset, size]."""
+    """What this rank holds: name → [dtype, global shape, offset, size, split]."""
     if step != main_step:
         raise CheckpointError(f"ranks save different steps: {step} and {main_step} (rank 0)")
     for name, shard in shards.items():
         if shard.tensor.dtype not in DTYPE_NAMES or name == "__metadata__":
             raise CheckpointError(f"{name} of {shard.tensor.dtype} cannot be stored")
     return {
-        name: [DTYPE_NAMES[shard.tensor.dtype], shard.global_shape, *shard.rectangle]
+        name: [
+            DTYPE_NAMES[shard.tensor.dtype],
+            shard.global_shape,
+            *shard.rectangle,
+            shard.split and asdict(shard.split),
+        ]
         for name, shard in shards.items()
     }
 
@@ -142,8 +154,8 @@ def merge_declared(root: Path, declared: list[dict[str, JSON]]) -> dict[str, Ten
     """The global tensors that the ranks' pieces make. Raises CheckpointError unless they tile them."""
     tensors: dict[str, TensorEntry] = {}
     for rank, mine in enumerate(declared):
-        for name, (dtype, shape, offset, size) in mine.items():
-            entry = TensorEntry(tuple(shape), DTYPES[dtype], ())
+        for name, (dtype, shape, offset, size, split) in mine.items():
+            entry = TensorEntry(tuple(shape), DTYPES[dtype], (), Split(**split) if split else None)
             known = tensors.get(name, entry)
             if (known.shape, known.dtype) != (entry.shape, entry.dtype):
                 raise CheckpointError(
@@ -152,19 +164,26 @@ def merge_declared(root: Path, declared: list[dict[str, JSON]]) -> dict[str, Ten
                 )
             piece = Rectangle(tuple(offset), tuple(size))
             chunks = (*known.chunks, Chunk(file_name(rank), piece)) if piece.volume else known.chunks
-            tensors[name] = TensorEntry(known.shape, known.dtype, chunks)
+            tensors[name] = replace(known, chunks=chunks)
     for name, entry in tensors.items():
         if fault := tiling_fault(entry.shape, [chunk.rectangle for chunk in entry.chunks]):
             raise CheckpointError(f"{root}: {name}: {fault}: nothing was saved")
     return tensors
 
 
-def write_shards(staging: Path, rank: int, shards: Mapping[str, Shard], save_id: str) -> list[JSON] | None:
+def stored_tensors(shards: Mapping[str, Shard]) -> dict[str, Tensor]:
+    """What of a rank's shards is written: those that hold an element."""
+    return {name: shard.tensor for name, shard in shards.items() if shard.tensor.numel()}
+
+
+def write_shards(
+    staging: Path, rank: int, shards: Mapping[str, Shard], save_id: str, staged: StagedFile | None = None
+) -> list[JSON] | None:
     """Write this rank's file; its [bytes, digest], or None when it holds no element and has no file."""
-    tensors = {name: shard.tensor for name, shard in shards.items() if shard.tensor.numel()}
+    tensors, path = stored_tensors(shards), staging / file_name(rank)
     if not tensors:
         return None
-    entry = write_shard_file(staging / file_name(rank), tensors, save_id)
+    entry = write_shard_file(path, tensors, save_id) if staged is None else staged.write(path)
     return [entry.bytes, entry.digest]
 
 

@@ -8,17 +8,26 @@ aligned to its element. `__metadata__` carries the save id.
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import torch
 import xxhash
 from torch import Tensor
 
-from mlm.checkpoint.format import DTYPE_NAMES, DTYPES, JSON, MAX_DIMS, RESTORE, FileEntry, regular_size
+from mlm.checkpoint.format import (
+    DTYPE_NAMES,
+    DTYPES,
+    JSON,
+    MAX_DIMS,
+    RESTORE,
+    FileEntry,
+    regular_size,
+    without_repeats,
+)
 from mlm.checkpoint.rectangle import Rectangle
 from mlm.config.errors import CorruptFileError, UserError
 from mlm.files import CHUNK, digest_name
@@ -36,21 +45,51 @@ class Stored:
     begin: int
 
 
+@dataclass(frozen=True)
+class Form:
+    """Dtype and shape of a tensor to write: all that a header needs, before the tensor is there."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+T = TypeVar("T", Tensor, Form)
+
+
 def write_shard_file(path: Path, tensors: Mapping[str, Tensor], save_id: str) -> FileEntry:
-    """Write tensors (any device, any strides) to a new file and fsync it.
+    """Write tensors (any device, any strides) to a new file and fsync it: see `write_stream`."""
+    forms = {name: Form(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return write_stream(path, forms, tensors.__getitem__, {"save_id": save_id})
+
+
+def write_stream(
+    path: Path,
+    forms: Mapping[str, Form],
+    read: Callable[[str], Tensor],
+    metadata: Mapping[str, str],
+    progress: Callable[[int], None] = lambda count: None,
+) -> FileEntry:
+    """Write a new safetensors file and fsync it; `read(name)` gives each tensor when its turn comes.
 
     Holds one contiguous CPU copy of one tensor at a time; the digest is that of the bytes meant, taken
-    on the way to the disk. Raises OSError naming `path`, ValueError when there are too
-    many tensors for one header.
+    on the way to the disk. `metadata` goes into `__metadata__`; `progress` hears of tensor bytes written.
+    Raises OSError naming `path`, ValueError when there are too many tensors for one header, and what `read`
+    raises.
     """
     assert sys.byteorder == "little", "safetensors holds little-endian numbers"
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    ordered = in_order(forms)
+    header = header_bytes([(name, form.dtype, form.shape) for name, form in ordered], metadata)
     hasher = xxhash.xxh3_128()
     try:
         with open(path, "xb") as f:
-            _append(f, hasher, memoryview(_header(ordered, save_id)))
-            for _, tensor in ordered:
-                _append(f, hasher, _bytes_of(tensor))
+            _append(f, hasher, memoryview(header), lambda count: None)
+            for name, form in ordered:
+                _append(f, hasher, _bytes_of(read(name), form), progress)
             f.flush()
             os.fsync(f.fileno())
             written = f.tell()
@@ -59,23 +98,30 @@ def write_shard_file(path: Path, tensors: Mapping[str, Tensor], save_id: str) ->
     return FileEntry(written, digest_name(hasher))
 
 
-def _append(f: BinaryIO, hasher: xxhash.xxh3_128, content: memoryview) -> None:
+def _append(
+    f: BinaryIO, hasher: xxhash.xxh3_128, content: memoryview, progress: Callable[[int], None]
+) -> None:
     for start in range(0, len(content), CHUNK):  # hashed and written while it is in the cache
         block = content[start : start + CHUNK]
         hasher.update(block)
         f.write(block)
+        progress(len(block))
 
 
-def _header(ordered: list[tuple[str, Tensor]], save_id: str) -> bytes:
-    header: dict[str, JSON] = {"__metadata__": {"save_id": save_id}}
+def in_order(tensors: Mapping[str, T]) -> list[tuple[str, T]]:
+    """Names and tensors in the order of a file: descending element size, then by name."""
+    return sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+
+
+def header_bytes(
+    ordered: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> bytes:
+    """All that a file holds before the tensors (name, dtype, shape). Raises ValueError if it is too long."""
+    header: dict[str, JSON] = {"__metadata__": dict(metadata)}
     end = 0
-    for name, tensor in ordered:
-        begin, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
+    for name, dtype, shape in ordered:
+        begin, end = end, end + prod(shape) * dtype.itemsize
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
@@ -83,7 +129,8 @@ def _header(ordered: list[tuple[str, Tensor]], save_id: str) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def _bytes_of(tensor: Tensor, form: Form) -> memoryview:
+    assert (tensor.dtype, tuple(tensor.shape)) == (form.dtype, form.shape), "not what was announced"
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
@@ -97,27 +144,41 @@ def read_header(path: Path, entry: FileEntry, save_id: str) -> dict[str, Stored]
     size = regular_size(path)
     if size != entry.bytes:
         raise CorruptFileError(f"{path}: {size} bytes, the manifest says {entry.bytes}. {RESTORE}")
+    metadata, stored = read_safetensors_header(path)
+    if metadata.get("save_id") != save_id:
+        raise CorruptFileError(f"{path}: a shard of another save stands in its place. {RESTORE}")
+    return stored
+
+
+def read_safetensors_header(
+    path: Path, remedy: str = RESTORE
+) -> tuple[Mapping[str, JSON], dict[str, Stored]]:
+    """`__metadata__` and the tensors of any safetensors file, every offset checked against its size.
+
+    Raises CorruptFileError, ending in `remedy`, when it is none or holds a dtype we do not know.
+    """
+    size = path.stat().st_size
     with open(path, "rb") as f:
         length = int.from_bytes(f.read(8), "little")
         if not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
-            raise CorruptFileError(f"{path}: not a safetensors file, header of {length} bytes. {RESTORE}")
+            raise CorruptFileError(f"{path}: not a safetensors file, header of {length} bytes. {remedy}")
         text = f.read(length)
     try:
-        header = json.loads(text)
+        header = json.loads(text, object_pairs_hook=without_repeats)
         metadata = header.pop("__metadata__", {})
-        found = metadata.get("save_id")
-        stored = _stored_tensors(header, start=8 + length, size=size)
+        if not isinstance(metadata, dict):
+            raise ValueError("__metadata__ is not an object")
+        return metadata, _stored_tensors(header, start=8 + length, size=size)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
-        raise CorruptFileError(f"{path}: damaged safetensors header, {e}. {RESTORE}") from e
-    if found != save_id:
-        raise CorruptFileError(f"{path}: a shard of another save stands in its place. {RESTORE}")
-    return stored
+        raise CorruptFileError(f"{path}: damaged safetensors header, {e}. {remedy}") from e
 
 
 def _stored_tensors(header: dict[str, JSON], *, start: int, size: int) -> dict[str, Stored]:
     stored, end = {}, 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         begin, stop = entry["data_offsets"]
+        if entry["dtype"] not in DTYPES:
+            raise ValueError(f"{name} is of the unknown dtype {entry['dtype']!r}")
         dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
         if len(shape) > MAX_DIMS or any(type(n) is not int or n < 0 for n in (begin, stop, *shape)):
             raise ValueError(f"{name} has an impossible offset or shape")

@@ -1,6 +1,7 @@
 """What the user typed: the command, Hydra's own flags, and overrides in any of their three spellings.
 
-`key=value`, `--key=value` and `--key value` mean the same; a bare `--key` means key=true.
+`key=value`, `--key=value` and `--key value` mean the same; a bare `--key` means key=true. Some commands take
+a path without its key: `mlm ckpt inspect runs/shakespeare`.
 """
 
 import re
@@ -95,7 +96,15 @@ def parse(command: Command, words: Sequence[str]) -> Arguments:
             raise UserError(f"unknown flag '{word}' (list: mlm {command.name} --help)")
         else:
             parsed.overrides.append(word)
+    if not parsed.has(*HELP, *COMPLETION):
+        parsed.overrides = _with_positional(command, parsed.overrides)
     return parsed
+
+
+def _with_positional(command: Command, overrides: Sequence[str]) -> list[str]:
+    """Words without `=` as the values of the command's positional keys, as long as there are any left."""
+    keys = list(command.positional)
+    return [text if "=" in text or not keys else f"{keys.pop(0)}={text}" for text in overrides]
 
 
 def is_flag(word: str) -> bool:

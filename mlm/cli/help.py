@@ -58,7 +58,8 @@ def command_help(command: Command, config_dir: str | None = None, topics: Sequen
     known = _composed_leaves(command)
     frequent = [known[key] for key in command.keys or known]
     more = "" if len(frequent) == len(known) else f" (more: mlm {command.name} --help {_a_section(command)})"
-    blocks = [f"Usage: mlm {command.name} [key=value …]", _wrap(command.about)]
+    words = "".join(f" {key.upper()}" for key in command.positional)
+    blocks = [f"Usage: mlm {command.name}{words} [key=value …]", _wrap(command.about)]
     if command.examples:
         blocks.append("Examples:\n" + _examples(command.examples))
     if groups:

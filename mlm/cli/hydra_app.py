@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from mlm.cli.commands import Command
+from mlm.cli.foreign_yaml import check_foreign_yaml
 from mlm.cli.overrides import Prepared
 from mlm.cli.run import Job, report, run
 from mlm.config.compose import register_defaults
@@ -52,19 +53,22 @@ def call_hydra(command: Command, flags: Sequence[str], prepared: Prepared | None
             sys.exit(code)
 
     try:
+        check_foreign_yaml(command.config, flags, typed.overrides, lambda name, argv: _main(name, argv, task))
         _main(command.config, [*flags, *typed.overrides], task)
     except JobFailedError as failed:
         return failed.code
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+    except ConfigError as error:
+        raise ConfigError(typed.all_faults(error.faults)) from None
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
         if started:
             raise
         raise ConfigError(typed.all_faults([reword(error)])) from None
     return 0
 
 
-def _main(config_name: str, argv: Sequence[str], task: Callable[[DictConfig], Any]) -> None:
+def _main(config_name: str | None, argv: Sequence[str], task: Callable[[DictConfig], Any]) -> None:
     register_defaults()
     entry = hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=config_name)(task)
     with _process_as_hydra_wants(argv):
@@ -90,6 +94,8 @@ def reword(error: Exception) -> str:
     """Hydra's, OmegaConf's and YAML's errors in one line."""
     if isinstance(error, yaml.YAMLError):
         return f"cannot read YAML: {' '.join(str(error).split())}"
+    if isinstance(error, RecursionError):
+        return "cannot read YAML: it nests too deeply"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first = lines[0] if lines else type(error).__name__
     if isinstance(error, MissingConfigException) and error.options:

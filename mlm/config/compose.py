@@ -10,6 +10,14 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from mlm.config.build import build
+from mlm.config.checkpoint_schema import (
+    CkptDiffConfig,
+    CkptInspectConfig,
+    CkptPruneConfig,
+    CkptVerifyConfig,
+    ReshardConfig,
+)
+from mlm.config.convert_schema import ExportHFConfig, ImportHFConfig, ImportMegatronConfig
 from mlm.config.data_schema import DataBuildConfig, DataTokenizerConfig
 from mlm.config.parity_schema import ParityConfig
 from mlm.config.paths import CONFIG_DIR
@@ -17,6 +25,7 @@ from mlm.config.plan_schema import PlanScheduleConfig
 from mlm.config.schema import PretrainConfig
 from mlm.config.task_schema import EvalLossConfig, GenerateConfig
 from mlm.config.tree import defaults
+from mlm.config.verify_resume_schema import VerifyResumeConfig
 
 SPECS: dict[str, type] = {
     "pretrain": PretrainConfig,
@@ -26,6 +35,15 @@ SPECS: dict[str, type] = {
     "data_tokenizer": DataTokenizerConfig,
     "data_build": DataBuildConfig,
     "plan_schedule": PlanScheduleConfig,
+    "verify_resume": VerifyResumeConfig,
+    "reshard": ReshardConfig,
+    "ckpt_inspect": CkptInspectConfig,
+    "ckpt_verify": CkptVerifyConfig,
+    "ckpt_diff": CkptDiffConfig,
+    "ckpt_prune": CkptPruneConfig,
+    "import_hf": ImportHFConfig,
+    "import_megatron": ImportMegatronConfig,
+    "export_hf": ExportHFConfig,
 }
 """The primary config in configs/ of each command, and the dataclass it becomes."""
 

@@ -203,7 +203,9 @@ class CheckpointConfig:
     keep_every: int = 0
     """Checkpoints at multiples of this step are never deleted; 0 keeps none for ever."""
     resume: bool = True
-    """Continue from the newest checkpoint in `out`; false refuses an `out` that already holds one."""
+    """Continue from the newest whole checkpoint in `out`; false refuses an `out` that already holds one."""
+    asynchronous: bool = True
+    """Copy the state to host memory and write it while training goes on; false waits for the disk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -234,6 +236,8 @@ class DistConfig:
     """auto: nccl on CUDA, gloo on CPU."""
     timeout_s: float = 600.0
     """Seconds after which a collective that has not finished counts as hung."""
+    checkpoint_timeout_s: float = 1800.0
+    """Seconds after which a checkpoint that not all ranks have written counts as failed."""
     threads_per_rank: int | None = None
     """CPU threads of each rank; null shares the cores of this host among its ranks."""
     master_port: int = 0

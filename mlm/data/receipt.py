@@ -8,10 +8,11 @@ from typing import Any
 
 from mlm.config.errors import CorruptFileError, UserError
 from mlm.data.gpt import too_short, windows_per_epoch
-from mlm.data.indexed import IndexedDataset, bin_path
+from mlm.data.indexed import REBUILD, IndexedDataset, bin_path
 from mlm.files import digest_file, write_atomic
 
 RECEIPT = "corpus.json"
+MAX_RECEIPT_BYTES = 1 << 24  # 16 MiB: parsed JSON takes many times its size
 PACKAGES = ("mlm", "tokenizers", "numpy")
 
 Receipt = dict[str, Any]
@@ -22,13 +23,28 @@ def read_receipt(folder: Path) -> Receipt | None:
     path = folder / RECEIPT
     if not path.is_file():
         return None
+    size = path.stat().st_size
+    if size > MAX_RECEIPT_BYTES:
+        raise CorruptFileError(f"{path}: {size} bytes, {MAX_RECEIPT_BYTES} is the limit: {REBUILD}")
     try:
         receipt = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise CorruptFileError(f"{path} is not JSON: write the corpus again with `mlm data build`") from error
-    if not isinstance(receipt, dict) or not isinstance(receipt.get("vocab_size"), int):
-        raise CorruptFileError(f"{path} is no corpus receipt: write the corpus again with `mlm data build`")
+    except (ValueError, RecursionError) as error:
+        raise CorruptFileError(f"{path} is not JSON: {REBUILD}") from error
+    if not _is_receipt(receipt):
+        raise CorruptFileError(f"{path} is no corpus receipt: {REBUILD}")
     return receipt
+
+
+def _is_receipt(value: Any) -> bool:
+    """Whether what is read of a receipt is there, and of the right kind."""
+    if not isinstance(value, dict) or type(value.get("vocab_size")) is not int:
+        return False
+    tables = [value.get(name, {}) for name in ("splits", "files")]
+    if not all(isinstance(table, dict) for table in tables):
+        return False
+    entries = [entry for table in tables for entry in table.values()]
+    inside = all(Path(name).name == name for table in tables for name in table)
+    return inside and all(isinstance(e, dict) and type(e.get("bytes", 0)) is int for e in entries)
 
 
 def write_receipt(folder: Path, made_of: Receipt, splits: Receipt, files: list[str]) -> Receipt:

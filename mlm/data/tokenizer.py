@@ -13,6 +13,7 @@ EOD = "<|endoftext|>"
 """End of document, GPT-2's only special token."""
 EOD_NAMES = (EOD, "<|end_of_text|>", "</s>")
 BYTES = 256
+MAX_BYTES = 1 << 28  # 256 MiB of tokenizer.json: the largest vocabularies in use need 40
 
 
 class Tokenizer:
@@ -49,6 +50,7 @@ class Tokenizer:
             raise UserError(
                 f"no tokenizer at {file}: set tokenizer to a tokenizer.json; `mlm data tokenizer` trains one"
             )
+        check_size(file)
         try:
             return cls(file.read_bytes().decode("utf-8"), str(file))
         except UnicodeDecodeError as error:
@@ -109,9 +111,11 @@ def read_gpt2(folder: Path) -> str:
             f"no tokenizer in {folder}: set tokenizer to a folder with tokenizer.json, or with vocab.json "
             f"and merges.txt"
         )
+    for file in (vocabulary, merges):
+        check_size(file)
     try:
         backend = byte_level(models.BPE.from_file(str(vocabulary), str(merges)))
-    except Exception as error:
+    except BaseException as error:
         raise damaged(f"{vocabulary} or {merges.name}", error) from error
     if backend.token_to_id(EOD) is not None:
         backend.add_special_tokens([AddedToken(EOD, special=True, normalized=False)])
@@ -122,7 +126,7 @@ def parse(content: str, source: str) -> Backend:
     """The library's tokenizer, set to leave lengths and special tokens alone. Raises CorruptFileError."""
     try:
         backend = Backend.from_str(content)
-    except Exception as error:  # the library raises bare Exception
+    except BaseException as error:
         raise damaged(source, error) from error
     backend.no_truncation()
     backend.no_padding()
@@ -130,7 +134,19 @@ def parse(content: str, source: str) -> Backend:
     return backend
 
 
-def damaged(source: str, error: Exception) -> CorruptFileError:
-    """What to say about a tokenizer file the library refuses."""
+def check_size(file: Path) -> None:
+    """Refuse what is too large to be a tokenizer's, before it is read. Raises CorruptFileError."""
+    if (size := file.stat().st_size) > MAX_BYTES:
+        raise CorruptFileError(f"{file}: {size} bytes, {MAX_BYTES} is the limit: replace it, or train one")
+
+
+def damaged(source: str, error: BaseException) -> CorruptFileError:
+    """What to say about a tokenizer file the library refuses.
+
+    It raises bare Exception, and PanicException, which is none, where its Rust code gives up. What is not of
+    the file passes through.
+    """
+    if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
+        raise error
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     return CorruptFileError(f"{source} is no tokenizer ({reason}): replace it, or train one")

@@ -1,6 +1,10 @@
 """Which layers a pipeline stage holds."""
 
+import re
 from dataclasses import dataclass
+
+BEHIND = ("final_norm",)
+"""Modules of a model behind its layers: they are in the last stage."""
 
 
 @dataclass(frozen=True)
@@ -30,3 +34,13 @@ def split_layers(num_layers: int, num_stages: int) -> list[Stage]:
         stages.append(Stage(range(first, first + count), number == 0, number == num_stages - 1))
         first += count
     return stages
+
+
+def home_of(name: str) -> int | str:
+    """Where a parameter lives: its layer's global number, or "first" or "last" for the stages at the ends.
+
+    A table that both ends hold is at home in the first.
+    """
+    if found := re.match(r"layers\.(\d+)\.", name):
+        return int(found[1])
+    return "last" if name.split(".")[0] in BEHIND else "first"

@@ -102,9 +102,8 @@ def build_mesh(
     lines["dp"] = ranks.permute(0, 2, 1).reshape(-1, dp)
     lines["tied"] = lines["pp"][:, [0, -1]] if pp > 1 else lines["pp"]
     axes = {name: _make_axis(name, line.tolist(), rank, timeout_s, watch) for name, line in lines.items()}
-    timeout = timedelta(seconds=timeout_s)
-    host_group = dist.new_group(backend=host_backend, timeout=timeout) if world_size > 1 else None
-    everyone = tuple(range(world_size)) if host_group is not None else ()
+    hosts = host_group(world_size, timeout_s, host_backend)
+    everyone = tuple(range(world_size)) if hosts is not None else ()
     return ParallelContext(
         tp=axes["tp"],
         pp=axes["pp"],
@@ -113,10 +112,20 @@ def build_mesh(
         rank=rank,
         world_size=world_size,
         device=device,
-        host_group=host_group,
-        world=Axis("world", rank, world_size, host_group, everyone, watch),
+        host_group=hosts,
+        world=Axis("world", rank, world_size, hosts, everyone, watch),
         watch=watch,
     )
+
+
+def host_group(world_size: int, timeout_s: float, backend: str = "gloo") -> ProcessGroup | None:
+    """A new group of all ranks for host memory; None when there is one rank. Every rank calls this.
+
+    A thread that communicates beside the main one needs a group of its own.
+    """
+    if world_size == 1:
+        return None
+    return dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s))
 
 
 def _make_axis(name: str, lines: list[list[int]], rank: int, timeout_s: float, watch: Watch) -> Axis:

@@ -78,7 +78,7 @@ class Wait:
         """That it took longer than it may."""
         own = self.done is None and math.isfinite(self.limit_s)
         limit_s = self.limit_s if own else self.watch.timeout_s
-        limit = f"{limit_s:g} s" + " (dist.timeout_s)" * (limit_s == self.watch.timeout_s)
+        limit = f"{limit_s:g} s" + f" ({self.watch.setting})" * (limit_s == self.watch.timeout_s)
         return self.lost(f"did not finish in {limit}: {self._peers()} stuck, gone or waiting for another")
 
     def lost(self, what: str) -> LostPeer:
@@ -99,7 +99,9 @@ class Watch:
     rank: int = 0
     """Global rank of this process."""
     timeout_s: float = math.inf
-    """Seconds a communication may take (dist.timeout_s)."""
+    """Seconds a communication may take."""
+    setting: str = "dist.timeout_s"
+    """The setting that says so, for messages."""
     step: int = 0
     """The training step under way, from 1; 0 outside training."""
     waits: dict[int, Wait] = field(default_factory=dict)

@@ -32,7 +32,7 @@ def trained_config(manifest: Manifest, path: Path) -> PretrainConfig:
     """The run spec saved in a checkpoint. Raises CorruptFileError if it is none of this version."""
     try:
         return from_dict(PretrainConfig, dict(manifest.state["config"]))
-    except (KeyError, TypeError, UserError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise CorruptFileError(f"{path}: holds no configuration this version can read ({error})") from error
 
 

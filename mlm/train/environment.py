@@ -111,12 +111,12 @@ def worker_environment(base: Mapping[str, str], *, threads: int) -> dict[str, st
     ours = {}
     if any(name == "lo" for _, name in socket.if_nameindex()):
         ours["GLOO_SOCKET_IFNAME"] = "lo"  # one host: works whatever its name resolves to
-    ours |= {"PYTHONPATH": _import_path(), LAUNCHED: "1", "OMP_NUM_THREADS": str(threads)}
+    ours |= {"PYTHONPATH": import_path(), LAUNCHED: "1", "OMP_NUM_THREADS": str(threads)}
     forced = {"PYTHONPATH", LAUNCHED, "OMP_NUM_THREADS"}
     return {key: value for key, value in ours.items() if key in forced or key not in base}
 
 
-def _import_path() -> str:
+def import_path() -> str:
     """The command's own import path: ranks must find the same modules, and no file of the working folder
     that the command itself would not import (ranks run with `python -P`)."""
     return ":".join(str(Path(entry).resolve()) if entry else str(Path.cwd()) for entry in sys.path)

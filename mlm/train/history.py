@@ -1,7 +1,7 @@
 """metrics.jsonl: one history of a run, however often it was killed and resumed.
 
-One JSON object per line, each with `kind` (run, step, validation, saved) and `time` (Unix seconds).
-Numbers that are not finite are null: JSON has no NaN.
+One JSON object per line, each with `kind` (run, step, validation, saved, save_failed) and `time` (Unix
+seconds). Numbers that are not finite are null: JSON has no NaN.
 """
 
 import json
@@ -53,8 +53,12 @@ class History(Sink):
     def validation(self, step: int, loss: float, perplexity: float) -> None:
         self.append("validation", {"step": step, "loss": loss, "perplexity": perplexity})
 
-    def saved(self, step: int, path: Path, seconds: float) -> None:
-        self.append("saved", {"step": step, "path": str(path), "seconds": round(seconds, 3)})
+    def saved(self, step: int, path: Path, seconds: float, waited: float) -> None:
+        times = {"seconds": round(seconds, 3), "waited": round(waited, 3)}
+        self.append("saved", {"step": step, "path": str(path), **times})
+
+    def save_failed(self, step: int, error: str) -> None:
+        self.append("save_failed", {"step": step, "error": error})
 
     def append(self, kind: str, fields: Mapping[str, object]) -> None:
         """Write one record, and any that wait."""
@@ -110,7 +114,7 @@ def parse(line: bytes) -> dict[str, Any]:
     """One line's record; empty if it is no JSON object."""
     try:
         record = json.loads(line)
-    except ValueError:  # half a line, or bytes that are no text
+    except (ValueError, RecursionError):  # half a line, or bytes that are no text
         return {}
     return record if isinstance(record, dict) else {}
 

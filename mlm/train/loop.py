@@ -1,16 +1,14 @@
 """The training loop."""
 
 import math
-import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from mlm.config.errors import UserError
 from mlm.data.sampler import Batch, Dataset, Loader, eval_batches
 from mlm.train.diagnose import first_non_finite
 from mlm.train.metrics import Reporter, StepMetrics, Throughput
 from mlm.train.peak import memory_bytes
-from mlm.train.state import save
+from mlm.train.saver import Saver
 from mlm.train.stop import StopRequest
 from mlm.train.trainer import StepOutcome, StopVote, Trainer
 
@@ -20,18 +18,16 @@ class Loop:
     """What one run of the loop works with."""
 
     trainer: Trainer
-    out: Path
     samples: Dataset
     windows: Dataset | None
     reporter: Reporter
     throughput: Throughput
     stop: StopRequest
+    saver: Saver
     last_validation: float | None = None
     """Mean validation loss of the last validation, nats per token."""
     last_loss: float | None = None
     """Training loss of the last logged step, nats per token."""
-    saved_step: int = -1
-    """Step of the newest checkpoint."""
 
     def run(self) -> bool:
         """Train to train.steps, or to the step at which a stop was asked for: then False."""
@@ -44,6 +40,7 @@ class Loop:
                 outcome = trainer.train_step(batches)
                 self.throughput.count()
                 self.reporter.advance(trainer.step)
+                self.saver.poll()
                 last = trainer.step == config.train.steps
                 stopping = vote.result()
                 if last or stopping or trainer.step == 1 or is_due(trainer.step, config.log.every):
@@ -51,7 +48,7 @@ class Loop:
                 if last or is_due(trainer.step, config.train.validate_every):
                     self.validate()
                 if last or stopping or is_due(trainer.step, config.checkpoint.save_every):
-                    self.save(batches)
+                    self.save(batches, awaited=last or stopping)
                 if stopping and not last:
                     return False
         return True
@@ -128,14 +125,13 @@ class Loop:
         )
         self.throughput.start()
 
-    def save(self, batches: list[Batch]) -> None:
-        """Write a checkpoint, unless the numbers of this run are beyond help."""
+    def save(self, batches: list[Batch], *, awaited: bool) -> None:
+        """Begin a checkpoint, unless the numbers of this run are beyond help; the last one is awaited."""
         self.refuse_exhausted(batches)
         self.throughput.pause()
-        begin = time.perf_counter()
-        path = save(self.trainer, self.out)
-        self.saved_step = self.trainer.step
-        self.reporter.saved(self.trainer.step, path, time.perf_counter() - begin)
+        self.saver.begin()
+        if awaited:
+            self.saver.finish()
         self.throughput.start()
 
 

@@ -85,10 +85,15 @@ class Reporter:
         for sink in self.sinks:
             sink.validation(step, loss, perplexity)
 
-    def saved(self, step: int, path: Path, seconds: float) -> None:
-        """Report a checkpoint of `step` written to `path`."""
+    def saved(self, step: int, path: Path, seconds: float, waited: float) -> None:
+        """Report a checkpoint of `step` written to `path` in `seconds`, for which training `waited`."""
         for sink in self.sinks:
-            sink.saved(step, path, seconds)
+            sink.saved(step, path, seconds, waited)
+
+    def save_failed(self, step: int, error: str) -> None:
+        """Report that the checkpoint of `step` could not be written."""
+        for sink in self.sinks:
+            sink.save_failed(step, error)
 
     def note(self, text: str) -> None:
         """Tell the user something in one line."""

@@ -79,8 +79,11 @@ class Display(Sink):
     def note(self, text: str) -> None:
         self.line(text)
 
-    def saved(self, step: int, path: Path, seconds: float) -> None:
-        self.note(f"saved {path} ({seconds:.1f} s)")
+    def saved(self, step: int, path: Path, seconds: float, waited: float) -> None:
+        self.note(f"saved {path} ({seconds:.1f} s, training waited {waited:.1f} s)")
+
+    def save_failed(self, step: int, error: str) -> None:
+        self.note(f"SAVING FAILED at step {step}: {error}. Training goes on; the next save is due as ever")
 
     def step(self, metrics: StepMetrics) -> None:
         self.done = metrics.step

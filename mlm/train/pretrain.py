@@ -1,13 +1,13 @@
 """`mlm pretrain`: train a model from its initial weights, or go on where a run stopped."""
 
 import shlex
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
 
-from mlm.checkpoint.save_load import latest_checkpoint, read_manifest, resolve
 from mlm.config.build import config_digest, to_dict
 from mlm.config.errors import UserError
 from mlm.config.schema import PretrainConfig
@@ -20,7 +20,8 @@ from mlm.train.loop import Loop
 from mlm.train.memory import reuse_large_blocks
 from mlm.train.metrics import Reporter, Throughput
 from mlm.train.peak import Peak, peak_flops
-from mlm.train.state import CHECKPOINTS, load
+from mlm.train.resume import claim, resume, start_faults
+from mlm.train.saver import Saver
 from mlm.train.stop import StopRequest
 from mlm.train.summary import write_summary
 from mlm.train.trackers import missing_extras
@@ -32,30 +33,13 @@ CONFIG = "config.yaml"
 def preflight(config: PretrainConfig) -> list[str]:
     """Faults that reading the named files shows, a line each; called before any rank starts."""
     faults = [*missing_extras(config.log), *corpus_faults(config)]
-    try:
-        start = find_start(config)
-        if start is not None:
-            read_manifest(start)
-    except UserError as error:
-        faults.append(str(error))
     tokenizer = tokenizer_path(config.data)
     if tokenizer is not None:
         try:
             Tokenizer.load(tokenizer)
         except UserError as error:
             faults.append(str(error))
-    return faults
-
-
-def find_start(config: PretrainConfig) -> Path | None:
-    """The checkpoint to go on from: the run directory's own newest one, else the one `ckpt` names."""
-    own = latest_checkpoint(Path(config.out, CHECKPOINTS))
-    if own is not None and not config.checkpoint.resume:
-        raise UserError(
-            f"out={config.out} already holds {own.name}: set checkpoint.resume=true to go on from it, "
-            "or another out=…"
-        )
-    return own or (resolve(config.ckpt) if config.ckpt is not None else None)
+    return faults or start_faults(config)
 
 
 def run(config: PretrainConfig, ctx: ParallelContext) -> None:
@@ -63,14 +47,13 @@ def run(config: PretrainConfig, ctx: ParallelContext) -> None:
     if ctx.device.type == "cpu":
         reuse_large_blocks()
     out = Path(config.out)
-    if ctx.is_main:
-        prepare_directory(config, out)
-    start = find_start(config)
     try:
-        trainer = Trainer(config, ctx)
-        if start is not None:
-            load(trainer, start)
-        train(trainer, out, start)
+        with ExitStack() as stack:
+            claim(config, ctx, stack)
+            if ctx.is_main:
+                prepare_directory(config, out)
+            trainer = Trainer(config, ctx)
+            train(trainer, out, resume(trainer))
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"train.micro_batch_size={config.train.micro_batch_size} is too much for the GPU's memory: lower "
@@ -107,14 +90,15 @@ def train(trainer: Trainer, out: Path, start: Path | None) -> None:
             "resumed_from": start and str(start),
         },
     )
-    with StopRequest(announce=ctx.is_main) as stop, reporter:
+    with StopRequest(announce=ctx.is_main) as stop, reporter, Saver(trainer, out, reporter) as saver:
         if start is not None:
-            reporter.note(f"resuming from {start} (step {trainer.step})")
+            begins = "resuming from" if trainer.step else "weights from"
+            reporter.note(f"{begins} {start} (step {trainer.step})")
         if left <= 0:
             reporter.note(
                 f"step {trainer.step} of train.steps={config.train.steps} is done: raise train.steps to go on"
             )
-        loop = Loop(trainer, out, samples, validation_windows(config), reporter, throughput, stop)
+        loop = Loop(trainer, samples, validation_windows(config), reporter, throughput, stop, saver)
         finished = loop.run()
         if not finished:
             reporter.note(

@@ -20,12 +20,14 @@ from mlm.config.errors import UserError
 from mlm.config.schema import DistConfig, ParallelConfig
 from mlm.parallel.mesh import ParallelContext, build_mesh
 from mlm.parallel.watch import LostPeer, Watch, is_transport_error
+from mlm.train.attempt import own_store
 from mlm.train.environment import Place, num_threads, place_variables
 from mlm.train.failure import INTERRUPTED, LAST_WORDS_S, MAX_LINES, Failure, LastWords, leave
 from mlm.train.watchdog import Watchdog, flight_recorder
 
 START_S = 120.0  # ranks import torch and see the disk at their own pace, whatever dist.timeout_s is
 Target = Callable[[Any, ParallelContext], None]
+ELASTIC = "TORCHELASTIC_RUN_ID"  # set by torchrun: ranks may be restarted, and the store is not new then
 ALONE = Place(rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="localhost", master_port=0)
 
 
@@ -144,6 +146,8 @@ def meet(place: Place, timeout_s: float) -> Store:
     start_s = max(START_S, timeout_s)
     try:
         store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=start_s)))
+        if ELASTIC in os.environ:
+            store = own_store(store, place.rank, place.world_size, start_s)
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):
             raise UserError(

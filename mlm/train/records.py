@@ -46,8 +46,11 @@ class Sink:
     def validation(self, step: int, loss: float, perplexity: float) -> None:
         """A validation after `step`; loss in nats per token."""
 
-    def saved(self, step: int, path: Path, seconds: float) -> None:
-        """A checkpoint was written."""
+    def saved(self, step: int, path: Path, seconds: float, waited: float) -> None:
+        """A checkpoint was written in `seconds`; training waited that many of them."""
+
+    def save_failed(self, step: int, error: str) -> None:
+        """A checkpoint could not be written; `error` says why, where, and the remedy."""
 
     def note(self, text: str) -> None:
         """Something to tell the user in one line."""

@@ -1,14 +1,18 @@
 """A trainer's state as a checkpoint, and back."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import mlm
+from mlm.checkpoint.rectangle import Split
 from mlm.checkpoint.save_load import Manifest, Shard, load_checkpoint, save_checkpoint
 from mlm.config.build import to_dict
 from mlm.config.errors import CorruptFileError, UserError
+from mlm.models.stage import home_of
 from mlm.optim.adamw import MOMENTS, applied_steps, ensure_state, moment
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import ParameterShard
@@ -21,42 +25,56 @@ SAMPLING_KEYS = (("seed",), ("data", "seq_length"), ("data", "kind"))
 """Settings the sample order is a function of: they may not change within a run."""
 
 
-def model_shards(shards: tuple[ParameterShard, ...]) -> dict[str, Shard]:
-    """Parameters under their checkpoint names; views of the live tensors, padding left out."""
-    return {
-        f"model.{s.name}": Shard(s.without_padding(s.parameter.detach()), s.global_shape, s.offset)
-        for s in shards
-    }
+def model_shards(shards: Sequence[ParameterShard], vocab_multiple: int = 1) -> dict[str, Shard]:
+    """Parameters under their checkpoint names; views of the live tensors, padding left out.
+
+    `vocab_multiple` is model.vocab_multiple; loading does not need it.
+    """
+    return {f"model.{s.name}": as_shard(s, s.parameter.detach(), vocab_multiple) for s in shards}
+
+
+def as_shard(s: ParameterShard, x: Tensor, vocab_multiple: int) -> Shard:
+    """A tensor laid out like a parameter (itself, a moment) as checkpoints see it."""
+    split = Split(s.tp_dim, home_of(s.name), 1 if s.true_size is None else vocab_multiple)
+    return Shard(s.without_padding(x), s.global_shape, s.offset, split)
 
 
 def training_shards(trainer: Trainer) -> dict[str, Shard]:
     """Parameters and Adam's moments under their checkpoint names."""
-    out = model_shards(tuple(trainer.shards))
+    multiple = trainer.config.model.vocab_multiple
+    out = model_shards(trainer.shards, multiple)
     for s in trainer.shards:
         for name in MOMENTS:
-            x = s.without_padding(moment(trainer.optimizer, s, name))
-            out[f"optimizer.{name}.{s.name}"] = Shard(x, s.global_shape, s.offset)
+            out[f"optimizer.{name}.{s.name}"] = as_shard(s, moment(trainer.optimizer, s, name), multiple)
     return out
+
+
+def owned_shards(trainer: Trainer) -> dict[str, Shard]:
+    """What this rank writes of the parameters and moments; views of the live tensors."""
+    stored = {s.name for s in trainer.shards if is_stored(s, trainer.ctx)}
+    return {k: v for k, v in training_shards(trainer).items() if parameter_name(k) in stored}
+
+
+def counters(trainer: Trainer) -> dict[str, Any]:
+    """What a checkpoint says besides tensors. Reads the loss scale back from the device."""
+    return {
+        "step": trainer.step,
+        "consumed_samples": trainer.consumed_samples,
+        "applied_steps": applied_steps(trainer.optimizer),
+        "scaler": trainer.scaler.state(),
+        "config": to_dict(trainer.config),
+        "versions": {"mlm": mlm.__version__, "torch": torch.__version__},
+    }
 
 
 def save(trainer: Trainer, out: Path) -> Path:
     """Write `out/checkpoints/step-…`. Collective over all ranks; raises CheckpointError on all."""
     ctx, config = trainer.ctx, trainer.config
-    stored = {s.name for s in trainer.shards if is_stored(s, ctx)}
-    owned = {k: v for k, v in training_shards(trainer).items() if parameter_name(k) in stored}
-    state: dict[str, Any] = {
-        "step": trainer.step,
-        "consumed_samples": trainer.consumed_samples,
-        "applied_steps": applied_steps(trainer.optimizer),
-        "scaler": trainer.scaler.state(),
-        "config": to_dict(config),
-        "versions": {"mlm": mlm.__version__, "torch": torch.__version__},
-    }
     return save_checkpoint(
         out / CHECKPOINTS,
         trainer.step,
-        owned,
-        state=state,
+        owned_shards(trainer),
+        state=counters(trainer),
         rank=ctx.rank,
         world_size=ctx.world_size,
         group=ctx.host_group,
@@ -77,13 +95,22 @@ def parameter_name(key: str) -> str:
     return rest if kind == "model" else rest.split(".", 1)[1]
 
 
-def load(trainer: Trainer, path: Path) -> Manifest:
+def is_weights_only(manifest: Manifest) -> bool:
+    """Whether a checkpoint holds a model and no training run: one that was imported, or cut down to that."""
+    return manifest.state.get("weights_only") is True
+
+
+def load(trainer: Trainer, path: Path, *, weights_only: bool = False) -> Manifest:
     """Continue from a checkpoint directory: weights, moments, loss scale and counters.
+
+    One with `weights_only` gives the weights a run begins with: step 0, no moments.
 
     Collective over all ranks. Raises UserError when the checkpoint is of another model or sample order,
     CorruptFileError when it is damaged.
     """
     ctx = trainer.ctx
+    if weights_only:
+        return load_weights(trainer.shards, path, ctx, config=to_dict(trainer.config))
     manifest = load_checkpoint(
         path,
         training_shards(trainer),
@@ -123,7 +150,12 @@ def check_sampling(path: Path, manifest: Manifest, config: dict[str, Any]) -> No
             )
 
 
-def load_weights(shards: tuple[ParameterShard, ...], path: Path, ctx: ParallelContext) -> Manifest:
+def load_weights(
+    shards: Sequence[ParameterShard],
+    path: Path,
+    ctx: ParallelContext,
+    config: dict[str, Any] | None = None,
+) -> Manifest:
     """Fill a model's parameters from a checkpoint, for evaluation and sampling. Collective."""
     return load_checkpoint(
         path,
@@ -134,4 +166,5 @@ def load_weights(shards: tuple[ParameterShard, ...], path: Path, ctx: ParallelCo
         watch=ctx.watch,
         allow_extra=lambda name: name.startswith("optimizer."),
         cast=True,
+        config=config,
     )

@@ -1,6 +1,6 @@
 """The training state of one rank and one step of it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +54,7 @@ class Trainer:
     Attributes:
         step: optimizer steps done.
         consumed_samples: samples read so far by the whole job.
+        before_change: called before weights and moments change: a checkpoint may still be copying them.
         dropout_parts: whose dropout masks this process draws (`DropoutStream.of_micro_batch`).
     """
 
@@ -84,6 +85,7 @@ class Trainer:
         }
         self.step = 0
         self.consumed_samples = 0
+        self.before_change: Callable[[], None] = lambda: None
 
     def train_step(self, batches: Sequence[Batch]) -> StepOutcome:
         """One optimizer step over this rank's micro-batches. Reads nothing back from the device."""
@@ -100,6 +102,7 @@ class Trainer:
             self.step + 1, self.config.optimizer, self.config.schedule, self.config.train.steps
         )
         set_lr(self.optimizer, lr)
+        self.before_change()
         self.optimizer.found_inf = overflow  # type: ignore[attr-defined]  # the fused kernel skips if it is 1
         self.optimizer.step()
         self.scaler.update(overflow)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mlm.checkpoint.folders import LATEST
+from mlm.checkpoint.folders import LATEST, clear_up, leftovers, locate, outdated
 from mlm.checkpoint.format import MANIFEST
 from mlm.checkpoint.save_load import latest_checkpoint, resolve
 from mlm.config.errors import CorruptFileError, UserError
@@ -127,3 +127,76 @@ def test_resolve_says_how_to_name_a_checkpoint(tmp_path: Path, name: str, why: s
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=rf"ckpt=.*{name}: {why}.*Set ckpt=… to"):
         resolve(tmp_path / name)
+
+
+def damage(path: Path) -> None:
+    (path / "rank-00000.safetensors").write_bytes(b"short")
+
+
+def test_damaged_checkpoint_does_not_count_as_kept(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step, weights(), keep_last=9)
+    damage(tmp_path / "step-00000003")
+    save(tmp_path, 4, weights(), keep_last=2)
+    assert steps(tmp_path) == [2, 3, 4]  # 2 and 4 are the two whole ones; 3 is newer than one of them
+
+
+def test_damaged_checkpoint_goes_when_enough_whole_ones_are_newer(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step, weights(), keep_last=9)
+    damage(tmp_path / "step-00000002")
+    save(tmp_path, 4, weights(), keep_last=2)
+    assert steps(tmp_path) == [3, 4]
+
+
+def test_nothing_is_outdated_where_nothing_is_whole(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        damage(save(tmp_path, step, weights(), keep_last=9))
+    assert outdated(tmp_path, keep_last=1, keep_every=0) == []
+
+
+def test_outdated_looks_into_no_more_checkpoints_than_it_keeps(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, weights(), keep_last=9)
+    asked: list[str] = []
+
+    def fault(path: Path) -> str | None:
+        asked.append(path.name)
+        return "damaged" if path.name == "step-00000003" else None
+
+    old = outdated(tmp_path, keep_last=2, keep_every=0, fault=fault)
+    assert [path.name for path in old] == ["step-00000001"]
+    assert asked == ["step-00000004", "step-00000003", "step-00000002"]
+
+
+def test_checkpoint_that_latest_names_is_never_outdated_wherever_it_lies(tmp_path: Path) -> None:
+    """Killed while it was moved aside: it has another name until the next save puts it back."""
+    paths = [save(tmp_path, step, weights(), keep_last=9) for step in (1, 2, 3)]
+    (tmp_path / LATEST).write_text("step-00000001")
+    paths[0].rename(tmp_path / ".replaced-step-00000001")
+    assert outdated(tmp_path, keep_last=1, keep_every=0) == [paths[1]]
+
+
+def test_leftovers_are_what_clearing_up_deletes(tmp_path: Path) -> None:
+    save(tmp_path, 1, weights())
+    for name in (".saving-step-00000002-a", ".trash-step-00000000", ".replaced-step-00000001"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".latest-step-00000002").touch()
+    before = {path.name for path in tmp_path.iterdir()}
+    expected = {path.name for path in leftovers(tmp_path)}
+    clear_up(tmp_path)
+    assert expected == before - {path.name for path in tmp_path.iterdir()}
+    assert len(expected) == 4
+
+
+@pytest.mark.parametrize("checkpoints", ["out/checkpoints", "out"])
+def test_locate_tells_a_checkpoint_from_a_folder_of_them(tmp_path: Path, checkpoints: str) -> None:
+    root = tmp_path / checkpoints
+    path = save(root, 1, weights())
+    assert [locate(given) for given in (path, path / MANIFEST)] == [(path, True)] * 2
+    assert [locate(given) for given in (root, root / LATEST, tmp_path / "out")] == [(root, False)] * 3
+
+
+def test_resolve_names_the_setting_it_is_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^second=.*absent: no such directory. Set second=… to"):
+        resolve(tmp_path / "absent", "second")

@@ -40,7 +40,8 @@ def save(mine: Rank, path: Path) -> None:
 
 
 def state_of(mine: Rank) -> Any:
-    return SimpleNamespace(shards=mine.shards, optimizer=mine.optimizer)
+    config = SimpleNamespace(model=SimpleNamespace(vocab_multiple=1))
+    return SimpleNamespace(shards=mine.shards, optimizer=mine.optimizer, config=config)
 
 
 def place(ctx: ParallelContext) -> dict[str, Any]:

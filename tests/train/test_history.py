@@ -16,7 +16,7 @@ def attempt(out: Path, start_step: int, last_step: int) -> None:
     for step in range(start_step + 1, last_step + 1):
         history.step(step_metrics(step))
         history.validation(step, 4.0, 54.6)
-        history.saved(step, out, 0.1)
+        history.saved(step, out, 0.1, 0.0)
     history.close()
 
 

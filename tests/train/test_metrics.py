@@ -15,7 +15,7 @@ def test_a_run_writes_one_record_per_report(tmp_path: Path) -> None:
         report.advance(10)
         report.step(step_metrics(10))
         report.validation(10, 4.5, 90.0)
-        report.saved(10, tmp_path / "checkpoints" / "step-00000010", 1.25)
+        report.saved(10, tmp_path / "checkpoints" / "step-00000010", 1.25, 0.5)
         report.note("only for the eye")
     assert [r["kind"] for r in read_metrics(tmp_path)] == ["run", "step", "validation", "saved"]
 
@@ -50,7 +50,7 @@ def test_other_ranks_write_and_say_nothing(tmp_path: Path, capfd: pytest.Capture
         report.step(step_metrics(10))
         report.validation(10, 4.5, 90.0)
         report.note("hello")
-        report.saved(10, out, 1.0)
+        report.saved(10, out, 1.0, 0.0)
         report.advance(11)
     assert not out.exists()
     assert capfd.readouterr() == ("", "")

@@ -1,0 +1,215 @@
+"""`mlm export hf`: a checkpoint as a folder that `transformers` loads, tokenizer and all.
+
+Tensors are read and written one at a time, whatever layout wrote the checkpoint; the vocabulary has no
+padding. The folder is loaded by `transformers` and its logits compared before it gets its name.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from mlm.checkpoint.compare import Reader
+from mlm.checkpoint.format import JSON, RESTORE, Manifest, read_manifest
+from mlm.checkpoint.hf_config import FAMILIES, Family
+from mlm.checkpoint.hf_folder import CONFIG, INDEX, WEIGHTS
+from mlm.checkpoint.huggingface import Place
+from mlm.checkpoint.rectangle import Rectangle
+from mlm.checkpoint.save_load import resolve
+from mlm.checkpoint.shard_file import Form, write_stream
+from mlm.checkpoint.verify import shard_bytes, verify_checkpoint
+from mlm.config.convert_schema import ExportHFConfig
+from mlm.config.errors import ConfigError, CorruptFileError, UserError
+from mlm.config.schema import ModelConfig
+from mlm.data.tokenizer import Tokenizer
+from mlm.files import write_atomic
+from mlm.tasks.hf_verify import NOT_COMPARED, Agreement, compare_logits, extra_faults
+from mlm.tasks.progress import Advance, byte_progress
+from mlm.tasks.run_folder import GB, new_folder, out_faults
+from mlm.tasks.trained import load_tokenizer, run_directory, trained_config
+
+SAFETENSORS_FOR = {"format": "pt"}
+"""`__metadata__` without which transformers refuses a file."""
+
+HEADER = 256  # bytes that a tensor needs in the header of its file, at most
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A parameter on its way: our name, where it goes, its shape there."""
+
+    ours: str
+    place: Place
+    theirs: str
+    form: Form
+
+
+@dataclass(frozen=True)
+class Source:
+    """The checkpoint to export."""
+
+    path: Path
+    manifest: Manifest
+    model: ModelConfig
+    family: Family
+    tokenizer: Tokenizer | None
+
+
+def preflight(config: ExportHFConfig) -> list[str]:
+    """What is wrong with the checkpoint and the place to write to; no tensor is read."""
+    faults = [*out_faults(config.out), *extra_faults(config.verify)]
+    if not config.max_file_gb > 0:
+        faults.append(f"max_file_gb={config.max_file_gb} must be greater than 0")
+    try:
+        plan_tensors(open_source(config.ckpt))
+    except ConfigError as error:
+        faults += error.faults
+    except UserError as error:
+        faults.append(str(error))
+    return faults
+
+
+def run(config: ExportHFConfig) -> None:
+    """Verify the digests, write, compare logits, publish, and print a table. Raises UserError."""
+    source = open_source(config.ckpt)
+    tensors = plan_tensors(source)
+    count = sum(tensor.form.num_bytes for tensor in tensors)
+    files = into_files(tensors, int(config.max_file_gb * GB))
+    with new_folder(Path(config.out), count) as folder:
+        with byte_progress("exporting", shard_bytes(source.path) + count) as advance:
+            check_whole(source, advance)
+            write_weights(source, files, folder, advance)
+        write_settings(source, folder)
+        agreement = compare_logits(folder, source.path) if config.verify else None
+    show(config, source, files, agreement)
+
+
+def open_source(ckpt: str) -> Source:
+    """Read the manifest and the tokenizer. Raises UserError."""
+    path = resolve(ckpt)
+    manifest = read_manifest(path)
+    model = trained_config(manifest, path).model
+    saved = run_directory(path) / "tokenizer.json"
+    tokenizer = load_tokenizer(None, path) if saved.exists() else None
+    return Source(path, manifest, model, FAMILIES[model.kind], tokenizer)
+
+
+def plan_tensors(source: Source) -> list[Exported]:
+    """Every parameter in the order of the model. Raises CorruptFileError when the checkpoint lacks one."""
+    out = []
+    for name, place in source.family.places(source.model):
+        entry = source.manifest.tensors.get(f"model.{name}")
+        if entry is None:
+            raise CorruptFileError(f"{source.path}: holds no model.{name}, its config has one. {RESTORE}")
+        form = Form(torch.float32, place.shape(entry.shape))
+        out.append(Exported(f"model.{name}", place, f"{source.family.prefix}{place.name}", form))
+    return out
+
+
+def into_files(tensors: list[Exported], most: int) -> dict[str, list[Exported]]:
+    """Deal tensors out to files of at most `most` bytes, in order; a larger tensor has one of its own."""
+    groups: list[list[Exported]] = [[]]
+    size = 0
+    for tensor in tensors:
+        needed = tensor.form.num_bytes + HEADER
+        if groups[-1] and size + needed > most:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += needed
+    if len(groups) == 1:
+        return {WEIGHTS: groups[0]}
+    return {f"model-{n:05d}-of-{len(groups):05d}.safetensors": group for n, group in enumerate(groups, 1)}
+
+
+def check_whole(source: Source, progress: Advance) -> None:
+    """Raises CorruptFileError for a file whose bytes are not those that were saved."""
+    found = verify_checkpoint(source.path, progress)
+    if not found.loads:
+        fault = found.faults[0]
+        raise CorruptFileError(f"{source.path / fault.file}: {fault.why}. {RESTORE}")
+
+
+def write_weights(
+    source: Source, files: Mapping[str, list[Exported]], folder: Path, progress: Advance
+) -> None:
+    """Write the safetensors files and, of several, their index."""
+    with Reader(source.path, source.manifest) as reader:
+        for name, tensors in files.items():
+            by_name = {tensor.theirs: tensor for tensor in tensors}
+            write_stream(
+                folder / name,
+                {theirs: tensor.form for theirs, tensor in by_name.items()},
+                lambda theirs, by_name=by_name: load(reader, by_name[theirs]),  # type: ignore[misc]
+                SAFETENSORS_FOR,
+                progress,
+            )
+    if len(files) > 1:
+        size = sum(tensor.form.num_bytes for tensors in files.values() for tensor in tensors)
+        listed = {tensor.theirs: name for name, tensors in files.items() for tensor in tensors}
+        write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": listed})
+
+
+def load(reader: Reader, tensor: Exported) -> Tensor:
+    """A parameter as transformers stores it, float32. Raises UserError."""
+    shape = reader.manifest.tensors[tensor.ours].shape
+    try:
+        whole = reader.read(tensor.ours, Rectangle((0,) * len(shape), shape))
+    except OSError as error:
+        raise CorruptFileError(f"{error.filename}: cannot be read: {error.strerror}. {RESTORE}") from error
+    return tensor.place.to_theirs(whole.float())
+
+
+def write_settings(source: Source, folder: Path) -> None:
+    """config.json, and the tokenizer with what AutoTokenizer and generate() want to know."""
+    tokenizer = source.tokenizer
+    eod_id = None if tokenizer is None else tokenizer.eod_id
+    write_json(folder / CONFIG, source.family.write(source.model, eod_id))
+    if tokenizer is None:
+        return
+    tokenizer.save(folder / "tokenizer.json")
+    eod = tokenizer.decode([tokenizer.eod_id])
+    write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": eod,
+            "eos_token": eod,
+            "unk_token": eod,
+            "model_max_length": source.model.max_positions,
+            "clean_up_tokenization_spaces": False,
+        },
+    )
+    ids = {"bos_token_id": eod_id, "eos_token_id": eod_id}
+    write_json(folder / "generation_config.json", {"_from_model_config": True, **ids})
+
+
+def write_json(path: Path, value: JSON) -> None:
+    """Write JSON as transformers formats it."""
+    write_atomic(path, (json.dumps(value, indent=2, sort_keys=True) + "\n").encode())
+
+
+def show(
+    config: ExportHFConfig,
+    source: Source,
+    files: Mapping[str, list[Exported]],
+    agreement: Agreement | None,
+) -> None:
+    """The table for people, and what they should know."""
+    table = Table(title=f"export hf · {source.path}", title_justify="left")
+    for name in ("class", "parameters", "step", "files", "GB"):
+        table.add_column(name, justify="right")
+    size = sum(tensor.form.num_bytes for tensors in files.values() for tensor in tensors)
+    numbers = (f"{source.model.num_parameters():,}", str(source.manifest.step), str(len(files)))
+    table.add_row(source.family.architecture, *numbers, f"{size / GB:.3g}")
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console.print(table)
+    if source.tokenizer is None:
+        console.print(f"note: no tokenizer: {run_directory(source.path)} holds no tokenizer.json")
+    console.print(str(agreement or NOT_COMPARED))
+    console.print(f"written to {config.out}")

@@ -1,0 +1,161 @@
+"""`mlm import hf`: a model of `transformers`, from a folder or the Hub, as a run directory of ours.
+
+Read without `transformers`: config.json, safetensors and the tokenizer. Its logits and those of what was
+written are compared before that gets its name.
+"""
+
+import re
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from mlm.checkpoint.format import JSON
+from mlm.checkpoint.hf_folder import AGAIN, SMALL_FILES, TOKENIZER, HFModel, HFTensors, find_file, read_model
+from mlm.config.convert_schema import ImportHFConfig
+from mlm.config.errors import ConfigError, CorruptFileError, UserError
+from mlm.config.schema import ModelConfig
+from mlm.data.tokenizer import Tokenizer
+from mlm.tasks.hf_verify import EXTRA, NOT_COMPARED, Agreement, compare_logits, extra_faults
+from mlm.tasks.progress import byte_progress
+from mlm.tasks.run_folder import out_faults, parameters, write_imported
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+TENSOR_FILES = ("model.safetensors", "model-*-of-*.safetensors")
+"""Patterns of the tensors we read on the Hub: no pickle, no code."""
+
+
+def preflight(config: ImportHFConfig) -> list[str]:
+    """What is wrong with the settings and the folder; nothing is downloaded."""
+    faults = [*out_faults(config.out), *extra_faults(config.verify)]
+    folder = Path(config.source)
+    if not folder.exists():
+        return faults + ([] if HUB_ID.fullmatch(config.source) else [no_such_folder(config.source)])
+    if config.revision is not None:
+        faults.append(
+            f"revision={config.revision} is for the Hub, source={config.source} is a folder: leave it"
+        )
+    try:
+        HFTensors(read_model(folder))
+    except ConfigError as error:
+        faults += error.faults
+    except UserError as error:
+        faults.append(str(error))
+    return faults
+
+
+def no_such_folder(source: str) -> str:
+    """The fault of a source that is neither there nor an id."""
+    return f"source={source}: no such folder. Give one with config.json and model.safetensors, or a Hub id"
+
+
+def run(config: ImportHFConfig) -> None:
+    """Read, write, verify, publish, and print a table. Raises UserError; nothing is left behind."""
+    folder, revision = locate(config)
+    model = read_model(folder)
+    tensors = HFTensors(model)
+    tensors.check({name: tensor.shape for name, tensor in parameters(model.config).items()})
+    tokenizer, notes = read_tokenizer(model)
+    with byte_progress("reading", tensors.num_bytes) as advance:
+        files = tensors.digests(advance)
+    found: list[Agreement] = []
+    path = write_imported(
+        Path(config.out),
+        model.config,
+        tensors.read,
+        source=describe_source(config, folder, revision, files),
+        tokenizer=tokenizer,
+        check=lambda run: found.append(compare_logits(folder, run)) if config.verify else None,
+    )
+    show(config, model.config, path, [*model.notes, *notes], found[0] if found else None)
+
+
+def describe_source(
+    config: ImportHFConfig, folder: Path, revision: str | None, files: Mapping[str, str]
+) -> dict[str, JSON]:
+    """What the checkpoint was made of; a folder by its last component, which names no machine."""
+    name = folder.resolve().name if revision is None else config.source
+    return {"kind": "huggingface", "name": name, "revision": revision, "files": dict(files)}
+
+
+def locate(config: ImportHFConfig) -> tuple[Path, str | None]:
+    """The folder to read, and its revision where it is the Hub's. Raises UserError."""
+    folder = Path(config.source)
+    if folder.exists():
+        return folder, None
+    if not HUB_ID.fullmatch(config.source):
+        raise UserError(no_such_folder(config.source))
+    read_model(download(config, SMALL_FILES))  # before gigabytes of a model that is not ours
+    folder = download(config, (*SMALL_FILES, *TENSOR_FILES))
+    commit = folder.name if COMMIT.fullmatch(folder.name) else None
+    return folder, commit or config.revision or "main"
+
+
+def download(config: ImportHFConfig, patterns: tuple[str, ...]) -> Path:
+    """The Hub's files that match, in its cache. Raises UserError in one line, whatever went wrong."""
+    try:
+        hub: Any = import_module("huggingface_hub")  # optional
+    except ImportError as error:
+        raise UserError(
+            f"source={config.source}: no such folder; to ask the Hub for it, {EXTRA} (huggingface_hub)"
+        ) from error
+    try:
+        found = hub.snapshot_download(config.source, revision=config.revision, allow_patterns=list(patterns))
+    except Exception as error:  # the library raises many kinds, those of its HTTP client too
+        lines = str(error).strip().splitlines()
+        reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        at = "" if config.revision is None else f" revision={config.revision}"
+        raise UserError(
+            f"source={config.source}{at}: no such folder, and the Hub does not give it ({reason}). "
+            f"Mend the id or the connection, or give a folder with config.json and model.safetensors"
+        ) from error
+    return Path(found)
+
+
+def read_tokenizer(model: HFModel) -> tuple[Tokenizer | None, list[str]]:
+    """The model's tokenizer if it is one of ours, and notes. Raises CorruptFileError for a damaged one."""
+    there = [name for name in TOKENIZER if find_file(model.folder, name)]
+    if TOKENIZER[0] not in there and len(there) < len(TOKENIZER) - 1:
+        return None, ["no tokenizer is there: give tokenizer=… where text is read or written"]
+    try:
+        tokenizer = Tokenizer.load(model.folder)
+    except CorruptFileError:
+        raise
+    except UserError as error:
+        return None, [f"the tokenizer was not taken: {error}"]
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be read: {error.strerror}. {AGAIN}") from error
+    size = model.config.vocab_size
+    if tokenizer.vocab_size > size:
+        return tokenizer, [
+            f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, the model reads up to {size - 1}"
+        ]
+    return tokenizer, []
+
+
+def show(
+    config: ImportHFConfig, model: ModelConfig, path: Path, notes: list[str], agreement: Agreement | None
+) -> None:
+    """The table for people, and what they should know."""
+    table = Table(title=f"import hf · {config.source}", title_justify="left")
+    for name in ("parameters", "layers", "hidden", "heads", "positions", "vocabulary"):
+        table.add_column(name, justify="right")
+    numbers = (
+        model.num_parameters(),
+        model.num_layers,
+        model.hidden_size,
+        model.num_heads,
+        model.max_positions,
+        model.vocab_size,
+    )
+    table.add_row(*(f"{number:,}" for number in numbers))
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console.print(table)
+    for note in notes:
+        console.print(f"note: {note}")
+    console.print(str(agreement or NOT_COMPARED))
+    console.print(f"written to {path}")

@@ -1,0 +1,168 @@
+"""A run directory made of another library's weights, whole or not at all.
+
+    out/checkpoints/step-00000000, out/checkpoints/latest, out/tokenizer.json
+
+It is written beside `out` and takes its name when it is whole and checked.
+"""
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import mlm
+from mlm.checkpoint.format import JSON
+from mlm.checkpoint.lock import sole_writer
+from mlm.checkpoint.rectangle import Rectangle
+from mlm.checkpoint.stream import GlobalTensor, derived_id, write_streamed
+from mlm.config.build import to_dict
+from mlm.config.errors import UserError
+from mlm.config.schema import DataConfig, ModelConfig, PretrainConfig
+from mlm.data.tokenizer import Tokenizer
+from mlm.files import fsync_directory
+from mlm.models.gpt2 import GPT2
+from mlm.parallel.mesh import Axis
+from mlm.parallel.sharding import parameter_shards
+from mlm.tasks.progress import byte_progress
+from mlm.train.state import CHECKPOINTS, as_shard
+
+GB = 1e9
+SPARE = 64 << 20  # bytes for manifest, tokenizer and what the file system needs itself
+
+
+def parameters(model: ModelConfig) -> dict[str, GlobalTensor]:
+    """Every parameter of a model: its name (layers.0.mlp.up.weight), whole shape without padding, float32."""
+    with torch.device("meta"):
+        built = GPT2(model, tp=Axis("tp"))
+    found = {}
+    for shard in parameter_shards(built, Axis("tp")):
+        split = as_shard(shard, shard.parameter.detach(), model.vocab_multiple).split
+        assert split is not None
+        found[shard.name] = GlobalTensor(shard.global_shape, torch.float32, split)
+    return found
+
+
+def write_imported(
+    out: Path,
+    model: ModelConfig,
+    read: Callable[[str, Rectangle], Tensor],
+    *,
+    source: Mapping[str, JSON],
+    tokenizer: Tokenizer | None,
+    check: Callable[[Path], None] = lambda run: None,
+) -> Path:
+    """Write weights of another library as the run directory `out`; returns its step-00000000 directory.
+
+    Args:
+        read: `read(name, rectangle)` gives those elements of a parameter, float32 on CPU, by its name and
+            shape in `parameters(model)`, in no promised order. What it raises should be a UserError: an
+            OSError is taken for one of `out`.
+        source: what it was made of, for `state["source"]`: "kind"; "name", an id or a folder's last
+            component; "files", the digest of each file by its name; and what else there is to tell.
+            The checkpoint is a function of the source, whatever `out` is.
+        tokenizer: saved as out/tokenizer.json; None saves none.
+        check: called with the run directory under its working name, before it is published; what it
+            raises, this raises, and nothing is left behind.
+
+    Raises UserError when `out` is not free (`out_faults`), when the disk is too small, or cannot be written.
+    """
+    tensors = {f"model.{name}": tensor for name, tensor in parameters(model).items()}
+    count = sum(tensor.num_bytes for tensor in tensors.values())
+    name = str(source["name"]).rpartition("/")[2] or "imported"
+    config = PretrainConfig(
+        name=name, out=f"runs/{name}", model=model, data=DataConfig(seq_length=model.max_positions)
+    )
+    state: dict[str, JSON] = {
+        "step": 0,
+        "weights_only": True,
+        "config": to_dict(config),
+        "source": dict(source),
+        "versions": {"mlm": mlm.__version__, "torch": torch.__version__},
+    }
+    with new_folder(out, count) as run, byte_progress(f"writing {out}", count) as advance:
+        written = write_streamed(
+            run / CHECKPOINTS,
+            0,
+            tensors,
+            lambda name, rectangle: read(name.removeprefix("model."), rectangle),
+            save_id=derived_id(state),
+            state=state,
+            progress=advance,
+        )
+        if tokenizer is not None:
+            tokenizer.save(run / "tokenizer.json")
+        check(run)
+    return out / CHECKPOINTS / written.name
+
+
+def out_faults(out: str | Path) -> list[str]:
+    """What keeps a command from writing the new folder `out`, for its preflight."""
+    path = Path(out)
+    try:
+        if path.is_dir() and not any(path.iterdir()):
+            return []
+    except OSError as error:
+        return [f"out={out}: {error.strerror}: make it readable, or name another folder"]
+    if os.path.lexists(path):
+        return [f"out={out}: is there already, and nothing is overwritten; name a new folder, or delete it"]
+    return []
+
+
+@contextmanager
+def new_folder(out: Path, count: int) -> Iterator[Path]:
+    """An empty folder to fill with about `count` bytes, which becomes `out` when the block ends well.
+
+    When it does not, whatever the exception, nothing is left of it; what a kill leaves is a hidden folder
+    beside `out`, cleared up by the next that writes there. Raises UserError when `out` is not free, when the
+    disk is too small or cannot be written, and in place of an OSError within.
+    """
+    final = out.resolve()
+    work = final.with_name(f".{final.name}.partial")
+    with _faults_of_disk(out):
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with sole_writer(work):
+            try:
+                if faults := out_faults(out):
+                    raise UserError(faults[0])
+                check_space(final.parent, count, f"out={out}")
+                folder = work / final.name
+                if folder.exists():
+                    shutil.rmtree(folder)
+                folder.mkdir()
+                yield folder
+                fsync_directory(folder)
+                os.rename(folder, final)  # over an empty folder too
+                fsync_directory(final.parent)
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
+
+
+def check_space(folder: Path, count: int, setting: str) -> None:
+    """Raises UserError, naming `setting`, unless `count` bytes are free where `folder` is."""
+    found = os.statvfs(folder)
+    free = found.f_bavail * found.f_frsize
+    if free < count + SPARE:
+        raise UserError(
+            f"{setting}: needs {(count + SPARE) / GB:.2f} GB, {free / GB:.2f} GB are free there: "
+            f"free some, or name a folder on another disk"
+        )
+
+
+@contextmanager
+def _faults_of_disk(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        remedy = (
+            "free space there"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT)
+            else "make it writable, if it is"
+        )
+        raise UserError(
+            f"out={out}: {error.filename or out}: {error.strerror}: {remedy}, or name another folder"
+        ) from error

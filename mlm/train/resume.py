@@ -1,0 +1,122 @@
+"""Where a run begins: at its own newest whole checkpoint, at the one `ckpt` names, or at the beginning."""
+
+import logging
+import os
+from contextlib import ExitStack
+from pathlib import Path
+
+from mlm.checkpoint.exchange import Ranks
+from mlm.checkpoint.folders import checkpoints
+from mlm.checkpoint.lock import WAIT_S, sole_writer
+from mlm.checkpoint.save_load import CheckpointError, latest_checkpoint, read_manifest, resolve
+from mlm.config.errors import CorruptFileError, UserError
+from mlm.config.schema import PretrainConfig
+from mlm.parallel.mesh import ParallelContext
+from mlm.train.environment import read_place
+from mlm.train.state import CHECKPOINTS, is_weights_only, load
+from mlm.train.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+def folder(config: PretrainConfig) -> Path:
+    """Where the run keeps its checkpoints."""
+    return Path(config.out, CHECKPOINTS)
+
+
+def starts(config: PretrainConfig) -> list[Path]:
+    """The checkpoints to go on from, the best first; empty for a fresh run.
+
+    The run's own come before what `ckpt` names. A step-… directory stands for itself; a run directory for its
+    checkpoints, of which a damaged one gives way to the one before. Raises UserError when resuming is off,
+    CorruptFileError when there are checkpoints and none is whole.
+    """
+    own = latest_checkpoint(folder(config))
+    if own is not None and not config.checkpoint.resume:
+        raise UserError(
+            f"out={config.out} already holds {own.name}: set checkpoint.resume=true to go on from it, "
+            "or another out=…"
+        )
+    if own is not None:
+        return _with_older(own)
+    if config.ckpt is None:
+        return []
+    found = resolve(config.ckpt)
+    return [found] if found == Path(config.ckpt) else _with_older(found)
+
+
+def _with_older(best: Path) -> list[Path]:
+    others = [path for path in checkpoints(best.parent).values() if path != best]
+    return [best, *reversed(others)]
+
+
+def start_faults(config: PretrainConfig) -> list[str]:
+    """What keeps the run from beginning where it should, or from being alone in its folder.
+
+    Read before any rank starts. One process may ask: ranks that a launcher started would meet themselves.
+    """
+    try:
+        for start in starts(config)[:1]:
+            read_manifest(start)
+        if read_place(os.environ) is None:
+            with sole_writer(folder(config)):
+                pass
+    except UserError as error:
+        return [str(error)]
+    return []
+
+
+def claim(config: PretrainConfig, ctx: ParallelContext, stack: ExitStack) -> None:
+    """Take the folder of checkpoints for this run, until `stack` ends. Collective; raises UserError."""
+    wait_s = min(WAIT_S, config.dist.timeout_s / 2)  # the other ranks wait for this one
+
+    def take() -> None:
+        if ctx.is_main:
+            stack.enter_context(sole_writer(folder(config), wait_s=wait_s))
+
+    _ranks(ctx).together(take, lambda error: UserError(f"out={config.out}: {error}: set another out=…"))
+
+
+def resume(trainer: Trainer) -> Path | None:
+    """Load the newest checkpoint that is whole, passing over damaged ones with a warning that names them.
+
+    None for a fresh run. Collective. Raises CorruptFileError when none is whole, UserError when the
+    checkpoint is of another model: nothing older would be right then.
+    """
+    config, ctx, ranks = trainer.config, trainer.ctx, _ranks(trainer.ctx)
+
+    def look() -> list[list[str | bool]]:
+        found = starts(config) if ctx.is_main else []
+        return [[str(path), _holds_weights_only(path)] for path in found]
+
+    def explain(error: Exception) -> UserError:
+        return CheckpointError(f"out={config.out}: {error}")
+
+    # one rank looks, lest two see different things on a shared disk
+    candidates = ranks.broadcast(ranks.together(look, explain))
+    faults: list[str] = []
+    for path, weights_only in candidates:
+        try:
+            load(trainer, Path(path), weights_only=weights_only)
+        except (CorruptFileError, CheckpointError) as error:
+            faults.append(str(error))
+            continue
+        if faults and ctx.is_main:
+            log.warning("%s; continuing from the one before, %s", faults[0], path)
+        return Path(path)
+    if len(faults) == 1:
+        raise CorruptFileError(faults[0])
+    if faults:
+        raise CorruptFileError(f"{folder(config)}: none of {len(faults)} checkpoints is whole. {faults[0]}")
+    return None
+
+
+def _holds_weights_only(path: Path) -> bool:
+    try:
+        return is_weights_only(read_manifest(path))
+    except (UserError, OSError):
+        return False  # loading it says what is wrong
+
+
+def _ranks(ctx: ParallelContext) -> Ranks:
+    return Ranks(ctx.rank, ctx.world_size, ctx.host_group, ctx.watch)

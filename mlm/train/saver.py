@@ -1,0 +1,216 @@
+"""Saving while training goes on: copy the state aside, write it in the background, tell how it went.
+
+A save has three parts. `begin` notes what is to be written and returns. A thread copies it into host memory;
+weights and moments change only in the optimizer's step, so the copy has the whole forward and backward pass
+of the next step for it, and `settle` waits for what is left. Then the thread writes, agrees with the other
+ranks over a group of its own, and publishes. The thread has the lowest priority: it takes what training
+leaves of the processor.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from mlm.checkpoint.exchange import Ranks
+from mlm.checkpoint.save_load import CheckpointError, Shard, save_checkpoint, stored_tensors
+from mlm.checkpoint.staging import StagedFile
+from mlm.files import digest_bytes
+from mlm.parallel.mesh import ParallelContext, host_group
+from mlm.parallel.watch import LostPeer, Watch
+from mlm.train.metrics import Reporter
+from mlm.train.state import CHECKPOINTS, counters, owned_shards, save
+from mlm.train.trainer import Trainer
+
+LOWEST_PRIORITY = 19
+
+
+@dataclass
+class Job:
+    """A save under way."""
+
+    step: int
+    staged: threading.Event = field(default_factory=threading.Event)
+    """Set when the state has been copied, or the job has failed."""
+    thread: threading.Thread | None = None
+    begun: float = field(default_factory=time.perf_counter)
+    waited: float = 0.0
+    """Seconds that training has waited for it."""
+    seconds: float = 0.0
+    path: Path | None = None
+    error: BaseException | None = None
+
+
+class Saver:
+    """Saves a trainer's state, in the background if checkpoint.asynchronous. Every rank has one.
+
+        with Saver(trainer, out, reporter) as saver:
+            while …:
+                trainer.train_step(…)  # waits for the copy before weights change
+                saver.poll()
+                if …: saver.begin()
+            saver.begin()
+            saver.finish()  # the last one is awaited, and its failure raised
+
+    At most one save is in flight: `begin` waits for the one before. A failed one is reported loudly and
+    leaves the training and the previous checkpoint as they are; the next is due as ever. Leaving the context
+    waits for a save in flight, unless ranks are lost or the user wants out.
+    """
+
+    def __init__(self, trainer: Trainer, out: Path, reporter: Reporter) -> None:
+        self.trainer, self.out, self.reporter = trainer, out, reporter
+        self.saved_step = -1
+        """Step of the newest checkpoint this run wrote."""
+        self._job: Job | None = None
+        self._failed: BaseException | None = None
+        """What went wrong with a save that training waited for."""
+        self._asynchronous = trainer.config.checkpoint.asynchronous
+        if self._asynchronous:
+            trainer.before_change = self.settle
+            ctx, limit_s = trainer.ctx, trainer.config.dist.checkpoint_timeout_s
+            self._watch = Watch(ctx.rank, limit_s, setting="dist.checkpoint_timeout_s")
+            self._group = host_group(ctx.world_size, limit_s)
+            self._file = StagedFile()
+            self._run_id, self._count = shared_id(ctx), 0
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.trainer.before_change = lambda: None
+        if error is None:
+            self._collect()
+        elif not isinstance(error, (LostPeer, KeyboardInterrupt)):
+            with suppress(Exception):  # what ended the training comes first
+                self._collect()
+
+    def begin(self) -> None:
+        """Save the trainer's state as it is now. Collective; reads counters back from the device."""
+        self._collect()
+        self._job = job = Job(self.trainer.step)
+        if not self._asynchronous:
+            _run(job, lambda: save(self.trainer, self.out))
+            job.waited = job.seconds
+            self._failed = self._collect()
+            return
+        shards, state, ready = owned_shards(self.trainer), counters(self.trainer), _mark(self.trainer.ctx)
+        save_id = digest_bytes(f"{self._run_id} {self._count} {job.step}".encode()).partition(":")[2]
+        self._count += 1
+        job.thread = threading.Thread(
+            target=_run,
+            args=(job, lambda: self._write(job, shards, state, save_id, ready)),
+            name="checkpoint",
+            daemon=True,
+        )
+        job.thread.start()
+        job.waited = time.perf_counter() - job.begun
+
+    def settle(self) -> None:
+        """Wait until the state of the save in flight has been copied: it may change then."""
+        if self._job is not None and not self._job.staged.is_set():
+            begin = time.perf_counter()
+            self._job.staged.wait()
+            self._job.waited += time.perf_counter() - begin
+
+    def poll(self) -> None:
+        """Report the save in flight if it is over. Raises LostPeer if a rank is gone."""
+        if self._job is not None and self._job.thread is not None and not self._job.thread.is_alive():
+            self._collect()
+
+    def finish(self) -> None:
+        """Wait for the save in flight. Raises CheckpointError on every rank if it failed."""
+        error, self._failed = self._collect() or self._failed, None
+        if error is not None:
+            raise error
+
+    def _collect(self) -> BaseException | None:
+        """Wait for the save in flight, report it, and return what went wrong with it."""
+        job, self._job = self._job, None
+        if job is None:
+            return None
+        if job.thread is not None and job.thread.is_alive():
+            begin = time.perf_counter()
+            job.thread.join()
+            job.waited += time.perf_counter() - begin
+        if job.path is not None:
+            self.saved_step = job.step
+            self.reporter.saved(job.step, job.path, job.seconds, min(job.waited, job.seconds))
+        elif isinstance(job.error, CheckpointError):
+            self.reporter.save_failed(job.step, str(job.error))
+        else:
+            assert job.error is not None
+            raise job.error  # a rank is lost, or a bug: no disk can be blamed
+        return job.error
+
+    def _write(
+        self,
+        job: Job,
+        shards: dict[str, Shard],
+        state: dict[str, Any],
+        save_id: str,
+        ready: "torch.cuda.Event | None",
+    ) -> Path:
+        """The thread's work: copy, then save."""
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+        ctx, settings = self.trainer.ctx, self.trainer.config.checkpoint
+        with _after(ready):
+            tensors = stored_tensors(shards)
+            self._file.fill(tensors, save_id)
+        job.staged.set()
+        return save_checkpoint(
+            self.out / CHECKPOINTS,
+            job.step,
+            shards,
+            state=state,
+            rank=ctx.rank,
+            world_size=ctx.world_size,
+            group=self._group,
+            watch=self._watch,
+            keep_last=settings.keep_last,
+            keep_every=settings.keep_every,
+            save_id=save_id,
+            staged=self._file,
+        )
+
+
+def _run(job: Job, work: Callable[[], Path]) -> None:
+    try:
+        job.path = work()
+    except BaseException as error:
+        job.error = error
+    finally:
+        job.seconds = time.perf_counter() - job.begun
+        job.staged.set()
+
+
+def shared_id(ctx: ParallelContext) -> str:
+    """A random text, the same on all ranks. Collective."""
+    return str(Ranks(ctx.rank, ctx.world_size, ctx.host_group, ctx.watch).broadcast(os.urandom(16).hex()))
+
+
+def _mark(ctx: ParallelContext) -> "torch.cuda.Event | None":
+    """A point in the device's queue behind all that has changed the weights so far."""
+    if ctx.device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+def _after(ready: "torch.cuda.Event | None") -> Any:
+    """Copies made inside wait for `ready`, on a stream of their own: they do not queue behind training."""
+    if ready is None:
+        return nullcontext()
+    stream = torch.cuda.Stream()
+    stream.wait_event(ready)
+    return torch.cuda.stream(stream)

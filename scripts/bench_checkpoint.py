@@ -1,0 +1,189 @@
+"""What a checkpoint costs training: saved synchronously and in the background, on this machine.
+
+    python scripts/bench_checkpoint.py --out scripts/results/bench_checkpoint-cpu.json
+
+Trains a GPT-2 on random tokens in windows of equally many steps. Windows come in rounds of four: no save, a
+synchronous save, no save, a save in the background, begun with the window and over within it (or the round is
+dropped). What a window takes beyond the mean of the two without a save is what its save cost training. The
+result is the median cost in the background over the median cost of the synchronous one.
+Exit code: 0 a result, 1 too few rounds were kept.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # mlm of this checkout, installed or not
+
+import torch
+from bench.command import guarded
+
+import mlm
+from mlm.config.compose import load_config
+from mlm.config.schema import PretrainConfig
+from mlm.data.sampler import Batch, Loader
+from mlm.data.synthetic import SyntheticDataset
+from mlm.files import write_atomic
+from mlm.parallel.mesh import shape_context
+from mlm.train.memory import reuse_large_blocks
+from mlm.train.saver import Saver
+from mlm.train.trainer import Trainer
+
+
+@dataclass
+class Told:
+    """The saver's reporter: remembers what it hears."""
+
+    seconds: float = 0.0
+    waited: float = 0.0
+    path: Path | None = None
+
+    def saved(self, step: int, path: Path, seconds: float, waited: float) -> None:
+        """A checkpoint was written."""
+        self.seconds, self.waited, self.path = seconds, waited, path
+
+    def save_failed(self, step: int, error: str) -> None:
+        """No result comes of this."""
+        raise RuntimeError(error)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="bench_checkpoint.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", default="gpt2_124m", help="preset of configs/model (default %(default)s)")
+    add("--seq-length", type=int, default=128)
+    add("--steps", type=int, default=16, help="steps per window (default %(default)s)")
+    add("--rounds", type=int, default=9)
+    add("--folder", type=Path, default=Path(), help="on a disk: where checkpoints go (default: here)")
+    add("--out", type=Path, help="JSON file for machines")
+    return parser.parse_args(arguments)
+
+
+def windows(
+    trainer: Trainer, saver: Saver, told: Told, batches: Iterator[list[Batch]], steps: int
+) -> Iterator[dict[str, float]]:
+    """One window after another: send what to save with, get the seconds it took."""
+    kind = yield {}
+    while True:
+        saver._asynchronous = kind == "background"
+        begin = time.perf_counter()
+        if kind != "none":
+            saver.begin()
+        for _ in range(steps):
+            outcome = trainer.train_step(next(batches))
+            float(outcome.loss.item())
+            saver.poll()
+        seconds, done = time.perf_counter() - begin, saver._job is None
+        saver.finish()
+        kind = yield {"seconds": seconds, "done": done, "save_s": told.seconds, "waited_s": told.waited}
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Measure, show, write."""
+    reuse_large_blocks()
+    config: PretrainConfig = load_config(
+        "pretrain", [f"model={args.model}", "data=synthetic", f"data.seq_length={args.seq_length}"]
+    )
+    train = replace(config.train, global_batch_size=1, micro_batch_size=1)
+    config = replace(config, train=train, checkpoint=replace(config.checkpoint, keep_last=1))
+    samples = SyntheticDataset(config.model.vocab_size, args.seq_length, 100_000, 0)
+    trainer = Trainer(config, shape_context())
+    loader = Loader(
+        samples, consumed_samples=0, global_batch_size=1, micro_batch_size=1, rank=0, size=1, pin_memory=False
+    )
+    folder = Path(tempfile.mkdtemp(prefix="bench-", dir=args.folder))
+    told, rounds = Told(), []
+    saver = Saver(trainer, folder, told)  # type: ignore[arg-type]
+    try:
+        with loader as batches:
+            run_window = windows(trainer, saver, told, batches, args.steps)
+            next(run_window)
+            for kind in ("none", "synchronous", "background", "none"):  # warm-up: memory, page cache, disk
+                run_window.send(kind)
+            for number in range(args.rounds):
+                order = ["none", "synchronous", "none", "background"]
+                if number % 2:
+                    order = ["none", "background", "none", "synchronous"]
+                found = [(kind, run_window.send(kind)) for kind in order]
+                rounds.append(costs(found))
+                console.print(line(rounds[-1], args.steps), highlight=False)
+        size = sum(file.stat().st_size for file in told.path.iterdir()) if told.path else 0
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return conclude(args, rounds, size, console)
+
+
+def costs(found: list[tuple[str, dict[str, float]]]) -> dict[str, Any]:
+    """What both saves of a round cost, in seconds."""
+    plain = sum(w["seconds"] for kind, w in found if kind == "none") / 2
+    by_kind = dict(found)
+    result: dict[str, Any] = {"plain_s": plain, "kept": bool(by_kind["background"]["done"])}
+    for kind in ("synchronous", "background"):
+        result[kind] = {"cost_s": by_kind[kind]["seconds"] - plain, **by_kind[kind]}
+    return result
+
+
+def line(entry: dict[str, Any], steps: int) -> str:
+    """A round in words."""
+    sync, background = entry["synchronous"], entry["background"]
+    return (
+        f"step {1e3 * entry['plain_s'] / steps:.0f} ms; synchronous {sync['cost_s']:.2f} s; "
+        f"background {background['cost_s']:.2f} s, waited {background['waited_s']:.3f} s, written after "
+        f"{background['save_s']:.1f} s" + ("" if entry["kept"] else ", beyond the window: dropped")
+    )
+
+
+def conclude(args: argparse.Namespace, rounds: list[dict[str, Any]], size: int, console: Console) -> int:
+    """Medians, table, JSON; the exit code."""
+    kept = [entry for entry in rounds if entry["kept"]]
+    table = Table("save", "cost to training, s", "training waited, s", "whole save, s")
+    medians: dict[str, Any] = {}
+    for kind in ("synchronous", "background"):
+        columns = ("cost_s", "waited_s", "save_s")
+        medians[kind] = {c: median(e[kind][c] for e in kept) if kept else None for c in columns}
+        if kept:
+            table.add_row(kind, *(f"{medians[kind][c]:.3f}" for c in columns))
+    ratios = sorted(e["background"]["cost_s"] / e["synchronous"]["cost_s"] for e in kept)
+    ratio = medians["background"]["cost_s"] / medians["synchronous"]["cost_s"] if kept else None
+    console.print(table)
+    console.print(f"{size / 1e9:.2f} GB; {len(kept)} of {len(rounds)} rounds kept", highlight=False)
+    if kept:
+        console.print(f"background / synchronous: {ratio:.3f} (rounds: {ratios[0]:.2f} to {ratios[-1]:.2f})")
+    if args.out is not None:
+        result = {
+            "when": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": sys.argv[1:],
+            "versions": {"mlm": mlm.__version__, "torch": torch.__version__},
+            "threads": torch.get_num_threads(),
+            "bytes": size,
+            "medians": medians,
+            "ratio_of_medians": ratio,
+            "ratios": ratios,
+            "rounds": rounds,
+        }
+        write_atomic(args.out, (json.dumps(result, indent=1) + "\n").encode())
+    return 0 if len(kept) >= min(5, args.rounds) else 1
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; its exit code."""
+    return guarded("bench_checkpoint", lambda console: run(parse(arguments), console))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

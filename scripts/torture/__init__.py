@@ -1,0 +1,1 @@
+"""What scripts/torture_checkpoint.py is made of."""

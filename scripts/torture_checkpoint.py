@@ -1,0 +1,152 @@
+"""kill -9 at random instants, full disks, damage and mix-ups: no checkpoint may be lost, none be wrong.
+
+    python scripts/torture_checkpoint.py --rounds 100 --seed 0 --out scripts/results/torture_checkpoint.json
+
+Real training runs of a tiny GPT-2 with asynchronous saves, on one rank and on two. After every round:
+whatever `latest` and the policy promised is whole by its digests, whatever passes for whole holds the bytes
+of an undisturbed run, and the same command ends with the weights of that run. As root it mounts a small tmpfs
+for the full disk, and gives up root where permissions are to count.
+Exit code: 0 nothing was found, 1 something was, 2 a mistake.
+"""
+
+import argparse
+import json
+import os
+import random
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # mlm of this checkout, installed or not
+
+from bench.command import guarded
+from torture.faults import FAULTS
+from torture.inspection import Trial
+from torture.kills import COMMAND, KILLS
+from torture.record import Record, Round
+from torture.runs import LAYOUTS, Reference, describe, make_reference
+
+from mlm.files import write_atomic
+
+AIMS = ("saving", "loading", "resharding")
+COMMAND_EVERY = 20  # rounds: starting Python and torch takes longer than all the rest
+TWO_RANKS_EVERY = 5
+TRIES = 5
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="torture_checkpoint.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--rounds", type=int, default=100, help="kills (default %(default)s)")
+    add("--faults", type=int, default=3, help="times each other fault is injected (default %(default)s)")
+    add("--ranks", type=int, choices=(1, 2), default=2, help="most ranks of a run (default %(default)s)")
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, help="JSON file for machines")
+    return parser.parse_args(arguments)
+
+
+def planned(args: argparse.Namespace) -> list[tuple[str, str, str]]:
+    """Each round as (kill or fault, aim, layout)."""
+    layouts = [name for name, (ranks, _) in LAYOUTS.items() if ranks <= args.ranks]
+    several = layouts[1:] or layouts
+    rounds = []
+    for i in range(args.rounds):
+        layout = several[i // TWO_RANKS_EVERY % len(several)] if i % TWO_RANKS_EVERY == 4 else layouts[0]
+        if i % COMMAND_EVERY == COMMAND_EVERY - 1:
+            rounds.append(("kill", "command", layouts[0]))
+        else:
+            rounds.append(("kill", AIMS[i % len(AIMS)], layout))
+    return rounds + [("fault", aim, layouts[i % len(layouts)]) for i in range(args.faults) for aim in FAULTS]
+
+
+def torture(args: argparse.Namespace, folder: Path, console: Console) -> Record:
+    """All rounds."""
+    rounds = planned(args)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    # No thread of its own: this process forks.
+    with Progress(*columns, console=console, auto_refresh=False, disable=not console.is_terminal) as bar:
+        task = bar.add_task("undisturbed runs", total=len(rounds))
+        bar.refresh()
+        used = dict.fromkeys(layout for _, _, layout in rounds)
+        references = {name: make_reference(name, folder / f"reference-{i}") for i, name in enumerate(used)}
+        record = Record(args.seed, {name: describe(reference) for name, reference in references.items()})
+        for number, (kind, aim, layout) in enumerate(rounds):
+            bar.update(task, description=aim)
+            bar.refresh()
+            place = folder / f"round-{number}"
+            place.mkdir()
+            place.chmod(0o755)
+            record.rounds.append(one_round(kind, aim, references[layout], place, f"{args.seed}-{number}"))
+            if not record.rounds[-1].found.all():
+                shutil.rmtree(place)
+            bar.advance(task)
+            bar.refresh()
+    return record
+
+
+def one_round(kind: str, aim: str, reference: Reference, place: Path, seed: str) -> Round:
+    """One kill or fault in a folder of its own. A kill that meets something else than its aim is repeated."""
+    begin = time.perf_counter()
+    for attempt in range(TRIES):
+        rng = random.Random(f"{seed}-{attempt}")
+        trial = Trial(reference, place / f"run-{attempt}", rng, haste=0.5**attempt)
+        try:
+            met = KILLS[aim](trial) if kind == "kill" else inject(aim, trial)
+        except (OSError, ValueError) as error:  # of what was to be there
+            met = ""
+            trial.found.other.append(f"the round broke off: {type(error).__name__}: {error}")
+        if met in (aim, COMMAND, "") or trial.found.all():
+            break
+    return Round(kind, aim, met, trial.note, round(time.perf_counter() - begin, 2), trial.found)
+
+
+def inject(aim: str, trial: Trial) -> str:
+    """One fault, which meets nothing in particular."""
+    FAULTS[aim](trial)
+    return ""
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Torture, report; 1 if anything was found, and then the folder of it stays."""
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    folder = Path(tempfile.mkdtemp(prefix="torture-"))
+    folder.chmod(0o755)
+    clean = False
+    try:
+        record = torture(args, folder, console)
+        clean = record.clean
+    finally:
+        if clean or sys.exc_info()[0] is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+    record.show(Console(width=None if sys.stdout.isatty() else 140))
+    if args.out:
+        command = shlex.join(["python", "scripts/torture_checkpoint.py", *args.words])
+        write_atomic(args.out, (json.dumps(record.as_json(command), indent=1) + "\n").encode())
+        console.print(f"written to {args.out}", highlight=False)
+    if not clean:
+        console.print(f"runs with findings stay in {folder}", highlight=False)
+    return 0 if clean else 1
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Torture checkpoints; the exit code."""
+    args = parse(arguments)
+    args.words = list(sys.argv[1:] if arguments is None else arguments)
+    return guarded("torture_checkpoint", lambda console: run(args, console))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""`mlm export hf`: a folder that `transformers` loads as the model it is."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from mlm.checkpoint.compare import Reader
+from mlm.checkpoint.format import read_manifest
+from mlm.checkpoint.huggingface import Place
+from mlm.checkpoint.stream import GlobalTensor, write_streamed
+from mlm.config.convert_schema import ExportHFConfig
+from mlm.config.errors import CheckFailedError, CorruptFileError
+from mlm.data.tokenizer import Tokenizer
+from mlm.tasks import export_hf
+from tests.tasks.hf_models import TEXT, add_tokenizer, export_model, import_model, make_model
+
+LARGEST = 20_000  # bytes
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> GPT2LMHeadModel:
+    """What was imported."""
+    model = make_model(tmp_path / "model")
+    add_tokenizer(tmp_path / "model")
+    return model
+
+
+@pytest.fixture
+def run(model: GPT2LMHeadModel, tmp_path: Path) -> Path:
+    """The run directory of the imported model."""
+    return import_model(tmp_path / "model", tmp_path / "run", verify=False)
+
+
+def state(folder: Path) -> dict[str, Tensor]:
+    """Weights as `transformers` reads them."""
+    weights: dict[str, Tensor] = GPT2LMHeadModel.from_pretrained(folder, use_safetensors=True).state_dict()
+    return weights
+
+
+def assert_equal(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert found.keys() == want.keys()
+    assert all(torch.equal(found[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("largest", [5e9, LARGEST])
+def test_import_and_export_give_back_every_bit(
+    model: GPT2LMHeadModel, run: Path, tmp_path: Path, largest: float
+) -> None:
+    out = export_model(run, tmp_path / "out", max_file_gb=largest / 1e9)
+    assert_equal(state(out), model.state_dict())
+
+
+def test_checkpoint_of_another_layout_gives_the_same_weights(
+    model: GPT2LMHeadModel, run: Path, tmp_path: Path
+) -> None:
+    """Cut over tp=2 and pp=3, where 331 rows of the vocabulary are dealt out as 256 and 75."""
+    source = run / "checkpoints/step-00000000"
+    manifest = read_manifest(source)
+    tensors = {}
+    for name, entry in manifest.tensors.items():
+        assert entry.split is not None
+        tensors[name] = GlobalTensor(entry.shape, entry.dtype, entry.split)
+    stages = {"first": 0, 0: 0, 1: 1, 2: 2, "last": 2}
+    with Reader(source, manifest) as reader:
+        cut = write_streamed(
+            tmp_path / "cut/checkpoints",
+            0,
+            tensors,
+            reader.read,
+            save_id="cut",
+            state=manifest.state,
+            tp=2,
+            stage_rank=stages.__getitem__,
+        )
+    assert len(list(cut.glob("*.safetensors"))) == 6
+    assert_equal(state(export_model(cut, tmp_path / "out")), model.state_dict())
+
+
+def test_config_is_that_of_the_imported_model(model: GPT2LMHeadModel, run: Path, tmp_path: Path) -> None:
+    out = export_model(run, tmp_path / "out", verify=False)
+    found, want = GPT2Config.from_pretrained(out).to_dict(), model.config.to_dict()
+    eod_id = Tokenizer.load(run).eod_id
+    assert found["bos_token_id"] == found["eos_token_id"] == eod_id
+    other = {
+        "bos_token_id",
+        "eos_token_id",
+        "_name_or_path",
+        "transformers_version",
+        "architectures",
+        "dtype",
+    }
+    assert {k: v for k, v in found.items() if k not in other} == {
+        k: v for k, v in want.items() if k not in other
+    }
+
+
+def test_index_tells_where_each_tensor_is(run: Path, tmp_path: Path) -> None:
+    out = export_model(run, tmp_path / "out", max_file_gb=LARGEST / 1e9, verify=False)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    held, size = {}, 0
+    for path in sorted(out.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+            held |= dict.fromkeys(file.keys(), path.name)
+            size += sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118
+    assert index["weight_map"] == held
+    assert index["metadata"]["total_size"] == size
+
+
+def test_no_file_is_larger_than_asked_unless_one_tensor_is(run: Path, tmp_path: Path) -> None:
+    out = export_model(run, tmp_path / "out", max_file_gb=LARGEST / 1e9, verify=False)
+    too_large = []
+    for path in out.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            if path.stat().st_size > LARGEST:
+                too_large.append(list(file.keys()))
+    assert too_large == [["transformer.wte.weight"]]  # 331 * 24 * 4 bytes
+
+
+def test_auto_tokenizer_reads_text_as_ours_does(run: Path, tmp_path: Path) -> None:
+    out = export_model(run, tmp_path / "out", verify=False)
+    theirs, ours = AutoTokenizer.from_pretrained(out), Tokenizer.load(run)
+    ids = theirs(TEXT)["input_ids"]
+    assert ids == ours.encode(TEXT)
+    assert theirs.decode(ids) == TEXT
+    assert (theirs.eos_token_id, theirs.model_max_length) == (ours.eod_id, 48)
+
+
+def test_model_without_a_tokenizer_is_exported(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "tokenizer.json").unlink()
+    out = export_model(run, tmp_path / "out")
+    assert "note: no tokenizer" in capsys.readouterr().out
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_transformers_samples_the_exported_model(run: Path, tmp_path: Path) -> None:
+    """Ends at our end of document: generation_config.json names it."""
+    out = export_model(run, tmp_path / "out", verify=False)
+    exported = GPT2LMHeadModel.from_pretrained(out)
+    assert exported.generation_config.eos_token_id == Tokenizer.load(run).eod_id
+    assert exported.generate(torch.tensor([[5, 6]]), max_new_tokens=3, do_sample=False).shape[1] <= 5
+
+
+class TestRefusals:
+    """One line, and nothing left behind."""
+
+    def test_weights_written_in_another_order_are_found_out(
+        self, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        right = Place.to_theirs
+        monkeypatch.setattr(
+            Place, "to_theirs", lambda place, value: right(Place(place.name, place.transposed), value)
+        )
+        with pytest.raises(CheckFailedError, match="logits differ from those of transformers"):
+            export_model(run, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+        assert not (tmp_path / ".out.partial").exists()
+
+    def test_damaged_shard_is_refused(self, run: Path, tmp_path: Path) -> None:
+        path = run / "checkpoints/step-00000000/rank-00000.safetensors"
+        with open(path, "r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            last = file.read(1)
+            file.seek(-1, os.SEEK_END)
+            file.write(bytes([last[0] ^ 1]))
+        with pytest.raises(CorruptFileError, match=r"rank-00000\.safetensors: its digest is"):
+            export_model(run, tmp_path / "out", verify=False)  # loading would find it too
+        assert not (tmp_path / "out").exists()
+
+    @pytest.mark.parametrize(
+        ("settings", "said"),
+        [
+            ({"out": "run"}, "is there already"),
+            ({"max_file_gb": 0.0}, r"max_file_gb=0\.0 must be greater"),
+            ({"ckpt": "none"}, "none"),
+        ],
+    )
+    def test_faults_are_said_before_anything_is_read(
+        self, run: Path, tmp_path: Path, settings: dict[str, object], said: str
+    ) -> None:
+        named = {k: str(tmp_path / v) if isinstance(v, str) else v for k, v in settings.items()}
+        config = ExportHFConfig(**({"ckpt": str(run), "out": str(tmp_path / "out")} | named))  # type: ignore[arg-type]
+        (fault,) = export_hf.preflight(config)
+        assert re.search(said, fault)
