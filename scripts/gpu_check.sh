@@ -31,6 +31,9 @@ check fp16        python -m mlm pretrain $tiny precision=fp16 train.steps=60 out
 check compiled    python -m mlm pretrain $tiny precision=bf16 compile=true train.steps=20 out="$work/compiled"
 check recompute   python -m mlm pretrain $tiny precision=bf16 recompute=full train.steps=20 out="$work/recompute"
 check resume      python -m mlm pretrain $tiny precision=bf16 train.steps=30 out="$work/bf16"
+# Saves every other step: copied on a stream of their own while the next step runs, and resumed bit for bit.
+check saves       python -m mlm pretrain $tiny precision=bf16 train.steps=20 checkpoint.save_every=2 out="$work/saves"
+check resume-bits python -m mlm verify-resume dist.device=cuda precision=bf16 steps=4 out="$work/verify-resume"
 check torchrun    python -m torch.distributed.run --nproc-per-node 1 -m mlm pretrain $tiny precision=bf16 \
                     train.steps=5 out="$work/torchrun"
 for layout in "recompute=full" "recompute=selective model.attention_dropout=0.1 model.hidden_dropout=0.1"; do

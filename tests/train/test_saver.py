@@ -15,7 +15,7 @@ import torch
 from mlm.checkpoint import save_load
 from mlm.checkpoint.save_load import CheckpointError, read_manifest
 from mlm.checkpoint.staging import StagedFile
-from mlm.config.schema import CheckpointConfig, PretrainConfig
+from mlm.config.schema import CheckpointConfig, ParallelConfig, PretrainConfig
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.parallel.watch import LostPeer
 from mlm.train.saver import Saver
@@ -85,6 +85,40 @@ def test_a_checkpoint_holds_its_step_whatever_training_does_meanwhile(
     assert all(map(torch.equal, weights(other), before))
     assert (manifest.state["step"], other.consumed_samples) == (2, 16)
     assert steps_of(other, 2) == straight
+
+
+LAYOUTS = [
+    ParallelConfig(tp=2, sequence_parallel=True),
+    ParallelConfig(pp=2, pipeline="zb_h1"),
+    ParallelConfig(dp=2, zero=2),
+    ParallelConfig(dp=2, zero=3),
+]
+
+
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
+def test_a_checkpoint_holds_its_step_at_every_kind_of_layout(
+    tmp_path: Path, parallel: ParallelConfig
+) -> None:
+    sizes = {"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp or 1}
+    for straight, resumed in run_on_ranks(save_and_resume, tmp_path, parallel, **sizes):
+        assert resumed == straight
+
+
+def save_and_resume(
+    ctx: ParallelContext, out: Path, parallel: ParallelConfig
+) -> tuple[list[float], list[float]]:
+    trainer = Trainer(replace(spec(), parallel=parallel), ctx)
+    saver, _ = saver_of(trainer, out)
+    steps_of(trainer, 1)
+    with slowed(saver._file), saver:
+        saver.begin()
+        straight = steps_of(trainer, 2)
+        saver.finish()
+    other = Trainer(trainer.config, ctx)
+    for shard in other.shards:
+        shard.parameter.data.fill_(7.0)  # nothing of the initial weights may survive
+    load(other, out / "checkpoints" / "step-00000001")
+    return straight, steps_of(other, 2)
 
 
 def test_forward_and_backward_do_not_wait_for_the_copy(tmp_path: Path) -> None:
