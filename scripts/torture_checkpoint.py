@@ -134,7 +134,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     record.show(Console(width=None if sys.stdout.isatty() else 140))
     if args.out:
         command = shlex.join(["python", "scripts/torture_checkpoint.py", *args.words])
-        write_atomic(args.out, (json.dumps(record.as_json(command), indent=1) + "\n").encode())
+        text = json.dumps(record.as_json(command), indent=1).replace(str(folder), "FOLDER")
+        write_atomic(args.out, f"{text}\n".encode())
         console.print(f"written to {args.out}", highlight=False)
     if not clean:
         console.print(f"runs with findings stay in {folder}", highlight=False)

@@ -1,5 +1,6 @@
 """`mlm pretrain`: train a model from its initial weights, or go on where a run stopped."""
 
+import logging
 import shlex
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -28,6 +29,8 @@ from mlm.train.trackers import missing_extras
 from mlm.train.trainer import Trainer
 
 CONFIG = "config.yaml"
+
+log = logging.getLogger(__name__)
 
 
 def preflight(config: PretrainConfig) -> list[str]:
@@ -173,9 +176,12 @@ def header(trainer: Trainer, out: Path, peak: Peak | None) -> list[tuple[str, st
 def finish_directory(
     config: PretrainConfig, ctx: ParallelContext, out: Path, rows: list[tuple[str, str]]
 ) -> None:
-    """Plot the losses and write the run's summary."""
-    plot_losses(out / "metrics.jsonl", out / "loss.png")
+    """Plot the losses and write the run's summary. A full disk then is no failed training."""
     prompt = "The" if (out / "tokenizer.json").exists() else None
-    write_summary(
-        out, command=resume_command(out), header=rows, total_steps=config.train.steps, prompt=prompt
-    )
+    try:
+        plot_losses(out / "metrics.jsonl", out / "loss.png")
+        write_summary(
+            out, command=resume_command(out), header=rows, total_steps=config.train.steps, prompt=prompt
+        )
+    except OSError as error:
+        log.warning("%s: %s: the run is saved, its summary is not", error.filename or out, error.strerror)
