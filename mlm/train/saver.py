@@ -1,10 +1,11 @@
 """Saving while training goes on: copy the state aside, write it in the background, tell how it went.
 
-A save has three parts. `begin` notes what is to be written and returns. A thread copies it into host memory;
-weights and moments change only in the optimizer's step, so the copy has the whole forward and backward pass
-of the next step for it, and `settle` waits for what is left. Then the thread writes, agrees with the other
-ranks over a group of its own, and publishes. The thread has the lowest priority: it takes what training
-leaves of the processor.
+A save copies the state into host memory; then a thread writes it, agrees with the other ranks over a group of
+its own, and publishes. The thread has the lowest priority: it takes what training leaves of the processor.
+
+On a CPU the copy is made at once, by all cores: a thread beside those that compute would cost them more. On a
+GPU the thread makes it: weights and moments change only in the optimizer's step, so the copy has the whole
+forward and backward pass of the next step for itself, and `settle` waits for what is left of it.
 """
 
 import os
@@ -79,6 +80,7 @@ class Saver:
             self._group = host_group(ctx.world_size, limit_s)
             self._file = StagedFile()
             self._run_id, self._count = shared_id(ctx), 0
+            self._copies_aside = ctx.device.type == "cuda"
 
     def __enter__(self) -> "Saver":
         return self
@@ -102,9 +104,12 @@ class Saver:
             job.waited = job.seconds
             self._failed = self._collect()
             return
-        shards, state, ready = owned_shards(self.trainer), counters(self.trainer), _mark(self.trainer.ctx)
+        shards, state = owned_shards(self.trainer), counters(self.trainer)
         save_id = digest_bytes(f"{self._run_id} {self._count} {job.step}".encode()).partition(":")[2]
         self._count += 1
+        ready = _mark(self.trainer.ctx)
+        if not self._copies_aside:
+            self._copy(job, shards, save_id, ready)
         job.thread = threading.Thread(
             target=_run,
             args=(job, lambda: self._write(job, shards, state, save_id, ready)),
@@ -151,6 +156,14 @@ class Saver:
             raise job.error  # a rank is lost, or a bug: no disk can be blamed
         return job.error
 
+    def _copy(
+        self, job: Job, shards: dict[str, Shard], save_id: str, ready: "torch.cuda.Event | None"
+    ) -> None:
+        """Copy what is to be written."""
+        with _after(ready):
+            self._file.fill(stored_tensors(shards), save_id)
+        job.staged.set()
+
     def _write(
         self,
         job: Job,
@@ -159,14 +172,12 @@ class Saver:
         save_id: str,
         ready: "torch.cuda.Event | None",
     ) -> Path:
-        """The thread's work: copy, then save."""
+        """The thread's work."""
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
         ctx, settings = self.trainer.ctx, self.trainer.config.checkpoint
-        with _after(ready):
-            tensors = stored_tensors(shards)
-            self._file.fill(tensors, save_id)
-        job.staged.set()
+        if self._copies_aside:
+            self._copy(job, shards, save_id, ready)
         return save_checkpoint(
             self.out / CHECKPOINTS,
             job.step,

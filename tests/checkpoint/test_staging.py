@@ -12,14 +12,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mlm.checkpoint.shard_file import write_shard_file
-from mlm.checkpoint.staging import ALIGNMENT, StagedFile
-from mlm.files import CHUNK, digest_file
+from mlm.checkpoint.staging import ALIGNMENT, BLOCK, StagedFile
+from mlm.files import digest_file
 
 SAVE_ID = "0123456789abcdef0123456789abcdef"
 
 
 def tensors() -> dict[str, Tensor]:
-    """Every element size, strides of every kind, no dims, one row longer than a block."""
+    """Every element size, strides of every kind, no dims, more than a block of bytes."""
     draw = torch.Generator().manual_seed(0)
     floats = torch.randn(7, 10, generator=draw)
     return {
@@ -30,8 +30,8 @@ def tensors() -> dict[str, Tensor]:
         "bytes": torch.arange(11, dtype=torch.uint8),
         "bools": floats > 0,
         "scalar": torch.tensor(3.5),
-        "long row": torch.randn(2, CHUNK // 4 + 3, generator=draw),
-        "many rows": torch.randn(CHUNK // 400 + 7, 100, generator=draw),
+        "long row": torch.randn(2, BLOCK // 8 + 3, generator=draw),
+        "many rows": torch.randn(4007, 100, generator=draw),
     }
 
 

@@ -47,9 +47,12 @@ def spec(**checkpoint: Any) -> PretrainConfig:
     return replace(config(dtype="fp32", dropout=0.1), checkpoint=CheckpointConfig(**checkpoint))
 
 
-def saver_of(trainer: Trainer, out: Path) -> tuple[Saver, Told]:
+def saver_of(trainer: Trainer, out: Path, *, aside: bool = True) -> tuple[Saver, Told]:
+    """A saver; `aside`: that copies in its thread, as it does on a GPU."""
     told = Told()
-    return Saver(trainer, out, told), told  # type: ignore[arg-type]
+    saver = Saver(trainer, out, told)  # type: ignore[arg-type]
+    saver._copies_aside = aside
+    return saver, told
 
 
 def weights(trainer: Trainer) -> list[torch.Tensor]:
@@ -67,12 +70,12 @@ def slowed(file: StagedFile) -> Any:
     return mock.patch.object(file, "_fill", late)
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize(("asynchronous", "aside"), [(True, True), (True, False), (False, False)])
 def test_a_checkpoint_holds_its_step_whatever_training_does_meanwhile(
-    tmp_path: Path, asynchronous: bool
+    tmp_path: Path, asynchronous: bool, aside: bool
 ) -> None:
     trainer = Trainer(spec(asynchronous=asynchronous), shape_context())
-    saver, told = saver_of(trainer, tmp_path)
+    saver, told = saver_of(trainer, tmp_path, aside=aside)
     steps_of(trainer, 2)
     before = weights(trainer)
     with slowed(saver._file) if asynchronous else nullcontext(), saver:
