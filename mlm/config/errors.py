@@ -1,5 +1,7 @@
 """The one exception a user's mistake becomes: the command line prints its message and no traceback."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 
@@ -31,3 +33,14 @@ class CheckFailedError(UserError):
     """What a command was asked to check does not hold."""
 
     exit_code = 1
+
+
+@contextmanager
+def writing_to(out: str) -> Iterator[None]:
+    """Around what writes below the folder that `out` names. Raises UserError for what the disk refuses."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"out={out}: {error.strerror} ({error.filename}): choose a folder that can be written to"
+        ) from error

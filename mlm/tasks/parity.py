@@ -19,7 +19,7 @@ from rich.table import Table
 import mlm
 from mlm.checkpoint.save_load import read_manifest, resolve
 from mlm.config.build import to_dict
-from mlm.config.errors import CheckFailedError, UserError
+from mlm.config.errors import CheckFailedError, UserError, writing_to
 from mlm.config.parity_schema import ParityConfig
 from mlm.config.schema import ParallelConfig
 from mlm.files import write_atomic
@@ -110,7 +110,7 @@ def run(config: ParityConfig, ctx: ParallelContext) -> None:
         reuse_large_blocks()
     out = Path(config.out, RESULT)
     if ctx.is_main:
-        with writing(config):
+        with writing_to(config.out):
             out.parent.mkdir(parents=True, exist_ok=True)
             with TemporaryFile(dir=out.parent):  # found now rather than when all is computed
                 pass
@@ -118,22 +118,11 @@ def run(config: ParityConfig, ctx: ParallelContext) -> None:
         report = compare(config, ctx, advance)
     verdict = judge(report, config.precision.dtype)
     if ctx.is_main:
-        with writing(config):
+        with writing_to(config.out):
             write_atomic(out, result_json(config, ctx, report, verdict).encode())
         show(config, ctx, report, verdict, out)
     if not verdict.equal:
         raise CheckFailedError(f"{verdict.word}: {verdict.sentence} ({out})")
-
-
-@contextmanager
-def writing(config: ParityConfig) -> Iterator[None]:
-    """Around what writes the result. Raises UserError."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"out={config.out}: {error.strerror} ({error.filename}): choose a folder that can be written to"
-        ) from error
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from mlm.checkpoint.folders import step_name
 from mlm.checkpoint.lock import LOCK, sole_writer
 from mlm.checkpoint.save_load import read_manifest, resolve
 from mlm.config.build import to_dict
-from mlm.config.errors import CheckFailedError, UserError
+from mlm.config.errors import CheckFailedError, UserError, writing_to
 from mlm.config.parity_schema import comparable
 from mlm.config.schema import ParallelConfig
 from mlm.config.verify_resume_checks import faults_here, same_layout
@@ -111,7 +111,7 @@ def first_step(config: VerifyResumeConfig) -> int:
 def run(config: VerifyResumeConfig) -> None:
     """Run, kill, resume and compare; writes out/verify-resume.json. Raises CheckFailedError if not equal."""
     out, plan = Path(config.out), config.plan(first_step(config))
-    with writing(config), sole_writer(out, wait_s=0.0):
+    with writing_to(config.out), sole_writer(out, wait_s=0.0):
         empty(out)
         with progress() as show:
             rehearsal = Rehearsal(config, plan, show)
@@ -126,17 +126,6 @@ def run(config: VerifyResumeConfig) -> None:
     report(config, runs, kill, may, verdict)
     if not verdict.equal:
         raise CheckFailedError(f"{headline(may, verdict)} ({out / RESULT})")
-
-
-@contextmanager
-def writing(config: VerifyResumeConfig) -> Iterator[None]:
-    """Around what writes to `out`. Raises UserError."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"out={config.out}: {error.strerror} ({error.filename}): choose a folder that can be written to"
-        ) from error
 
 
 def empty(out: Path) -> None:

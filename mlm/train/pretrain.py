@@ -10,7 +10,7 @@ import torch
 from omegaconf import OmegaConf
 
 from mlm.config.build import config_digest, to_dict
-from mlm.config.errors import UserError
+from mlm.config.errors import UserError, writing_to
 from mlm.config.schema import PretrainConfig
 from mlm.data.tokenizer import Tokenizer
 from mlm.files import write_atomic
@@ -114,16 +114,12 @@ def train(trainer: Trainer, out: Path, start: Path | None) -> None:
 
 def prepare_directory(config: PretrainConfig, out: Path) -> None:
     """Write the composed configuration and the tokenizer beside what will come. Raises UserError."""
-    try:
+    with writing_to(config.out):
         out.mkdir(parents=True, exist_ok=True)
         write_atomic(out / CONFIG, composed_yaml(config).encode())
         tokenizer = tokenizer_path(config.data)
         if tokenizer is not None:
             write_atomic(out / "tokenizer.json", tokenizer.read_bytes())
-    except OSError as error:
-        raise UserError(
-            f"out={config.out}: {error.strerror} ({error.filename}): choose a folder that can be written to"
-        ) from error
 
 
 def composed_yaml(config: PretrainConfig) -> str:
