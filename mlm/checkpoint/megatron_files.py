@@ -222,6 +222,7 @@ def check_records(path: Path, progress: Callable[[int], None] = lambda count: No
                 with records.open(info) as record:
                     while block := record.read(CHUNK):
                         progress(len(block))
+    # the last two are zipfile's words for a method it does not know, and for an encrypted record
     except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
         raise damaged(path, error) from error
 

@@ -1,7 +1,6 @@
 """What the `mlm ckpt` commands share: tables, words for sizes, and the result for machines."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from rich.text import Text
 import mlm
 from mlm.config.errors import UserError
 from mlm.files import write_atomic
+from mlm.train.history import finite
 
 LONGEST = 300  # characters of a name or value that a checkpoint says and a table shows
 
@@ -70,16 +70,8 @@ def versions() -> dict[str, str]:
 
 def write_result(out: str, result: dict[str, Any]) -> None:
     """Write the JSON for machines; numbers that are not finite become null. Raises UserError."""
-    text = json.dumps(_finite(result), indent=2, allow_nan=False) + "\n"
+    text = json.dumps(finite(result), indent=2, allow_nan=False) + "\n"
     try:
         write_atomic(Path(out), text.encode())
     except OSError as error:
         raise UserError(f"out={out}: {error.strerror}: choose a file that can be written") from error
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.filesize import decimal
 from rich.table import Table
 from torch import Tensor
 
@@ -30,6 +29,7 @@ from mlm.config.errors import ConfigError, CorruptFileError, UserError
 from mlm.config.schema import ParallelConfig, PretrainConfig
 from mlm.files import digest_file, write_atomic
 from mlm.models.stage import split_layers
+from mlm.tasks.ckpt_report import size
 from mlm.tasks.progress import Advance, byte_progress
 from mlm.tasks.run_folder import check_space
 from mlm.tasks.trained import run_directory, split_faults, trained_config
@@ -271,11 +271,11 @@ def show(plan: Plan, path: Path, seconds: float) -> None:
             described(layout),
             f"{len(files):,}",
             f"{len(manifest.tensors):,}",
-            decimal(sum(entry.bytes for entry in files)),
+            size(sum(entry.bytes for entry in files)),
         )
     console = Console(highlight=False, soft_wrap=True)
     console.print(table)
-    console.print(f"{path} in {seconds:,.1f} s, {decimal(int(plan.count / seconds))}/s", markup=False)
+    console.print(f"{path} in {seconds:,.1f} s, {size(int(plan.count / seconds))}/s", markup=False)
 
 
 def described(layout: ParallelConfig) -> str:

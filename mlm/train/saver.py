@@ -67,8 +67,6 @@ class Saver:
 
     def __init__(self, trainer: Trainer, out: Path, reporter: Reporter) -> None:
         self.trainer, self.out, self.reporter = trainer, out, reporter
-        self.saved_step = -1
-        """Step of the newest checkpoint this run wrote."""
         self._job: Job | None = None
         self._failed: BaseException | None = None
         """What went wrong with a save that training waited for."""
@@ -147,7 +145,6 @@ class Saver:
             job.thread.join()
             job.waited += time.perf_counter() - begin
         if job.path is not None:
-            self.saved_step = job.step
             self.reporter.saved(job.step, job.path, job.seconds, min(job.waited, job.seconds))
         elif isinstance(job.error, CheckpointError):
             self.reporter.save_failed(job.step, str(job.error))
@@ -160,7 +157,7 @@ class Saver:
         self, job: Job, shards: dict[str, Shard], save_id: str, ready: "torch.cuda.Event | None"
     ) -> None:
         """Copy what is to be written."""
-        with _after(ready):
+        with _after(ready, self.trainer.ctx.device):
             self._file.fill(stored_tensors(shards), save_id)
         job.staged.set()
 
@@ -218,10 +215,10 @@ def _mark(ctx: ParallelContext) -> "torch.cuda.Event | None":
     return event
 
 
-def _after(ready: "torch.cuda.Event | None") -> Any:
+def _after(ready: "torch.cuda.Event | None", device: torch.device) -> Any:
     """Copies made inside wait for `ready`, on a stream of their own: they do not queue behind training."""
     if ready is None:
         return nullcontext()
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream(device)  # a new thread's current device is the first one, whatever the rank's
     stream.wait_event(ready)
     return torch.cuda.stream(stream)

@@ -206,7 +206,7 @@ def one_rank_cannot_write(ctx: ParallelContext, out: Path) -> Any:
                 saver.begin()
                 losses += steps_of(trainer, 1)
                 saver._collect()
-    return told.saved_steps, told.failures, losses, saver.saved_step
+    return told.saved_steps, told.failures, losses
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
@@ -215,8 +215,8 @@ def test_a_rank_that_cannot_write_fails_the_save_everywhere_and_training_goes_on
 ) -> None:
     first, second = run_on_ranks(one_rank_cannot_write, tmp_path, **layout)
     assert first == second
-    saved, failures, losses, newest = first
-    assert (saved, newest) == ([1, 5], 5)
+    saved, failures, losses = first
+    assert saved == [1, 5]
     ((step, message),) = failures
     assert step == 3
     assert "(rank 1): No space left on device" in message
