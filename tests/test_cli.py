@@ -34,6 +34,8 @@ class TestSurface:
             "export hf",
             "data tokenizer",
             "data build",
+            "data inspect",
+            "data verify",
         ]
 
     @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)

@@ -29,7 +29,8 @@ from mlm.config.errors import CorruptFileError, UserError
 from mlm.data.gpt import load_checked
 from mlm.data.indexed import IndexedDataset
 from mlm.data.receipt import read_receipt
-from mlm.data.tokenizer import Tokenizer, train_bpe
+from mlm.data.tokenizer import Tokenizer
+from mlm.data.train_tokenizer import train_bpe
 from mlm.train.history import read_records
 from tests.checkpoint.helpers import edit_manifest, save, weights
 from tests.data.corpora import write_corpus

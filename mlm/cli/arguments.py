@@ -97,8 +97,15 @@ def parse(command: Command, words: Sequence[str]) -> Arguments:
         else:
             parsed.overrides.append(word)
     if not parsed.has(*HELP, *COMPLETION):
-        parsed.overrides = _with_positional(command, parsed.overrides)
+        parsed.overrides = _renamed(command, _with_positional(command, parsed.overrides))
     return parsed
+
+
+def _renamed(command: Command, overrides: Sequence[str]) -> list[str]:
+    """Overrides of an alias as overrides of its key."""
+    keys = dict(command.aliases)
+    split = [text.partition("=") for text in overrides]
+    return [f"{keys.get(name, name)}{equals}{value}" for name, equals, value in split]
 
 
 def _with_positional(command: Command, overrides: Sequence[str]) -> list[str]:

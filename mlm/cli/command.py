@@ -38,6 +38,8 @@ class Command:
     """(what it does, command line) pairs."""
     positional: tuple[str, ...] = ()
     """Keys that words without `=` set, in this order: `mlm ckpt inspect runs/shakespeare`."""
+    aliases: tuple[tuple[str, str], ...] = ()
+    """(as typed, key) pairs: `mlm data build data=text` means input=text."""
     own_choices: tuple[str, ...] = ()
     """Choices of groups that experiment=… leaves as they are here; typed ones win."""
     keys: tuple[str, ...] = ()

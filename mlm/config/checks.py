@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from mlm.config import files_present as present
+from mlm.config.blend import blend_faults
 from mlm.config.layout_checks import RANK_RULES, TRAIN_RULES, Launch, LayoutRule, num_replicas
 from mlm.config.nearest_layout import layout_faults
 from mlm.config.ranges import out_of_range
@@ -22,7 +23,8 @@ Rule = Callable[[Any, Launch], str | None]
 
 def check_pretrain(config: PretrainConfig, *, world_size: int | None, local_devices: int | None) -> list[str]:
     """Faults of a pretraining run. `world_size` is None when started plainly, `local_devices` None on CPU."""
-    return _faults(config, Launch(world_size, local_devices), TRAIN_RULES, PRETRAIN_RULES)
+    faults = _faults(config, Launch(world_size, local_devices), TRAIN_RULES, PRETRAIN_RULES)
+    return [*faults, *blend_faults(config.data)]
 
 
 def check_eval_loss(

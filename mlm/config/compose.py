@@ -18,7 +18,12 @@ from mlm.config.checkpoint_schema import (
     ReshardConfig,
 )
 from mlm.config.convert_schema import ExportHFConfig, ImportHFConfig, ImportMegatronConfig
-from mlm.config.data_schema import DataBuildConfig, DataTokenizerConfig
+from mlm.config.data_schema import (
+    DataBuildConfig,
+    DataInspectConfig,
+    DataTokenizerConfig,
+    DataVerifyConfig,
+)
 from mlm.config.parity_schema import ParityConfig
 from mlm.config.paths import CONFIG_DIR
 from mlm.config.plan_schema import PlanScheduleConfig
@@ -34,6 +39,8 @@ SPECS: dict[str, type] = {
     "generate": GenerateConfig,
     "data_tokenizer": DataTokenizerConfig,
     "data_build": DataBuildConfig,
+    "data_inspect": DataInspectConfig,
+    "data_verify": DataVerifyConfig,
     "plan_schedule": PlanScheduleConfig,
     "verify_resume": VerifyResumeConfig,
     "reshard": ReshardConfig,

@@ -1,44 +1,117 @@
-"""What `mlm data tokenizer` and `mlm data build` are told: frozen dataclasses, one docstring per field."""
+"""What the commands of `mlm data` are told: frozen dataclasses, one docstring per field."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
+from mlm.config.corpus_schema import (
+    DecontaminateConfig,
+    DedupConfig,
+    ExecutorConfig,
+    FilterConfig,
+    NormaliseConfig,
+)
 from mlm.config.schema import Forbid
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataTokenizerConfig:
-    """The run spec of `mlm data tokenizer`: train a byte-level BPE on text."""
+    """The run spec of `mlm data tokenizer`: train a tokenizer on text, or convert a foreign one."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     input: str
-    """A .jsonl or .txt file, or a folder that holds train.jsonl or train.txt (held-out text is not read)."""
+    """Text as `mlm data build` takes it (held-out parts of a folder are not read), or a tokenizer to take
+    over: a folder with vocab.json and merges.txt, a vocab.txt, or a tokenizer.json."""
     out: str
     """tokenizer.json to write, or the folder to write it in."""
+    kind: Literal["bpe", "wordpiece"] = "bpe"
+    """bpe: byte-level BPE as GPT-2's; wordpiece: as BERT's."""
     vocab_size: int = 8192
-    """Tokens to learn, the 256 bytes and <|endoftext|> among them: at least 257."""
+    """Tokens to learn, special tokens and bytes or letters among them: at least 257 for bpe."""
+    lowercase: bool = True
+    """Whether training of kind=wordpiece lowers case and strips accents (bert-*-uncased does). For a
+    vocab.txt taken over the tokenizer_config.json beside it decides, else whether it holds no capitals."""
     text_key: str = "text"
-    """JSON key that holds a document's text."""
+    """Key (or column) that holds a document's text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataBuildConfig:
-    """The run spec of `mlm data build`: text to Megatron's .bin/.idx."""
+    """The run spec of `mlm data build`: text to a clean corpus in Megatron's .bin/.idx."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     input: str
-    """A folder with train.jsonl and optionally validation.jsonl, test.jsonl (or .txt), or one such file."""
+    """File, folder or glob of .jsonl, .txt (also .gz, .zst) or .parquet; or hub:OWNER/NAME, a Hub dataset.
+
+    A folder with train.* may hold validation.* and test.*: each becomes that part."""
     tokenizer: str
-    """tokenizer.json, a folder that holds one, or a folder with GPT-2's vocab.json and merges.txt."""
+    """tokenizer.json, a folder that holds one or GPT-2's vocab.json and merges.txt, or BERT's vocab.txt."""
     out: str
     """Folder to write: {train,validation,test}.bin/.idx, tokenizer.json and the receipt corpus.json."""
     split: str = "0.98,0.01,0.01"
-    """Shares of documents in train, validation and test when input is one file; 0 leaves a part out.
+    """Shares of documents in train, validation and test when input has no parts; 0 leaves a part out.
 
     On a command line write slashes (0.9/0.05/0.05): Hydra takes commas for a sweep."""
     text_key: str = "text"
-    """JSON key that holds a document's text."""
+    """Key (or column) that holds a document's text."""
+    id_key: str | None = None
+    """Key (or column) of a document's id: a second document of the same id is removed."""
+    hub_config: str | None = None
+    """Configuration (subset) of a Hub dataset."""
+    hub_split: str = "train"
+    """Split of a Hub dataset."""
+    hub_revision: str | None = None
+    """Commit, tag or branch of a Hub dataset; null means its main branch now."""
+    bad_input: Literal["refuse", "skip"] = "refuse"
+    """A document that cannot be read stops the build (refuse), or is counted and listed in
+    rejected.jsonl (skip)."""
+    max_document_bytes: int = 1 << 26
+    """Longest line or document, in bytes; a longer one is bad input."""
     seed: int = 1234
-    """Which document falls in which part of the split is a function of it."""
+    """Which document falls in which part of the split is a function of it and of the text."""
+    append_eod: bool = True
+    """End every document with the end-of-document token."""
+    prepend_bos: bool = False
+    """Begin every document with the tokenizer's beginning-of-sequence token."""
+    sentences: bool = False
+    """One sequence per sentence, as BERT samples need. Needs mlm[data]."""
+    work: str | None = None
+    """Folder of what lies between the stages; null means {out}/work. On a cluster all nodes must see it."""
+    keep_work: bool = False
+    """Keep that folder, so that a build with another tokenizer reuses what does not change."""
+    normalise: NormaliseConfig = field(default_factory=NormaliseConfig)
+    filter: FilterConfig = field(default_factory=FilterConfig)
+    dedup: DedupConfig = field(default_factory=DedupConfig)
+    decontaminate: DecontaminateConfig = field(default_factory=DecontaminateConfig)
+    executor: ExecutorConfig = field(default_factory=ExecutorConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataInspectConfig:
+    """The run spec of `mlm data inspect`: what a corpus holds."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    path: str
+    """Corpus folder, or prefix of a .bin/.idx pair."""
+    tokenizer: str | None = None
+    """Tokenizer to decode samples with; null takes tokenizer.json beside the corpus, if there is one."""
+    samples: int = 3
+    """Documents to decode, spread over the corpus; 0 decodes none."""
+    out: str | None = None
+    """JSON file for the same facts; null writes none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataVerifyConfig:
+    """The run spec of `mlm data verify`: is a corpus whole?"""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    path: str
+    """Corpus folder, or prefix of a .bin/.idx pair."""
+    vocab_size: int | None = None
+    """Token ids must be below it; null takes the receipt's or the tokenizer's beside the corpus."""
+    out: str | None = None
+    """JSON file for the verdict; null writes none."""

@@ -8,8 +8,8 @@ WRITE_ONE = "write one with `mlm data build` (see mlm data build --help)"
 
 
 def corpus(data: DataConfig) -> str | None:
-    """The training corpus: data.train, or train below data.path."""
-    if data.kind != "indexed":
+    """The training corpus: data.train, or train below data.path. blend.py looks at data.blend."""
+    if data.kind != "indexed" or data.blend:
         return None
     if data.train is not None:
         return indexed("data.train", data.train)
@@ -17,8 +17,8 @@ def corpus(data: DataConfig) -> str | None:
         return f"data.path is not set: give a corpus folder, {WRITE_ONE}, or take data=synthetic"
     if not Path(data.path).is_dir():
         return f"data.path={data.path}: no such folder; {WRITE_ONE}"
-    absent = _absent(str(Path(data.path, "train")))
-    return f"data.path={data.path}: {absent} is not there; {WRITE_ONE}" if absent else None
+    missing = " and ".join(absent(str(Path(data.path, "train"))))
+    return f"data.path={data.path}: {missing} is not there; {WRITE_ONE}" if missing else None
 
 
 def corpus_extras(data: DataConfig) -> str | None:
@@ -30,12 +30,12 @@ def corpus_extras(data: DataConfig) -> str | None:
 
 def indexed(key: str, prefix: str | None) -> str | None:
     """Both files of an indexed corpus, .bin and .idx."""
-    if prefix is None or not (absent := _absent(prefix)):
+    if prefix is None or not (missing := absent(prefix)):
         return None
     stem, dot, suffix = prefix.rpartition(".")
-    if dot and suffix in ("bin", "idx") and not _absent(stem):
+    if dot and suffix in ("bin", "idx") and not absent(stem):
         return f"{key}={prefix}: give the prefix of .bin and .idx; use {key}={stem}"
-    return f"{key}={prefix}: {absent} is not there; {WRITE_ONE}"
+    return f"{key}={prefix}: {' and '.join(missing)} is not there; {WRITE_ONE}"
 
 
 def file(key: str, path: str | None) -> str | None:
@@ -54,6 +54,6 @@ def checkpoint(path: str | None) -> str | None:
     )
 
 
-def _absent(prefix: str) -> str | None:
-    missing = [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(f"{prefix}{end}").is_file()]
-    return " and ".join(missing) or None
+def absent(prefix: str) -> list[str]:
+    """Which of the two files of an indexed corpus are not there."""
+    return [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(f"{prefix}{end}").is_file()]

@@ -15,7 +15,7 @@ def comparable(config: Spec) -> Spec:
     """The run to compare: a corpus is read where one is named, since random tokens are only what there is
     without; and float16 begins at a loss scale that does not make it skip its first steps."""
     data, precision = config.data, config.precision
-    if data.path is not None or data.train is not None:
+    if data.path is not None or data.train is not None or data.blend:
         data = replace(data, kind="indexed")
     if precision.dtype == "fp16":
         scale = max(min(precision.initial_loss_scale, FIRST_LOSS_SCALE), precision.min_loss_scale)

@@ -19,6 +19,7 @@ POSITIVE = Bound(lambda x: x > 0, "greater than 0")
 NOT_NEGATIVE = Bound(lambda x: x >= 0, "0 or more")
 FRACTION = Bound(lambda x: 0 <= x < 1, "at least 0 and below 1")
 PROBABILITY = Bound(lambda x: 0 < x <= 1, "above 0 and at most 1")
+SHARE = Bound(lambda x: 0 <= x <= 1, "from 0 to 1")
 PORT = Bound(lambda x: 0 <= x < 65536, "0 (any free port) to 65535")
 SEED = Bound(lambda x: 0 <= x < 2**63, "0 to 2**63 - 1")
 
@@ -30,6 +31,12 @@ BOUNDS: dict[str, Bound] = (
         "model.hidden_dropout": FRACTION,
         "model.attention_dropout": FRACTION,
         "top_p": PROBABILITY,
+        "dedup.threshold": FRACTION,
+        "normalise.min_language_score": PROBABILITY,
+        "filter.max_bullet_lines": SHARE,
+        "filter.max_ellipsis_lines": SHARE,
+        "filter.min_alphabetic_words": SHARE,
+        "filter.max_duplicate_lines": SHARE,
     }
     | dict.fromkeys(
         [
@@ -44,6 +51,8 @@ BOUNDS: dict[str, Bound] = (
             *("dist.timeout_s", "dist.threads_per_rank", "dist.peak_tflops"),
             *("steps", "micro_batches", "forward_cost", "backward_cost"),
             *("input_gradient_cost", "weight_gradient_cost"),
+            *("max_document_bytes", "executor.workers", "executor.memory_gb", "filter.min_tokens"),
+            *("dedup.ngram", "dedup.bands", "dedup.rows", "decontaminate.ngram", "decontaminate.min_ngram"),
         ],
         POSITIVE,
     )
@@ -59,7 +68,10 @@ BOUNDS: dict[str, Bound] = (
             ),
             *("optimizer.weight_decay", "optimizer.clip_grad_norm"),
             *("train.validate_every", "checkpoint.save_every", "checkpoint.keep_every", "keep_every"),
-            *("transfer_cost",),
+            "data.eod_id",
+            *("transfer_cost", "samples", "filter.min_words", "filter.max_words", "filter.min_stop_words"),
+            *("filter.min_mean_word_length", "filter.max_mean_word_length", "filter.max_symbol_ratio"),
+            *("decontaminate.margin", "decontaminate.min_piece", "decontaminate.max_matches"),
         ],
         NOT_NEGATIVE,
     )

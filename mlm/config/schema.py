@@ -170,6 +170,17 @@ class DataConfig:
     """Folder of cached sample indices; null means a folder beside the corpus."""
     seq_length: int = 1024
     """Tokens per sample, S. At most model.max_positions."""
+    blend: tuple[str, ...] = ()
+    """Corpora to mix, each `WEIGHT FOLDER` such as [0.3 corpora/wiki, 0.7 corpora/web], in place of path and
+    train. Weights are scaled to sum to 1; their order and the weights may change on resume."""
+    reset_positions: bool = False
+    """Count positions anew after every end-of-document token."""
+    reset_attention: bool = False
+    """Let tokens attend only to their own document."""
+    mask_eod_loss: bool = False
+    """Do not score what follows an end-of-document token: the first token of the next document."""
+    eod_id: int | None = None
+    """The end-of-document token, for these three; null takes that of the corpus's receipt or tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,6 +13,7 @@ Megatron-LM treats only its last epoch apart (its separate-last-epoch rule); her
 
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,6 +23,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from mlm.config.errors import UserError
 from mlm.data.indexed import IndexedDataset
+from mlm.data.one_builder import one_builder
+from mlm.data.vectors import coarse, copy_runs, first_above, stable_argsort
 from mlm.files import digest_bytes, write_atomic
 
 IGNORED = -100
@@ -29,6 +32,7 @@ IGNORED = -100
 CACHE_FROM = 1 << 20
 """Documents plus windows of an epoch from which its order is worth a file."""
 KEPT_EPOCHS = 2
+BLOCK = 1 << 16  # tokens gathered at a time: what is worked out on the way stays in a core's cache
 RULE = 1  # number of the sampling rule; part of the cache key
 
 Ids = NDArray[np.int64]
@@ -47,12 +51,17 @@ class Epoch:
     ends: Ids
     windows: Ids
 
+    @cached_property
+    def coarse_ends(self) -> Ids:
+        """Every STRIDE-th of `ends`, for first_above."""
+        return coarse(self.ends)
+
 
 class GPTDataset:
     """Training windows of a corpus. Sample ids run from 0 to num_samples.
 
     `cache_dir` keeps the order of large epochs (None: nowhere). The cache is only an optimisation: damaged
-    files are rebuilt, a folder that cannot be written is done without, and processes may race for it.
+    files are rebuilt, a folder that cannot be written is done without, and of several processes one builds.
 
     Raises UserError when the corpus is shorter than one window.
     """
@@ -103,31 +112,32 @@ class GPTDataset:
         return self._epochs[number]
 
     def _gather_epoch(self, number: int, ids: Ids) -> Ids:
-        """Samples of one epoch: [n, seq_length + 1].
+        """Samples of one epoch: [n, seq_length + 1]."""
+        samples = np.empty((len(ids), self.seq_length + 1), dtype=np.int64)
+        rows = max(1, BLOCK // (self.seq_length + 1))
+        for at in range(0, len(ids), rows):
+            begin, length = self._pieces(number, ids[at : at + rows])
+            copy_runs(self.indexed.tokens, begin, length, samples[at : at + rows].reshape(-1))
+        return samples
+
+    def _pieces(self, number: int, ids: Ids) -> tuple[Ids, Ids]:
+        """The runs of tokens that make up samples of one epoch: (first token in the .bin, tokens), [pieces].
 
         Windows are cut into pieces at document ends; a piece is a run of tokens of one document.
         """
         epoch, width, first = self.epoch(number), self.seq_length + 1, self.first_window(number)
         begins = (first + epoch.windows[ids - first]) * self.seq_length - number * self.indexed.num_tokens
-        # side="right" passes over documents without tokens.
-        head = np.searchsorted(epoch.ends, begins, side="right")  # document of each window's first token
-        tail = np.searchsorted(epoch.ends, begins + width - 1, side="right")  # … and of its last
+        # The first that ends after a token holds it: documents without tokens are passed over.
+        head = first_above(epoch.ends, epoch.coarse_ends, begins)  # document of each window's first token
+        tail = first_above(epoch.ends, epoch.coarse_ends, begins + width - 1)  # … and of its last
         count = tail - head + 1  # pieces per window
-        window = np.repeat(np.arange(len(ids)), count)
-        place = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count) + head[window]
-        document = epoch.documents[place]
-        starts = self.indexed.document_starts
-        document_begin = epoch.ends[place] - (starts[document + 1] - starts[document])
-        begin = np.maximum(document_begin, begins[window])
-        length = np.minimum(epoch.ends[place], begins[window] + width) - begin
-        source = starts[document] + begin - document_begin  # first token of each piece in the .bin
-        flat = np.empty(len(ids) * width, dtype=np.int64)
-        at = 0
-        # A slice per piece: one fancy index over all tokens was 6 to 13 times slower when tried.
-        for first_token, tokens in zip(source.tolist(), length.tolist(), strict=True):
-            flat[at : at + tokens] = self.indexed.tokens[first_token : first_token + tokens]
-            at += tokens
-        return flat.reshape(len(ids), width)
+        last = np.cumsum(count)
+        place = np.arange(last[-1]) + np.repeat(head - (last - count), count)
+        window_begin = np.repeat(begins, count)
+        document_begin = np.where(place > 0, epoch.ends[place - 1], 0)
+        begin = np.maximum(document_begin, window_begin)
+        length = np.minimum(epoch.ends[place], window_begin + width) - begin
+        return self.indexed.document_starts[epoch.documents[place]] + begin - document_begin, length
 
     def first_window(self, epoch: int) -> int:
         """Number of the first window that starts in an epoch: ceil(epoch * T / S)."""
@@ -137,32 +147,48 @@ class GPTDataset:
         count = self.indexed.num_documents
         lengths = np.diff(self.indexed.document_starts)
         documents = permutation(count, self.seed, number, stream=0)
-        following = permutation(count, self.seed, number + 1, stream=0)
-        # The last windows of an epoch reach at most S tokens into the next.
-        reach = int(np.searchsorted(np.cumsum(lengths[following]), self.seq_length)) + 1
-        documents = np.concatenate([documents, following[:reach]])
+        documents = np.concatenate([documents, self._following(number + 1, lengths)])
         windows = self.first_window(number + 1) - self.first_window(number)
         order = permutation(windows, self.seed, number, stream=1)
         return Epoch(documents, np.cumsum(lengths[documents]), order)
+
+    def _following(self, number: int, lengths: Ids) -> Ids:
+        """The head of an epoch's documents that the last windows of the epoch before reach into: S tokens."""
+        head = 1024
+        while True:
+            documents = permutation(self.indexed.num_documents, self.seed, number, stream=0, head=head)
+            ends = np.cumsum(lengths[documents])
+            if ends[-1] >= self.seq_length:
+                return documents[: int(np.searchsorted(ends, self.seq_length)) + 1]
+            head *= 16
 
     def _load_or_build(self, number: int) -> Epoch:
         windows = self.first_window(number + 1) - self.first_window(number)
         if self.cache_dir is None or self.indexed.num_documents + windows < self.cache_from:
             return self._build(number)
         path = self._cache_path(self.cache_dir, number)
+        found = self._cached(path, windows)
+        if found is None:
+            with one_builder(path):  # which may be another one, and then its work is there
+                found = self._cached(path, windows) or self._build_into(path, number, windows)
+        return found
+
+    def _cached(self, path: Path, windows: int) -> Epoch | None:
+        """An epoch of so many windows from the cache: documents, ends and windows one after another."""
         stored = load_checked(path)
         if stored is None or len(stored) < windows or (len(stored) - windows) % 2:
-            built = self._build(number)
-            try:
-                self.cache_dir.mkdir(parents=True, exist_ok=True)
-                save_checked(path, np.concatenate([built.documents, built.ends, built.windows]))
-            except OSError:
-                return built  # a read-only or full disk costs time at the next start, nothing else
-            stored = load_checked(path)
-            if stored is None:
-                return built
+            return None
         documents = (len(stored) - windows) // 2
         return Epoch(stored[:documents], stored[documents : 2 * documents], stored[2 * documents :])
+
+    def _build_into(self, path: Path, number: int, windows: int) -> Epoch:
+        """An epoch, through the cache: its arrays are then shared by all processes that map them."""
+        built = self._build(number)
+        try:
+            save_checked(path, np.concatenate([built.documents, built.ends, built.windows]))
+        except OSError:
+            return built  # a read-only or full disk costs time at the next start, nothing else
+        return self._cached(path, windows) or built
 
     def _cache_path(self, cache_dir: Path, number: int) -> Path:
         key = f"{RULE} {self.indexed.digest} {self.seq_length} {self.seed}"
@@ -209,14 +235,17 @@ def too_short(indexed: IndexedDataset, seq_length: int) -> str:
     )
 
 
-def permutation(n: int, seed: int, epoch: int, *, stream: int) -> Ids:
+def permutation(n: int, seed: int, epoch: int, *, stream: int, head: int | None = None) -> Ids:
     """A shuffle of 0 … n-1, int64 [n], the same on every machine and under every NumPy release.
 
     NumPy promises that for a bit generator's raw output but not for Generator.permutation, so the raw
-    numbers are sorted.
+    numbers are sorted. `head` gives the first entries alone, for less work.
     """
-    bits = np.random.PCG64(np.random.SeedSequence([seed % (1 << 64), epoch, stream]))
-    return np.argsort(bits.random_raw(n), kind="stable").astype(np.int64, copy=False)
+    raw = np.random.PCG64(np.random.SeedSequence([seed % (1 << 64), epoch, stream])).random_raw(n)
+    if head is None or head >= n:
+        return stable_argsort(raw)
+    chosen = np.flatnonzero(raw <= np.partition(raw, head - 1)[head - 1])  # ties included
+    return chosen[stable_argsort(raw[chosen])][:head]
 
 
 def save_checked(path: Path, values: NDArray[Any]) -> None:

@@ -1,17 +1,9 @@
-"""Megatron's indexed corpus: `PREFIX.bin` holds the tokens, `PREFIX.idx` says where each sequence lies.
-
-Byte-compatible with Megatron-LM both ways. Everything is little-endian.
-
-    .idx   9 bytes "MMIDIDX\\0\\0" · u64 version = 1 · u8 dtype code · u64 sequences n · u64 documents + 1
-           then i32 lengths [n] (tokens), i64 pointers [n] (byte offsets in .bin),
-           i64 document indices [documents + 1] (first sequence of each document, then n)
-    .bin   the tokens of all sequences, one after another
-"""
+"""Reading and writing Megatron's indexed corpora; indexed_format.py has the layout."""
 
 import os
-import struct
 from array import array
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -21,32 +13,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlm.config.errors import CorruptFileError, UserError
-from mlm.files import digest_file, fsync_directory
+from mlm.data.indexed_format import (
+    DTYPES,
+    HEADER,
+    LENGTH,
+    LONGEST,
+    MAGIC,
+    POSITION,
+    REBUILD,
+    VERSION,
+    Index,
+    bin_path,
+    idx_path,
+    token_dtype,
+)
+from mlm.files import copy_bytes, digest_file, fsync_directory, sync
 
-MAGIC = b"MMIDIDX\0\0"
-VERSION = 1
-HEADER = struct.Struct("<9sQBQQ")
-DTYPES: dict[int, np.dtype[Any]] = {
-    code: np.dtype(name)
-    for code, name in enumerate(("u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"), 1)
-}
+__all__ = [
+    "DTYPES",
+    "HEADER",
+    "MAGIC",
+    "REBUILD",
+    "IndexedDataset",
+    "IndexedWriter",
+    "bin_path",
+    "idx_path",
+    "token_dtype",
+]
+
 CHUNK = 1 << 22  # elements looked at at a time: constant memory
-REBUILD = "write it again with `mlm data build`"
-
-
-def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Format of one token on disk: u16 for a vocabulary below 65,500, else i32 (Megatron's rule)."""
-    return DTYPES[8] if vocab_size < 65_500 else DTYPES[4]
-
-
-def bin_path(prefix: Path) -> Path:
-    """Where the tokens of a corpus lie."""
-    return prefix.with_name(f"{prefix.name}.bin")
-
-
-def idx_path(prefix: Path) -> Path:
-    """Where the index of a corpus lies."""
-    return prefix.with_name(f"{prefix.name}.idx")
+BUFFER = 1 << 18  # bytes a writer holds back: fewer calls of the kernel than documents
 
 
 class IndexedDataset:
@@ -58,11 +54,13 @@ class IndexedDataset:
         document_indices  i64 [num_documents + 1]   first sequence of each document, then num_sequences
         tokens            [num_tokens]              the whole .bin
 
+    An empty corpus is a mistake unless `allow_empty` says that it may be: shards of a build may.
+
     Raises UserError when a file is missing or the corpus is empty, CorruptFileError when the two files are
     not what they say.
     """
 
-    def __init__(self, prefix: str | Path) -> None:
+    def __init__(self, prefix: str | Path, *, allow_empty: bool = False) -> None:
         self.prefix = Path(prefix)
         self.bin_path, self.idx_path = bin_path(self.prefix), idx_path(self.prefix)
         for path in (self.idx_path, self.bin_path):
@@ -71,19 +69,26 @@ class IndexedDataset:
                     f"no file {path}: a corpus is a pair .idx and .bin; set data.path to a folder written by "
                     f"`mlm data build`, or data.train to the prefix without .bin"
                 )
-        self.dtype, sequences, boundaries = read_header(self.idx_path)
-        index = np.memmap(self.idx_path, mode="r", dtype=np.uint8)[HEADER.size :].view(np.ndarray)
-        pointers_at, documents_at = 4 * sequences, 12 * sequences
-        self.lengths: NDArray[np.int32] = index[:pointers_at].view("<i4")
-        self.pointers: NDArray[np.int64] = index[pointers_at:documents_at].view("<i8")
-        self.document_indices: NDArray[np.int64] = index[documents_at:].view("<i8")
-        self.num_sequences, self.num_documents = sequences, boundaries - 1
-        self._check_index()
-        self.num_tokens = int(self.lengths.sum(dtype=np.int64))
-        if self.num_tokens == 0:
+        self.index = index = Index(self.idx_path)
+        self.dtype, self.num_tokens = index.dtype, index.num_tokens
+        self.lengths, self.pointers, self.document_indices = (
+            index.lengths,
+            index.pointers,
+            index.document_indices,
+        )
+        self.num_sequences, self.num_documents = index.num_sequences, index.num_documents
+        if self.num_sequences == 0 and not allow_empty:
+            raise UserError(f"{self.idx_path} holds no documents: the corpus is empty; {REBUILD}")
+        if (fault := index.fault()) is not None:
+            raise CorruptFileError(f"{self.idx_path}: {fault}: the index is damaged; {REBUILD}")
+        if self.num_tokens == 0 and not allow_empty:
             raise UserError(f"{self.idx_path} holds no tokens: the corpus is empty; {REBUILD}")
         self._check_bin()
-        self.tokens: NDArray[Any] = np.memmap(self.bin_path, mode="r", dtype=self.dtype).view(np.ndarray)
+        self.tokens: NDArray[Any] = (
+            np.memmap(self.bin_path, mode="r", dtype=self.dtype).view(np.ndarray)
+            if self.num_tokens
+            else np.empty(0, self.dtype)  # an empty file cannot be mapped
+        )
 
     def __len__(self) -> int:
         return self.num_sequences
@@ -93,6 +98,13 @@ class IndexedDataset:
         start = int(self.pointers[i]) // self.dtype.itemsize
         return self.tokens[start : start + int(self.lengths[i])]
 
+    def document(self, i: int) -> NDArray[Any]:
+        """Tokens of all sequences of document `i`, a view into the map. Raises IndexError."""
+        if not 0 <= i < self.num_documents:
+            raise IndexError(i)
+        start, end = self.index.document_starts(i, i + 1)
+        return self.tokens[start:end]
+
     @cached_property
     def digest(self) -> str:
         """Digest of the index: the sample order is a function of the lengths it holds."""
@@ -101,8 +113,7 @@ class IndexedDataset:
     @cached_property
     def document_starts(self) -> NDArray[np.int64]:
         """First token of each document, then num_tokens: i64 [num_documents + 1]."""
-        sequence_starts = np.append(self.pointers // self.dtype.itemsize, self.num_tokens)
-        return sequence_starts[self.document_indices]
+        return self.index.document_starts(0, self.num_documents)
 
     def max_token(self) -> int:
         """Largest token id. Reads the whole .bin in constant memory.
@@ -117,26 +128,6 @@ class IndexedDataset:
             largest = max(largest, int(chunk.max()))
         return largest
 
-    def _check_index(self) -> None:
-        """Pointers must follow from lengths, document boundaries must rise from 0 to num_sequences."""
-        expected = 0
-        for start in range(0, self.num_sequences, CHUNK):
-            lengths = self.lengths[start : start + CHUNK].astype(np.int64)
-            ends = expected + np.cumsum(lengths) * self.dtype.itemsize
-            pointers = ends - lengths * self.dtype.itemsize
-            if lengths.min() < 0 or not np.array_equal(pointers, self.pointers[start : start + CHUNK]):
-                raise CorruptFileError(
-                    f"{self.idx_path}: pointers do not follow from lengths near sequence {start}: the index "
-                    f"is damaged; {REBUILD}"
-                )
-            expected = int(ends[-1])
-        documents = self.document_indices
-        if documents[0] != 0 or documents[-1] != self.num_sequences or (np.diff(documents) < 0).any():
-            raise CorruptFileError(
-                f"{self.idx_path}: document boundaries do not rise from 0 to {self.num_sequences}: the index "
-                f"is damaged; {REBUILD}"
-            )
-
     def _check_bin(self) -> None:
         expected, found = self.num_tokens * self.dtype.itemsize, self.bin_path.stat().st_size
         if expected != found:
@@ -147,84 +138,98 @@ class IndexedDataset:
             )
 
 
-def read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
-    """(token dtype, sequences, documents + 1) of an .idx whose size is what its header says.
-
-    Raises CorruptFileError, or UserError for an index of no sequences.
-    """
-    found = path.stat().st_size
-    with open(path, "rb") as f:
-        head = f.read(HEADER.size)
-    if not head.startswith(MAGIC):
-        raise CorruptFileError(f"{path} is not an indexed corpus: it does not begin with MMIDIDX; {REBUILD}")
-    if len(head) < HEADER.size:
-        raise CorruptFileError(
-            f"{path} is truncated: expected {HEADER.size} bytes of header, found {found}; {REBUILD}"
-        )
-    _, version, code, sequences, boundaries = HEADER.unpack(head)
-    if version != VERSION:
-        raise CorruptFileError(f"{path} has version {version}, not {VERSION}: {REBUILD}")
-    if code not in DTYPES or DTYPES[code].kind == "f":
-        name = DTYPES[code].name if code in DTYPES else "unknown"
-        raise CorruptFileError(f"{path} has dtype code {code} ({name}), which holds no tokens: {REBUILD}")
-    expected = HEADER.size + 12 * sequences + 8 * boundaries
-    if expected != found or boundaries < 1:
-        state = "truncated" if found < expected else "not of the size its header says"
-        raise CorruptFileError(f"{path} is {state}: expected {expected} bytes, found {found}; {REBUILD}")
-    if sequences == 0:
-        raise UserError(f"{path} holds no documents: the corpus is empty; {REBUILD}")
-    return DTYPES[code], sequences, boundaries
-
-
 class IndexedWriter:
     """Writes a corpus document by document; both files appear when the `with` block ends well, or neither.
 
-    Each document is one sequence, as Megatron's GPT preprocessing writes it. Raises OSError.
+    Memory stays constant: what becomes the index lies in files beside the corpus until then. Raises OSError.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype[Any]) -> None:
         assert dtype in DTYPES.values(), f"{dtype} has no code"
         assert dtype.kind != "f", f"{dtype} holds no tokens"
         self.prefix, self.dtype = Path(prefix), dtype
-        self.num_tokens = 0
-        self._lengths = array("i")
+        self.num_documents = self.num_sequences = self.num_tokens = 0
         self._limits = np.iinfo(dtype)
-
-    @property
-    def num_documents(self) -> int:
-        """Documents added so far."""
-        return len(self._lengths)
+        self._open = ExitStack()
 
     def __enter__(self) -> "IndexedWriter":
-        self._bin = open(self._partial(".bin"), "wb")  # closed in __exit__
+        with ExitStack() as opening:
+            opening.callback(self._remove_partials)
+            self._bin, self._lengths, self._documents = (
+                opening.enter_context(open(self._partial(suffix), "w+b", buffering=BUFFER))
+                for suffix in (".bin", ".lengths", ".documents")
+            )
+            self._documents.write(POSITION.pack(0))
+            self._open = opening.pop_all()
         return self
 
-    def add_document(self, tokens: Sequence[int] | NDArray[Any]) -> None:
-        """Append one document. Raises ValueError when a token id does not fit the dtype."""
-        ids = np.asarray(tokens, dtype=None if len(tokens) else self.dtype)
-        if len(ids) and (ids.min() < self._limits.min or ids.max() > self._limits.max):
-            raise ValueError(f"token ids {ids.min()} to {ids.max()} do not fit {self.dtype.name}")
-        self._bin.write(ids.astype(self.dtype).tobytes())
-        self._lengths.append(len(ids))
-        self.num_tokens += len(ids)
+    def add_document(
+        self, tokens: Sequence[int] | NDArray[Any], lengths: Sequence[int] | NDArray[Any] | None = None
+    ) -> None:
+        """Append one document: one sequence, or as many as `lengths` (tokens of each) divide it into.
+
+        Raises ValueError when a token id does not fit the dtype.
+        """
+        content = np.asarray(self._content(tokens))
+        if len(content) > LONGEST:
+            raise ValueError(f"a document of {len(content)} tokens: {LONGEST} is the limit of the format")
+        if lengths is None:
+            self._lengths.write(LENGTH.pack(len(content)))
+            self.num_sequences += 1
+        else:
+            each = np.asarray(lengths, dtype=np.int64)
+            assert each.sum() == len(content), f"lengths sum to {each.sum()}, not to {len(content)}"
+            assert not (each < 0).any(), "a sequence cannot have less than no tokens"
+            self._lengths.write(each.astype("<i4").tobytes())
+            self.num_sequences += len(each)
+        self._bin.write(content.data)
+        self._documents.write(POSITION.pack(self.num_sequences))
+        self.num_documents += 1
+        self.num_tokens += len(content)
+
+    def append(self, other: IndexedDataset) -> None:
+        """Append all documents of another corpus of the same dtype, which may be empty.
+
+        The kernel copies the tokens, where it can without moving them. Raises CorruptFileError.
+        """
+        assert other.dtype == self.dtype, f"{other.dtype} tokens do not go into a file of {self.dtype}"
+        copy_bytes(other.bin_path, self._bin, other.num_tokens * self.dtype.itemsize)
+        for start in range(0, other.num_sequences, CHUNK):
+            self._lengths.write(other.lengths[start : start + CHUNK].tobytes())
+        for start in range(1, other.num_documents + 1, CHUNK):
+            boundaries = other.document_indices[start : start + CHUNK] + self.num_sequences
+            self._documents.write(boundaries.astype("<i8").tobytes())
+        self.num_documents += other.num_documents
+        self.num_sequences += other.num_sequences
+        self.num_tokens += other.num_tokens
+
+    def _content(self, tokens: Sequence[int] | NDArray[Any]) -> "NDArray[Any] | array[int]":
+        """The tokens in the dtype of the file."""
+        if isinstance(tokens, (bytes, bytearray, memoryview)):
+            tokens = np.frombuffer(tokens, dtype=np.uint8)
+        if not isinstance(tokens, np.ndarray):
+            try:
+                return array(self.dtype.char, tokens)  # checks as it goes, in less time than np.asarray takes
+            except OverflowError:
+                tokens = np.asarray(tokens)
+        if tokens.dtype != self.dtype and len(tokens):
+            lowest, highest = tokens.min(), tokens.max()
+            if lowest < self._limits.min or highest > self._limits.max:
+                raise ValueError(f"token ids {lowest} to {highest} do not fit {self.dtype.name}")
+        return np.ascontiguousarray(tokens, dtype=self.dtype)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
+        with self._open:
             if kind is None:
                 self._publish()
-            else:
-                self._bin.close()
-        finally:
-            for suffix in (".bin", ".idx"):
-                self._partial(suffix).unlink(missing_ok=True)
 
     def _publish(self) -> None:
-        sync(self._bin)
         with open(self._partial(".idx"), "wb") as f:
             self._write_index(f)
             sync(f)
+        sync(self._bin)
         # An .idx vouches for its .bin: the old one goes first and the new one comes last.
         idx_path(self.prefix).unlink(missing_ok=True)
         os.replace(self._partial(".bin"), bin_path(self.prefix))
@@ -232,20 +237,23 @@ class IndexedWriter:
         fsync_directory(self.prefix.parent)
 
     def _write_index(self, f: BinaryIO) -> None:
-        lengths = np.frombuffer(self._lengths, dtype=np.int32)
         code = next(code for code, dtype in DTYPES.items() if dtype == self.dtype)
-        pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * self.dtype.itemsize
-        f.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(lengths) + 1))
-        f.write(lengths.astype("<i4").tobytes())
-        f.write(pointers.astype("<i8").tobytes())
-        f.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
+        f.write(HEADER.pack(MAGIC, VERSION, code, self.num_sequences, self.num_documents + 1))
+        self._lengths.flush()
+        self._documents.flush()
+        copy_bytes(self._partial(".lengths"), f, LENGTH.size * self.num_sequences)
+        position = 0
+        self._lengths.seek(0)
+        while block := self._lengths.read(LENGTH.size * CHUNK):
+            sizes = np.frombuffer(block, dtype="<i4").astype(np.int64) * self.dtype.itemsize
+            ends = position + np.cumsum(sizes)
+            f.write((ends - sizes).astype("<i8").tobytes())
+            position = int(ends[-1])
+        copy_bytes(self._partial(".documents"), f, POSITION.size * (self.num_documents + 1))
 
     def _partial(self, suffix: str) -> Path:
         return self.prefix.with_name(f".{self.prefix.name}{suffix}.{os.getpid()}.partial")
 
-
-def sync(f: BinaryIO) -> None:
-    """Push a file's content to the disk, then close it."""
-    with f:
-        f.flush()
-        os.fsync(f.fileno())
+    def _remove_partials(self) -> None:
+        for suffix in (".bin", ".lengths", ".documents", ".idx"):
+            self._partial(suffix).unlink(missing_ok=True)

@@ -13,7 +13,7 @@ from mlm.files import digest_file, write_atomic
 
 RECEIPT = "corpus.json"
 MAX_RECEIPT_BYTES = 1 << 24  # 16 MiB: parsed JSON takes many times its size
-PACKAGES = ("mlm", "tokenizers", "numpy")
+PACKAGES = ("mlm", "tokenizers", "numpy", "ftfy", "rensa", "datatrove")
 
 Receipt = dict[str, Any]
 
@@ -47,11 +47,10 @@ def _is_receipt(value: Any) -> bool:
     return inside and all(isinstance(e, dict) and type(e.get("bytes", 0)) is int for e in entries)
 
 
-def write_receipt(folder: Path, made_of: Receipt, splits: Receipt, files: list[str]) -> Receipt:
+def write_receipt(folder: Path, facts: Receipt, files: list[str]) -> Receipt:
     """Write corpus.json: what the corpus was made of, its counts and its files' digests. Raises OSError."""
     receipt = {
-        **made_of,
-        "splits": splits,
+        **facts,
         "files": {name: file_entry(folder / name) for name in files},
         "versions": {"python": platform.python_version()} | {name: version_of(name) for name in PACKAGES},
     }

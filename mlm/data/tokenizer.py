@@ -1,9 +1,17 @@
-"""Byte-level BPE in the style of GPT-2, on the `tokenizers` library."""
+"""Text to token ids and back, on the `tokenizers` library: byte-level BPE as GPT-2's, WordPiece as BERT's.
 
-from collections.abc import Iterable, Sequence
+train_tokenizer.py learns them from text.
+"""
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
 from mlm.config.errors import CorruptFileError, UserError
@@ -11,41 +19,85 @@ from mlm.files import digest_bytes, write_atomic
 
 EOD = "<|endoftext|>"
 """End of document, GPT-2's only special token."""
-EOD_NAMES = (EOD, "<|end_of_text|>", "</s>")
-BYTES = 256
+UNK, CLS, SEP, PAD, MASK = "[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]"
+BERT_SPECIAL = (PAD, UNK, CLS, SEP, MASK)
+EOD_NAMES = (EOD, "<|end_of_text|>", "</s>", "[EOS]", SEP)
+"""First come, first taken. BERT's vocabulary has none but [SEP]; Megatron-LM adds an [EOS] to it."""
+BOS_NAMES = ("<|begin_of_text|>", "<s>", "[BOS]", EOD)
+"""GPT-2's beginning of a sequence is its end of a document, as in transformers."""
+CONTINUES = "##"
+"""What a WordPiece token begins with that does not begin a word."""
+LONGEST_WORD = 100
+"""Letters; BERT has no token for a longer word (its max_input_chars_per_word)."""
+FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
+"""What a folder with a tokenizer holds one of."""
+BYTE_LEVEL_SPACES = "ĠĊĉčċČ"
+"""Byte-level BPE's letters for space, \\n, \\t, \\r, \\v and \\f."""
 MAX_BYTES = 1 << 28  # 256 MiB of tokenizer.json: the largest vocabularies in use need 40
 
 
 class Tokenizer:
     """Text to token ids and back. Special tokens written out in a text are text: they encode as letters.
 
-    `vocab_size` is one more than the largest id. Raises UserError when no end-of-document token is known.
+    Attributes:
+        vocab_size                        one more than the largest id
+        eod_id                            end of document
+        bos_id                            beginning of a sequence, or None
+        cls_id, sep_id, mask_id, pad_id   BERT's special tokens, None where the vocabulary has none
+        digest                            of tokenizer.json
+
+    Raises UserError when no end-of-document token is known.
     """
 
     def __init__(self, content: str, source: str = "tokenizer") -> None:
         self._content = content
         self._backend = parse(content, source)
-        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        self._vocabulary = vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        known = [vocabulary[name] for name in EOD_NAMES if name in vocabulary]
-        if not known:
+        eod = first_of(EOD_NAMES, vocabulary)
+        if eod is None:
             raise UserError(
                 f"{source} has no end-of-document token: add one of {', '.join(EOD_NAMES)} to its vocabulary"
             )
-        self.eod_id = known[0]
+        self.eod_id = eod
+        self.bos_id = first_of(BOS_NAMES, vocabulary)
+        self.cls_id, self.sep_id = vocabulary.get(CLS), vocabulary.get(SEP)
+        self.mask_id, self.pad_id = vocabulary.get(MASK), vocabulary.get(PAD)
         self.digest = digest_bytes(content.encode())
-        """Digest of tokenizer.json."""
+
+    @cached_property
+    def is_word_start(self) -> NDArray[np.bool_]:
+        """Whether a token begins a word: bool [vocab_size].
+
+        WordPiece: it does not begin with ##. Byte-level BPE: it begins with white space. Special tokens do,
+        and so do all tokens of other kinds of models.
+        """
+        model = self._backend.model
+        starts = np.ones(self.vocab_size, dtype=bool)
+        if isinstance(model, models.WordPiece):
+            inside = [id for name, id in self._vocabulary.items() if name.startswith(CONTINUES)]
+        elif "ByteLevel" in str(self._backend.pre_tokenizer):
+            spaces = tuple(BYTE_LEVEL_SPACES)
+            inside = [id for name, id in self._vocabulary.items() if not name.startswith(spaces)]
+        else:
+            inside = []
+        starts[inside] = False
+        starts[list(self._backend.get_added_tokens_decoder())] = True
+        return starts
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """Read a tokenizer.json, a folder that holds one, or a folder with vocab.json and merges.txt.
+        """Read a tokenizer.json, GPT-2's vocab.json and merges.txt or BERT's vocab.txt, or a folder of them.
 
         Raises UserError when there is none, CorruptFileError when it cannot be read.
         """
         file = Path(path)
-        if file.is_dir() and not (file / "tokenizer.json").is_file():
-            return cls(read_gpt2(file), str(file))
-        file = file / "tokenizer.json" if file.is_dir() else file
+        if file.is_dir():
+            file = next((file / name for name in FILES if (file / name).is_file()), file / "tokenizer.json")
+        if file.name in ("vocab.json", "merges.txt"):
+            return cls(read_gpt2(file.parent), str(file.parent))
+        if file.suffix == ".txt" and file.is_file():
+            return cls(read_bert(file), str(file))
         if not file.is_file():
             raise UserError(
                 f"no tokenizer at {file}: set tokenizer to a tokenizer.json; `mlm data tokenizer` trains one"
@@ -74,26 +126,6 @@ class Tokenizer:
         return str(self._backend.decode(list(ids), skip_special_tokens=False))
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Learn a byte-level BPE: 256 bytes, <|endoftext|>, and merges up to `vocab_size` tokens.
-
-    A small corpus may have fewer merges to offer. Raises UserError for a vocab_size below 257.
-    """
-    if vocab_size < BYTES + 1:
-        raise UserError(
-            f"vocab_size={vocab_size} is less than 256 bytes and {EOD}: set vocab_size to 257 or more"
-        )
-    backend = byte_level(models.BPE())
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[EOD],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(texts, trainer=trainer)
-    return Tokenizer(backend.to_str())
-
-
 def byte_level(model: models.Model) -> Backend:
     """GPT-2's pipeline around a BPE model: no normaliser, byte-level splitting, no added prefix space."""
     backend = Backend(model)
@@ -108,8 +140,8 @@ def read_gpt2(folder: Path) -> str:
     vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
     if not (vocabulary.is_file() and merges.is_file()):
         raise UserError(
-            f"no tokenizer in {folder}: set tokenizer to a folder with tokenizer.json, or with vocab.json "
-            f"and merges.txt"
+            f"no tokenizer in {folder}: set tokenizer to a folder with tokenizer.json, with vocab.json and "
+            f"merges.txt, or with vocab.txt"
         )
     for file in (vocabulary, merges):
         check_size(file)
@@ -122,6 +154,64 @@ def read_gpt2(folder: Path) -> str:
     return backend.to_str()
 
 
+def word_piece(model: models.WordPiece, *, lowercase: bool, strip_accents: bool | None = None) -> Backend:
+    """BERT's pipeline around a WordPiece model, its special tokens where the vocabulary has them.
+
+    `strip_accents` None means as `lowercase`.
+    """
+    backend = Backend(model)
+    backend.normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece(prefix=CONTINUES)
+    present = [name for name in BERT_SPECIAL if backend.token_to_id(name) is not None]
+    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in present])
+    sep_id, cls_id = backend.token_to_id(SEP), backend.token_to_id(CLS)
+    if sep_id is not None and cls_id is not None:
+        backend.post_processor = processors.BertProcessing((SEP, sep_id), (CLS, cls_id))
+    return backend
+
+
+def read_bert(file: Path) -> str:
+    """A tokenizer.json made of BERT's vocab.txt: one token a line, its id the line's number.
+
+    A tokenizer_config.json beside it says whether case is lowered; without one, a vocabulary without
+    upper-case letters means that it is. Raises UserError, CorruptFileError.
+    """
+    check_size(file)
+    try:
+        names = file.read_text(encoding="utf-8").split("\n")
+        model = models.WordPiece.from_file(str(file), unk_token=UNK, max_input_chars_per_word=LONGEST_WORD)
+    except BaseException as error:
+        raise damaged(str(file), error) from error
+    if model.token_to_id(UNK) is None or model.token_to_id(SEP) is None:
+        raise UserError(f"{file} is no vocabulary of BERT's: it has no lines {UNK} and {SEP}; name another")
+    config = read_config(file.with_name("tokenizer_config.json"))
+    cased = any(name != name.lower() for name in names if not name.startswith("["))
+    lowercase, strip = config.get("do_lower_case"), config.get("strip_accents")
+    return word_piece(
+        model,
+        lowercase=lowercase if isinstance(lowercase, bool) else not cased,
+        strip_accents=strip if isinstance(strip, bool) else None,
+    ).to_str()
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """The settings in a tokenizer_config.json; none when there is no such file. Raises CorruptFileError."""
+    if not file.is_file():
+        return {}
+    check_size(file)
+    try:
+        config = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CorruptFileError(f"{file} is not JSON: replace or delete it") from error
+    return config if isinstance(config, dict) else {}
+
+
+def first_of(names: Sequence[str], vocabulary: dict[str, int]) -> int | None:
+    """The id of the first of these tokens that there is."""
+    return next((vocabulary[name] for name in names if name in vocabulary), None)
+
+
 def parse(content: str, source: str) -> Backend:
     """The library's tokenizer, set to leave lengths and special tokens alone. Raises CorruptFileError."""
     try:
@@ -131,6 +221,8 @@ def parse(content: str, source: str) -> Backend:
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True
+    if getattr(backend.model, "dropout", None):
+        backend.model.dropout = None  # a text has the same tokens each time
     return backend
 
 

@@ -4,6 +4,7 @@ Shapes: S sequence, B micro-batch, H hidden, N heads, D head_dim, t = tensor-par
 """
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mlm.config.schema import ModelConfig
+from mlm.models.documents import Spans
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mlm.parallel.mesh import Axis
 from mlm.parallel.random import DropoutStream, dropout
@@ -42,52 +44,61 @@ class SelfAttention(nn.Module):
         self.qkv = ColumnParallelLinear(h, 3 * h, tp=tp, sequence_parallel=sequence_parallel, init_std=std)
         self.out = RowParallelLinear(h, h, tp=tp, sequence_parallel=sequence_parallel, init_std=out_std)
 
-    def forward(self, x: Tensor, stream: DropoutStream | None) -> Tensor:
+    def forward(self, x: Tensor, stream: DropoutStream | None, spans: Spans | None = None) -> Tensor:
         """[S, B, H] -> [S, B, H], or [S/t, B, H] with sequence parallelism; `stream` is None where there is
-        no dropout (evaluation)."""
-        qkv = self.qkv(x)  # [S, B, 3H/t]
+        no dropout (evaluation). With `spans` each document attends to itself alone."""
+        qkv = self.qkv(x)  # [S, B, 3H/t]: all of S, also with sequence parallelism
         if stream is None or self.dropout == 0:
-            return self.out(fused_attention(qkv, self.head_dim, 0.0))
+            return self.out(self._fused(qkv, 0.0, spans))
         parts = zip(stream.split_parts, qkv.chunk(len(stream.split_parts), dim=-1), strict=True)
-        results = [self._with_dropout(part, stream, rank) for rank, part in parts]
+        results = [self._with_dropout(part, stream, rank, spans) for rank, part in parts]
         return self.out(results[0] if len(results) == 1 else torch.cat(results, dim=-1))
 
-    def _with_dropout(self, qkv: Tensor, stream: DropoutStream, rank: int) -> Tensor:
+    def _fused(self, qkv: Tensor, p: float, spans: Spans | None) -> Tensor:
+        if spans is None:
+            return fused_attention(qkv, self.head_dim, p)
+        if spans.bias is not None:
+            return fused_attention(qkv, self.head_dim, p, spans.bias)
+        return spans.each(partial(fused_attention, head_dim=self.head_dim, p=p), qkv)
+
+    def _with_dropout(self, qkv: Tensor, stream: DropoutStream, rank: int, spans: Spans | None) -> Tensor:
         """Attention with the dropout mask of one tp rank; on CPUs PyTorch has no fused kernel for it."""
         if qkv.device.type != "cpu":
             stream.enter(self.layer, "attention", rank)
-            return fused_attention(qkv.contiguous(), self.head_dim, self.dropout)
-        s, b, _ = qkv.shape
-        heads = qkv.reshape(s, -1, 3, self.head_dim)  # [S, B * N/t, 3, D]
-        q, k, v = heads.permute(2, 1, 0, 3).unbind(0)  # each [B * N/t, S, D], views
+            return self._fused(qkv.contiguous(), self.dropout, spans)
 
-        def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def core(qkv: Tensor) -> Tensor:
             stream.enter(self.layer, "attention", rank)
-            return unfused_attention(q, k, v, self.dropout)
+            if spans is None:
+                return unfused_attention(qkv, self.head_dim, self.dropout)
+            # one document after the other, so their masks too are functions of the micro-batch alone
+            return spans.each(partial(unfused_attention, head_dim=self.head_dim, p=self.dropout), qkv)
 
         if self.recompute and torch.is_grad_enabled():
             # only here is anything of size S * S kept: fused kernels recompute it by themselves
-            y = checkpoint(core, q, k, v, use_reentrant=False, preserve_rng_state=False)
-        else:
-            y = core(q, k, v)
-        return y.transpose(0, 1).reshape(s, b, -1)
+            y: Tensor = checkpoint(core, qkv, use_reentrant=False, preserve_rng_state=False)
+            return y
+        return core(qkv)
 
 
-def fused_attention(qkv: Tensor, head_dim: int, p: float) -> Tensor:
-    """Attention by PyTorch's best kernel: [S, B, 3H/t] -> [S, B, H/t]."""
+def fused_attention(qkv: Tensor, head_dim: int, p: float, bias: Tensor | None = None) -> Tensor:
+    """Attention by PyTorch's best kernel: [S, B, 3H/t] -> [S, B, H/t]. Causal, or by `bias` [B, 1, S, S]."""
     s, b, _ = qkv.shape
     q, k, v = qkv.view(s, b, -1, 3, head_dim).permute(3, 1, 2, 0, 4).unbind(0)  # each [B, N/t, S, D]
-    y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)  # [B, N/t, S, D]
-    return y.permute(2, 0, 1, 3).reshape(s, b, -1)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=p, is_causal=bias is None)
+    return y.permute(2, 0, 1, 3).reshape(s, b, -1)  # from [B, N/t, S, D]
 
 
-def unfused_attention(q: Tensor, k: Tensor, v: Tensor, p: float) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v with dropout on the probabilities: [heads, S, D] each -> [heads, S, D].
+def unfused_attention(qkv: Tensor, head_dim: int, p: float) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v with dropout on the probabilities: [S, B, 3H/t] -> [S, B, H/t].
 
     Keeps five bytes per score in half precision for backward: probabilities, mask, and their product
     (arXiv:2205.05198, section 4.1).
     """
-    s = q.shape[1]
+    s, b, _ = qkv.shape
+    heads = qkv.reshape(s, -1, 3, head_dim)  # [S, B * N/t, 3, D]
+    q, k, v = heads.permute(2, 1, 0, 3).unbind(0)  # each [B * N/t, S, D], views
     causal = torch.full((s, s), -math.inf, dtype=q.dtype, device=q.device).triu_(1)
-    scores = torch.baddbmm(causal, q, k.transpose(1, 2), alpha=1 / math.sqrt(q.shape[-1]))  # [heads, S, S]
-    return torch.bmm(dropout(torch.softmax(scores, -1), p), v)
+    scores = torch.baddbmm(causal, q, k.transpose(1, 2), alpha=1 / math.sqrt(head_dim))  # [B * N/t, S, S]
+    y = torch.bmm(dropout(torch.softmax(scores, -1), p), v)  # [B * N/t, S, D]
+    return y.transpose(0, 1).reshape(s, b, -1)

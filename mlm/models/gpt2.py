@@ -5,10 +5,12 @@ stages the hidden states are [S, B, H], with sequence parallelism [S/t, B, H].
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mlm.config.schema import ModelConfig
+from mlm.models.documents import Documents
 from mlm.models.stage import Stage, split_layers
 from mlm.models.transformer import LayerNorm, TransformerLayer
 from mlm.parallel.collectives import copy_to_tp, gather_rows, gather_sequence
@@ -26,8 +28,10 @@ class PositionEmbedding(nn.Module):
         self.init_std = init_std
         self.weight = nn.Parameter(torch.empty(max_positions, hidden_size))
 
-    def forward(self, positions: range) -> Tensor:
-        """[len(positions), 1, H]."""
+    def forward(self, positions: range | Tensor) -> Tensor:
+        """[len(positions), 1, H]; of positions int64 [S, B] that are each sample's own, [S, B, H]."""
+        if isinstance(positions, Tensor):
+            return F.embedding(positions, self.weight)
         return self.weight[positions.start : positions.stop].unsqueeze(1)
 
 
@@ -85,25 +89,35 @@ class GPT2(nn.Module):
         batch, length = tokens.shape
         return length // (self.tp.size if self.sequence_parallel else 1), batch, self.config.hidden_size
 
-    def embed(self, tokens: Tensor, stream: DropoutStream | None) -> Tensor:
+    def embed(
+        self, tokens: Tensor, stream: DropoutStream | None, documents: Documents | None = None
+    ) -> Tensor:
         """Tokens [B, S] -> hidden states before the first layer."""
         rows = self.boundary_shape(tokens)[0]
         first = self.tp.rank * rows if self.sequence_parallel else 0
-        x = (self.token(tokens.t()) + self.position(range(first, first + rows))).to(self.dtype)
+        positions: range | Tensor = range(first, first + rows)
+        if documents is not None and documents.positions is not None:
+            positions = documents.positions.t()[first : first + rows]
+        x = (self.token(tokens.t()) + self.position(positions)).to(self.dtype)
         return x if stream is None else stream.hidden(x, self.config.hidden_dropout, -1, "embedding")
 
     def hidden_states(
-        self, tokens: Tensor, stream: DropoutStream | None = None, x: Tensor | None = None
+        self,
+        tokens: Tensor,
+        stream: DropoutStream | None = None,
+        x: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """Hidden states behind this stage's layers, normed in the last: tokens [B, S] for the first stage,
         the hidden states `x` of the stage before for the others."""
-        x = self.embed(tokens, stream) if x is None else x
+        x = self.embed(tokens, stream, documents) if x is None else x
+        spans = None if documents is None else documents.spans
         for layer in self.layers.values():
             if self.recompute == "full" and torch.is_grad_enabled():
                 # masks are functions of the stream and the layer: no generator state to stash and restore
-                x = checkpoint(layer, x, stream, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(layer, x, stream, spans, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = layer(x, stream)
+                x = layer(x, stream, spans)
         return self.final_norm(x) if self.stage.is_last else x
 
     def forward(
@@ -113,6 +127,7 @@ class GPT2(nn.Module):
         scale: Tensor,
         stream: DropoutStream | None = None,
         x: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """Last stage: scale * sum of a micro-batch's token losses, 0-d. Others: hidden states for the next.
 
@@ -120,17 +135,24 @@ class GPT2(nn.Module):
             tokens, labels: [B, S] int64; labels of -100 are not scored.
             scale: 0-d float tensor.
             x: hidden states of the stage before; None in the first stage.
+            documents: those in the samples, where something begins anew with each; None where nothing does.
         """
-        h = self.hidden_states(tokens, stream, x)
+        h = self.hidden_states(tokens, stream, x, documents)
         if not self.stage.is_last:
             return h
         h = gather_sequence(h, self.tp) if self.sequence_parallel else copy_to_tp(h, self.tp)
         return linear_cross_entropy(h.flatten(0, 1), labels.t().flatten(), self.token, scale)
 
     @torch.no_grad()
-    def losses(self, tokens: Tensor, labels: Tensor, x: Tensor | None = None) -> Tensor:
+    def losses(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        x: Tensor | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
         """Last stage: each token's loss without dropout or gradients, [B, S]. Others: hidden states."""
-        h = self.hidden_states(tokens, None, x)
+        h = self.hidden_states(tokens, None, x, documents)
         if not self.stage.is_last:
             return h
         h = gather_rows(h, self.tp) if self.sequence_parallel else h

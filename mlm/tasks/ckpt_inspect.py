@@ -139,6 +139,7 @@ def facts_of(result: dict[str, Any]) -> dict[str, str]:
         "seen": seen(result),
         "model": model_line(result["model"]),
         "trained at": layout_line(result["layout"]),
+        "data": data_line(dig(result, "state", "data", "segments")),
         "made from": source_line(dig(result, "state", "source")),
         "resharded to": layout_line(result["resharded_to"]),
         "files": f"{files:,}, {size(result['bytes'])}",
@@ -171,6 +172,15 @@ def model_line(model: dict[str, Any]) -> str:
     if model["parameters"] is not None:
         said.append(f"parameters {model['parameters']:,}")
     return ", ".join(said)
+
+
+def data_line(said: JSON) -> str:
+    """Name and share of each corpus of the newest blend: `wiki 30.00%, web 70.00% since sample 4,096`."""
+    newest = said[-1] if isinstance(said, list) and said else None
+    sources, begin = dig(newest, "sources"), dig(newest, "from_sample")
+    shares = [(dig(s, "name"), dig(s, "weight")) for s in (sources if isinstance(sources, list) else [])]
+    line = ", ".join(f"{name} {share:.2%}" for name, share in shares if isinstance(share, float))
+    return f"{line} since sample {begin:,}" if line and isinstance(begin, int) and begin else line
 
 
 def source_line(said: JSON) -> str:

@@ -1,66 +1,18 @@
-"""What the `mlm ckpt` commands share: tables, words for sizes, and the result for machines."""
+"""What the `mlm ckpt` commands share: the result for machines."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 import mlm
 from mlm.config.errors import UserError
 from mlm.files import write_atomic
+from mlm.terminal import add_row, console, plain, size, table
 from mlm.train.history import finite
 
-LONGEST = 300  # characters of a name or value that a checkpoint says and a table shows
-
-
-def console() -> Console:
-    """Where tables go: nothing a checkpoint says is taken for markup."""
-    return Console(highlight=False, markup=False, soft_wrap=True)
-
-
-def plain(value: object) -> str:
-    """What a checkpoint says, as one line that cannot steer a terminal."""
-    text = str(value)
-    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:LONGEST]) + (
-        "…" if text[LONGEST:] else ""
-    )
-    return text.encode(errors="backslashreplace").decode()  # half a surrogate pair
-
-
-def table(title: str, *columns: str) -> Table:
-    """A table of names and numbers, none cut short. A column that ends in "#" holds numbers."""
-    made = Table(
-        title=Text(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False, show_header=any(columns)
-    )
-    for name in columns:
-        numbers = name.endswith("#")
-        made.add_column(
-            name.removesuffix("#"),
-            justify="right" if numbers else "left",
-            overflow="fold",
-            no_wrap=numbers,
-        )
-    return made
-
-
-def add_row(made: Table, *cells: object) -> None:
-    """A row of `plain` cells."""
-    made.add_row(*(Text(plain(cell)) for cell in cells))
-
-
-def size(count: int) -> str:
-    """Bytes in the largest decimal unit: 1.2 MB."""
-    number = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1000
-    return f"{number:,.1f} TB"
+__all__ = ["add_row", "console", "plain", "size", "table", "versions", "write_result"]
 
 
 def versions() -> dict[str, str]:

@@ -19,19 +19,29 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import mlm
+from mlm.checkpoint.format import RESTORE
 from mlm.checkpoint.save_load import read_manifest, resolve
-from mlm.config.errors import UserError
+from mlm.config.errors import CorruptFileError, UserError
 from mlm.config.schema import PretrainConfig
 from mlm.config.task_schema import EvalLossConfig
+from mlm.data.blend_history import trained_on
 from mlm.data.gpt import EvalWindows
 from mlm.data.indexed import IndexedDataset
-from mlm.data.receipt import check_corpus, read_receipt
+from mlm.data.receipt import RECEIPT, check_corpus, read_receipt
 from mlm.data.sampler import Batch, eval_batches
 from mlm.files import digest_file, write_atomic
 from mlm.parallel.mesh import ParallelContext
-from mlm.tasks.trained import checkpoint_faults, load_tokenizer, load_trained, run_directory, trained_config
-from mlm.train.corpora import validation_prefix
+from mlm.tasks.trained import (
+    Trained,
+    checkpoint_faults,
+    load_tokenizer,
+    load_trained,
+    run_directory,
+    trained_config,
+)
+from mlm.train.corpora import validation_prefixes
 from mlm.train.pipelined import evaluate
+from mlm.train.state import saved_history
 
 
 def preflight(config: EvalLossConfig) -> list[str]:
@@ -46,7 +56,7 @@ def preflight(config: EvalLossConfig) -> list[str]:
         seq_length = window_length(config, trained)
     except UserError as error:
         return [str(error)]
-    folder = result_path(config, path, prefix).parent
+    folder = result_path(config, trained, path, prefix).parent
     return [
         *(
             []
@@ -62,15 +72,19 @@ def corpus_prefix(config: EvalLossConfig, trained: PretrainConfig) -> Path:
     """The corpus to score."""
     if config.path is not None:
         return Path(config.path)
-    prefix = validation_prefix(trained.data)
-    if prefix is None:
+    prefixes = validation_prefixes(trained.data)
+    if not prefixes:
         raise UserError("path=null and the run had no validation set: give path=… (prefix of a .bin/.idx)")
-    return prefix
+    if len(prefixes) > 1:
+        choice = " or ".join(f"path={prefix}" for prefix in prefixes.values())
+        raise UserError(f"path=null and the run mixed several corpora: give {choice}")
+    return next(iter(prefixes.values()))
 
 
-def result_path(config: EvalLossConfig, checkpoint: Path, prefix: Path) -> Path:
-    """Where the JSON receipt goes."""
-    return Path(config.out) if config.out else run_directory(checkpoint) / f"eval-loss-{prefix.name}.json"
+def result_path(config: EvalLossConfig, trained: PretrainConfig, checkpoint: Path, prefix: Path) -> Path:
+    """Where the JSON receipt goes. The corpora of a blend have validation sets of one name."""
+    name = f"{prefix.parent.name}-{prefix.name}" if trained.data.blend else prefix.name
+    return Path(config.out) if config.out else run_directory(checkpoint) / f"eval-loss-{name}.json"
 
 
 def window_length(config: EvalLossConfig, trained: PretrainConfig) -> int:
@@ -88,13 +102,14 @@ def run(config: EvalLossConfig, ctx: ParallelContext) -> None:
     """Score the corpus; rank 0 prints a table and writes a JSON receipt."""
     trained = load_trained(config.ckpt, config.parallel, config.precision, ctx)
     prefix, seq_length = corpus_prefix(config, trained.config), window_length(config, trained.config)
-    indexed = IndexedDataset(prefix)
+    indexed, learnt_from = IndexedDataset(prefix), training_corpora(trained)
     windows = EvalWindows(indexed, seq_length=seq_length)
     batches = eval_batches(windows, micro_batch_size=config.batch_size, rank=ctx.dp.rank, size=ctx.dp.size)
     rounds = -(-len(windows) // (config.batch_size * ctx.dp.size))
     loss, tokens = evaluate(trained.model, progress(batches, rounds, ctx.is_main))
     if not ctx.is_main:
         return
+    receipt = prefix.with_name(RECEIPT)
     result: dict[str, Any] = {
         "task": "loss",
         "protocol": "consecutive windows, every token but the first scored once",
@@ -104,16 +119,34 @@ def run(config: EvalLossConfig, ctx: ParallelContext) -> None:
         "tokens": tokens,
         "seq_length": seq_length,
         "corpus": str(prefix),
-        "corpus_digest": digest_file(Path(f"{prefix}.bin")),
+        "corpus_digest": digest_file(indexed.bin_path),
+        "corpus_index_digest": indexed.digest,
+        "corpus_receipt_digest": digest_file(receipt) if receipt.is_file() else None,
         "checkpoint": str(trained.path),
         "checkpoint_digest": trained.manifest.digest,
+        "trained_on": learnt_from,
         "step": trained.manifest.step,
         "precision": config.precision.dtype,
         "versions": {"mlm": mlm.__version__, "torch": torch.__version__},
     }
-    out = result_path(config, trained.path, prefix)
+    out = result_path(config, trained.config, trained.path, prefix)
     write_atomic(out, (json.dumps(result, indent=2) + "\n").encode())
     show(result, out)
+
+
+def training_corpora(trained: Trained) -> list[dict[str, Any]]:
+    """What the checkpoint says of the corpora it was trained on; older and imported ones say nothing.
+
+    Raises CorruptFileError.
+    """
+    if "data" not in trained.manifest.state:
+        return []
+    try:
+        return trained_on(saved_history(trained.manifest.state))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptFileError(
+            f"{trained.path}: what it was trained on cannot be read ({error!r}). {RESTORE}"
+        ) from error
 
 
 def bits_per_byte(

@@ -10,6 +10,7 @@ from mlm.config.layout_checks import SPLIT_RULES, Launch
 from mlm.config.nearest_layout import layout_faults
 from mlm.config.schema import ModelConfig, ParallelConfig, PrecisionConfig, PretrainConfig
 from mlm.data.tokenizer import Tokenizer
+from mlm.models.documents import Boundaries
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import parameter_shards
 from mlm.train.memory import reuse_large_blocks
@@ -31,7 +32,9 @@ class Trained:
 def trained_config(manifest: Manifest, path: Path) -> PretrainConfig:
     """The run spec saved in a checkpoint. Raises CorruptFileError if it is none of this version."""
     try:
-        return from_dict(PretrainConfig, dict(manifest.state["config"]))
+        config = from_dict(PretrainConfig, dict(manifest.state["config"]))
+        Boundaries.of(config.data)  # the model will be asked to keep documents apart by it
+        return config
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptFileError(f"{path}: holds no configuration this version can read ({error})") from error
 
@@ -49,7 +52,7 @@ def load_trained(
     manifest = read_manifest(path)
     config = trained_config(manifest, path)
     layout = ParallelConfig(tp=parallel.tp, pp=parallel.pp, vp=parallel.vp)
-    model = PipelinedModel(config.model, layout, precision, ctx)
+    model = PipelinedModel(config.model, layout, precision, ctx, config.data)
     shards = [shard for chunk in model.chunks for shard in parameter_shards(chunk, ctx.tp)]
     load_weights(tuple(shards), path, ctx)
     return Trained(model, config, manifest, path)

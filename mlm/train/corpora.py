@@ -1,84 +1,239 @@
-"""The datasets a run spec names."""
+"""The corpora a run spec names: one, or several that are blended."""
 
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from mlm.config.blend import entry, names, shares
 from mlm.config.schema import DataConfig, PretrainConfig
+from mlm.data.blend import BlendedDataset
+from mlm.data.blend_history import History, Segment, Source, go_on, known_digest, needed
 from mlm.data.gpt import EvalWindows, GPTDataset
-from mlm.data.indexed import IndexedDataset
-from mlm.data.receipt import check_corpus
+from mlm.data.indexed import IndexedDataset, bin_path, idx_path
+from mlm.data.receipt import RECEIPT, check_corpus, read_receipt
 from mlm.data.sampler import Dataset
 from mlm.data.synthetic import SyntheticDataset
-from mlm.parallel.collectives import barrier
-from mlm.parallel.mesh import ParallelContext
+from mlm.files import digest_bytes, digest_file
+from mlm.train.documents import document_faults
 
 SYNTHETIC_VALIDATION_SAMPLES = 256
 
 
+@dataclass(frozen=True)
+class Corpus:
+    """A corpus to train on."""
+
+    name: str
+    """What logs call it."""
+    train: Path
+    """Prefix of its training .bin/.idx."""
+    validation: Path | None
+    """Prefix of its validation set, None where there is none."""
+    weight: float | None
+    """As it was given; None means by its tokens."""
+    tokenizer: Path | None
+    """Its tokenizer.json, None where there is none."""
+
+
+@dataclass(frozen=True)
+class ValidationSet:
+    """What a corpus is scored on while training."""
+
+    name: str
+    """Of the corpus; empty for the only one."""
+    windows: Dataset
+    weight: float
+    """Its part in the loss of the blend."""
+
+
 def train_prefix(data: DataConfig) -> Path:
-    """Prefix of the training .bin/.idx."""
+    """Prefix of the training .bin/.idx of a run on one corpus."""
     assert data.train is not None or data.path is not None, "checked with the configuration"
     return Path(data.train) if data.train is not None else Path(str(data.path), "train")
 
 
+def corpora(data: DataConfig) -> list[Corpus]:
+    """What data.blend names, in its order, or the one corpus there is; none for synthetic data."""
+    if data.kind == "synthetic":
+        return []
+    if not data.blend:
+        prefix = train_prefix(data)
+        return [Corpus(names([prefix])[0], prefix, validation_prefix(data), None, tokenizer_path(data))]
+    entries = [entry(text) for text in data.blend]
+    return [
+        Corpus(name, e.prefix, _beside(e.prefix, "validation"), e.weight, _tokenizer_of(e.prefix))
+        for name, e in zip(names([e.prefix for e in entries]), entries, strict=True)
+    ]
+
+
 def validation_prefix(data: DataConfig) -> Path | None:
-    """Prefix of the validation .bin/.idx, None where there is none."""
+    """Prefix of the validation .bin/.idx of a run on one corpus, or of the one it names; None without."""
     if data.validation is not None:
         return Path(data.validation)
-    prefix = Path(data.path, "validation") if data.path is not None else None
-    return prefix if prefix is not None and prefix.with_name("validation.idx").exists() else None
+    return _beside(Path(data.path, "train"), "validation") if data.path is not None else None
 
 
 def tokenizer_path(data: DataConfig) -> Path | None:
-    """tokenizer.json of the corpus, None where there is none."""
+    """tokenizer.json of the corpus, of a blend that of its first which has one; None where there is none."""
     if data.tokenizer is not None:
         return Path(data.tokenizer)
-    path = Path(data.path, "tokenizer.json") if data.path is not None else None
-    return path if path is not None and path.exists() else None
+    if data.blend and data.kind == "indexed":
+        return next((corpus.tokenizer for corpus in corpora(data) if corpus.tokenizer is not None), None)
+    return _tokenizer_of(Path(data.path, "train")) if data.path is not None else None
+
+
+def _beside(train: Path, part: str) -> Path | None:
+    """Another part of the folder that a training part lies in."""
+    prefix = train.with_name(part)
+    return prefix if train.name == "train" and idx_path(prefix).exists() else None
+
+
+def _tokenizer_of(train: Path) -> Path | None:
+    path = train.with_name("tokenizer.json")
+    return path if path.exists() else None
 
 
 def corpus_faults(config: PretrainConfig) -> list[str]:
     """What is wrong with the corpora of a run, a line each; read before any rank starts."""
-    if config.data.kind == "synthetic":
-        return []
+    faults, found = [], corpora(config.data)
     vocab_size, seq_length = config.model.vocab_size, config.data.seq_length
-    faults = check_corpus(
-        train_prefix(config.data),
-        vocab_size=vocab_size,
-        seq_length=seq_length,
-        min_samples=config.train.global_batch_size,
-    )
-    validation = validation_prefix(config.data)
-    if validation is not None and config.train.validate_every:
-        faults += check_corpus(validation, vocab_size=vocab_size, seq_length=1, min_samples=1)
+    for corpus in found:
+        faults += check_corpus(
+            corpus.train,
+            vocab_size=vocab_size,
+            seq_length=seq_length,
+            # a small corpus of a blend may go through several epochs in a step
+            min_samples=1 if config.data.blend else config.train.global_batch_size,
+        )
+    if config.train.validate_every:
+        for prefix in validation_prefixes(config.data).values():
+            faults += check_corpus(prefix, vocab_size=vocab_size, seq_length=1, min_samples=1)
+    return [*(faults or faults_between(found)), *document_faults(config)]
+
+
+def faults_between(found: Sequence[Corpus]) -> list[str]:
+    """Corpora that cannot be blended: copies of one, or made with different tokenizers."""
+    faults, seen = list[str](), dict[str, Corpus]()
+    sizes = [idx_path(corpus.train).stat().st_size for corpus in found]
+    for corpus, size in zip(found, sizes, strict=True):
+        if sizes.count(size) == 1:
+            continue  # copies have indices of one size; only those are read
+        source = source_of(corpus)
+        first = seen.setdefault(f"{source.digest} {source.tokens}", corpus)
+        if first is not corpus:
+            faults.append(
+                f"data.blend: {first.train} and {corpus.train} are copies of one corpus; name one of them, "
+                "with the sum of the weights"
+            )
+    made_with = [(corpus, digest) for corpus in found if (digest := source_facts(corpus)["tokenizer"])]
+    for corpus, digest in made_with[1:]:
+        first, known = made_with[0]
+        if digest != known:
+            faults.append(
+                f"data.blend: {corpus.train} was written with the tokenizer {digest}, {first.train} with "
+                f"{known}; build both with one tokenizer, or leave one out"
+            )
     return faults
 
 
-def train_dataset(config: PretrainConfig, ctx: ParallelContext, num_samples: int) -> Dataset:
-    """The first `num_samples` training samples of the run. Collective: rank 0 builds the index first."""
+def source_of(corpus: Corpus, weight: float = 1.0) -> Source:
+    """What a checkpoint says of a corpus. Reads its index whole."""
+    digest = digest_file(idx_path(corpus.train))
+    source = Source(name=corpus.name, path=str(corpus.train), digest=digest, weight=weight)
+    return replace(source, **source_facts(corpus))
+
+
+def source_facts(corpus: Corpus) -> dict[str, Any]:
+    """Digests a corpus's receipt gives: of the .bin, of the receipt, of the recipe and of the tokenizer."""
+    receipt = read_receipt(corpus.train.parent) or {}
+    entry_of_bin = receipt.get("files", {}).get(bin_path(corpus.train).name)
+    if entry_of_bin is None:  # no receipt, or one of other files
+        return {"tokens": "", "receipt": "", "recipe": "", "tokenizer": ""}
+    recipe = receipt.get("recipe")
+    return {
+        "tokens": known_digest(entry_of_bin.get("digest")),
+        "receipt": digest_file(corpus.train.with_name(RECEIPT)),
+        "recipe": digest_bytes(json.dumps(recipe, sort_keys=True).encode()) if recipe else "",
+        "tokenizer": known_digest(receipt.get("tokenizer")),
+    }
+
+
+def sources(data: DataConfig) -> tuple[Source, ...]:
+    """The corpora of a run with their shares. Reads the indices whole. Raises UserError, OSError."""
+    found = corpora(data)
+    if len(found) < 2:
+        return tuple(source_of(corpus) for corpus in found)
+    weights = [
+        float(IndexedDataset(corpus.train).num_tokens) if corpus.weight is None else corpus.weight
+        for corpus in found
+    ]
+    return tuple(source_of(corpus, share) for corpus, share in zip(found, shares(weights), strict=True))
+
+
+def train_dataset(config: PretrainConfig, num_samples: int, history: History = ()) -> Dataset:
+    """The training samples of the run up to number `num_samples`.
+
+    They follow the newest segment of `history`; without one the run begins.
+    """
     data = config.data
     if data.kind == "synthetic":
         return SyntheticDataset(config.model.vocab_size, data.seq_length, num_samples, config.seed)
-    prefix = train_prefix(data)
-    cache = Path(data.cache) if data.cache is not None else prefix.parent / "index-cache"
-    if not ctx.is_main:
-        barrier(ctx.world)
-    dataset = GPTDataset(
+    segment = (history or go_on((), sources(data), 0))[-1]
+    datasets = [
+        corpus_samples(config, corpus.train, count)
+        for corpus, count in zip(corpora(data), needed(segment, num_samples), strict=True)
+    ]
+    if is_plain(segment):
+        return datasets[0]
+    return BlendedDataset(
+        datasets,
+        [source.weight for source in segment.sources],
+        num_samples=num_samples,
+        from_sample=segment.from_sample,
+        first=[source.first for source in segment.sources],
+    )
+
+
+def is_plain(segment: Segment) -> bool:
+    """Whether the samples of the run are those of one corpus, number for number."""
+    return len(segment.sources) == 1 and segment.sources[0].first == segment.from_sample
+
+
+def corpus_samples(config: PretrainConfig, prefix: Path, num_samples: int) -> GPTDataset:
+    """The training samples of one corpus."""
+    data = config.data
+    return GPTDataset(
         IndexedDataset(prefix),
         seq_length=data.seq_length,
         num_samples=num_samples,
         seed=config.seed,
-        cache_dir=cache,
+        cache_dir=Path(data.cache) if data.cache is not None else prefix.parent / "index-cache",
     )
-    if ctx.is_main:
-        barrier(ctx.world)
-    return dataset
 
 
-def validation_windows(config: PretrainConfig) -> Dataset | None:
-    """Windows to validate on, None where there is no validation set."""
+def validation_prefixes(data: DataConfig) -> dict[str, Path]:
+    """Prefix of each corpus's validation set under its name; of the only one, or a given one, under ""."""
+    if data.kind == "synthetic":
+        return {}
+    if data.validation is not None or not data.blend:
+        prefix = validation_prefix(data)
+        return {} if prefix is None else {"": prefix}
+    return {c.name: c.validation for c in corpora(data) if c.validation is not None}
+
+
+def validation_sets(config: PretrainConfig, history: History = ()) -> list[ValidationSet]:
+    """What to validate on; empty where there is nothing. Weights are those of the newest blend."""
     data = config.data
     if data.kind == "synthetic":
         samples = SYNTHETIC_VALIDATION_SAMPLES
-        return SyntheticDataset(config.model.vocab_size, data.seq_length, samples, config.seed + 1)
-    prefix = validation_prefix(data)
-    return None if prefix is None else EvalWindows(IndexedDataset(prefix), seq_length=data.seq_length)
+        windows = SyntheticDataset(config.model.vocab_size, data.seq_length, samples, config.seed + 1)
+        return [ValidationSet("", windows, 1.0)]
+    weights = {source.name: source.weight for source in history[-1].sources} if history else {}
+    return [
+        ValidationSet(
+            name, EvalWindows(IndexedDataset(prefix), seq_length=data.seq_length), weights.get(name, 1.0)
+        )
+        for name, prefix in validation_prefixes(data).items()
+    ]

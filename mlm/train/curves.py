@@ -1,6 +1,7 @@
 """The loss curve of a run, as a picture."""
 
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from mlm.files import write_atomic
 from mlm.train.history import read_records
 
+PARTS = ("#b7791f", "#805ad5", "#2c7a7b", "#97266d", "#4a5568")
 TRAIN, VALID, LR, INK = "#2b6cb0", "#c05621", "#4a7c59", "#333333"
 Series = tuple[list[int], list[float]]  # steps, values
 SMOOTH_FROM = 60  # points from which the raw curve is paled and a running mean drawn over it
@@ -31,6 +33,7 @@ def plot_losses(metrics_jsonl: Path, png: Path) -> None:
     figure = Figure(figsize=(8, 5), dpi=150, layout="constrained", facecolor="white")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
     draw_losses(top, series(steps, "loss"), series(validations, "loss"))
+    draw_parts(top, validations)
     draw_learning_rate(bottom, series(steps, "lr"))
     for axes in (top, bottom):
         tidy(axes)
@@ -66,6 +69,17 @@ def draw_losses(axes: Axes, train: Series, valid: Series) -> None:
         axes.legend(frameon=False, labelcolor=INK)
     else:
         axes.text(0.5, 0.5, "nothing logged yet", transform=axes.transAxes, ha="center", color=INK)
+
+
+def draw_parts(axes: Axes, validations: Sequence[dict[str, Any]]) -> None:
+    """The validation loss of each corpus of a blend."""
+    names = sorted({key for record in validations for key in record if key.startswith("validation/")})
+    for name, colour in zip(names, cycle(PARTS), strict=False):
+        steps, losses = series(validations, name)
+        label = f"{name.partition('/')[2]}, last {losses[-1]:.3f}"
+        axes.plot(steps, losses, color=colour, linewidth=1.0, linestyle="--", label=label)
+    if names:
+        axes.legend(frameon=False, labelcolor=INK)
 
 
 def draw_learning_rate(axes: Axes, points: Series) -> None:

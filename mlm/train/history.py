@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from mlm.config.errors import UserError
 from mlm.files import write_atomic
-from mlm.train.records import Sink, StepMetrics
+from mlm.train.records import NO_PARTS, Parts, Sink, StepMetrics, of_parts
 
 FILE_NAME = "metrics.jsonl"
 
@@ -50,8 +50,8 @@ class History(Sink):
     def step(self, metrics: StepMetrics) -> None:
         self.append("step", asdict(metrics))
 
-    def validation(self, step: int, loss: float, perplexity: float) -> None:
-        self.append("validation", {"step": step, "loss": loss, "perplexity": perplexity})
+    def validation(self, step: int, loss: float, perplexity: float, parts: Parts = NO_PARTS) -> None:
+        self.append("validation", {"step": step, "loss": loss, "perplexity": perplexity, **of_parts(parts)})
 
     def saved(self, step: int, path: Path, seconds: float, waited: float) -> None:
         times = {"seconds": round(seconds, 3), "waited": round(waited, 3)}

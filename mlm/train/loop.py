@@ -1,10 +1,14 @@
 """The training loop."""
 
 import math
+import operator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from mlm.config.blend import shares
 from mlm.config.errors import UserError
 from mlm.data.sampler import Batch, Dataset, Loader, eval_batches
+from mlm.train.corpora import ValidationSet
 from mlm.train.diagnose import first_non_finite
 from mlm.train.metrics import Reporter, StepMetrics, Throughput
 from mlm.train.peak import memory_bytes
@@ -19,7 +23,7 @@ class Loop:
 
     trainer: Trainer
     samples: Dataset
-    windows: Dataset | None
+    validation: Sequence[ValidationSet]
     reporter: Reporter
     throughput: Throughput
     stop: StopRequest
@@ -107,23 +111,34 @@ class Loop:
         )
 
     def validate(self) -> None:
-        """Mean loss over the validation windows, on the clock of nobody."""
-        if self.windows is None or not self.trainer.config.train.validate_every:
+        """Mean loss over the validation windows, on the clock of nobody.
+
+        That of a blend is the mean over its corpora by their weights.
+        """
+        if not self.validation or not self.trainer.config.train.validate_every:
             return
         self.throughput.pause()
+        losses = [self.trainer.validate(self.validation_batches(part)) for part in self.validation]
+        weights = shares([part.weight for part in self.validation])
+        self.last_validation = math.fsum(map(operator.mul, weights, losses))
+        self.reporter.validation(
+            self.trainer.step,
+            self.last_validation,
+            math.exp(min(self.last_validation, 700.0)),
+            {part.name: loss for part, loss in zip(self.validation, losses, strict=True) if part.name},
+        )
+        self.throughput.start()
+
+    def validation_batches(self, part: ValidationSet) -> Iterator[Batch]:
+        """This rank's micro-batches of what a validation scores of one corpus."""
         train, ctx = self.trainer.config.train, self.trainer.ctx
-        batches = eval_batches(
-            self.windows,
+        return eval_batches(
+            part.windows,
             micro_batch_size=train.micro_batch_size,
             rank=ctx.dp.rank,
             size=ctx.dp.size,
             limit=train.validate_batches * train.global_batch_size,
         )
-        self.last_validation = self.trainer.validate(batches)
-        self.reporter.validation(
-            self.trainer.step, self.last_validation, math.exp(min(self.last_validation, 700.0))
-        )
-        self.throughput.start()
 
     def save(self, batches: list[Batch], *, awaited: bool) -> None:
         """Begin a checkpoint, unless the numbers of this run are beyond help; the last one is awaited."""

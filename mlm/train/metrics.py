@@ -14,7 +14,7 @@ import mlm
 from mlm.config.schema import LogConfig
 from mlm.train.history import FILE_NAME, History
 from mlm.train.panel import Display, LivePanel, PlainLines
-from mlm.train.records import Sink, StepMetrics
+from mlm.train.records import NO_PARTS, Parts, Sink, StepMetrics
 from mlm.train.throughput import Rates, Throughput
 from mlm.train.trackers import build_trackers
 
@@ -80,10 +80,10 @@ class Reporter:
         for sink in self.sinks:
             sink.step(metrics)
 
-    def validation(self, step: int, loss: float, perplexity: float) -> None:
-        """Report a validation after `step`; `loss` in nats per token."""
+    def validation(self, step: int, loss: float, perplexity: float, parts: Parts = NO_PARTS) -> None:
+        """Report a validation after `step`; `loss` in nats per token, `parts` that of a blend's corpora."""
         for sink in self.sinks:
-            sink.validation(step, loss, perplexity)
+            sink.validation(step, loss, perplexity, parts)
 
     def saved(self, step: int, path: Path, seconds: float, waited: float) -> None:
         """Report a checkpoint of `step` written to `path` in `seconds`, for which training `waited`."""

@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from mlm.train.records import Sink, StepMetrics
+from mlm.train.records import NO_PARTS, Parts, Sink, StepMetrics, of_parts
 from mlm.train.throughput import Eta
 
 MAX_WIDTH = 110  # columns of the panel
@@ -97,8 +97,10 @@ class PlainLines(Display):
         super().step(metrics)
         self.line(self.counter(metrics.step) + "  " + self.numbers(metrics))
 
-    def validation(self, step: int, loss: float, perplexity: float) -> None:
-        self.line(f"{self.counter(step)}  validation_loss {loss:.4f}  validation_ppl {perplexity:.2f}")
+    def validation(self, step: int, loss: float, perplexity: float, parts: Parts = NO_PARTS) -> None:
+        pairs = [f"validation_loss {loss:.4f}", f"validation_ppl {perplexity:.2f}"]
+        pairs += [f"{name} {part:.4f}" for name, part in of_parts(parts).items()]
+        self.line("  ".join([self.counter(step), *pairs]))
 
     def counter(self, step: int) -> str:
         """`step 10/200`, as wide for every step."""
@@ -140,7 +142,7 @@ class LivePanel(Display):
         self.begin = clock()
         self.end: float | None = None
         self.metrics: StepMetrics | None = None
-        self.validated: tuple[int, float, float] | None = None
+        self.validated: tuple[int, float, float, Parts] | None = None
         self.live = Live(
             console=console,
             get_renderable=self.render,
@@ -157,8 +159,8 @@ class LivePanel(Display):
         super().step(metrics)
         self.metrics = metrics
 
-    def validation(self, step: int, loss: float, perplexity: float) -> None:
-        self.validated = (step, loss, perplexity)
+    def validation(self, step: int, loss: float, perplexity: float, parts: Parts = NO_PARTS) -> None:
+        self.validated = (step, loss, perplexity, parts)
 
     def advance(self, step: int) -> None:
         self.done = step
@@ -173,8 +175,11 @@ class LivePanel(Display):
         if self.metrics is not None:
             rows.append(Columns(self.cells(self.metrics), equal=True, expand=True, padding=(0, 2)))
         if self.validated is not None:
-            step, loss, perplexity = self.validated
+            step, loss, perplexity, parts = self.validated
             rows.append(cell("validation", f"loss {loss:.4f} · perplexity {perplexity:.2f} · step {step:,}"))
+            if parts:
+                each = [cell(name, f"{part:.4f}") for name, part in parts.items()]
+                rows.append(Columns(each, equal=True, expand=True, padding=(0, 2)))
         rows.append(self.times())
         width = max(20, min(MAX_WIDTH, self.console.width - ECHO_WIDTH))
         return Panel(Group(*rows), title=Text(self.title, style="bold"), border_style="dim", width=width)

@@ -108,7 +108,7 @@ def compare(config: ParityConfig, ctx: ParallelContext, on_step: Callable[[], No
         if alone is not None:
             load_weights(tuple(alone.shards), resolve(config.ckpt), alone.ctx)
     comparison = Comparison(layout, alone)
-    samples = train_dataset(config, ctx, config.steps * config.train.global_batch_size)
+    samples = train_dataset(config, config.steps * config.train.global_batch_size)
     steps = []
     with _batches(layout, samples) as own, _batches(alone, samples) as whole:
         for _, batches, all_batches in zip(range(config.steps), own, whole, strict=False):

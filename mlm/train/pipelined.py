@@ -6,8 +6,9 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from mlm.config.schema import ModelConfig, ParallelConfig, PrecisionConfig
+from mlm.config.schema import DataConfig, ModelConfig, ParallelConfig, PrecisionConfig
 from mlm.data.sampler import Batch
+from mlm.models.documents import Boundaries, Documents
 from mlm.models.gpt2 import GPT2
 from mlm.models.stage import split_layers
 from mlm.optim.precision import DTYPES, parameter_dtype
@@ -33,13 +34,20 @@ class PipelinedModel:
 
     Attributes:
         chunks: one module per virtual stage; the whole model when pp = vp = 1.
+        boundaries: what begins anew with each document of a sample; None where nothing does.
     """
 
     def __init__(
-        self, model: ModelConfig, parallel: ParallelConfig, precision: PrecisionConfig, ctx: ParallelContext
+        self,
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        precision: PrecisionConfig,
+        ctx: ParallelContext,
+        data: DataConfig | None = None,
     ) -> None:
         self.ctx, self.pipeline, self.num_chunks = ctx, parallel.pipeline, parallel.vp
         self.dtype, self.vocab_size = DTYPES[precision.dtype], model.vocab_size
+        self.boundaries = None if data is None else Boundaries.of(data)
         stages = split_layers(model.num_layers, ctx.pp.size * parallel.vp)
         with torch.device(ctx.device):
             self.chunks = [
@@ -92,6 +100,22 @@ class PipelinedModel:
             plan = lower(schedule)
             self._plans[key] = plan.instructions[self.ctx.pp.rank], plan.bubble
         return self._plans[key]
+
+    def inputs(self, batch: Batch) -> tuple[Tensor, Tensor, Documents | None]:
+        """Tokens and labels of a micro-batch, on the device, and the documents to keep apart in it."""
+        tokens = batch.tokens.to(self.ctx.device, non_blocking=True)
+        labels = batch.labels.to(self.ctx.device, non_blocking=True)
+        if self.boundaries is None:
+            return tokens, labels, None
+        documents = self.boundaries.documents(tokens, self.dtype)
+        return tokens, self.boundaries.scored(tokens, labels), documents
+
+    def num_scored(self, batch: Batch) -> int:
+        """How many tokens of a micro-batch are scored. Computed on the host."""
+        labels = batch.labels
+        if self.boundaries is not None:
+            labels = self.boundaries.scored(batch.tokens, labels)
+        return int((labels != IGNORE).sum())
 
     def train(
         self,
@@ -148,11 +172,12 @@ def evaluate(model: PipelinedModel, batches: Iterable[Batch]) -> tuple[float, in
     ctx = model.ctx
 
     def losses(chunk: GPT2, batch: Batch, x: Tensor | None) -> Tensor:
-        return chunk.losses(batch.tokens.to(ctx.device), batch.labels.to(ctx.device), x)
+        tokens, labels, documents = model.inputs(batch)
+        return chunk.losses(tokens, labels, x, documents)
 
     sums = torch.zeros(2, dtype=torch.float64, device=ctx.device)
     for batch, result in model.evaluate(batches, losses):
         sums[0] += result.sum(dtype=torch.float64)
-        sums[1] += (batch.labels != IGNORE).sum()
+        sums[1] += model.num_scored(batch)
     loss, count = all_reduce(all_reduce(sums, ctx.dp), ctx.pp).tolist()
     return loss / max(1, count), int(count)

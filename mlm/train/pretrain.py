@@ -12,16 +12,23 @@ from omegaconf import OmegaConf
 from mlm.config.build import config_digest, to_dict
 from mlm.config.errors import UserError, writing_to
 from mlm.config.schema import PretrainConfig
+from mlm.data.blend_history import trained_on
 from mlm.data.tokenizer import Tokenizer
 from mlm.files import write_atomic
 from mlm.parallel.mesh import ParallelContext
-from mlm.train.corpora import corpus_faults, tokenizer_path, train_dataset, validation_windows
+from mlm.train.corpora import (
+    corpus_faults,
+    tokenizer_path,
+    train_dataset,
+    validation_prefixes,
+    validation_sets,
+)
 from mlm.train.curves import plot_losses
 from mlm.train.loop import Loop
 from mlm.train.memory import reuse_large_blocks
 from mlm.train.metrics import Reporter, Throughput
 from mlm.train.peak import Peak, peak_flops
-from mlm.train.resume import claim, resume, start_faults
+from mlm.train.resume import claim, go_on_with_data, resume, start_faults
 from mlm.train.saver import Saver
 from mlm.train.stop import StopRequest
 from mlm.train.summary import write_summary
@@ -68,10 +75,10 @@ def run(config: PretrainConfig, ctx: ParallelContext) -> None:
 def train(trainer: Trainer, out: Path, start: Path | None) -> None:
     """Run the loop from the trainer's state and finish the run directory."""
     config, ctx = trainer.config, trainer.ctx
+    changed = go_on_with_data(trainer)
     left = config.train.steps - trainer.step
-    samples = train_dataset(
-        config, ctx, trainer.consumed_samples + max(0, left) * config.train.global_batch_size
-    )
+    num_samples = trainer.consumed_samples + max(0, left) * config.train.global_batch_size
+    samples = train_dataset(config, num_samples, trainer.history)
     peak = peak_flops(ctx.device, config.precision.dtype, config.dist.peak_tflops)
     throughput = Throughput(
         tokens_per_step=config.train.global_batch_size * config.data.seq_length,
@@ -91,17 +98,21 @@ def train(trainer: Trainer, out: Path, start: Path | None) -> None:
             "config_digest": config_digest(config),
             "layout": {**asdict(config.parallel), "dp": ctx.dp.size},
             "resumed_from": start and str(start),
+            "corpora": trained_on(trainer.history),
         },
     )
     with StopRequest(announce=ctx.is_main) as stop, reporter, Saver(trainer, out, reporter) as saver:
         if start is not None:
             begins = "resuming from" if trainer.step else "weights from"
             reporter.note(f"{begins} {start} (step {trainer.step})")
+        if changed is not None:
+            reporter.note(changed)
         if left <= 0:
             reporter.note(
                 f"step {trainer.step} of train.steps={config.train.steps} is done: raise train.steps to go on"
             )
-        loop = Loop(trainer, samples, validation_windows(config), reporter, throughput, stop, saver)
+        validation = validation_sets(config, trainer.history)
+        loop = Loop(trainer, samples, validation, reporter, throughput, stop, saver)
         finished = loop.run()
         if not finished:
             reporter.note(
@@ -150,6 +161,11 @@ def layout(trainer: Trainer) -> str:
     return ", ".join([f"{sizes} on {ranks}", *filter(None, chosen)])
 
 
+def blend_line(trainer: Trainer) -> str:
+    """Name and share of each corpus of a blend."""
+    return ", ".join(f"{source.name} {source.weight:.2%}" for source in trainer.history[-1].sources)
+
+
 def header(trainer: Trainer, out: Path, peak: Peak | None) -> list[tuple[str, str]]:
     """Rows shown above the numbers."""
     config, model, batch = trainer.config, trainer.config.model, trainer.config.train
@@ -163,6 +179,7 @@ def header(trainer: Trainer, out: Path, peak: Peak | None) -> list[tuple[str, st
             f"{batch.global_batch_size} × {config.data.seq_length} tokens in micro-batches of "
             f"{batch.micro_batch_size}",
         ),
+        *([("data", blend_line(trainer))] if config.data.blend else []),
         ("precision", config.precision.dtype),
         ("peak", f"{peak.label}" if peak else "unknown: set dist.peak_tflops for MFU"),
         ("out", str(out)),
@@ -177,7 +194,12 @@ def finish_directory(
     try:
         plot_losses(out / "metrics.jsonl", out / "loss.png")
         write_summary(
-            out, command=resume_command(out), header=rows, total_steps=config.train.steps, prompt=prompt
+            out,
+            command=resume_command(out),
+            header=rows,
+            total_steps=config.train.steps,
+            prompt=prompt,
+            validation=[str(prefix) for prefix in validation_prefixes(config.data).values()],
         )
     except OSError as error:
         log.warning("%s: %s: the run is saved, its summary is not", error.filename or out, error.strerror)

@@ -1,7 +1,13 @@
 """What is reported while training: the numbers of a step, and the places they go to."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+
+Parts = Mapping[str, float]
+"""Validation loss of each corpus of a blend by its name; empty where there is one corpus."""
+NO_PARTS: Parts = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -43,8 +49,8 @@ class Sink:
     def step(self, metrics: StepMetrics) -> None:
         """A logged step."""
 
-    def validation(self, step: int, loss: float, perplexity: float) -> None:
-        """A validation after `step`; loss in nats per token."""
+    def validation(self, step: int, loss: float, perplexity: float, parts: Parts = NO_PARTS) -> None:
+        """A validation after `step`; loss in nats per token, in `parts` that of each corpus of a blend."""
 
     def saved(self, step: int, path: Path, seconds: float, waited: float) -> None:
         """A checkpoint was written in `seconds`; training waited that many of them."""
@@ -60,3 +66,8 @@ class Sink:
 
     def close(self) -> None:
         """The run ends, in whatever way."""
+
+
+def of_parts(parts: Parts) -> dict[str, float]:
+    """Those losses under the names that records and trackers have for them."""
+    return {f"validation/{name}": loss for name, loss in parts.items()}

@@ -11,7 +11,9 @@ from mlm.checkpoint.lock import WAIT_S, sole_writer
 from mlm.checkpoint.save_load import CheckpointError, latest_checkpoint, read_manifest, resolve
 from mlm.config.errors import CorruptFileError, UserError
 from mlm.config.schema import PretrainConfig
+from mlm.data.blend_history import change, decode, encode, fault_of_changed, go_on
 from mlm.parallel.mesh import ParallelContext
+from mlm.train.corpora import sources
 from mlm.train.environment import read_place
 from mlm.train.state import CHECKPOINTS, is_weights_only, load
 from mlm.train.trainer import Trainer
@@ -109,6 +111,30 @@ def resume(trainer: Trainer) -> Path | None:
     if faults:
         raise CorruptFileError(f"{folder(config)}: none of {len(faults)} checkpoints is whole. {faults[0]}")
     return None
+
+
+def go_on_with_data(trainer: Trainer) -> str | None:
+    """Let the run read on in the corpora of its spec, in each where it stopped; in a line, what changed.
+
+    Collective. Raises UserError when a corpus is no longer the one that was trained on.
+    """
+    config, consumed, ranks = trainer.config, trainer.consumed_samples, _ranks(trainer.ctx)
+    if config.data.kind == "synthetic":
+        return None
+
+    def look() -> list[dict[str, object]] | None:
+        if not trainer.ctx.is_main:  # one rank reads the indices
+            return None
+        now = sources(config.data)
+        if fault := fault_of_changed(trainer.history, now):
+            raise UserError(fault)
+        return encode(go_on(trainer.history, now, consumed))
+
+    def explain(error: Exception) -> UserError:
+        return UserError(f"data: {error}")
+
+    trainer.history = decode(ranks.broadcast(ranks.together(look, explain)), consumed)
+    return change(trainer.history, consumed)
 
 
 def _holds_weights_only(path: Path) -> bool:

@@ -1,6 +1,6 @@
 """A trainer's state as a checkpoint, and back."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,10 @@ from torch import Tensor
 import mlm
 from mlm.checkpoint.rectangle import Split
 from mlm.checkpoint.save_load import Manifest, Shard, load_checkpoint, save_checkpoint
+from mlm.config.blend import names
 from mlm.config.build import to_dict
 from mlm.config.errors import CorruptFileError, UserError
+from mlm.data.blend_history import History, Segment, Source, decode, encode
 from mlm.models.stage import home_of
 from mlm.optim.adamw import MOMENTS, applied_steps, ensure_state, moment
 from mlm.parallel.mesh import ParallelContext
@@ -64,6 +66,7 @@ def counters(trainer: Trainer) -> dict[str, Any]:
         "scaler": trainer.scaler.state(),
         "config": to_dict(trainer.config),
         "versions": {"mlm": mlm.__version__, "torch": torch.__version__},
+        **({"data": {"segments": encode(trainer.history)}} if trainer.history else {}),
     }
 
 
@@ -125,6 +128,7 @@ def load(trainer: Trainer, path: Path, *, weights_only: bool = False) -> Manifes
         state = manifest.state
         trainer.step = int(state["step"])
         trainer.consumed_samples = int(state["consumed_samples"])
+        trainer.history = saved_history(state)
         trainer.scaler.load_state(state["scaler"])
         ensure_state(trainer.optimizer, trainer.shards, float(state["applied_steps"]))
     except UserError:
@@ -134,6 +138,21 @@ def load(trainer: Trainer, path: Path, *, weights_only: bool = False) -> Manifes
             f"{path}: its state is not that of a training run ({error!r}). Take another checkpoint"
         ) from error
     return manifest
+
+
+def saved_history(state: Mapping[str, Any]) -> History:
+    """What a run had read of which corpus; empty for synthetic data.
+
+    Checkpoints of older versions only name their corpus. Raises ValueError, KeyError or TypeError for a state
+    that is not of a training run.
+    """
+    if "data" in state:
+        return decode(state["data"]["segments"], int(state["consumed_samples"]))
+    data = state["config"]["data"]
+    if data["kind"] != "indexed" or not (data["train"] or data["path"]):
+        return ()
+    prefix = str(data["train"] or Path(data["path"], "train"))
+    return (Segment(0, (Source(name=names([Path(prefix)])[0], path=prefix, digest=""),)),)
 
 
 def check_sampling(path: Path, manifest: Manifest, config: dict[str, Any]) -> None:

@@ -26,13 +26,20 @@ FILES = (  # pattern in the run directory, what it holds
 
 
 def write_summary(
-    out: Path, *, command: Sequence[str], header: Rows, total_steps: int, prompt: str | None = None
+    out: Path,
+    *,
+    command: Sequence[str],
+    header: Rows,
+    total_steps: int,
+    prompt: str | None = None,
+    validation: Sequence[str] = (),
 ) -> Path:
     """Write `out`/README.md from `out`/metrics.jsonl and return its path.
 
     `command` is what the user typed, as words: `["mlm", "pretrain", "experiment=shakespeare", "tp=2"]`.
     `header` holds further rows on what ran (model, layout, precision …). `prompt` starts the example of
-    `mlm generate`; None leaves that out (no tokenizer). Raises OSError.
+    `mlm generate`; None leaves that out (no tokenizer). `validation` names the sets of a blend to be scored.
+    Raises OSError.
     """
     records = list(read_records(out / FILE_NAME))
     steps = [r for r in records if r["kind"] == "step"]
@@ -51,7 +58,7 @@ def write_summary(
         table(present(out)),
         "## How to go on",
         "From the directory the command was typed in:",
-        commands(out, command, done, total_steps, prompt),
+        commands(out, command, done, total_steps, prompt, validation),
     ]
     path = out / "README.md"
     write_atomic(path, "\n\n".join(filter(None, parts)).encode() + b"\n")
@@ -66,6 +73,9 @@ def ran(records: Sequence[dict[str, Any]]) -> Rows:
         rows.append(("configuration", f"`{digest}`"))
     if versions := run.get("versions"):
         rows.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
+    for corpus in run.get("corpora", []):
+        digest = f"receipt `{corpus['receipt']}`" if corpus["receipt"] else f"index `{corpus['digest']}`"
+        rows.append((f"corpus {corpus['name']}", f"{corpus['weight']:.2%}, {digest}"))
     if tokens := max((r["tokens"] for r in records if r["kind"] == "step"), default=0):
         rows.append(("tokens", f"{tokens:,}"))
     attempts = sum(r["kind"] == "run" for r in records)
@@ -93,6 +103,8 @@ def results(steps: Sequence[dict[str, Any]], validations: Sequence[dict[str, Any
         last = validations[-1]
         rows.append(("validation loss", f"{number(last['loss'])} at step {last['step']:,}"))
         rows.append(("validation perplexity", number(last["perplexity"], digits=2)))
+        parts = {key: loss for key, loss in last.items() if key.startswith("validation/")}
+        rows += [(f"validation loss of {key.partition('/')[2]}", number(loss)) for key, loss in parts.items()]
         if scored := [v for v in validations if v["loss"] is not None]:
             best = min(scored, key=lambda v: v["loss"])
             rows.append(("best validation loss", f"{number(best['loss'])} at step {best['step']:,}"))
@@ -125,7 +137,14 @@ def present(out: Path) -> Rows:
     return [(f"`{name}`", text) for name, text in found]
 
 
-def commands(out: Path, command: Sequence[str], done: int, total_steps: int, prompt: str | None) -> str:
+def commands(
+    out: Path,
+    command: Sequence[str],
+    done: int,
+    total_steps: int,
+    prompt: str | None,
+    validation: Sequence[str],
+) -> str:
     """A shell block: resume or extend, evaluate, generate."""
     if done < total_steps:
         go_on = [f"# resume after step {done}", shlex.join(command)]
@@ -134,12 +153,9 @@ def commands(out: Path, command: Sequence[str], done: int, total_steps: int, pro
             f"# train on; schedule.decay_steps={total_steps} keeps the learning rate where it ended",
             extended(command, total_steps),
         ]
-    lines = [
-        *go_on,
-        "",
-        "# loss and perplexity on held-out text",
-        f"mlm eval loss {override('ckpt', str(out))}",
-    ]
+    score = f"mlm eval loss {override('ckpt', str(out))}"
+    scores = [f"{score} {override('path', path)}" for path in validation] if len(validation) > 1 else [score]
+    lines = [*go_on, "", "# loss and perplexity on held-out text", *scores]
     if prompt is not None:
         sample = f"mlm generate {override('ckpt', str(out))} {override('prompt', prompt)}"
         lines += ["", "# sample a continuation", sample]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlm.config.errors import UserError
 from mlm.config.schema import LogConfig
-from mlm.train.records import Sink, StepMetrics
+from mlm.train.records import NO_PARTS, Parts, Sink, StepMetrics, of_parts
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -66,8 +66,8 @@ class TensorBoard(Sink):
     def step(self, metrics: StepMetrics) -> None:
         self.add(metrics.step, scalars(metrics))
 
-    def validation(self, step: int, loss: float, perplexity: float) -> None:
-        self.add(step, {"validation/loss": loss, "validation/perplexity": perplexity})
+    def validation(self, step: int, loss: float, perplexity: float, parts: Parts = NO_PARTS) -> None:
+        self.add(step, {"validation/loss": loss, "validation/perplexity": perplexity, **of_parts(parts)})
 
     def add(self, step: int, values: dict[str, float]) -> None:
         """Queue values; the writer's own thread writes them."""
@@ -108,8 +108,9 @@ class WeightsAndBiases(Sink):
     def step(self, metrics: StepMetrics) -> None:
         self.run.log({"step": metrics.step, **scalars(metrics)})
 
-    def validation(self, step: int, loss: float, perplexity: float) -> None:
-        self.run.log({"step": step, "validation/loss": loss, "validation/perplexity": perplexity})
+    def validation(self, step: int, loss: float, perplexity: float, parts: Parts = NO_PARTS) -> None:
+        values = {"validation/loss": loss, "validation/perplexity": perplexity, **of_parts(parts)}
+        self.run.log({"step": step, **values})
 
     def close(self) -> None:
         if self.run is not None:

@@ -1,13 +1,14 @@
 """The training state of one rank and one step of it."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mlm.config.schema import PretrainConfig
+from mlm.data.blend_history import History
 from mlm.data.sampler import Batch
 from mlm.models.gpt2 import GPT2
 from mlm.models.init import init_parameters
@@ -16,12 +17,12 @@ from mlm.optim.clip import clip_factor, gradient_norm, scale_gradients
 from mlm.optim.precision import LossScaler, parameter_dtype
 from mlm.optim.schedule import learning_rate
 from mlm.parallel.collectives import all_reduce, start_all_reduce
-from mlm.parallel.cross_entropy import IGNORE
 from mlm.parallel.gradients import Reducer, sum_replicated_gradients, sum_tied_gradients
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.random import SHARED, DropoutStream
 from mlm.parallel.sharded import build_reducer
 from mlm.parallel.sharding import ParameterShard, parameter_shards
+from mlm.train.documents import with_eod
 from mlm.train.pipelined import PipelinedModel, evaluate
 
 
@@ -39,7 +40,7 @@ class StepOutcome:
 
 def build_model(config: PretrainConfig, ctx: ParallelContext) -> PipelinedModel:
     """This rank's part of the model with its initial weights, on its device."""
-    model = PipelinedModel(config.model, config.parallel, config.precision, ctx)
+    model = PipelinedModel(config.model, config.parallel, config.precision, ctx, config.data)
     for chunk in model.chunks:
         init_parameters(chunk, config.seed, ctx.tp)
         if config.compile:
@@ -54,12 +55,14 @@ class Trainer:
     Attributes:
         step: optimizer steps done.
         consumed_samples: samples read so far by the whole job.
+        history: of which corpora; empty for synthetic data.
         before_change: called before weights and moments change: a checkpoint may still be copying them.
         dropout_parts: whose dropout masks this process draws (`DropoutStream.of_micro_batch`).
     """
 
     def __init__(self, config: PretrainConfig, ctx: ParallelContext) -> None:
-        self.config, self.ctx = config, ctx
+        self.config = config = replace(config, data=with_eod(config.data))
+        self.ctx = ctx
         self.model = build_model(config, ctx)
         self.reducers: Sequence[Reducer] = [
             build_reducer(
@@ -85,6 +88,7 @@ class Trainer:
         }
         self.step = 0
         self.consumed_samples = 0
+        self.history: History = ()
         self.before_change: Callable[[], None] = lambda: None
 
     def train_step(self, batches: Sequence[Batch]) -> StepOutcome:
@@ -143,21 +147,21 @@ class Trainer:
         """What a chunk makes of a micro-batch, with dropout, differentiable: hidden states, or in the last
         stage scale * sum of token losses."""
         device = self.ctx.device
-        tokens = batch.tokens.to(device, non_blocking=True)
-        labels = batch.labels.to(device, non_blocking=True)
+        tokens, labels, documents = self.model.inputs(batch)
         model, stream = self.config.model, None
         if model.hidden_dropout > 0 or model.attention_dropout > 0:
             stream = DropoutStream.of_micro_batch(
                 self.config.seed, batch.first_sample, device, **self.dropout_parts
             )
-        output: Tensor = chunk(tokens, labels, scale, stream, x)
+        output: Tensor = chunk(tokens, labels, scale, stream, x, documents)
         return output
 
     def global_tokens(self, batches: Iterable[Batch]) -> Tensor:
         """Scored tokens of the global batch as a 0-d float tensor: what the loss is divided by."""
-        count = sum(int((b.labels != IGNORE).sum()) for b in batches)  # on the host: labels are not moved yet
+        count = sum(map(self.model.num_scored, batches))  # on the host: labels are not moved yet
         dtype = parameter_dtype(self.config.precision)
-        return all_reduce(torch.tensor(float(count), dtype=dtype).to(self.ctx.device), self.ctx.dp)
+        total = all_reduce(torch.tensor(float(count), dtype=dtype).to(self.ctx.device), self.ctx.dp)
+        return total.clamp_(min=1)  # nothing to score: a loss of 0, not of 0/0
 
     def mean_loss(self, outcome: StepOutcome) -> float:
         """Mean loss per token over the global batch. Collective over dp and pp; waits for the device."""

@@ -8,11 +8,13 @@ import pytest
 
 from mlm.config.checks import check_pretrain
 from mlm.config.compose import SPECS, compose_values, load_config
+from mlm.config.data_checks import check_build
 from mlm.config.paths import CONFIG_DIR, groups
 from mlm.config.schema import ModelConfig, PretrainConfig
 from mlm.config.tree import flatten, leaves
 
-GROUPS = groups(CONFIG_DIR)
+RECIPES = groups(CONFIG_DIR)["recipe"]
+GROUPS = {group: names for group, names in groups(CONFIG_DIR).items() if group != "recipe"}  # of `pretrain`
 V1_LAYOUTS = {"v1_1_2b": 64, "v1_2_5b": 128, "v1_4_2b": 256, "v1_8_3b": 512}  # GPUs, figure 5
 SC21 = {  # arXiv:2104.04473, table 1: billions of parameters as printed, GPUs
     "1_7b": (1.7, 32), "3_6b": (3.6, 64), "7_5b": (7.5, 128), "18b": (18.4, 256), "39b": (39.1, 512),
@@ -38,6 +40,13 @@ def test_shipped_choice_composes_into_a_run_spec_without_fault(choice: str) -> N
     world_size = layout.tp * layout.pp * (layout.dp or 1)
     faults = check_pretrain(config, world_size=world_size, local_devices=8)
     assert [fault for fault in faults if not fault.startswith("data.path")] == []  # the user has the corpus
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_shipped_recipe_composes_into_a_build_without_fault(name: str) -> None:
+    config = load_config("data_build", ["input=i", "tokenizer=t", "out=o", f"recipe={name}"])
+    assert check_build(config) == []
+    assert config.dedup.enabled == (name != "plain")
 
 
 def model_of_layout(choice: str) -> list[str]:

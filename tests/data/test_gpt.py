@@ -42,6 +42,13 @@ def test_samples_are_the_windows_of_the_shuffled_documents(corpus: IndexedDatase
     assert sorted(served[:37]) == sorted(windows[:37])
 
 
+def test_window_reaches_over_thousands_of_documents_into_the_next_epoch(tmp_path: Path) -> None:
+    short = counting_corpus(tmp_path / "short", [1] * 3000)
+    samples = gpt(short, num_samples=2, seq_length=2500).gather(range(2))
+    tokens = stream(short, epochs=2)
+    assert sorted(samples.tolist()) == sorted([tokens[:2501], tokens[2500:5001]])
+
+
 def test_every_token_is_predicted_once_per_epoch(corpus: IndexedDataset) -> None:
     samples = gpt(corpus, num_samples=37).gather(range(37))  # 4 epochs exactly: 37 * 4 labels
     # The stream's first token has no context; the first of the fifth epoch is the last label.

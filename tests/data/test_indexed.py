@@ -1,7 +1,9 @@
 """Megatron's .bin/.idx: bytes, round trips and what damage is noticed."""
 
 import struct
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -142,3 +144,95 @@ def test_writer_refuses_tokens_that_would_wrap(tmp_path: Path, tokens: list[int]
         IndexedWriter(tmp_path / "c", token_dtype(9)) as writer,
     ):
         writer.add_document(tokens)
+
+
+def test_sequences_of_a_document_are_written_as_megatron_packs_them(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "c", DTYPES[8]) as writer:
+        writer.add_document([1, 2, 3], [3, 0])
+        writer.add_document([], [])
+        writer.add_document([7, 500, 600], [1, 2])
+    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 4, 4)
+    assert (tmp_path / "c.idx").read_bytes() == head + struct.pack(
+        "<4i4q4q", 3, 0, 1, 2, 0, 6, 6, 8, 0, 2, 2, 4
+    )
+    corpus = IndexedDataset(tmp_path / "c")
+    assert [corpus.document(i).tolist() for i in range(3)] == [[1, 2, 3], [], [7, 500, 600]]
+
+
+def test_lengths_that_do_not_sum_to_the_document_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="sum to 2"), IndexedWriter(tmp_path / "c", DTYPES[8]) as writer:
+        writer.add_document([1, 2, 3], [1, 1])
+
+
+@pytest.mark.parametrize("code", [1, 8])
+def test_text_is_kept_as_bytes(tmp_path: Path, code: int) -> None:
+    with IndexedWriter(tmp_path / "c", DTYPES[code]) as writer:
+        writer.add_document("naïve".encode())
+    assert bytes(IndexedDataset(tmp_path / "c")[0].tolist()).decode() == "naïve"
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_merged_shards_are_the_bytes_of_one_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: bool
+) -> None:
+    """Whether or not the kernel can copy between the files; empty shards are among them."""
+    if not kernel:
+        monkeypatch.setattr("os.copy_file_range", lambda *args: (_ for _ in ()).throw(OSError(18, "EXDEV")))
+    monkeypatch.setattr("mlm.data.indexed.CHUNK", 2)
+    documents = [([1, 2, 3], [1, 2]), ([], []), ([4], [1]), ([5, 6], [0, 2, 0]), ([7] * 9, [4, 5])]
+    shards = [documents[:2], [], documents[2:4], documents[4:]]
+    for number, shard in enumerate(shards):
+        with IndexedWriter(tmp_path / f"s{number}", DTYPES[8]) as writer:
+            for tokens, lengths in shard:
+                writer.add_document(tokens, lengths)
+    with IndexedWriter(tmp_path / "whole", DTYPES[8]) as writer:
+        for tokens, lengths in documents:
+            writer.add_document(tokens, lengths)
+    with IndexedWriter(tmp_path / "merged", DTYPES[8]) as writer:
+        for number in range(len(shards)):
+            writer.append(IndexedDataset(tmp_path / f"s{number}", allow_empty=True))
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"merged{suffix}").read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
+
+
+def test_documents_may_follow_a_merged_shard(tmp_path: Path) -> None:
+    shard = write_corpus(tmp_path / "s", [[1], [2, 3]])
+    with IndexedWriter(tmp_path / "c", shard.dtype) as writer:
+        writer.add_document([9])
+        writer.append(shard)
+        writer.add_document([8])
+    corpus = IndexedDataset(tmp_path / "c")
+    assert [corpus[i].tolist() for i in range(len(corpus))] == [[9], [1], [2, 3], [8]]
+
+
+def test_shard_cut_short_while_it_is_merged_is_refused(tmp_path: Path) -> None:
+    shard = write_corpus(tmp_path / "s", [[1, 2, 3]])
+    (tmp_path / "s.bin").write_bytes(b"12")
+    with (
+        pytest.raises(CorruptFileError, match=r"s\.bin is truncated: expected 6 bytes, found 2"),
+        IndexedWriter(tmp_path / "c", shard.dtype) as writer,
+    ):
+        writer.append(shard)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["s.bin", "s.idx"]
+
+
+@pytest.mark.parametrize("documents", [[], [[], []]])
+def test_empty_corpus_opens_where_it_is_allowed(tmp_path: Path, documents: list[list[int]]) -> None:
+    with IndexedWriter(tmp_path / "c", DTYPES[8]) as writer:
+        for document in documents:
+            writer.add_document(document)
+    corpus = IndexedDataset(tmp_path / "c", allow_empty=True)
+    assert (corpus.num_documents, corpus.num_tokens, len(corpus.tokens)) == (len(documents), 0, 0)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.asarray, lambda ids: np.array(ids, dtype="<u2")])
+def test_documents_may_be_lists_or_arrays(tmp_path: Path, kind: Callable[[list[int]], Any]) -> None:
+    with IndexedWriter(tmp_path / "c", DTYPES[4]) as writer:
+        writer.add_document(kind([1, 2, 65_000]))
+    assert IndexedDataset(tmp_path / "c")[0].tolist() == [1, 2, 65_000]
+
+
+@pytest.mark.parametrize("i", [-1, 4])
+def test_document_outside_the_corpus_is_refused(tmp_path: Path, i: int) -> None:
+    with pytest.raises(IndexError):
+        write_corpus(tmp_path / "c", DOCUMENTS).document(i)

@@ -1,12 +1,14 @@
-"""Byte-level BPE: training, files, and text that survives."""
+"""Tokenizers: files of all kinds, ids equal to transformers', and text that survives."""
 
 import json
 from pathlib import Path
 
 import pytest
+from transformers import BertTokenizerFast, GPT2TokenizerFast
 
 from mlm.config.errors import CorruptFileError, UserError
-from mlm.data.tokenizer import EOD, Tokenizer, train_bpe
+from mlm.data.tokenizer import BERT_SPECIAL, EOD, Tokenizer
+from mlm.data.train_tokenizer import train_bpe, train_wordpiece
 
 TEXTS = ["the cat sat on the mat, the cat sat", "a cat and a hat on a mat"] * 4
 
@@ -104,3 +106,161 @@ def test_tokenizer_without_end_of_document_is_refused(tokenizer: Tokenizer) -> N
 def test_vocabulary_below_the_bytes_is_refused() -> None:
     with pytest.raises(UserError, match=r"vocab_size=256.*257"):
         train_bpe(TEXTS, 256)
+
+
+VARIED = [
+    "the cat sat",
+    "  Two  SPACES\n\n\ttab \r\n end ",
+    "Ünïcödé Ñandú, ﬁne — 漢字かな 🙂🏽 \u200b e\u0301",
+    "don't; I'll (e.g.) 3.14 a_b [x] ##hat <s>",
+    "a" * 300,
+    "",
+    "\x00\ufffd\xa0",
+]
+PIECES = [
+    "the",
+    "cat",
+    "sat",
+    "##s",
+    "a",
+    "##a",
+    "h",
+    "##at",
+    "un",
+    "##e",
+    "two",
+    "e",
+    "3",
+    ".",
+    "漢",
+    "#",
+    "[",
+]
+
+
+def write_vocabulary(folder: Path, names: list[str]) -> Path:
+    """BERT's vocab.txt."""
+    path = folder / "vocab.txt"
+    path.write_text("\n".join([*BERT_SPECIAL, *names]) + "\n", encoding="utf-8")
+    return path
+
+
+def write_gpt2(tokenizer: Tokenizer, folder: Path) -> None:
+    """GPT-2's two files."""
+    model = json.loads(tokenizer._content)["model"]
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(map(" ".join, model["merges"])) + "\n")
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_ids_of_a_vocab_txt_are_those_of_transformers(tmp_path: Path, lowercase: bool) -> None:
+    path = write_vocabulary(tmp_path, [*PIECES, *([] if lowercase else ["Two", "I"])])
+    theirs = BertTokenizerFast(vocab=str(path), do_lower_case=lowercase)
+    ours = Tokenizer.load(path)
+    for text in VARIED:
+        assert ours.encode(text) == theirs.encode(text, add_special_tokens=False), text
+
+
+def test_ids_of_gpt2_files_are_those_of_transformers(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    write_gpt2(tokenizer, tmp_path)
+    theirs = GPT2TokenizerFast(vocab=str(tmp_path / "vocab.json"), merges=str(tmp_path / "merges.txt"))
+    ours = Tokenizer.load(tmp_path)
+    for text in VARIED:
+        assert ours.encode(text) == theirs.encode(text), text
+
+
+def test_special_tokens_of_bert_are_known(tmp_path: Path) -> None:
+    loaded = Tokenizer.load(write_vocabulary(tmp_path, PIECES))
+    found = (loaded.pad_id, loaded.cls_id, loaded.sep_id, loaded.mask_id, loaded.eod_id, loaded.bos_id)
+    assert found == (0, 2, 3, 4, 3, None)
+
+
+def test_special_tokens_of_gpt2_are_one(tokenizer: Tokenizer) -> None:
+    assert tokenizer.bos_id == tokenizer.eod_id
+    assert (tokenizer.cls_id, tokenizer.sep_id, tokenizer.mask_id, tokenizer.pad_id) == (None,) * 4
+
+
+def test_eos_that_megatron_adds_ends_documents(tmp_path: Path) -> None:
+    loaded = Tokenizer.load(write_vocabulary(tmp_path, [*PIECES, "[BOS]", "[EOS]"]))
+    assert (loaded.bos_id, loaded.eod_id) == (loaded.vocab_size - 2, loaded.vocab_size - 1)
+
+
+def test_separator_written_in_a_text_is_text(tmp_path: Path) -> None:
+    loaded = Tokenizer.load(write_vocabulary(tmp_path, PIECES))
+    assert loaded.sep_id not in loaded.encode("the [SEP] cat")
+
+
+def test_pieces_inside_a_word_do_not_start_one(tmp_path: Path) -> None:
+    loaded = Tokenizer.load(write_vocabulary(tmp_path, PIECES))
+    expected = [True] * 5 + [not name.startswith("##") for name in PIECES]
+    assert loaded.is_word_start.tolist() == expected
+
+
+def test_bytes_after_white_space_start_a_word(tokenizer: Tokenizer) -> None:
+    for text in (" ", "\n", "\t"):
+        assert tokenizer.is_word_start[tokenizer.encode(text)[0]]
+    assert not tokenizer.is_word_start[tokenizer.encode("x")[0]]
+    assert tokenizer.is_word_start[tokenizer.eod_id]
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_config_beside_a_vocabulary_decides_on_case(tmp_path: Path, lowercase: bool) -> None:
+    path = write_vocabulary(tmp_path, ["the", "The"])
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": lowercase}))
+    assert Tokenizer.load(path).encode("The") == [5 if lowercase else 6]
+
+
+def test_accents_are_kept_where_the_config_says_so(tmp_path: Path) -> None:
+    path = write_vocabulary(tmp_path, ["é", "e"])
+    (tmp_path / "tokenizer_config.json").write_text('{"do_lower_case": true, "strip_accents": false}')
+    assert Tokenizer.load(path).encode("É") == [5]
+
+
+def test_text_that_is_no_vocabulary_is_a_users_mistake(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("Once upon a time\n")
+    with pytest.raises(UserError, match=r"train\.txt is no vocabulary"):
+        Tokenizer.load(tmp_path / "train.txt")
+
+
+def test_malformed_config_beside_a_vocabulary_is_named(tmp_path: Path) -> None:
+    path = write_vocabulary(tmp_path, PIECES)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(CorruptFileError, match=r"tokenizer_config\.json"):
+        Tokenizer.load(path)
+
+
+@pytest.mark.parametrize("name", ["", "vocab.json", "merges.txt"])
+def test_gpt2_files_load_by_any_of_their_names(tokenizer: Tokenizer, tmp_path: Path, name: str) -> None:
+    write_gpt2(tokenizer, tmp_path)
+    assert Tokenizer.load(tmp_path / name).encode(TEXTS[0]) == tokenizer.encode(TEXTS[0])
+
+
+def test_dropout_set_in_a_file_is_not_applied(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    content = json.loads(tokenizer._content)
+    content["model"]["dropout"] = 0.9
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert Tokenizer.load(tmp_path).encode(TEXTS[0]) == tokenizer.encode(TEXTS[0])
+
+
+def test_saved_wordpiece_gives_the_same_ids(tmp_path: Path) -> None:
+    loaded = Tokenizer.load(write_vocabulary(tmp_path, PIECES))
+    loaded.save(tmp_path / "tokenizer.json")
+    again = Tokenizer.load(tmp_path)
+    assert [again.encode(text) for text in VARIED] == [loaded.encode(text) for text in VARIED]
+
+
+def test_trained_wordpiece_has_special_tokens_first() -> None:
+    trained = train_wordpiece(lambda: TEXTS, 60)
+    assert [trained._backend.id_to_token(i) for i in range(5)] == list(BERT_SPECIAL)
+    assert trained.vocab_size <= 60
+    assert trained.decode(trained.encode("The cat sat")) == "the cat sat"
+
+
+def test_special_tokens_of_a_trained_wordpiece_are_berts_five() -> None:
+    added = json.loads(train_wordpiece(lambda: TEXTS, 60)._content)["added_tokens"]
+    assert [token["content"] for token in added] == list(BERT_SPECIAL)
+
+
+def test_wordpiece_too_small_for_the_letters_is_refused() -> None:
+    with pytest.raises(UserError, match=r"vocab_size=20 .* set vocab_size to \d+ or more"):
+        train_wordpiece(lambda: TEXTS, 20)

@@ -1,9 +1,16 @@
 """Whether a trained model can be split as a command asks."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
-from mlm.config.schema import ModelConfig, ParallelConfig
-from mlm.tasks.trained import split_faults
+from mlm.checkpoint.save_load import Manifest
+from mlm.config.build import to_dict
+from mlm.config.errors import CorruptFileError
+from mlm.config.schema import DataConfig, ModelConfig, ParallelConfig
+from mlm.tasks.trained import split_faults, trained_config
+from tests.tasks.checkpoints_on_disk import CONFIG
 
 MODEL = ModelConfig(num_layers=6, hidden_size=24, num_heads=4, ffn_hidden_size=60)
 
@@ -35,3 +42,12 @@ def test_split_of_a_trained_model_names_the_nearest_that_works(
     layout: ParallelConfig, faults: list[str]
 ) -> None:
     assert split_faults(MODEL, layout) == faults
+
+
+@pytest.mark.parametrize("eod_id", [None, -1, 1 << 80])
+def test_a_checkpoint_whose_documents_have_no_end_is_damaged(eod_id: int | None) -> None:
+    """A run fills data.eod_id in before its first step."""
+    config = replace(CONFIG, data=DataConfig(kind="synthetic", reset_attention=True, eod_id=eod_id))
+    manifest = Manifest(0, {"config": to_dict(config)}, {}, "")
+    with pytest.raises(CorruptFileError, match=r"data\.eod_id"):
+        trained_config(manifest, Path("step-00000001"))

@@ -19,6 +19,8 @@ from mlm.train.parity import Report, compare
 from mlm.train.verdict import Verdict, judge
 
 VOCAB, SEQ, MICRO_BATCH = 61, 16, 2
+VOCAB_OF_DOCUMENTS, EOD = 11, 3
+"""Random tokens of so few kinds end a document or two in every sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,8 @@ class Layout:
     pipeline: str = "1f1b"
     precision: str = "fp64"
     dropout: float = 0.0
+    documents: bool = False
+    """Positions and attention begin anew behind a token, and what follows it is not scored."""
     micro_batches: int = 2
     """Of each replica, in a step."""
 
@@ -69,7 +73,7 @@ class Layout:
                 hidden_size=16,
                 num_heads=4,
                 max_positions=SEQ + 4,
-                vocab_size=VOCAB,
+                vocab_size=VOCAB_OF_DOCUMENTS if self.documents else VOCAB,
                 vocab_multiple=8,
                 hidden_dropout=self.dropout,
                 attention_dropout=self.dropout,
@@ -87,7 +91,14 @@ class Layout:
             optimizer=OptimizerConfig(lr=1e-3, clip_grad_norm=0.1),
             schedule=ScheduleConfig(decay="constant", warmup_steps=0),
             precision=PrecisionConfig(dtype=self.precision, initial_loss_scale=2.0**12),  # type: ignore[arg-type]
-            data=DataConfig(kind="synthetic", seq_length=SEQ),
+            data=DataConfig(
+                kind="synthetic",
+                seq_length=SEQ,
+                reset_positions=self.documents,
+                reset_attention=self.documents,
+                mask_eod_loss=self.documents,
+                eod_id=EOD if self.documents else None,
+            ),
             train=TrainConfig(
                 global_batch_size=self.micro_batches * self.dp * MICRO_BATCH, micro_batch_size=MICRO_BATCH
             ),
@@ -106,6 +117,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "pipeline": ("1f1b", "gpipe", "zb_h1"),
     "precision": ("fp64", "fp32", "bf16"),
     "dropout": (False, True),
+    "documents": (False, True),
 }
 """What a layout may be. `uneven`: stages of unequal numbers of layers."""
 
@@ -156,11 +168,12 @@ LAYOUTS = (
         recompute="full",
         pipeline="zb_h1",
         dropout=0.1,
+        documents=True,
         micro_batches=1,
     ),
-    Layout(tp=4, sequence_parallel=True, dp=2, zero=3),
+    Layout(tp=4, sequence_parallel=True, dp=2, zero=3, documents=True),
     Layout(pp=4, layers=5, recompute="full", pipeline="gpipe", dropout=0.1, micro_batches=5),
-    Layout(pp=4, layers=8, vp=2, dp=2, zero=2, dropout=0.1, micro_batches=8),
+    Layout(pp=4, layers=8, vp=2, dp=2, zero=2, dropout=0.1, documents=True, micro_batches=8),
     Layout(tp=2, sequence_parallel=True, pp=4, recompute="selective", pipeline="zb_h1", micro_batches=5),
     Layout(tp=4, sequence_parallel=True, pp=2, layers=5, pipeline="gpipe", micro_batches=5),
     Layout(tp=2, dp=2, zero=3, recompute="selective", dropout=0.1, micro_batches=1),
@@ -183,7 +196,7 @@ LAYOUTS = (
     Layout(dp=2, zero=3, recompute="full", micro_batches=1),
     Layout(tp=2, sequence_parallel=True, pp=2, vp=2, recompute="full", dropout=0.1, micro_batches=4),
     Layout(pp=2, layers=5, recompute="full", micro_batches=3),
-    Layout(pp=2, recompute="selective", pipeline="gpipe", dropout=0.1),
+    Layout(pp=2, recompute="selective", pipeline="gpipe", dropout=0.1, documents=True),
     Layout(tp=4, pp=2, pipeline="zb_h1", micro_batches=1),
     Layout(pp=2, vp=2, pipeline="gpipe", micro_batches=3),
     # narrower formats: what is above covers every pair of the other axes already
@@ -203,7 +216,7 @@ LAYOUTS = (
     Layout(
         pp=4, layers=7, dp=2, zero=2, recompute="full", pipeline="gpipe", precision="bf16", micro_batches=1
     ),
-    Layout(pp=2, layers=5, pipeline="zb_h1", precision="fp32", dropout=0.1, micro_batches=5),
+    Layout(pp=2, layers=5, pipeline="zb_h1", precision="fp32", dropout=0.1, documents=True, micro_batches=5),
     Layout(pp=4, layers=8, vp=2, recompute="selective", precision="fp32", micro_batches=4),
     Layout(
         pp=2,
@@ -214,7 +227,7 @@ LAYOUTS = (
         dropout=0.1,
         micro_batches=5,
     ),
-    Layout(pp=2, vp=2, recompute="selective", precision="bf16", dropout=0.1),
+    Layout(pp=2, vp=2, recompute="selective", precision="bf16", dropout=0.1, documents=True),
     Layout(dp=2, zero=3, recompute="selective", precision="fp32", dropout=0.1, micro_batches=3),
     Layout(tp=4, precision="bf16", micro_batches=1),
     Layout(tp=4, recompute="selective", precision="fp32", dropout=0.1),

@@ -53,6 +53,7 @@ def test_the_matrix_has_layouts_of_all_kinds() -> None:
         Layout(dp=2, zero=2, dropout=0.2),
         Layout(dp=2, zero=3, dropout=0.2),
         Layout(tp=2, dropout=0.2, precision="bf16"),
+        Layout(tp=2, sequence_parallel=True, dropout=0.2, documents=True),
     ],
     ids=str,
 )

@@ -1,0 +1,158 @@
+"""Which sentences make up a BERT sample, and how they become its segments A and B.
+
+A sample is a run of consecutive sentences of one document, cut as Megatron-LM's build_mapping cuts them. From
+the front of a document, a run ends with the sentence that brings it to its target length, if it then has two
+sentences or more and leaves two or more; else with the document. A document of one sentence gives no sample.
+
+Sentences are the sequences of the corpus that hold tokens. Shapes: n samples.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlm.data.indexed import IndexedDataset
+from mlm.data.splitmix import Bits, below, draw, uniform
+
+CHUNK = 1 << 22
+"""Sentences whose places are held at a time, while documents are shorter."""
+FEW = 32
+"""Documents from which on they are walked together, a sample of each at a step."""
+WINDOW = 1 << 16
+"""Sentences of a document walked alone whose successors are computed at a time."""
+
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Target lengths: `longest`, or with probability `short_prob` uniform from 2 to `longest`.
+
+    The target of the sample that begins at a sentence is a function of (state, number of that sentence).
+    """
+
+    state: Bits
+    longest: int
+    short_prob: float
+
+    def of(self, sentences: Ids) -> Ids:
+        """Target length in tokens of the samples that begin at these sentences: int64, same shape."""
+        bits = draw(self.state, sentences)
+        is_short = uniform(bits) < self.short_prob
+        return np.where(is_short, 2 + below(draw(bits, 0), self.longest - 1), self.longest)
+
+
+def find_spans(indexed: IndexedDataset, targets: Targets) -> tuple[Ids, Ids]:
+    """First sequence of each sample and the one behind its last, in corpus order: int64 [n] and [n]."""
+    documents = np.array(indexed.document_indices)
+    spans = [np.empty((2, 0), dtype=np.int64)]
+    for first, last in document_chunks(documents):
+        low, high = int(documents[first]), int(documents[last])
+        filled = np.flatnonzero(indexed.lengths[low:high])
+        # A copy: the index file's numbers lie at odd addresses, where every search would make one.
+        places = indexed.pointers[low:high][filled] // indexed.dtype.itemsize
+        bounds = np.searchsorted(filled, documents[first : last + 1] - low)
+        numbers = filled + low  # of each sentence among the corpus's sequences
+        begins, ends = cut_documents(places, bounds, numbers, targets)
+        spans.append(np.stack([numbers[begins], numbers[ends - 1] + 1]))
+    begins, ends = np.concatenate(spans, axis=1)
+    # Samples do not overlap, so sorting both alike keeps them together.
+    return np.sort(begins), np.sort(ends)
+
+
+def document_chunks(documents: Ids) -> Iterator[tuple[int, int]]:
+    """Runs of documents that hold CHUNK sequences at most, or are one document."""
+    first, count = 0, len(documents) - 1
+    while first < count:
+        reach = int(np.searchsorted(documents, documents[first] + CHUNK, side="right")) - 1
+        last = min(count, max(first + 1, reach))
+        yield first, last
+        first = last
+
+
+def cut_documents(places: Ids, bounds: Ids, numbers: Ids, targets: Targets) -> tuple[Ids, Ids]:
+    """Samples of documents: sentence k begins at token places[k], document d has those from bounds[d] on.
+
+    `numbers` says which sequence of the corpus each sentence is. Returns begins and ends among `places`,
+    int64 [n] each, in no order.
+    """
+
+    def ends_of(begins: Ids, limits: Ids) -> Ids:
+        """Where the samples that begin at these sentences end, in documents that end at `limits`."""
+        goals = places[begins] + targets.of(numbers[begins])
+        ends = np.maximum(np.searchsorted(places, goals), begins + 2)
+        return np.where(limits - ends < 2, limits, ends)
+
+    keep = np.diff(bounds) >= 2
+    cursors, limits = bounds[:-1][keep], bounds[1:][keep]
+    begins, ends = [cursors[:0]], [cursors[:0]]
+    while len(cursors) >= FEW:
+        reached = ends_of(cursors, limits)
+        begins.append(cursors)
+        ends.append(reached)
+        left = reached < limits
+        cursors, limits = reached[left], limits[left]
+    for cursor, limit in zip(cursors.tolist(), limits.tolist(), strict=True):
+        while cursor < limit:
+            window = np.arange(cursor, min(cursor + WINDOW, limit))
+            successors = ends_of(window, np.full(len(window), limit))
+            path = walk(successors.tolist(), cursor)
+            begins.append(np.array(path[:-1]))
+            ends.append(np.array(path[1:]))
+            cursor = path[-1]
+    return np.concatenate(begins), np.concatenate(ends)
+
+
+def walk(successors: list[int], start: int) -> list[int]:
+    """start, its successor, and so on until outside; successors[k] follows start + k."""
+    path = [start]
+    while path[-1] - start < len(successors):
+        path.append(successors[path[-1] - start])
+    return path
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """The two segments of each sample. Swapped: the first segment follows the second in the document.
+
+    places   int64 [n, 2]  token of the corpus each segment begins with
+    lengths  int64 [n, 2]  tokens; at least 1
+    swapped  bool [n]
+    """
+
+    places: Ids
+    lengths: Ids
+    swapped: NDArray[np.bool_]
+
+
+def make_pairs(indexed: IndexedDataset, begins: Ids, ends: Ids, targets: Ids, states: Bits) -> Pairs:
+    """Cut each sample at a sentence chosen evenly, swap with probability 1/2, shorten to its target.
+
+    begins, ends, targets  int64 [n]; the first and the last sequence of a sample hold tokens
+    states                 uint64 [n]: the samples' random streams, of which draws 0 to 3 are used
+    """
+    middles = begins + 1 + below(draw(states, 0), ends - begins - 1)
+    begin_places, middle_places, last_places = (
+        indexed.pointers[sequences] // indexed.dtype.itemsize for sequences in (begins, middles, ends - 1)
+    )
+    swapped = (draw(states, 1) >> np.uint64(63)).astype(bool)
+    places = np.stack([begin_places, middle_places], axis=1)
+    lengths = np.stack([middle_places, last_places + indexed.lengths[ends - 1]], axis=1) - places
+    places[swapped], lengths[swapped] = places[swapped, ::-1], lengths[swapped, ::-1]
+    shortened = shorten(lengths, targets)
+    cuts = np.stack([draw(states, 2), draw(states, 3)], axis=1)
+    # Any part of a segment may stay, evenly.
+    return Pairs(places + below(cuts, lengths - shortened + 1), shortened, swapped)
+
+
+def shorten(lengths: Ids, targets: Ids) -> Ids:
+    """Lengths [n, 2] after tokens went one at a time from the longer segment (the second if equal).
+
+    That is: while a segment is below half of the target the other gives all, else both end at half.
+    """
+    first, second = lengths[:, 0], lengths[:, 1]
+    excess = first + second > targets
+    new_first = np.minimum(first, np.maximum(targets - second, (targets + 1) // 2))
+    return np.where(excess[:, None], np.stack([new_first, targets - new_first], axis=1), lengths)

@@ -1,0 +1,214 @@
+"""What a run has read of which corpus: segments of the run, each with one blend.
+
+A checkpoint carries them, so that a run resumed with other weights, or with corpora added or taken out, goes
+on in each corpus where it stopped. A corpus is known by its content, wherever it lies.
+"""
+
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import pairwise
+from typing import Any
+
+from mlm.config.blend import MAX_SOURCES
+from mlm.data.blend import MAX_SAMPLES, taken
+
+MAX_SEGMENTS = 1000
+MAX_TEXT = 4096  # letters of a name or path
+SAME_SHARE = 1e-9  # weights written as 3, 7 and as 0.3, 0.7 differ in the last bits
+DIGEST = re.compile(r"xxh3:[0-9a-f]{32}|")
+DIGESTS = ("digest", "tokens", "receipt", "recipe", "tokenizer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A corpus of a blend. Digests are `xxh3:<hex>`, empty where unknown."""
+
+    name: str
+    """What logs call it."""
+    path: str
+    """Prefix of its .bin/.idx, as it was given."""
+    digest: str
+    """Of the .idx: the order of samples is a function of it. Checkpoints of older versions do not say it."""
+    tokens: str = ""
+    """Of the .bin, by its receipt."""
+    receipt: str = ""
+    """Of the receipt, corpus.json."""
+    recipe: str = ""
+    """Of what the receipt says of how the text was cleaned."""
+    tokenizer: str = ""
+    """Of the tokenizer, by its receipt."""
+    weight: float = 1.0
+    """Share of the samples; those of a blend sum to 1."""
+    first: int = 0
+    """Samples read of it before the segment."""
+
+    def is_same(self, other: "Source") -> bool:
+        """Whether both are one corpus, as far as it is known."""
+        if not (self.digest and other.digest):
+            return self.lies_with(other)
+        return self.digest == other.digest and (self.tokens or other.tokens) == (other.tokens or self.tokens)
+
+    def lies_with(self, other: "Source") -> bool:
+        """Whether both are at the same place."""
+        return os.path.realpath(self.path) == os.path.realpath(other.path)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A blend, and the sample of the run it begins with."""
+
+    from_sample: int
+    sources: tuple[Source, ...]
+
+
+History = tuple[Segment, ...]
+
+
+def go_on(history: History, now: Sequence[Source], consumed: int) -> History:
+    """The history of a run that has read `consumed` samples and goes on with the blend `now`.
+
+    The same blend goes on in its segment; another begins one, each corpus where the run left it.
+    """
+    while history and history[-1].from_sample == consumed:  # nothing was read of it
+        history = history[:-1]
+    if history and is_same_blend(history[-1].sources, now):
+        begin, then = history[-1].from_sample, history[-1].sources
+        # a corpus may have moved; its weight is kept to the last bit
+        kept = [replace(s, weight=old.weight, first=old.first) for s, old in zip(now, then, strict=True)]
+        return (*history[:-1], Segment(begin, tuple(kept)))
+    begun = tuple(replace(s, first=samples_read(history, s, consumed)) for s in now)
+    return (*history, Segment(consumed, begun))
+
+
+def is_same_blend(then: Sequence[Source], now: Sequence[Source]) -> bool:
+    """The same corpora in the same order, with the same weights."""
+    if len(then) != len(now):
+        return False
+    if len(now) == 1 and not then[0].digest:  # an older checkpoint; its only corpus may have moved
+        return True
+    return all(
+        a.is_same(b) and math.isclose(a.weight, b.weight, rel_tol=SAME_SHARE)
+        for a, b in zip(then, now, strict=True)
+    )
+
+
+def samples_read(history: History, source: Source, consumed: int) -> int:
+    """Samples of a corpus that a run has read after `consumed` in all."""
+    end = consumed
+    for segment in reversed(history):
+        for i, known in enumerate(segment.sources):
+            if known.is_same(source):
+                weights = [s.weight for s in segment.sources]
+                return known.first + int(taken(weights, end - segment.from_sample)[i])
+        end = segment.from_sample
+    return 0
+
+
+def needed(segment: Segment, num_samples: int) -> list[int]:
+    """Samples of each source that a run has read once it has read `num_samples`, all blends together."""
+    counts = taken([s.weight for s in segment.sources], max(0, num_samples - segment.from_sample))
+    return [s.first + count for s, count in zip(segment.sources, counts.tolist(), strict=True)]
+
+
+def fault_of_changed(history: History, now: Sequence[Source]) -> str | None:
+    """A corpus that stands where the run knew another one, and that it has never read.
+
+    To go on there would repeat and skip samples without a word.
+    """
+    known = [source for segment in reversed(history) for source in segment.sources]
+    for source in now:
+        if any(old.is_same(source) for old in known):
+            continue
+        old = next((old for old in known if old.lies_with(source)), None)
+        if old is not None:
+            what = "index" if old.digest != source.digest else "tokens"
+            before, after = (old.digest, source.digest) if what == "index" else (old.tokens, source.tokens)
+            return (
+                f"{source.path}.{'idx' if what == 'index' else 'bin'} is not what this run was trained on "
+                f"({what} {after}, before {before}): put that corpus back, or rename this one's folder to go "
+                "on with it as a new corpus"
+            )
+    return None
+
+
+def change(history: History, consumed: int) -> str | None:
+    """In a line, what the newest segment changes; None where it changes nothing."""
+    if len(history) < 2 or history[-1].from_sample != consumed:
+        return None
+    then, now = history[-2].sources, history[-1].sources
+    said = []
+    for source in now:
+        before = next((s for s in then if s.is_same(source)), None)
+        share = f"{source.name} {source.weight:.2%}"
+        if before is not None and math.isclose(before.weight, source.weight, rel_tol=SAME_SHARE):
+            said.append(share)
+        elif before is not None:
+            said.append(f"{share} (was {before.weight:.2%})")
+        else:
+            said.append(f"{share} ({f'back, after {source.first:,}' if source.first else 'new'})")
+    gone = [s.name for s in then if not any(s.is_same(source) for source in now)]
+    without = f"; without {', '.join(gone)}" if gone else ""
+    return f"data changed at sample {consumed:,}: {', '.join(said)}{without}"
+
+
+def trained_on(history: History) -> list[dict[str, Any]]:
+    """The corpora of the newest blend as JSON, for records and scores; empty for synthetic data."""
+    keys = ("name", "weight", "digest", "receipt")
+    return [{key: asdict(source)[key] or None for key in keys} for s in history[-1:] for source in s.sources]
+
+
+def encode(history: History) -> list[dict[str, Any]]:
+    """A history as JSON."""
+    return [{"from_sample": s.from_sample, "sources": [asdict(c) for c in s.sources]} for s in history]
+
+
+def decode(said: Any, consumed: int) -> History:
+    """The inverse of `encode`, of anything, for a run that has read `consumed` samples.
+
+    Raises ValueError, KeyError or TypeError if it is no history of such a run.
+    """
+    if not isinstance(said, list) or len(said) > MAX_SEGMENTS:
+        raise ValueError("its segments are no list, or too many")
+    history = tuple(_segment(value) for value in said)
+    edges = [*(segment.from_sample for segment in history), consumed + 1]
+    if history and (edges[0] != 0 or any(a >= b for a, b in pairwise(edges))):
+        raise ValueError(f"its segments do not lead from sample 0 to {consumed}")
+    return history
+
+
+def _segment(said: Any) -> Segment:
+    sources = said["sources"]
+    if not isinstance(sources, list) or not 0 < len(sources) <= MAX_SOURCES:
+        raise ValueError("the sources of a segment are no list, or too many")
+    found = tuple(_source(value) for value in sources)
+    if not math.isclose(math.fsum(s.weight for s in found), 1.0, rel_tol=SAME_SHARE):
+        raise ValueError("the weights of a segment do not sum to 1")
+    return Segment(_whole_number(said["from_sample"]), found)
+
+
+def _source(said: Any) -> Source:
+    for name in ("name", "path"):
+        text = said[name]
+        if not isinstance(text, str) or not text.isprintable() or len(text) > MAX_TEXT:  # they are printed
+            raise ValueError(f"{name} is not allowed")
+    for name in DIGESTS:
+        if known_digest(said[name]) != said[name]:
+            raise ValueError(f"{name} is no digest")
+    if type(said["weight"]) is not float or not 0 < said["weight"] <= 1:
+        raise ValueError("a weight is out of range")
+    _whole_number(said["first"])
+    return Source(**{field.name: said[field.name] for field in fields(Source)})
+
+
+def known_digest(value: Any) -> str:
+    """A digest that a file gives, or an empty text if it is none."""
+    return value if isinstance(value, str) and DIGEST.fullmatch(value) else ""
+
+
+def _whole_number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= MAX_SAMPLES:
+        raise ValueError(f"{str(value)[:40]} is not a whole number in range")
+    return value

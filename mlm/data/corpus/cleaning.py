@@ -1,0 +1,34 @@
+"""What happens to a document between reading and tokenising: it is mended, then it must pass the rules."""
+
+from mlm.config.corpus_schema import FilterConfig, NormaliseConfig
+from mlm.data.corpus.language import LanguageFilter
+from mlm.data.corpus.mending import mend
+from mlm.data.corpus.quality import active_rules, broken_rule
+
+LANGUAGE = "language"
+
+
+class Cleaner:
+    """Mends a text and names the rule that drops it.
+
+    Raises UserError for languages that are not known or when the detector is not installed.
+    """
+
+    def __init__(self, normalise: NormaliseConfig, filter: FilterConfig) -> None:
+        self.mends, self.rules = normalise.ftfy, active_rules(filter)
+        self.is_wanted = (
+            LanguageFilter(normalise.languages, normalise.min_language_score) if normalise.languages else None
+        )
+
+    def __call__(self, text: str) -> tuple[str, str | None]:
+        """The mended text, and `language` or the key of FilterConfig that drops it; None to keep it.
+
+        A text of nothing but white space passes (`min_words` aside); `min_tokens` is the tokenizer's affair.
+        """
+        if self.mends:
+            text = mend(text)
+        if not text or text.isspace():
+            return text, broken_rule(text, self.rules)
+        if self.is_wanted is not None and not self.is_wanted(text):
+            return text, LANGUAGE
+        return text, broken_rule(text, self.rules)

@@ -1,0 +1,247 @@
+"""Which runs of words of a text occur in evaluation texts: exact, at the speed of splitting into words.
+
+A word is a run of letters and digits, casefolded, after Unicode form NFC. So neither punctuation, case and
+line breaks nor the marks of WikiText's tokenisation (` @-@ `, `@,@`, spaces before commas) make a difference.
+A word of an evaluation text is a number here; a word that is in none is 0, and no run that holds one matches.
+Runs are looked up by a 64-bit hash, and what is found is compared word by word.
+
+Letters: w words of a text, e words of all evaluation texts with a 0 after each run, n words of an n-gram.
+"""
+
+import re
+import unicodedata
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+
+import numpy as np
+from numpy.typing import NDArray
+
+Words = NDArray[np.int32]
+Ints = NDArray[np.int64]
+Hashes = NDArray[np.uint64]
+
+WORD = re.compile(r"[^\W_]+")
+SEPARATORS = re.compile(r"[^\w\x00-\x7f]+")  # what is outside ASCII and no letter or digit
+KEPT = bytes(c if c >= 128 or chr(c).isalnum() else 32 for c in range(256))
+UNKNOWN = re.compile(r"<unk>|@@UNKNOWN@@", re.IGNORECASE)  # a word that was lost: nothing can match across it
+SPLIT_NEGATION = re.compile(r"(?<=\w)\s+(?=n['’]t\b)", re.IGNORECASE)  # "did n't" of the Penn Treebank
+MULTIPLIER = 0xD1342543DE82EF95  # odd, of good spectrum (arXiv:2001.05304, table 6): only speed hangs on it
+BLOCK = 1 << 15  # words looked at at a time: their hashes stay in a core's cache
+BITS_PER_NGRAM = 32  # of the filter before the lookup: 3 % of other n-grams pass
+MAX_BITS = 28
+
+
+def words(text: str) -> list[bytes]:
+    """The words of a text, in UTF-8."""
+    if not text.isascii():
+        text = unicodedata.normalize("NFC", text)  # returns at once what is in this form
+    folded = text.casefold()
+    if not folded.isascii():
+        folded = SEPARATORS.sub(" ", folded)
+    return folded.encode().translate(KEPT).split()
+
+
+def spans(text: str) -> tuple[Ints, Ints]:
+    """Where each of `words(text)` begins and ends in the text: letters, int64 [w] each.
+
+    In a text that is not in form NFC a word counts as all that stands between two white spaces.
+    """
+    if unicodedata.is_normalized("NFC", text):
+        pieces: list[str] | str = text
+        folded = text.casefold()
+    else:
+        pieces = re.findall(r"\s+|\S+", text)
+        folded = "".join(unicodedata.normalize("NFC", piece).casefold() for piece in pieces)
+    found = np.array([match.span() for match in WORD.finditer(folded)], dtype=np.int64).reshape(-1, 2)
+    begin, end = found[:, 0], found[:, 1]
+    if len(folded) == len(text) and pieces is text:  # casefolding never shortens, so no letter grew
+        return begin, end
+    after = np.cumsum([len(piece) for piece in pieces])
+    grown = [len(unicodedata.normalize("NFC", piece).casefold()) for piece in pieces]
+    piece_of = np.repeat(np.arange(len(pieces)), grown)
+    return np.append(0, after)[piece_of[begin]], after[piece_of[end - 1]]
+
+
+def runs(text: str) -> Iterator[list[bytes]]:
+    """The words of an evaluation text, cut where a word was replaced by `<unk>`."""
+    for part in UNKNOWN.split(SPLIT_NEGATION.sub("", text)):
+        if found := words(part):
+            yield found
+
+
+@dataclass(frozen=True, eq=False)
+class Hits:
+    """N-grams of a text that occur in evaluation texts, by their place in the text. int64 [hits] each."""
+
+    begin: Ints
+    """First word."""
+    end: Ints
+    """One past the last word."""
+    text: Ints
+    """Number of the first evaluation text that holds the n-gram."""
+
+
+class NGrams:
+    """The n-grams of evaluation texts.
+
+    Of a text that has no run of `ngram` words, its longest is taken whole if it has at least `min_ngram`.
+
+    num_ngrams  int64 [texts]   different n-grams of each text that no text before it holds
+    covered     bool [texts]    whether any run of it is long enough
+    """
+
+    def __init__(self, texts: Sequence[str], *, ngram: int, min_ngram: int) -> None:
+        self._numbers: dict[bytes, int] = {}
+        flat, starts, lengths, owners = list[int](), list[int](), list[int](), list[int]()
+        self.covered = np.zeros(len(texts), dtype=bool)
+        for number, text in enumerate(texts):
+            found = list(runs(text))
+            chosen = [run for run in found if len(run) >= ngram]
+            if not chosen and found and len(longest := max(found, key=len)) >= min_ngram:
+                chosen = [longest]
+            self.covered[number] = bool(chosen)
+            for run in chosen:
+                starts.append(len(flat))
+                lengths.append(len(run))
+                owners.append(number)
+                flat += [self._numbers.setdefault(word, len(self._numbers) + 1) for word in run]
+                flat.append(0)
+        self._words = np.array(flat, dtype=np.int32)  # [e]
+        self._starts, self._owners = np.array(starts, dtype=np.int64), np.array(owners, dtype=np.int64)
+        bits = np.random.PCG64(np.random.SeedSequence(0))
+        self._keys = np.asarray(bits.random_raw(len(self._numbers) + 1))  # hash of each word
+        sizes = np.array(lengths, dtype=np.int64)
+        self._tables = [self._table(n, sizes, ngram) for n in sorted({*np.minimum(sizes, ngram).tolist()})]
+        self.num_ngrams = np.zeros(len(texts), dtype=np.int64)
+        for table in self._tables:
+            np.add.at(self.num_ngrams, self._text_of(table.places), 1)
+
+    def find(self, text: str) -> Hits | None:
+        """The n-grams of a text that are known, by first word and length; None if there is none."""
+        found = words(text)
+        numbers = np.fromiter(map(self._numbers.get, found, repeat(0)), dtype=np.int32, count=len(found))
+        hits = [hit for table in self._tables for hit in self._find(table, numbers)]
+        if not hits:
+            return None
+        begin, end, place = (np.concatenate(part) for part in zip(*hits, strict=True))
+        order = np.lexsort((end, begin))
+        return Hits(begin[order], end[order], self._text_of(place[order]))
+
+    def _find(self, table: "Table", numbers: Words) -> Iterator[tuple[Ints, Ints, Ints]]:
+        """(first word, end, place among the evaluation words) of the known n-grams of one length."""
+        n = table.ngram
+        for start in range(0, len(numbers) - n + 1, BLOCK):
+            hashes = ngram_hashes(self._keys[numbers[start : start + BLOCK + n - 1]], n)
+            candidates = np.flatnonzero(table.may_hold(hashes))
+            if not len(candidates):
+                continue
+            begin = start + candidates
+            place = table.places_of(hashes[candidates], numbers, begin, self._words)
+            known = place >= 0
+            if known.any():
+                yield begin[known], begin[known] + n, place[known]
+
+    def _table(self, n: int, sizes: Ints, ngram: int) -> "Table":
+        """The n-grams of length n: of the longer runs if n is `ngram`, else the runs of that length."""
+        mine = sizes >= n if n == ngram else sizes == n
+        count = sizes[mine] - n + 1
+        first = np.repeat(self._starts[mine] - (np.cumsum(count) - count), count)
+        places = first + np.arange(count.sum())
+        hashes = np.concatenate(
+            [
+                ngram_hashes(self._keys[self._words[at : at + BLOCK + n - 1]], n)
+                for at in range(0, len(self._words) - n + 1, BLOCK)
+            ]
+        )
+        return Table.of(n, hashes[places], places, self._words)
+
+    def _text_of(self, places: Ints) -> Ints:
+        """The evaluation text that holds a place among the evaluation words."""
+        return self._owners[np.searchsorted(self._starts, places, side="right") - 1]
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Different n-grams of one length, by hash.
+
+    hashes  uint64 [m]   rising
+    places  int64 [m]    where the n-gram first stands among the evaluation words
+    filter  uint8        one bit per value of a hash's highest bits: whether any hash has it
+    most    int          n-grams that share a hash at most: 1, but for an accident
+    """
+
+    ngram: int
+    hashes: Hashes
+    places: Ints
+    filter: NDArray[np.uint8]
+    shift: np.uint64
+    most: int
+
+    @classmethod
+    def of(cls, n: int, hashes: Hashes, places: Ints, evaluation: Words) -> "Table":
+        """The table of the n-grams at `places`, which rise; of equal ones the first is kept."""
+        order = np.argsort(hashes, kind="stable")
+        hashes, places = hashes[order], places[order]
+        equal = hashes[1:] == hashes[:-1]
+        again = np.flatnonzero(equal)
+        same = windows(evaluation, places[again], n) == windows(evaluation, places[again + 1], n)
+        keep = np.ones(len(hashes), dtype=bool)
+        keep[again[same.all(axis=1)] + 1] = False
+        hashes, places = hashes[keep], places[keep]
+        most = int(np.unique(hashes, return_counts=True)[1].max())
+        bits = min(max(16, (len(hashes) * BITS_PER_NGRAM - 1).bit_length()), MAX_BITS)
+        shift = np.uint64(64 - bits)
+        present = np.zeros(1 << bits, dtype=bool)
+        present[(hashes >> shift).astype(np.int64)] = True
+        return cls(n, hashes, places, np.packbits(present, bitorder="little"), shift, most)
+
+    def may_hold(self, hashes: Hashes) -> NDArray[np.uint8]:
+        """Non-zero where a hash may be in the table, zero where it is not."""
+        top = hashes >> self.shift
+        byte = self.filter[(top >> np.uint64(3)).view(np.int64)]
+        return byte & (np.uint8(1) << (top & np.uint64(7)).astype(np.uint8))
+
+    def places_of(self, hashes: Hashes, numbers: Words, begin: Ints, evaluation: Words) -> Ints:
+        """Where the evaluation words hold the n-gram at each `begin`, -1 if they do not: int64 [k]."""
+        out = np.full(len(hashes), -1, dtype=np.int64)
+        at = np.searchsorted(self.hashes, hashes)
+        for nth in range(self.most):
+            near = np.minimum(at + nth, len(self.hashes) - 1)
+            tried = np.flatnonzero((self.hashes[near] == hashes) & (out < 0))
+            if len(tried):
+                place = self.places[near[tried]]
+                same = windows(evaluation, place, self.ngram) == windows(numbers, begin[tried], self.ngram)
+                whole = same.all(axis=1)
+                out[tried[whole]] = place[whole]
+        return out
+
+
+def windows(values: Words, begin: Ints, n: int) -> Words:
+    """values[b : b + n] for every b in `begin`: [k, n]."""
+    return values[begin[:, None] + np.arange(n)]
+
+
+def ngram_hashes(keys: Hashes, n: int) -> Hashes:
+    """Polynomial hash, modulo 2^64, of every n neighbours: uint64 [w] to [max(0, w - n + 1)].
+
+    The hash of 2k neighbours is made of two of k, so that log2(n) passes do.
+    """
+    count = len(keys) - n + 1
+    if count <= 0:
+        return np.empty(0, dtype=np.uint64)
+    out, done = np.zeros(count, dtype=np.uint64), 0
+    power, size = keys, 1  # hash of `size` neighbours
+    while True:
+        if n & size:
+            out = out * factor(size) + power[done : done + count]
+            done += size
+        if 2 * size > n:
+            return out
+        power = power[:-size] * factor(size) + power[size:]
+        size *= 2
+
+
+def factor(size: int) -> np.uint64:
+    """MULTIPLIER ** size, modulo 2^64."""
+    return np.uint64(pow(MULTIPLIER, size, 1 << 64))

@@ -1,0 +1,18 @@
+"""Packages that only some inputs and settings need: loaded when one of those is met."""
+
+from importlib import import_module
+from typing import Any
+
+from mlm.config.errors import UserError
+
+
+def load_extra(module: str, setting: str) -> Any:
+    """A module of the extra mlm[data]. Raises UserError naming the extra when it is not installed.
+
+    `setting` is what asks for it, as the user wrote it: `input=text.parquet`.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise UserError(f"{setting} needs the package {package}: pip install 'mlm[data]'") from error

@@ -1,0 +1,63 @@
+"""Digests of the input files, so that a build knows what it was made of.
+
+Reading 15 TB again only to learn that nothing changed would take hours: a file of the same size and time of
+change as when it was last digested is taken to be the same.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from mlm.data.corpus.shards import Input
+from mlm.files import digest_file, write_atomic
+
+KNOWN = "digests.json"
+SAVE_EVERY = 1 << 34  # bytes digested between two saves: 16 GiB
+
+
+def with_digests(inputs: Sequence[Input], work: Path, console: Console) -> tuple[Input, ...]:
+    """The inputs with their content digests; a Hub dataset has one already. Raises OSError."""
+    known, fresh, unsaved = load_known(work / KNOWN), dict[str, list[object]](), 0
+    columns = (TextColumn("input"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    done = list[Input]()
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        row = bar.add_task("input", total=sum(item.bytes for item in inputs))
+        for item in inputs:
+            if item.digest:
+                done.append(item)
+                continue
+            path = Path(item.path)
+            stat, key = path.stat(), str(path.resolve())
+            state: list[object] = [stat.st_size, stat.st_mtime_ns]
+            entry = known.get(key)
+            if (
+                isinstance(entry, list)
+                and len(entry) == 3
+                and entry[:2] == state
+                and isinstance(entry[2], str)
+            ):
+                digest = entry[2]
+                bar.advance(row, item.bytes)
+            else:
+                digest = digest_file(path, lambda count: bar.advance(row, count))
+                unsaved += item.bytes
+            fresh[key] = [*state, digest]
+            done.append(replace(item, digest=digest))
+            if unsaved >= SAVE_EVERY:
+                write_atomic(work / KNOWN, json.dumps(known | fresh).encode())
+                unsaved = 0
+    write_atomic(work / KNOWN, json.dumps(fresh).encode())
+    return tuple(done)
+
+
+def load_known(path: Path) -> dict[str, object]:
+    """The digests of an earlier start; none when there are none that can be read."""
+    try:
+        known = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return known if isinstance(known, dict) else {}

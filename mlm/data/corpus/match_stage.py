@@ -1,0 +1,150 @@
+"""Stages `match`, `group` and `verify`: which documents are near-duplicates of an earlier one.
+
+match   task b < bands: documents that agree on band b, as links [m, 2]; the last task: documents whose id an
+        earlier one has
+group   documents that links connect, directly or not, a component each
+verify  in every component, in corpus order: a document goes if its exact Jaccard similarity with an earlier
+        one that stays is above the threshold
+
+Documents are numbered over all shards in corpus order. What is in memory grows with their number and not with
+their length: about 40 bytes each in `match` and `group`.
+"""
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlm.data.corpus.clean_stage import save
+from mlm.data.corpus.duplicates import components, duplicates_in, links_of_band, star_links
+from mlm.data.corpus.markers import Advance, counts_of, write_marker
+from mlm.data.corpus.plan import Plan
+from mlm.data.indexed import IndexedDataset
+
+Ids = NDArray[np.int64]
+
+
+class CleanTexts:
+    """The texts that stage `clean` kept, by their number in the corpus."""
+
+    def __init__(self, plan: Plan) -> None:
+        stage = plan.stages["clean"]
+        self.folder = stage.folder
+        kept = [counts["kept"] for counts in counts_of(stage.folder, stage.tasks)]
+        self.firsts: Ids = np.concatenate([[0], np.cumsum(kept)]).astype(np.int64)
+        """Number of each shard's first document, then of all documents: [shards + 1]."""
+        self._shards: dict[int, tuple[IndexedDataset, NDArray[np.uint64]]] = {}
+
+    def __len__(self) -> int:
+        return int(self.firsts[-1])
+
+    def array(self, shard: int, name: str) -> NDArray[np.uint64]:
+        """An array of a shard, mapped: `keys` [bands, documents] or `ids` [documents]."""
+        path = self.folder / f"{shard:05d}.{name}.npy"
+        return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
+
+    def text(self, document: int) -> str:
+        """One text."""
+        shard = int(np.searchsorted(self.firsts, document, side="right")) - 1
+        return self._open(shard)[0][document - int(self.firsts[shard])].tobytes().decode()
+
+    def keys(self, documents: Ids) -> NDArray[np.uint64]:
+        """Band keys of documents in ascending order: [k, bands]."""
+        shards = np.searchsorted(self.firsts, documents, side="right") - 1
+        found = [
+            self._open(int(shard))[1][:, documents[shards == shard] - self.firsts[shard]].T
+            for shard in np.unique(shards)
+        ]
+        return np.concatenate(found)
+
+    def _open(self, shard: int) -> tuple[IndexedDataset, NDArray[np.uint64]]:
+        if shard not in self._shards:
+            while len(self._shards) >= 256:  # open files are few on some systems
+                self._shards.pop(next(iter(self._shards)))
+            texts = IndexedDataset(self.folder / f"{shard:05d}", allow_empty=True)
+            self._shards[shard] = texts, self.array(shard, "keys")
+        return self._shards[shard]
+
+
+def match(plan: Plan, task: int) -> None:
+    """Links of one band; of the last task, the documents whose id was seen before."""
+    texts, folder = CleanTexts(plan), plan.stages["match"].folder
+    shards = range(len(plan.shards))
+    path = folder / f"{task:05d}.npy"
+    if task < plan.stages["match"].tasks - 1:
+        keys = np.concatenate([texts.array(shard, "keys")[task] for shard in shards])
+        links = links_of_band(keys)
+        write_marker(folder, task, {"links": len(links)}, [save(path, links)])
+        return
+    seen_before = np.empty(0, dtype=np.int64)
+    if plan.config.id_key is not None:
+        ids = np.concatenate([texts.array(shard, "ids") for shard in shards])
+        order = np.argsort(ids, kind="stable")
+        again = np.flatnonzero(ids[order][1:] == ids[order][:-1]) + 1
+        seen_before = np.sort(order[again]).astype(np.int64)
+    write_marker(folder, task, {"links": 0}, [save(path, seen_before)])
+
+
+def group(plan: Plan, _: int) -> None:
+    """Components of all links. One band after another is folded in, so that few links are held at a time."""
+    before, folder = plan.stages["match"], plan.stages["group"].folder
+    total, bands = len(CleanTexts(plan)), before.tasks - 1
+    links = np.empty((0, 2), dtype=np.int64)
+    for band in range(bands):
+        links = np.concatenate([links, load(before.folder / f"{band:05d}.npy")])
+        links = star_links(*components(links, total))
+    members, bounds = components(links, total)
+    # A document that goes for its id proposes nothing, but it may be what connects others.
+    stays = ~np.isin(members, load(before.folder / f"{bands:05d}.npy"))
+    bounds = np.append(0, np.cumsum(stays))[bounds]
+    files = [save(folder / "members.npy", members[stays]), save(folder / "bounds.npy", bounds)]
+    write_marker(folder, 0, {"components": len(bounds) - 1, "documents": int(stays.sum())}, files)
+
+
+def verify(plan: Plan, task: int) -> None:
+    """Duplicates among this task's share of the components."""
+    stage, grouped = plan.stages["verify"], plan.stages["group"].folder
+    members, bounds = load(grouped / "members.npy"), load(grouped / "bounds.npy")
+    texts, advance = CleanTexts(plan), Advance(stage.folder, task)
+    begin, end = share(bounds, task, stage.tasks)
+    found = []
+    for i in range(begin, end):
+        component = members[bounds[i] : bounds[i + 1]]
+        if len(component) > 1:
+            found += duplicates_in(component, texts.keys, texts.text, plan.config.dedup)
+        advance(len(component))
+    found.sort(key=lambda duplicate: duplicate.document)
+    pairs = np.array([(d.document, d.kept) for d in found], dtype=np.int64).reshape(-1, 2)
+    similarity = np.array([d.jaccard for d in found], dtype=np.float64)
+    files = [
+        save(stage.folder / f"{task:05d}.npy", pairs),
+        save(stage.folder / f"{task:05d}.jaccard.npy", similarity),
+    ]
+    write_marker(stage.folder, task, {"duplicates": len(pairs)}, files)
+
+
+def share(bounds: Ids, task: int, tasks: int) -> tuple[int, int]:
+    """The run of components that a task takes: about as many documents as every other."""
+    limits = np.arange(tasks + 1) * int(bounds[-1]) // tasks
+    cuts = np.searchsorted(bounds, limits, side="left")
+    return int(cuts[task]), int(min(cuts[task + 1], len(bounds) - 1))
+
+
+def removed_in(plan: Plan, shard: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Which documents of a shard go: as near-duplicates, and for an id seen before. Both [documents]."""
+    texts = CleanTexts(plan)
+    begin, end = int(texts.firsts[shard]), int(texts.firsts[shard + 1])
+    near, again = np.zeros(end - begin, dtype=bool), np.zeros(end - begin, dtype=bool)
+    verified, matched = plan.stages["verify"], plan.stages["match"]
+    for task in range(verified.tasks):
+        documents = load(verified.folder / f"{task:05d}.npy")[:, 0]
+        mine = documents[np.searchsorted(documents, begin) : np.searchsorted(documents, end)]
+        near[mine - begin] = True
+    ids = load(matched.folder / f"{matched.tasks - 1:05d}.npy")
+    again[ids[np.searchsorted(ids, begin) : np.searchsorted(ids, end)] - begin] = True
+    return near, again
+
+
+def load(path: Path) -> Ids:
+    """A mapped array that `save` wrote."""
+    return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)

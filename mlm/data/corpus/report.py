@@ -1,0 +1,122 @@
+"""What a build did, for the receipt and for people."""
+
+import shutil
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.table import Table
+
+from mlm.config.errors import UserError
+from mlm.data.corpus.decontaminate import Tally
+from mlm.data.corpus.markers import Counts, counts_of
+from mlm.data.corpus.plan import Plan
+from mlm.data.corpus.tokenise_stage import load_contaminants
+from mlm.files import write_atomic
+
+REJECTED = "rejected.jsonl"
+
+Facts = dict[str, Any]
+
+
+def outcome(plan: Plan) -> Facts:
+    """Counts of a finished build: what was read, what each rule removed, what each part holds."""
+    cleaned, tokenised = (plan.stages[name] for name in ("clean", "tokenise"))
+    read = counts_of(cleaned.folder, cleaned.tasks)
+    written = counts_of(tokenised.folder, tokenised.tasks)
+    documents = total(counts["removed"] for counts in (*read, *written))
+    num_bytes = total(counts["removed_bytes"] for counts in (*read, *written))
+    return {
+        "read": {key: sum(counts[key] for counts in read) for key in ("documents", "bytes")},
+        "rejected": total(counts["rejected"] for counts in read),
+        "removed": {rule: {"documents": documents[rule], "bytes": num_bytes[rule]} for rule in documents},
+        "contamination": contamination(plan, written),
+        "splits": {part: total(counts["parts"][part] for counts in written) for part in plan.parts},
+    }
+
+
+def contamination(plan: Plan, written: list[Counts]) -> Facts | None:
+    """What was cut out as the text of evaluation sets, None where none were given."""
+    if plan.evaluation is None:
+        return None
+    return load_contaminants(plan).report(Tally.merge(counts["contamination"] for counts in written))
+
+
+def total(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+    """The sum of counters, key by key, in the order in which keys are met."""
+    added = Counter[str]()
+    for count in counts:
+        for key, value in count.items():
+            added[key] += value
+    return dict(added)
+
+
+def refuse_empty_parts(plan: Plan, facts: Facts) -> None:
+    """Raises UserError when a part of the corpus got no document."""
+    kept = sum(counts["documents"] for counts in facts["splits"].values())
+    for part, counts in facts["splits"].items():
+        if counts["documents"]:
+            continue
+        config, divided = plan.config, not any(shard.split for shard in plan.shards)
+        if kept and divided:
+            raise UserError(
+                f"{part} got none of the {kept} documents of input={config.input} with split={config.split}: "
+                f"give it a larger share, or 0 to leave it out"
+            )
+        where = config.input if divided else f"{config.input}, its part {part},"
+        if not facts["removed"] or set(facts["removed"]) == {"empty"}:
+            raise UserError(f"input={where} holds no text: the corpus is empty; name a file with documents")
+        rules = ", ".join(f"{rule} {count['documents']:,}" for rule, count in facts["removed"].items())
+        raise UserError(
+            f"input={where}: the rules left no document ({rules}): loosen them, or set recipe=plain"
+        )
+
+
+def write_rejected(plan: Plan, out: Path) -> list[str]:
+    """rejected.jsonl, where anything was rejected: its name is returned. Raises OSError."""
+    stage = plan.stages["clean"]
+    shards = [stage.folder / f"{task:05d}.{REJECTED}" for task in range(stage.tasks)]
+    if not any(shard.stat().st_size for shard in shards):
+        return []
+
+    def write(f: Any) -> None:
+        for shard in shards:
+            with open(shard, "rb") as lines:
+                shutil.copyfileobj(lines, f)
+
+    write_atomic(out / REJECTED, write)
+    return [REJECTED]
+
+
+def summary(out: Path, receipt: Facts) -> Group:
+    """The tables a build ends with."""
+    parts = Table(title=f"{out} · vocabulary {receipt['vocab_size']}", title_justify="left")
+    for heading in ("part", "documents", "tokens", "bytes", "bytes/token"):
+        parts.add_column(heading, justify="left" if heading == "part" else "right")
+    for split, count in receipt["splits"].items():
+        numbers = [f"{count[key]:,}" for key in ("documents", "tokens", "bytes")]
+        parts.add_row(split, *numbers, f"{count['bytes'] / count['tokens']:.2f}")
+    tables = [parts]
+    if receipt["removed"] or receipt["rejected"]:
+        gone = Table(title=f"of {receipt['read']['documents']:,} documents read", title_justify="left")
+        for heading in ("removed by", "documents", "bytes"):
+            gone.add_column(heading, justify="left" if heading == "removed by" else "right")
+        for rule, count in receipt["removed"].items():
+            gone.add_row(rule, f"{count['documents']:,}", f"{count['bytes']:,}")
+        for fault, documents in receipt["rejected"].items():
+            gone.add_row(f"bad input: {fault} (see {REJECTED})", f"{documents:,}", "")
+        tables.append(gone)
+    return Group(*tables)
+
+
+def warn(config: Any, console: Console) -> None:
+    """Say what a reader of scores would want to know."""
+    if config.dedup.enabled and not config.decontaminate.against:
+        console.print(
+            "no evaluation set is kept out of this corpus: set decontaminate.against=[wikitext103,lambada] to"
+            " have scores on them mean something",
+            soft_wrap=True,
+            markup=False,
+        )

@@ -1,0 +1,69 @@
+"""One task of a build: all it is told is the path of the plan, the name of its stage and its number."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mlm.config.errors import UserError
+from mlm.data.corpus import clean_stage, match_stage, merge_stage, tokenise_stage
+from mlm.data.corpus.markers import is_done
+from mlm.data.corpus.plan import Plan, Stage
+from mlm.files import write_atomic
+
+WORK: dict[str, Callable[[Plan, int], None]] = {
+    "clean": clean_stage.run,
+    "match": match_stage.match,
+    "group": match_stage.group,
+    "verify": match_stage.verify,
+    "tokenise": tokenise_stage.run,
+    "merge": merge_stage.run,
+}
+
+
+def run_task(path: Path, stage: str, task: int, *, all_cores: bool = False) -> None:
+    """Do one task of the plan at `path`, unless it is done. Raises UserError for bad input.
+
+    What is wrong is left in a file as well: a command that submitted the task to a cluster looks there.
+    """
+    plan = Plan.load(path)
+    folder = plan.stages[stage].folder
+    if is_done(folder, task):
+        return
+    try:
+        with library_threads(all_cores=all_cores):
+            WORK[stage](plan, task)
+    except UserError as error:
+        write_atomic(fault_path(folder, task), str(error).encode())
+        raise
+    fault_path(folder, task).unlink(missing_ok=True)
+
+
+def fault_path(folder: Path, task: int) -> Path:
+    """Where a task leaves what was wrong with its input."""
+    return folder / f"{task:05d}.fault.txt"
+
+
+def first_fault(stage: Stage) -> str | None:
+    """What the first task that failed left, None where none did."""
+    for task in range(stage.tasks):
+        try:
+            return fault_path(stage.folder, task).read_text()
+        except OSError:
+            continue
+    return None
+
+
+@contextmanager
+def library_threads(*, all_cores: bool) -> Iterator[None]:
+    """Tell `tokenizers` whether it may use more cores than the one this task has."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "true" if all_cores else "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

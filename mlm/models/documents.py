@@ -1,0 +1,122 @@
+"""Documents inside a sample: where one ends, and what begins anew behind it.
+
+A document ends with its end-of-document token. Megatron-LM's three switches, each on its own:
+--reset-position-ids, --reset-attention-mask and --eod-mask-loss (`_get_ltor_masks_and_position_ids` in
+megatron/core/datasets/gpt_dataset.py says what they do; this is our own code for it).
+
+Shapes: S sequence, B micro-batch, H hidden, N heads, t = tensor-parallel size.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from mlm.config.schema import DataConfig
+from mlm.parallel.cross_entropy import IGNORE
+
+
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """Where the documents of a micro-batch lie, for attention that stays inside each of them."""
+
+    lengths: tuple[tuple[int, ...], ...]
+    """Tokens of each document, for each of the B samples; empty where `bias` serves."""
+    bias: Tensor | None = None
+    """[B, 1, S, S]: 0 where a token attends, -inf elsewhere, in the dtype of activations. One kernel for
+    the whole micro-batch is what a GPU wants."""
+
+    @torch.compiler.disable  # lengths differ from batch to batch: each would be compiled anew
+    def each(self, attention: Callable[[Tensor], Tensor], qkv: Tensor) -> Tensor:
+        """`attention` of each document by itself: [S, B, 3H/t] -> [S, B, H/t].
+
+        Costs the squares of the documents' lengths rather than that of S: on a CPU faster than a mask.
+        """
+        samples = zip(qkv.split(1, dim=1), self.lengths, strict=True)
+        rows = [torch.cat([attention(d) for d in sample.split(lengths)]) for sample, lengths in samples]
+        return torch.cat(rows, dim=1)
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """What a model is told about the documents of a micro-batch."""
+
+    positions: Tensor | None
+    """[B, S] int64: each token's place in its document; None counts through the sample."""
+    spans: Spans | None
+    """None lets a token attend to all before it in the sample."""
+
+
+@dataclass(frozen=True)
+class Boundaries:
+    """Which of the three begin anew behind an end-of-document token."""
+
+    eod_id: int
+    reset_positions: bool = False
+    reset_attention: bool = False
+    mask_eod_loss: bool = False
+
+    @classmethod
+    def of(cls, data: DataConfig) -> "Boundaries | None":
+        """The boundaries a run asks for, None where documents play no part. Raises ValueError: no token."""
+        switches = (data.reset_positions, data.reset_attention, data.mask_eod_loss)
+        if not any(switches):
+            return None
+        if data.eod_id is None or not 0 <= data.eod_id < 1 << 31:
+            raise ValueError(f"data.eod_id={data.eod_id} is no token that could end a document")
+        return cls(data.eod_id, *switches)
+
+    def scored(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Labels [B, S], without those an end-of-document token would have to foresee."""
+        return labels.masked_fill(tokens == self.eod_id, IGNORE) if self.mask_eod_loss else labels
+
+    def documents(self, tokens: Tensor, dtype: torch.dtype) -> Documents | None:
+        """The documents of tokens [B, S], on their device; `dtype` is that of activations.
+
+        Waits for the device only where that is the CPU.
+        """
+        if not (self.reset_positions or self.reset_attention):
+            return None
+        ends = tokens == self.eod_id
+        return Documents(
+            positions=positions_of(ends) if self.reset_positions else None,
+            spans=spans_of(ends, dtype) if self.reset_attention else None,
+        )
+
+
+def positions_of(ends: Tensor) -> Tensor:
+    """Tokens between each token and the beginning of its document or sample: bool [B, S] -> int64 [B, S]."""
+    places = torch.arange(ends.shape[1], device=ends.device)
+    begins = torch.where(_behind(ends), places, 0).cummax(dim=1).values  # of each token's document
+    return places - begins
+
+
+def spans_of(ends: Tensor, dtype: torch.dtype) -> Spans:
+    """The documents that `ends`, bool [B, S], marks the last token of."""
+    if ends.device.type == "cpu":
+        return Spans(tuple(map(_lengths, _behind(ends))))
+    return Spans((), bias_of(ends, dtype))
+
+
+def bias_of(ends: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 for each token and those not after it in its document, else -inf: bool [B, S] -> [B, 1, S, S]."""
+    number = _behind(ends).cumsum(dim=1)  # of each token's document in its sample
+    attends = (number[:, :, None] == number[:, None, :]).tril()
+    bias = torch.zeros(attends.shape, dtype=dtype, device=ends.device)
+    return bias.masked_fill_(~attends, -math.inf).unsqueeze(1)
+
+
+def _behind(ends: Tensor) -> Tensor:
+    """Whether each token comes right behind the end of a document: bool [B, S]."""
+    begins = ends.roll(1, dims=1)
+    begins[:, 0] = False
+    return begins
+
+
+def _lengths(begins: Tensor) -> tuple[int, ...]:
+    """Lengths of a sample's documents, from where the second and later ones begin: bool [S]."""
+    edges = [0, *begins.nonzero().flatten().tolist(), len(begins)]
+    return tuple(end - begin for begin, end in pairwise(edges))

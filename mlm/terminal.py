@@ -1,0 +1,84 @@
+"""What commands show on a terminal: tables that no file can steer, sizes in words, progress bars."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+Advance = Callable[[int], None]
+LONGEST = 300  # characters of a name or value that a file says and a table shows
+
+
+def console() -> Console:
+    """Where tables go: nothing a file says is taken for markup."""
+    return Console(highlight=False, markup=False, soft_wrap=True)
+
+
+def plain(value: object) -> str:
+    """What a file says, as one line that cannot steer a terminal."""
+    text = str(value)
+    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:LONGEST]) + (
+        "…" if text[LONGEST:] else ""
+    )
+    return text.encode(errors="backslashreplace").decode()  # half a surrogate pair
+
+
+def table(title: str, *columns: str) -> Table:
+    """A table of names and numbers, none cut short. A column that ends in "#" holds numbers."""
+    made = Table(
+        title=Text(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False, show_header=any(columns)
+    )
+    for name in columns:
+        numbers = name.endswith("#")
+        made.add_column(
+            name.removesuffix("#"),
+            justify="right" if numbers else "left",
+            overflow="fold",
+            no_wrap=numbers,
+        )
+    return made
+
+
+def add_row(made: Table, *cells: object) -> None:
+    """A row of `plain` cells."""
+    made.add_row(*(Text(plain(cell)) for cell in cells))
+
+
+def size(count: int) -> str:
+    """Bytes in the largest decimal unit: 1.2 MB."""
+    number = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1000
+    return f"{number:,.1f} TB"
+
+
+@contextmanager
+def byte_progress(title: str, total: int) -> Iterator[Advance]:
+    """A bar with bytes, rate and time left on stderr, gone when done; yields what to call with bytes done.
+
+    Nothing is drawn where stderr is no terminal.
+    """
+    columns = (
+        TextColumn(title),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda count: bar.advance(task, count)

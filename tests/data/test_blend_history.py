@@ -1,0 +1,265 @@
+"""What a run has read of which corpus, across changes of its blend."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlm.config.blend import shares
+from mlm.data.blend import block
+from mlm.data.blend_history import (
+    History,
+    Segment,
+    Source,
+    change,
+    decode,
+    encode,
+    fault_of_changed,
+    go_on,
+    needed,
+    samples_read,
+)
+
+
+def digest(name: str) -> str:
+    return f"xxh3:{name.encode().hex():0>32}"
+
+
+def blend(**weights: float) -> tuple[Source, ...]:
+    """Corpora by name, their digests made of it."""
+    return tuple(
+        Source(name=name, path=f"corpora/{name}/train", digest=digest(name), weight=share)
+        for name, share in zip(weights, shares(list(weights.values())), strict=True)
+    )
+
+
+def samples_of(history: History, end: int) -> list[tuple[str, int]]:
+    """Every sample of a run, in order: (corpus, number in it)."""
+    ends = [segment.from_sample for segment in history[1:]] + [end]
+    found = []
+    for segment, until in zip(history, ends, strict=True):
+        source, number = block([s.weight for s in segment.sources], 0, until - segment.from_sample)
+        for i, j in zip(source.tolist(), number.tolist(), strict=True):
+            found.append((segment.sources[i].name, segment.sources[i].first + j))
+    return found
+
+
+changes = st.lists(
+    st.tuples(
+        st.integers(0, 60),
+        st.dictionaries(st.sampled_from("abcde"), st.floats(0.01, 1.0), min_size=1),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(changes)
+def test_no_sample_is_repeated_or_skipped_however_the_blend_changes(
+    legs: list[tuple[int, dict[str, float]]],
+) -> None:
+    """Of each corpus the run reads 0, 1, 2, …, whichever corpora come, go and return."""
+    history, consumed = History(), 0
+    for length, weights in legs:
+        history = go_on(decode(json.loads(json.dumps(encode(history))), consumed), blend(**weights), consumed)
+        consumed += length
+    read = samples_of(history, consumed)
+    assert len(read) == consumed
+    for name in "abcde":
+        numbers = [number for corpus, number in read if corpus == name]
+        assert numbers == list(range(len(numbers)))
+
+
+@pytest.mark.parametrize("resumes", [[30], [1, 2, 3], [99]])
+def test_the_same_blend_goes_on_in_its_segment(resumes: list[int]) -> None:
+    history = begun = go_on((), blend(a=0.3, b=0.7), 0)
+    for consumed in resumes:
+        history = go_on(history, blend(a=0.3, b=0.7), consumed)
+    assert history == begun
+
+
+def test_weights_of_another_scale_are_the_same_blend() -> None:
+    begun = go_on((), blend(a=0.1, b=0.2, c=0.3), 0)
+    other = blend(a=1, b=2, c=3)
+    assert [s.weight for s in other] != [s.weight for s in begun[0].sources]  # in the last bits
+    assert go_on(begun, other, 50) == begun
+
+
+def test_another_order_is_another_blend() -> None:
+    history = go_on(go_on((), blend(a=1, b=3), 0), blend(b=3, a=1), 40)
+    assert [s.first for s in history[-1].sources] == [30, 10]
+
+
+def test_a_blend_of_which_nothing_was_read_leaves_no_segment() -> None:
+    begun = go_on((), blend(a=1, b=1), 0)
+    history = go_on(go_on(begun, blend(c=1), 40), blend(a=1, b=1), 40)
+    assert history == begun
+
+
+def test_a_corpus_that_has_moved_is_still_the_same() -> None:
+    begun = go_on((), blend(a=1, b=1), 0)
+    moved = tuple(replace(s, path=f"elsewhere/{s.name}", name=f"my-{s.name}") for s in blend(a=1, b=1))
+    (segment,) = go_on(begun, moved, 40)
+    assert [s.path for s in segment.sources] == ["elsewhere/a", "elsewhere/b"]
+
+
+def test_a_corpus_of_equal_lengths_and_other_tokens_is_another() -> None:
+    one, other = (replace(blend(a=1)[0], path=name, tokens=digest(name)) for name in ("x", "y"))
+    assert samples_read(go_on((), (one,), 0), other, 40) == 0
+    assert samples_read(go_on((), (one,), 0), replace(other, tokens=""), 40) == 40
+
+
+def test_a_single_corpus_goes_on_in_a_blend() -> None:
+    history = go_on(go_on((), blend(a=1), 0), blend(b=1, a=1), 40)
+    assert [s.first for s in history[-1].sources] == [0, 40]
+
+
+OLD = (Segment(0, (Source(name="a", path="corpora/a/train", digest=""),)),)
+"""What is made of a checkpoint that only names its corpus."""
+
+
+def test_a_corpus_without_digest_goes_on_where_it_lies() -> None:
+    history = go_on(OLD, blend(b=1, a=1), 40)
+    assert [s.first for s in history[-1].sources] == [0, 40]
+
+
+def test_a_single_corpus_without_digest_may_have_moved() -> None:
+    """As ever: there is nothing to tell it by."""
+    moved = blend(b=1)
+    assert go_on(OLD, moved, 40) == (Segment(0, moved),)
+
+
+def test_samples_needed_are_those_read_in_the_end() -> None:
+    history = go_on(go_on((), blend(a=1, b=3), 0), blend(a=1, c=1), 40)
+    read = samples_of(history, 77)
+    counts = [max(n for corpus, n in read if corpus == name) + 1 for name in "ac"]
+    assert needed(history[-1], 77) == counts
+
+
+class TestChanged:
+    """Another corpus at the place of one that was read."""
+
+    def fault(self, **other: str) -> str | None:
+        (source,) = blend(a=1)
+        history = go_on((), (replace(source, tokens=digest("t")),), 0)
+        return fault_of_changed(history, (replace(source, **{"tokens": digest("t"), **other}),))
+
+    def test_the_same_is_none(self) -> None:
+        assert self.fault() is None
+
+    def test_another_index_is_named_with_the_remedy(self) -> None:
+        fault = self.fault(digest=digest("z")) or ""
+        assert fault.startswith("corpora/a/train.idx is not what this run was trained on")
+        assert "rename" in fault
+        assert "\n" not in fault
+
+    def test_other_tokens_are_named(self) -> None:
+        assert (self.fault(tokens=digest("z")) or "").startswith("corpora/a/train.bin is not what")
+
+    def test_another_corpus_at_another_place_is_none(self) -> None:
+        assert self.fault(digest=digest("z"), path="corpora/z/train") is None
+
+    def test_a_receipt_that_came_or_went_is_none(self) -> None:
+        assert self.fault(tokens="") is None
+
+    def test_corpora_that_were_swapped_are_none(self) -> None:
+        """Each is still known by its digest."""
+        a, b = blend(a=1, b=1)
+        history = go_on((), (a, b), 0)
+        assert fault_of_changed(history, (replace(a, path=b.path), replace(b, path=a.path))) is None
+
+
+class TestChange:
+    """The line that says what a resumed run does otherwise."""
+
+    def line(self, then: Sequence[Source], now: Sequence[Source]) -> str | None:
+        return change(go_on(go_on((), then, 0), now, 40), 40)
+
+    def test_nothing_is_said_of_the_same_blend(self) -> None:
+        assert self.line(blend(a=1, b=1), blend(a=1, b=1)) is None
+        assert change(go_on((), blend(a=1), 0), 0) is None
+
+    def test_weights_new_and_missing_corpora_are_said(self) -> None:
+        assert self.line(blend(a=1, b=3), blend(a=1, c=1)) == (
+            "data changed at sample 40: a 50.00% (was 25.00%), c 50.00% (new); without b"
+        )
+
+    def test_a_corpus_that_returns_says_how_far_it_was(self) -> None:
+        history = go_on(go_on((), blend(a=1, b=3), 0), blend(a=1), 40)
+        assert change(go_on(history, blend(a=1, b=1), 60), 60) == (
+            "data changed at sample 60: a 50.00% (was 100.00%), b 50.00% (back, after 30)"
+        )
+
+
+def said() -> list[dict[str, Any]]:
+    return json.loads(json.dumps(encode(go_on(go_on((), blend(a=1, b=3), 0), blend(a=1, c=1), 40))))  # type: ignore[no-any-return]
+
+
+def test_a_history_survives_json() -> None:
+    assert encode(decode(said(), 41)) == said()
+
+
+HOSTILE: dict[str, Any] = {
+    "text": lambda s: "ab",
+    "number": lambda s: 3,
+    "null": lambda s: None,
+    "texts": lambda s: ["ab"],
+    "too many segments": lambda s: [{**s[0], "from_sample": n} for n in range(1 << 11)],
+    "no sources": lambda s: [{**s[0], "sources": []}],
+    "sources of another kind": lambda s: [{**s[0], "sources": "ab"}],
+    "too many sources": lambda s: [
+        {**s[0], "sources": [{**s[0]["sources"][0], "weight": 2**-11}] * (1 << 11)}
+    ],
+    "not from sample 0": lambda s: s[1:],
+    "turned round": lambda s: s[::-1],
+    "from the future": lambda s: [s[0], {**s[1], "from_sample": 42}],
+    "from a fraction": lambda s: [s[0], {**s[1], "from_sample": 4.5}],
+    "from true": lambda s: [s[0], {**s[1], "from_sample": True}],
+}
+SOURCES: dict[str, Any] = {
+    "a control character in a name": {"name": "a\x1b[2J"},
+    "a name of a megabyte": {"name": "a" * (1 << 20)},
+    "a path that is none": {"path": 3},
+    "a path of two lines": {"path": "a\nb"},
+    "a digest of another kind": {"digest": "md5:0"},
+    "a receipt that is none": {"receipt": None},
+    "a negative count": {"first": -1},
+    "an enormous count": {"first": 1 << 60},
+    "a weight of 0": {"weight": 0.0},
+    "a weight that is too large": {"weight": 0.9},
+    "a weight that is text": {"weight": "1"},
+    "a weight that is true": {"weight": True},
+    "no weight": {"weight": ...},
+}
+
+
+@pytest.mark.parametrize("case", [*HOSTILE, *SOURCES])
+def test_what_is_no_history_is_refused(case: str) -> None:
+    if case in HOSTILE:
+        value = HOSTILE[case](said())
+    else:
+        value = said()
+        value[0]["sources"][0] |= SOURCES[case]
+        value[0]["sources"][0] = {k: v for k, v in value[0]["sources"][0].items() if v is not ...}
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        decode(value, 1 << 12 if case == "too many segments" else 41)
+
+
+def test_a_corpus_is_told_by_the_place_its_path_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    here, there = (replace(blend(a=1)[0], path=str(tmp_path / name / "train")) for name in ("real", "link"))
+    assert here.lies_with(there)
+
+
+def test_hostile_weights_that_nearly_sum_to_1_cost_no_more() -> None:
+    """What sums to 1 only to nine digits is still merged by due time, far out too."""
+    source, _ = block(np.array([0.5, 0.5 + 4e-10]), 1 << 49, (1 << 49) + 10)
+    assert source.shape == (10,)

@@ -1,0 +1,291 @@
+"""Documents in a sample: each against itself alone, run by transformers' GPT2LMHeadModel."""
+
+import math
+from dataclasses import replace
+from functools import cache
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from mlm.checkpoint.huggingface import gpt2_from_huggingface
+from mlm.config.schema import DataConfig, ModelConfig
+from mlm.models import documents as module
+from mlm.models.documents import Boundaries, Spans, bias_of, positions_of, spans_of
+from mlm.models.gpt2 import GPT2
+from mlm.models.init import init_parameters
+from mlm.parallel.collectives import all_reduce, gather_rows
+from mlm.parallel.cross_entropy import IGNORE, full_logits
+from mlm.parallel.mesh import Axis, ParallelContext
+from mlm.parallel.random import DropoutStream
+from mlm.parallel.sharding import load_whole, parameter_shards
+from tests.ranks import run_on_ranks
+
+VOCAB, SEQ, EOD = 61, 16, 7
+MODEL = ModelConfig(
+    num_layers=2,
+    hidden_size=32,
+    num_heads=4,
+    max_positions=SEQ,
+    vocab_size=VOCAB,
+    vocab_multiple=8,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+)
+LENGTHS = (
+    (16,),  # one document, which goes on behind the sample
+    (1, 5, 1, 1, 3, 5),  # begins with an end; ends in a row; the last token is an end
+    (4, 4, 7, 1),  # of equal lengths; the last document begins with the sample's last token
+    (1,) * 16,
+)
+CLOSED = (False, True, False, True)
+"""Whether a sample's last document ends with it."""
+ONE = Axis("tp")
+
+
+@cache
+def batch() -> tuple[Tensor, Tensor]:
+    """Tokens and labels [4, S] with documents of LENGTHS; the labels behind ends are other tokens."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, labels = torch.randint(EOD + 1, VOCAB, (2, len(LENGTHS), SEQ), generator=generator)
+    for row, (lengths, closed) in enumerate(zip(LENGTHS, CLOSED, strict=True)):
+        ends = torch.tensor(lengths).cumsum(0) - 1
+        tokens[row, ends if closed else ends[:-1]] = EOD
+    return tokens, labels
+
+
+@cache
+def reference() -> GPT2LMHeadModel:
+    """transformers' model of random weights (biases and norms too), in float64."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCAB,
+        n_positions=SEQ,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    model = GPT2LMHeadModel(config).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.05)
+    return model
+
+
+@cache
+def expected(reset_positions: bool, reset_attention: bool, mask_eod_loss: bool) -> dict[str, Any]:
+    """Logits, summed loss and gradients where each document (or sample) has a run of its own."""
+    model, (tokens, labels) = reference(), batch()
+    model.zero_grad()
+    logits = torch.empty(*tokens.shape, VOCAB, dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64)
+    for row, lengths in enumerate(LENGTHS):
+        positions = torch.cat([torch.arange(n) for n in lengths]) if reset_positions else torch.arange(SEQ)
+        begin = 0
+        for length in lengths if reset_attention else (SEQ,):
+            run = slice(begin, begin + length)
+            out = model(tokens[row : row + 1, run], position_ids=positions[None, run]).logits[0]
+            wanted = labels[row, run].clone()  # of the sample: a document does not know what follows it
+            if mask_eod_loss:
+                wanted[tokens[row, run] == EOD] = IGNORE
+            total = total + F.cross_entropy(out, wanted, reduction="sum", ignore_index=IGNORE)
+            logits[row, run] = out.detach()
+            begin += length
+    total.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {
+        "boundaries": Boundaries(EOD, reset_positions, reset_attention, mask_eod_loss),
+        "weights": gpt2_from_huggingface(model.state_dict(), 4),
+        "grads": gpt2_from_huggingface(grads, 4),
+        "logits": logits,
+        "loss": total.detach(),
+    }
+
+
+EVERY = [(p, a, m) for p in (False, True) for a in (False, True) for m in (False, True)]
+
+
+@pytest.mark.parametrize("switches", EVERY, ids=str)
+def test_a_packed_sample_is_its_documents_alone(switches: tuple[bool, bool, bool]) -> None:
+    """Logits, loss and all gradients in float64, where only the order of sums differs."""
+    check_against_transformers(ParallelContextOfOne(), expected(*switches))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_documents_stay_apart_on_two_tensor_parallel_ranks(sequence_parallel: bool, recompute: str) -> None:
+    want = expected(True, True, True)
+    run_on_ranks(check_against_transformers, want, recompute, sequence_parallel, tp=2)
+
+
+class ParallelContextOfOne:
+    """What the check below needs of a context."""
+
+    tp = ONE
+
+
+def check_against_transformers(
+    ctx: ParallelContext | ParallelContextOfOne,
+    want: dict[str, Any],
+    recompute: str = "none",
+    sequence_parallel: bool = False,
+) -> None:
+    fp64 = torch.float64
+    model = GPT2(
+        MODEL, tp=ctx.tp, dtype=fp64, recompute=recompute, sequence_parallel=sequence_parallel
+    ).double()
+    load_whole(model, want["weights"], ctx.tp)
+    (tokens, labels), boundaries = batch(), want["boundaries"]
+    documents = boundaries.documents(tokens, fp64)
+    close: dict[str, Any] = {"rtol": 0.0, "atol": 1e-10}
+    with torch.no_grad():
+        hidden = model.hidden_states(tokens, None, None, documents)  # [S, B, H], or a part of S
+        hidden = gather_rows(hidden, ctx.tp) if model.sequence_parallel else hidden
+        logits = full_logits(hidden.transpose(0, 1).flatten(0, 1), model.token)
+    torch.testing.assert_close(logits.view(want["logits"].shape), want["logits"], **close)
+
+    labels = boundaries.scored(tokens, labels)
+    one = torch.ones((), dtype=fp64)
+    torch.testing.assert_close(model.losses(tokens, labels, None, documents).sum(), want["loss"], **close)
+    loss = model(tokens, labels, one, None, None, documents)
+    loss.backward()
+    torch.testing.assert_close(loss.detach(), want["loss"], **close)
+    theirs = GPT2(MODEL, tp=ctx.tp).double()
+    load_whole(theirs, want["grads"], ctx.tp)  # the gradients as this rank would hold them
+    for mine, other in zip(parameter_shards(model, ctx.tp), parameter_shards(theirs, ctx.tp), strict=True):
+        grad = mine.parameter.grad
+        assert grad is not None, mine.name
+        if sequence_parallel and mine.tp_dim is None:
+            all_reduce(grad, ctx.tp)  # each rank has seen its own rows: the trainer sums
+        torch.testing.assert_close(grad, other.parameter.detach(), msg=mine.name, **close)
+
+
+def test_every_switch_changes_the_loss() -> None:
+    """Guards the tests above: two equal references would compare too little."""
+    losses = [expected(*switches)["loss"].item() for switches in EVERY]
+    assert len({round(loss, 6) for loss in losses}) == len(EVERY)
+
+
+def test_the_mask_for_one_kernel_gives_what_document_by_document_gives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a GPU is given, here on the CPU."""
+    monkeypatch.setattr(module, "spans_of", lambda ends, dtype: Spans((), bias_of(ends, dtype)))
+    check_against_transformers(ParallelContextOfOne(), expected(True, True, False))
+
+
+def test_the_mask_is_that_of_the_documents() -> None:
+    ends = torch.tensor([[False, True, False, False], [True, False, False, True]])
+    x = -math.inf
+    first = [[0, x, x, x], [0, 0, x, x], [x, x, 0, x], [x, x, 0, 0]]
+    second = [[0, x, x, x], [x, 0, x, x], [x, 0, 0, x], [x, 0, 0, 0]]
+    assert bias_of(ends, torch.float32).tolist() == [[first], [second]]
+
+
+def test_positions_and_lengths_are_those_the_samples_were_made_of() -> None:
+    ends = batch()[0] == EOD
+    counted = [[place for length in lengths for place in range(length)] for lengths in LENGTHS]
+    assert positions_of(ends).tolist() == counted
+    assert spans_of(ends, torch.float32).lengths == LENGTHS
+
+
+def test_only_what_was_asked_for_begins_anew() -> None:
+    tokens, labels = batch()
+    nothing = Boundaries(EOD, mask_eod_loss=True)
+    assert nothing.documents(tokens, torch.float32) is None
+    positions = Boundaries(EOD, reset_positions=True).documents(tokens, torch.float32)
+    assert positions is not None
+    assert positions.spans is None
+    attention = Boundaries(EOD, reset_attention=True).documents(tokens, torch.float32)
+    assert attention is not None
+    assert attention.positions is None
+    assert Boundaries(EOD, True, True).scored(tokens, labels) is labels
+
+
+def test_documents_play_no_part_by_default() -> None:
+    assert Boundaries.of(DataConfig(eod_id=EOD)) is None
+
+
+@pytest.mark.slow
+def test_the_switches_do_what_megatrons_do() -> None:
+    """Positions, mask and scored tokens of random samples, by megatron-core's own function."""
+    dataset = pytest.importorskip("megatron.core.datasets.gpt_dataset")
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(50):
+        tokens, labels = torch.randint(0, 4, (2, 1, 24), generator=generator)  # every fourth an end
+        mask, loss_mask, positions = dataset._get_ltor_masks_and_position_ids(
+            tokens[0], 3, True, True, True, True
+        )
+        ours = Boundaries(3, True, True, True)
+        assert torch.equal(positions_of(tokens == 3)[0], positions)
+        assert torch.equal(bias_of(tokens == 3, torch.float32)[0] != 0, mask)
+        assert torch.equal(ours.scored(tokens, labels)[0] != IGNORE, loss_mask.bool())
+
+
+def dropout_model(recompute: str = "none") -> tuple[GPT2, DropoutStream]:
+    config = replace(MODEL, hidden_dropout=0.2, attention_dropout=0.2)
+    model = GPT2(config, tp=ONE, recompute=recompute)
+    init_parameters(model, 1, ONE)
+    return model, DropoutStream.of_micro_batch(1, 0, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("how", ["none", "selective", "full"])
+def test_no_document_sees_another_under_dropout(how: str) -> None:
+    """Other tokens in one document change hidden states in it alone, forward, and gradients, backward."""
+    model, stream = dropout_model(how)
+    tokens = batch()[0][1:2]
+    other = tokens.clone()
+    other[0, 1] = (other[0, 1] + 1) % VOCAB  # in the document of tokens 1 to 5
+    documents = Boundaries(EOD, True, True).documents(tokens, torch.float32)
+    x, y = (model.hidden_states(t, stream, None, documents)[:, 0] for t in (tokens, other))  # [S, H]
+    changed = (x != y).any(dim=1)
+    assert changed.nonzero().flatten().tolist() == [1, 2, 3, 4, 5]
+
+    embedded = model.embed(tokens, stream, documents).detach().requires_grad_()
+    model.hidden_states(tokens, stream, embedded, documents)[
+        3, 0, 0
+    ].backward()  # of one number: norms take sums away
+    assert embedded.grad is not None
+    assert embedded.grad[:, 0].any(dim=1).nonzero().flatten().tolist() == [1, 2, 3]
+
+
+def test_recomputation_repeats_the_masks_of_every_document() -> None:
+    gradients = []
+    for recompute in ("none", "selective", "full"):
+        model, stream = dropout_model(recompute)
+        gradients.append(gradients_of(model, stream))
+    for none, selective, full in zip(*gradients, strict=True):
+        assert torch.equal(none, selective)
+        assert torch.equal(none, full)
+
+
+def gradients_of(model: GPT2, stream: DropoutStream | None, shift: int = 0) -> list[Tensor]:
+    tokens, labels = batch()
+    tokens = tokens.roll(shift, dims=1)
+    model.zero_grad()
+    documents = Boundaries(EOD, True, True).documents(tokens, torch.float32)
+    model(tokens, labels, torch.tensor(1.0), stream, None, documents).backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.slow
+def test_compiled_layers_give_the_same_and_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents of other lengths make no new graph; equal but for float32 rounding."""
+    model, _ = dropout_model()
+    eager = [gradients_of(model, None, shift) for shift in range(3)]
+    for layer in model.layers.values():
+        layer.compile()
+    first = gradients_of(model, None)
+    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
+    compiled = [first, *(gradients_of(model, None, shift) for shift in (1, 2))]
+    for a, b in zip(chain(*eager), chain(*compiled), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

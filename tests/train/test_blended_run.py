@@ -1,0 +1,381 @@
+"""Runs on several corpora: what they read across resumes, what they report, and what their files say."""
+
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlm.checkpoint.save_load import latest_checkpoint, read_manifest
+from mlm.cli import main
+from mlm.config.errors import UserError
+from mlm.config.schema import DataConfig, PretrainConfig
+from mlm.data.indexed import IndexedDataset
+from mlm.data.sampler import Loader
+from mlm.files import digest_file
+from mlm.parallel.mesh import ParallelContext, shape_context
+from mlm.train.corpora import corpus_faults, train_dataset
+from mlm.train.resume import go_on_with_data
+from mlm.train.state import load, save
+from mlm.train.trainer import Trainer
+from tests.checkpoint.helpers import edit_manifest
+from tests.data.corpora import counting_corpus, write_corpus
+from tests.ranks import run_on_ranks
+from tests.train.test_trainer import config
+
+SEQ, BATCH, VOCAB = 4, 8, 1000
+NAMES = ("wiki", "web", "code")
+TINY = [
+    *("model=gpt2_tiny", "model.num_layers=1", "model.hidden_size=16", "model.num_heads=2"),
+    *(f"model.vocab_size={VOCAB}", f"model.max_positions={SEQ}", f"data.seq_length={SEQ}"),
+    *("train.global_batch_size=8", "train.micro_batch_size=4", "train.steps=6", "train.validate_every=3"),
+    *("train.validate_batches=2", "checkpoint.save_every=3", "checkpoint.keep_last=9", "schedule=constant"),
+    *("schedule.warmup_steps=0", "optimizer.lr=1e-2", "log.every=1", "schedule.decay_steps=100"),
+]
+
+
+def add_receipt(folder: Path, tokenizer: str = "1") -> None:
+    receipt = {
+        "vocab_size": VOCAB,
+        "tokenizer": f"xxh3:{tokenizer:0>32}",
+        "files": {
+            f"{part}.bin": {
+                "bytes": (folder / f"{part}.bin").stat().st_size,
+                "digest": digest_file(folder / f"{part}.bin"),
+            }
+            for part in ("train", "validation")
+        },
+    }
+    (folder / "corpus.json").write_text(json.dumps(receipt))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Corpora wiki, web and code. The tokens of their training parts do not overlap."""
+    root, random = tmp_path_factory.mktemp("corpora"), np.random.default_rng(1)
+    for number, name in enumerate(NAMES):
+        (root / name).mkdir()
+        tokens = 300 * number + np.arange(290)  # each stands once: it tells the corpus and the place
+        write_corpus(root / name / "train", np.split(tokens, [40, 100, 190]))
+        write_corpus(root / name / "validation", [random.integers(0, VOCAB, 30 + 20 * number).tolist()])
+        add_receipt(root / name)
+    return root
+
+
+@pytest.fixture
+def corpora(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy, in the working folder."""
+    shutil.copytree(made, tmp_path / "corpora")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "corpora"
+
+
+def pretrain(*words: str) -> None:
+    assert main(["pretrain", *TINY, *words]) == 0
+
+
+def records(out: str, kind: str) -> list[dict[str, Any]]:
+    lines = map(json.loads, Path(out, "metrics.jsonl").read_text().splitlines())
+    return [record for record in lines if record["kind"] == kind]
+
+
+def segments(out: str | Path) -> list[dict[str, Any]]:
+    """Of the newest checkpoint."""
+    path = latest_checkpoint(Path(out, "checkpoints"))
+    assert path is not None
+    return read_manifest(path).state["data"]["segments"]  # type: ignore[no-any-return]
+
+
+def spec(blend: tuple[str, ...] = (), **data: Any) -> PretrainConfig:
+    """The same run as a dataclass, in float64."""
+    base = config(global_batch_size=BATCH, micro_batch_size=2, steps=40)
+    model = replace(base.model, vocab_size=VOCAB, num_layers=1)
+    return replace(base, model=model, data=DataConfig(seq_length=SEQ, blend=blend, **data))
+
+
+WIKI_WEB = ("3 corpora/wiki", "1 corpora/web")
+Row = tuple[int, ...]
+
+
+def leg(ctx: ParallelContext, run: Path, of: PretrainConfig, steps: int) -> tuple[list[Row], str | None]:
+    """This rank's samples of some steps from the newest checkpoint on, saved at the end; what changed."""
+    trainer = Trainer(of, ctx)
+    if (start := latest_checkpoint(run / "checkpoints")) is not None:
+        load(trainer, start)
+    said = go_on_with_data(trainer)
+    end = trainer.consumed_samples + steps * BATCH
+    rows: list[Row] = []
+    with Loader(
+        train_dataset(of, end, trainer.history),
+        consumed_samples=trainer.consumed_samples,
+        global_batch_size=BATCH,
+        micro_batch_size=2,
+        rank=ctx.dp.rank,
+        size=ctx.dp.size,
+    ) as loader:
+        for batches in loader:
+            trainer.train_step(batches)
+            rows += [tuple(row) for batch in batches for row in batch.tokens.tolist()]
+    save(trainer, run)
+    return rows, said
+
+
+def read_on(run: Path, blend: tuple[str, ...] | str, steps: int, dp: int = 1, tp: int = 1) -> list[Row]:
+    """What all replicas read in a leg, sorted: a global batch has no order."""
+    of = spec(path=blend) if isinstance(blend, str) else spec(blend)
+    alone = dp * tp == 1
+    ranks = (
+        [leg(shape_context(), run, of, steps)] if alone else run_on_ranks(leg, run, of, steps, dp=dp, tp=tp)
+    )
+    assert all(ranks[i][0] == ranks[i - i % tp][0] for i in range(len(ranks)))  # a replica's ranks read alike
+    return sorted(row for rows, _ in ranks[::tp] for row in rows)
+
+
+def at(corpora: Path, blend: tuple[str, ...]) -> tuple[str, ...]:
+    """With absolute paths: the pooled ranks have another working folder."""
+    return tuple(entry.replace("corpora", str(corpora)) for entry in blend)
+
+
+def of_corpus(rows: list[Row], name: str) -> list[Row]:
+    number = NAMES.index(name)
+    return [row for row in rows if all(300 * number <= token < 300 * (number + 1) for token in row)]
+
+
+def test_an_uninterrupted_blend_is_what_legs_at_other_layouts_read(corpora: Path, tmp_path: Path) -> None:
+    blend = at(corpora, WIKI_WEB)
+    straight = read_on(tmp_path / "straight", blend, 9)
+    legs = [(2, 1, 1), (3, 2, 1), (3, 1, 2), (1, 1, 1)]
+    resumed = [row for steps, dp, tp in legs for row in read_on(tmp_path / "run", blend, steps, dp, tp)]
+    assert sorted(resumed) == straight
+    assert segments(tmp_path / "run") == segments(tmp_path / "straight")
+    assert len(segments(tmp_path / "run")) == 1
+
+
+def test_no_sample_is_repeated_or_skipped_when_the_blend_changes(corpora: Path, tmp_path: Path) -> None:
+    """Of each corpus the samples that a run on it alone would read, across dp and four blends."""
+    legs = [
+        (WIKI_WEB, 2, 1),
+        (("1 corpora/web", "1 corpora/code", "1 corpora/wiki"), 3, 2),
+        (("corpora/code",), 1, 1),
+        (("1 corpora/wiki", "1 corpora/web"), 2, 1),
+    ]
+    read = [
+        row for blend, steps, dp in legs for row in read_on(tmp_path / "run", at(corpora, blend), steps, dp)
+    ]
+    assert len(segments(tmp_path / "run")) == 4
+    for name in NAMES:
+        mine = of_corpus(read, name)
+        alone = train_dataset(spec(path=f"corpora/{name}"), len(mine)).gather(np.arange(len(mine)))
+        assert sorted(mine) == sorted(map(tuple, alone[:, :-1].tolist()))
+    assert len(read) == 8 * BATCH == sum(len(of_corpus(read, name)) for name in NAMES)
+
+
+def test_a_run_on_one_corpus_goes_on_in_a_blend_and_back(corpora: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    read = read_on(run, "corpora/wiki", 2) + read_on(run, WIKI_WEB, 2) + read_on(run, "corpora/wiki", 3)
+    mine = of_corpus(read, "wiki")
+    assert len(mine) == (2 + 3) * BATCH + 12
+    alone = train_dataset(spec(path="corpora/wiki"), len(mine)).gather(np.arange(len(mine)))
+    assert sorted(mine) == sorted(map(tuple, alone[:, :-1].tolist()))
+
+
+def test_an_older_checkpoint_goes_on_in_a_blend(corpora: Path, tmp_path: Path) -> None:
+    """It names its corpus in the configuration alone."""
+    run = tmp_path / "run"
+    read = read_on(run, "corpora/wiki", 2)
+    edit_manifest(run / "checkpoints" / "step-00000002", lambda body: body["state"].pop("data"))
+    read += read_on(run, WIKI_WEB, 2)
+    assert [source["first"] for source in segments(run)[-1]["sources"]] == [2 * BATCH, 0]
+    assert len(set(read)) == len(read)
+
+
+def test_an_older_checkpoint_goes_on_in_its_corpus_as_ever(corpora: Path, tmp_path: Path) -> None:
+    straight = read_on(tmp_path / "straight", "corpora/wiki", 4)
+    read = read_on(tmp_path / "run", "corpora/wiki", 2)
+    edit_manifest(tmp_path / "run/checkpoints/step-00000002", lambda body: body["state"].pop("data"))
+    corpora.rename(tmp_path / "moved")
+    assert sorted(read + read_on(tmp_path / "run", "moved/wiki", 2)) == straight
+
+
+def test_the_order_of_a_single_corpus_is_that_of_its_dataset(corpora: Path) -> None:
+    """A blend of one is no other order than none."""
+    ids = np.arange(200)
+    plain = train_dataset(spec(path="corpora/wiki"), 200)
+    assert type(plain).__name__ == "GPTDataset"
+    assert np.array_equal(train_dataset(spec(("corpora/wiki",)), 200).gather(ids), plain.gather(ids))
+
+
+def test_corpora_without_weights_count_by_their_tokens(corpora: Path) -> None:
+    counting_corpus(corpora / "code" / "train", [870])
+    (corpora / "code" / "corpus.json").unlink()
+    source, _ = train_dataset(spec(("corpora/wiki", "corpora/code")), 400).locate(np.arange(400))  # type: ignore[attr-defined]
+    assert np.bincount(source).tolist() == [100, 300]
+
+
+def test_the_changed_blend_is_told_in_a_line(corpora: Path, tmp_path: Path) -> None:
+    assert leg(shape_context(), tmp_path / "run", spec(WIKI_WEB), 1)[1] is None
+    assert leg(shape_context(), tmp_path / "run", spec(WIKI_WEB), 1)[1] is None
+    said = leg(shape_context(), tmp_path / "run", spec(("1 corpora/web", "1 corpora/code")), 1)[1]
+    assert said == "data changed at sample 16: web 50.00% (was 25.00%), code 50.00% (new); without wiki"
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_a_corpus_that_changed_under_its_path_is_refused_on_all_ranks(
+    corpora: Path, tmp_path: Path, dp: int
+) -> None:
+    blend = at(corpora, WIKI_WEB)
+    read_on(tmp_path / "run", blend, 1)
+    counting_corpus(corpora / "web" / "train", [100, 200])
+    add_receipt(corpora / "web")
+    with pytest.raises((UserError, AssertionError), match=r"web/train\.idx is not what this run was trained"):
+        read_on(tmp_path / "run", blend, 1, dp)
+
+
+def test_tokens_that_changed_are_noticed_by_the_receipt(corpora: Path, tmp_path: Path) -> None:
+    """The lengths, so the index, are the same."""
+    read_on(tmp_path / "run", WIKI_WEB, 1)
+    path = corpora / "web" / "train.bin"
+    path.write_bytes(path.read_bytes()[::-1])
+    add_receipt(corpora / "web")
+    with pytest.raises(UserError, match=r"web/train\.bin is not what this run was trained on"):
+        read_on(tmp_path / "run", WIKI_WEB, 1)
+
+
+def test_a_state_of_another_kind_is_refused(corpora: Path, tmp_path: Path) -> None:
+    read_on(tmp_path / "run", WIKI_WEB, 1)
+    step = tmp_path / "run/checkpoints/step-00000001"
+    for data in ("ab", {}, {"segments": [{"from_sample": 0, "sources": []}]}, {"segments": 3}, None):
+        edit_manifest(step, lambda body, data=data: body["state"].update(data=data))  # type: ignore[misc]
+        with pytest.raises(UserError, match="not that of a training run") as caught:
+            load(Trainer(spec(WIKI_WEB), shape_context()), step)
+        assert len(str(caught.value).splitlines()) == 1
+
+
+class TestFaults:
+    """What reading the corpora shows, before any rank starts."""
+
+    def test_sound_corpora_have_none(self, corpora: Path) -> None:
+        assert corpus_faults(spec(WIKI_WEB)) == []
+
+    def test_tokenizers_that_differ_are_named(self, corpora: Path) -> None:
+        add_receipt(corpora / "web", tokenizer="2")
+        (fault,) = corpus_faults(spec(WIKI_WEB))
+        assert fault.startswith("data.blend: corpora/web/train was written with the tokenizer xxh3:0")
+        assert "build both with one tokenizer" in fault
+
+    def test_copies_of_a_corpus_are_named(self, corpora: Path) -> None:
+        shutil.copytree(corpora / "wiki", corpora / "copy")
+        (fault,) = corpus_faults(spec(("corpora/wiki", "corpora/copy")))
+        assert "corpora/wiki/train and corpora/copy/train are copies of one corpus" in fault
+
+    def test_corpora_of_equal_lengths_are_no_copies(self, corpora: Path) -> None:
+        assert IndexedDataset("corpora/wiki/train").digest == IndexedDataset("corpora/web/train").digest
+        assert corpus_faults(spec(WIKI_WEB)) == []
+
+    def test_a_damaged_one_is_named(self, corpora: Path) -> None:
+        (corpora / "web" / "train.bin").write_bytes(b"")
+        assert any("web/train.bin" in fault for fault in corpus_faults(spec(WIKI_WEB)))
+
+    def test_a_validation_set_is_looked_at_too(self, corpora: Path) -> None:
+        (corpora / "web" / "validation.bin").write_bytes(b"")
+        assert any("web/validation.bin" in fault for fault in corpus_faults(spec(WIKI_WEB)))
+
+
+@pytest.fixture(scope="module")
+def blended(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of the command on two corpora."""
+    out = tmp_path_factory.mktemp("runs") / "blended"
+    pretrain(f"data.blend=[0.3 {made}/wiki,0.7 {made}/web]", f"out={out}")
+    return out
+
+
+def test_the_command_reports_every_corpus_and_their_mean(blended: Path) -> None:
+    for record in records(str(blended), "validation"):
+        wiki, web = record["validation/wiki"], record["validation/web"]
+        assert record["loss"] == pytest.approx(0.3 * wiki + 0.7 * web, rel=1e-12)
+        assert record["perplexity"] == pytest.approx(math.exp(record["loss"]))
+        assert wiki != web
+
+
+def test_a_corpus_is_scored_as_mlm_eval_loss_does(blended: Path, made: Path, tmp_path: Path) -> None:
+    """Its validation set has fewer windows than validate_batches asks for: all count."""
+    path = f"path={made}/web/validation"
+    assert main(["eval", "loss", f"ckpt={blended}", path, f"out={tmp_path / 'score.json'}"]) == 0
+    score = json.loads((tmp_path / "score.json").read_text())
+    assert score["loss"] == pytest.approx(records(str(blended), "validation")[-1]["validation/web"], rel=1e-6)
+    assert score["corpus_digest"] == digest_file(made / "web" / "validation.bin")
+    assert score["corpus_index_digest"] == digest_file(made / "web" / "validation.idx")
+    assert score["corpus_receipt_digest"] == digest_file(made / "web" / "corpus.json")
+    assert [(c["name"], c["weight"], c["receipt"]) for c in score["trained_on"]] == [
+        ("wiki", 0.3, digest_file(made / "wiki" / "corpus.json")),
+        ("web", 0.7, digest_file(made / "web" / "corpus.json")),
+    ]
+
+
+def test_eval_loss_of_a_blend_asks_which(
+    blended: Path, made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", "loss", f"ckpt={blended}"]) == 2
+    assert f"give path={made}/wiki/validation or path={made}/web/validation" in capsys.readouterr().err
+
+
+def test_the_scores_of_a_blend_do_not_replace_each_other(blended: Path, made: Path) -> None:
+    for name in ("wiki", "web"):
+        assert main(["eval", "loss", f"ckpt={blended}", f"path={made}/{name}/validation"]) == 0
+        assert (blended / f"eval-loss-{name}-validation.json").exists()
+
+
+def test_receipts_travel_into_checkpoint_records_and_summary(blended: Path, made: Path) -> None:
+    (segment,) = segments(blended)
+    receipt = digest_file(made / "wiki" / "corpus.json")
+    wiki = segment["sources"][0]
+    assert (wiki["receipt"], wiki["tokens"]) == (receipt, digest_file(made / "wiki" / "train.bin"))
+    assert records(str(blended), "run")[0]["corpora"][0]["receipt"] == receipt
+    summary = (blended / "README.md").read_text()
+    assert f"| corpus wiki | 30.00%, receipt `{receipt}` |" in summary
+    assert "| validation loss of web |" in summary
+    assert f"mlm eval loss ckpt={blended} path={made}/web/validation" in summary
+
+
+def test_ckpt_inspect_shows_the_corpora(blended: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ckpt", "inspect", str(blended)]) == 0
+    assert "wiki 30.00%, web 70.00%" in capsys.readouterr().out
+
+
+def test_a_stopped_blend_goes_on_bit_equal(blended: Path, made: Path, tmp_path: Path) -> None:
+    """With the weights written otherwise, too."""
+    out = str(tmp_path / "run")
+    pretrain(f"data.blend=[0.3 {made}/wiki,0.7 {made}/web]", f"out={out}", "train.steps=3")
+    pretrain(f"data.blend=[3 {made}/wiki,7 {made}/web]", f"out={out}")
+    assert [r["loss"] for r in records(out, "step")] == [r["loss"] for r in records(str(blended), "step")]
+    last = (records(out, "validation")[-1], records(str(blended), "validation")[-1])
+    assert last[0] | {"time": 0} == last[1] | {"time": 0}
+    assert segments(out) == segments(blended)
+
+
+def test_a_changed_blend_is_told_when_resumed(
+    blended: Path, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(blended, out)
+    pretrain(f"data.blend=[{made}/web,{made}/code]", f"out={out}", "train.steps=7")
+    said = "data changed at sample 48: web 50.00% (was 70.00%), code 50.00% (new); without wiki"
+    assert said in capsys.readouterr().out
+    assert [s["from_sample"] for s in segments(out)] == [0, 48]
+
+
+def test_a_single_corpus_is_reported_as_ever(made: Path, tmp_path: Path) -> None:
+    pretrain(f"data.path={made}/wiki", f"out={tmp_path / 'run'}", "train.steps=1", "train.validate_every=1")
+    (record,) = records(str(tmp_path / "run"), "validation")
+    assert set(record) == {"kind", "time", "step", "loss", "perplexity"}
+
+
+def test_a_validation_set_that_is_named_is_the_only_one(made: Path, tmp_path: Path) -> None:
+    blend, named = f"data.blend=[{made}/wiki,{made}/web]", f"data.validation={made}/code/validation"
+    pretrain(blend, named, f"out={tmp_path / 'run'}", "train.steps=1", "train.validate_every=1")
+    (record,) = records(str(tmp_path / "run"), "validation")
+    assert set(record) == {"kind", "time", "step", "loss", "perplexity"}
