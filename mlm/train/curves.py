@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import cycle
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,8 @@ def draw_parts(axes: Axes, validations: Sequence[dict[str, Any]]) -> None:
     names = sorted({key for record in validations for key in record if key.startswith("validation/")})
     for name, colour in zip(names, cycle(PARTS), strict=False):
         steps, losses = series(validations, name)
-        label = f"{name.partition('/')[2]}, last {losses[-1]:.3f}"
+        last = next((loss for loss in reversed(losses) if not isnan(loss)), losses[-1])
+        label = f"{name.partition('/')[2]}, last {last:.3f}"
         axes.plot(steps, losses, color=colour, linewidth=1.0, linestyle="--", label=label)
     if names:
         axes.legend(frameon=False, labelcolor=INK)

@@ -48,6 +48,6 @@ def test_split_of_a_trained_model_names_the_nearest_that_works(
 def test_a_checkpoint_whose_documents_have_no_end_is_damaged(eod_id: int | None) -> None:
     """A run fills data.eod_id in before its first step."""
     config = replace(CONFIG, data=DataConfig(kind="synthetic", reset_attention=True, eod_id=eod_id))
-    manifest = Manifest(0, {"config": to_dict(config)}, {}, "")
+    manifest = Manifest(1, "", {}, {}, {"config": to_dict(config)})
     with pytest.raises(CorruptFileError, match=r"data\.eod_id"):
         trained_config(manifest, Path("step-00000001"))

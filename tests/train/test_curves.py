@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from mlm.train.curves import plot_losses, running_mean, series
+from mlm.train.curves import draw_parts, plot_losses, running_mean, series
 
 
 def draw(tmp_path: Path, records: list[dict[str, object]], tail: bytes = b"") -> tuple[int, ...]:
@@ -38,6 +39,26 @@ def test_lines_and_losses_it_cannot_read_are_skipped(tmp_path: Path) -> None:
         {"kind": "run", "start_step": 0},
     ]
     assert draw(tmp_path, [*steps(5), *odd], tail=b'{"kind": "step", "st')
+
+
+def test_the_corpora_of_a_blend_have_a_curve_each() -> None:
+    """Of those that came or went on the way, too."""
+    records: list[dict[str, object]] = [
+        {"step": 10, "loss": 3.0, "validation/wiki": 2.0, "validation/web": 4.0},
+        {"step": 20, "loss": 3.0, "validation/wiki": 1.5},
+    ]
+    axes = Figure().subplots()
+    draw_parts(axes, records)
+    drawn = {str(line.get_label()): list(line.get_ydata()) for line in axes.get_lines()}
+    assert drawn["wiki, last 1.500"] == [2.0, 1.5]
+    assert drawn["web, last 4.000"][0] == 4.0
+
+
+def test_a_single_corpus_has_no_curves_of_parts() -> None:
+    axes = Figure().subplots()
+    draw_parts(axes, [{"step": 10, "loss": 3.0}])
+    assert len(axes.get_lines()) == 0
+    assert axes.get_legend() is None
 
 
 def test_nothing_is_left_beside_the_picture(tmp_path: Path) -> None:

@@ -1,12 +1,15 @@
 """The reporter: who speaks, what it writes, what it leaves behind."""
 
+import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from mlm.config.errors import UserError
 from mlm.config.schema import LogConfig
+from mlm.train.trackers import WeightsAndBiases
 from tests.train.reporting import read_metrics, reporter, shown, step_metrics, terminal
 
 
@@ -18,6 +21,29 @@ def test_a_run_writes_one_record_per_report(tmp_path: Path) -> None:
         report.saved(10, tmp_path / "checkpoints" / "step-00000010", 1.25, 0.5)
         report.note("only for the eye")
     assert [r["kind"] for r in read_metrics(tmp_path)] == ["run", "step", "validation", "saved"]
+
+
+def test_validation_record_holds_the_loss_of_every_corpus(tmp_path: Path) -> None:
+    with reporter(tmp_path) as report:
+        report.validation(10, 4.5, 90.0, {"wiki": 4.0, "web": math.nan})
+    record = read_metrics(tmp_path)[-1]
+    assert record.pop("time") > 0
+    numbers = {"step": 10, "loss": 4.5, "perplexity": 90.0, "validation/wiki": 4.0, "validation/web": None}
+    assert record == {"kind": "validation", **numbers}
+
+
+def test_a_tracker_gets_the_loss_of_every_corpus() -> None:
+    logged: list[dict[str, float]] = []
+    tracker = WeightsAndBiases(Path("out"), "project")
+    tracker.run = SimpleNamespace(log=logged.append)
+    tracker.validation(10, 4.5, 90.0, {"wiki": 4.0})
+    (values,) = logged
+    assert values == {
+        "step": 10,
+        "validation/loss": 4.5,
+        "validation/perplexity": 90.0,
+        "validation/wiki": 4.0,
+    }
 
 
 def test_step_record_holds_every_number(tmp_path: Path) -> None:

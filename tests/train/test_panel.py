@@ -112,6 +112,30 @@ def test_the_panel_shows(part: str) -> None:
     assert part in panel_text()
 
 
+PARTS = {"wiki": 3.25, "web": 3.75}
+
+
+def test_a_plain_line_names_the_loss_of_every_corpus(tmp_path: Path) -> None:
+    console = terminal(width=40)
+    with reporter(tmp_path, console, header=[]) as report:
+        report.validation(20, 3.5, 33.1155, PARTS)
+        report.validation(30, 3.5, 33.1155)
+    blended, single = map(pairs, shown(console).splitlines())
+    assert (blended["validation/wiki"], blended["validation/web"]) == ("3.2500", "3.7500")
+    assert list(single) == ["step", "validation_loss", "validation_ppl"]
+
+
+def test_the_panel_shows_the_loss_of_every_corpus() -> None:
+    console = terminal(is_terminal=True)
+    panel = LivePanel(console, title="try", header=[], start_step=0, total_steps=100, clock=Clock())
+    panel.validation(20, 3.5, 33.1155, PARTS)
+    with console.capture() as capture:
+        console.print(panel.render())
+    shown_parts = capture.get()
+    assert "wiki 3.2500" in shown_parts
+    assert "web 3.7500" in shown_parts
+
+
 def test_the_panel_shows_the_loss_scale_in_fp16_only() -> None:
     assert "loss scale 2^16" in panel_text(loss_scale=65536.0)
     assert "loss scale" not in panel_text()
