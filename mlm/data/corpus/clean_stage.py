@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from mlm.config.errors import UserError
 from mlm.data.corpus.cleaning import Cleaner
 from mlm.data.corpus.markers import Advance, Counts, write_marker
-from mlm.data.corpus.plan import TOKENIZER, Plan
+from mlm.data.corpus.plan import Plan
 from mlm.data.corpus.read import Document, Rejected, read_shard
 from mlm.data.corpus.signatures import Signer
 from mlm.data.indexed import IndexedWriter, bin_path, idx_path
@@ -26,7 +26,7 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.files import write_atomic
 
 TEXT = np.dtype("u1")
-BATCH_BYTES = 1 << 22  # text looked at together
+BATCH_BYTES = 1 << 20  # text looked at together: more of it leaves the caches and takes longer
 BATCH_DOCUMENTS = 4096
 BYTES_PER_TOKEN = 6  # more than English has on average: most documents are counted by their beginning alone
 
@@ -122,7 +122,7 @@ def kept_batches(
     config = plan.config
     cleaner = Cleaner(config.normalise, config.filter)
     least = config.filter.min_tokens
-    is_short = Shortness(Tokenizer.load(plan.work / TOKENIZER), least) if least else None
+    is_short = Shortness(plan.load_tokenizer(), least) if least else None
     texts, ids, size = list[str](), list[int](), 0
 
     def passed() -> tuple[list[str], list[int]]:

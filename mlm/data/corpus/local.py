@@ -45,7 +45,9 @@ def run_stages(plan: Plan, path: Path, workers: int, console: Console) -> None:
                 partial.unlink(missing_ok=True)
             left = [task for task in range(stage.tasks) if not withdraw_if_damaged(stage.folder, task)]
             if left:
-                with watched(plan, stage, console):
+                units = units_of(plan, stage.name)
+                left.sort(key=lambda task: -units[task])  # the last to end is then a short one
+                with watched(plan, stage, units, console):
                     pool.run(path, stage, left)
 
 
@@ -119,9 +121,8 @@ def end_with(parent: int, stop: Event) -> None:
 
 
 @contextmanager
-def watched(plan: Plan, stage: Stage, console: Console) -> Iterator[None]:
+def watched(plan: Plan, stage: Stage, totals: list[int], console: Console) -> Iterator[None]:
     """A bar with time left while a stage runs, where someone watches."""
-    totals = units_of(plan, stage.name)
     number = list(plan.stages).index(stage.name) + 1
     columns = (
         TextColumn(f"{number}/{len(plan.stages)} {stage.name}"),

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mlm.data.corpus.markers import Advance, write_marker
-from mlm.data.corpus.plan import TOKENIZER, Plan
+from mlm.data.corpus.plan import Plan
 from mlm.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, token_dtype
-from mlm.data.tokenizer import Tokenizer
 from mlm.files import fsync_directory, write_atomic
 
 
@@ -17,7 +16,7 @@ def run(plan: Plan, task: int) -> None:
     """Merge one part. The result waits in the work folder until all parts are there."""
     stage, tokenised = plan.stages["merge"], plan.stages["tokenise"]
     part = plan.parts[task]
-    dtype = token_dtype(Tokenizer.load(plan.work / TOKENIZER).vocab_size)
+    dtype = token_dtype(plan.load_tokenizer().vocab_size)
     advance = Advance(stage.folder, task)
     prefix = stage.folder / part
     with IndexedWriter(prefix, dtype) as writer:

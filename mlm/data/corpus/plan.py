@@ -7,7 +7,7 @@ by equal stages of equal inputs, whichever build made it, and can be taken as it
 
 import json
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from mlm.config.data_schema import DataBuildConfig
 from mlm.config.errors import CorruptFileError
 from mlm.data.corpus.shards import Input, Shard
 from mlm.data.parts import SPLITS, parse_split
+from mlm.data.tokenizer import Tokenizer
 from mlm.files import digest_bytes, write_atomic
 
 VERSION = 1  # of what the stages write; part of every stage's digest
@@ -100,6 +101,10 @@ class Plan:
             case _:
                 return None
 
+    def load_tokenizer(self) -> Tokenizer:
+        """The tokenizer, kept between the tasks of a process. Raises UserError, CorruptFileError."""
+        return _load_tokenizer(self.work / TOKENIZER, self.tokenizer)
+
     def save(self) -> Path:
         """Write the plan into the work folder; its path is returned. Raises OSError."""
         content = {
@@ -133,9 +138,17 @@ class Plan:
             raise CorruptFileError(f"{path} is no plan of a build: {remedy}") from error
 
 
+@lru_cache(maxsize=1)
+def _load_tokenizer(path: Path, digest: str) -> Tokenizer:
+    tokenizer = Tokenizer.load(path)
+    if tokenizer.digest != digest:
+        raise CorruptFileError(f"{path} is not what the plan beside it says: build again")
+    return tokenizer
+
+
 def shard_bytes(total: int) -> int:
-    """Size of a shard for so many bytes of input: 16 MiB to 1 GiB, about 4,096 shards between.
+    """Size of a shard for so many bytes of input: 8 MiB to 1 GiB, about 4,096 shards between.
 
     It decides how the work is divided and never what comes out.
     """
-    return min(1 << 30, max(1 << 24, total // 4096))
+    return min(1 << 30, max(1 << 23, total // 4096))

@@ -19,7 +19,7 @@ from mlm.data.corpus.decontaminate import Contaminants
 from mlm.data.corpus.decontaminate import Tally as Contamination
 from mlm.data.corpus.markers import Advance, write_marker
 from mlm.data.corpus.match_stage import removed_in
-from mlm.data.corpus.plan import EVALUATION, TOKENIZER, Plan
+from mlm.data.corpus.plan import EVALUATION, Plan
 from mlm.data.corpus.sentences import split_sentences
 from mlm.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, token_dtype
 from mlm.data.parts import parse_split, part_of
@@ -64,7 +64,7 @@ class Removed:
 def run(plan: Plan, task: int) -> None:
     """Tokenise one shard."""
     stage = plan.stages["tokenise"]
-    tokenizer = Tokenizer.load(plan.work / TOKENIZER)
+    tokenizer = plan.load_tokenizer()
     texts = IndexedDataset(plan.stages["clean"].folder / f"{task:05d}", allow_empty=True)
     removed, contamination = Removed(), Contamination()
     parts = {part: Part() for part in plan.parts}
@@ -171,8 +171,8 @@ def batches(texts: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 
 def framed(sequences: list[list[int]], bos: list[int], eod: list[int]) -> tuple[list[int], list[int]]:
-    """The tokens of a document, its ends marked, and the lengths of its sequences."""
-    lengths = [len(ids) for ids in sequences]
-    lengths[0] += len(bos)
-    lengths[-1] += len(eod)
-    return [*chain(bos, *sequences, eod)], lengths
+    """The tokens of a document, its ends marked, and the lengths of its sequences. Changes `sequences`."""
+    sequences[0][:0] = bos
+    sequences[-1] += eod
+    tokens = sequences[0] if len(sequences) == 1 else [*chain(*sequences)]
+    return tokens, [len(ids) for ids in sequences]
