@@ -1,4 +1,4 @@
-"""The commands of the README compose: no key, choice or value in them is unknown."""
+"""The commands of the READMEs compose: no key, choice or value in them is unknown."""
 
 import re
 import shlex
@@ -8,14 +8,16 @@ import pytest
 
 from mlm.cli import main
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+READMES = (ROOT / "README.md", ROOT / "mlm" / "data" / "README.md")
 MISTAKEN = "optimzer.lr"
 """In the one command that shows what is said of mistakes."""
 
 
 def commands() -> list[str]:
     """Every `mlm …` typed in a code block; `sbatch …/pretrain.sbatch` stands for `mlm pretrain`."""
-    blocks = re.findall(r"^```\w*\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    text = "\n".join(readme.read_text() for readme in READMES)
+    blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     lines = [line.removeprefix("$ ") for block in blocks for line in block.splitlines()]
     lines = [line.replace("sbatch scripts/slurm/pretrain.sbatch", "mlm pretrain") for line in lines]
     return [line for line in lines if re.match(r"mlm [a-z]+ ", line)]

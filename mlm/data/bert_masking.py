@@ -15,8 +15,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from mlm.config.errors import UserError
 from mlm.data.gpt import IGNORED
 from mlm.data.splitmix import Bits, below, draw, uniform
+from mlm.data.tokenizer import CLS, MASK, PAD, SEP, Tokenizer
 
 COLUMN_BITS = np.uint64(20)
 """Bits of a sort key that hold a place in the sample: sequences are shorter than 2**20 tokens."""
@@ -39,6 +41,19 @@ class BERTVocab:
     pad_id: int
     word_starts: Flags
     """bool [vocab_size]: whether a token begins a word (WordPiece: it has no ##)."""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> "BERTVocab":
+        """Raises UserError when the tokenizer lacks one of the four special tokens."""
+        ids = {CLS: tokenizer.cls_id, SEP: tokenizer.sep_id, MASK: tokenizer.mask_id, PAD: tokenizer.pad_id}
+        found = [id for id in ids.values() if id is not None]
+        if len(found) < len(ids):
+            missing = ", ".join(name for name, id in ids.items() if id is None)
+            raise UserError(
+                f"the tokenizer has no {missing}, which BERT samples need: `mlm data tokenizer kind=wordpiece` "
+                "trains one that has"
+            )
+        return cls(*found, tokenizer.is_word_start)
 
     @cached_property
     def is_special(self) -> Flags:

@@ -1,13 +1,17 @@
 """Whole-word n-gram masking: budgets, words kept whole, and the shares that chance has to give."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlm.config.errors import UserError
 from mlm.data.bert_masking import BERTVocab, choose_grams, cut_grams, draw_sizes, fill, mask_tokens
 from mlm.data.gpt import IGNORED
 from mlm.data.splitmix import draw, root
+from mlm.data.tokenizer import Tokenizer
 
 CLS, SEP, MASK, PAD = 0, 1, 2, 3
 VOCAB_SIZE, WIDTH = 1000, 128
@@ -219,3 +223,18 @@ def test_masking_of_a_sample_does_not_depend_on_its_batch() -> None:
             tokens[k : k + 1], lengths[k : k + 1], vocab, states[k : k + 1], masked_lm_prob=0.15, max_ngram=3
         )
         np.testing.assert_array_equal(np.stack([masked[k : k + 1], labels[k : k + 1]]), np.stack(alone))
+
+
+def test_vocabulary_of_a_tokenizer_of_berts(tmp_path: Path) -> None:
+    path = tmp_path / "vocab.txt"
+    path.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "play", "##ing"]) + "\n")
+    found = BERTVocab.of(Tokenizer.load(path))
+    assert (found.cls_id, found.sep_id, found.mask_id, found.pad_id) == (2, 3, 4, 0)
+    assert found.word_starts.tolist() == [True] * 6 + [False]
+
+
+def test_tokenizer_without_special_tokens_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "vocab.txt"
+    path.write_text("\n".join(["[UNK]", "[SEP]", "[CLS]", "play"]) + "\n")
+    with pytest.raises(UserError, match=r"no \[MASK\], \[PAD\], which BERT samples need"):
+        BERTVocab.of(Tokenizer.load(path))

@@ -6,10 +6,12 @@ group   documents that links connect, directly or not, a component each
 verify  in every component, in corpus order: a document goes if its exact Jaccard similarity with an earlier
         one that stays is above the threshold
 
-Documents are numbered over all shards in corpus order. What is in memory grows with their number and not with
-their length: about 40 bytes each in `match` and `group`.
+Documents are numbered over all shards in corpus order. `match` looks at AT_ONCE of their keys at a time, those of
+one residue, so its memory is bounded; that of `group` grows with the documents that have links, about 40
+bytes each.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,9 @@ from mlm.data.corpus.plan import Plan
 from mlm.data.indexed import IndexedDataset
 
 Ids = NDArray[np.int64]
+
+AT_ONCE = 1 << 26
+"""Keys of a band in memory: with what is made of them about 2 GB."""
 
 
 class CleanTexts:
@@ -69,20 +74,38 @@ class CleanTexts:
 def match(plan: Plan, task: int) -> None:
     """Links of one band; of the last task, the documents whose id was seen before."""
     texts, folder = CleanTexts(plan), plan.stages["match"].folder
-    shards = range(len(plan.shards))
     path = folder / f"{task:05d}.npy"
     if task < plan.stages["match"].tasks - 1:
-        keys = np.concatenate([texts.array(shard, "keys")[task] for shard in shards])
-        links = links_of_band(keys)
+        found = [documents[links_of_band(keys)] for documents, keys in slices(texts, task)]
+        links = np.concatenate([np.empty((0, 2), dtype=np.int64), *found])
         write_marker(folder, task, {"links": len(links)}, [save(path, links)])
         return
-    seen_before = np.empty(0, dtype=np.int64)
+    seen_before = [np.empty(0, dtype=np.int64)]
     if plan.config.id_key is not None:
-        ids = np.concatenate([texts.array(shard, "ids") for shard in shards])
-        order = np.argsort(ids, kind="stable")
-        again = np.flatnonzero(ids[order][1:] == ids[order][:-1]) + 1
-        seen_before = np.sort(order[again]).astype(np.int64)
-    write_marker(folder, task, {"links": 0}, [save(path, seen_before)])
+        seen_before += [documents[repeated(ids)] for documents, ids in slices(texts, None)]
+    write_marker(folder, task, {"links": 0}, [save(path, np.sort(np.concatenate(seen_before)))])
+
+
+def slices(texts: CleanTexts, band: int | None) -> Iterator[tuple[Ids, NDArray[np.uint64]]]:
+    """All documents with their keys of a band, or with their ids, in slices of about AT_ONCE.
+
+    Equal keys lie in one slice, in the order of their documents.
+    """
+    count = np.uint64(max(1, -(-len(texts) // AT_ONCE)))
+    for residue in range(int(count)):
+        documents, keys = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.uint64)]
+        for shard, first in enumerate(texts.firsts[:-1]):
+            of_shard = texts.array(shard, "ids") if band is None else texts.array(shard, "keys")[band]
+            mine = np.flatnonzero(of_shard % count == residue)
+            documents.append(mine + first)
+            keys.append(of_shard[mine])
+        yield np.concatenate(documents), np.concatenate(keys)
+
+
+def repeated(ids: NDArray[np.uint64]) -> Ids:
+    """Where an id stands that stood before: int64 [k]."""
+    order = np.argsort(ids, kind="stable")
+    return order[np.flatnonzero(ids[order][1:] == ids[order][:-1]) + 1]
 
 
 def group(plan: Plan, _: int) -> None:

@@ -15,6 +15,7 @@ import pytest
 from mlm.config.corpus_schema import DedupConfig, ExecutorConfig, FilterConfig
 from mlm.config.errors import UserError
 from mlm.data.build import run_build
+from mlm.data.corpus import match_stage
 from mlm.data.indexed import IndexedDataset
 from tests.data.corpus.texts import (
     documents,
@@ -105,6 +106,24 @@ def test_shards_do_not_change_a_byte(source: Path, size: int, monkeypatch: pytes
     assert len(list((source.parent / "cut/work").glob("clean-*/*.done.json"))) > 2
 
 
+def test_keys_looked_at_a_few_at_a_time_change_nothing(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither near-duplicates nor ids seen before are missed for lying in other slices."""
+    texts = [words(random.Random(100 + i), 60) for i in range(40)]
+    texts += [with_changes(text, 50) for text in texts[:8]]
+    lines = [
+        json.dumps({"text": " ".join(text), "key": i % 33 if i < 40 else i}) for i, text in enumerate(texts)
+    ]
+    (source.parent / "c.jsonl").write_text("\n".join(lines))
+    config = thorough(source.parent / "c.jsonl", id_key="key", executor=ExecutorConfig(workers=1))
+    receipt = run_build(config, quiet())
+    monkeypatch.setattr(match_stage, "AT_ONCE", 5)
+    run_build(replace(config, out=str(source / "sliced")), quiet())
+    assert output(Path(config.out)) == output(source / "sliced")
+    assert receipt is not None
+    removed = {rule: count["documents"] for rule, count in receipt["removed"].items()}
+    assert removed == {"duplicate_id": 7, "near_duplicate": 8}
+
+
 KILL = """
 import os, signal, sys
 from mlm.data.corpus import task, markers
@@ -170,7 +189,7 @@ def test_other_tokenizer_reuses_the_cleaning(source: Path) -> None:
 
 
 def test_bad_input_stops_the_build_and_keeps_what_is_done(source: Path) -> None:
-    (source / "c.jsonl").write_text('{"body": "x"}\n')
+    (source.parent / "c.jsonl").write_text('{"body": "x"}\n')
     with pytest.raises(UserError, match=r'c\.jsonl:1: no key "text".*bad_input=skip'):
         run_build(thorough(source), quiet())
     done = list((source.parent / "out/work").glob("clean-*/*.done.json"))
