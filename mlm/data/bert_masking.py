@@ -50,10 +50,11 @@ class BERTVocab:
         if len(found) < len(ids):
             missing = ", ".join(name for name, id in ids.items() if id is None)
             raise UserError(
-                f"the tokenizer has no {missing}, which BERT samples need: `mlm data tokenizer kind=wordpiece` "
-                "trains one that has"
+                f"the tokenizer has no {missing}, which BERT samples need: use BERT's, or train one with "
+                "`mlm data tokenizer kind=wordpiece`"
             )
-        return cls(*found, tokenizer.is_word_start)
+        cls_id, sep_id, mask_id, pad_id = found
+        return cls(cls_id, sep_id, mask_id, pad_id, tokenizer.is_word_start)
 
     @cached_property
     def is_special(self) -> Flags:

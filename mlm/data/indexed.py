@@ -207,6 +207,8 @@ class IndexedWriter:
         """The tokens in the dtype of the file."""
         if isinstance(tokens, (bytes, bytearray, memoryview)):
             tokens = np.frombuffer(tokens, dtype=np.uint8)
+        elif isinstance(tokens, array):
+            tokens = np.frombuffer(tokens, dtype=tokens.typecode)
         if not isinstance(tokens, np.ndarray):
             try:
                 return array(self.dtype.char, tokens)  # checks as it goes, in less time than np.asarray takes

@@ -43,7 +43,7 @@ def test_end_of_document_written_in_a_text_is_text(tokenizer: Tokenizer) -> None
 
 
 def test_encode_batch_equals_encode(tokenizer: Tokenizer) -> None:
-    assert tokenizer.encode_batch(TEXTS) == [tokenizer.encode(text) for text in TEXTS]
+    assert list(map(list, tokenizer.encode_batch(TEXTS))) == [tokenizer.encode(text) for text in TEXTS]
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", ""])

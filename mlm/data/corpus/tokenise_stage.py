@@ -3,6 +3,7 @@
 A task leaves, for shard 12: train-00012.bin/.idx and so on for every part.
 """
 
+from array import array
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -24,6 +25,9 @@ from mlm.data.corpus.sentences import split_sentences
 from mlm.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, token_dtype
 from mlm.data.parts import parse_split, part_of
 from mlm.data.tokenizer import Tokenizer
+
+Framed = tuple["array[int]", list[int]]
+"""Tokens of a document, and the lengths of its sequences."""
 
 _loaded: dict[tuple[Path, str | None, DecontaminateConfig], Contaminants] = {}
 
@@ -141,8 +145,8 @@ def write(
     least = config.filter.min_tokens or 1
     sentences = [split_sentences(piece.text) if config.sentences else [piece.text] for piece in batch]
     encoded = iter(tokenizer.encode_batch([sentence for group in sentences for sentence in group]))
-    bos = [tokenizer.bos_id] if config.prepend_bos and tokenizer.bos_id is not None else []
-    eod = [tokenizer.eod_id] if config.append_eod else []
+    bos = array("I", [tokenizer.bos_id] if config.prepend_bos and tokenizer.bos_id is not None else [])
+    eod = array("I", [tokenizer.eod_id] if config.append_eod else [])
     for piece, group in zip(batch, sentences, strict=True):
         sequences = [ids for ids in (next(encoded) for _ in group) if len(ids)]
         tokens = sum(len(ids) for ids in sequences)
@@ -170,9 +174,9 @@ def batches(texts: Iterator[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def framed(sequences: list[list[int]], bos: list[int], eod: list[int]) -> tuple[list[int], list[int]]:
+def framed(sequences: "list[array[int]]", bos: "array[int]", eod: "array[int]") -> "Framed":
     """The tokens of a document, its ends marked, and the lengths of its sequences. Changes `sequences`."""
     sequences[0][:0] = bos
     sequences[-1] += eod
-    tokens = sequences[0] if len(sequences) == 1 else [*chain(*sequences)]
+    tokens = sequences[0] if len(sequences) == 1 else array("I", chain(*sequences))
     return tokens, [len(ids) for ids in sequences]

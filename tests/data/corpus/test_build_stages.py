@@ -189,7 +189,7 @@ def test_other_tokenizer_reuses_the_cleaning(source: Path) -> None:
 
 
 def test_bad_input_stops_the_build_and_keeps_what_is_done(source: Path) -> None:
-    (source.parent / "c.jsonl").write_text('{"body": "x"}\n')
+    (source / "c.jsonl").write_text('{"body": "x"}\n')
     with pytest.raises(UserError, match=r'c\.jsonl:1: no key "text".*bad_input=skip'):
         run_build(thorough(source), quiet())
     done = list((source.parent / "out/work").glob("clean-*/*.done.json"))
