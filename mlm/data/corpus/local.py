@@ -11,8 +11,8 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from multiprocessing.synchronize import Event
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from rich.console import Console
@@ -33,7 +33,6 @@ from mlm.data.corpus.sizes import units_of
 from mlm.data.corpus.task import run_task
 
 REFRESH_S = 0.5
-WATCH_S = 0.5  # how often a worker looks whether it is still wanted
 
 
 def run_stages(plan: Plan, path: Path, workers: int, console: Console) -> None:
@@ -57,7 +56,9 @@ class Workers:
     def __init__(self, count: int) -> None:
         self.count = count
         self._context = multiprocessing.get_context("forkserver")
-        self._stop = self._context.Event()
+        # Workers hold one end of a pipe and end when the other is closed, by us or by the kernel. An Event
+        # would not do: to set it waits for every process that waits for it, also for one that was killed.
+        self._ours, self._theirs = self._context.Pipe()
         self._pool: ProcessPoolExecutor | None = None
 
     def run(self, path: Path, stage: Stage, tasks: list[int]) -> None:
@@ -69,7 +70,10 @@ class Workers:
             return
         pool = self._pool = self._pool or self._start()
         try:
-            for done in as_completed([pool.submit(run_task, path, stage.name, task) for task in tasks]):
+            doing = [pool.submit(run_task, path, stage.name, task) for task in tasks]
+            # the pool watches over the workers it had when it was last given something: give it a trifle
+            pool.submit(os.getpid)
+            for done in as_completed(doing):
                 done.result()
         except BrokenProcessPool as error:
             raise UserError(
@@ -82,9 +86,11 @@ class Workers:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            self._stop.set()  # workers in the middle of a task end too
+            self._ours.close()  # workers in the middle of a task end too
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
+        self._ours.close()
+        self._theirs.close()
 
     def _start(self) -> ProcessPoolExecutor:
         self._context.set_forkserver_preload(["mlm.data.corpus.task"])  # imported once, not by every worker
@@ -93,7 +99,7 @@ class Workers:
             self.count,
             mp_context=self._context,
             initializer=end_with,
-            initargs=(os.getpid(), self._stop),
+            initargs=(self._theirs,),
         )
 
 
@@ -109,12 +115,12 @@ def ignore_interrupts_in_workers() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def end_with(parent: int, stop: Event) -> None:
-    """End this worker when the command that started it says so, or is gone, even by SIGKILL."""
+def end_with(pipe: Connection) -> None:
+    """End this worker when the other end of the pipe is closed: the command says so, or is gone."""
 
     def watch() -> None:
-        while os.path.exists(f"/proc/{parent}") and not stop.wait(WATCH_S):
-            pass
+        with suppress(EOFError, OSError):
+            pipe.recv_bytes()
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
