@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Protocol
 
 from rich.console import Console
 from rich.progress import (
@@ -115,7 +115,13 @@ def ignore_interrupts_in_workers() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def end_with(pipe: Connection) -> None:
+class Pipe(Protocol):
+    """One end of a pipe between processes. Nothing is sent through it."""
+
+    def recv_bytes(self) -> bytes: ...
+
+
+def end_with(pipe: Pipe) -> None:
     """End this worker when the other end of the pipe is closed: the command says so, or is gone."""
 
     def watch() -> None:
