@@ -1,5 +1,7 @@
 """What commands show on a terminal: tables that no file can steer, sizes in words, progress bars."""
 
+import sys
+import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -32,6 +34,13 @@ def plain(value: object) -> str:
         "…" if text[LONGEST:] else ""
     )
     return text.encode(errors="backslashreplace").decode()  # half a surrogate pair
+
+
+def prose(text: str) -> str:
+    """A text of many lines for standard output: where that is a terminal, without what could steer it."""
+    if not sys.stdout.isatty():
+        return text
+    return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\ufffd" for c in text)
 
 
 def table(title: str, *columns: str) -> Table:

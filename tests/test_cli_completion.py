@@ -18,7 +18,7 @@ cli = pytest.fixture(make_cli)
         ("mlm ", "ckpt data eval export generate import parity plan pretrain reshard verify-resume"),
         ("mlm pre", "pretrain"),
         ("mlm pretrain", "pretrain"),
-        ("mlm eval ", "loss"),
+        ("mlm eval ", "all lambada loss wikitext103"),
         ("mlm data b", "build"),
         ("mlm pretrain mod", "model. model="),
         ("mlm pretrain model=gpt2_v1", "model=gpt2_v1_2_5b model=gpt2_v1_355m model=gpt2_v1_8_3b"),

@@ -9,7 +9,7 @@ import pytest
 from mlm.cli import main
 
 ROOT = Path(__file__).parents[1]
-READMES = (ROOT / "README.md", ROOT / "mlm" / "data" / "README.md")
+READMES = tuple(ROOT / folder / "README.md" for folder in (".", "mlm/data", "mlm/tasks"))
 MISTAKEN = "optimzer.lr"
 """In the one command that shows what is said of mistakes."""
 

@@ -1,7 +1,12 @@
 """The commands that use a trained model: see command.py."""
 
 from mlm.cli.command import Command
-from mlm.config.checks import check_eval_loss, check_generate
+from mlm.config.checks import check_eval_loss, check_generate, check_zero_shot
+
+ZERO_SHOT_KEYS = (
+    *("out", "samples", "batch_size", "seq_length", "limit", "tokenizer", "force"),
+    *("tp", "pp", "vp", "dp", "dist.device"),
+)
 
 MODELS = (
     Command(
@@ -25,22 +30,96 @@ MODELS = (
         ),
     ),
     Command(
+        words=("eval", "wikitext103"),
+        config="eval_wikitext103",
+        target="mlm.tasks.zero_shot.evaluate:run",
+        check=check_zero_shot,
+        preflight="mlm.tasks.zero_shot.evaluate:preflight",
+        summary="perplexity of a checkpoint on WikiText-103, by two protocols",
+        about=(
+            "Scores a checkpoint on WikiText-103 by Megatron-LM's protocol (adjusted perplexity, overlapping "
+            "windows) and by lm-eval's (per article, word and byte), from the Hub or a local file. The score "
+            "does not depend on tp, pp, dp or the batch size. Stopped and started again, it goes on. It is "
+            "printed and saved as JSON with all it depends on."
+        ),
+        examples=(
+            ("From the Hub", "mlm eval wikitext103 ckpt=runs/shakespeare"),
+            (
+                "A file, on two ranks",
+                "mlm eval wikitext103 ckpt=runs/shakespeare data.path=wiki.test.tokens tp=2",
+            ),
+        ),
+        keys=("ckpt", "data.path", "data.raw_path", "overlapping_eval", *ZERO_SHOT_KEYS),
+    ),
+    Command(
+        words=("eval", "lambada"),
+        config="eval_lambada",
+        target="mlm.tasks.zero_shot.evaluate:run",
+        check=check_zero_shot,
+        preflight="mlm.tasks.zero_shot.evaluate:preflight",
+        summary="accuracy of a checkpoint at the last words of LAMBADA, by two protocols",
+        about=(
+            "Scores a checkpoint on LAMBADA by Megatron-LM's protocol (strict cloze accuracy) and by "
+            "lm-eval's (lambada_openai, lambada_standard), from the Hub or a local file. The score does not "
+            "depend on tp, pp, dp or the batch size. Stopped and started again, it goes on. It is printed "
+            "and saved as JSON with all it depends on."
+        ),
+        examples=(
+            ("From the Hub", "mlm eval lambada ckpt=runs/shakespeare"),
+            (
+                "A file, and each passage's result",
+                "mlm eval lambada ckpt=runs/shakespeare data.path=lambada.jsonl samples=passages.jsonl",
+            ),
+        ),
+        keys=("ckpt", "data.path", "data.standard_path", *ZERO_SHOT_KEYS),
+    ),
+    Command(
+        words=("eval", "all"),
+        config="eval_all",
+        target="mlm.tasks.zero_shot.evaluate:run",
+        check=check_zero_shot,
+        preflight="mlm.tasks.zero_shot.evaluate:preflight",
+        summary="WikiText-103 and LAMBADA in one pass",
+        about="What `mlm eval wikitext103` and `mlm eval lambada` do, in one pass and one table.",
+        examples=(
+            ("From the Hub", "mlm eval all ckpt=runs/shakespeare"),
+            (
+                "From files",
+                "mlm eval all ckpt=runs/shakespeare data.wikitext103=wiki.test.tokens "
+                "data.lambada=lambada.jsonl",
+            ),
+        ),
+        keys=(
+            *("ckpt", "data.wikitext103", "data.wikitext103_raw", "data.lambada", "data.lambada_standard"),
+            *("overlapping_eval", *ZERO_SHOT_KEYS),
+        ),
+    ),
+    Command(
         words=("generate",),
         config="generate",
         target="mlm.tasks.generate:run",
         check=check_generate,
         preflight="mlm.tasks.generate:preflight",
-        summary="continue a text with a checkpoint",
-        about="Samples a continuation of a prompt, token by token, and prints it.",
+        summary="continue texts with a checkpoint",
+        about=(
+            "Samples continuations of a prompt, or of a file of prompts, and prints them as they come. What "
+            "is drawn depends on the seed and the prompt's number alone, not on tp, pp or batch_size."
+        ),
         examples=(
             ("A passage", 'mlm generate ckpt=runs/shakespeare prompt="ROMEO:"'),
             (
                 "The most probable continuation",
                 'mlm generate --ckpt runs/shakespeare --prompt "To be, or" --temperature 0',
             ),
+            ("From standard input", "head -3 play.txt | mlm generate ckpt=runs/shakespeare prompt=-"),
+            (
+                "Four continuations of each line of a file, with GPT-2",
+                "mlm generate ckpt=openai-community/gpt2 prompts=prompts.txt num_samples=4 out=texts.jsonl",
+            ),
         ),
         keys=(
-            *("ckpt", "prompt", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "tokenizer"),
+            *("ckpt", "prompt", "prompts", "num_samples", "out", "max_new_tokens", "min_new_tokens"),
+            *("temperature", "top_k", "top_p", "seed", "batch_size", "tokenizer"),
             *("tp", "pp", "dist.device"),
         ),
     ),

@@ -22,7 +22,7 @@ from mlm.config.tree import MISSING_VALUE
 OK, MISTAKE, INTERRUPTED = 0, 2, 130
 LAUNCH = "mlm.train.launch"
 HEAD_START_S = 5.0  # a launcher ends all ranks when one ends: the one that reports must not be cut off
-FILES = (".json", ".svg", ".png")  # an `out` that ends so is one file, any other a folder
+FILES = (".json", ".jsonl", ".svg", ".png")  # an `out` that ends so is one file, any other a folder
 LONGEST_FOLDER = 120  # characters of a sweep's job folder; file systems refuse names above 255 bytes
 
 

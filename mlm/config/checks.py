@@ -11,11 +11,12 @@ from typing import Any
 
 from mlm.config import files_present as present
 from mlm.config.blend import blend_faults
+from mlm.config.eval_schema import ZeroShotConfig
 from mlm.config.layout_checks import RANK_RULES, TRAIN_RULES, Launch, LayoutRule, num_replicas
 from mlm.config.nearest_layout import layout_faults
 from mlm.config.ranges import out_of_range
 from mlm.config.schema import ParallelConfig, PretrainConfig
-from mlm.config.task_schema import EvalLossConfig, GenerateConfig
+from mlm.config.task_schema import EvalLossConfig, GenerateConfig, LmEvalConfig
 from mlm.config.tree import HOISTED, flatten
 
 Rule = Callable[[Any, Launch], str | None]
@@ -38,9 +39,21 @@ def check_eval_loss(
     return _faults(config, Launch(world_size, local_devices), RANK_RULES, EVAL_LOSS_RULES)
 
 
+def check_zero_shot(
+    config: ZeroShotConfig, *, world_size: int | None, local_devices: int | None
+) -> list[str]:
+    """Faults of `mlm eval wikitext103`, `lambada` and `all` that show without reading a file."""
+    return _faults(config, Launch(world_size, local_devices), RANK_RULES, ZERO_SHOT_RULES)
+
+
 def check_generate(config: GenerateConfig, *, world_size: int | None, local_devices: int | None) -> list[str]:
     """Faults of `mlm generate` that show without reading the checkpoint. Its layout: as `check_eval_loss`."""
     return _faults(config, Launch(world_size, local_devices), RANK_RULES, GENERATE_RULES)
+
+
+def check_lm_eval(config: LmEvalConfig, *, world_size: int | None, local_devices: int | None) -> list[str]:
+    """Faults of lm-eval's model `mlm` that show without reading the checkpoint."""
+    return _faults(config, Launch(world_size, local_devices), RANK_RULES, LM_EVAL_RULES)
 
 
 def data_parallel_size(parallel: ParallelConfig, *, world_size: int | None, local_devices: int | None) -> int:
@@ -103,6 +116,34 @@ def _devices_are_there(config: Any, launch: Launch) -> str | None:
     return None
 
 
+def _windows_overlap(config: Any, _: Launch) -> str | None:
+    stride, length = getattr(config, "overlapping_eval", 1), config.seq_length
+    if length is None or stride <= length:
+        return None
+    return (
+        f"overlapping_eval={stride} is more than seq_length={length}, so tokens between windows would not be "
+        f"scored; use overlapping_eval={length} or less"
+    )
+
+
+def _texts_are_there(config: Any, _: Launch) -> str | None:
+    named = ((f"data.{key}", path) for key, path in asdict(config.data).items())
+    return next((fault for key, path in named if (fault := present.file(key, path))), None)
+
+
+def _one_source_of_prompts(config: GenerateConfig, _: Launch) -> str | None:
+    if config.prompts is None or not config.prompt:
+        return None
+    return f"prompts={config.prompts} and prompt={config.prompt}: give one of the two"
+
+
+def _least_below_most(config: GenerateConfig, _: Launch) -> str | None:
+    least, most = config.min_new_tokens, config.max_new_tokens
+    if least <= most:
+        return None
+    return f"min_new_tokens={least} is more than max_new_tokens={most}; use min_new_tokens={most} or fewer"
+
+
 PRETRAIN_RULES: list[tuple[str, Rule]] = [
     ("", _devices_are_there),
     ("schedule.warmup_steps schedule.decay_steps train.steps", _warmup_ends),
@@ -115,12 +156,29 @@ PRETRAIN_RULES: list[tuple[str, Rule]] = [
 EVAL_LOSS_RULES: list[tuple[str, Rule]] = [
     ("", _devices_are_there),
     ("precision.min_loss_scale precision.initial_loss_scale", _loss_scale_can_fall),
-    ("", lambda config, _: present.checkpoint(config.ckpt)),
+    ("", lambda config, _: present.model(config.ckpt)),
     ("", lambda config, _: present.indexed("path", config.path)),
     ("", lambda config, _: present.file("tokenizer", config.tokenizer)),
 ]
+LM_EVAL_RULES: list[tuple[str, Rule]] = [
+    ("", _devices_are_there),
+    ("", lambda config, _: present.model(config.ckpt)),
+    ("", lambda config, _: present.file("tokenizer", config.tokenizer)),
+]
+ZERO_SHOT_RULES: list[tuple[str, Rule]] = [
+    ("", _devices_are_there),
+    ("precision.min_loss_scale precision.initial_loss_scale", _loss_scale_can_fall),
+    ("overlapping_eval seq_length", _windows_overlap),
+    ("", lambda config, _: present.model(config.ckpt)),
+    ("", lambda config, _: present.file("tokenizer", config.tokenizer)),
+    ("", _texts_are_there),
+]
 GENERATE_RULES: list[tuple[str, Rule]] = [
     ("", _devices_are_there),
-    ("", lambda config, _: present.checkpoint(config.ckpt)),
+    ("precision.min_loss_scale precision.initial_loss_scale", _loss_scale_can_fall),
+    ("", _one_source_of_prompts),
+    ("", lambda config, _: present.file("prompts", config.prompts)),
+    ("min_new_tokens max_new_tokens", _least_below_most),
+    ("", lambda config, _: present.model(config.ckpt)),
     ("", lambda config, _: present.file("tokenizer", config.tokenizer)),
 ]

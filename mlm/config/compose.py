@@ -24,6 +24,7 @@ from mlm.config.data_schema import (
     DataTokenizerConfig,
     DataVerifyConfig,
 )
+from mlm.config.eval_schema import EvalAllConfig, EvalLambadaConfig, EvalWikitext103Config
 from mlm.config.parity_schema import ParityConfig
 from mlm.config.paths import CONFIG_DIR
 from mlm.config.plan_schema import PlanScheduleConfig
@@ -36,6 +37,9 @@ SPECS: dict[str, type] = {
     "pretrain": PretrainConfig,
     "parity": ParityConfig,
     "eval_loss": EvalLossConfig,
+    "eval_wikitext103": EvalWikitext103Config,
+    "eval_lambada": EvalLambadaConfig,
+    "eval_all": EvalAllConfig,
     "generate": GenerateConfig,
     "data_tokenizer": DataTokenizerConfig,
     "data_build": DataBuildConfig,

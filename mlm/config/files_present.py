@@ -1,9 +1,12 @@
 """Whether the files that a run spec names exist: each fault with the remedy. Nothing is read."""
 
+import re
 from pathlib import Path
 
 from mlm.config.schema import DataConfig
 
+HUB = "hub:"
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 WRITE_ONE = "write one with `mlm data build` (see mlm data build --help)"
 
 
@@ -52,6 +55,28 @@ def checkpoint(path: str | None) -> str | None:
     return (
         f"ckpt={path}: no such folder; give a run folder (runs/…) or one of its checkpoints (…/step-00001000)"
     )
+
+
+def model(path: str | None) -> str | None:
+    """A checkpoint or run folder, a model folder of `transformers`, or an id of the Hub."""
+    if path is None or Path(path).is_dir() or hub_id(path):
+        return None
+    return (
+        f"ckpt={path}: no such folder; give a run folder (runs/…), one of its checkpoints (…/step-00001000), "
+        f"a model folder of transformers, or a model's id on the Hub (OWNER/NAME or hub:NAME)"
+    )
+
+
+def hub_id(path: str) -> str | None:
+    """The id of a model on the Hub: behind hub:, or OWNER/NAME where OWNER is neither a folder here nor
+    runs, so that a misspelled path stays one. None for all else."""
+    name = path.removeprefix(HUB)
+    if not HUB_NAME.fullmatch(name):
+        return None
+    owner, slash, _ = name.partition("/")
+    if name == path and (not slash or owner == "runs" or Path(owner).exists()):
+        return None
+    return name
 
 
 def absent(prefix: str) -> list[str]:

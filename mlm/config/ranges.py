@@ -41,6 +41,8 @@ BOUNDS: dict[str, Bound] = (
     | dict.fromkeys(
         [
             *("tp", "pp", "vp", "dp", "batch_size", "seq_length", "max_new_tokens"),
+            "num_samples",
+            *("overlapping_eval", "limit", "max_length", "max_gen_toks"),
             *("model.num_layers", "model.hidden_size", "model.num_heads", "model.ffn_hidden_size"),
             *("model.max_positions", "model.vocab_size", "model.vocab_multiple", "model.layer_norm_eps"),
             *("optimizer.lr", "optimizer.eps", "schedule.decay_steps", "data.seq_length"),
@@ -84,6 +86,7 @@ def out_of_range(values: dict[str, Any]) -> dict[str, str]:
     for key, value in values.items():
         bound = BOUNDS.get(key)
         numbers = value if isinstance(value, (list, tuple)) else [value]
-        if bound and not all(number is None or bound.holds(number) for number in numbers):
+        numbers = [number for number in numbers if isinstance(number, int | float)]  # `samples` may be a path
+        if bound and not all(map(bound.holds, numbers)):
             faults[key] = f"{key}={show(value)} must be {bound.words}"
     return faults

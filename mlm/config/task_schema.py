@@ -13,9 +13,10 @@ class EvalLossConfig:
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     ckpt: str
-    """Checkpoint (step-…) or run directory (its latest checkpoint)."""
+    """Checkpoint (step-…), run directory (its latest checkpoint), or Hugging Face folder or id (GPT-2)."""
     out: str | None = None
-    """JSON file for the result; null means eval-loss-<corpus>.json in the run directory."""
+    """JSON file for the result; null means eval-loss-<corpus>.json in the run directory; for a Hugging Face
+    model, <model>-eval-loss-<corpus>.json in the working directory."""
     batch_size: int = 8
     """Samples per micro-batch on each rank. The score does not depend on it."""
     seq_length: int | None = None
@@ -29,16 +30,32 @@ class EvalLossConfig:
     dist: DistConfig = field(default_factory=DistConfig)
 
 
+STDIN = "-"
+"""As `prompt`: the text comes from standard input."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateConfig:
-    """The run spec of `mlm generate`: sample a continuation from a checkpoint."""
+    """The run spec of `mlm generate`: continue texts with a checkpoint.
+
+    When a text has filled the model's max_positions, the newest half of them is read again, and the text goes
+    on from there.
+    """
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     ckpt: str
-    """Checkpoint (step-…) or run directory (its latest checkpoint)."""
-    prompt: str
-    """Text to continue."""
+    """Checkpoint (step-…), run directory (its latest checkpoint), or Hugging Face folder or id (GPT-2)."""
+    prompt: str = ""
+    """Text to continue; - reads it from standard input."""
+    prompts: str | None = None
+    """File of texts to continue, in place of prompt: one per line, or .jsonl with `prompt` or `text`."""
+    num_samples: int = 1
+    """Continuations of each prompt."""
+    out: str | None = None
+    """JSONL file for the results: prompt, continuation, tokens, why it stopped; null writes none."""
+    batch_size: int = 8
+    """Texts continued at a time. What is drawn does not depend on it."""
     max_new_tokens: int = 128
     """Tokens to add at most; the text may end by itself."""
     min_new_tokens: int = 0
@@ -53,5 +70,31 @@ class GenerateConfig:
     """Of the sampling."""
     tokenizer: str | None = None
     """tokenizer.json; null takes the one saved with the run."""
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    dist: DistConfig = field(default_factory=DistConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LmEvalConfig:
+    """What lm-eval's `--model mlm --model_args key=value,…` sets (mlm/tasks/lm_eval_adapter.py)."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    ckpt: str
+    """Checkpoint (step-…), run directory (its latest checkpoint), or Hugging Face folder or id (GPT-2)."""
+    tokenizer: str | None = None
+    """tokenizer.json; null takes the one saved with the run."""
+    batch_size: int = 8
+    """Full-length texts per micro-batch on each rank. No score depends on it."""
+    max_length: int | None = None
+    """Tokens the model reads at the most; null means its max_positions."""
+    max_gen_toks: int = 256
+    """Tokens a text is continued by, where the task does not say."""
+    seed: int = 1234
+    """Of the sampling, for tasks that sample."""
+    socket: str = ""
+    """Where the ranks meet lm-eval; set by the adapter."""
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     dist: DistConfig = field(default_factory=DistConfig)

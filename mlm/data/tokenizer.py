@@ -67,6 +67,14 @@ class Tokenizer:
         self.digest = digest_bytes(content.encode())
 
     @cached_property
+    def vocabulary_digest(self) -> str:
+        """Digest of all tokens with their ids, and of the merges: the same for a tokenizer.json and for the
+        vocab.json and merges.txt that it was made of, and for either way to spell merges in JSON."""
+        merges = json.loads(self._content).get("model", {}).get("merges") or []
+        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
+        return digest_bytes(json.dumps([sorted(self._vocabulary.items()), pairs]).encode())
+
+    @cached_property
     def is_word_start(self) -> NDArray[np.bool_]:
         """Whether a token begins a word: bool [vocab_size].
 

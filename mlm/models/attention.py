@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mlm.config.schema import ModelConfig
+from mlm.models.cache import Reading
 from mlm.models.documents import Spans
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mlm.parallel.mesh import Axis
@@ -44,10 +45,19 @@ class SelfAttention(nn.Module):
         self.qkv = ColumnParallelLinear(h, 3 * h, tp=tp, sequence_parallel=sequence_parallel, init_std=std)
         self.out = RowParallelLinear(h, h, tp=tp, sequence_parallel=sequence_parallel, init_std=out_std)
 
-    def forward(self, x: Tensor, stream: DropoutStream | None, spans: Spans | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        stream: DropoutStream | None,
+        spans: Spans | None = None,
+        reading: Reading | None = None,
+    ) -> Tensor:
         """[S, B, H] -> [S, B, H], or [S/t, B, H] with sequence parallelism; `stream` is None where there is
-        no dropout (evaluation). With `spans` each document attends to itself alone."""
+        no dropout (evaluation). With `spans` each document attends to itself alone; with `reading` tokens
+        attend to what the cache holds of their texts."""
         qkv = self.qkv(x)  # [S, B, 3H/t]: all of S, also with sequence parallelism
+        if reading is not None:
+            return self.out(reading.attend(self.layer, qkv, self.head_dim))
         if stream is None or self.dropout == 0:
             return self.out(self._fused(qkv, 0.0, spans))
         parts = zip(stream.split_parts, qkv.chunk(len(stream.split_parts), dim=-1), strict=True)

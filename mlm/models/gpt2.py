@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mlm.config.schema import ModelConfig
+from mlm.models.cache import Reading
 from mlm.models.documents import Documents
 from mlm.models.stage import Stage, split_layers
 from mlm.models.transformer import LayerNorm, TransformerLayer
 from mlm.parallel.collectives import copy_to_tp, gather_rows, gather_sequence
-from mlm.parallel.cross_entropy import full_logits, linear_cross_entropy, token_losses
+from mlm.parallel.cross_entropy import full_logits, linear_cross_entropy, token_losses, token_scores
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import Axis
 from mlm.parallel.random import DropoutStream
@@ -160,9 +161,34 @@ class GPT2(nn.Module):
         return losses.view(h.shape[0], h.shape[1]).t()
 
     @torch.no_grad()
-    def last_logits(self, tokens: Tensor, x: Tensor | None = None) -> Tensor:
-        """Last stage: logits of the token after the last, [B, S] -> [B, vocab_size], on every tp rank.
-        Others: hidden states. Without sequence parallelism: texts have lengths that tp does not divide."""
+    def scores(self, tokens: Tensor, places: Tensor, labels: Tensor, x: Tensor | None = None) -> Tensor:
+        """Last stage: the loss of `labels` after some of the tokens, and 1 where they are the most probable.
+        Others: hidden states. Without sequence parallelism: texts have lengths that tp does not divide.
+
+        Args:
+            tokens: [B, S] int64.
+            places, labels: [R] int64. A place is s * B + b: row b's token s, all before it as context; one
+                place may have several labels. Only places go through the vocabulary projection.
+
+        Returns:
+            [2, R] float32 (float64 for float64), the same on every tp rank: see `token_scores`.
+        """
         assert not self.sequence_parallel
         h = self.hidden_states(tokens, None, x)
-        return full_logits(h[-1], self.token) if self.stage.is_last else h
+        return token_scores(h.flatten(0, 1)[places], labels, self.token) if self.stage.is_last else h
+
+    @torch.no_grad()
+    def read(self, tokens: Tensor, reading: Reading, x: Tensor | None = None) -> Tensor:
+        """Read on in the texts of a cache: tokens [B, S] for the first stage, the hidden states `x` of the
+        stage before for the others. Without sequence parallelism: texts have lengths that tp does not divide.
+
+        Last stage: logits of the tokens after these, [B, vocab_size], on every tp rank; where `reading` wants
+        none, nothing [0]. Others: hidden states.
+        """
+        assert not self.sequence_parallel
+        x = self.embed(tokens, None, reading.documents) if x is None else x
+        for layer in self.layers.values():
+            x = layer(x, None, None, reading)
+        if not self.stage.is_last:
+            return x
+        return full_logits(self.final_norm(x[-1]), self.token) if reading.wants_logits else x.new_empty(0)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mlm.config.schema import ModelConfig
 from mlm.models.attention import SelfAttention
+from mlm.models.cache import Reading
 from mlm.models.documents import Spans
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mlm.parallel.mesh import Axis
@@ -65,9 +66,17 @@ class TransformerLayer(nn.Module):
         self.mlp_norm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.mlp = MLP(config, tp=tp, sequence_parallel=sequence_parallel)
 
-    def forward(self, x: Tensor, stream: DropoutStream | None, spans: Spans | None = None) -> Tensor:
-        """[S, B, H] -> [S, B, H]. With `spans` no document sees another."""
-        x = x + self._drop(self.attention(self.attention_norm(x), stream, spans), stream, "attention out")
+    def forward(
+        self,
+        x: Tensor,
+        stream: DropoutStream | None,
+        spans: Spans | None = None,
+        reading: Reading | None = None,
+    ) -> Tensor:
+        """[S, B, H] -> [S, B, H]. With `spans` no document sees another; with `reading` earlier tokens are
+        in its cache."""
+        y = self.attention(self.attention_norm(x), stream, spans, reading)
+        x = x + self._drop(y, stream, "attention out")
         return x + self._drop(self.mlp(self.mlp_norm(x)), stream, "mlp out")
 
     def _drop(self, y: Tensor, stream: DropoutStream | None, site: str) -> Tensor:

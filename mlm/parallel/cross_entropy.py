@@ -155,8 +155,45 @@ def token_losses(hidden: Tensor, labels: Tensor, table: VocabParallelEmbedding) 
 
 
 @torch.no_grad()
+def token_scores(hidden: Tensor, labels: Tensor, table: VocabParallelEmbedding) -> Tensor:
+    """Each row's loss, and 1 where its label is the most probable token, else 0: [R, H], [R] -> [2, R].
+
+    float32 (float64 for float64 input), the same on every tp rank. Of equal logits the one of the lowest
+    token id is the most probable, at every tp; padding never is. No row is ignored.
+    """
+    compute = table.weight.to(hidden.dtype)
+    rows = chunk_rows(hidden.shape[0], compute.shape[0], hidden.device)
+    scores = []
+    for h, y in zip(hidden.split(rows), labels.split(rows), strict=True):
+        logits = product(h, compute).to(wide(h.dtype))
+        best = is_most_probable(logits, y, table)
+        scores.append(torch.stack([softmax_and_loss(logits, y, table)[1], best.to(logits.dtype)]))
+    return torch.cat(scores, 1)
+
+
+def is_most_probable(logits: Tensor, labels: Tensor, table: VocabParallelEmbedding) -> Tensor:
+    """Whether each row's label has the largest logit, of equals the lowest id: [R, V/t], [R] -> bool [R].
+
+    Ranks exchange their shard's largest logit and whether the label has it, never logits.
+    """
+    true = table.true_local_rows
+    if true == 0:  # a shard of nothing but padding
+        peak, best = logits.new_full(labels.shape, -math.inf), torch.zeros_like(labels, dtype=torch.bool)
+    else:
+        peak, column = logits[:, :true].max(-1)  # the first of equals
+        best = column + table.first == labels
+    if table.tp.size == 1:
+        return best
+    parts = all_gather(torch.stack([peak, best.to(peak.dtype)]), table.tp)  # [t, 2, R]
+    winner = parts[:, 0].argmax(0, keepdim=True)  # the first of equals: lower ranks hold lower ids
+    return parts[:, 1].gather(0, winner).squeeze(0) > 0
+
+
+@torch.no_grad()
 def full_logits(hidden: Tensor, table: VocabParallelEmbedding) -> Tensor:
     """Logits over the true vocabulary on every tp rank: [R, H] -> [R, vocab_size]. For sampling."""
     local = product(hidden, table.weight.to(hidden.dtype))
+    if table.tp.size == 1:
+        return local[:, : table.true_rows]
     whole = all_gather(local, table.tp)  # [t, R, V/t]
     return whole.permute(1, 0, 2).reshape(hidden.shape[0], -1)[:, : table.true_rows]

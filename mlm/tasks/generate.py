@@ -1,26 +1,34 @@
-"""`mlm generate`: sample a continuation of a prompt, token by token.
+"""`mlm generate`: continue one text on the terminal, or many into a file.
 
-Every rank sees the same gathered logits and draws with the same generator, so all extend the
-same sequence. The whole sequence is read again for each token, its last max_positions tokens as context.
+A single text is printed as its tokens come. Several are printed one after the other, each when it and those
+before it are done; with `out` they go to the file alone.
 """
 
-import math
+import json
+import os
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
-import torch
-from torch import Tensor
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mlm.checkpoint.save_load import resolve
 from mlm.config.errors import UserError
-from mlm.config.schema import PrecisionConfig
-from mlm.config.task_schema import GenerateConfig
-from mlm.data.sampler import Batch
+from mlm.config.schema import ModelConfig
+from mlm.config.task_schema import STDIN, GenerateConfig
 from mlm.data.tokenizer import Tokenizer
-from mlm.parallel.collectives import broadcast
+from mlm.files import write_atomic
 from mlm.parallel.mesh import ParallelContext
-from mlm.tasks.trained import checkpoint_faults, load_tokenizer, load_trained
-from mlm.train.pipelined import PipelinedModel
+from mlm.tasks.generation import Sampling, continuations
+from mlm.tasks.prompts import Prompt, read_prompts, share_prompts
+from mlm.tasks.trained import checkpoint_faults, load_tokenizer, load_trained, named_checkpoint
+from mlm.terminal import Advance, plain, prose
+
+SAMPLE_BITS = 32
+"""Of the number that a text's draws are a function of, those below the number of its sample."""
 
 
 def preflight(config: GenerateConfig) -> list[str]:
@@ -29,77 +37,156 @@ def preflight(config: GenerateConfig) -> list[str]:
     if faults:
         return faults
     try:
-        tokenizer = load_tokenizer(config.tokenizer, resolve(config.ckpt))
+        named = named_checkpoint(config.ckpt)
+        tokenizer = load_tokenizer(config.tokenizer, named.path)
+        faults = [*tokenizer_faults(tokenizer, named.config.model), *out_faults(config.out)]
+        if config.prompt != STDIN:  # which can be read once
+            read_prompts(config, tokenizer)
     except UserError as error:
-        return [str(error)]
-    if not tokenizer.encode(config.prompt):
-        return ["prompt is empty: give some text to continue"]
-    return []
+        return [*faults, str(error)]
+    return faults
+
+
+def tokenizer_faults(tokenizer: Tokenizer, model: ModelConfig) -> list[str]:
+    """Whether the tokenizer has tokens that the model does not know."""
+    if tokenizer.vocab_size <= model.vocab_size:
+        return []
+    return [
+        f"the tokenizer has {tokenizer.vocab_size} tokens, the model model.vocab_size={model.vocab_size}: "
+        f"give the tokenizer= the model was trained with"
+    ]
+
+
+def out_faults(out: str | None) -> list[str]:
+    """Whether a file can be written there."""
+    folder = None if out is None else Path(out).parent
+    if folder is None or (os.access(folder, os.W_OK) and not Path(out or "").is_dir()):
+        return []
+    return [f"out={out}: cannot be written: name a file in a folder that is there"]
 
 
 def run(config: GenerateConfig, ctx: ParallelContext) -> None:
-    """Print the prompt and its continuation as it is drawn; rank 0 speaks."""
-    trained = load_trained(config.ckpt, config.parallel, PrecisionConfig(), ctx)
+    """Continue every prompt; rank 0 prints and writes. Raises UserError."""
+    trained = load_trained(config.ckpt, config.parallel, config.precision, ctx)
+    for chunk in trained.model.chunks:
+        chunk.to(trained.model.dtype)  # every step reads all weights: once in this dtype, not cast each time
     tokenizer = load_tokenizer(config.tokenizer, trained.path)
-    if tokenizer.vocab_size > trained.config.model.vocab_size:
-        raise UserError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, the model model.vocab_size="
-            f"{trained.config.model.vocab_size}: give the tokenizer= the model was trained with"
-        )
-    stream = Stream(tokenizer, shown=ctx.is_main)
-    ids = tokenizer.encode(config.prompt)
-    stream.add(ids)
-    read = NextLogits(trained.model, trained.config.model.max_positions, ctx)
-    for token in sample(read, ids, config, tokenizer.eod_id):
-        stream.add([token])
-    stream.end()
+    prompts = share_prompts(config, tokenizer, ctx)
+    texts = [(prompt, sample) for prompt in prompts for sample in range(config.num_samples)]
+    numbers = [n + (s << SAMPLE_BITS) for n in range(len(prompts)) for s in range(config.num_samples)]
+    if ctx.is_main:
+        warn_of_long(prompts, trained.config.model.max_positions)
+    started = time.perf_counter()
+    found = continuations(
+        trained,
+        [prompt.ids for prompt, _ in texts],
+        sampling(config),
+        ctx=ctx,
+        eod_id=tokenizer.eod_id,
+        numbers=numbers,
+    )
+    with text_progress(len(texts), shown=ctx.is_main and config.out is not None) as advance:
+        new = show(found, texts, tokenizer, shown=ctx.is_main, alone=config.out is None, advance=advance)
+    if not ctx.is_main:
+        return
+    seconds, count = time.perf_counter() - started, sum(map(len, new))
+    if config.out is not None:
+        records = [record(*text, tokens, config, tokenizer) for text, tokens in zip(texts, new, strict=True)]
+        lines = [json.dumps(said, ensure_ascii=False) + "\n" for said in records]
+        write_atomic(Path(config.out), "".join(lines).encode("utf-8", "backslashreplace"))
+        print(f"written to {config.out}", file=sys.stderr)
+    print(f"{count:,} tokens in {seconds:.2f} s: {count / seconds:.1f} tokens/s", file=sys.stderr)
 
 
-class NextLogits:
-    """Logits of the token after a sequence, the same on every rank."""
-
-    def __init__(self, model: PipelinedModel, max_positions: int, ctx: ParallelContext) -> None:
-        self.model, self.max_positions, self.ctx = model, max_positions, ctx
-
-    def __call__(self, ids: list[int]) -> Tensor:
-        """float32 [vocab_size] on the CPU, after the last max_positions of `ids`. Collective."""
-        tokens = torch.tensor([ids[-self.max_positions :]], device=self.ctx.device)
-        results = self.model.evaluate(
-            [Batch(tokens, tokens, 0)], lambda chunk, batch, x: chunk.last_logits(batch.tokens, x)
-        )
-        logits = torch.empty(self.model.vocab_size, dtype=torch.float32, device=self.ctx.device)
-        for _, result in results:
-            logits.copy_(result[0])
-        return broadcast(logits, self.ctx.pp, self.ctx.pp.size - 1).cpu()
+def sampling(config: GenerateConfig) -> Sampling:
+    """How the command wants texts continued."""
+    return Sampling(
+        max_new_tokens=config.max_new_tokens,
+        min_new_tokens=config.min_new_tokens,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        seed=config.seed,
+        batch_size=config.batch_size,
+    )
 
 
-@torch.no_grad()
-def sample(
-    read: Callable[[list[int]], Tensor], ids: list[int], config: GenerateConfig, eod_id: int
-) -> Iterator[int]:
-    """Yield token ids that continue `ids`, up to max_new_tokens or the end of the document."""
-    generator = torch.Generator().manual_seed(config.seed)
-    ids = list(ids)
-    for drawn in range(config.max_new_tokens):
-        logits = read(ids)
-        if drawn < config.min_new_tokens:
-            logits[eod_id] = -math.inf
-        ids.append(choose(logits, config, generator))
-        if ids[-1] == eod_id:
-            return
-        yield ids[-1]
+def warn_of_long(prompts: Iterable[Prompt], max_positions: int) -> None:
+    """Say of which prompts only the end is read."""
+    for prompt in prompts:
+        if len(prompt.ids) > max_positions:
+            print(
+                f"mlm generate: {plain(prompt.place)}: of its {len(prompt.ids)} tokens the last "
+                f"{max_positions} are read, the checkpoint's max_positions",
+                file=sys.stderr,
+            )
 
 
-def choose(logits: Tensor, config: GenerateConfig, generator: torch.Generator) -> int:
-    """A token from logits [V]: the best at temperature 0, else drawn among the top_k and top_p best."""
-    if config.temperature == 0:
-        return int(logits.argmax())
-    probabilities, order = torch.softmax(logits / config.temperature, -1).sort(descending=True)
-    if config.top_k:
-        probabilities[config.top_k :] = 0.0
-    before = probabilities.cumsum(-1) - probabilities  # mass of the better tokens: the best one always stays
-    probabilities[before >= config.top_p * probabilities.sum()] = 0.0
-    return int(order[torch.multinomial(probabilities, 1, generator=generator)])
+def show(
+    found: Iterable[tuple[int, int | None]],
+    texts: list[tuple[Prompt, int]],
+    tokenizer: Tokenizer,
+    *,
+    shown: bool,
+    alone: bool,
+    advance: Advance,
+) -> list[list[int]]:
+    """Take in what `continuations` yields and print it; each text's new tokens.
+
+    `alone`: no file takes the texts. `advance` is told of each that has ended.
+    """
+    new: list[list[int]] = [[] for _ in texts]
+    stream = Stream(tokenizer, shown=shown) if len(texts) == 1 else None
+    if stream:
+        stream.add(list(texts[0][0].ids))
+    ended, printed = set(), 0
+    for index, token in found:
+        if token is None:
+            ended.add(index)
+            advance(1)
+        else:
+            new[index].append(token)
+            if stream:
+                stream.add([token])
+        while alone and stream is None and printed in ended:
+            if shown:
+                print_whole(texts[printed], new[printed], tokenizer, first=printed == 0)
+            printed += 1
+    if stream:
+        stream.end()
+    return new
+
+
+def print_whole(text: tuple[Prompt, int], new: list[int], tokenizer: Tokenizer, *, first: bool) -> None:
+    """A text among several, under where its prompt stands."""
+    prompt, sample = text
+    print(f"{'' if first else chr(10)}--- {plain(prompt.place)}, sample {sample + 1}")
+    print(prose(tokenizer.decode([*prompt.ids, *new])), flush=True)
+
+
+def record(
+    prompt: Prompt, sample: int, new: list[int], config: GenerateConfig, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """A line of the result file."""
+    return {
+        "prompt": prompt.text,
+        "sample": sample,
+        "continuation": tokenizer.decode(new),
+        "tokens": new,
+        "stop": "max_new_tokens" if len(new) == config.max_new_tokens else "eod",
+        "seed": config.seed,
+    }
+
+
+@contextmanager
+def text_progress(total: int, *, shown: bool) -> Iterator[Advance]:
+    """A bar of texts that have ended, with an ETA, on a terminal."""
+    columns = (TextColumn("continuing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    shown = shown and total > 1 and console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=not shown) as bar:
+        task = bar.add_task("continuing", total=total)
+        yield lambda count: bar.advance(task, count)
 
 
 class Stream:
@@ -125,6 +212,6 @@ class Stream:
 
     def _print(self, text: str) -> None:
         if self.shown:
-            sys.stdout.write(text[self.printed :])
+            sys.stdout.write(prose(text[self.printed :]))
             sys.stdout.flush()
         self.printed = len(text)

@@ -18,13 +18,13 @@ from mlm.data.sampler import Batch
 from mlm.models.gpt2 import GPT2
 from mlm.parallel.cross_entropy import full_logits
 from mlm.parallel.mesh import ParallelContext, shape_context
+from mlm.tasks.hf_source import EXTRA
 from mlm.tasks.trained import load_trained
 
 TOLERANCE = 1e-4
 """Of the largest logit: float32 sums of these lengths in two orders differ by a tenth of it at most."""
 BATCH, LENGTH = 2, 64
 SEED = 0
-EXTRA = "pip install 'mlm[hf]'"
 
 
 @dataclass(frozen=True)

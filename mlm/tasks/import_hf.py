@@ -4,29 +4,23 @@ Read without `transformers`: config.json, safetensors and the tokenizer. Its log
 written are compared before that gets its name.
 """
 
-import re
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from mlm.checkpoint.format import JSON
-from mlm.checkpoint.hf_folder import AGAIN, SMALL_FILES, TOKENIZER, HFModel, HFTensors, find_file, read_model
+from mlm.checkpoint.hf_folder import AGAIN, TOKENIZER, HFModel, HFTensors, find_file, read_model
 from mlm.config.convert_schema import ImportHFConfig
 from mlm.config.errors import ConfigError, CorruptFileError, UserError
+from mlm.config.files_present import HUB_NAME
 from mlm.config.schema import ModelConfig
 from mlm.data.tokenizer import Tokenizer
-from mlm.tasks.hf_verify import EXTRA, NOT_COMPARED, Agreement, compare_logits, extra_faults
+from mlm.tasks.hf_source import commit_of, fetch
+from mlm.tasks.hf_verify import NOT_COMPARED, Agreement, compare_logits, extra_faults
 from mlm.tasks.progress import byte_progress
 from mlm.tasks.run_folder import out_faults, parameters, write_imported
-
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-COMMIT = re.compile(r"[0-9a-f]{40}")
-TENSOR_FILES = ("model.safetensors", "model-*-of-*.safetensors")
-"""Patterns of the tensors we read on the Hub: no pickle, no code."""
 
 
 def preflight(config: ImportHFConfig) -> list[str]:
@@ -34,7 +28,7 @@ def preflight(config: ImportHFConfig) -> list[str]:
     faults = [*out_faults(config.out), *extra_faults(config.verify)]
     folder = Path(config.source)
     if not folder.exists():
-        return faults + ([] if HUB_ID.fullmatch(config.source) else [no_such_folder(config.source)])
+        return faults + ([] if HUB_NAME.fullmatch(config.source) else [no_such_folder(config.source)])
     if config.revision is not None:
         faults.append(
             f"revision={config.revision} is for the Hub, source={config.source} is a folder: leave it"
@@ -87,33 +81,10 @@ def locate(config: ImportHFConfig) -> tuple[Path, str | None]:
     folder = Path(config.source)
     if folder.exists():
         return folder, None
-    if not HUB_ID.fullmatch(config.source):
+    if not HUB_NAME.fullmatch(config.source):
         raise UserError(no_such_folder(config.source))
-    read_model(download(config, SMALL_FILES))  # before gigabytes of a model that is not ours
-    folder = download(config, (*SMALL_FILES, *TENSOR_FILES))
-    commit = folder.name if COMMIT.fullmatch(folder.name) else None
-    return folder, commit or config.revision or "main"
-
-
-def download(config: ImportHFConfig, patterns: tuple[str, ...]) -> Path:
-    """The Hub's files that match, in its cache. Raises UserError in one line, whatever went wrong."""
-    try:
-        hub: Any = import_module("huggingface_hub")  # optional
-    except ImportError as error:
-        raise UserError(
-            f"source={config.source}: no such folder; to ask the Hub for it, {EXTRA} (huggingface_hub)"
-        ) from error
-    try:
-        found = hub.snapshot_download(config.source, revision=config.revision, allow_patterns=list(patterns))
-    except Exception as error:  # the library raises many kinds, those of its HTTP client too
-        lines = str(error).strip().splitlines()
-        reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-        at = "" if config.revision is None else f" revision={config.revision}"
-        raise UserError(
-            f"source={config.source}{at}: no such folder, and the Hub does not give it ({reason}). "
-            f"Mend the id or the connection, or give a folder with config.json and model.safetensors"
-        ) from error
-    return Path(found)
+    folder = fetch(config.source, config.revision, "source")
+    return folder, commit_of(folder) or config.revision or "main"
 
 
 def read_tokenizer(model: HFModel) -> tuple[Tokenizer | None, list[str]]:

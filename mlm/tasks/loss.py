@@ -20,7 +20,6 @@ from rich.table import Table
 
 import mlm
 from mlm.checkpoint.format import RESTORE
-from mlm.checkpoint.save_load import read_manifest, resolve
 from mlm.config.errors import CorruptFileError, UserError
 from mlm.config.schema import PretrainConfig
 from mlm.config.task_schema import EvalLossConfig
@@ -36,8 +35,8 @@ from mlm.tasks.trained import (
     checkpoint_faults,
     load_tokenizer,
     load_trained,
-    run_directory,
-    trained_config,
+    named_checkpoint,
+    result_file,
 )
 from mlm.train.corpora import validation_prefixes
 from mlm.train.pipelined import evaluate
@@ -49,8 +48,8 @@ def preflight(config: EvalLossConfig) -> list[str]:
     faults = checkpoint_faults(config.ckpt, config.parallel)
     if faults:
         return faults
-    path = resolve(config.ckpt)
-    trained = trained_config(read_manifest(path), path)
+    named = named_checkpoint(config.ckpt)
+    path, trained = named.path, named.config
     try:
         prefix = corpus_prefix(config, trained)
         seq_length = window_length(config, trained)
@@ -84,7 +83,7 @@ def corpus_prefix(config: EvalLossConfig, trained: PretrainConfig) -> Path:
 def result_path(config: EvalLossConfig, trained: PretrainConfig, checkpoint: Path, prefix: Path) -> Path:
     """Where the JSON receipt goes. The corpora of a blend have validation sets of one name."""
     name = f"{prefix.parent.name}-{prefix.name}" if trained.data.blend else prefix.name
-    return Path(config.out) if config.out else run_directory(checkpoint) / f"eval-loss-{name}.json"
+    return Path(config.out) if config.out else result_file(checkpoint, f"eval-loss-{name}.json")
 
 
 def window_length(config: EvalLossConfig, trained: PretrainConfig) -> int:

@@ -1,11 +1,18 @@
-"""A trained model from a checkpoint, at the layout of this command."""
+"""A trained model from a checkpoint, at the layout of this command.
+
+`ckpt=` names a checkpoint or run directory of ours, or a model of `transformers`: its folder or an id of the
+Hub. A model folder is read as it is, and nothing is written to it.
+"""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mlm.checkpoint.folders import locate
+from mlm.checkpoint.format import MANIFEST
+from mlm.checkpoint.hf_folder import CONFIG, read_model
 from mlm.checkpoint.save_load import Manifest, read_manifest, resolve
 from mlm.config.build import from_dict
-from mlm.config.errors import CorruptFileError, UserError
+from mlm.config.errors import ConfigError, CorruptFileError, UserError
 from mlm.config.layout_checks import SPLIT_RULES, Launch
 from mlm.config.nearest_layout import layout_faults
 from mlm.config.schema import ModelConfig, ParallelConfig, PrecisionConfig, PretrainConfig
@@ -13,6 +20,7 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.models.documents import Boundaries
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import parameter_shards
+from mlm.tasks.hf_source import find_model, load_model_folder, model_name, open_tensors, run_spec
 from mlm.train.memory import reuse_large_blocks
 from mlm.train.pipelined import PipelinedModel
 from mlm.train.state import load_weights
@@ -25,8 +33,47 @@ class Trained:
     model: PipelinedModel
     config: PretrainConfig
     manifest: Manifest
+    """Of a model folder, one made up for it: step 0, and the digest of its files."""
     path: Path
-    """The step-… directory."""
+    """The step-… directory, or the model folder."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """What `ckpt=` names, before a tensor is read."""
+
+    path: Path
+    """The step-… directory, or the model folder."""
+    config: PretrainConfig
+    """Of a model folder: its model, and max_positions as data.seq_length."""
+
+
+def named_checkpoint(ckpt: str) -> Named:
+    """Find what `ckpt=` names and read its settings; an id of the Hub is fetched.
+
+    Raises UserError (ConfigError for several faults), CorruptFileError.
+    """
+    folder = _model_folder(ckpt)
+    if folder is not None:
+        return Named(folder, run_spec(read_model(folder)))
+    path = resolve(ckpt)
+    return Named(path, trained_config(read_manifest(path), path))
+
+
+def _model_folder(ckpt: str) -> Path | None:
+    """The folder of a model of `transformers`; None for all else. What is ours is taken as ours."""
+    if Path(ckpt).is_dir():
+        try:
+            locate(ckpt)
+        except UserError:
+            return find_model(ckpt)
+        return None
+    return None if Path(ckpt).exists() else find_model(ckpt)
+
+
+def is_model_folder(path: Path) -> bool:
+    """Whether the path of a `Named` is a model folder of `transformers` rather than a checkpoint of ours."""
+    return (path / CONFIG).is_file() and not (path / MANIFEST).exists()
 
 
 def trained_config(manifest: Manifest, path: Path) -> PretrainConfig:
@@ -48,24 +95,25 @@ def load_trained(
     """
     if ctx.device.type == "cpu":
         reuse_large_blocks()
-    path = resolve(ckpt)
-    manifest = read_manifest(path)
-    config = trained_config(manifest, path)
+    named = named_checkpoint(ckpt)
     layout = ParallelConfig(tp=parallel.tp, pp=parallel.pp, vp=parallel.vp)
-    model = PipelinedModel(config.model, layout, precision, ctx, config.data)
-    shards = [shard for chunk in model.chunks for shard in parameter_shards(chunk, ctx.tp)]
-    load_weights(tuple(shards), path, ctx)
-    return Trained(model, config, manifest, path)
+    model = PipelinedModel(named.config.model, layout, precision, ctx, named.config.data)
+    shards = tuple(shard for chunk in model.chunks for shard in parameter_shards(chunk, ctx.tp))
+    load = load_model_folder if is_model_folder(named.path) else load_weights
+    return Trained(model, named.config, load(shards, named.path, ctx), named.path)
 
 
 def checkpoint_faults(ckpt: str, parallel: ParallelConfig) -> list[str]:
     """What is wrong with a checkpoint, or with splitting its model so; read before any rank starts."""
     try:
-        path = resolve(ckpt)
-        config = trained_config(read_manifest(path), path)
+        named = named_checkpoint(ckpt)
+        if is_model_folder(named.path):
+            open_tensors(named.path)
+    except ConfigError as error:
+        return list(error.faults)
     except UserError as error:
         return [str(error)]
-    return split_faults(config.model, parallel)
+    return split_faults(named.config.model, parallel)
 
 
 def split_faults(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
@@ -76,14 +124,28 @@ def split_faults(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
 
 
 def run_directory(path: Path) -> Path:
-    """The run directory of a checkpoint: out of out/checkpoints/step-…"""
-    return path.parent.parent
+    """The run directory of a checkpoint: out of out/checkpoints/step-… That of a model folder, where we do
+    not write, is the working directory."""
+    return Path() if is_model_folder(path) else path.parent.parent
+
+
+def result_file(path: Path, name: str) -> Path:
+    """Where a command puts a result without out=…: in the run directory, or for a model folder in the
+    working directory, with the model's name before it."""
+    return run_directory(path) / (f"{model_name(path)}-{name}" if is_model_folder(path) else name)
 
 
 def load_tokenizer(named: str | None, path: Path) -> Tokenizer:
-    """The tokenizer a command names, else the one saved with the run. Raises UserError when there is none."""
+    """The tokenizer a command names, else the one saved with the run or the model. Raises UserError."""
     if named is not None:
         return Tokenizer.load(named)
+    if is_model_folder(path):
+        try:
+            return Tokenizer.load(path)
+        except CorruptFileError:
+            raise
+        except (UserError, OSError) as error:
+            raise UserError(f"tokenizer=null: {error}: give tokenizer=…/tokenizer.json") from error
     saved = run_directory(path) / "tokenizer.json"
     if not saved.exists():
         raise UserError(f"tokenizer=null and {saved} is not there: give tokenizer=…/tokenizer.json")

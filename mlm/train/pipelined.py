@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,17 @@ from mlm.parallel.pipeline.engine import Stages, run_plan
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule, forward_only
 
+
+class Texts(Protocol):
+    """What every micro-batch has, whatever else a pass without gradients is told."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """[B, S] int64."""
+        ...
+
+
+M = TypeVar("M", bound=Texts)
 Forward = Callable[[GPT2, Batch, Tensor | None], Tensor]
 """forward(chunk, micro-batch, hidden states of the stage before or None) -> the chunk's output."""
 
@@ -131,7 +143,9 @@ class PipelinedModel:
         instructions = self.instructions(len(batches), train=True)
         return self._run(batches, forward, instructions, before_backward, after_weights)
 
-    def evaluate(self, batches: Iterable[Batch], forward: Forward) -> Iterator[tuple[Batch, Tensor]]:
+    def evaluate(
+        self, batches: Iterable[M], forward: Callable[[GPT2, M, Tensor | None], Tensor]
+    ) -> Iterator[tuple[M, Tensor]]:
         """Each micro-batch with what the last stage makes of it; nothing on other ranks. No gradients."""
         some = 1 if self.ctx.pp.size == 1 else EVAL_ROUNDS * self.ctx.pp.size
         remaining = iter(batches)
@@ -142,13 +156,13 @@ class PipelinedModel:
 
     def _run(
         self,
-        batches: Sequence[Batch],
-        forward: Forward,
+        batches: Sequence[M],
+        forward: Callable[[GPT2, M, Tensor | None], Tensor],
         instructions: Sequence[Instruction],
         before_backward: Callable[[int, bool], None] = lambda chunk, last: None,
         after_weights: Callable[[int], None] = lambda chunk: None,
     ) -> list[Tensor]:
-        stages = Stages[Batch](
+        stages = Stages[M](
             pp=self.ctx.pp,
             num_stages=self.ctx.pp.size * self.num_chunks,
             forward=lambda chunk, batch, x: forward(self.chunks[chunk], batch, x),

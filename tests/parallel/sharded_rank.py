@@ -53,7 +53,7 @@ class Rank:
             zero=zero,
             compute_dtype=dtype,
             units=self.model.layers.values(),
-            methods=("losses", "last_logits"),
+            methods=("losses",),
         )
         self.shards = tuple(parameter_shards(self.model, ctx.tp))
         self.optimizer = build_optimizer(self.shards, OptimizerConfig(lr=1e-2))

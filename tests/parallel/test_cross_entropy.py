@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mlm.parallel.collectives import copy_to_tp
-from mlm.parallel.cross_entropy import IGNORE, full_logits, linear_cross_entropy, token_losses
+from mlm.parallel.cross_entropy import IGNORE, full_logits, linear_cross_entropy, token_losses, token_scores
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.sharding import load_whole, shard_of
@@ -63,6 +63,35 @@ def check_token_losses(ctx: ParallelContext) -> None:
     expected = F.cross_entropy(hidden @ weight.t(), labels, ignore_index=IGNORE, reduction="none")
     torch.testing.assert_close(token_losses(hidden, labels, table_of(weight, ctx.tp)), expected)
     torch.testing.assert_close(full_logits(hidden, table_of(weight, ctx.tp)), hidden @ weight.t())
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_token_scores_match_one_process(tp: int) -> None:
+    run_on_ranks(check_token_scores, tp=tp)
+
+
+def check_token_scores(ctx: ParallelContext) -> None:
+    hidden, weight, labels = problem()
+    labels[[3, 7]] = 0
+    logits = hidden @ weight.t()
+    labels[::2] = logits.argmax(-1)[::2]
+    losses, best = token_scores(hidden, labels, table_of(weight, ctx.tp))
+    torch.testing.assert_close(losses, F.cross_entropy(logits, labels, reduction="none"))
+    assert torch.equal(best.bool(), logits.argmax(-1) == labels)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_of_equal_logits_the_lowest_id_is_the_most_probable_and_padding_never(tp: int) -> None:
+    """Tokens 2, 3 and 9 are alike, 9 in another shard than 2 at tp=2 and 4; padding's logit is above all."""
+    run_on_ranks(check_ties, tp=tp)
+
+
+def check_ties(ctx: ParallelContext) -> None:
+    weight = -torch.arange(2.0, VOCAB + 2).unsqueeze(1).repeat(1, HIDDEN)
+    weight[[2, 3, 9]] = -1.0
+    labels = torch.arange(VOCAB)
+    best = token_scores(torch.ones(VOCAB, HIDDEN), labels, table_of(weight, ctx.tp))[1]
+    assert best.nonzero().flatten().tolist() == [2]
 
 
 def test_loss_survives_logits_that_overflow_exp() -> None:

@@ -1,68 +1,210 @@
-"""Sampling: which tokens may be drawn, when a text ends, and how it is printed."""
+"""`mlm generate`: where prompts come from, what is printed and written, and what is refused."""
 
-from dataclasses import replace
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from mlm.config.task_schema import GenerateConfig
-from mlm.parallel.mesh import shape_context
-from mlm.tasks.generate import NextLogits, Stream, choose, sample
+from mlm.cli.entry import main
+from mlm.data.tokenizer import Tokenizer
+from mlm.tasks.generate import Stream, show
+from mlm.tasks.prompts import Prompt
+from mlm.terminal import prose
+from tests.tasks.hf_models import SHAPE, add_tokenizer, edit_tensors, make_model
 
-CONFIG = GenerateConfig(ckpt="unused", prompt="unused", temperature=1.0)
-LOGITS = torch.tensor([0.0, 3.0, 2.0, 1.0])  # probabilities 0.03, 0.64, 0.24, 0.09
-EOD = 1
-
-
-def drawn(**changes: Any) -> set[int]:
-    """Every token that 300 draws give."""
-    generator = torch.Generator().manual_seed(0)
-    return {choose(LOGITS.clone(), replace(CONFIG, **changes), generator) for _ in range(300)}
+COMMAND = ("generate", "dist.threads_per_rank=1")
 
 
-@pytest.mark.parametrize(
-    ("changes", "tokens"),
-    [
-        ({}, {0, 1, 2, 3}),
-        ({"temperature": 0.0}, {1}),
-        ({"top_k": 2}, {1, 2}),
-        ({"top_p": 0.6}, {1}),
-        ({"top_p": 0.7}, {1, 2}),
-        ({"top_p": 1e-9}, {1}),  # the best one always stays
-        ({"temperature": 1e-3}, {1}),
-    ],
-)
-def test_only_the_tokens_asked_for_are_drawn(changes: dict[str, Any], tokens: set[int]) -> None:
-    assert drawn(**changes) == tokens
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_model(folder, initializer_range=0.3)
+    add_tokenizer(folder)
+    return folder
 
 
-def fake_model(contexts: list[int]) -> NextLogits:
-    """A model of 3 positions that always prefers the end of the document; notes how much it read."""
-
-    def last_logits(tokens: torch.Tensor, x: None) -> torch.Tensor:
-        contexts.append(tokens.shape[1])
-        return LOGITS.clone().unsqueeze(0)
-
-    def evaluate(batches: Any, forward: Any) -> Any:
-        return [(batch, forward(SimpleNamespace(last_logits=last_logits), batch, None)) for batch in batches]
-
-    model: Any = SimpleNamespace(vocab_size=len(LOGITS), evaluate=evaluate)
-    return NextLogits(model, 3, shape_context())
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize(("least", "expected"), [(0, []), (4, [2, 2, 2, 2])])
-def test_a_text_ends_at_its_end_token_but_not_before_min_new_tokens(least: int, expected: list[int]) -> None:
-    config = replace(CONFIG, temperature=0.0, max_new_tokens=9, min_new_tokens=least)
-    assert list(sample(fake_model([]), [0], config, EOD)) == expected
+def generated(model: Path, *settings: str) -> list[dict[str, Any]]:
+    """The result file of a command."""
+    words = [*COMMAND, f"ckpt={model}", "out=out.jsonl", "max_new_tokens=6", "min_new_tokens=6", *settings]
+    assert main(words) == 0
+    return [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
 
 
-def test_the_context_is_the_last_max_positions_tokens() -> None:
-    contexts: list[int] = []
-    config = replace(CONFIG, temperature=0.0, max_new_tokens=5, min_new_tokens=5)
-    list(sample(fake_model(contexts), [0, 0], config, EOD))
-    assert contexts == [2, 3, 3, 3, 3]
+def refused(capsys: pytest.CaptureFixture[str], model: Path, *settings: str, code: int = 2) -> str:
+    """What a command that is refused says; nothing else may be on the terminal."""
+    assert main([*COMMAND, f"ckpt={model}", *settings]) == code
+    out, said = capsys.readouterr()
+    assert (out, "Traceback" in said) == ("", False)
+    return said
+
+
+def give_stdin(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+
+class TestPrompts:
+    """From the command line, a file or standard input."""
+
+    def test_lines_of_a_file_are_prompts_and_blank_ones_are_not(self, model: Path) -> None:
+        Path("p.txt").write_text("To be\n\n  \nor not\r\n")
+        assert [said["prompt"] for said in generated(model, "prompts=p.txt")] == ["To be", "or not"]
+
+    def test_jsonl_has_prompts_under_prompt_or_text(self, model: Path) -> None:
+        Path("p.jsonl").write_text('{"prompt": "To\\nbe", "text": "no"}\n{"text": "naïve"}\n')
+        assert [said["prompt"] for said in generated(model, "prompts=p.jsonl")] == ["To\nbe", "naïve"]
+
+    def test_standard_input_is_one_prompt_without_its_last_line_end(
+        self, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        give_stdin(monkeypatch, b"To be,\nor not\n")
+        assert [said["prompt"] for said in generated(model, "prompt=-")] == ["To be,\nor not"]
+
+    def test_an_empty_prompt_is_refused(self, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "prompt is empty" in refused(capsys, model, "prompt=''")
+
+    def test_empty_standard_input_is_refused(
+        self, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        give_stdin(monkeypatch, b"\n")
+        assert "standard input is empty" in refused(capsys, model, "prompt=-")
+
+    @pytest.mark.parametrize(
+        ("name", "content", "fault"),
+        [
+            ("p.txt", b"\n\n", "holds no prompt"),
+            ("p.txt", b"a\n\xff", "is not UTF-8"),
+            ("p.jsonl", b'{"text": "a"}\n{"text": 3}\n', "p.jsonl:2: holds no prompt"),
+            ("p.jsonl", b'{"text": "a"}\n[', "p.jsonl:2: is no JSON"),
+            ("p.jsonl", b'{"prompt": ""}', "p.jsonl:1 is empty"),
+        ],
+    )
+    def test_a_file_without_prompts_is_refused(
+        self, model: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes, fault: str
+    ) -> None:
+        Path(name).write_bytes(content)
+        assert fault in refused(capsys, model, f"prompts={name}")
+
+    @pytest.mark.parametrize(
+        ("settings", "fault"),
+        [
+            ([], "prompt is empty: give prompt="),
+            (["prompts=none.txt"], "prompts=none.txt: no such file"),
+            (["prompt=a", "prompts=b"], "give one of the two"),
+            (["prompt=a", "num_samples=0"], "num_samples=0 must be greater than 0"),
+            (["prompt=a", "temperature=-1"], "temperature=-1.0 must be 0 or more"),
+            (["prompt=a", "top_p=1.5"], "top_p=1.5 must be above 0"),
+            (["prompt=a", "min_new_tokens=9", "max_new_tokens=3"], "use min_new_tokens=3 or fewer"),
+            (["prompt=a", "out=none/a.jsonl"], "out=none/a.jsonl: cannot be written"),
+            (["prompt=a", "tokenizer=none.json"], "tokenizer=none.json: no such file"),
+        ],
+    )
+    def test_mistakes_are_one_line(
+        self, model: Path, capsys: pytest.CaptureFixture[str], settings: list[str], fault: str
+    ) -> None:
+        assert fault in refused(capsys, model, *settings)
+
+
+class TestResults:
+    """The terminal and the file."""
+
+    def test_a_line_says_prompt_continuation_tokens_stop_and_seed(self, model: Path) -> None:
+        (said,) = generated(model, "prompt='To be'", "seed=5")
+        tokenizer = Tokenizer.load(model)
+        assert said["continuation"] == tokenizer.decode(said["tokens"])
+        assert (said["stop"], said["seed"], len(said["tokens"])) == ("max_new_tokens", 5, 6)
+
+    def test_samples_of_a_prompt_differ_and_do_not_depend_on_how_many_are_asked_for(
+        self, model: Path
+    ) -> None:
+        Path("p.txt").write_text("To be\nor not\n")
+        few = generated(model, "prompts=p.txt", "num_samples=2")
+        many = generated(model, "prompts=p.txt", "num_samples=3", "batch_size=2")
+        assert [(said["prompt"], said["sample"]) for said in few] == [
+            (prompt, sample) for prompt in ("To be", "or not") for sample in (0, 1)
+        ]
+        assert [said for said in many if said["sample"] < 2] == few
+        assert len({tuple(said["tokens"]) for said in many}) == 6
+
+    def test_several_texts_are_printed_in_the_order_of_their_prompts(
+        self, model: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        Path("p.txt").write_text("".join(f"text {n}\n" for n in range(5)))
+        words = ("prompts=p.txt", "num_samples=2", "max_new_tokens=9", "batch_size=3", "top_k=3")
+        assert main([*COMMAND, f"ckpt={model}", *words]) == 0
+        out, said = capsys.readouterr()
+        heads = [line for line in out.splitlines() if line.startswith("--- ")]
+        want = [f"--- p.txt:{n}, sample {s}" for n in range(1, 6) for s in (1, 2)]
+        assert heads == want
+        assert "tokens/s" in said
+        assert "tokens/s" not in out
+
+    def test_a_text_is_printed_when_it_and_those_before_it_have_ended(
+        self, model: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        tokenizer = Tokenizer.load(model)
+        ids = {text: tokenizer.encode(text)[0] for text in "abc"}
+        texts = [(Prompt(f"prompt {n}", "b", (ids["b"],)), 0) for n in range(3)]
+        heard = []
+
+        def found() -> Iterator[tuple[int, int | None]]:
+            for index, text in [(1, "a"), (1, None), (0, "c"), (2, None), (0, "a"), (0, None)]:
+                heard.append(capsys.readouterr().out)
+                yield index, None if text is None else ids[text]
+
+        show(found(), texts, tokenizer, shown=True, alone=True, advance=lambda _: None)
+        assert "".join(heard) == ""
+        want = [f"--- prompt {n}, sample 1\n{body}\n" for n, body in enumerate(("bca", "ba", "b"))]
+        assert capsys.readouterr().out == "\n".join(want)
+
+    def test_one_text_is_streamed_behind_its_prompt(
+        self, model: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main([*COMMAND, f"ckpt={model}", "prompt='To be'", "max_new_tokens=5"]) == 0
+        assert capsys.readouterr().out.startswith("To be")
+
+    def test_a_prompt_longer_than_the_model_reads_is_cut_and_told(
+        self, model: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        generated(model, f"prompt='{'to be ' * SHAPE['n_positions']}'")
+        assert f"the last {SHAPE['n_positions']} are read" in capsys.readouterr().err
+
+    def test_weights_that_are_no_numbers_name_the_step(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        make_model(tmp_path / "nan")
+        add_tokenizer(tmp_path / "nan")
+        edit_tensors(tmp_path / "nan", lambda tensors: tensors["transformer.ln_f.bias"].fill_(float("nan")))
+        assert main([*COMMAND, f"ckpt={tmp_path / 'nan'}", "prompt=a", "out=x.jsonl"]) == 2
+        assert "new token 1 of text 1 are not finite" in capsys.readouterr().err
+        assert not Path("x.jsonl").exists()
+
+    def test_a_tokenizer_with_tokens_the_model_lacks_is_refused(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        make_model(tmp_path / "small", vocab_size=200)
+        add_tokenizer(tmp_path / "small")
+        assert "model.vocab_size=200" in refused(capsys, tmp_path / "small", "prompt=a")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_what_could_steer_a_terminal_is_not_printed_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "a\x1b[2Jb\n\té\x9b"
+    assert prose(text) == text  # a file or a pipe gets what the model said
+    monkeypatch.setattr("sys.stdout", Terminal())
+    assert prose(text) == "a\ufffd[2Jb\n\té\ufffd"
 
 
 def test_a_character_split_over_tokens_is_printed_once_it_is_whole(

@@ -1,0 +1,129 @@
+"""Keys and values of what a model has read, so that a text's next token costs the work of one token.
+
+A cache has a row per text. A token's column is its position, so texts of any lengths lie side by side without
+padding before them, and nothing a row has not read yet is seen: it lies behind the row's end. A pass either
+fills rows from their beginning, or reads one more token of each.
+
+Shapes: S sequence, B texts of a pass, H hidden, N heads, D head_dim, L columns, t = tensor-parallel size.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mlm.models.documents import Documents
+
+FIRST_COLUMNS = 64
+"""Columns of a new cache at least; each time they do not suffice, they are doubled."""
+
+
+class KeyValueCache:
+    """Keys and values of the layers that this rank holds; rows and columns are made when first written.
+
+    Attributes:
+        max_rows, max_columns: never more than these; max_columns is the model's max_positions.
+    """
+
+    def __init__(self, max_rows: int, max_columns: int) -> None:
+        self.max_rows, self.max_columns = max_rows, max_columns
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def layer(self, number: int, like: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, [max_rows, N/t, L, D] with L >= `columns`; `like` is [B, N/t, S, D].
+
+        What was never written is 0: it is masked, and no mask hides a NaN.
+        """
+        assert columns <= self.max_columns
+        held = self._layers.get(number)
+        if held is not None and held[0].shape[2] >= columns:
+            return held
+        room = max(columns, FIRST_COLUMNS if held is None else 2 * held[0].shape[2])
+        shape = (self.max_rows, like.shape[1], min(self.max_columns, room), like.shape[3])
+        made = like.new_zeros(shape), like.new_zeros(shape)
+        for new, old in zip(made, held or (), strict=False):
+            new[:, :, : old.shape[2]] = old
+        self._layers[number] = made
+        return made
+
+    def move(self, source: int, target: int, columns: int) -> None:
+        """Let row `target` be what the first `columns` of row `source` are."""
+        for pair in self._layers.values():
+            for held in pair:
+                held[target, :, :columns] = held[source, :, :columns]
+
+
+@dataclass(frozen=True, eq=False)
+class Fill:
+    """A pass that reads texts from their beginning: tokens [B, S], shorter ones padded on the right.
+
+    Attention is causal, so no token sees the padding; what it writes is written over before it is seen.
+    """
+
+    cache: KeyValueCache
+    rows: Sequence[int]
+    """Where the B texts lie in the cache."""
+
+    documents: None = None
+    wants_logits = False
+
+    def attend(self, layer: int, qkv: Tensor, head_dim: int) -> Tensor:
+        """[S, B, 3H/t] -> [S, B, H/t], keeping keys and values."""
+        q, k, v = heads_of(qkv, head_dim)  # each [B, N/t, S, D]
+        length = k.shape[2]
+        keys, values = self.cache.layer(layer, k, length)
+        for number, row in enumerate(self.rows):
+            keys[row, :, :length], values[row, :, :length] = k[number], v[number]
+        return joined(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+class Step:
+    """A pass that reads one more token of each of the cache's first B rows: tokens [B, 1]."""
+
+    wants_logits = True
+
+    def __init__(
+        self, cache: KeyValueCache, columns: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """`columns[b]`, the position of row b's token, is how many tokens of it were read before.
+
+        `dtype` is that of activations.
+        """
+        self.cache, self.count, self.columns = cache, len(columns), max(columns) + 1
+        places = torch.tensor(columns, device=device)  # [B]
+        self.documents = Documents(positions=places.unsqueeze(1), spans=None)
+        self._places: tuple[Tensor | slice, slice, Tensor | int]
+        self._bias: Tensor | None = None
+        if min(columns) == max(columns):
+            self._places = slice(self.count), slice(None), columns[0]
+            return
+        self._places = torch.arange(self.count, device=device), slice(None), places
+        unread = torch.arange(self.columns, device=device) > places.unsqueeze(1)  # [B, L]
+        bias = torch.zeros(unread.shape, dtype=dtype, device=device).masked_fill_(unread, -math.inf)
+        self._bias = bias[:, None, None]
+
+    def attend(self, layer: int, qkv: Tensor, head_dim: int) -> Tensor:
+        """[1, B, 3H/t] -> [1, B, H/t]."""
+        q, k, v = heads_of(qkv, head_dim)  # each [B, N/t, 1, D]
+        keys, values = self.cache.layer(layer, k, self.columns)
+        keys[self._places], values[self._places] = k.squeeze(2), v.squeeze(2)
+        keys, values = keys[: self.count, :, : self.columns], values[: self.count, :, : self.columns]
+        return joined(F.scaled_dot_product_attention(q, keys, values, attn_mask=self._bias))
+
+
+Reading = Fill | Step
+
+
+def heads_of(qkv: Tensor, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of [S, B, 3H/t], each [B, N/t, S, D]."""
+    s, b, _ = qkv.shape
+    q, k, v = qkv.view(s, b, -1, 3, head_dim).permute(3, 1, 2, 0, 4).unbind(0)
+    return q, k, v
+
+
+def joined(y: Tensor) -> Tensor:
+    """[B, N/t, S, D] -> [S, B, H/t]."""
+    return y.permute(2, 0, 1, 3).flatten(2)

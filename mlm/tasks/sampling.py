@@ -1,0 +1,98 @@
+"""Which token comes next: the most probable, or one drawn among the probable ones.
+
+A draw is a function of (seed, number of the text, place in its continuation) alone: what shares the batch and
+how the model is split change nothing but the rounding of the logits.
+
+Shapes: B texts, V vocabulary.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mlm.data.splitmix import draw, root, uniform
+
+NOT_FINITE = -1
+"""In place of a token where the logits are no numbers."""
+SHORT_LIST = 512
+"""Tokens that top_p looks at before it sorts the whole vocabulary, which takes fifty times as long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How texts are continued; GenerateConfig says what each number means."""
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 1234
+    batch_size: int = 8
+    """Texts continued at a time. When one ends, the next takes its place."""
+
+
+def uniforms(seed: int, numbers: Sequence[int], places: Sequence[int]) -> NDArray[np.float64]:
+    """In [0, 1), one for each text: the draw of text `numbers[b]` for the token at `places[b]`."""
+    return uniform(draw(draw(root(seed), np.array(numbers)), np.array(places)))
+
+
+def next_tokens(
+    logits: Tensor, numbers: Sequence[int], places: Sequence[int], options: Sampling, eod_id: int | None
+) -> list[int]:
+    """A token for each text from logits [B, V], which are overwritten; NOT_FINITE where they are no numbers.
+
+    Of equal logits the one with the lowest id is the most probable.
+    """
+    if eod_id is not None:
+        early = torch.tensor([place < options.min_new_tokens for place in places])
+        logits[early, eod_id] = -math.inf
+    best = logits.argmax(-1)  # of a NaN, where there is one
+    peaks = logits.gather(1, best.unsqueeze(1)).squeeze(1)
+    tokens = best.tolist() if options.temperature == 0 else _drawn(logits, numbers, places, options)
+    found = zip(tokens, peaks.isfinite().tolist(), strict=True)
+    return [token if finite else NOT_FINITE for token, finite in found]
+
+
+def _drawn(logits: Tensor, numbers: Sequence[int], places: Sequence[int], options: Sampling) -> list[int]:
+    chances = uniforms(options.seed, numbers, places).tolist()
+    return [choose(row, chance, options) for row, chance in zip(logits, chances, strict=True)]
+
+
+def choose(logits: Tensor, chance: float, options: Sampling) -> int:
+    """The token of [V] where the summed probabilities, in the order of ids, pass `chance`, in float64.
+
+    top_k first, then top_p of what that leaves.
+    """
+    x = logits.double()
+    x = (x - x.max()) / options.temperature  # 0 at the best: a tiny temperature overflows to -inf elsewhere
+    ids: Tensor | None = None
+    if 0 < options.top_k < len(x):
+        x, ids = x.topk(options.top_k)
+    p = torch.softmax(x, -1)
+    if options.top_p < 1:
+        p, kept = nucleus(p, options.top_p)
+        ids = kept if ids is None else ids[kept]
+    if ids is not None:
+        ids, order = ids.sort()
+        p = p[order]
+    sums = p.cumsum(-1)
+    place = int(torch.searchsorted(sums, chance * float(sums[-1]), right=True))
+    place = min(place, int(p.nonzero()[-1])) if place >= len(p) else place
+    return place if ids is None else int(ids[place])
+
+
+def nucleus(p: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """The fewest largest of the probabilities [V] that sum to top_p, and their places. One at least."""
+    for count in (min(SHORT_LIST, len(p)), len(p)):
+        largest, places = p.topk(count)
+        before = largest.cumsum(-1) - largest  # mass of the better ones: none before the best
+        enough = int((before < top_p).sum())
+        if enough < count or count == len(p):
+            break
+    return largest[:enough], places[:enough]

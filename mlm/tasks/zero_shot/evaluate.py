@@ -1,0 +1,241 @@
+"""`mlm eval wikitext103`, `mlm eval lambada` and `mlm eval all`: see README.md beside the package."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+import mlm
+from mlm.config.errors import ConfigError, UserError
+from mlm.config.eval_schema import (
+    EvalAllConfig,
+    EvalLambadaConfig,
+    EvalWikitext103Config,
+    ZeroShotConfig,
+)
+from mlm.config.schema import ModelConfig, PretrainConfig
+from mlm.data.tokenizer import Tokenizer
+from mlm.files import write_atomic
+from mlm.parallel.mesh import ParallelContext
+from mlm.tasks.loss import training_corpora
+from mlm.tasks.scoring import score
+from mlm.tasks.trained import (
+    checkpoint_faults,
+    load_tokenizer,
+    load_trained,
+    named_checkpoint,
+    result_file,
+)
+from mlm.tasks.zero_shot import lambada, sources, wikitext103
+from mlm.tasks.zero_shot.protocol import Outcome, Protocol, distinct
+from mlm.tasks.zero_shot.receipt import receipt, show
+
+TASKS: dict[type[ZeroShotConfig], str] = {
+    EvalWikitext103Config: "wikitext103",
+    EvalLambadaConfig: "lambada",
+    EvalAllConfig: "all",
+}
+
+
+def preflight(config: ZeroShotConfig) -> list[str]:
+    """Faults that reading the named files shows; called before any rank starts."""
+    faults = checkpoint_faults(config.ckpt, config.parallel)
+    if faults:
+        return faults
+    try:
+        named = named_checkpoint(config.ckpt)
+        if fault := kind_fault(config.ckpt, named.config.model):
+            return [fault]
+        length = window_length(config, named.config)
+        protocols_of(config, checked_tokenizer(config, named.path, named.config.model), length)
+    except ConfigError as error:
+        return list(error.faults)
+    except UserError as error:
+        return [str(error)]
+    return folder_faults(config, result_path(config, named.path))
+
+
+def folder_faults(config: ZeroShotConfig, out: Path) -> list[str]:
+    """What keeps a command from writing its result, or its samples."""
+    files = {f"out={config.out}": out}
+    if config.samples is not None:
+        files[f"samples={config.samples}"] = Path(config.samples)
+    faults = [
+        f"{setting}: {path} is a folder; name a file in it"
+        for setting, path in files.items()
+        if path.is_dir()
+    ]
+    return faults or [
+        f"{setting}: {path.parent} is no folder that can be written; name a file in one that is"
+        for setting, path in files.items()
+        if not (path.parent.is_dir() and os.access(path.parent, os.W_OK))
+    ]
+
+
+def kind_fault(ckpt: str, model: ModelConfig) -> str | None:
+    """Whether a model predicts a text from left to right, as these protocols need."""
+    kind: str = model.kind
+    if kind == "gpt2":
+        return None
+    return f"ckpt={ckpt} holds a {kind} model, which does not read from left to right; give a gpt2 checkpoint"
+
+
+def window_length(config: ZeroShotConfig, trained: PretrainConfig) -> int:
+    """Tokens that the model reads at a time. Raises UserError."""
+    positions = trained.model.max_positions
+    length = min(trained.data.seq_length, positions) if config.seq_length is None else config.seq_length
+    if length > positions:
+        raise UserError(
+            f"seq_length={length} is longer than the model reads: use model.max_positions={positions} or less"
+        )
+    return length
+
+
+def checked_tokenizer(config: ZeroShotConfig, path: Path, model: ModelConfig) -> Tokenizer:
+    """The tokenizer to score with, if it is the one the model was trained with. Raises UserError.
+
+    With force=true another may be used, as long as the model has a row for each of its tokens.
+    """
+    tokenizer = load_tokenizer(config.tokenizer, path)
+    if tokenizer.vocab_size > model.vocab_size:
+        raise UserError(
+            f"tokenizer={config.tokenizer or 'null'} has {tokenizer.vocab_size} tokens, the model "
+            f"model.vocab_size={model.vocab_size}: give the tokenizer= the model was trained with"
+        )
+    if config.tokenizer is None or config.force:
+        return tokenizer
+    saved = saved_tokenizer(path)
+    if saved is not None and saved.vocabulary_digest != tokenizer.vocabulary_digest:
+        raise UserError(
+            f"tokenizer={config.tokenizer} has another vocabulary ({tokenizer.vocabulary_digest}) than that "
+            f"saved with ckpt={config.ckpt} ({saved.vocabulary_digest}): leave tokenizer= out, or, if you "
+            f"mean it, give force=true"
+        )
+    return tokenizer
+
+
+def saved_tokenizer(path: Path) -> Tokenizer | None:
+    """The tokenizer saved with a run, None where there is none."""
+    try:
+        return load_tokenizer(None, path)
+    except UserError:
+        return None
+
+
+def protocols_of(config: ZeroShotConfig, tokenizer: Tokenizer, length: int) -> list[Protocol]:
+    """Read the texts and cut them into requests. Raises UserError, CorruptFileError."""
+    match config:
+        case EvalWikitext103Config(data=data):
+            return wikitext(data.path, data.raw_path, config.overlapping_eval, config, tokenizer, length)
+        case EvalLambadaConfig(data=data):
+            return cloze(data.path, data.standard_path, config, tokenizer, length)
+        case EvalAllConfig(data=data):
+            stride = config.overlapping_eval
+            return [
+                *wikitext(data.wikitext103, data.wikitext103_raw, stride, config, tokenizer, length),
+                *cloze(data.lambada, data.lambada_standard, config, tokenizer, length),
+            ]
+    raise AssertionError(config)
+
+
+def wikitext(
+    path: str | None,
+    raw_path: str | None,
+    stride: int,
+    config: ZeroShotConfig,
+    tokenizer: Tokenizer,
+    length: int,
+) -> list[Protocol]:
+    """Both protocols of WikiText. A single file serves both."""
+    words = sources.wikitext(path, raw=False)
+    raw = words if path is not None and raw_path is None else sources.wikitext(raw_path, raw=True)
+    limit = config.limit
+    return [
+        wikitext103.whole_text(words, tokenizer, seq_length=length, stride=stride, limit=limit),
+        wikitext103.per_article(raw, tokenizer, seq_length=length, limit=limit),
+    ]
+
+
+def cloze(
+    path: str | None, standard_path: str | None, config: ZeroShotConfig, tokenizer: Tokenizer, length: int
+) -> list[Protocol]:
+    """Both protocols of LAMBADA; lm-eval's again on the lower-case form, where that is given."""
+    from_hub = path is None and standard_path is None
+    found = list[Protocol]()
+    if path is not None or from_hub:
+        passages = sources.lambada(path, standard=False)
+        for build in (lambada.strict_cloze, lambada.cloze):
+            found.append(build(passages, tokenizer, seq_length=length, limit=config.limit))
+    if standard_path is not None or from_hub:
+        passages = sources.lambada(standard_path, standard=True)
+        found.append(lambada.cloze(passages, tokenizer, seq_length=length, limit=config.limit))
+    return found
+
+
+def result_path(config: ZeroShotConfig, checkpoint: Path) -> Path:
+    """Where the JSON receipt goes."""
+    return Path(config.out) if config.out else result_file(checkpoint, f"eval-{TASKS[type(config)]}.json")
+
+
+def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
+    """Score the texts; rank 0 prints a table and writes a JSON receipt. What is scored already is kept beside
+    it until then, so that a command that was stopped goes on."""
+    trained = load_trained(config.ckpt, config.parallel, config.precision, ctx)
+    tokenizer = checked_tokenizer(config, trained.path, trained.config.model)
+    protocols = protocols_of(config, tokenizer, window_length(config, trained.config))
+    requests, where = distinct([request for protocol in protocols for request in protocol.requests])
+    out = result_path(config, trained.path)
+    kept = out.with_name(f".{out.stem}.partial.jsonl")
+    begin = time.monotonic()
+    with progress(len(requests), shown=ctx.is_main) as advance:
+        found = score(
+            trained,
+            requests,
+            batch_size=config.batch_size,
+            ctx=ctx,
+            kept=kept,
+            identity=f"{trained.manifest.digest} mlm {mlm.__version__}",
+            advance=advance,
+        )
+    if not ctx.is_main:
+        return
+    places = iter(where)
+    outcomes = [p.finish([found[next(places)] for _ in p.requests]) for p in protocols]
+    result = receipt(
+        TASKS[type(config)],
+        config,
+        trained,
+        tokenizer,
+        list(zip(protocols, outcomes, strict=True)),
+        seconds=time.monotonic() - begin,
+        learnt_from=training_corpora(trained),
+    )
+    if config.samples is not None:
+        write_atomic(Path(config.samples), samples(protocols, outcomes).encode())
+    write_atomic(out, (json.dumps(result, indent=2) + "\n").encode())
+    kept.unlink(missing_ok=True)
+    show(result, protocols, out)
+
+
+def samples(protocols: list[Protocol], outcomes: list[Outcome]) -> str:
+    """A line of JSON per window, article and passage."""
+    return "".join(
+        json.dumps({"task": protocol.task, "protocol": protocol.name} | sample) + "\n"
+        for protocol, outcome in zip(protocols, outcomes, strict=True)
+        for sample in outcome.samples
+    )
+
+
+@contextmanager
+def progress(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
+    """A bar with time left on stderr, on a terminal; yields what to call with the number of requests done."""
+    columns = (TextColumn("scoring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as bar:
+        task = bar.add_task("scoring", total=total)
+        yield lambda count: bar.advance(task, count)
