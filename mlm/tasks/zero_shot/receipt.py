@@ -67,8 +67,10 @@ def result_of(protocol: Protocol, outcome: Outcome) -> dict[str, Any]:
 
 def show(result: dict[str, Any], protocols: Sequence[Protocol], out: Path) -> None:
     """The table for people, and what was left out on stderr."""
+    limit = result["config"]["limit"]
     made = table(
-        f"eval {result['task']} · {plain(result['checkpoint'])} · step {result['step']}",
+        f"eval {result['task']} · {plain(result['checkpoint'])} · step {result['step']}"
+        + ("" if limit is None else f" · the first {limit} only (limit={limit})"),
         *("task", "protocol", "metric", "value#", "± s.e.#"),
     )
     for entry in result["results"]:

@@ -184,8 +184,11 @@ def interrupted(*args: Any, **kwargs: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_limit_scores_the_first_passages(folder: Path) -> None:
+def test_a_limit_scores_the_first_passages_and_says_so(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert {entry["N"] for entry in run(cloze(folder, limit=3))["results"]} == {3}
+    assert "limit=3" in capsys.readouterr().out
 
 
 def test_the_context_is_that_of_the_checkpoint_by_default(folder: Path) -> None:
