@@ -12,11 +12,9 @@ from mlm.config.schema import ParallelConfig, PretrainConfig
 from mlm.data.sampler import eval_batches
 from mlm.data.synthetic import SyntheticDataset
 from mlm.parallel.mesh import ParallelContext, shape_context
-from mlm.tasks.generate import NextLogits
 from mlm.train.diagnose import first_non_finite
-from mlm.train.pipelined import PipelinedModel
 from mlm.train.state import load, save
-from mlm.train.trainer import Trainer, build_model
+from mlm.train.trainer import Trainer
 from tests.ranks import run_on_ranks
 from tests.train.test_trainer import SEQ, VOCAB, config, steps_of
 
@@ -96,19 +94,6 @@ def validate(ctx: ParallelContext, spec: PretrainConfig) -> list[float]:
         scores.append(trainer.validate(batches))
         steps_of(trainer, 1)
     return scores
-
-
-@pytest.mark.parametrize("parallel", [ParallelConfig(pp=3), ParallelConfig(tp=2, pp=2, vp=2)], ids=str)
-def test_the_next_token_s_logits_are_those_of_one_process_on_every_rank(parallel: ParallelConfig) -> None:
-    alone = next_logits(shape_context(), spec_of(ParallelConfig()))
-    for logits in run_on_ranks(next_logits, spec_of(parallel), **sizes(parallel)):
-        assert logits == pytest.approx(alone, abs=1e-6)
-
-
-def next_logits(ctx: ParallelContext, spec: PretrainConfig) -> list[float]:
-    model: PipelinedModel = build_model(spec, ctx)
-    read = NextLogits(model, spec.model.max_positions, ctx)
-    return [x for ids in ([5], [1, 2, 3]) for x in read(ids).tolist()]
 
 
 def test_the_first_non_finite_layer_is_named_across_stages() -> None:
