@@ -20,7 +20,10 @@ class TestMistakes:
         [
             ("pretrian", "mlm: unknown command 'pretrian'; did you mean 'pretrain'? (list: mlm --help)"),
             ("xyz", "mlm: unknown command 'xyz' (list: mlm --help)"),
-            ("eval", "mlm eval: name a task: mlm eval loss"),
+            (
+                "eval",
+                "mlm eval: name a task: mlm eval loss or mlm eval wikitext103 or mlm eval lambada or mlm eval all",
+            ),
             ("data bild", "mlm data: unknown task 'bild'; did you mean 'build'?"),
         ],
     )
