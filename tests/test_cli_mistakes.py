@@ -22,7 +22,8 @@ class TestMistakes:
             ("xyz", "mlm: unknown command 'xyz' (list: mlm --help)"),
             (
                 "eval",
-                "mlm eval: name a task: mlm eval loss or mlm eval wikitext103 or mlm eval lambada or mlm eval all",
+                "mlm eval: name a task: mlm eval loss or mlm eval wikitext103 or mlm eval lambada or "
+                "mlm eval all",
             ),
             ("data bild", "mlm data: unknown task 'bild'; did you mean 'build'?"),
         ],
