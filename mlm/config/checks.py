@@ -158,19 +158,19 @@ EVAL_LOSS_RULES: list[tuple[str, Rule]] = [
     ("precision.min_loss_scale precision.initial_loss_scale", _loss_scale_can_fall),
     ("", lambda config, _: present.model(config.ckpt)),
     ("", lambda config, _: present.indexed("path", config.path)),
-    ("", lambda config, _: present.file("tokenizer", config.tokenizer)),
+    ("", lambda config, _: present.tokenizer("tokenizer", config.tokenizer)),
 ]
 LM_EVAL_RULES: list[tuple[str, Rule]] = [
     ("", _devices_are_there),
     ("", lambda config, _: present.model(config.ckpt)),
-    ("", lambda config, _: present.file("tokenizer", config.tokenizer)),
+    ("", lambda config, _: present.tokenizer("tokenizer", config.tokenizer)),
 ]
 ZERO_SHOT_RULES: list[tuple[str, Rule]] = [
     ("", _devices_are_there),
     ("precision.min_loss_scale precision.initial_loss_scale", _loss_scale_can_fall),
     ("overlapping_eval seq_length", _windows_overlap),
     ("", lambda config, _: present.model(config.ckpt)),
-    ("", lambda config, _: present.file("tokenizer", config.tokenizer)),
+    ("", lambda config, _: present.tokenizer("tokenizer", config.tokenizer)),
     ("", _texts_are_there),
 ]
 GENERATE_RULES: list[tuple[str, Rule]] = [
@@ -180,5 +180,5 @@ GENERATE_RULES: list[tuple[str, Rule]] = [
     ("", lambda config, _: present.file("prompts", config.prompts)),
     ("min_new_tokens max_new_tokens", _least_below_most),
     ("", lambda config, _: present.model(config.ckpt)),
-    ("", lambda config, _: present.file("tokenizer", config.tokenizer)),
+    ("", lambda config, _: present.tokenizer("tokenizer", config.tokenizer)),
 ]

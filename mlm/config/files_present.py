@@ -28,7 +28,7 @@ def corpus_extras(data: DataConfig) -> str | None:
     """data.validation and data.tokenizer, where they are given."""
     if data.kind != "indexed":
         return None
-    return indexed("data.validation", data.validation) or file("data.tokenizer", data.tokenizer)
+    return indexed("data.validation", data.validation) or tokenizer("data.tokenizer", data.tokenizer)
 
 
 def indexed(key: str, prefix: str | None) -> str | None:
@@ -46,6 +46,11 @@ def file(key: str, path: str | None) -> str | None:
     if path is None or Path(path).is_file():
         return None
     return f"{key}={path}: no such file; correct the path, or {key}=null"
+
+
+def tokenizer(key: str, path: str | None) -> str | None:
+    """A tokenizer's file, or the folder it is in."""
+    return None if path is not None and Path(path).is_dir() else file(key, path)
 
 
 def checkpoint(path: str | None) -> str | None:

@@ -7,6 +7,7 @@ import pytest
 
 from mlm.config.checks import check_eval_loss, check_generate, check_pretrain, data_parallel_size
 from mlm.config.compose import load_config
+from mlm.config.files_present import tokenizer
 from mlm.config.schema import ParallelConfig
 
 SOUND = ["model=gpt2_tiny", "data=synthetic"]
@@ -152,6 +153,11 @@ class TestFiles:
         touch(tmp_path / "train.bin", tmp_path / "train.idx")
         fault = self.fault(f"data.path={tmp_path}", "data.tokenizer=t.json")
         assert fault == "data.tokenizer=t.json: no such file; correct the path, or data.tokenizer=null"
+
+    def test_a_tokenizer_may_be_a_folder(self, tmp_path: Path) -> None:
+        """That of GPT-2's two files."""
+        assert tokenizer("tokenizer", str(tmp_path)) is None
+        assert tokenizer("tokenizer", str(tmp_path / "gone")) is not None
 
 
 @pytest.mark.parametrize(
