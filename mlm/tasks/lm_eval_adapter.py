@@ -36,6 +36,8 @@ from mlm.train.launch import choose_world_size, launch_facts
 
 KEYS = {"precision": "precision.dtype", "device": "dist.device"}
 """Short names of model_args, and the fields they set."""
+UNSAID = "cuda:0"
+"""What lm-eval's command passes as device when nobody names one, GPU or not."""
 IGNORED = {"num_beams": 1, "use_cache": True, "num_return_sequences": 1}
 """Settings of tasks for `transformers` that say what we do anyhow."""
 Tokens = list[int]
@@ -185,7 +187,7 @@ def settings(arguments: dict[str, Any]) -> LmEvalConfig:
     elif isinstance(size := values.get("batch_size"), str) and size.isdecimal():
         values["batch_size"] = int(size)
     if isinstance(device := values.get("dist.device"), str):
-        values["dist.device"] = device.partition(":")[0]
+        values["dist.device"] = "auto" if device == UNSAID else device.partition(":")[0]
     if read_place(os.environ) is not None:
         raise UserError(
             "lm-eval was started as one of several ranks: start it plainly, tp=, pp= and dp= say how many"

@@ -15,6 +15,7 @@ from tests.tasks.hf_models import TEXT, add_tokenizer, export_model, import_mode
 
 lm_eval = pytest.importorskip("lm_eval", reason="pip install 'mlm[lm-eval]'")
 
+from lm_eval.config.evaluate_config import EvaluatorConfig  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 from mlm.tasks.lm_eval_adapter import MlmLM, settings  # noqa: E402
@@ -235,6 +236,12 @@ def test_arguments_say_what_the_flags_of_lm_eval_mean(folder: Path) -> None:
     assert (config.parallel.tp, config.precision.dtype, config.batch_size) == (2, "bf16", 16)
     assert config.dist.device == "cpu"
     assert settings({"ckpt": str(folder / "run"), "batch_size": "auto:4"}).batch_size == 8
+
+
+def test_the_device_that_lm_eval_names_by_itself_is_no_choice(folder: Path) -> None:
+    """Its command passes cuda:0 on machines without a GPU too."""
+    named = EvaluatorConfig.__dataclass_fields__["device"].default
+    assert settings({"ckpt": str(folder / "run"), "device": named}).dist.device == "auto"
 
 
 def test_as_a_rank_of_a_launcher_it_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
