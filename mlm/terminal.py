@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    MofNCompleteColumn,
     Progress,
     TextColumn,
     TimeRemainingColumn,
@@ -72,6 +73,19 @@ def size(count: int) -> str:
             return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
         number /= 1000
     return f"{number:,.1f} TB"
+
+
+@contextmanager
+def count_progress(title: str, total: int, *, shown: bool = True) -> Iterator[Advance]:
+    """A bar with a count and time left on stderr, gone when done; yields what to call with how many more are
+    done. Nothing is drawn where stderr is no terminal, or not `shown`."""
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=not (shown and console.is_terminal)
+    ) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda count: bar.advance(task, count)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Rates and memory of `mlm data build` and of sampling, on this machine.
 
-    python scripts/bench_data.py tokenise --tokenizer PATH --out scripts/results/bench_data_tokenise-cpu.json
+    python scripts/bench_data.py tokenise --tokenizer PATH --out scripts/results/bench_data-tokenise-cpu.json
     python scripts/bench_data.py memory --tokenizer PATH --mb 100 1000
     python scripts/bench_data.py index --tokens 1e9
     python scripts/bench_data.py load

@@ -12,8 +12,8 @@ from mlm.checkpoint.save_load import resolve
 from mlm.config.checkpoint_schema import CkptDiffConfig
 from mlm.config.errors import CheckFailedError
 from mlm.config.tree import flatten
-from mlm.tasks.ckpt_report import add_row, console, plain, table, versions, write_result
-from mlm.tasks.progress import byte_progress
+from mlm.tasks.ckpt_report import versions, write_result
+from mlm.terminal import add_row, byte_progress, console, plain, table
 
 SHOWN = 10  # tensors a table lists
 ABSENT = "—"

@@ -11,7 +11,8 @@ from mlm.checkpoint.format import DTYPE_NAMES, FORMAT, JSON, Manifest, TensorEnt
 from mlm.checkpoint.rectangle import describe
 from mlm.checkpoint.save_load import resolve
 from mlm.config.checkpoint_schema import CkptInspectConfig
-from mlm.tasks.ckpt_report import add_row, console, plain, size, table, versions, write_result
+from mlm.tasks.ckpt_report import versions, write_result
+from mlm.terminal import add_row, console, plain, size, table
 
 MODEL_KEYS = ("kind", "num_layers", "hidden_size", "num_heads", "vocab_size")
 FIRST = ("tp", "pp", "vp", "dp")  # of a layout's keys

@@ -28,8 +28,7 @@ from mlm.checkpoint.lock import sole_writer
 from mlm.checkpoint.verify import shard_bytes, verify_checkpoint
 from mlm.config.checkpoint_schema import CkptPruneConfig
 from mlm.config.errors import UserError
-from mlm.tasks.ckpt_report import add_row, console, plain, size, table
-from mlm.tasks.progress import byte_progress
+from mlm.terminal import add_row, byte_progress, console, plain, size, table
 
 
 @dataclass(frozen=True)

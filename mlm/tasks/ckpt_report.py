@@ -9,10 +9,7 @@ import torch
 import mlm
 from mlm.config.errors import UserError
 from mlm.files import write_atomic
-from mlm.terminal import add_row, console, plain, size, table
 from mlm.train.history import finite
-
-__all__ = ["add_row", "console", "plain", "size", "table", "versions", "write_result"]
 
 
 def versions() -> dict[str, str]:

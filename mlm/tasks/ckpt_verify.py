@@ -8,8 +8,8 @@ from mlm.checkpoint.folders import REPLACED, checkpoints, locate, named_latest
 from mlm.checkpoint.verify import Verified, shard_bytes, verify_checkpoint
 from mlm.config.checkpoint_schema import CkptVerifyConfig
 from mlm.config.errors import CorruptFileError
-from mlm.tasks.ckpt_report import add_row, console, plain, size, table, versions, write_result
-from mlm.tasks.progress import byte_progress
+from mlm.tasks.ckpt_report import versions, write_result
+from mlm.terminal import add_row, byte_progress, console, plain, size, table
 
 
 def run(config: CkptVerifyConfig) -> None:

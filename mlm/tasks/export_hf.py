@@ -29,9 +29,9 @@ from mlm.config.schema import ModelConfig
 from mlm.data.tokenizer import Tokenizer
 from mlm.files import write_atomic
 from mlm.tasks.hf_verify import NOT_COMPARED, Agreement, compare_logits, extra_faults
-from mlm.tasks.progress import Advance, byte_progress
 from mlm.tasks.run_folder import GB, new_folder, out_faults
 from mlm.tasks.trained import load_tokenizer, run_directory, trained_config
+from mlm.terminal import Advance, byte_progress
 
 SAFETENSORS_FOR = {"format": "pt"}
 """`__metadata__` without which transformers refuses a file."""

@@ -8,24 +8,25 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from mlm.config.errors import UserError
-from mlm.config.schema import ModelConfig
 from mlm.config.task_schema import STDIN, GenerateConfig
 from mlm.data.tokenizer import Tokenizer
 from mlm.files import write_atomic
 from mlm.parallel.mesh import ParallelContext
 from mlm.tasks.generation import Sampling, continuations
 from mlm.tasks.prompts import Prompt, read_prompts, share_prompts
-from mlm.tasks.trained import checkpoint_faults, load_tokenizer, load_trained, named_checkpoint
-from mlm.terminal import Advance, plain, prose
+from mlm.tasks.trained import (
+    checkpoint_faults,
+    load_tokenizer,
+    load_trained,
+    named_checkpoint,
+    vocabulary_fault,
+)
+from mlm.terminal import Advance, count_progress, plain, prose
 
 SAMPLE_BITS = 32
 """Of the number that a text's draws are a function of, those below the number of its sample."""
@@ -39,22 +40,13 @@ def preflight(config: GenerateConfig) -> list[str]:
     try:
         named = named_checkpoint(config.ckpt)
         tokenizer = load_tokenizer(config.tokenizer, named.path)
-        faults = [*tokenizer_faults(tokenizer, named.config.model), *out_faults(config.out)]
+        fault = vocabulary_fault(config.tokenizer, tokenizer, named.config.model)
+        faults = [*([fault] if fault else []), *out_faults(config.out)]
         if config.prompt != STDIN:  # which can be read once
             read_prompts(config, tokenizer)
     except UserError as error:
         return [*faults, str(error)]
     return faults
-
-
-def tokenizer_faults(tokenizer: Tokenizer, model: ModelConfig) -> list[str]:
-    """Whether the tokenizer has tokens that the model does not know."""
-    if tokenizer.vocab_size <= model.vocab_size:
-        return []
-    return [
-        f"the tokenizer has {tokenizer.vocab_size} tokens, the model model.vocab_size={model.vocab_size}: "
-        f"give the tokenizer= the model was trained with"
-    ]
 
 
 def out_faults(out: str | None) -> list[str]:
@@ -85,7 +77,8 @@ def run(config: GenerateConfig, ctx: ParallelContext) -> None:
         eod_id=tokenizer.eod_id,
         numbers=numbers,
     )
-    with text_progress(len(texts), shown=ctx.is_main and config.out is not None) as advance:
+    many = ctx.is_main and config.out is not None and len(texts) > 1
+    with count_progress("continuing", len(texts), shown=many) as advance:
         new = show(found, texts, tokenizer, shown=ctx.is_main, alone=config.out is None, advance=advance)
     if not ctx.is_main:
         return
@@ -176,17 +169,6 @@ def record(
         "stop": "max_new_tokens" if len(new) == config.max_new_tokens else "eod",
         "seed": config.seed,
     }
-
-
-@contextmanager
-def text_progress(total: int, *, shown: bool) -> Iterator[Advance]:
-    """A bar of texts that have ended, with an ETA, on a terminal."""
-    columns = (TextColumn("continuing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    shown = shown and total > 1 and console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=not shown) as bar:
-        task = bar.add_task("continuing", total=total)
-        yield lambda count: bar.advance(task, count)
 
 
 class Stream:

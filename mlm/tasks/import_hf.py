@@ -19,8 +19,8 @@ from mlm.config.schema import ModelConfig
 from mlm.data.tokenizer import Tokenizer
 from mlm.tasks.hf_source import commit_of, fetch
 from mlm.tasks.hf_verify import NOT_COMPARED, Agreement, compare_logits, extra_faults
-from mlm.tasks.progress import byte_progress
 from mlm.tasks.run_folder import out_faults, parameters, write_imported
+from mlm.terminal import byte_progress
 
 
 def preflight(config: ImportHFConfig) -> list[str]:

@@ -12,8 +12,8 @@ from mlm.config.convert_schema import ImportMegatronConfig
 from mlm.config.errors import UserError
 from mlm.data.tokenizer import Tokenizer
 from mlm.files import digest_file
-from mlm.tasks.progress import byte_progress
 from mlm.tasks.run_folder import out_faults, parameters, write_imported
+from mlm.terminal import byte_progress
 
 
 def preflight(config: ImportMegatronConfig) -> list[str]:

@@ -30,7 +30,7 @@ from mlm.config.task_schema import LmEvalConfig
 from mlm.tasks.generation import Sampling
 from mlm.tasks.lm_eval_ranks import Elsewhere, Here, Model
 from mlm.tasks.scoring import Request
-from mlm.tasks.trained import checkpoint_faults, load_tokenizer, named_checkpoint
+from mlm.tasks.trained import checkpoint_faults, load_tokenizer, named_checkpoint, vocabulary_fault
 from mlm.train.environment import read_place
 from mlm.train.launch import choose_world_size, launch_facts
 
@@ -54,11 +54,8 @@ class MlmLM(TemplateLM):
         config = self.settings = settings(arguments)
         named = named_checkpoint(config.ckpt)
         self.named, self.tokenizer = named, load_tokenizer(config.tokenizer, named.path)
-        if self.tokenizer.vocab_size > named.config.model.vocab_size:
-            raise UserError(
-                f"the tokenizer has {self.tokenizer.vocab_size} tokens, the model model.vocab_size="
-                f"{named.config.model.vocab_size}: give the tokenizer= the model was trained with"
-            )
+        if fault := vocabulary_fault(config.tokenizer, self.tokenizer, named.config.model):
+            raise UserError(fault)
         longest = named.config.model.max_positions
         self.max_length = min(config.max_length or longest, longest)
         self.batch_size, self.model = config.batch_size, start(config)

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 import mlm
@@ -38,6 +37,7 @@ from mlm.tasks.trained import (
     named_checkpoint,
     result_file,
 )
+from mlm.terminal import count_progress
 from mlm.train.corpora import validation_prefixes
 from mlm.train.pipelined import evaluate
 from mlm.train.state import saved_history
@@ -168,10 +168,10 @@ def bits_per_byte(
 
 def progress(batches: Iterable[Batch], rounds: int, shown: bool) -> Iterator[Batch]:
     """Pass batches through under a progress bar with an ETA, on a terminal."""
-    columns = (TextColumn("scoring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as bar:
-        yield from bar.track(batches, total=rounds)
+    with count_progress("scoring", rounds, shown=shown) as advance:
+        for batch in batches:
+            yield batch
+            advance(1)
 
 
 def show(result: dict[str, Any], out: Path) -> None:

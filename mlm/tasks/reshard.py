@@ -29,10 +29,9 @@ from mlm.config.errors import ConfigError, CorruptFileError, UserError
 from mlm.config.schema import ParallelConfig, PretrainConfig
 from mlm.files import digest_file, write_atomic
 from mlm.models.stage import split_layers
-from mlm.tasks.ckpt_report import size
-from mlm.tasks.progress import Advance, byte_progress
 from mlm.tasks.run_folder import check_space
 from mlm.tasks.trained import run_directory, split_faults, trained_config
+from mlm.terminal import Advance, byte_progress, size
 from mlm.train.state import CHECKPOINTS
 
 TOKENIZER = "tokenizer.json"

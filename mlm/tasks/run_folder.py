@@ -28,7 +28,7 @@ from mlm.files import fsync_directory
 from mlm.models.gpt2 import GPT2
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import parameter_shards
-from mlm.tasks.progress import byte_progress
+from mlm.terminal import byte_progress
 from mlm.train.state import CHECKPOINTS, as_shard
 
 GB = 1e9

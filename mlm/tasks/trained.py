@@ -150,3 +150,13 @@ def load_tokenizer(named: str | None, path: Path) -> Tokenizer:
     if not saved.exists():
         raise UserError(f"tokenizer=null and {saved} is not there: give tokenizer=…/tokenizer.json")
     return Tokenizer.load(saved)
+
+
+def vocabulary_fault(named: str | None, tokenizer: Tokenizer, model: ModelConfig) -> str | None:
+    """Whether the tokenizer, that of tokenizer=`named`, has tokens that the model does not know."""
+    if tokenizer.vocab_size <= model.vocab_size:
+        return None
+    return (
+        f"tokenizer={named or 'null'} has {tokenizer.vocab_size} tokens, the model model.vocab_size="
+        f"{model.vocab_size}: give the tokenizer= the model was trained with"
+    )

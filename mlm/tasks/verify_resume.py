@@ -28,7 +28,6 @@ from mlm.config.verify_resume_checks import faults_here, same_layout
 from mlm.config.verify_resume_schema import KillPlan, VerifyResumeConfig
 from mlm.data.tokenizer import Tokenizer
 from mlm.files import write_atomic
-from mlm.tasks.progress import byte_progress
 from mlm.tasks.resume_runs import FILES, RESUMED, STRAIGHT, Kill, Rehearsal, Show
 from mlm.tasks.resume_verdict import (
     FIELDS,
@@ -41,6 +40,7 @@ from mlm.tasks.resume_verdict import (
     read_steps,
     step_difference,
 )
+from mlm.terminal import byte_progress
 from mlm.train.corpora import corpus_faults, tokenizer_path
 from mlm.train.history import FILE_NAME, finite
 from mlm.train.launch import launch_facts

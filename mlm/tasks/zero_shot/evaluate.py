@@ -3,12 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import mlm
 from mlm.config.errors import ConfigError, UserError
@@ -30,10 +25,12 @@ from mlm.tasks.trained import (
     load_trained,
     named_checkpoint,
     result_file,
+    vocabulary_fault,
 )
 from mlm.tasks.zero_shot import lambada, sources, wikitext103
 from mlm.tasks.zero_shot.protocol import Outcome, Protocol, distinct
 from mlm.tasks.zero_shot.receipt import receipt, show
+from mlm.terminal import count_progress
 
 TASKS: dict[type[ZeroShotConfig], str] = {
     EvalWikitext103Config: "wikitext103",
@@ -102,11 +99,8 @@ def checked_tokenizer(config: ZeroShotConfig, path: Path, model: ModelConfig) ->
     With force=true another may be used, as long as the model has a row for each of its tokens.
     """
     tokenizer = load_tokenizer(config.tokenizer, path)
-    if tokenizer.vocab_size > model.vocab_size:
-        raise UserError(
-            f"tokenizer={config.tokenizer or 'null'} has {tokenizer.vocab_size} tokens, the model "
-            f"model.vocab_size={model.vocab_size}: give the tokenizer= the model was trained with"
-        )
+    if fault := vocabulary_fault(config.tokenizer, tokenizer, model):
+        raise UserError(fault)
     if config.tokenizer is None or config.force:
         return tokenizer
     saved = saved_tokenizer(path)
@@ -192,7 +186,7 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
     out = result_path(config, trained.path)
     kept = out.with_name(f".{out.stem}.partial.jsonl")
     begin = time.monotonic()
-    with progress(len(requests), shown=ctx.is_main) as advance:
+    with count_progress("scoring", len(requests), shown=ctx.is_main) as advance:
         found = score(
             trained,
             requests,
@@ -229,13 +223,3 @@ def samples(protocols: list[Protocol], outcomes: list[Outcome]) -> str:
         for protocol, outcome in zip(protocols, outcomes, strict=True)
         for sample in outcome.samples
     )
-
-
-@contextmanager
-def progress(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
-    """A bar with time left on stderr, on a terminal; yields what to call with the number of requests done."""
-    columns = (TextColumn("scoring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as bar:
-        task = bar.add_task("scoring", total=total)
-        yield lambda count: bar.advance(task, count)
