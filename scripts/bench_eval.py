@@ -17,8 +17,6 @@ import argparse
 import contextlib
 import io
 import json
-import os
-import platform
 import sys
 import tempfile
 import time
@@ -35,7 +33,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # mlm of this checkout, installed or not
 
 from bench.command import guarded
-from bench.machine import REPOSITORY, commit_of, cpu_model, package_version
+from bench.random_gpt2 import machine_facts, save_random_gpt2
 from bench.stats import Spread
 
 from mlm.config.errors import UserError
@@ -92,15 +90,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     result = {
         "command": ["scripts/bench_eval.py", *map(str, args.words)],
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": {
-            "cpu": cpu_model(),
-            "threads": args.threads,
-            "system": f"{platform.system()} {platform.release()}",
-            "python": platform.python_version(),
-            "commit": commit_of(REPOSITORY),
-            "load_average": [round(x, 2) for x in os.getloadavg()],
-            **{name: package_version(name) for name in PACKAGES},
-        },
+        "machine": machine_facts(args.threads, PACKAGES),
         "model": str(args.model or f"random GPT-2: {args.layers} layers, hidden {args.hidden}"),
         "tasks": tasks,
     }
@@ -115,22 +105,20 @@ def random_model(args: argparse.Namespace, folder: Path) -> Path:
     """A GPT-2 of random weights with a tokenizer, as `transformers` saves it. Raises UserError."""
     if args.tokenizer is None:
         raise UserError("give --model, or for random weights --tokenizer")
-    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     Tokenizer.load(args.tokenizer).save(folder / "tokenizer.json")
     tokenizer = Tokenizer.load(folder / "tokenizer.json")
     eod = tokenizer.eod_id
-    settings = GPT2Config(
-        vocab_size=tokenizer.vocab_size,
-        n_positions=args.positions,
-        n_embd=args.hidden,
-        n_layer=args.layers,
-        n_head=args.hidden // 64,
-        bos_token_id=eod,
-        eos_token_id=eod,
+    save_random_gpt2(
+        folder,
+        layers=args.layers,
+        hidden=args.hidden,
+        positions=args.positions,
+        vocab=tokenizer.vocab_size,
+        eod=eod,
+        seed=0,
     )
-    torch.manual_seed(0)
-    GPT2LMHeadModel(settings).save_pretrained(folder)
     end = tokenizer.decode([eod])
     fast = PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"), eos_token=end, bos_token=end

@@ -12,8 +12,6 @@ Exit code: 0 a result, 1 the tokens differ or a ratio is below its target (1.2),
 
 import argparse
 import json
-import os
-import platform
 import sys
 import tempfile
 import time
@@ -29,7 +27,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # mlm of this checkout, installed or not
 
 from bench.command import guarded
-from bench.machine import REPOSITORY, commit_of, cpu_model, package_version
+from bench.random_gpt2 import machine_facts, save_random_gpt2
 from bench.stats import Spread
 
 from mlm.config.errors import UserError
@@ -84,15 +82,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     result = {
         "command": ["scripts/bench_generate.py", *map(str, args.words)],
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": {
-            "cpu": cpu_model(),
-            "threads": args.threads,
-            "system": f"{platform.system()} {platform.release()}",
-            "python": platform.python_version(),
-            "commit": commit_of(REPOSITORY),
-            "load_average": [round(x, 2) for x in os.getloadavg()],
-            **{name: package_version(name) for name in ("torch", "transformers")},
-        },
+        "machine": machine_facts(args.threads, ("torch", "transformers")),
         "model": str(args.model or f"random GPT-2: {args.layers} layers, hidden {args.hidden}"),
         "prompt_tokens": args.prompt,
         "new_tokens": args.new,
@@ -107,19 +97,15 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 def random_model(args: argparse.Namespace, folder: Path) -> Path:
     """A GPT-2 of random weights, as `transformers` saves it."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(SEED)
-    settings = GPT2Config(
-        vocab_size=args.vocab,
-        n_positions=args.positions,
-        n_embd=args.hidden,
-        n_layer=args.layers,
-        n_head=args.hidden // 64,
-        bos_token_id=0,
-        eos_token_id=0,
+    save_random_gpt2(
+        folder,
+        layers=args.layers,
+        hidden=args.hidden,
+        positions=args.positions,
+        vocab=args.vocab,
+        eod=0,
+        seed=SEED,
     )
-    GPT2LMHeadModel(settings).save_pretrained(folder)
     return folder
 
 
