@@ -37,7 +37,8 @@ from mlm.checkpoint.stream import GlobalTensor, write_streamed
 from mlm.config.build import to_dict
 from mlm.config.checkpoint_schema import ReshardConfig
 from mlm.config.errors import UserError
-from mlm.config.schema import ModelConfig, PretrainConfig
+from mlm.config.model_schema import ModelConfig
+from mlm.config.schema import PretrainConfig
 from mlm.files import write_atomic
 from mlm.tasks.reshard import run as reshard
 from mlm.tasks.run_folder import check_space, parameters

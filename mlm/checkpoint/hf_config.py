@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from mlm.checkpoint.format import JSON
 from mlm.checkpoint.huggingface import GPT2_BUFFERS, GPT2_PREFIX, GPT2_TIED, Place, gpt2_places
 from mlm.config.errors import ConfigError, UserError
-from mlm.config.schema import ModelConfig
+from mlm.config.model_schema import ModelConfig
 
 
 @dataclass(frozen=True)

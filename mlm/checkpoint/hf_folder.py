@@ -22,7 +22,7 @@ from mlm.checkpoint.huggingface import Place
 from mlm.checkpoint.rectangle import Rectangle
 from mlm.checkpoint.shard_file import Stored, copy_region, read_safetensors_header
 from mlm.config.errors import CorruptFileError, UserError
-from mlm.config.schema import ModelConfig
+from mlm.config.model_schema import ModelConfig
 from mlm.files import digest_file
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"

@@ -29,7 +29,7 @@ from mlm.checkpoint.megatron_files import RankFiles, read_file, shown
 from mlm.checkpoint.megatron_names import HEAD, our_names, tp_dim
 from mlm.checkpoint.rectangle import Rectangle
 from mlm.config.errors import CorruptFileError, UserError
-from mlm.config.schema import ModelConfig
+from mlm.config.model_schema import ModelConfig
 
 _PER_LAYER = tuple(
     f"{module}.{kind}"

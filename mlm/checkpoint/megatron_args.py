@@ -12,7 +12,7 @@ from typing import Any
 
 from mlm.checkpoint.megatron_files import shown
 from mlm.config.errors import ConfigError, CorruptFileError, UserError
-from mlm.config.schema import ModelConfig
+from mlm.config.model_schema import ModelConfig
 
 GPT2_VOCABULARY = 50257
 OURS = "mlm imports GPT-2 as published: layer norm first, learned positions, gelu, biases, tied embeddings"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mlm.config.schema import Forbid
+from mlm.config.model_schema import Forbid
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

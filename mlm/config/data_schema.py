@@ -10,7 +10,7 @@ from mlm.config.corpus_schema import (
     FilterConfig,
     NormaliseConfig,
 )
-from mlm.config.schema import Forbid
+from mlm.config.model_schema import Forbid
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

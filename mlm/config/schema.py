@@ -6,74 +6,7 @@ Values come from the YAML in `configs/` and from the command line; `build.py` ch
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-Forbid: dict[str, str] = {"extra": "forbid"}  # pydantic: a key we do not know is a fault
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelConfig:
-    """Shape and regularisation of a transformer. `kind` picks the builder in `mlm.models`."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
-
-    kind: Literal["gpt2"] = "gpt2"
-    """Architecture family."""
-    num_layers: int
-    """Transformer layers, L."""
-    hidden_size: int
-    """Width of the residual stream, H. Must be a multiple of num_heads."""
-    num_heads: int
-    """Attention heads, N. Must be a multiple of tp."""
-    ffn_hidden_size: int | None = None
-    """Width of the MLP; null means 4 * hidden_size. Must be a multiple of tp."""
-    max_positions: int = 1024
-    """Rows of the learned position table: the longest sequence the model can read, in tokens."""
-    vocab_size: int = 50257
-    """Tokens of the tokenizer. The table is padded to a multiple of vocab_multiple * tp rows."""
-    vocab_multiple: int = 128
-    """Padding quantum of the vocabulary (arXiv:1909.08053, section 3)."""
-    hidden_dropout: float = 0.1
-    """Dropout after the embeddings and on both residual branches."""
-    attention_dropout: float = 0.1
-    """Dropout on attention probabilities."""
-    init_std: float = 0.02
-    """Standard deviation of initial weights; residual outputs get init_std / sqrt(2 * num_layers)."""
-    layer_norm_eps: float = 1e-5
-    """Added to the variance in layer norm."""
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one attention head, D."""
-        return self.hidden_size // self.num_heads
-
-    @property
-    def ffn_size(self) -> int:
-        """Width of the MLP with its default filled in."""
-        return self.ffn_hidden_size or 4 * self.hidden_size
-
-    def padded_vocab_size(self, tp: int) -> int:
-        """vocab_size rounded up to vocab_multiple * tp, so each of tp ranks holds equal whole tiles."""
-        quantum = self.vocab_multiple * tp
-        return -(-self.vocab_size // quantum) * quantum
-
-    def num_parameters(self) -> int:
-        """Parameters of the unpadded model, the output layer tied to the token embedding."""
-        h, ffn = self.hidden_size, self.ffn_size
-        attention = 4 * h * h + 4 * h  # qkv and output projections with biases
-        mlp = 2 * h * ffn + ffn + h
-        norms = 4 * h
-        embeddings = (self.vocab_size + self.max_positions) * h
-        return embeddings + self.num_layers * (attention + mlp + norms) + 2 * h
-
-    def flops_per_token(self, seq_length: int, tp: int = 1) -> float:
-        """Model floating-point operations of one training token, forward and backward, no recomputation.
-
-        Matrix products only: 6 per weight, plus 12 * L * H * S for attention scores and values, plus the
-        vocabulary projection (arXiv:2104.04473, section 5.1, without its recomputed forward pass).
-        """
-        h = self.hidden_size
-        layer = 4 * h * h + 2 * h * self.ffn_size
-        attention = 12 * self.num_layers * h * seq_length
-        return 6 * (self.num_layers * layer + h * self.padded_vocab_size(tp)) + attention
+from mlm.config.model_schema import Forbid, ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

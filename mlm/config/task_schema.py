@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from mlm.config.schema import DistConfig, Forbid, ParallelConfig, PrecisionConfig
+from mlm.config.model_schema import Forbid
+from mlm.config.schema import DistConfig, ParallelConfig, PrecisionConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

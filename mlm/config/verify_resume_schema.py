@@ -3,8 +3,9 @@
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import ClassVar, Literal
 
+from mlm.config.model_schema import Forbid
 from mlm.config.parity_schema import comparable
-from mlm.config.schema import Forbid, LogConfig, ParallelConfig, PretrainConfig
+from mlm.config.schema import LogConfig, ParallelConfig, PretrainConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mlm.config.schema import ModelConfig
+from mlm.config.model_schema import ModelConfig
 from mlm.models.cache import Reading
 from mlm.models.documents import Documents
 from mlm.models.stage import Stage, split_layers

@@ -25,7 +25,7 @@ from mlm.checkpoint.shard_file import Form, write_stream
 from mlm.checkpoint.verify import shard_bytes, verify_checkpoint
 from mlm.config.convert_schema import ExportHFConfig
 from mlm.config.errors import ConfigError, CorruptFileError, UserError
-from mlm.config.schema import ModelConfig
+from mlm.config.model_schema import ModelConfig
 from mlm.data.tokenizer import Tokenizer
 from mlm.files import write_atomic
 from mlm.tasks.hf_verify import NOT_COMPARED, Agreement, compare_logits, extra_faults

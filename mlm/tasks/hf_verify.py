@@ -13,7 +13,8 @@ from torch import Tensor
 
 from mlm.checkpoint.hf_folder import read_model
 from mlm.config.errors import CheckFailedError, UserError
-from mlm.config.schema import ModelConfig, ParallelConfig, PrecisionConfig
+from mlm.config.model_schema import ModelConfig
+from mlm.config.schema import ParallelConfig, PrecisionConfig
 from mlm.data.sampler import Batch
 from mlm.models.gpt2 import GPT2
 from mlm.parallel.cross_entropy import full_logits

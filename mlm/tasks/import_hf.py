@@ -15,7 +15,7 @@ from mlm.checkpoint.hf_folder import AGAIN, TOKENIZER, HFModel, HFTensors, find_
 from mlm.config.convert_schema import ImportHFConfig
 from mlm.config.errors import ConfigError, CorruptFileError, UserError
 from mlm.config.files_present import HUB_NAME
-from mlm.config.schema import ModelConfig
+from mlm.config.model_schema import ModelConfig
 from mlm.data.tokenizer import Tokenizer
 from mlm.tasks.hf_source import commit_of, fetch
 from mlm.tasks.hf_verify import NOT_COMPARED, Agreement, compare_logits, extra_faults

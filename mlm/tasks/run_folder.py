@@ -22,7 +22,8 @@ from mlm.checkpoint.rectangle import Rectangle
 from mlm.checkpoint.stream import GlobalTensor, derived_id, write_streamed
 from mlm.config.build import to_dict
 from mlm.config.errors import UserError
-from mlm.config.schema import DataConfig, ModelConfig, PretrainConfig
+from mlm.config.model_schema import ModelConfig
+from mlm.config.schema import DataConfig, PretrainConfig
 from mlm.data.tokenizer import Tokenizer
 from mlm.files import fsync_directory
 from mlm.models.gpt2 import GPT2

@@ -14,8 +14,9 @@ from mlm.checkpoint.save_load import Manifest, read_manifest, resolve
 from mlm.config.build import from_dict
 from mlm.config.errors import ConfigError, CorruptFileError, UserError
 from mlm.config.layout_checks import SPLIT_RULES, Launch
+from mlm.config.model_schema import ModelConfig
 from mlm.config.nearest_layout import layout_faults
-from mlm.config.schema import ModelConfig, ParallelConfig, PrecisionConfig, PretrainConfig
+from mlm.config.schema import ParallelConfig, PrecisionConfig, PretrainConfig
 from mlm.data.tokenizer import Tokenizer
 from mlm.models.documents import Boundaries
 from mlm.parallel.mesh import ParallelContext

@@ -7,7 +7,8 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from mlm.config.schema import DataConfig, ModelConfig, ParallelConfig, PrecisionConfig
+from mlm.config.model_schema import ModelConfig
+from mlm.config.schema import DataConfig, ParallelConfig, PrecisionConfig
 from mlm.data.sampler import Batch
 from mlm.models.documents import Boundaries, Documents
 from mlm.models.gpt2 import GPT2

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from mlm.config.errors import UserError
-from mlm.config.schema import ModelConfig, OptimizerConfig
+from mlm.config.model_schema import ModelConfig
+from mlm.config.schema import OptimizerConfig
 
 GPT2_TOKENS = 50257
 PADDED_VOCAB = 50304

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlm.config.schema import ModelConfig, ParallelConfig, PrecisionConfig
+from mlm.config.model_schema import ModelConfig
+from mlm.config.schema import ParallelConfig, PrecisionConfig
 from mlm.data.sampler import Batch
 from mlm.models.cache import FIRST_COLUMNS, Fill, KeyValueCache, Reading, Step
 from mlm.models.gpt2 import GPT2

@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from mlm.checkpoint.huggingface import gpt2_from_huggingface
-from mlm.config.schema import DataConfig, ModelConfig
+from mlm.config.model_schema import ModelConfig
+from mlm.config.schema import DataConfig
 from mlm.models import documents as module
 from mlm.models.documents import Boundaries, Spans, bias_of, positions_of, spans_of
 from mlm.models.gpt2 import GPT2

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from mlm.checkpoint.huggingface import gpt2_from_huggingface
-from mlm.config.schema import ModelConfig
+from mlm.config.model_schema import ModelConfig
 from mlm.models.gpt2 import GPT2
 from mlm.models.init import init_parameters
 from mlm.parallel.cross_entropy import full_logits

@@ -8,7 +8,7 @@ import yaml
 
 import mlm
 from mlm.config.build import from_dict
-from mlm.config.schema import ModelConfig
+from mlm.config.model_schema import ModelConfig
 from mlm.models.gpt2 import GPT2
 from mlm.parallel.mesh import shape_context
 from mlm.parallel.sharding import parameter_shards

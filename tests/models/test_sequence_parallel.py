@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from mlm.config.schema import ModelConfig
+from mlm.config.model_schema import ModelConfig
 from mlm.models.gpt2 import GPT2
 from mlm.models.init import init_parameters
 from mlm.models.transformer import TransformerLayer

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mlm.config.schema import ModelConfig, OptimizerConfig
+from mlm.config.model_schema import ModelConfig
+from mlm.config.schema import OptimizerConfig
 from mlm.models.gpt2 import GPT2
 from mlm.models.init import init_parameters
 from mlm.models.stage import Stage

@@ -13,7 +13,8 @@ from torch import Tensor
 from mlm.cli.commands import COMMANDS, resolve
 from mlm.cli.run import report
 from mlm.config.build import build, to_dict
-from mlm.config.schema import DataConfig, ModelConfig, ParallelConfig, PretrainConfig
+from mlm.config.model_schema import ModelConfig
+from mlm.config.schema import DataConfig, ParallelConfig, PretrainConfig
 from tests.checkpoint.helpers import save
 
 MODEL = ModelConfig(num_layers=2, hidden_size=8, num_heads=2, vocab_size=32, max_positions=16)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from mlm.config.convert_schema import ExportHFConfig, ImportHFConfig
-from mlm.config.schema import ModelConfig
+from mlm.config.model_schema import ModelConfig
 from mlm.data.train_tokenizer import train_bpe
 from mlm.tasks import export_hf, import_hf
 

@@ -13,7 +13,8 @@ import torch
 from mlm.checkpoint.stream import GlobalTensor, write_streamed
 from mlm.config.build import to_dict
 from mlm.config.checkpoint_schema import ReshardConfig
-from mlm.config.schema import ModelConfig, PretrainConfig
+from mlm.config.model_schema import ModelConfig
+from mlm.config.schema import PretrainConfig
 from mlm.tasks.reshard import run
 from mlm.tasks.run_folder import parameters
 

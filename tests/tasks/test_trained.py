@@ -8,7 +8,8 @@ import pytest
 from mlm.checkpoint.save_load import Manifest
 from mlm.config.build import to_dict
 from mlm.config.errors import CorruptFileError
-from mlm.config.schema import DataConfig, ModelConfig, ParallelConfig
+from mlm.config.model_schema import ModelConfig
+from mlm.config.schema import DataConfig, ParallelConfig
 from mlm.tasks.trained import split_faults, trained_config
 from tests.tasks.checkpoints_on_disk import CONFIG
 

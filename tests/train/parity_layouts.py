@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from itertools import combinations, product
 from typing import Any
 
+from mlm.config.model_schema import ModelConfig
 from mlm.config.parity_schema import ParityConfig
 from mlm.config.schema import (
     DataConfig,
-    ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,

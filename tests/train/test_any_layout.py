@@ -15,14 +15,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from mlm.config.schema import (
-    DataConfig,
-    ModelConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    PretrainConfig,
-    TrainConfig,
-)
+from mlm.config.model_schema import ModelConfig
+from mlm.config.schema import DataConfig, ParallelConfig, PrecisionConfig, PretrainConfig, TrainConfig
 from mlm.optim.adamw import MOMENTS, applied_steps, ensure_state, moment
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.random import derive_seed

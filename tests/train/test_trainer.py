@@ -10,9 +10,9 @@ import torch
 
 from mlm.checkpoint.save_load import latest_checkpoint
 from mlm.config.errors import UserError
+from mlm.config.model_schema import ModelConfig
 from mlm.config.schema import (
     DataConfig,
-    ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,

@@ -13,7 +13,8 @@ from mlm.config.eval_schema import (
     EvalWikitext103Config,
     ZeroShotConfig,
 )
-from mlm.config.schema import ModelConfig, PretrainConfig
+from mlm.config.model_schema import ModelConfig
+from mlm.config.schema import PretrainConfig
 from mlm.data.tokenizer import Tokenizer
 from mlm.files import write_atomic
 from mlm.parallel.mesh import ParallelContext
