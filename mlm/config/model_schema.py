@@ -59,6 +59,11 @@ class ModelConfig:
         """Width of the MLP with its default filled in."""
         return self.ffn_hidden_size or 4 * self.hidden_size
 
+    @property
+    def is_tied(self) -> bool:
+        """Whether the output layer is the token table, which the last stage then holds too."""
+        return self.head == "language_model"
+
     def padded_vocab_size(self, tp: int) -> int:
         """vocab_size rounded up to vocab_multiple * tp, so each of tp ranks holds equal whole tiles."""
         quantum = self.vocab_multiple * tp

@@ -112,6 +112,12 @@ class DataConfig:
     """Let tokens attend only to their own document."""
     mask_eod_loss: bool = False
     """Do not score what follows an end-of-document token: the first token of the next document."""
+    masked_lm_prob: float = 0.15
+    """bert: share of a sample's tokens that are to be predicted."""
+    short_seq_prob: float = 0.1
+    """bert: share of samples made shorter than seq_length, so that the model learns to read such."""
+    max_ngram: int = 3
+    """bert: words masked together at the most; n with probability proportional to 1/n."""
     eod_id: int | None = None
     """The end-of-document token, for these three; null takes that of the corpus's receipt or tokenizer."""
 

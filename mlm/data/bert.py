@@ -8,6 +8,7 @@ exactly one of its samples (bert_pairs.py), which are served in an order shuffle
 is a function of (corpus, settings, seed, i) alone, whatever num_samples is and whichever process reads it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -48,7 +49,27 @@ class BERTSamples:
     labels: Ids
     """int64 [n, S]: the true token where one is to be predicted, else -100."""
     is_swapped: Ids
-    """int64 [n]: 1 where A follows B in the document (label of sentence-order prediction)."""
+    """int64 [n]: 1 where A follows B in the document (label of sentence-order prediction); -100 where that
+    is not scored."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, rows: "slice | Ids") -> "BERTSamples":
+        """Some of the samples."""
+        return BERTSamples(*(getattr(self, f.name)[rows] for f in fields(self)))
+
+    @staticmethod
+    def joined(parts: "Sequence[BERTSamples]") -> "BERTSamples":
+        """Samples behind each other."""
+        names = [f.name for f in fields(BERTSamples)]
+        return BERTSamples(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
+    def unscored_from(self, first: int) -> "BERTSamples":
+        """The same samples, of which those from `first` on are not scored."""
+        labels, is_swapped = self.labels.copy(), self.is_swapped.copy()
+        labels[first:] = is_swapped[first:] = IGNORED
+        return BERTSamples(self.tokens, self.token_types, self.lengths, labels, is_swapped)
 
     @property
     def padding_mask(self) -> NDArray[np.bool_]:
@@ -105,14 +126,18 @@ class BERTDataset:
     def __len__(self) -> int:
         return self.num_samples
 
+    @property
+    def epoch_samples(self) -> int:
+        """Samples of the first pass over the corpus."""
+        return int(self.epoch(0).shape[1])
+
     def gather(self, sample_ids: ArrayLike) -> BERTSamples:
         """Samples in bulk. The ids must be in range. Raises UserError on a token outside the vocabulary."""
         ids = np.asarray(sample_ids, dtype=np.int64)
         assert ids.size == 0 or (ids.min() >= 0 and ids.max() < self.num_samples), "sample id out of range"
         rows = max(1, BATCH // self.seq_length)
-        parts = [self._gather(ids[at : at + rows]) for at in range(0, max(1, len(ids)), rows)]
-        return BERTSamples(
-            *(np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(BERTSamples))
+        return BERTSamples.joined(
+            [self._gather(ids[at : at + rows]) for at in range(0, max(1, len(ids)), rows)]
         )
 
     def epoch(self, number: int) -> Ids:

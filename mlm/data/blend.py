@@ -28,6 +28,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from mlm.data.bert import BERTDataset, BERTSamples
 from mlm.data.gpt import GPTDataset
 
 MAX_SAMPLES = 1 << 50
@@ -46,7 +47,7 @@ class BlendedDataset:
 
     def __init__(
         self,
-        datasets: Sequence[GPTDataset],
+        datasets: Sequence[GPTDataset | BERTDataset],
         weights: ArrayLike,
         *,
         num_samples: int,
@@ -69,14 +70,16 @@ class BlendedDataset:
         source, number = locate(self.weights, ids - self.from_sample)
         return source, number + self.first[source]
 
-    def gather(self, sample_ids: ArrayLike) -> Ids:
-        """Samples in bulk: int64 [n, seq_length + 1]. The ids must be in range."""
+    def gather(self, sample_ids: ArrayLike) -> Ids | BERTSamples:
+        """Samples in bulk, as the corpora give them. The ids must be in range."""
         source, number = self.locate(sample_ids)
-        samples = np.empty((len(source), self.datasets[0].seq_length + 1), dtype=np.int64)
-        for i in np.unique(source):
-            mine = source == i
-            samples[mine] = self.datasets[i].gather(number[mine])
-        return samples
+        order = np.argsort(source, kind="stable")
+        parts = [self.datasets[i].gather(number[source == i]) for i in np.unique(source)]
+        back = np.empty_like(order)
+        back[order] = np.arange(len(order))
+        if isinstance(parts[0], BERTSamples):
+            return BERTSamples.joined(parts)[back]
+        return np.concatenate(parts)[back]
 
 
 def locate(weights: ArrayLike, sample_ids: ArrayLike) -> tuple[Ids, Ids]:

@@ -16,16 +16,20 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from mlm.data.bert import BERTSamples
 from mlm.data.gpt import IGNORED
+
+Samples = NDArray[np.int64] | BERTSamples
+"""What a dataset gathers: GPT's samples, int64 [n, S + 1], IGNORED where there is no token; or BERT's."""
 
 
 class Dataset(Protocol):
-    """What a loader reads: samples of seq_length + 1 tokens by number."""
+    """What a loader reads: samples by number."""
 
     def __len__(self) -> int: ...
 
-    def gather(self, sample_ids: ArrayLike, /) -> NDArray[np.int64]:
-        """Samples int64 [n, S + 1]; IGNORED where there is no token."""
+    def gather(self, sample_ids: ArrayLike, /) -> Samples:
+        """Samples in bulk."""
         ...
 
 
@@ -41,13 +45,48 @@ class Batch:
     """Number of the first sample in the whole run: dropout streams are a function of it."""
 
 
-def as_batch(samples: NDArray[np.int64], first_sample: int, *, pin_memory: bool = False) -> Batch:
-    """Inputs and labels of samples [B, S + 1]. A position without a token is fed 0 and not scored."""
-    tokens = torch.from_numpy(np.maximum(samples[:, :-1], 0))
-    labels = torch.from_numpy(np.ascontiguousarray(samples[:, 1:]))
-    if pin_memory:  # page-locked memory copies to a CUDA device without making the host wait
-        tokens, labels = tokens.pin_memory(), labels.pin_memory()
-    return Batch(tokens, labels, first_sample)
+@dataclass(frozen=True, eq=False)
+class BERTBatch:
+    """One micro-batch of BERT samples; see BERTSamples."""
+
+    tokens: Tensor
+    """[B, S] int64: masked, padded on the right."""
+    token_types: Tensor
+    """[B, S] int64."""
+    lengths: Tensor
+    """[B] int64: tokens before the padding."""
+    labels: Tensor
+    """[B, S] int64: the true token where one is to be predicted, else -100."""
+    is_swapped: Tensor
+    """[B] int64: 1 where the second segment comes first in its document; -100 is not scored."""
+    first_sample: int
+    """As in Batch."""
+
+
+AnyBatch = Batch | BERTBatch
+
+
+def as_batch(samples: Samples, first_sample: int, *, pin_memory: bool = False) -> AnyBatch:
+    """A micro-batch of these samples.
+
+    Of GPT's [B, S + 1] inputs and labels; a position without a token is fed 0 and not scored.
+    """
+
+    def tensor(x: NDArray[np.int64]) -> Tensor:
+        made = torch.from_numpy(np.ascontiguousarray(x))
+        # page-locked memory copies to a CUDA device without making the host wait
+        return made.pin_memory() if pin_memory else made
+
+    if isinstance(samples, BERTSamples):
+        return BERTBatch(
+            tokens=tensor(samples.tokens),
+            token_types=tensor(samples.token_types),
+            lengths=tensor(samples.lengths),
+            labels=tensor(samples.labels),
+            is_swapped=tensor(samples.is_swapped),
+            first_sample=first_sample,
+        )
+    return Batch(tensor(np.maximum(samples[:, :-1], 0)), tensor(samples[:, 1:]), first_sample)
 
 
 @dataclass(frozen=True)
@@ -62,7 +101,7 @@ class Plan:
     size: int
     pin_memory: bool
 
-    def step(self, number: int) -> list[Batch] | None:
+    def step(self, number: int) -> list[AnyBatch] | None:
         """This rank's micro-batches of the given step from here, or None when samples run out."""
         begin = self.consumed_samples + number * self.global_batch_size
         if begin + self.global_batch_size > len(self.dataset):
@@ -70,10 +109,10 @@ class Plan:
         stride = self.size * self.micro_batch_size
         first = np.arange(begin, begin + self.global_batch_size, stride) + self.rank * self.micro_batch_size
         ids = (first[:, None] + np.arange(self.micro_batch_size)).reshape(-1)
-        samples = np.split(self.dataset.gather(ids), len(first))
+        samples, b = self.dataset.gather(ids), self.micro_batch_size
         return [
-            as_batch(part, int(sample), pin_memory=self.pin_memory)
-            for part, sample in zip(samples, first, strict=True)
+            as_batch(samples[i * b : (i + 1) * b], int(sample), pin_memory=self.pin_memory)
+            for i, sample in enumerate(first)
         ]
 
 
@@ -84,7 +123,7 @@ class End:
     error: BaseException | None = None
 
 
-Queue = queue.Queue[list[Batch] | End]
+Queue = queue.Queue[list[AnyBatch] | End]
 
 
 class Loader:
@@ -118,10 +157,10 @@ class Loader:
         )
         self._thread.start()
 
-    def __iter__(self) -> Iterator[list[Batch]]:
+    def __iter__(self) -> Iterator[list[AnyBatch]]:
         return self
 
-    def __next__(self) -> list[Batch]:
+    def __next__(self) -> list[AnyBatch]:
         if self._end is None:
             item = self._queue.get()
             if not isinstance(item, End):
@@ -169,11 +208,11 @@ def read_ahead(plan: Plan, out: Queue, stop: threading.Event) -> None:
 
 def eval_batches(
     windows: Dataset, *, micro_batch_size: int, rank: int, size: int, limit: int | None = None
-) -> Iterator[Batch]:
+) -> Iterator[AnyBatch]:
     """Micro-batches of this rank such that all ranks together score every window exactly once.
 
     `limit` scores only the first so many windows, whatever the layout. Every rank yields the same number of
-    micro-batches of the same shape; what fills them up has labels -100 throughout.
+    micro-batches of the same shape; what fills them up is not scored.
     """
     count = len(windows) if limit is None else min(limit, len(windows))
     rounds = -(-count // (micro_batch_size * size))
@@ -181,4 +220,8 @@ def eval_batches(
         first = (i * size + rank) * micro_batch_size
         ids = first + np.arange(micro_batch_size)
         samples = windows.gather(np.minimum(ids, count - 1))
-        yield as_batch(np.where((ids < count)[:, None], samples, IGNORED), first)
+        filled = max(0, count - first)  # from there on
+        if isinstance(samples, BERTSamples):
+            yield as_batch(samples.unscored_from(filled), first)
+        else:
+            yield as_batch(np.where((ids < count)[:, None], samples, IGNORED), first)

@@ -1,9 +1,10 @@
-"""Causal self-attention with its heads split over the tensor-parallel ranks.
+"""Self-attention with its heads split over the tensor-parallel ranks, causal in a GPT-2.
 
 Shapes: S sequence, B micro-batch, H hidden, N heads, D head_dim, t = tensor-parallel size.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -20,7 +21,7 @@ from mlm.parallel.random import DropoutStream, dropout
 
 
 class SelfAttention(nn.Module):
-    """Multi-head causal self-attention (arXiv:1909.08053, section 3, figure 3b).
+    """Multi-head self-attention (arXiv:1909.08053, section 3, figure 3b).
 
     The rows of the fused qkv weight are ordered [head][q, k, v][head_dim]: a contiguous cut at any tp that
     divides num_heads gives whole heads.
@@ -38,7 +39,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         if config.num_heads % tp.size:
             raise ValueError(f"num_heads={config.num_heads} must be divisible by tp={tp.size}")
-        self.layer, self.recompute = layer, recompute
+        self.layer, self.recompute, self.causal = layer, recompute, config.kind == "gpt2"
         self.head_dim, self.dropout = config.head_dim, config.attention_dropout
         h, std = config.hidden_size, config.init_std
         out_std = std / math.sqrt(2 * config.num_layers)
@@ -53,8 +54,8 @@ class SelfAttention(nn.Module):
         reading: Reading | None = None,
     ) -> Tensor:
         """[S, B, H] -> [S, B, H], or [S/t, B, H] with sequence parallelism; `stream` is None where there is
-        no dropout (evaluation). With `spans` each document attends to itself alone; with `reading` tokens
-        attend to what the cache holds of their texts."""
+        no dropout (evaluation). With `spans` each document attends to itself alone, or no token to padding;
+        with `reading` tokens attend to what the cache holds of their texts."""
         qkv = self.qkv(x)  # [S, B, 3H/t]: all of S, also with sequence parallelism
         if reading is not None:
             return self.out(reading.attend(self.layer, qkv, self.head_dim))
@@ -65,11 +66,15 @@ class SelfAttention(nn.Module):
         return self.out(results[0] if len(results) == 1 else torch.cat(results, dim=-1))
 
     def _fused(self, qkv: Tensor, p: float, spans: Spans | None) -> Tensor:
+        return self._inside(spans, partial(fused_attention, head_dim=self.head_dim, p=p), qkv)
+
+    def _inside(self, spans: Spans | None, attention: Callable[..., Tensor], qkv: Tensor) -> Tensor:
+        """`attention` where a token may look: at all before it (or all, if not causal), within its span."""
         if spans is None:
-            return fused_attention(qkv, self.head_dim, p)
+            return attention(qkv, causal=self.causal)
         if spans.bias is not None:
-            return fused_attention(qkv, self.head_dim, p, spans.bias)
-        return spans.each(partial(fused_attention, head_dim=self.head_dim, p=p), qkv)
+            return attention(qkv, bias=spans.bias, causal=False)
+        return spans.each(partial(attention, causal=self.causal), qkv)
 
     def _with_dropout(self, qkv: Tensor, stream: DropoutStream, rank: int, spans: Spans | None) -> Tensor:
         """Attention with the dropout mask of one tp rank; on CPUs PyTorch has no fused kernel for it."""
@@ -79,10 +84,10 @@ class SelfAttention(nn.Module):
 
         def core(qkv: Tensor) -> Tensor:
             stream.enter(self.layer, "attention", rank)
-            if spans is None:
-                return unfused_attention(qkv, self.head_dim, self.dropout)
             # one document after the other, so their masks too are functions of the micro-batch alone
-            return spans.each(partial(unfused_attention, head_dim=self.head_dim, p=self.dropout), qkv)
+            return self._inside(
+                spans, partial(unfused_attention, head_dim=self.head_dim, p=self.dropout), qkv
+            )
 
         if self.recompute and torch.is_grad_enabled():
             # only here is anything of size S * S kept: fused kernels recompute it by themselves
@@ -91,24 +96,36 @@ class SelfAttention(nn.Module):
         return core(qkv)
 
 
-def fused_attention(qkv: Tensor, head_dim: int, p: float, bias: Tensor | None = None) -> Tensor:
-    """Attention by PyTorch's best kernel: [S, B, 3H/t] -> [S, B, H/t]. Causal, or by `bias` [B, 1, S, S]."""
+def fused_attention(
+    qkv: Tensor, head_dim: int, p: float, bias: Tensor | None = None, causal: bool = True
+) -> Tensor:
+    """Attention by PyTorch's best kernel: [S, B, 3H/t] -> [S, B, H/t].
+
+    Causal or not; `bias`, [B, 1, S, S] or [B, 1, 1, S], is added to the scores of what is not causal.
+    """
     s, b, _ = qkv.shape
     q, k, v = qkv.view(s, b, -1, 3, head_dim).permute(3, 1, 2, 0, 4).unbind(0)  # each [B, N/t, S, D]
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=p, is_causal=bias is None)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=p, is_causal=causal)
     return y.permute(2, 0, 1, 3).reshape(s, b, -1)  # from [B, N/t, S, D]
 
 
-def unfused_attention(qkv: Tensor, head_dim: int, p: float) -> Tensor:
+def unfused_attention(
+    qkv: Tensor, head_dim: int, p: float, bias: Tensor | None = None, causal: bool = True
+) -> Tensor:
     """softmax(q k^T / sqrt(D)) v with dropout on the probabilities: [S, B, 3H/t] -> [S, B, H/t].
 
     Keeps five bytes per score in half precision for backward: probabilities, mask, and their product
-    (arXiv:2205.05198, section 4.1).
+    (arXiv:2205.05198, section 4.1). `bias` and `causal` as in `fused_attention`.
     """
     s, b, _ = qkv.shape
     heads = qkv.reshape(s, -1, 3, head_dim)  # [S, B * N/t, 3, D]
     q, k, v = heads.permute(2, 1, 0, 3).unbind(0)  # each [B * N/t, S, D], views
-    causal = torch.full((s, s), -math.inf, dtype=q.dtype, device=q.device).triu_(1)
-    scores = torch.baddbmm(causal, q, k.transpose(1, 2), alpha=1 / math.sqrt(head_dim))  # [B * N/t, S, S]
+    if causal:
+        added = torch.full((s, s), -math.inf, dtype=q.dtype, device=q.device).triu_(1)
+    elif bias is not None:  # a text's heads lie side by side
+        added = bias.expand(b, heads.shape[1] // b, -1, s).flatten(0, 1)  # [B * N/t, 1 or S, S]
+    else:
+        added = q.new_zeros(())
+    scores = torch.baddbmm(added, q, k.transpose(1, 2), alpha=1 / math.sqrt(head_dim))  # [B * N/t, S, S]
     y = torch.bmm(dropout(torch.softmax(scores, -1), p), v)  # [B * N/t, S, D]
     return y.transpose(0, 1).reshape(s, b, -1)

@@ -26,8 +26,8 @@ class Spans:
     lengths: tuple[tuple[int, ...], ...]
     """Tokens of each document, for each of the B samples; empty where `bias` serves."""
     bias: Tensor | None = None
-    """[B, 1, S, S]: 0 where a token attends, -inf elsewhere, in the dtype of activations. One kernel for
-    the whole micro-batch is what a GPU wants."""
+    """[B, 1, S, S] or [B, 1, 1, S]: 0 where a token attends, -inf elsewhere, in the dtype of activations. One
+    kernel for the whole micro-batch is what a GPU wants."""
 
     @torch.compiler.disable  # lengths differ from batch to batch: each would be compiled anew
     def each(self, attention: Callable[[Tensor], Tensor], qkv: Tensor) -> Tensor:
@@ -99,6 +99,21 @@ def spans_of(ends: Tensor, dtype: torch.dtype) -> Spans:
     if ends.device.type == "cpu":
         return Spans(tuple(map(_lengths, _behind(ends))))
     return Spans((), bias_of(ends, dtype))
+
+
+def without_padding(lengths: Tensor, width: int, dtype: torch.dtype, device: torch.device) -> Spans | None:
+    """What keeps the tokens of texts from looking at the padding behind them; None where there is none.
+
+    Args:
+        lengths: [B] int64 on the host.
+        width: S, padding included.
+        dtype: of activations.
+    """
+    if int(lengths.min()) == width:
+        return None
+    is_padding = torch.arange(width) >= lengths[:, None]  # [B, S]
+    bias = torch.zeros(is_padding.shape, dtype=dtype).masked_fill_(is_padding, -math.inf)
+    return Spans((), bias[:, None, None].to(device, non_blocking=True))
 
 
 def bias_of(ends: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,102 +5,18 @@ stages the hidden states are [S, B, H], with sequence parallelism [S/t, B, H].
 """
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
-from mlm.config.model_schema import ModelConfig
+from mlm.models.backbone import Transformer
 from mlm.models.cache import Reading
 from mlm.models.documents import Documents
-from mlm.models.stage import Stage, split_layers
-from mlm.models.transformer import LayerNorm, TransformerLayer
 from mlm.parallel.collectives import copy_to_tp, gather_rows, gather_sequence
 from mlm.parallel.cross_entropy import full_logits, linear_cross_entropy, token_losses, token_scores
-from mlm.parallel.layers import VocabParallelEmbedding
-from mlm.parallel.mesh import Axis
 from mlm.parallel.random import DropoutStream
 
 
-class PositionEmbedding(nn.Module):
-    """Learned position table [max_positions, H], replicated over tp."""
-
-    def __init__(self, max_positions: int, hidden_size: int, *, init_std: float) -> None:
-        super().__init__()
-        self.init_std = init_std
-        self.weight = nn.Parameter(torch.empty(max_positions, hidden_size))
-
-    def forward(self, positions: range | Tensor) -> Tensor:
-        """[len(positions), 1, H]; of positions int64 [S, B] that are each sample's own, [S, B, H]."""
-        if isinstance(positions, Tensor):
-            return F.embedding(positions, self.weight)
-        return self.weight[positions.start : positions.stop].unsqueeze(1)
-
-
-class GPT2(nn.Module):
-    """Decoder-only transformer with learned positions and an output layer tied to the token table.
-
-    One pipeline stage of it, or all: `token` and `position` are there in the first stage, `final_norm` and
-    again `token` in the last. Parameters are kept in float32 (or float64); activations are of `dtype`.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        tp: Axis,
-        dtype: torch.dtype = torch.float32,
-        recompute: str = "none",
-        sequence_parallel: bool = False,
-        stage: Stage | None = None,
-    ) -> None:
-        super().__init__()
-        self.config, self.tp, self.dtype, self.recompute = config, tp, dtype, recompute
-        self.sequence_parallel = sequence_parallel and tp.size > 1
-        self.stage = stage = stage or split_layers(config.num_layers, 1)[0]
-        h, std = config.hidden_size, config.init_std
-        if stage.is_first or stage.is_last:
-            self.token = VocabParallelEmbedding(
-                config.vocab_size,
-                config.padded_vocab_size(tp.size),
-                h,
-                tp=tp,
-                sequence_parallel=self.sequence_parallel,
-                is_tied_copy=not stage.is_first,
-                init_std=std,
-            )
-        if stage.is_first:
-            self.position = PositionEmbedding(config.max_positions, h, init_std=std)
-        self.layers = nn.ModuleDict(
-            {
-                str(n): TransformerLayer(
-                    config,
-                    layer=n,
-                    tp=tp,
-                    sequence_parallel=self.sequence_parallel,
-                    recompute_attention=recompute == "selective",
-                )
-                for n in stage.layers
-            }
-        )
-        if stage.is_last:
-            self.final_norm = LayerNorm(h, eps=config.layer_norm_eps)
-
-    def boundary_shape(self, tokens: Tensor) -> tuple[int, int, int]:
-        """Shape of the hidden states between stages for tokens [B, S]."""
-        batch, length = tokens.shape
-        return length // (self.tp.size if self.sequence_parallel else 1), batch, self.config.hidden_size
-
-    def embed(
-        self, tokens: Tensor, stream: DropoutStream | None, documents: Documents | None = None
-    ) -> Tensor:
-        """Tokens [B, S] -> hidden states before the first layer."""
-        rows = self.boundary_shape(tokens)[0]
-        first = self.tp.rank * rows if self.sequence_parallel else 0
-        positions: range | Tensor = range(first, first + rows)
-        if documents is not None and documents.positions is not None:
-            positions = documents.positions.t()[first : first + rows]
-        x = (self.token(tokens.t()) + self.position(positions)).to(self.dtype)
-        return x if stream is None else stream.hidden(x, self.config.hidden_dropout, -1, "embedding")
+class GPT2(Transformer):
+    """Decoder-only transformer with an output layer tied to the token table."""
 
     def hidden_states(
         self,
@@ -111,15 +27,9 @@ class GPT2(nn.Module):
     ) -> Tensor:
         """Hidden states behind this stage's layers, normed in the last: tokens [B, S] for the first stage,
         the hidden states `x` of the stage before for the others."""
-        x = self.embed(tokens, stream, documents) if x is None else x
-        spans = None if documents is None else documents.spans
-        for layer in self.layers.values():
-            if self.recompute == "full" and torch.is_grad_enabled():
-                # masks are functions of the stream and the layer: no generator state to stash and restore
-                x = checkpoint(layer, x, stream, spans, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x = layer(x, stream, spans)
-        return self.final_norm(x) if self.stage.is_last else x
+        if x is None:
+            x = self.embed(tokens, stream, None if documents is None else documents.positions)
+        return self.through_layers(x, stream, None if documents is None else documents.spans)
 
     def forward(
         self,
@@ -186,7 +96,9 @@ class GPT2(nn.Module):
         none, nothing [0]. Others: hidden states.
         """
         assert not self.sequence_parallel
-        x = self.embed(tokens, None, reading.documents) if x is None else x
+        if x is None:
+            documents = reading.documents
+            x = self.embed(tokens, None, None if documents is None else documents.positions)
         for layer in self.layers.values():
             x = layer(x, None, None, reading)
         if not self.stage.is_last:

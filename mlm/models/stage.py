@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-BEHIND = ("final_norm",)
+BEHIND = ("final_norm", "pooler", "mlm_head", "sop_head", "classifier")
 """Modules of a model behind its layers: they are in the last stage."""
 
 

@@ -1,4 +1,4 @@
-"""A transformer layer: attention and MLP on a residual stream, layer norm first.
+"""A transformer layer: attention and MLP on a residual stream, layer norm first or last.
 
 Shapes: S sequence, B micro-batch, H hidden, F ffn_size, t = tensor-parallel size. With sequence parallelism
 the residual stream is [S/t, B, H] (arXiv:2205.05198, section 4.2.2).
@@ -26,6 +26,11 @@ class LayerNorm(nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
+def activate(x: Tensor, activation: str) -> Tensor:
+    """GELU of model.activation (arXiv:1606.08415)."""
+    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
 class MLP(nn.Module):
     """y = W2 gelu(W1 x): W1 split by column, W2 by row (arXiv:1909.08053, figure 3a)."""
 
@@ -33,16 +38,19 @@ class MLP(nn.Module):
         super().__init__()
         h, f, std = config.hidden_size, config.ffn_size, config.init_std
         out_std = std / math.sqrt(2 * config.num_layers)
+        self.activation = config.activation
         self.up = ColumnParallelLinear(h, f, tp=tp, sequence_parallel=sequence_parallel, init_std=std)
         self.down = RowParallelLinear(f, h, tp=tp, sequence_parallel=sequence_parallel, init_std=out_std)
 
     def forward(self, x: Tensor) -> Tensor:
         """[S, B, H] -> [S, B, H]."""
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
+        return self.down(activate(self.up(x), self.activation))
 
 
 class TransformerLayer(nn.Module):
-    """x + drop(attention(norm(x))), then + drop(mlp(norm(·))): the layer of GPT-2."""
+    """x + drop(attention(norm(x))), then + drop(mlp(norm(·))): the layer of GPT-2, and of a BERT that grows
+    (arXiv:1909.08053, figure 7b). With norm=post norm(x + drop(attention(x))), then the same with the MLP:
+    that of the first BERT (figure 7a)."""
 
     def __init__(
         self,
@@ -54,7 +62,7 @@ class TransformerLayer(nn.Module):
         recompute_attention: bool = False,
     ) -> None:
         super().__init__()
-        self.layer, self.dropout = layer, config.hidden_dropout
+        self.layer, self.dropout, self.norms_first = layer, config.hidden_dropout, config.norm == "pre"
         self.attention_norm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.attention = SelfAttention(
             config,
@@ -75,6 +83,10 @@ class TransformerLayer(nn.Module):
     ) -> Tensor:
         """[S, B, H] -> [S, B, H]. With `spans` no document sees another; with `reading` earlier tokens are
         in its cache."""
+        if not self.norms_first:
+            y = self.attention(x, stream, spans, reading)
+            x = self.attention_norm(x + self._drop(y, stream, "attention out"))
+            return self.mlp_norm(x + self._drop(self.mlp(x), stream, "mlp out"))
         y = self.attention(self.attention_norm(x), stream, spans, reading)
         x = x + self._drop(y, stream, "attention out")
         return x + self._drop(self.mlp(self.mlp_norm(x)), stream, "mlp out")

@@ -78,12 +78,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         labels: Tensor,
         scale: Tensor,
         table: VocabParallelEmbedding,
         chunk_bytes: int | None,
-    ) -> Tensor:
+        counts_hits: bool,
+    ) -> tuple[Tensor, Tensor]:
         compute = weight.to(hidden.dtype)
+        added = None if bias is None else bias.to(hidden.dtype)
         rows = chunk_rows(hidden.shape[0], weight.shape[0], hidden.device, chunk_bytes)
         d_hidden = torch.empty_like(hidden)
         # [H, V/t] where the product is faster that way round (matmul.weight_gradient says why); turned once
@@ -93,10 +96,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dtype=wide(weight.dtype),
             memory_format=torch.contiguous_format,
         )
+        d_bias = None if bias is None else torch.zeros_like(bias, dtype=wide(bias.dtype))
         loss = torch.zeros((), dtype=wide(hidden.dtype), device=hidden.device)
+        hits = torch.zeros_like(loss)
         for first in range(0, hidden.shape[0], rows):
             part = slice(first, first + rows)
-            logits = product(hidden[part], compute).to(wide(hidden.dtype))
+            logits = product(hidden[part], compute, added).to(wide(hidden.dtype))
+            if counts_hits:
+                hits += is_most_probable(logits, labels[part], table).sum()
             p, losses, column = softmax_and_loss(logits, labels[part], table)
             loss += losses.sum()
             # gradient of a row's loss: p - onehot(label); ignored rows get weight 0
@@ -107,17 +114,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dlogits, row_scale = p.to(hidden.dtype), row_scale.to(hidden.dtype)
             # the row scale multiplies H-wide operands rather than V-wide ones
             torch.mul(product(dlogits, compute.t()), row_scale, out=d_hidden[part])
+            if d_bias is not None:
+                d_bias += (row_scale.t() @ dlogits).squeeze(0)
             left, right = dlogits, hidden[part] * row_scale
             d_weight += product(right.t(), left.t()) if turned else product(left.t(), right.t())
-        ctx.save_for_backward(d_hidden, (d_weight.t().contiguous() if turned else d_weight).to(weight.dtype))
-        return loss * scale
+        d_weight = (d_weight.t().contiguous() if turned else d_weight).to(weight.dtype)
+        ctx.save_for_backward(d_hidden, d_weight, None if d_bias is None else d_bias.to(table.weight.dtype))
+        hits = hits * scale
+        ctx.mark_non_differentiable(hits)
+        return loss * scale, hits
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        d_hidden, d_weight = ctx.saved_tensors
+    def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        d_hidden, d_weight, d_bias = ctx.saved_tensors
         if dy.device.type != "cpu" or dy.item() != 1.0:  # reading it would synchronise on a GPU
             d_hidden, d_weight = d_hidden.mul_(dy.to(d_hidden.dtype)), d_weight.mul_(dy)
-        return d_hidden, d_weight, None, None, None, None
+            d_bias = None if d_bias is None else d_bias.mul_(dy)
+        return d_hidden, d_weight, d_bias, None, None, None, None, None
 
 
 def linear_cross_entropy(
@@ -139,7 +152,21 @@ def linear_cross_entropy(
     Returns:
         0-d float32 (float64 for float64 input).
     """
-    return _LinearCrossEntropy.apply(hidden, table.weight, labels, scale, table, chunk_bytes)
+    loss: Tensor = _LinearCrossEntropy.apply(
+        hidden, table.weight, None, labels, scale, table, chunk_bytes, False
+    )[0]
+    return loss
+
+
+def cross_entropy_and_hits(
+    hidden: Tensor, labels: Tensor, table: VocabParallelEmbedding, bias: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `linear_cross_entropy`, with `bias` [V/t] on the logits; and scale * how many labels of scored rows
+    are the most probable token, 0-d, without a gradient."""
+    result: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(
+        hidden, table.weight, bias, labels, scale, table, None, True
+    )
+    return result
 
 
 @torch.no_grad()
@@ -155,17 +182,21 @@ def token_losses(hidden: Tensor, labels: Tensor, table: VocabParallelEmbedding) 
 
 
 @torch.no_grad()
-def token_scores(hidden: Tensor, labels: Tensor, table: VocabParallelEmbedding) -> Tensor:
+def token_scores(
+    hidden: Tensor, labels: Tensor, table: VocabParallelEmbedding, bias: Tensor | None = None
+) -> Tensor:
     """Each row's loss, and 1 where its label is the most probable token, else 0: [R, H], [R] -> [2, R].
 
     float32 (float64 for float64 input), the same on every tp rank. Of equal logits the one of the lowest
-    token id is the most probable, at every tp; padding never is. No row is ignored.
+    token id is the most probable, at every tp; padding never is. `bias` [V/t] is added to the logits. Both
+    are 0 where the label is IGNORE.
     """
+    added = None if bias is None else bias.to(hidden.dtype)
     compute = table.weight.to(hidden.dtype)
     rows = chunk_rows(hidden.shape[0], compute.shape[0], hidden.device)
     scores = []
     for h, y in zip(hidden.split(rows), labels.split(rows), strict=True):
-        logits = product(h, compute).to(wide(h.dtype))
+        logits = product(h, compute, added).to(wide(h.dtype))
         best = is_most_probable(logits, y, table)
         scores.append(torch.stack([softmax_and_loss(logits, y, table)[1], best.to(logits.dtype)]))
     return torch.cat(scores, 1)

@@ -68,6 +68,13 @@ class DropoutStream:
             parts.append(dropout(part, p))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def everywhere(self, x: Tensor, p: float, layer: int, site: str) -> Tensor:
+        """Dropout of what every tp rank computes alike, whatever hidden states are cut into."""
+        if p == 0:
+            return x
+        self.enter(layer, site, SHARED[0])
+        return dropout(x, p)
+
     @torch.compiler.disable
     def enter(self, layer: int, site: str, tp_rank: int) -> None:
         """Seed the device's default generator for `site` of global layer number `layer`.

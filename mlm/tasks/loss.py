@@ -1,8 +1,13 @@
 """`mlm eval loss`: mean loss, perplexity and bits per byte of a checkpoint over an indexed corpus.
 
-Protocol: the corpus's tokens in their order, cut into windows of seq_length; each token but the very first is
-scored once, with the tokens before it in its window as context. Perplexity is exp(mean loss per token). Bits
-per byte is the summed loss in bits over the UTF-8 bytes of the text: comparable between tokenizers.
+Protocol of a GPT-2: the corpus's tokens in their order, cut into windows of seq_length; each token but the
+very first is scored once, with the tokens before it in its window as context. Perplexity is exp(mean loss per
+token). Bits per byte is the summed loss in bits over the UTF-8 bytes of the text: comparable across
+tokenizers.
+
+That of a BERT: one pass over the corpus's samples, as in pretraining but masked in one way whatever the seed
+of the run; loss per masked token and per order of two segments, and how many of each are told right.
+
 The score does not depend on layout or batch size.
 """
 
@@ -10,6 +15,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +26,17 @@ from rich.table import Table
 import mlm
 from mlm.checkpoint.format import RESTORE
 from mlm.config.errors import CorruptFileError, UserError
+from mlm.config.model_schema import ModelConfig
 from mlm.config.schema import PretrainConfig
 from mlm.config.task_schema import EvalLossConfig
+from mlm.data.bert_masking import BERTVocab
 from mlm.data.blend_history import trained_on
 from mlm.data.gpt import EvalWindows
 from mlm.data.indexed import IndexedDataset
 from mlm.data.receipt import RECEIPT, check_corpus, read_receipt
-from mlm.data.sampler import Batch, eval_batches
+from mlm.data.sampler import AnyBatch, Dataset, eval_batches
 from mlm.files import digest_file, write_atomic
+from mlm.models.bert import PARTS
 from mlm.parallel.mesh import ParallelContext
 from mlm.tasks.trained import (
     Trained,
@@ -38,9 +47,13 @@ from mlm.tasks.trained import (
     result_file,
 )
 from mlm.terminal import count_progress
-from mlm.train.corpora import validation_prefixes
+from mlm.train.corpora import bert_windows, validation_prefixes
+from mlm.train.objective import pretraining
 from mlm.train.pipelined import evaluate
 from mlm.train.state import saved_history
+
+GPT_PROTOCOL = "consecutive windows, every token but the first scored once"
+BERT_PROTOCOL = "one pass over the samples of pretraining, masks of a fixed seed"
 
 
 def preflight(config: EvalLossConfig) -> list[str]:
@@ -56,6 +69,8 @@ def preflight(config: EvalLossConfig) -> list[str]:
     except UserError as error:
         return [str(error)]
     folder = result_path(config, trained, path, prefix).parent
+    if fault := head_fault(config.ckpt, trained.model):
+        return [fault]
     return [
         *(
             []
@@ -65,6 +80,16 @@ def preflight(config: EvalLossConfig) -> list[str]:
         *check_corpus(prefix, vocab_size=trained.model.vocab_size, seq_length=1, min_samples=1),
         *([] if seq_length > 0 else [f"seq_length={seq_length}: use at least 1"]),
     ]
+
+
+def head_fault(ckpt: str, model: ModelConfig) -> str | None:
+    """Whether a model says nothing about tokens: one that was finetuned, or an encoder alone."""
+    if model.head == "language_model":
+        return None
+    return (
+        f"ckpt={ckpt} holds a {model.kind} with head={model.head}, which predicts no tokens; give a "
+        "pretrained one"
+    )
 
 
 def corpus_prefix(config: EvalLossConfig, trained: PretrainConfig) -> Path:
@@ -102,20 +127,26 @@ def run(config: EvalLossConfig, ctx: ParallelContext) -> None:
     trained = load_trained(config.ckpt, config.parallel, config.precision, ctx)
     prefix, seq_length = corpus_prefix(config, trained.config), window_length(config, trained.config)
     indexed, learnt_from = IndexedDataset(prefix), training_corpora(trained)
-    windows = EvalWindows(indexed, seq_length=seq_length)
+    windows = scored_windows(config, trained, prefix, seq_length)
     batches = eval_batches(windows, micro_batch_size=config.batch_size, rank=ctx.dp.rank, size=ctx.dp.size)
     rounds = -(-len(windows) // (config.batch_size * ctx.dp.size))
-    loss, tokens = evaluate(trained.model, progress(batches, rounds, ctx.is_main))
+    model, objective = trained.model, pretraining(trained.config, ctx, trained.model.dtype)
+    means, counts = evaluate(model, objective, progress(batches, rounds, ctx.is_main))
     if not ctx.is_main:
         return
+    loss, is_bert = math.fsum(means[: objective.losses]), len(means) > 1
     receipt = prefix.with_name(RECEIPT)
     result: dict[str, Any] = {
         "task": "loss",
-        "protocol": "consecutive windows, every token but the first scored once",
+        "protocol": BERT_PROTOCOL if is_bert else GPT_PROTOCOL,
         "loss": loss,
-        "perplexity": math.exp(min(loss, 700.0)),
-        "bits_per_byte": bits_per_byte(loss * tokens, config, prefix, indexed, trained.path),
-        "tokens": tokens,
+        **(dict(zip(objective.parts, means, strict=True)) if is_bert else {}),
+        "perplexity": math.exp(min(means[0], 700.0)),
+        "bits_per_byte": None
+        if is_bert
+        else bits_per_byte(loss * counts[0], config, prefix, indexed, trained.path),
+        "tokens": counts[0],
+        **({"samples": counts[1]} if is_bert else {}),
         "seq_length": seq_length,
         "corpus": str(prefix),
         "corpus_digest": digest_file(indexed.bin_path),
@@ -131,6 +162,14 @@ def run(config: EvalLossConfig, ctx: ParallelContext) -> None:
     out = result_path(config, trained.config, trained.path, prefix)
     write_atomic(out, (json.dumps(result, indent=2) + "\n").encode())
     show(result, out)
+
+
+def scored_windows(config: EvalLossConfig, trained: Trained, prefix: Path, seq_length: int) -> Dataset:
+    """What of the corpus is scored. Raises UserError where it, or the tokenizer, is not a BERT's."""
+    if trained.config.model.kind == "bert":
+        data = replace(trained.config.data, seq_length=seq_length)
+        return bert_windows(data, prefix, BERTVocab.of(load_tokenizer(config.tokenizer, trained.path)))
+    return EvalWindows(IndexedDataset(prefix), seq_length=seq_length)
 
 
 def training_corpora(trained: Trained) -> list[dict[str, Any]]:
@@ -166,7 +205,7 @@ def bits_per_byte(
     return nats / math.log(2) / size if size else None
 
 
-def progress(batches: Iterable[Batch], rounds: int, shown: bool) -> Iterator[Batch]:
+def progress(batches: Iterable[AnyBatch], rounds: int, shown: bool) -> Iterator[AnyBatch]:
     """Pass batches through under a progress bar with an ETA, on a terminal."""
     with count_progress("scoring", rounds, shown=shown) as advance:
         for batch in batches:
@@ -177,15 +216,23 @@ def progress(batches: Iterable[Batch], rounds: int, shown: bool) -> Iterator[Bat
 def show(result: dict[str, Any], out: Path) -> None:
     """The table for people."""
     table = Table(title=f"eval loss · {result['corpus']} · step {result['step']}", title_justify="left")
-    for name in ("tokens", "loss (nats/token)", "perplexity", "bits per byte"):
-        table.add_column(name, justify="right")
     bits = result["bits_per_byte"]
-    table.add_row(
-        f"{result['tokens']:,}",
-        f"{result['loss']:.4f}",
-        f"{result['perplexity']:.2f}",
-        "unknown: no tokenizer" if bits is None else f"{bits:.4f}",
-    )
+    columns = {
+        "tokens": f"{result['tokens']:,}",
+        "loss (nats/token)": f"{result['loss']:.4f}",
+        "perplexity": f"{result['perplexity']:.2f}",
+        "bits per byte": "unknown: no tokenizer" if bits is None else f"{bits:.4f}",
+    }
+    if "samples" in result:
+        columns = {
+            "samples": f"{result['samples']:,}",
+            "masked tokens": f"{result['tokens']:,}",
+            **{name.replace("_", " "): f"{result[name]:.4f}" for name in PARTS},
+            "perplexity of masked tokens": f"{result['perplexity']:.2f}",
+        }
+    for name in columns:
+        table.add_column(name, justify="right")
+    table.add_row(*columns.values())
     console = Console()
     console.print(table)
     console.print(f"written to {out}", highlight=False)

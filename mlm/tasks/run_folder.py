@@ -26,7 +26,7 @@ from mlm.config.model_schema import ModelConfig
 from mlm.config.schema import DataConfig, PretrainConfig
 from mlm.data.tokenizer import Tokenizer
 from mlm.files import fsync_directory
-from mlm.models.gpt2 import GPT2
+from mlm.models.build import MODELS
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import parameter_shards
 from mlm.terminal import byte_progress
@@ -39,7 +39,7 @@ SPARE = 64 << 20  # bytes for manifest, tokenizer and what the file system needs
 def parameters(model: ModelConfig) -> dict[str, GlobalTensor]:
     """Every parameter of a model: its name (layers.0.mlp.up.weight), whole shape without padding, float32."""
     with torch.device("meta"):
-        built = GPT2(model, tp=Axis("tp"))
+        built = MODELS[model.kind](model, tp=Axis("tp"))
     found = {}
     for shard in parameter_shards(built, Axis("tp")):
         split = as_shard(shard, shard.parameter.detach(), model.vocab_multiple).split

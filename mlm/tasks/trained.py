@@ -98,7 +98,7 @@ def load_trained(
         reuse_large_blocks()
     named = named_checkpoint(ckpt)
     layout = ParallelConfig(tp=parallel.tp, pp=parallel.pp, vp=parallel.vp)
-    model = PipelinedModel(named.config.model, layout, precision, ctx, named.config.data)
+    model = PipelinedModel(named.config.model, layout, precision, ctx)
     shards = tuple(shard for chunk in model.chunks for shard in parameter_shards(chunk, ctx.tp))
     load = load_model_folder if is_model_folder(named.path) else load_weights
     return Trained(model, named.config, load(shards, named.path, ctx), named.path)

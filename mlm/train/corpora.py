@@ -7,18 +7,24 @@ from pathlib import Path
 from typing import Any
 
 from mlm.config.blend import entry, names, shares
+from mlm.config.errors import UserError
 from mlm.config.schema import DataConfig, PretrainConfig
+from mlm.data.bert import BERTDataset
+from mlm.data.bert_masking import BERTVocab
 from mlm.data.blend import BlendedDataset
 from mlm.data.blend_history import History, Segment, Source, go_on, known_digest, needed
 from mlm.data.gpt import EvalWindows, GPTDataset
 from mlm.data.indexed import IndexedDataset, bin_path, idx_path
 from mlm.data.receipt import RECEIPT, check_corpus, read_receipt
 from mlm.data.sampler import Dataset
-from mlm.data.synthetic import SyntheticDataset
+from mlm.data.synthetic import SyntheticBERT, SyntheticDataset
+from mlm.data.tokenizer import Tokenizer
 from mlm.files import digest_bytes, digest_file
 from mlm.train.documents import document_faults
 
 SYNTHETIC_VALIDATION_SAMPLES = 256
+VALIDATION_SEED = 0
+"""Of the masks of BERT samples that are scored."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +185,7 @@ def train_dataset(config: PretrainConfig, num_samples: int, history: History = (
     """
     data = config.data
     if data.kind == "synthetic":
-        return SyntheticDataset(config.model.vocab_size, data.seq_length, num_samples, config.seed)
+        return synthetic(config, num_samples, config.seed)
     segment = (history or go_on((), sources(data), 0))[-1]
     datasets = [
         corpus_samples(config, corpus.train, count)
@@ -201,16 +207,60 @@ def is_plain(segment: Segment) -> bool:
     return len(segment.sources) == 1 and segment.sources[0].first == segment.from_sample
 
 
-def corpus_samples(config: PretrainConfig, prefix: Path, num_samples: int) -> GPTDataset:
+def synthetic(config: PretrainConfig, num_samples: int, seed: int) -> Dataset:
+    """Random samples for the model."""
+    kind = SyntheticBERT if config.model.kind == "bert" else SyntheticDataset
+    return kind(config.model.vocab_size, config.data.seq_length, num_samples, seed)
+
+
+def corpus_samples(config: PretrainConfig, prefix: Path, num_samples: int) -> GPTDataset | BERTDataset:
     """The training samples of one corpus."""
     data = config.data
+    cache = Path(data.cache) if data.cache is not None else prefix.parent / "index-cache"
+    if config.model.kind == "bert":
+        return bert_samples(data, prefix, bert_vocab(data), num_samples, seed=config.seed, cache=cache)
     return GPTDataset(
         IndexedDataset(prefix),
         seq_length=data.seq_length,
         num_samples=num_samples,
         seed=config.seed,
-        cache_dir=Path(data.cache) if data.cache is not None else prefix.parent / "index-cache",
+        cache_dir=cache,
     )
+
+
+def bert_samples(
+    data: DataConfig, prefix: Path, vocab: BERTVocab, num_samples: int, *, seed: int, cache: Path | None
+) -> BERTDataset:
+    """BERT samples of one corpus. Raises UserError as BERTDataset does."""
+    return BERTDataset(
+        IndexedDataset(prefix),
+        seq_length=data.seq_length,
+        num_samples=num_samples,
+        seed=seed,
+        vocab=vocab,
+        masked_lm_prob=data.masked_lm_prob,
+        short_seq_prob=data.short_seq_prob,
+        max_ngram=data.max_ngram,
+        cache_dir=cache,
+    )
+
+
+def bert_vocab(data: DataConfig) -> BERTVocab:
+    """What BERT samples must know of the run's tokenizer. Raises UserError."""
+    path = tokenizer_path(data)
+    if path is None:
+        raise UserError(
+            "data.tokenizer=null, and no tokenizer.json lies beside the corpus: BERT samples need the ids of "
+            "[CLS], [SEP], [MASK] and [PAD]; set data.tokenizer=…/tokenizer.json"
+        )
+    return BERTVocab.of(Tokenizer.load(path))
+
+
+def bert_windows(data: DataConfig, prefix: Path, vocab: BERTVocab) -> BERTDataset:
+    """What a BERT is scored on: one pass over a corpus, masked in one way whatever the run's seed."""
+    once = bert_samples(data, prefix, vocab, 1, seed=VALIDATION_SEED, cache=None)
+    once.num_samples = once.epoch_samples
+    return once
 
 
 def validation_prefixes(data: DataConfig) -> dict[str, Path]:
@@ -227,13 +277,17 @@ def validation_sets(config: PretrainConfig, history: History = ()) -> list[Valid
     """What to validate on; empty where there is nothing. Weights are those of the newest blend."""
     data = config.data
     if data.kind == "synthetic":
-        samples = SYNTHETIC_VALIDATION_SAMPLES
-        windows = SyntheticDataset(config.model.vocab_size, data.seq_length, samples, config.seed + 1)
-        return [ValidationSet("", windows, 1.0)]
+        samples = synthetic(config, SYNTHETIC_VALIDATION_SAMPLES, config.seed + 1)
+        return [ValidationSet("", samples, 1.0)]
     weights = {source.name: source.weight for source in history[-1].sources} if history else {}
+    vocab = bert_vocab(data) if config.model.kind == "bert" else None
+
+    def windows(prefix: Path) -> Dataset:
+        if vocab is not None:
+            return bert_windows(data, prefix, vocab)
+        return EvalWindows(IndexedDataset(prefix), seq_length=data.seq_length)
+
     return [
-        ValidationSet(
-            name, EvalWindows(IndexedDataset(prefix), seq_length=data.seq_length), weights.get(name, 1.0)
-        )
+        ValidationSet(name, windows(prefix), weights.get(name, 1.0))
         for name, prefix in validation_prefixes(data).items()
     ]

@@ -1,24 +1,24 @@
 """Where numbers stop being finite: a second look at the step that failed."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mlm.data.sampler import Batch
-from mlm.models.gpt2 import GPT2
+from mlm.models.build import MODELS
 from mlm.parallel.collectives import all_reduce
 from mlm.train.trainer import Trainer
 
 
-def first_non_finite(trainer: Trainer, batches: list[Batch]) -> str:
+def first_non_finite(trainer: Trainer, batches: list[Any]) -> str:
     """A sentence that names the first non-finite place of a step on these micro-batches.
 
     Forward order for activations; if all are finite, backward order for gradients. Collective over all
     ranks, and the same sentence on every one: a place counts if it is non-finite anywhere.
     """
     with torch.device("meta"):  # every stage's names, in the order they run, known on every rank
-        whole = GPT2(trainer.config.model, tp=trainer.ctx.tp)
+        whole = MODELS[trainer.config.model.kind](trainer.config.model, tp=trainer.ctx.tp)
     names = [name for name, module in whole.named_modules() if name and not list(module.children())]
     bad = torch.zeros(len(names), device=trainer.ctx.device)
     handles = [

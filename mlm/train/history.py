@@ -8,13 +8,12 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from mlm.config.errors import UserError
 from mlm.files import write_atomic
-from mlm.train.records import NO_PARTS, Parts, Sink, StepMetrics, of_parts
+from mlm.train.records import NO_PARTS, Parts, Sink, StepMetrics, flat, of_parts
 
 FILE_NAME = "metrics.jsonl"
 
@@ -48,7 +47,7 @@ class History(Sink):
         self.append("run", run)
 
     def step(self, metrics: StepMetrics) -> None:
-        self.append("step", asdict(metrics))
+        self.append("step", flat(metrics))
 
     def validation(self, step: int, loss: float, perplexity: float, parts: Parts = NO_PARTS) -> None:
         self.append("validation", {"step": step, "loss": loss, "perplexity": perplexity, **of_parts(parts)})

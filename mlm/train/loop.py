@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mlm.config.blend import shares
 from mlm.config.errors import UserError
-from mlm.data.sampler import Batch, Dataset, Loader, eval_batches
+from mlm.data.sampler import AnyBatch, Dataset, Loader, eval_batches
 from mlm.train.corpora import ValidationSet
 from mlm.train.diagnose import first_non_finite
 from mlm.train.metrics import Reporter, StepMetrics, Throughput
@@ -70,10 +70,11 @@ class Loop:
             pin_memory=ctx.device.type == "cuda",
         )
 
-    def log(self, outcome: StepOutcome, batches: list[Batch]) -> None:
+    def log(self, outcome: StepOutcome, batches: list[AnyBatch]) -> None:
         """Read the step's numbers from the device and report them; abort if they are not finite."""
         trainer = self.trainer
-        self.last_loss = trainer.mean_loss(outcome)  # waits for the device: the clock may be read now
+        means = trainer.mean_parts(outcome)  # waits for the device: the clock may be read now
+        self.last_loss = math.fsum(means[: trainer.objective.losses])
         rates = self.throughput.lap()
         scaler = trainer.scaler
         self.reporter.step(
@@ -90,11 +91,12 @@ class Loop:
                 tflops=rates.tflops,
                 mfu=rates.mfu,
                 memory_bytes=memory_bytes(trainer.ctx.device),
+                parts=self.named(means),
             )
         )
         self.refuse_exhausted(batches)
 
-    def refuse_exhausted(self, batches: list[Batch]) -> None:
+    def refuse_exhausted(self, batches: list[AnyBatch]) -> None:
         """Abort, with a diagnosis, a run that cannot be helped. The same verdict on every rank."""
         scaler, precision = self.trainer.scaler, self.trainer.config.precision
         if not scaler.exhausted.item():
@@ -118,18 +120,26 @@ class Loop:
         if not self.validation or not self.trainer.config.train.validate_every:
             return
         self.throughput.pause()
-        losses = [self.trainer.validate(self.validation_batches(part)) for part in self.validation]
+        found = [self.trainer.validate(self.validation_batches(part)) for part in self.validation]
+        losses = [math.fsum(means[: self.trainer.objective.losses]) for means in found]
         weights = shares([part.weight for part in self.validation])
+        whole = [math.fsum(map(operator.mul, weights, part)) for part in zip(*found, strict=True)]
         self.last_validation = math.fsum(map(operator.mul, weights, losses))
         self.reporter.validation(
             self.trainer.step,
             self.last_validation,
-            math.exp(min(self.last_validation, 700.0)),
-            {part.name: loss for part, loss in zip(self.validation, losses, strict=True) if part.name},
+            math.exp(min(whole[0], 700.0)),  # per token: of a BERT that of masked tokens
+            {part.name: loss for part, loss in zip(self.validation, losses, strict=True) if part.name}
+            | self.named(whole),
         )
         self.throughput.start()
 
-    def validation_batches(self, part: ValidationSet) -> Iterator[Batch]:
+    def named(self, means: Sequence[float]) -> dict[str, float]:
+        """The parts of the objective by name; nothing where the loss is all there is."""
+        parts = self.trainer.objective.parts
+        return dict(zip(parts, means, strict=True)) if len(parts) > 1 else {}
+
+    def validation_batches(self, part: ValidationSet) -> Iterator[AnyBatch]:
         """This rank's micro-batches of what a validation scores of one corpus."""
         train, ctx = self.trainer.config.train, self.trainer.ctx
         return eval_batches(
@@ -140,7 +150,7 @@ class Loop:
             limit=train.validate_batches * train.global_batch_size,
         )
 
-    def save(self, batches: list[Batch], *, awaited: bool) -> None:
+    def save(self, batches: list[AnyBatch], *, awaited: bool) -> None:
         """Begin a checkpoint, unless the numbers of this run are beyond help; the last one is awaited."""
         self.refuse_exhausted(batches)
         self.throughput.pause()

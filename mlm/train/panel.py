@@ -109,7 +109,12 @@ class PlainLines(Display):
 
     def numbers(self, m: StepMetrics) -> str:
         """Everything but the step; columns line up from one line to the next."""
-        pairs = [f"loss {m.loss:8.4f}", f"lr {m.lr:.3e}", f"grad_norm {quantity(m.grad_norm):>7}"]
+        pairs = [
+            f"loss {m.loss:8.4f}",
+            *(f"{name} {part:.4f}" for name, part in m.parts.items()),
+            f"lr {m.lr:.3e}",
+            f"grad_norm {quantity(m.grad_norm):>7}",
+        ]
         if m.loss_scale is not None:
             pairs += [f"loss_scale {m.loss_scale:<10.0f}", f"skipped {m.skipped_steps:>3}"]
         pairs += [
@@ -200,6 +205,7 @@ class LivePanel(Display):
         bad = not math.isfinite(m.loss)
         cells = [
             cell("loss", f"{m.loss:.4f}", "bold red" if bad else "bold green"),
+            *(cell(name.replace("_", " "), f"{part:.4f}") for name, part in m.parts.items()),
             cell("lr", f"{m.lr:.3e}"),
             cell("gradient norm", quantity(m.grad_norm)),
         ]

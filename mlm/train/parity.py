@@ -21,7 +21,7 @@ from torch import Tensor
 from mlm.checkpoint.save_load import resolve
 from mlm.config.parity_schema import ParityConfig
 from mlm.config.schema import ParallelConfig, PretrainConfig
-from mlm.data.sampler import Batch, Dataset, Loader
+from mlm.data.sampler import AnyBatch, Dataset, Loader
 from mlm.optim.precision import parameter_dtype
 from mlm.parallel.collectives import all_reduce, broadcast
 from mlm.parallel.layers import VocabParallelEmbedding
@@ -128,7 +128,7 @@ def one_process(config: ParityConfig, ctx: ParallelContext) -> Trainer:
     return alone
 
 
-def _batches(trainer: Trainer | None, samples: Dataset) -> AbstractContextManager[Iterator[list[Batch]]]:
+def _batches(trainer: Trainer | None, samples: Dataset) -> AbstractContextManager[Iterator[list[AnyBatch]]]:
     """This rank's micro-batches of each step, for the trainer's layout; nothing, for ever, without one."""
     if trainer is None:
         return nullcontext(repeat([]))
@@ -143,18 +143,20 @@ def _batches(trainer: Trainer | None, samples: Dataset) -> AbstractContextManage
     )
 
 
-def _step(comparison: "Comparison", batches: Sequence[Batch], all_batches: Sequence[Batch]) -> StepReport:
+def _step(
+    comparison: "Comparison", batches: Sequence[AnyBatch], all_batches: Sequence[AnyBatch]
+) -> StepReport:
     """One step on both sides, over this rank's micro-batches and over all of them."""
     layout, alone = comparison.layout, comparison.alone
-    loss = layout.forward_backward(batches)
-    expected_loss = None if alone is None else alone.forward_backward(all_batches)
+    parts = layout.forward_backward(batches)
+    expected_parts = None if alone is None else alone.forward_backward(all_batches)
     gradients = comparison.differences(_gradient)
-    outcome = layout.update(loss)
+    outcome = layout.update(parts)
     numbers = [layout.mean_loss(outcome), float(outcome.grad_norm.item())]
     expected = [0.0, 0.0]
     if alone is not None:
-        assert expected_loss is not None
-        expected_outcome = alone.update(expected_loss)
+        assert expected_parts is not None
+        expected_outcome = alone.update(expected_parts)
         expected = [alone.mean_loss(expected_outcome), float(expected_outcome.grad_norm.item())]
     expected = broadcast(torch.tensor(expected, dtype=torch.float64), comparison.everyone, 0).tolist()
     loss_pair, norm_pair = map(Pair, expected, numbers)

@@ -2,20 +2,17 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from mlm.config.model_schema import ModelConfig
-from mlm.config.schema import DataConfig, ParallelConfig, PrecisionConfig
-from mlm.data.sampler import Batch
-from mlm.models.documents import Boundaries, Documents
-from mlm.models.gpt2 import GPT2
+from mlm.config.schema import ParallelConfig, PrecisionConfig
+from mlm.models.build import MODELS
 from mlm.models.stage import split_layers
 from mlm.optim.precision import DTYPES, parameter_dtype
 from mlm.parallel.collectives import all_reduce
-from mlm.parallel.cross_entropy import IGNORE
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mlm.parallel.linear import Postponed
 from mlm.parallel.mesh import ParallelContext
@@ -23,20 +20,9 @@ from mlm.parallel.pipeline.actions import Instruction
 from mlm.parallel.pipeline.engine import Stages, run_plan
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule, forward_only
-
-
-class Texts(Protocol):
-    """What every micro-batch has, whatever else a pass without gradients is told."""
-
-    @property
-    def tokens(self) -> Tensor:
-        """[B, S] int64."""
-        ...
-
+from mlm.train.objective import Objective, Samples, Texts
 
 M = TypeVar("M", bound=Texts)
-Forward = Callable[[GPT2, Batch, Tensor | None], Tensor]
-"""forward(chunk, micro-batch, hidden states of the stage before or None) -> the chunk's output."""
 
 EVAL_ROUNDS = 4
 """Micro-batches per pipeline rank that a pass without gradients takes through the stages at a time."""
@@ -47,7 +33,6 @@ class PipelinedModel:
 
     Attributes:
         chunks: one module per virtual stage; the whole model when pp = vp = 1.
-        boundaries: what begins anew with each document of a sample; None where nothing does.
     """
 
     def __init__(
@@ -56,15 +41,13 @@ class PipelinedModel:
         parallel: ParallelConfig,
         precision: PrecisionConfig,
         ctx: ParallelContext,
-        data: DataConfig | None = None,
     ) -> None:
         self.ctx, self.pipeline, self.num_chunks = ctx, parallel.pipeline, parallel.vp
         self.dtype, self.vocab_size = DTYPES[precision.dtype], model.vocab_size
-        self.boundaries = None if data is None else Boundaries.of(data)
         stages = split_layers(model.num_layers, ctx.pp.size * parallel.vp)
         with torch.device(ctx.device):
             self.chunks = [
-                GPT2(
+                MODELS[model.kind](
                     model,
                     tp=ctx.tp,
                     dtype=self.dtype,
@@ -114,38 +97,23 @@ class PipelinedModel:
             self._plans[key] = plan.instructions[self.ctx.pp.rank], plan.bubble
         return self._plans[key]
 
-    def inputs(self, batch: Batch) -> tuple[Tensor, Tensor, Documents | None]:
-        """Tokens and labels of a micro-batch, on the device, and the documents to keep apart in it."""
-        tokens = batch.tokens.to(self.ctx.device, non_blocking=True)
-        labels = batch.labels.to(self.ctx.device, non_blocking=True)
-        if self.boundaries is None:
-            return tokens, labels, None
-        documents = self.boundaries.documents(tokens, self.dtype)
-        return tokens, self.boundaries.scored(tokens, labels), documents
-
-    def num_scored(self, batch: Batch) -> int:
-        """How many tokens of a micro-batch are scored. Computed on the host."""
-        labels = batch.labels
-        if self.boundaries is not None:
-            labels = self.boundaries.scored(batch.tokens, labels)
-        return int((labels != IGNORE).sum())
-
     def train(
         self,
-        batches: Sequence[Batch],
-        forward: Forward,
+        batches: Sequence[M],
+        forward: Callable[[Any, M, Tensor | None], Tensor],
         before_backward: Callable[[int, bool], None],
         after_weights: Callable[[int], None],
     ) -> list[Tensor]:
         """Forward and backward of a step's micro-batches; the last stage's losses, nothing elsewhere.
 
+        forward(chunk, micro-batch, hidden states of the stage before or None) gives the chunk's output.
         The last two arguments are those of `Stages`.
         """
         instructions = self.instructions(len(batches), train=True)
         return self._run(batches, forward, instructions, before_backward, after_weights)
 
     def evaluate(
-        self, batches: Iterable[M], forward: Callable[[GPT2, M, Tensor | None], Tensor]
+        self, batches: Iterable[M], forward: Callable[[Any, M, Tensor | None], Tensor]
     ) -> Iterator[tuple[M, Tensor]]:
         """Each micro-batch with what the last stage makes of it; nothing on other ranks. No gradients."""
         some = 1 if self.ctx.pp.size == 1 else EVAL_ROUNDS * self.ctx.pp.size
@@ -158,7 +126,7 @@ class PipelinedModel:
     def _run(
         self,
         batches: Sequence[M],
-        forward: Callable[[GPT2, M, Tensor | None], Tensor],
+        forward: Callable[[Any, M, Tensor | None], Tensor],
         instructions: Sequence[Instruction],
         before_backward: Callable[[int, bool], None] = lambda chunk, last: None,
         after_weights: Callable[[int], None] = lambda chunk: None,
@@ -177,22 +145,18 @@ class PipelinedModel:
         return run_plan(stages, instructions, batches)
 
 
-def evaluate(model: PipelinedModel, batches: Iterable[Batch]) -> tuple[float, int]:
-    """(mean loss per scored token in nats, scored tokens) over all data-parallel ranks' batches.
+def evaluate(
+    model: PipelinedModel, objective: Objective[Any], batches: Iterable[Samples]
+) -> tuple[list[float], list[int]]:
+    """(mean of each part of the objective, what it is a mean over) of all data-parallel ranks' batches.
 
     Summed in float64, so that the score does not depend on how the samples were dealt. Collective over all
     ranks, and the same on each.
     """
-
     ctx = model.ctx
-
-    def losses(chunk: GPT2, batch: Batch, x: Tensor | None) -> Tensor:
-        tokens, labels, documents = model.inputs(batch)
-        return chunk.losses(tokens, labels, x, documents)
-
-    sums = torch.zeros(2, dtype=torch.float64, device=ctx.device)
-    for batch, result in model.evaluate(batches, losses):
-        sums[0] += result.sum(dtype=torch.float64)
-        sums[1] += model.num_scored(batch)
-    loss, count = all_reduce(all_reduce(sums, ctx.dp), ctx.pp).tolist()
-    return loss / max(1, count), int(count)
+    sums = torch.zeros(2, len(objective.parts), dtype=torch.float64, device=ctx.device)
+    for batch, result in model.evaluate(batches, objective.sums):
+        sums[0] += result
+        sums[1] += torch.tensor(objective.counts(batch), dtype=torch.float64).to(ctx.device)
+    totals, counts = all_reduce(all_reduce(sums, ctx.dp), ctx.pp).tolist()
+    return [total / max(1, n) for total, n in zip(totals, counts, strict=True)], [int(n) for n in counts]

@@ -1,12 +1,14 @@
 """What is reported while training: the numbers of a step, and the places they go to."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 Parts = Mapping[str, float]
-"""Validation loss of each corpus of a blend by its name; empty where there is one corpus."""
+"""Numbers besides the loss, by name: what it is made of, and of a validation that of each corpus of a blend.
+Empty where the loss is all there is."""
 NO_PARTS: Parts = MappingProxyType({})
 
 
@@ -17,7 +19,7 @@ class StepMetrics:
     step: int
     """Optimizer steps done, this one included."""
     loss: float
-    """Mean loss per token of the global batch, in nats."""
+    """Mean loss of the global batch, in nats: per token; of a BERT the sum of both heads'."""
     lr: float
     """Learning rate this step used."""
     grad_norm: float
@@ -38,6 +40,15 @@ class StepMetrics:
     """Model FLOP/s as a fraction of the device's peak; None if no peak is known."""
     memory_bytes: int
     """Peak memory of this rank's device; resident set of the process on CPU."""
+    parts: Parts = NO_PARTS
+    """What the loss is made of, and how much is right: mlm_loss, sop_loss, mlm_accuracy, sop_accuracy."""
+
+
+def flat(metrics: StepMetrics) -> dict[str, Any]:
+    """The numbers of a step, its parts among them."""
+    named = {field.name: getattr(metrics, field.name) for field in fields(metrics)}
+    named.pop("parts")
+    return {**named, **metrics.parts}
 
 
 class Sink:

@@ -67,6 +67,7 @@ def counters(trainer: Trainer) -> dict[str, Any]:
         "config": to_dict(trainer.config),
         "versions": {"mlm": mlm.__version__, "torch": torch.__version__},
         **({"data": {"segments": encode(trainer.history)}} if trainer.history else {}),
+        **trainer.extra_state,
     }
 
 

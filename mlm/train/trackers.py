@@ -1,13 +1,12 @@
 """TensorBoard and Weights & Biases: optional extras, imported only when asked for."""
 
-from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlm.config.errors import UserError
 from mlm.config.schema import LogConfig
-from mlm.train.records import NO_PARTS, Parts, Sink, StepMetrics, of_parts
+from mlm.train.records import NO_PARTS, Parts, Sink, StepMetrics, flat, of_parts
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -45,7 +44,7 @@ def build_trackers(out: Path, config: LogConfig, start_step: int) -> list[Sink]:
 
 def scalars(metrics: StepMetrics) -> dict[str, float]:
     """The numbers of a step as tracker tags; those without a value are left out."""
-    numbers = asdict(metrics)
+    numbers = flat(metrics)
     del numbers["step"]
     return {f"train/{name}": value for name, value in numbers.items() if value is not None}
 

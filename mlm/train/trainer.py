@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,8 +10,7 @@ from torch import Tensor
 
 from mlm.config.schema import PretrainConfig
 from mlm.data.blend_history import History
-from mlm.data.sampler import Batch
-from mlm.models.gpt2 import GPT2
+from mlm.models.build import Model
 from mlm.models.init import init_parameters
 from mlm.optim.adamw import build_optimizer, ensure_state, set_lr
 from mlm.optim.clip import clip_factor, gradient_norm, scale_gradients
@@ -23,6 +23,7 @@ from mlm.parallel.random import SHARED, DropoutStream
 from mlm.parallel.sharded import build_reducer
 from mlm.parallel.sharding import ParameterShard, parameter_shards
 from mlm.train.documents import with_eod
+from mlm.train.objective import Objective, Samples, pretraining
 from mlm.train.pipelined import PipelinedModel, evaluate
 
 
@@ -30,8 +31,8 @@ from mlm.train.pipelined import PipelinedModel, evaluate
 class StepOutcome:
     """What a step produced, still on the device."""
 
-    loss: Tensor
-    """0-d: this rank's part of the mean loss per token of the global batch."""
+    parts: Tensor
+    """[k]: this rank's share of each part of the objective, means over the global batch."""
     grad_norm: Tensor
     """0-d: global gradient norm before clipping."""
     lr: float
@@ -40,7 +41,7 @@ class StepOutcome:
 
 def build_model(config: PretrainConfig, ctx: ParallelContext) -> PipelinedModel:
     """This rank's part of the model with its initial weights, on its device."""
-    model = PipelinedModel(config.model, config.parallel, config.precision, ctx, config.data)
+    model = PipelinedModel(config.model, config.parallel, config.precision, ctx)
     for chunk in model.chunks:
         init_parameters(chunk, config.seed, ctx.tp)
         if config.compile:
@@ -58,12 +59,18 @@ class Trainer:
         history: of which corpora; empty for synthetic data.
         before_change: called before weights and moments change: a checkpoint may still be copying them.
         dropout_parts: whose dropout masks this process draws (`DropoutStream.of_micro_batch`).
+        objective: what the model is trained for; None means what it is pretrained for.
+        extra_state: what checkpoints say besides, as JSON values.
     """
 
-    def __init__(self, config: PretrainConfig, ctx: ParallelContext) -> None:
+    def __init__(
+        self, config: PretrainConfig, ctx: ParallelContext, objective: Objective[Any] | None = None
+    ) -> None:
         self.config = config = replace(config, data=with_eod(config.data))
         self.ctx = ctx
         self.model = build_model(config, ctx)
+        self.objective = objective or pretraining(config, ctx, self.model.dtype)
+        self.extra_state: dict[str, Any] = {}
         self.reducers: Sequence[Reducer] = [
             build_reducer(
                 chunk,
@@ -71,7 +78,7 @@ class Trainer:
                 zero=config.parallel.zero,
                 compute_dtype=self.model.dtype,
                 units=chunk.layers.values(),
-                methods=["losses"],
+                methods=self.objective.methods,
             )
             for chunk in self.model.chunks
         ]
@@ -91,12 +98,12 @@ class Trainer:
         self.history: History = ()
         self.before_change: Callable[[], None] = lambda: None
 
-    def train_step(self, batches: Sequence[Batch]) -> StepOutcome:
+    def train_step(self, batches: Sequence[Samples]) -> StepOutcome:
         """One optimizer step over this rank's micro-batches. Reads nothing back from the device."""
         return self.update(self.forward_backward(batches))
 
-    def update(self, loss: Tensor) -> StepOutcome:
-        """Clip and apply the gradients that `forward_backward` left, which returned `loss`."""
+    def update(self, parts: Tensor) -> StepOutcome:
+        """Clip and apply the gradients that `forward_backward` left, which returned `parts`."""
         norm = gradient_norm(self.shards, self.ctx) / self.scaler.scale
         overflow = (~norm.isfinite()).float()
         scale_gradients(
@@ -112,20 +119,21 @@ class Trainer:
         self.scaler.update(overflow)
         self.step += 1
         self.consumed_samples += self.config.train.global_batch_size
-        return StepOutcome(loss, norm, lr)
+        return StepOutcome(parts, norm, lr)
 
-    def forward_backward(self, batches: Sequence[Batch]) -> Tensor:
+    def forward_backward(self, batches: Sequence[Samples]) -> Tensor:
         """Accumulate the gradients of the mean loss over the global batch, reduced over all axes.
 
-        Returns this rank's part of that mean loss, 0-d; 0 where the last pipeline stage is elsewhere.
+        Returns this rank's share of each part of the objective, [k]; 0 where the last pipeline stage is
+        elsewhere.
         """
         self.ctx.watch.step = self.step + 1
-        scale = self.scaler.scale / self.global_tokens(batches)
+        scale = self.scaler.scale / self.global_counts(batches)
         for reducer in self.reducers:
             reducer.start_step()
 
-        def forward(chunk: GPT2, batch: Batch, x: Tensor | None) -> Tensor:
-            return self.micro_batch_output(chunk, batch, scale, x)
+        def forward(chunk: Model, batch: Samples, x: Tensor | None) -> Tensor:
+            return self.objective.output(chunk, batch, scale, self.dropout(batch), x)
 
         def before_backward(chunk: int, last: bool) -> None:
             # weight gradients that come later would miss a reduction begun now: `finish` does it all then
@@ -134,42 +142,46 @@ class Trainer:
         def after_weights(chunk: int) -> None:
             self.reducers[chunk].settle()
 
-        losses = self.model.train(batches, forward, before_backward, after_weights)
+        outputs = self.model.train(batches, forward, before_backward, after_weights)
         for reducer in self.reducers:
             reducer.finish()
         if self.model.chunks[0].sequence_parallel:
             sum_replicated_gradients(self.shards, self.ctx.tp)
-        sum_tied_gradients(self.shards, self.ctx.tied)
-        total = torch.stack(losses).sum() if losses else torch.zeros_like(scale)
+        if self.config.model.is_tied:
+            sum_tied_gradients(self.shards, self.ctx.tied)
+        total = torch.stack(outputs).sum(0) if outputs else torch.zeros_like(scale)
         return total / self.scaler.scale
 
-    def micro_batch_output(self, chunk: GPT2, batch: Batch, scale: Tensor, x: Tensor | None) -> Tensor:
-        """What a chunk makes of a micro-batch, with dropout, differentiable: hidden states, or in the last
-        stage scale * sum of token losses."""
-        device = self.ctx.device
-        tokens, labels, documents = self.model.inputs(batch)
-        model, stream = self.config.model, None
-        if model.hidden_dropout > 0 or model.attention_dropout > 0:
-            stream = DropoutStream.of_micro_batch(
-                self.config.seed, batch.first_sample, device, **self.dropout_parts
-            )
-        output: Tensor = chunk(tokens, labels, scale, stream, x, documents)
-        return output
+    def dropout(self, batch: Samples) -> DropoutStream | None:
+        """The dropout masks of a micro-batch; None where the model has no dropout."""
+        model = self.config.model
+        if model.hidden_dropout == 0 and model.attention_dropout == 0:
+            return None
+        return DropoutStream.of_micro_batch(
+            self.config.seed, batch.first_sample, self.ctx.device, **self.dropout_parts
+        )
 
-    def global_tokens(self, batches: Iterable[Batch]) -> Tensor:
-        """Scored tokens of the global batch as a 0-d float tensor: what the loss is divided by."""
-        count = sum(map(self.model.num_scored, batches))  # on the host: labels are not moved yet
+    def global_counts(self, batches: Iterable[Samples]) -> Tensor:
+        """What each part of the global batch is divided by, such as its scored tokens: [k] float."""
         dtype = parameter_dtype(self.config.precision)
-        total = all_reduce(torch.tensor(float(count), dtype=dtype).to(self.ctx.device), self.ctx.dp)
+        # on the host: labels are not moved yet
+        counts = torch.tensor([self.objective.counts(batch) for batch in batches], dtype=torch.float64).sum(0)
+        total = all_reduce(counts.to(dtype).to(self.ctx.device), self.ctx.dp)
         return total.clamp_(min=1)  # nothing to score: a loss of 0, not of 0/0
 
-    def mean_loss(self, outcome: StepOutcome) -> float:
-        """Mean loss per token over the global batch. Collective over dp and pp; waits for the device."""
-        return float(all_reduce(all_reduce(outcome.loss.clone(), self.ctx.dp), self.ctx.pp).item())
+    def mean_parts(self, outcome: StepOutcome) -> list[float]:
+        """Each part of the objective, mean over the global batch. Collective over dp and pp; waits for the
+        device."""
+        parts: list[float] = all_reduce(all_reduce(outcome.parts.clone(), self.ctx.dp), self.ctx.pp).tolist()
+        return parts
 
-    def validate(self, batches: Iterable[Batch]) -> float:
-        """Mean loss per token over all ranks' batches, in nats; independent of layout and batch size."""
-        return evaluate(self.model, batches)[0]
+    def mean_loss(self, outcome: StepOutcome) -> float:
+        """What the step minimised, mean over the global batch, in nats. As `mean_parts`."""
+        return sum(self.mean_parts(outcome)[: self.objective.losses])
+
+    def validate(self, batches: Iterable[Samples]) -> list[float]:
+        """Mean of each part of the objective over all ranks' batches, whatever the layout and batch size."""
+        return evaluate(self.model, self.objective, batches)[0]
 
 
 class StopVote:

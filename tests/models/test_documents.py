@@ -251,7 +251,7 @@ def test_no_document_sees_another_under_dropout(how: str) -> None:
     changed = (x != y).any(dim=1)
     assert changed.nonzero().flatten().tolist() == [1, 2, 3, 4, 5]
 
-    embedded = model.embed(tokens, stream, documents).detach().requires_grad_()
+    embedded = model.embed(tokens, stream, documents.positions).detach().requires_grad_()
     model.hidden_states(tokens, stream, embedded, documents)[
         3, 0, 0
     ].backward()  # of one number: norms take sums away

@@ -1,0 +1,192 @@
+"""What GPT-2 and BERT have in common: embeddings, layers split over tensor-parallel ranks, pipeline stages.
+
+Shapes: S sequence, B micro-batch, H hidden, t = tensor-parallel size. Between layers and stages the hidden
+states are [S, B, H], with sequence parallelism [S/t, B, H].
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mlm.config.model_schema import ModelConfig
+from mlm.models.documents import Spans
+from mlm.models.heads import PlainLinear, gather_outputs
+from mlm.models.stage import Stage, split_layers
+from mlm.models.transformer import LayerNorm, TransformerLayer
+from mlm.parallel.layers import VocabParallelEmbedding
+from mlm.parallel.mesh import Axis
+from mlm.parallel.random import DropoutStream
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """Texts as a model with a head of its own reads them, on the device; shorter ones padded on the right."""
+
+    tokens: Tensor
+    """[B, S] int64."""
+    lengths: Tensor
+    """[B] int64: tokens before the padding, at least 1."""
+    token_types: Tensor | None = None
+    """[B, S] int64: kind of each token's segment; None for a model that knows none."""
+    spans: Spans | None = None
+    """Hides the padding where attention is not causal; None where there is none."""
+
+
+class Table(nn.Module):
+    """A learned table [rows, H], replicated over tp: of positions, or of kinds of segments."""
+
+    def __init__(self, rows: int, hidden_size: int, *, init_std: float) -> None:
+        super().__init__()
+        self.init_std = init_std
+        self.weight = nn.Parameter(torch.empty(rows, hidden_size))
+
+    def forward(self, rows: range | Tensor) -> Tensor:
+        """[len(rows), 1, H]; of rows int64 [S, B], each sample's own, [S, B, H]."""
+        if isinstance(rows, Tensor):
+            return F.embedding(rows, self.weight)
+        return self.weight[rows.start : rows.stop].unsqueeze(1)
+
+
+class Transformer(nn.Module):
+    """One pipeline stage of a transformer with learned positions, or all of it.
+
+    `token`, `position`, `token_type` and `embedding_norm` are there in the first stage; `final_norm` and the
+    head in the last, with `token` again where the output layer is tied to it. Parameters are kept in float32
+    (or float64); activations are of `dtype`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        tp: Axis,
+        dtype: torch.dtype = torch.float32,
+        recompute: str = "none",
+        sequence_parallel: bool = False,
+        stage: Stage | None = None,
+    ) -> None:
+        super().__init__()
+        self.config, self.tp, self.dtype, self.recompute = config, tp, dtype, recompute
+        self.sequence_parallel = sequence_parallel and tp.size > 1
+        self.stage = stage = stage or split_layers(config.num_layers, 1)[0]
+        h, std = config.hidden_size, config.init_std
+        if stage.is_first or (stage.is_last and config.is_tied):
+            self.token = VocabParallelEmbedding(
+                config.vocab_size,
+                config.padded_vocab_size(tp.size),
+                h,
+                tp=tp,
+                sequence_parallel=self.sequence_parallel,
+                is_tied_copy=not stage.is_first,
+                init_std=std,
+            )
+        if stage.is_first:
+            self.position = Table(config.max_positions, h, init_std=std)
+            if config.token_types:
+                self.token_type = Table(config.token_types, h, init_std=std)
+            if config.norm == "post":
+                self.embedding_norm = LayerNorm(h, eps=config.layer_norm_eps)
+        self.layers = nn.ModuleDict(
+            {
+                str(n): TransformerLayer(
+                    config,
+                    layer=n,
+                    tp=tp,
+                    sequence_parallel=self.sequence_parallel,
+                    recompute_attention=recompute == "selective",
+                )
+                for n in stage.layers
+            }
+        )
+        if stage.is_last:
+            self._add_head()
+
+    def _add_head(self) -> None:
+        """What is behind the layers; models add what they are pretrained with."""
+        config = self.config
+        h, std = config.hidden_size, config.init_std
+        if config.norm == "pre":
+            self.final_norm = LayerNorm(h, eps=config.layer_norm_eps)
+        if config.kind == "bert" and config.head != "span":
+            self.pooler = PlainLinear(h, h, init_std=std)
+        if config.head in ("classification", "span"):
+            outputs = config.num_labels if config.head == "classification" else 2
+            self.classifier = PlainLinear(h, outputs, init_std=std)
+
+    def boundary_shape(self, tokens: Tensor) -> tuple[int, int, int]:
+        """Shape of the hidden states between stages for tokens [B, S]."""
+        batch, length = tokens.shape
+        return length // (self.tp.size if self.sequence_parallel else 1), batch, self.config.hidden_size
+
+    def embed(
+        self,
+        tokens: Tensor,
+        stream: DropoutStream | None,
+        positions: Tensor | None = None,
+        token_types: Tensor | None = None,
+    ) -> Tensor:
+        """Tokens [B, S] -> hidden states before the first layer. `positions` and `token_types` are [B, S]
+        too; without positions they are counted through the sample."""
+        rows = self.boundary_shape(tokens)[0]
+        first = self.tp.rank * rows if self.sequence_parallel else 0
+        mine = slice(first, first + rows)
+        places = range(first, first + rows) if positions is None else positions.t()[mine]
+        x = self.token(tokens.t()) + self.position(places)
+        if token_types is not None:
+            x = x + self.token_type(token_types.t()[mine])
+        x = x.to(self.dtype)
+        if self.config.norm == "post":
+            x = self.embedding_norm(x)
+        return x if stream is None else stream.hidden(x, self.config.hidden_dropout, -1, "embedding")
+
+    def through_layers(self, x: Tensor, stream: DropoutStream | None, spans: Spans | None) -> Tensor:
+        """Hidden states behind this stage's layers, normed in the last stage of a model with norm=pre."""
+        for layer in self.layers.values():
+            if self.recompute == "full" and torch.is_grad_enabled():
+                # masks are functions of the stream and the layer: no generator state to stash and restore
+                x = checkpoint(layer, x, stream, spans, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = layer(x, stream, spans)
+        return self.final_norm(x) if self.stage.is_last and self.config.norm == "pre" else x
+
+    def encode(self, inputs: Inputs, stream: DropoutStream | None = None, x: Tensor | None = None) -> Tensor:
+        """Hidden states behind this stage: of texts for the first, of the stage before (`x`) for others."""
+        if x is None:
+            x = self.embed(inputs.tokens, stream, token_types=inputs.token_types)
+        return self.through_layers(x, stream, inputs.spans)
+
+    def outputs(self, inputs: Inputs, stream: DropoutStream | None = None, x: Tensor | None = None) -> Tensor:
+        """What head=classification|span says of each text, on every tp rank; hidden states before the last
+        stage.
+
+        Returns:
+            classification: [B, num_labels], from [CLS] by way of the pooler (arXiv:1810.04805, section 4), in
+                a GPT-2 from the last token. span: [B, S, 2], where an answer begins and where it ends.
+        """
+        h = self.encode(inputs, stream, x)
+        if not self.stage.is_last:
+            return h
+        if self.config.head == "span":
+            return self.whole(self.classifier(h)).transpose(0, 1)
+        if self.config.kind == "bert":
+            pooled = self.pool(h)
+            if stream is not None:
+                p, layer = self.config.hidden_dropout, self.config.num_layers
+                pooled = stream.everywhere(pooled, p, layer, "classifier")
+            return self.whole(self.classifier(pooled))[0]
+        rows = torch.arange(len(inputs.lengths), device=h.device)
+        if self.sequence_parallel:  # a row's last token lies with any one of the ranks
+            return self.whole(self.classifier(h))[inputs.lengths - 1, rows]
+        return self.classifier(h[inputs.lengths - 1, rows])
+
+    def pool(self, h: Tensor) -> Tensor:
+        """tanh(W x + b) of the first token of [S, B, H]: [1, B, H]. With sequence parallelism each tp rank
+        pools the first of its rows; those of the first rank are meant."""
+        return torch.tanh(self.pooler(h[:1]))
+
+    def whole(self, y: Tensor) -> Tensor:
+        """What is computed of each rank's rows, side by side on every rank: [S/t, …] -> [S, …]."""
+        return gather_outputs(y, self.tp) if self.sequence_parallel else y

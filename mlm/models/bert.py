@@ -1,0 +1,104 @@
+"""BERT: a transformer that reads both ways, trained to guess masked tokens and the order of two segments.
+
+With norm=pre it is the BERT that grows (arXiv:1909.08053, section 5.3, figure 7b; in transformers
+MegatronBertForPreTraining), with norm=post the first one (arXiv:1810.04805; BertForPreTraining).
+
+Shapes: S sequence, B micro-batch, H hidden, V padded vocabulary, R masked tokens, t = tensor-parallel size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mlm.models.backbone import Inputs, Transformer
+from mlm.models.heads import MaskedTokenHead, PlainLinear
+from mlm.parallel.collectives import copy_to_tp, gather_rows, gather_sequence
+from mlm.parallel.cross_entropy import IGNORE, cross_entropy_and_hits, token_scores, wide
+from mlm.parallel.random import DropoutStream
+
+PARTS = ("mlm_loss", "sop_loss", "mlm_accuracy", "sop_accuracy")
+"""What pretraining looks at: cross-entropy of masked tokens (nats per masked token) and of the order of the
+segments (nats per sample), and how many of each the model has right. The first two are trained for."""
+
+
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """What is to be predicted of a micro-batch, on the device. Only masked tokens go through the head."""
+
+    places: Tensor
+    """[R] int64: s * B + b for the masked token s of text b. With sequence parallelism those among this tp
+    rank's rows of the sequence, as many on each rank."""
+    labels: Tensor
+    """[R] int64, or [t * R] with sequence parallelism, one tp rank after the other; IGNORE fills up."""
+    is_swapped: Tensor
+    """[B] int64: 1 where the second segment comes first in its document, IGNORE where that is not scored."""
+
+
+def masked_targets(labels: Tensor, is_swapped: Tensor, *, parts: int = 1, part: int = 0) -> Targets:
+    """Targets of labels [B, S], IGNORE where nothing is masked; `parts` is t with sequence parallelism.
+
+    Places are found where the labels are: on the host, no device has to be waited for.
+    """
+    rows = labels.t().reshape(parts, -1)  # [parts, S / parts * B]
+    is_masked = rows != IGNORE
+    most = max(1, int(is_masked.sum(1).max()))
+    places = torch.zeros(parts, most, dtype=torch.int64)
+    targets = torch.full((parts, most), IGNORE, dtype=torch.int64)
+    for p in range(parts):
+        found = is_masked[p].nonzero().flatten()
+        places[p, : len(found)], targets[p, : len(found)] = found, rows[p, found]
+    return Targets(places[part], targets.flatten(), is_swapped)
+
+
+class BERT(Transformer):
+    """BERT with its pretraining heads, with one for finetuning (`outputs`), or with none."""
+
+    def _add_head(self) -> None:
+        super()._add_head()
+        if self.config.head == "language_model":
+            self.mlm_head = MaskedTokenHead(self.config, tp=self.tp)
+            self.sop_head = PlainLinear(self.config.hidden_size, 2, init_std=self.config.init_std)
+
+    def forward(
+        self,
+        inputs: Inputs,
+        targets: Targets,
+        scale: Tensor,
+        stream: DropoutStream | None = None,
+        x: Tensor | None = None,
+    ) -> Tensor:
+        """Last stage: PARTS of a micro-batch, [4], the first two differentiable. Others: hidden states.
+
+        `scale` [4] multiplies the sums over masked tokens (of loss and hits) and over samples.
+        """
+        h = self.encode(inputs, stream, x)
+        if not self.stage.is_last:
+            return h
+        masked = self.mlm_head(h.flatten(0, 1)[targets.places])  # [R, H]
+        masked = gather_sequence(masked, self.tp) if self.sequence_parallel else copy_to_tp(masked, self.tp)
+        bias = self.mlm_head.vocabulary.bias
+        loss, hits = cross_entropy_and_hits(masked, targets.labels, self.token, bias, scale[0])
+        order, right = self._order(h, targets.is_swapped)
+        return torch.stack([loss, order.sum() * scale[1], hits, right.sum() * scale[3]])
+
+    @torch.no_grad()
+    def sums(self, inputs: Inputs, targets: Targets, x: Tensor | None = None) -> Tensor:
+        """Last stage: PARTS summed over masked tokens and over samples, without dropout, [4] float64. Others:
+        hidden states."""
+        h = self.encode(inputs, None, x)
+        if not self.stage.is_last:
+            return h
+        masked = self.mlm_head(h.flatten(0, 1)[targets.places])
+        masked = gather_rows(masked, self.tp) if self.sequence_parallel else masked
+        losses, hits = token_scores(masked, targets.labels, self.token, self.mlm_head.vocabulary.bias)
+        order, right = self._order(h, targets.is_swapped)
+        return torch.stack([part.sum(dtype=torch.float64) for part in (losses, order, hits, right)])
+
+    def _order(self, h: Tensor, is_swapped: Tensor) -> tuple[Tensor, Tensor]:
+        """Each sample's loss at telling the order of its segments, and whether it is told right: [B] each."""
+        logits = self.whole(self.sop_head(self.pool(h)))[0]
+        logits = logits.to(wide(logits.dtype))
+        losses = F.cross_entropy(logits, is_swapped, ignore_index=IGNORE, reduction="none")
+        return losses, (logits.detach().argmax(-1) == is_swapped).to(losses.dtype)
