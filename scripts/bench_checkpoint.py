@@ -86,7 +86,7 @@ def windows(
             saver.begin()
         for _ in range(steps):
             outcome = trainer.train_step(next(batches))
-            float(outcome.loss.item())
+            float(outcome.parts.item())
             saver.poll()
         seconds, done = time.perf_counter() - begin, saver._job is None
         saver.finish()

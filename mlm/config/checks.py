@@ -13,6 +13,7 @@ from mlm.config import files_present as present
 from mlm.config.blend import blend_faults
 from mlm.config.eval_schema import ZeroShotConfig
 from mlm.config.layout_checks import RANK_RULES, TRAIN_RULES, Launch, LayoutRule, num_replicas
+from mlm.config.model_checks import bert_data_fault, model_fault, pretraining_fault
 from mlm.config.nearest_layout import layout_faults
 from mlm.config.ranges import out_of_range
 from mlm.config.schema import ParallelConfig, PretrainConfig
@@ -149,6 +150,9 @@ PRETRAIN_RULES: list[tuple[str, Rule]] = [
     ("schedule.warmup_steps schedule.decay_steps train.steps", _warmup_ends),
     ("schedule.min_lr optimizer.lr", _lr_falls),
     ("precision.min_loss_scale precision.initial_loss_scale", _loss_scale_can_fall),
+    ("", lambda config, _: model_fault(config.model)),
+    ("", lambda config, _: pretraining_fault(config)),
+    ("data.seq_length", lambda config, _: bert_data_fault(config)),
     ("", lambda config, _: present.corpus(config.data)),
     ("", lambda config, _: present.corpus_extras(config.data)),
     ("", lambda config, _: present.checkpoint(config.ckpt)),

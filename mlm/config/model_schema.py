@@ -6,6 +6,10 @@ from typing import ClassVar, Literal
 Forbid: dict[str, str] = {"extra": "forbid"}  # pydantic: a key we do not know is a fault
 
 
+MASKED = 0.15
+"""Share of the tokens that a BERT predicts (arXiv:1810.04805, section 3.1): data.masked_lm_prob is it too."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
     """Shape and regularisation of a transformer. `kind` picks the builder in `mlm.models`."""
@@ -99,9 +103,13 @@ class ModelConfig:
         """Model floating-point operations of one training token, forward and backward, no recomputation.
 
         Matrix products only: 6 per weight, plus 12 * L * H * S for attention scores and values, plus the
-        vocabulary projection (arXiv:2104.04473, section 5.1, without its recomputed forward pass).
+        vocabulary projection (arXiv:2104.04473, section 5.1, without its recomputed forward pass). A BERT
+        projects masked tokens alone, by its transform and onto the vocabulary.
         """
         h = self.hidden_size
         layer = 4 * h * h + 2 * h * self.ffn_size
         attention = 12 * self.num_layers * h * seq_length
-        return 6 * (self.num_layers * layer + h * self.padded_vocab_size(tp)) + attention
+        head: float = h * self.padded_vocab_size(tp)
+        if self.kind == "bert":
+            head = MASKED * (head + h * h)
+        return 6 * (self.num_layers * layer + head) + attention

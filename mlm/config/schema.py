@@ -6,7 +6,7 @@ Values come from the YAML in `configs/` and from the command line; `build.py` ch
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from mlm.config.model_schema import Forbid, ModelConfig
+from mlm.config.model_schema import MASKED, Forbid, ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +112,7 @@ class DataConfig:
     """Let tokens attend only to their own document."""
     mask_eod_loss: bool = False
     """Do not score what follows an end-of-document token: the first token of the next document."""
-    masked_lm_prob: float = 0.15
+    masked_lm_prob: float = MASKED
     """bert: share of a sample's tokens that are to be predicted."""
     short_seq_prob: float = 0.1
     """bert: share of samples made shorter than seq_length, so that the model learns to read such."""

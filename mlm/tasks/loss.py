@@ -47,7 +47,8 @@ from mlm.tasks.trained import (
     result_file,
 )
 from mlm.terminal import count_progress
-from mlm.train.corpora import bert_windows, validation_prefixes
+from mlm.train.bert_corpora import bert_windows
+from mlm.train.corpora import validation_prefixes
 from mlm.train.objective import pretraining
 from mlm.train.pipelined import evaluate
 from mlm.train.state import saved_history
@@ -228,7 +229,7 @@ def show(result: dict[str, Any], out: Path) -> None:
             "samples": f"{result['samples']:,}",
             "masked tokens": f"{result['tokens']:,}",
             **{name.replace("_", " "): f"{result[name]:.4f}" for name in PARTS},
-            "perplexity of masked tokens": f"{result['perplexity']:.2f}",
+            "perplexity": f"{result['perplexity']:.2f}",
         }
     for name in columns:
         table.add_column(name, justify="right")

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from mlm.config.blend import entry, names, shares
-from mlm.config.errors import UserError
 from mlm.config.schema import DataConfig, PretrainConfig
 from mlm.data.bert import BERTDataset
-from mlm.data.bert_masking import BERTVocab
 from mlm.data.blend import BlendedDataset
 from mlm.data.blend_history import History, Segment, Source, go_on, known_digest, needed
 from mlm.data.gpt import EvalWindows, GPTDataset
@@ -18,13 +16,11 @@ from mlm.data.indexed import IndexedDataset, bin_path, idx_path
 from mlm.data.receipt import RECEIPT, check_corpus, read_receipt
 from mlm.data.sampler import Dataset
 from mlm.data.synthetic import SyntheticBERT, SyntheticDataset
-from mlm.data.tokenizer import Tokenizer
 from mlm.files import digest_bytes, digest_file
+from mlm.train.bert_corpora import bert_faults, bert_samples, bert_vocab, bert_windows
 from mlm.train.documents import document_faults
 
 SYNTHETIC_VALIDATION_SAMPLES = 256
-VALIDATION_SEED = 0
-"""Of the masks of BERT samples that are scored."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +112,11 @@ def corpus_faults(config: PretrainConfig) -> list[str]:
     if config.train.validate_every:
         for prefix in validation_prefixes(config.data).values():
             faults += check_corpus(prefix, vocab_size=vocab_size, seq_length=1, min_samples=1)
-    return [*(faults or faults_between(found)), *document_faults(config)]
+    return [
+        *(faults or faults_between(found)),
+        *document_faults(config),
+        *(bert_faults(config, [c.train for c in found], tokenizer_path(config.data))),
+    ]
 
 
 def faults_between(found: Sequence[Corpus]) -> list[str]:
@@ -218,7 +218,9 @@ def corpus_samples(config: PretrainConfig, prefix: Path, num_samples: int) -> GP
     data = config.data
     cache = Path(data.cache) if data.cache is not None else prefix.parent / "index-cache"
     if config.model.kind == "bert":
-        return bert_samples(data, prefix, bert_vocab(data), num_samples, seed=config.seed, cache=cache)
+        return bert_samples(
+            data, prefix, bert_vocab(tokenizer_path(data)), num_samples, seed=config.seed, cache=cache
+        )
     return GPTDataset(
         IndexedDataset(prefix),
         seq_length=data.seq_length,
@@ -226,41 +228,6 @@ def corpus_samples(config: PretrainConfig, prefix: Path, num_samples: int) -> GP
         seed=config.seed,
         cache_dir=cache,
     )
-
-
-def bert_samples(
-    data: DataConfig, prefix: Path, vocab: BERTVocab, num_samples: int, *, seed: int, cache: Path | None
-) -> BERTDataset:
-    """BERT samples of one corpus. Raises UserError as BERTDataset does."""
-    return BERTDataset(
-        IndexedDataset(prefix),
-        seq_length=data.seq_length,
-        num_samples=num_samples,
-        seed=seed,
-        vocab=vocab,
-        masked_lm_prob=data.masked_lm_prob,
-        short_seq_prob=data.short_seq_prob,
-        max_ngram=data.max_ngram,
-        cache_dir=cache,
-    )
-
-
-def bert_vocab(data: DataConfig) -> BERTVocab:
-    """What BERT samples must know of the run's tokenizer. Raises UserError."""
-    path = tokenizer_path(data)
-    if path is None:
-        raise UserError(
-            "data.tokenizer=null, and no tokenizer.json lies beside the corpus: BERT samples need the ids of "
-            "[CLS], [SEP], [MASK] and [PAD]; set data.tokenizer=…/tokenizer.json"
-        )
-    return BERTVocab.of(Tokenizer.load(path))
-
-
-def bert_windows(data: DataConfig, prefix: Path, vocab: BERTVocab) -> BERTDataset:
-    """What a BERT is scored on: one pass over a corpus, masked in one way whatever the run's seed."""
-    once = bert_samples(data, prefix, vocab, 1, seed=VALIDATION_SEED, cache=None)
-    once.num_samples = once.epoch_samples
-    return once
 
 
 def validation_prefixes(data: DataConfig) -> dict[str, Path]:
@@ -280,7 +247,7 @@ def validation_sets(config: PretrainConfig, history: History = ()) -> list[Valid
         samples = synthetic(config, SYNTHETIC_VALIDATION_SAMPLES, config.seed + 1)
         return [ValidationSet("", samples, 1.0)]
     weights = {source.name: source.weight for source in history[-1].sources} if history else {}
-    vocab = bert_vocab(data) if config.model.kind == "bert" else None
+    vocab = bert_vocab(tokenizer_path(data)) if config.model.kind == "bert" else None
 
     def windows(prefix: Path) -> Dataset:
         if vocab is not None:

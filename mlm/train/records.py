@@ -1,7 +1,7 @@
 """What is reported while training: the numbers of a step, and the places they go to."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -40,13 +40,13 @@ class StepMetrics:
     """Model FLOP/s as a fraction of the device's peak; None if no peak is known."""
     memory_bytes: int
     """Peak memory of this rank's device; resident set of the process on CPU."""
-    parts: Parts = NO_PARTS
+    parts: Parts = field(default_factory=dict)
     """What the loss is made of, and how much is right: mlm_loss, sop_loss, mlm_accuracy, sop_accuracy."""
 
 
 def flat(metrics: StepMetrics) -> dict[str, Any]:
     """The numbers of a step, its parts among them."""
-    named = {field.name: getattr(metrics, field.name) for field in fields(metrics)}
+    named = {each.name: getattr(metrics, each.name) for each in fields(metrics)}
     named.pop("parts")
     return {**named, **metrics.parts}
 

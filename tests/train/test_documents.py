@@ -158,7 +158,7 @@ def test_the_loss_is_the_mean_over_what_is_scored() -> None:
     micro_batches = batches(layout, trainer.ctx)
     ends = sum(int((batch.tokens == EOD).sum()) for batch in micro_batches)
     assert ends > 0
-    assert trainer.global_tokens(micro_batches).item() == SAMPLES * SEQ - ends
+    assert trainer.global_counts(micro_batches).item() == SAMPLES * SEQ - ends
 
 
 def test_a_step_with_nothing_to_score_has_a_loss_of_zero() -> None:
@@ -166,7 +166,7 @@ def test_a_step_with_nothing_to_score_has_a_loss_of_zero() -> None:
     trainer = Trainer(layout.config(), shape_context())
     nothing = [replace(b, tokens=b.tokens.fill_(EOD)) for b in batches(layout, trainer.ctx)]
     outcome = trainer.train_step(nothing)
-    assert (outcome.loss.item(), outcome.grad_norm.item()) == (0.0, 0.0)
+    assert (outcome.parts.item(), outcome.grad_norm.item()) == (0.0, 0.0)
 
 
 def test_a_run_remembers_its_boundaries_and_is_scored_with_them(tmp_path: Path) -> None:

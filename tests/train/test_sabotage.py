@@ -21,6 +21,7 @@ from mlm.parallel.collectives import Pending
 from mlm.parallel.layers import RowParallelLinear
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.random import DropoutStream
+from mlm.train.objective import NextToken
 from mlm.train.trainer import StepOutcome, Trainer
 from mlm.train.verdict import Verdict
 from tests.ranks import run_on_ranks
@@ -50,31 +51,29 @@ def forgotten(*_: Any) -> None:
     """Instead of a sum of gradients."""
 
 
-def qkv_before_heads(qkv: Tensor, head_dim: int, p: float) -> Tensor:
+def qkv_before_heads(qkv: Tensor, head_dim: int, p: float, causal: bool) -> Tensor:
     """Attention that takes rows in the order [q, k, v][head][head_dim]: a cut over tp mixes them up."""
     s, b, _ = qkv.shape
     q, k, v = qkv.view(s, b, 3, -1, head_dim).permute(2, 1, 3, 0, 4).unbind(0)
-    y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
+    y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=causal)
     return y.permute(2, 0, 1, 3).reshape(s, b, -1)
 
 
-TRUE_OUTPUT, TRUE_UPDATE = Trainer.micro_batch_output, Trainer.update
+TRUE_OUTPUT, TRUE_UPDATE = NextToken.output, Trainer.update
 TRUE_PLAN, TRUE_ROW, TRUE_STREAM = Plan.step, RowParallelLinear.forward, DropoutStream.of_micro_batch
 
 
-def mean_of_micro_batch(
-    trainer: Trainer, chunk: Any, batch: Batch, scale: Tensor, x: Tensor | None
-) -> Tensor:
+def mean_of_micro_batch(objective: NextToken, chunk: Any, batch: Batch, scale: Tensor, *rest: Any) -> Tensor:
     """Each micro-batch's loss divided by its own tokens, as if the step had no other."""
-    if trainer.ctx.world_size > 1:
+    if objective.ctx.world_size > 1:
         scale = torch.ones_like(scale) / batch.labels.numel()
-    return TRUE_OUTPUT(trainer, chunk, batch, scale, x)
+    return TRUE_OUTPUT(objective, chunk, batch, scale, *rest)
 
 
 def tokens_of_replica(trainer: Trainer, batches: list[Batch]) -> Tensor:
     """What the loss is divided by, not summed over dp."""
     count = sum(batch.labels.numel() for batch in batches)
-    return torch.tensor(float(count), dtype=parameter_dtype(trainer.config.precision))
+    return torch.tensor([float(count)], dtype=parameter_dtype(trainer.config.precision))
 
 
 def decay_on_first_rank_only(trainer: Trainer, loss: Tensor) -> StepOutcome:
@@ -152,14 +151,14 @@ CASES = {
         "a bias that each rank adds",
     ),
     "loss divided by the tokens of the micro-batch": Sabotage(
-        "mlm.train.trainer.Trainer.micro_batch_output",
+        "mlm.train.objective.NextToken.output",
         mean_of_micro_batch,
         PP,
         "loss of step 1",
         "all gradients are 2 times",
     ),
     "loss divided by the tokens of the replica": Sabotage(
-        "mlm.train.trainer.Trainer.global_tokens",
+        "mlm.train.trainer.Trainer.global_counts",
         tokens_of_replica,
         DP,
         "loss of step 1",
