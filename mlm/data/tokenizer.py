@@ -130,6 +130,14 @@ class Tokenizer:
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [array("I", encoding.ids) for encoding in encodings]  # a list of all lists would take longer
 
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
+        """Token ids [n] of many texts, and the letters [n, 2] of the text where each begins and ends."""
+        encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
+        return [
+            (np.array(e.ids, dtype=np.int32), np.array(e.offsets, dtype=np.int32).reshape(-1, 2))
+            for e in encodings
+        ]
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, special tokens written out; bytes that are no UTF-8 become U+FFFD."""
         return str(self._backend.decode(list(ids), skip_special_tokens=False))

@@ -1,0 +1,186 @@
+"""The records of a split: from .jsonl, .json, .parquet, .csv and .tsv files, RACE's folders of .txt, or the Hub.
+
+A record is a dict of columns as the Hub's data set has them. Files are those of strangers: sizes are bounded,
+nothing is taken but strings, numbers and lists of them, and nothing is run.
+"""
+
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mlm.config.downstream_schema import TaskConfig
+from mlm.config.errors import CorruptFileError, UserError
+from mlm.data.corpus.extras import load_extra
+from mlm.data.corpus.hub import FORMATS
+from mlm.tasks.finetune.nested import race_records, squad_records
+
+Record = dict[str, Any]
+Placed = tuple[str, Record]
+"""Where a record is (file:line), and the record."""
+
+SUFFIXES = (".jsonl", ".parquet", ".json", ".csv", ".tsv")
+MAX_BYTES = 1 << 31  # of one file: QQP has 60 MB, RACE 150 MB
+MAX_JSON = 1 << 28  # of a file that must be held whole: SQuAD 2.0 has 42 MB
+MAX_LINE = 1 << 24  # of one record: 16 MiB
+BATCH_ROWS = 256
+KEY = "data.path"
+
+
+def local_records(task: TaskConfig, split: str, path: str) -> Iterator[Placed]:
+    """The records of a split below a folder, or of a file. Raises UserError, CorruptFileError."""
+    for file in find_files(Path(path), split, task.subsets):
+        try:
+            if (size := file.stat().st_size) > MAX_BYTES:
+                raise UserError(f"{file} has {size} bytes, {MAX_BYTES} is the limit: cut it")
+            yield from read_file(file)
+        except OSError as error:
+            raise UserError(f"{KEY}={path}: {error.strerror} ({file}): give what can be read") from error
+
+
+def find_files(path: Path, split: str, subsets: tuple[str, ...]) -> list[Path]:
+    """The files of a split: `path` itself, or those below it that bear the split's name.
+
+    {split}.jsonl and the like; {split}-00000-of-00002.parquet as the Hub stores it; {split}-v1.1.json as SQuAD
+    is published; {split}/{subset}/*.txt as RACE is; any of these below a folder named after a subset. `dev` is
+    another name for `validation`. Raises UserError.
+    """
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise UserError(f"{KEY}={path}: no such file or folder: give one with {split}.jsonl, or a file")
+    roots = [path / subset for subset in subsets if (path / subset).is_dir()] or [path]
+    names = dict.fromkeys([split, split.replace("validation", "dev")])
+    for name in names:
+        found = [file for root in roots for file in files_named(root, name, subsets)]
+        if found:
+            return found
+    raise UserError(f"{KEY}={path}: has no split {split}: give a folder with {split}.jsonl, or a file")
+
+
+def files_named(root: Path, name: str, subsets: tuple[str, ...]) -> list[Path]:
+    """The files in one folder that hold a split. Raises UserError when there are several to choose from."""
+    found = [[root / f"{name}{suffix}"] for suffix in SUFFIXES if (root / f"{name}{suffix}").is_file()]
+    patterns = (f"{name}-*-of-*.parquet", f"{name}-v[0-9]*.json", f"{name}/*.txt")
+    patterns += tuple(f"{name}/{subset}/*.txt" for subset in subsets)
+    found += [files for pattern in patterns[:3] if (files := sorted(root.glob(pattern)))]
+    parts = [file for pattern in patterns[3:] for file in sorted(root.glob(pattern))]
+    found += [parts] if parts else []
+    if len(found) > 1:
+        places = " and ".join(str(files[0]) for files in found[:2])
+        raise UserError(f"{KEY}: both {places} hold the split {name}: name one of them, or delete one")
+    return found[0] if found else []
+
+
+def read_file(file: Path) -> Iterator[Placed]:
+    """The records of one file. Raises UserError, CorruptFileError, OSError."""
+    match file.suffix:
+        case ".jsonl":
+            return jsonl_records(file)
+        case ".parquet":
+            return parquet_records(file)
+        case ".csv" | ".tsv":
+            return table_records(file)
+        case ".json":
+            return squad_records(str(file), load_json(file))
+        case ".txt":
+            return race_records(str(file), load_json(file))
+    raise UserError(f"{KEY}: {file} is of no known form: give a {', '.join(SUFFIXES)} file")
+
+
+def jsonl_records(file: Path) -> Iterator[Placed]:
+    """One object per line; blank lines are passed over."""
+    with open(file, "rb") as f:
+        number = 0
+        while line := f.readline(MAX_LINE + 1):
+            number += 1
+            place = f"{file}:{number}"
+            if len(line) > MAX_LINE:
+                raise UserError(f"{place}: a line of more than {MAX_LINE} bytes: cut or delete it")
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:  # ValueError covers bad UTF-8 too
+                raise UserError(f"{place}: not a line of JSON: mend or delete it") from error
+            if not isinstance(record, dict):
+                raise UserError(f"{place}: not a JSON object: mend or delete it")
+            yield place, record
+
+
+def load_json(file: Path) -> Any:
+    """The content of a JSON file. Raises UserError, OSError."""
+    if (size := file.stat().st_size) > MAX_JSON:
+        raise UserError(f"{file} has {size} bytes, {MAX_JSON} is the limit: make a .jsonl of it")
+    try:
+        return json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file}: is not JSON: give another file") from error
+
+
+def table_records(file: Path) -> Iterator[Placed]:
+    """Rows below a line of column names. In a .tsv quotes are letters, as in GLUE's."""
+    tsv = file.suffix == ".tsv"
+    with open(file, encoding="utf-8-sig", newline="") as f:
+        reader = csv.DictReader(
+            f, dialect="excel-tab" if tsv else "excel", quoting=csv.QUOTE_NONE if tsv else 0
+        )
+        try:
+            for row in reader:
+                yield f"{file}:{reader.line_num}", {key: row[key] for key in row if key is not None}
+        except csv.Error as error:
+            raise UserError(f"{file}:{reader.line_num}: {error}: mend it, or make a .jsonl of it") from error
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{file}:{reader.line_num + 1}: is not UTF-8 ({error.reason}): convert it"
+            ) from error
+
+
+def parquet_records(file: Path) -> Iterator[Placed]:
+    """Rows of a table. Needs pyarrow."""
+    pa, pq = (load_extra(module, f"{KEY}={file}") for module in ("pyarrow", "pyarrow.parquet"))
+    row = 0
+    try:
+        with pq.ParquetFile(file, pre_buffer=False) as table:
+            for batch in table.iter_batches(BATCH_ROWS, use_threads=False):
+                if batch.nbytes > BATCH_ROWS * MAX_LINE >> 4:  # a small file can unpack to a large table
+                    raise UserError(
+                        f"{file}:row {row + 1}: rows of {batch.nbytes} bytes: make a .jsonl of it"
+                    )
+                for record in batch.to_pylist():
+                    row += 1
+                    yield f"{file}:row {row}", record
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise CorruptFileError(f"{file} is no Parquet file, or a damaged one: replace it") from error
+
+
+def hub_records(task: TaskConfig, split: str) -> Iterator[Placed]:
+    """The records of a split on the Hub. No code of a data set is run. Raises UserError."""
+    if task.hub is None:
+        raise UserError(
+            f"{KEY}=null: task {task.name} has no data set on the Hub: give {KEY}=… or task.hub=…"
+        )
+    datasets = load_extra("datasets", f"{KEY}=null")
+    name = f"{task.hub} {task.hub_config or ''} {split}".replace("  ", " ")
+    try:
+        # the prefix keeps `datasets` from taking a folder of the same name for it
+        builder = datasets.load_dataset_builder(f"hf://datasets/{task.hub}", task.hub_config)
+        if builder.name not in FORMATS:
+            raise UserError(f"task.hub={task.hub} holds {builder.name}: convert it to .jsonl")
+        builder.download_and_prepare()
+        rows = builder.as_dataset(split=split)
+    except UserError:
+        raise
+    except Exception as error:  # of datasets, huggingface_hub, httpx and pyarrow: no base class in common
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{KEY}=null: {name} could not be had from the Hub ({type(error).__name__}: {reason}): bring it as "
+            f"files such as {split}.jsonl or .parquet and give {KEY}=FOLDER"
+        ) from error
+    for number, record in enumerate(rows, 1):
+        yield f"{name} row {number}", record
