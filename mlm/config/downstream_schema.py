@@ -46,8 +46,8 @@ class TaskConfig:
     hub_config: str | None = None
     """Its configuration."""
     subsets: tuple[str, ...] = ()
-    """What the ids of the task's rows begin with, such as middle and high of RACE; others are left out. Files may
-    lie in folders of these names. Empty takes all."""
+    """What the ids of the task's rows begin with, such as middle and high of RACE; others are left out. Files
+    may lie in folders of these names. Empty takes all."""
     train: str = "train"
     """Split to train on."""
     validations: tuple[str, ...] = ("validation",)

@@ -6,8 +6,8 @@ from typing import Any
 from mlm.config.errors import UserError
 
 
-def load_extra(module: str, setting: str) -> Any:
-    """A module of the extra mlm[data]. Raises UserError naming the extra when it is not installed.
+def load_extra(module: str, setting: str, extra: str = "data") -> Any:
+    """A module of an extra, mlm[data]. Raises UserError naming the extra when it is not installed.
 
     `setting` is what asks for it, as the user wrote it: `input=text.parquet`.
     """
@@ -15,4 +15,4 @@ def load_extra(module: str, setting: str) -> Any:
         return import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise UserError(f"{setting} needs the package {package}: pip install 'mlm[data]'") from error
+        raise UserError(f"{setting} needs the package {package}: pip install 'mlm[{extra}]'") from error

@@ -1,7 +1,7 @@
 """Finetuning on tasks: GLUE, RACE, SQuAD, and whatever a YAML of the same form says.
 
-From data to scores: sources.py and nested.py read files and the Hub, parsing.py checks their rows, rows.py makes
-splits of them, examples.py (spans.py, choices.py) tokens; predictions.py (answers.py), metrics.py and
-submission.py make answers, scores and files of the model's outputs. kinds.py says what a kind of task does at
-each step. None of these knows a model.
+From data to scores: sources.py and nested.py read files and the Hub, parsing.py checks their records, rows.py
+makes splits of them; making.py and spans.py make tokens of those (tokens.py), examples.py gathers them;
+answers.py and predictions.py read the model's outputs, metrics.py scores them, submission.py writes them down.
+kinds.py says what a kind of task does at each step; README.md says how to add a task. None knows a model.
 """

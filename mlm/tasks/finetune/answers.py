@@ -12,7 +12,7 @@ from mlm.tasks.finetune.parsing import Row
 from mlm.tasks.finetune.spans import Window
 
 Output = NDArray[np.float32]
-"""Of one example: [labels], [1], [options], or [n, 2] scores of its n tokens to begin and to end the answer."""
+"""Of one example: [labels], [1], [options], or [n, 2] scores of n tokens to begin and end the answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,14 +53,15 @@ def make_examples(
 ) -> Examples:
     """The tokenised examples of a split: at least one for each row, none left out.
 
-    `max_length` counts special tokens. Raises UserError for a tokenizer without the special tokens, or when so
-    few tokens leave no room for a text.
+    `max_length` counts special tokens. Raises UserError for a tokenizer without the special tokens, or when
+    so few tokens leave no room for a text.
     """
     whole = frame(tokenizer, kind=kind, max_length=max_length)
     made = KINDS[task.kind]
     if whole.room(2) < (least := made.least_room(task)):
         raise UserError(
-            f"task.max_length={max_length} leaves no room for texts: set {least + max_length - whole.room(2)} or more"
+            f"task.max_length={max_length} leaves no room for texts: "
+            f"set {least + max_length - whole.room(2)} or more"
         )
     items, truncated = list[Example](), 0
     for examples, was_cut in made.make(task, split.rows, tokenizer, whole):

@@ -6,8 +6,14 @@ from typing import Any
 
 from mlm.config.downstream_schema import TaskConfig
 from mlm.data.tokenizer import Tokenizer
-from mlm.tasks.finetune.answers import Prediction, decode_choice, decode_label, decode_number, decode_spans
-from mlm.tasks.finetune.answers import Output
+from mlm.tasks.finetune.answers import (
+    Output,
+    Prediction,
+    decode_choice,
+    decode_label,
+    decode_number,
+    decode_spans,
+)
 from mlm.tasks.finetune.making import Example, Made, make_choices, make_pairs
 from mlm.tasks.finetune.parsing import Row, parse_choice, parse_classification, parse_regression, parse_span
 from mlm.tasks.finetune.spans import make_windows

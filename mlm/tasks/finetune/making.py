@@ -1,15 +1,13 @@
-"""Examples of classification, regression and multiple choice; spans.py has those of questions on a context."""
+"""Examples of classification, regression and choice; spans.py has those of questions on a context."""
 
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from mlm.config.downstream_schema import TaskConfig
 from mlm.data.tokenizer import Tokenizer
 from mlm.tasks.finetune.parsing import Row
-from mlm.tasks.finetune.tokens import Frame, Text, Tokens, cut_longest, encode
+from mlm.tasks.finetune.tokens import Frame, Text, cut_longest, encode
 
 Made = tuple[list["Example"], bool]
 """The examples of a row, and whether some of its tokens were cut off."""
@@ -47,8 +45,8 @@ def make_pairs(task: TaskConfig, rows: Sequence[Row], tokenizer: Tokenizer, fram
 def make_choices(task: TaskConfig, rows: Sequence[Row], tokenizer: Tokenizer, frame: Frame) -> Iterator[Made]:
     """One text per option: question and option, cut to task.question_length, and what fits of the article.
 
-    [CLS] question option [SEP] article [SEP] as Megatron-LM's tasks/race; GPT-2 reads the article first, so that
-    its last token has seen the option.
+    [CLS] question option [SEP] article [SEP] as Megatron-LM's tasks/race; GPT-2 reads the article first, so
+    that its last token has seen the option.
     """
     articles = encode((tidy(row.texts[0]) for row in rows), tokenizer)
     asked = encode((question_with(row.texts[1], option) for row in rows for option in row.options), tokenizer)
@@ -74,13 +72,8 @@ def question_with(question: str, option: str) -> str:
 
 
 def tidy(text: str) -> str:
-    """A text on one line, without double spaces and the space before a full stop (Megatron-LM's clean_text)."""
+    """A text on one line, no two spaces in a row, none before a full stop (Megatron-LM's clean_text)."""
     text = re.sub(r"\s+", " ", text)
     for _ in range(3):  # " . . . " overlaps: once does not find all
         text = text.replace(" . ", ". ")
     return text
-
-
-def as_int32(values: Sequence[int]) -> Tokens:
-    """[n]"""
-    return np.asarray(values, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Records checked and made rows: texts, options and a label. What is wrong with one is said without its place."""
+"""Records checked and made rows: texts, options and a label. Faults are said without the record's place."""
 
 import math
 from collections.abc import Mapping
@@ -61,7 +61,7 @@ def parse_choice(task: TaskConfig, record: Mapping[str, Any], id: str) -> Row:
         raise RowError(f"'{column}' holds {kind_of(record[column])}, not a list of texts: mend or delete it")
     if len(options) != len(task.labels):
         raise RowError(
-            f"'{column}' holds {len(options)} options, not {len(task.labels)} as task.labels has: mend or delete it"
+            f"'{column}' holds {len(options)} options, task.labels {len(task.labels)}: mend or delete it"
         )
     checked = tuple(encodable(option, column) for option in options)
     return Row(id, texts, index_of_label(task, record.get(task.label)), checked)
@@ -77,8 +77,8 @@ def parse_span(task: TaskConfig, record: Mapping[str, Any], id: str) -> Row:
         found = texts[0][answer.start : answer.start + len(answer.text)]
         if answer.start < 0 or found != answer.text or not answer.text:
             raise RowError(
-                f"answer_start={answer.start} of '{task.label}' is not where {shown(answer.text)} is: there the "
-                f"context says {shown(found)}: mend or delete it"
+                f"answer_start={answer.start} of '{task.label}' is not where {shown(answer.text)} is: the "
+                f"context has {shown(found)} there: mend or delete it"
             )
     return Row(id, texts, answers)
 
@@ -126,8 +126,8 @@ def index_of_label(task: TaskConfig, value: Any) -> int | None:
     if number is None or not 0 <= number < len(task.labels):
         names = ", ".join(task.labels[:20])
         raise RowError(
-            f"{task.label}={shown(value)} is no label: use 0 to {len(task.labels) - 1} or a name ({names}), or set "
-            f"task.labels"
+            f"{task.label}={shown(value)} is no label: use 0 to {len(task.labels) - 1} or a name ({names}), "
+            f"or set task.labels"
         )
     return number
 
@@ -147,7 +147,8 @@ def number_of_label(task: TaskConfig, value: Any) -> float | None:
             return None
         low, high = task.label_range
         raise RowError(
-            f"{task.label}={shown(value)} is not in {low:g} to {high:g}: mend or delete it, or set task.label_range"
+            f"{task.label}={shown(value)} is not in {low:g} to {high:g}: mend or delete it, "
+            f"or set task.label_range"
         )
     return number
 

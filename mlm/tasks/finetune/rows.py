@@ -130,8 +130,8 @@ def labels_are_there(
     if len(without) == len(rows):
         if split in (task.train, *task.validations):
             raise UserError(
-                f"{source}: no row of split {split} has a label ('{task.label}'): set task.label, or give a file "
-                f"with labels"
+                f"{source}: no row of split {split} has a label ('{task.label}'): set task.label, or give a "
+                f"file with labels"
             )
         return False
     faults = Faults()

@@ -1,4 +1,4 @@
-"""The records of a split: from .jsonl, .json, .parquet, .csv and .tsv files, RACE's folders of .txt, or the Hub.
+"""The records of a split: from .jsonl, .json, .parquet, .csv, .tsv, RACE's folders of .txt, or the Hub.
 
 A record is a dict of columns as the Hub's data set has them. Files are those of strangers: sizes are bounded,
 nothing is taken but strings, numbers and lists of them, and nothing is run.
@@ -42,9 +42,9 @@ def local_records(task: TaskConfig, split: str, path: str) -> Iterator[Placed]:
 def find_files(path: Path, split: str, subsets: tuple[str, ...]) -> list[Path]:
     """The files of a split: `path` itself, or those below it that bear the split's name.
 
-    {split}.jsonl and the like; {split}-00000-of-00002.parquet as the Hub stores it; {split}-v1.1.json as SQuAD
-    is published; {split}/{subset}/*.txt as RACE is; any of these below a folder named after a subset. `dev` is
-    another name for `validation`. Raises UserError.
+    {split}.jsonl and the like; {split}-00000-of-00002.parquet as the Hub stores it; {split}-v1.1.json as
+    SQuAD is published; {split}/{subset}/*.txt as RACE is; any of these below a folder named after a subset.
+    `dev` is another name for `validation`. Raises UserError.
     """
     if path.is_file():
         return [path]
@@ -61,12 +61,14 @@ def find_files(path: Path, split: str, subsets: tuple[str, ...]) -> list[Path]:
 
 def files_named(root: Path, name: str, subsets: tuple[str, ...]) -> list[Path]:
     """The files in one folder that hold a split. Raises UserError when there are several to choose from."""
-    found = [[root / f"{name}{suffix}"] for suffix in SUFFIXES if (root / f"{name}{suffix}").is_file()]
-    patterns = (f"{name}-*-of-*.parquet", f"{name}-v[0-9]*.json", f"{name}/*.txt")
-    patterns += tuple(f"{name}/{subset}/*.txt" for subset in subsets)
-    found += [files for pattern in patterns[:3] if (files := sorted(root.glob(pattern)))]
-    parts = [file for pattern in patterns[3:] for file in sorted(root.glob(pattern))]
-    found += [parts] if parts else []
+    plain = [[f"{name}{suffix}"] for suffix in SUFFIXES]
+    published = [[f"{name}-*-of-*.parquet"], [f"{name}-v[0-9]*.json"], [f"{name}/*.txt"]]
+    by_subset = [f"{name}/{subset}/*.txt" for subset in subsets]
+    ways = [
+        [file for pattern in patterns for file in sorted(root.glob(pattern))]
+        for patterns in [*plain, *published, by_subset]
+    ]
+    found = [files for files in ways if files]
     if len(found) > 1:
         places = " and ".join(str(files[0]) for files in found[:2])
         raise UserError(f"{KEY}: both {places} hold the split {name}: name one of them, or delete one")
@@ -179,8 +181,8 @@ def hub_records(task: TaskConfig, split: str) -> Iterator[Placed]:
     except Exception as error:  # of datasets, huggingface_hub, httpx and pyarrow: no base class in common
         reason = " ".join(str(error).split())[:200]
         raise UserError(
-            f"{KEY}=null: {name} could not be had from the Hub ({type(error).__name__}: {reason}): bring it as "
-            f"files such as {split}.jsonl or .parquet and give {KEY}=FOLDER"
+            f"{KEY}=null: {name} could not be had from the Hub ({type(error).__name__}: {reason}): bring it "
+            f"as files such as {split}.jsonl or .parquet and give {KEY}=FOLDER"
         ) from error
     for number, record in enumerate(rows, 1):
         yield f"{name} row {number}", record

@@ -22,7 +22,7 @@ class Window(Example):
     offsets: NDArray[np.int32]
     """[n, 2] letters of the context where its n tokens in this window begin and end."""
     null: int
-    """Index of the token that stands for no answer: [CLS], or GPT-2's last token, which has seen everything."""
+    """Index of the token that stands for no answer: [CLS], or GPT-2's last token, which has seen all."""
 
 
 def make_windows(task: TaskConfig, rows: Sequence[Row], tokenizer: Tokenizer, frame: Frame) -> Iterator[Made]:
@@ -38,7 +38,9 @@ def make_windows(task: TaskConfig, rows: Sequence[Row], tokenizer: Tokenizer, fr
         contexts = dict(zip(distinct, tokenizer.encode_with_offsets(distinct), strict=True))
         for number, (row, question) in enumerate(zip(batch, questions, strict=True), start):
             asked = question[: task.question_length]
-            asked = asked[: frame.room(2) - task.doc_stride - 1]  # a window must get on
+            asked = asked[
+                : (frame.room(2) - task.doc_stride) // 2
+            ]  # windows must get on, and not by one token
             ids, offsets = contexts[row.texts[0]]
             size = frame.room(2) - len(asked)
             windows = list[Example]()
@@ -53,7 +55,7 @@ def make_windows(task: TaskConfig, rows: Sequence[Row], tokenizer: Tokenizer, fr
 
 
 def window_starts(length: int, size: int, overlap: int) -> list[int]:
-    """Where windows of `size` begin that cover `length` tokens and share `overlap` with the next; one at least."""
+    """Where windows of `size` begin that cover `length` tokens and share `overlap` of them; one at least."""
     assert size > overlap
     count = -(-max(0, length - size) // (size - overlap))
     return [n * (size - overlap) for n in range(count + 1)]
