@@ -50,7 +50,7 @@ def find_files(path: Path, split: str, subsets: tuple[str, ...]) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise UserError(f"{KEY}={path}: no such file or folder: give one with {split}.jsonl, or a file")
-    roots = [path / subset for subset in subsets if (path / subset).is_dir()] or [path]
+    roots = folders_of(path, subsets) or [path]
     names = dict.fromkeys([split, split.replace("validation", "dev")])
     for name in names:
         found = [file for root in roots for file in files_named(root, name, subsets)]
@@ -63,7 +63,7 @@ def files_named(root: Path, name: str, subsets: tuple[str, ...]) -> list[Path]:
     """The files in one folder that hold a split. Raises UserError when there are several to choose from."""
     plain = [[f"{name}{suffix}"] for suffix in SUFFIXES]
     published = [[f"{name}-*-of-*.parquet"], [f"{name}-v[0-9]*.json"], [f"{name}/*.txt"]]
-    by_subset = [f"{name}/{subset}/*.txt" for subset in subsets]
+    by_subset = [f"{folder.relative_to(root)}/*.txt" for folder in folders_of(root / name, subsets)]
     ways = [
         [file for pattern in patterns for file in sorted(root.glob(pattern))]
         for patterns in [*plain, *published, by_subset]
@@ -73,6 +73,18 @@ def files_named(root: Path, name: str, subsets: tuple[str, ...]) -> list[Path]:
         places = " and ".join(str(files[0]) for files in found[:2])
         raise UserError(f"{KEY}: both {places} hold the split {name}: name one of them, or delete one")
     return found[0] if found else []
+
+
+def folders_of(path: Path, subsets: tuple[str, ...]) -> list[Path]:
+    """The folders of all subsets; none when there are none. Raises UserError when some are missing."""
+    found = {subset: path / subset for subset in subsets}
+    there = [folder for folder in found.values() if folder.is_dir()]
+    if there and len(there) < len(found):
+        missing = ", ".join(subset for subset, folder in found.items() if not folder.is_dir())
+        raise UserError(
+            f"{KEY}: {path} has no folder {missing}: add it, or set task.subsets to what there is"
+        )
+    return there
 
 
 def read_file(file: Path) -> Iterator[Placed]:

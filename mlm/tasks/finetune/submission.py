@@ -53,7 +53,7 @@ def written(task: TaskConfig, prediction: Prediction) -> str:
 
 
 def excess(prediction: Prediction) -> float:
-    """How much the score of no answer exceeds that of the best answer; SQuAD 2.0's script seeks a threshold."""
+    """How much the score of no answer exceeds the best answer's: SQuAD 2.0's script seeks its threshold."""
     best = prediction.n_best[0].score if prediction.n_best else 0.0
     return (prediction.null_score or 0.0) - best
 
