@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from mlm.cli.commands import COMMANDS, Command
 from mlm.config.errors import UserError
+from mlm.config.paths import CONFIG_DIR
 from mlm.config.suggest import did_you_mean
 from mlm.config.tree import leaves
 
@@ -57,7 +58,7 @@ class Arguments:
 def find_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
     """The command and what follows it. Raises UserError with the nearest command."""
     for command in COMMANDS:
-        if tuple(argv[: len(command.words)]) == command.words:
+        if tuple(argv[: len(command.words)]) == command.words and takes(command, argv):
             return command, list(argv[len(command.words) :])
     first = argv[0]
     tasks = tasks_of(first)
@@ -70,9 +71,28 @@ def find_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
     raise UserError(f"mlm {first}: name a task: {' or '.join(f'mlm {first} {task}' for task in tasks)}")
 
 
-def tasks_of(word: str) -> list[str]:
+def takes(command: Command, argv: Sequence[str]) -> bool:
+    """Whether a command of one word is meant, where there are others that begin with it: `mlm eval race`."""
+    word = command.words[0]
+    if len(command.words) > 1 or not second_words(word):
+        return True
+    return len(argv) > 1 and (argv[1] in finetuning_tasks() or argv[1].startswith(("task=", "--task")))
+
+
+def second_words(word: str) -> list[str]:
     """The second words of the commands that begin with `word`: eval → loss."""
     return [c.words[1] for c in COMMANDS if c.words[0] == word and len(c.words) > 1]
+
+
+def tasks_of(word: str) -> list[str]:
+    """What may follow `word`: eval → loss, …, race."""
+    found = second_words(word)
+    return [*found, *(finetuning_tasks() if found and any(c.words == (word,) for c in COMMANDS) else [])]
+
+
+def finetuning_tasks() -> list[str]:
+    """The names of configs/task."""
+    return sorted(path.stem for path in (CONFIG_DIR / "task").glob("*.yaml"))
 
 
 def parse(command: Command, words: Sequence[str]) -> Arguments:

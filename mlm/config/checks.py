@@ -11,8 +11,17 @@ from typing import Any
 
 from mlm.config import files_present as present
 from mlm.config.blend import blend_faults
+from mlm.config.downstream_checks import check_task
 from mlm.config.eval_schema import ZeroShotConfig
-from mlm.config.layout_checks import RANK_RULES, TRAIN_RULES, Launch, LayoutRule, num_replicas
+from mlm.config.finetune_schema import EvalTaskConfig, FinetuneConfig
+from mlm.config.layout_checks import (
+    FINETUNE_LAYOUT_RULES,
+    RANK_RULES,
+    TRAIN_RULES,
+    Launch,
+    LayoutRule,
+    num_replicas,
+)
 from mlm.config.model_checks import bert_data_fault, model_fault, pretraining_fault
 from mlm.config.nearest_layout import layout_faults
 from mlm.config.ranges import out_of_range
@@ -45,6 +54,20 @@ def check_zero_shot(
 ) -> list[str]:
     """Faults of `mlm eval wikitext103`, `lambada` and `all` that show without reading a file."""
     return _faults(config, Launch(world_size, local_devices), RANK_RULES, ZERO_SHOT_RULES)
+
+
+def check_finetune(config: FinetuneConfig, *, world_size: int | None, local_devices: int | None) -> list[str]:
+    """Faults of `mlm finetune` that show without reading the checkpoint or the rows."""
+    faults = _faults(config, Launch(world_size, local_devices), FINETUNE_LAYOUT_RULES, FINETUNE_RULES)
+    return [*faults, *check_task(config.task)]
+
+
+def check_eval_task(
+    config: EvalTaskConfig, *, world_size: int | None, local_devices: int | None
+) -> list[str]:
+    """Faults of `mlm eval TASK` that show without reading the checkpoint or the rows."""
+    faults = _faults(config, Launch(world_size, local_devices), RANK_RULES, EVAL_TASK_RULES)
+    return [*faults, *check_task(config.task)]
 
 
 def check_generate(config: GenerateConfig, *, world_size: int | None, local_devices: int | None) -> list[str]:
@@ -157,6 +180,14 @@ PRETRAIN_RULES: list[tuple[str, Rule]] = [
     ("", lambda config, _: present.corpus_extras(config.data)),
     ("", lambda config, _: present.checkpoint(config.ckpt)),
 ]
+FINETUNE_RULES: list[tuple[str, Rule]] = [
+    ("", _devices_are_there),
+    ("schedule.min_lr optimizer.lr", _lr_falls),
+    ("precision.min_loss_scale precision.initial_loss_scale", _loss_scale_can_fall),
+    ("", lambda config, _: present.folder("data.path", config.data.path)),
+    ("", lambda config, _: present.tokenizer("data.tokenizer", config.data.tokenizer)),
+]
+EVAL_TASK_RULES = [rule for rule in FINETUNE_RULES if rule[1] is not _lr_falls]
 EVAL_LOSS_RULES: list[tuple[str, Rule]] = [
     ("", _devices_are_there),
     ("precision.min_loss_scale precision.initial_loss_scale", _loss_scale_can_fall),

@@ -25,6 +25,7 @@ from mlm.config.data_schema import (
     DataVerifyConfig,
 )
 from mlm.config.eval_schema import EvalAllConfig, EvalLambadaConfig, EvalWikitext103Config
+from mlm.config.finetune_schema import EvalTaskConfig, FinetuneConfig
 from mlm.config.parity_schema import ParityConfig
 from mlm.config.paths import CONFIG_DIR
 from mlm.config.plan_schema import PlanScheduleConfig
@@ -41,6 +42,8 @@ SPECS: dict[str, type] = {
     "eval_lambada": EvalLambadaConfig,
     "eval_all": EvalAllConfig,
     "generate": GenerateConfig,
+    "finetune": FinetuneConfig,
+    "eval_task": EvalTaskConfig,
     "data_tokenizer": DataTokenizerConfig,
     "data_build": DataBuildConfig,
     "data_inspect": DataInspectConfig,

@@ -48,6 +48,13 @@ def file(key: str, path: str | None) -> str | None:
     return f"{key}={path}: no such file; correct the path, or {key}=null"
 
 
+def folder(key: str, path: str | None) -> str | None:
+    """A folder, or a file in the place of one."""
+    if path is None or Path(path).exists():
+        return None
+    return f"{key}={path}: no such folder; correct the path"
+
+
 def tokenizer(key: str, path: str | None) -> str | None:
     """A tokenizer's file, or the folder it is in."""
     return None if path is not None and Path(path).is_dir() else file(key, path)

@@ -215,12 +215,17 @@ RANK_RULES = (
     LayoutRule(_RANKS, ("dp", "tp", "pp"), _host_has_ranks, only_here=True),
 )
 """What the ranks ask of a layout: for commands that learn the model's shape later, from a checkpoint."""
+SCHEDULE_RULES = (
+    LayoutRule(("vp", "pipeline"), ("pipeline", "vp"), _schedule_interleaves),
+    LayoutRule(("pp", "zero"), ("zero",), _weights_stay_gathered),
+)
+"""What a training step asks of a layout."""
+FINETUNE_LAYOUT_RULES = (*RANK_RULES, *SCHEDULE_RULES)
 TRAIN_RULES = (
     LayoutRule(("model.num_heads", "model.hidden_size"), ("model.num_heads",), _heads_divide_hidden),
     *SPLIT_RULES,
     *RANK_RULES,
-    LayoutRule(("vp", "pipeline"), ("pipeline", "vp"), _schedule_interleaves),
-    LayoutRule(("pp", "zero"), ("zero",), _weights_stay_gathered),
+    *SCHEDULE_RULES,
     LayoutRule(_SEQUENCE, ("data.seq_length",), _sequence_fits),
     LayoutRule(
         (*_SEQUENCE, "tp", "sequence_parallel"),

@@ -1,7 +1,7 @@
 """metrics.jsonl: one history of a run, however often it was killed and resumed.
 
-One JSON object per line, each with `kind` (run, step, validation, saved, save_failed) and `time` (Unix
-seconds). Numbers that are not finite are null: JSON has no NaN.
+One JSON object per line, each with `kind` (run, step, validation, scores, saved, save_failed) and `time`
+(Unix seconds). Numbers that are not finite are null: JSON has no NaN.
 """
 
 import json
@@ -51,6 +51,9 @@ class History(Sink):
 
     def validation(self, step: int, loss: float, perplexity: float, parts: Parts = NO_PARTS) -> None:
         self.append("validation", {"step": step, "loss": loss, "perplexity": perplexity, **of_parts(parts)})
+
+    def scores(self, step: int, split: str, metrics: Parts, *, is_best: bool) -> None:
+        self.append("scores", {"step": step, "split": split, **metrics, "is_best": is_best})
 
     def saved(self, step: int, path: Path, seconds: float, waited: float) -> None:
         times = {"seconds": round(seconds, 3), "waited": round(waited, 3)}

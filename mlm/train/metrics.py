@@ -85,6 +85,11 @@ class Reporter:
         for sink in self.sinks:
             sink.validation(step, loss, perplexity, parts)
 
+    def scores(self, step: int, split: str, metrics: Parts, *, is_best: bool) -> None:
+        """Report the metrics of a split of a task after `step`, and whether they are the best so far."""
+        for sink in self.sinks:
+            sink.scores(step, split, metrics, is_best=is_best)
+
     def saved(self, step: int, path: Path, seconds: float, waited: float) -> None:
         """Report a checkpoint of `step` written to `path` in `seconds`, for which training `waited`."""
         for sink in self.sinks:

@@ -102,6 +102,12 @@ class PlainLines(Display):
         pairs += [f"{name} {part:.4f}" for name, part in of_parts(parts).items()]
         self.line("  ".join([self.counter(step), *pairs]))
 
+    def scores(self, step: int, split: str, metrics: Parts, *, is_best: bool) -> None:
+        pairs = [f"{name} {value:.4f}" for name, value in metrics.items()]
+        self.line(
+            "  ".join([self.counter(step), f"scored {split}", *pairs, *(["best yes"] if is_best else [])])
+        )
+
     def counter(self, step: int) -> str:
         """`step 10/200`, as wide for every step."""
         total = str(self.total_steps)
@@ -148,6 +154,7 @@ class LivePanel(Display):
         self.end: float | None = None
         self.metrics: StepMetrics | None = None
         self.validated: tuple[int, float, float, Parts] | None = None
+        self.scored: dict[str, tuple[int, Parts, bool]] = {}
         self.live = Live(
             console=console,
             get_renderable=self.render,
@@ -167,6 +174,9 @@ class LivePanel(Display):
     def validation(self, step: int, loss: float, perplexity: float, parts: Parts = NO_PARTS) -> None:
         self.validated = (step, loss, perplexity, parts)
 
+    def scores(self, step: int, split: str, metrics: Parts, *, is_best: bool) -> None:
+        self.scored[split] = (step, metrics, is_best)
+
     def advance(self, step: int) -> None:
         self.done = step
 
@@ -185,6 +195,9 @@ class LivePanel(Display):
             if parts:
                 each = [cell(name, f"{part:.4f}") for name, part in parts.items()]
                 rows.append(Columns(each, equal=True, expand=True, padding=(0, 2)))
+        for split, (step, metrics, is_best) in self.scored.items():
+            values = " · ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+            rows.append(cell(split, f"{values} · step {step:,}{' · best' if is_best else ''}"))
         rows.append(self.times())
         width = max(20, min(MAX_WIDTH, self.console.width - ECHO_WIDTH))
         return Panel(Group(*rows), title=Text(self.title, style="bold"), border_style="dim", width=width)

@@ -63,6 +63,9 @@ class Sink:
     def validation(self, step: int, loss: float, perplexity: float, parts: Parts = NO_PARTS) -> None:
         """A validation after `step`; loss in nats per token, in `parts` that of each corpus of a blend."""
 
+    def scores(self, step: int, split: str, metrics: Parts, *, is_best: bool) -> None:
+        """A split of a task was scored after `step`; whether better than ever before."""
+
     def saved(self, step: int, path: Path, seconds: float, waited: float) -> None:
         """A checkpoint was written in `seconds`; training waited that many of them."""
 

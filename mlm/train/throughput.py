@@ -18,9 +18,10 @@ class Rates:
 class Throughput:
     """Stopwatch of training steps. Validation and saving are left out: pause() before, start() after.
 
-    `tokens_per_step` counts the global batch, `flops_per_token` is ModelConfig.flops_per_token, `devices` is
-    the world size, `peak` the FLOP/s of one device or None. Call lap() and pause() after the device is
-    synchronised, or steps still in flight fall out of the window.
+    `tokens_per_step` counts the global batch where all steps are alike; else count() is told.
+    `flops_per_token` is ModelConfig.flops_per_token, `devices` the world size, `peak` the FLOP/s of one device
+    or None. Call lap() and pause() after the device is synchronised, or steps still in flight fall out of the
+    window.
     """
 
     def __init__(
@@ -33,12 +34,12 @@ class Throughput:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.tokens_per_step = tokens_per_step
-        self.flops_per_step = flops_per_token * tokens_per_step / devices  # of one device
+        self.flops_per_token = flops_per_token / devices  # on one device
         self.peak = peak
         self.clock = clock
         self.since: float | None = None  # None while paused
         self.seconds = 0.0
-        self.steps = 0
+        self.steps = self.tokens = 0
 
     def start(self) -> None:
         """Let the watch run; does nothing if it does."""
@@ -51,9 +52,10 @@ class Throughput:
             self.seconds += self.clock() - self.since
             self.since = None
 
-    def count(self) -> None:
-        """One step is done."""
+    def count(self, tokens: int | None = None) -> None:
+        """One step is done, of so many tokens; None means tokens_per_step."""
         self.steps += 1
+        self.tokens += self.tokens_per_step if tokens is None else tokens
 
     def lap(self) -> Rates:
         """Rates over the steps since the last lap, and begin the next. At least one step must be counted."""
@@ -61,12 +63,13 @@ class Throughput:
         running = self.since is not None
         self.pause()
         step_time = max(self.seconds / self.steps, 1e-9)
-        self.seconds, self.steps = 0.0, 0
+        rate = self.tokens / self.steps / step_time
+        self.seconds, self.steps, self.tokens = 0.0, 0, 0
         if running:
             self.start()
-        flops = self.flops_per_step / step_time
+        flops = self.flops_per_token * rate
         mfu = flops / self.peak if self.peak else None
-        return Rates(step_time, self.tokens_per_step / step_time, flops / 1e12, mfu)
+        return Rates(step_time, rate, flops / 1e12, mfu)
 
 
 class Eta:

@@ -68,6 +68,9 @@ class TensorBoard(Sink):
     def validation(self, step: int, loss: float, perplexity: float, parts: Parts = NO_PARTS) -> None:
         self.add(step, {"validation/loss": loss, "validation/perplexity": perplexity, **of_parts(parts)})
 
+    def scores(self, step: int, split: str, metrics: Parts, *, is_best: bool) -> None:
+        self.add(step, {f"{split}/{name}": value for name, value in metrics.items()})
+
     def add(self, step: int, values: dict[str, float]) -> None:
         """Queue values; the writer's own thread writes them."""
         assert self.writer is not None, "TensorBoard.start() comes first"
@@ -110,6 +113,9 @@ class WeightsAndBiases(Sink):
     def validation(self, step: int, loss: float, perplexity: float, parts: Parts = NO_PARTS) -> None:
         values = {"validation/loss": loss, "validation/perplexity": perplexity, **of_parts(parts)}
         self.run.log({"step": step, **values})
+
+    def scores(self, step: int, split: str, metrics: Parts, *, is_best: bool) -> None:
+        self.run.log({"step": step, **{f"{split}/{name}": value for name, value in metrics.items()}})
 
     def close(self) -> None:
         if self.run is not None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from mlm.config.downstream_schema import TaskConfig
 from mlm.data.tokenizer import Tokenizer
@@ -36,7 +36,7 @@ class Kind:
     """Tokens that texts must be given beside the special ones."""
 
     @property
-    def head(self) -> str:
+    def head(self) -> Literal["classification", "span"]:
         """The head of the model (ModelConfig.head)."""
         return "span" if self.decode is decode_spans else "classification"
 

@@ -1,8 +1,8 @@
 """Texts as a model reads them: token ids with special tokens, cut to a length.
 
 BERT reads [CLS] A [SEP] or [CLS] A [SEP] B [SEP], of which B [SEP] has token type 1 (arXiv:1810.04805,
-figure 2). GPT-2 reads A eod or A eod B eod, without token types; what it says of a text is taken from its last
-token. Special tokens that are written out in a text are letters of it.
+figure 2). GPT-2 reads A eod or A eod B eod, without token types; what it says of a text is taken from its
+last token. Special tokens that are written out in a text are letters of it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,0 +1,171 @@
+"""The loop of finetuning: epochs of batches, validation by the task's metrics, the best checkpoint."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlm.config.errors import UserError
+from mlm.config.finetune_schema import FinetuneConfig
+from mlm.tasks.finetune.batches import Dealing, Order, TaskBatch
+from mlm.tasks.finetune.best import STATE, Progress, Scores, save_best, saved_progress
+from mlm.tasks.finetune.examples import Example
+from mlm.tasks.finetune.objective import Finetuning
+from mlm.tasks.finetune.outputs import Evaluation, evaluate
+from mlm.terminal import count_progress
+from mlm.train.diagnose import first_non_finite
+from mlm.train.loop import is_due
+from mlm.train.metrics import Reporter, StepMetrics
+from mlm.train.peak import memory_bytes
+from mlm.train.saver import Saver
+from mlm.train.stop import StopRequest
+from mlm.train.throughput import Throughput
+from mlm.train.trainer import StepOutcome, StopVote, Trainer
+
+STEP_BITS = 32
+"""A micro-batch's number in the run is that of its step and its place in it, so that no two have one."""
+
+
+@dataclass
+class Loop:
+    """What one run of the loop works with."""
+
+    config: FinetuneConfig
+    trainer: Trainer
+    objective: Finetuning
+    examples: Sequence[Example]
+    """All that is trained on."""
+    order: Order
+    dealing: Dealing
+    evaluations: Sequence[Evaluation]
+    """One per split of task.validations."""
+    progress: Progress
+    reporter: Reporter
+    throughput: Throughput
+    stop: StopRequest
+    saver: Saver
+    out: Path
+    rows: int = 0
+    """Examples trained on since the last logged step."""
+
+    def run(self) -> bool:
+        """Train to the last step, or until patience is at its end; False where a stop was asked for."""
+        trainer, train = self.trainer, self.config.train
+        every = train.validate_every or self.order.steps_per_epoch
+        self.throughput.start()
+        while trainer.step < trainer.config.train.steps and not self.is_out_of_patience:
+            vote = StopVote(trainer.ctx, self.stop.requested)
+            batches = self.batches()
+            outcome = trainer.train_step(batches)
+            self.count()
+            self.saver.poll()
+            last = trainer.step == trainer.config.train.steps
+            stopping = vote.result()
+            if last or stopping or trainer.step == 1 or is_due(trainer.step, self.config.log.every):
+                self.log(outcome, batches)
+            validated = last or is_due(trainer.step, every)
+            if validated:
+                self.validate(batches)
+            last = last or self.is_out_of_patience
+            if last or stopping or self.is_save_due(validated):
+                self.save(batches, awaited=last or stopping)
+            if stopping and not last:
+                return False
+        return True
+
+    @property
+    def is_out_of_patience(self) -> bool:
+        """Whether enough validations brought nothing."""
+        return 0 < self.config.train.patience <= self.progress.without_gain
+
+    def is_save_due(self, validated: bool) -> bool:
+        """Whether a checkpoint to resume from is due."""
+        every = self.config.checkpoint.save_every
+        return is_due(self.trainer.step, every) if every else validated
+
+    def batches(self) -> list[TaskBatch]:
+        """This rank's micro-batches of the next step."""
+        step = self.trainer.step
+        first = step << STEP_BITS
+        return self.dealing.micro_batches(self.examples, self.order.batch(step).tolist(), first)
+
+    def count(self) -> None:
+        """Count the step that was just taken."""
+        numbers = self.order.batch(self.trainer.step - 1)
+        tokens = sum(len(text) for n in numbers for text in self.examples[n].texts)
+        self.rows += len(numbers)
+        self.progress.tokens += tokens
+        self.throughput.count(tokens)
+        self.reporter.advance(self.trainer.step)
+
+    def log(self, outcome: StepOutcome, batches: list[TaskBatch]) -> None:
+        """Read the step's numbers from the device and report them; abort if they are not finite."""
+        trainer, scaler = self.trainer, self.trainer.scaler
+        loss = trainer.mean_loss(outcome)  # waits for the device: the clock may be read now
+        steps, rates = self.throughput.steps, self.throughput.lap()
+        epoch = trainer.step / self.order.steps_per_epoch
+        examples_per_s = self.rows / steps / rates.step_time_s
+        self.rows = 0
+        self.reporter.step(
+            StepMetrics(
+                step=trainer.step,
+                loss=loss,
+                lr=outcome.lr,
+                grad_norm=float(outcome.grad_norm.item()),
+                loss_scale=float(scaler.scale.item()) if scaler.dynamic else None,
+                skipped_steps=int(scaler.skipped.item()),
+                tokens=self.progress.tokens,
+                tokens_per_s=rates.tokens_per_s,
+                step_time_s=rates.step_time_s,
+                tflops=rates.tflops,
+                mfu=rates.mfu,
+                memory_bytes=memory_bytes(trainer.ctx.device),
+                parts={"epoch": epoch, "examples_per_s": examples_per_s},
+            )
+        )
+        self.refuse_exhausted(batches)
+
+    def refuse_exhausted(self, batches: list[TaskBatch]) -> None:
+        """Abort, with a diagnosis, a run that cannot be helped. The same verdict on every rank."""
+        if not self.trainer.scaler.exhausted.item():
+            return
+        where = first_non_finite(self.trainer, batches)
+        raise UserError(
+            f"step {self.trainer.step}: gradients are not finite in precision={self.config.precision.dtype}; "
+            f"{where}. Lower optimizer.lr, raise schedule.warmup or use precision=bf16 or fp32; the last "
+            "checkpoint is intact"
+        )
+
+    def validate(self, batches: list[TaskBatch]) -> None:
+        """Score every split, on the clock of nobody, and keep the weights if they are the best."""
+        self.refuse_exhausted(batches)
+        self.throughput.pause()
+        scores: Scores = {}
+        for evaluation in self.evaluations:
+            name = evaluation.split.name
+            shown = self.trainer.ctx.is_main and self.config.log.live != "on"
+            with count_progress(f"scoring {name}", len(evaluation.examples), shown=shown) as advance:
+                scores[name], _ = evaluate(
+                    self.trainer.model, self.objective, self.config.task, evaluation, advance
+                )
+        is_best = self.progress.add(self.trainer.step, scores)
+        if is_best:
+            self.remember()
+            self.trainer.before_change()
+            save_best(self.trainer, self.out)
+        for name, metrics in scores.items():
+            self.reporter.scores(self.trainer.step, name, metrics, is_best=is_best)
+        self.throughput.start()
+
+    def remember(self) -> None:
+        """Let checkpoints say how far validation is."""
+        self.trainer.extra_state[STATE]["progress"] = saved_progress(self.progress)
+
+    def save(self, batches: list[TaskBatch], *, awaited: bool) -> None:
+        """Begin a checkpoint to resume from; the last one is awaited."""
+        self.refuse_exhausted(batches)
+        self.throughput.pause()
+        self.remember()
+        self.saver.begin()
+        if awaited:
+            self.saver.finish()
+        self.throughput.start()
