@@ -118,6 +118,7 @@ def parse(command: Command, words: Sequence[str]) -> Arguments:
             parsed.overrides.append(word)
     if not parsed.has(*HELP, *COMPLETION):
         parsed.overrides = _renamed(command, _with_positional(command, parsed.overrides))
+        _check_task(command, parsed.overrides)
     return parsed
 
 
@@ -132,6 +133,13 @@ def _with_positional(command: Command, overrides: Sequence[str]) -> list[str]:
     """Words without `=` as the values of the command's positional keys, as long as there are any left."""
     keys = list(command.positional)
     return [text if "=" in text or not keys else f"{keys.pop(0)}={text}" for text in overrides]
+
+
+def _check_task(command: Command, overrides: Sequence[str]) -> None:
+    """Raises UserError where a command is about a task and none is named."""
+    keys = [text.partition("=")[0].lstrip("+") for text in overrides]
+    if "task" in command.positional and not any(key in ("task", "task.name") for key in keys):
+        raise UserError(f"name a task: {', '.join(finetuning_tasks())}")
 
 
 def is_flag(word: str) -> bool:

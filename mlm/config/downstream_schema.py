@@ -72,3 +72,13 @@ class TaskConfig:
     """Kind span: begins and ends of answers that are tried for each window, and answers that are kept."""
     null_threshold: float = 0.0
     """Kind span, unanswerable: how much the score of no answer must exceed that of the best answer."""
+    lr: float = 2.0e-5
+    """Peak learning rate: what optimizer.lr is unless it is given."""
+    weight_decay: float = 0.01
+    """What optimizer.weight_decay is."""
+    epochs: int = 3
+    """What train.epochs is."""
+    batch_size: int = 32
+    """Rows per step: what train.global_batch_size is."""
+    warmup: float = 0.06
+    """What schedule.warmup is."""

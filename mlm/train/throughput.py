@@ -19,9 +19,9 @@ class Throughput:
     """Stopwatch of training steps. Validation and saving are left out: pause() before, start() after.
 
     `tokens_per_step` counts the global batch where all steps are alike; else count() is told.
-    `flops_per_token` is ModelConfig.flops_per_token, `devices` the world size, `peak` the FLOP/s of one device
-    or None. Call lap() and pause() after the device is synchronised, or steps still in flight fall out of the
-    window.
+    `flops_per_token` is ModelConfig.flops_per_token, `devices` the world size, `peak` the FLOP/s of one
+    device or None. Call lap() and pause() after the device is synchronised, or steps still in flight fall out
+    of the window.
     """
 
     def __init__(
