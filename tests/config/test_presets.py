@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mlm.config.checks import check_pretrain
+from mlm.config.checks import check_finetune, check_pretrain
 from mlm.config.compose import SPECS, compose_values, load_config
 from mlm.config.data_checks import check_build
 from mlm.config.model_schema import ModelConfig
@@ -15,7 +15,10 @@ from mlm.config.schema import PretrainConfig
 from mlm.config.tree import flatten, leaves
 
 RECIPES = groups(CONFIG_DIR)["recipe"]
-GROUPS = {group: names for group, names in groups(CONFIG_DIR).items() if group != "recipe"}  # of `pretrain`
+TASKS = groups(CONFIG_DIR)["task"]
+GROUPS = {
+    group: names for group, names in groups(CONFIG_DIR).items() if group not in ("recipe", "task")
+}  # of `pretrain`
 V1_LAYOUTS = {"v1_1_2b": 64, "v1_2_5b": 128, "v1_4_2b": 256, "v1_8_3b": 512}  # GPUs, figure 5
 SC21 = {  # arXiv:2104.04473, table 1: billions of parameters as printed, GPUs
     "1_7b": (1.7, 32), "3_6b": (3.6, 64), "7_5b": (7.5, 128), "18b": (18.4, 256), "39b": (39.1, 512),
@@ -48,6 +51,19 @@ def test_shipped_recipe_composes_into_a_build_without_fault(name: str) -> None:
     config = load_config("data_build", ["input=i", "tokenizer=t", "out=o", f"recipe={name}"])
     assert check_build(config) == []
     assert config.dedup.enabled == (name != "plain")
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_shipped_task_composes_into_a_finetuning_run_without_fault(name: str) -> None:
+    config = load_config("finetune", ["ckpt=c", f"task={name}"])
+    assert check_finetune(config, world_size=None, local_devices=None) == []
+    assert config.out == f"runs/{name}"
+    task = config.task
+    assert (config.optimizer.lr, config.train.epochs, config.schedule.warmup) == (
+        task.lr,
+        task.epochs,
+        task.warmup,
+    )
 
 
 def model_of_layout(choice: str) -> list[str]:

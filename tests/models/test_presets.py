@@ -1,15 +1,15 @@
 """Every model preset on the meta device: its parameter count against the built model and its paper."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 import mlm
-from mlm.config.build import from_dict
+from mlm.config.compose import load_config
 from mlm.config.model_schema import ModelConfig
-from mlm.models.gpt2 import GPT2
+from mlm.models.build import MODELS
 from mlm.parallel.mesh import shape_context
 from mlm.parallel.sharding import parameter_shards
 
@@ -42,15 +42,25 @@ PUBLISHED = {  # billions, as the papers print them: v1 table 1, table 2; SC21 t
     "gpt2_sc21_1t": 1008.0,
 }
 
+BERTS = {  # billions and digits, as printed: arXiv:1810.04805, section 3; arXiv:1909.08053, table 4
+    "bert_base": (0.11, 2),
+    "bert_large": (0.34, 2),
+    "bert_336m": (0.336, 3),
+    "bert_1_3b": (1.3, 1),
+    "bert_3_9b": (3.9, 1),
+}
 
+
+@cache
 def preset(name: str) -> ModelConfig:
-    return from_dict(ModelConfig, yaml.safe_load((FOLDER / f"{name}.yaml").read_text()))
+    config: ModelConfig = load_config("pretrain", [f"model={name}"]).model
+    return config
 
 
 def built(config: ModelConfig, tp: int, rank: int) -> tuple[int, int]:
     """(true parameters of one tp rank, those of them that are replicated)."""
     with torch.device("meta"):
-        model = GPT2(config, tp=shape_context(rank, tp=tp).tp)
+        model = MODELS[config.kind](config, tp=shape_context(rank, tp=tp).tp)
     shards = list(parameter_shards(model, shape_context(rank, tp=tp).tp))
     sizes = [(s.without_padding(s.parameter).numel(), s.tp_dim is None) for s in shards]
     return sum(n for n, _ in sizes), sum(n for n, replicated in sizes if replicated)
@@ -88,4 +98,12 @@ def test_paper_presets_have_the_published_size(name: str) -> None:
 
 
 def test_every_preset_of_a_paper_is_checked() -> None:
-    assert set(PRESETS) == set(OPENAI) | set(PUBLISHED) | {"gpt2_tiny", "gpt2_demo"}
+    small = {"gpt2_tiny", "gpt2_demo", "bert_tiny", "bert"}
+    assert set(PRESETS) == set(OPENAI) | set(PUBLISHED) | set(BERTS) | small
+
+
+@pytest.mark.parametrize("name", sorted(BERTS))
+def test_berts_have_the_published_size(name: str) -> None:
+    """Pretraining heads included, to the digits that the papers print."""
+    billions, digits = BERTS[name]
+    assert round(preset(name).num_parameters() / 1e9, digits) == billions

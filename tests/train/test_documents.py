@@ -123,7 +123,7 @@ def scores(ctx: ParallelContext, layout: Layout, *, documents: bool = True) -> t
     if not documents:
         config = replace(config, data=DataConfig(kind="synthetic", seq_length=SEQ))
     trainer = Trainer(config, ctx)
-    validated = trainer.validate(batches(layout, ctx))
+    validated = trainer.validate(batches(layout, ctx))[0]
     return trainer.mean_loss(trainer.train_step(batches(layout, ctx))), validated
 
 

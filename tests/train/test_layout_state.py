@@ -91,7 +91,7 @@ def validate(ctx: ParallelContext, spec: PretrainConfig) -> list[float]:
     scores = []
     for _ in range(2):
         batches = eval_batches(windows, micro_batch_size=2, rank=ctx.dp.rank, size=ctx.dp.size)
-        scores.append(trainer.validate(batches))
+        scores += trainer.validate(batches)
         steps_of(trainer, 1)
     return scores
 

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import pytest
 
 from mlm.config.errors import UserError
 from mlm.config.schema import LogConfig
+from mlm.train.records import flat
 from mlm.train.trackers import WeightsAndBiases
 from tests.train.reporting import read_metrics, reporter, shown, step_metrics, terminal
 
@@ -51,7 +53,13 @@ def test_step_record_holds_every_number(tmp_path: Path) -> None:
         report.step(step_metrics(10))
     record = read_metrics(tmp_path)[1]
     assert record.pop("time") > 0
-    assert record == {"kind": "step", **vars(step_metrics(10))}
+    assert record == {"kind": "step", **flat(step_metrics(10))}
+
+
+def test_step_record_holds_the_parts_of_the_loss(tmp_path: Path) -> None:
+    with reporter(tmp_path) as report:
+        report.step(replace(step_metrics(10), parts={"mlm_loss": 2.5}))
+    assert read_metrics(tmp_path)[1]["mlm_loss"] == 2.5
 
 
 def test_run_record_says_what_runs(tmp_path: Path) -> None:

@@ -27,7 +27,9 @@ from mlm.optim.precision import LossScaler
 from mlm.parallel.gradients import GradientReducer
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.parallel.sharding import parameter_shards
+from mlm.train.corpora import synthetic
 from mlm.train.diagnose import first_non_finite
+from mlm.train.objective import pretraining
 from mlm.train.state import load, save
 from mlm.train.trainer import StopVote, Trainer, build_model
 from tests.ranks import run_on_ranks
@@ -250,7 +252,8 @@ def test_validation_does_not_depend_on_the_layout(dp: int) -> None:
 def validate(ctx: ParallelContext) -> float:
     trainer = Trainer(config(), ctx)
     windows = SyntheticDataset(VOCAB, SEQ, 7, 0)
-    return trainer.validate(eval_batches(windows, micro_batch_size=2, rank=ctx.dp.rank, size=ctx.dp.size))
+    batches = eval_batches(windows, micro_batch_size=2, rank=ctx.dp.rank, size=ctx.dp.size)
+    return trainer.validate(batches)[0]
 
 
 def test_a_stop_asked_of_one_rank_is_heard_by_all() -> None:
@@ -261,18 +264,22 @@ def vote(ctx: ParallelContext) -> tuple[bool, bool]:
     return StopVote(ctx, False).result(), StopVote(ctx, ctx.rank == 1).result()
 
 
-def test_nothing_is_read_back_from_the_device_in_forward_and_backward() -> None:
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+def test_nothing_is_read_back_from_the_device_in_forward_and_backward(kind: str) -> None:
     """On the meta device tensors hold no numbers: reading one, which on a GPU would wait for it, raises."""
     ctx = replace(shape_context(), device=torch.device("meta"))
     spec = config(dtype="bf16")
+    types = 2 if kind == "bert" else 0
+    spec = replace(spec, model=replace(spec.model, kind=kind, token_types=types))
     trainer = Trainer.__new__(Trainer)  # PyTorch's fused optimizer kernels know no meta device
     trainer.config, trainer.ctx = spec, ctx
     trainer.model = build_model(spec, ctx)
+    trainer.objective = pretraining(spec, ctx, trainer.model.dtype)
     trainer.shards = tuple(parameter_shards(trainer.model.chunks[0], ctx.tp))
     trainer.reducers = [GradientReducer([s.parameter for s in trainer.shards], ctx.dp)]
     trainer.step, trainer.dropout_parts = 0, {}
     trainer.scaler = LossScaler(spec.precision, ctx.device)
-    batches = eval_batches(SyntheticDataset(VOCAB, SEQ, 8, 0), micro_batch_size=2, rank=0, size=1)
+    batches = eval_batches(synthetic(spec, 8, 0), micro_batch_size=2, rank=0, size=1)
     assert trainer.forward_backward(list(batches)).is_meta
     norm = gradient_norm(trainer.shards, ctx)
     scale_gradients(trainer.shards, clip_factor(norm, 1.0) / trainer.scaler.scale)
