@@ -1,7 +1,7 @@
 """Scores of predictions by a task's official metrics, from scikit-learn, SciPy and torchmetrics.
 
-All are shares or correlations, 0.5 where GLUE's and SQuAD's pages print 50. A correlation that is not
-defined, since all predictions are equal, is 0.
+All are shares or correlations, 0.5 where GLUE's and SQuAD's pages print 50. What is not
+defined, such as a correlation when all predictions are equal, is 0.
 """
 
 import warnings
@@ -47,7 +47,9 @@ def score(task: TaskConfig, split: Split, predictions: Sequence[Prediction]) -> 
         return {name: found[name] for name in task.metrics if name in found}
     labels = np.array([row.label for row in split.rows])
     values = np.array([prediction.value for prediction in predictions])
-    return {name: METRICS[name](labels, values) for name in task.metrics}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of scores that are not defined: they are 0
+        return {name: METRICS[name](labels, values) for name in task.metrics}
 
 
 def accuracy(labels: Values, values: Values) -> float:
@@ -134,7 +136,5 @@ def _correlation(name: str, labels: Values, values: Values) -> float:
     measure = getattr(load_extra("scipy.stats", "the metrics of task", EXTRA), name)
     if len(labels) < 2:
         return 0.0
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of constant input: what comes is not a number
-        found = float(measure(labels, values).statistic)
+    found = float(measure(labels, values).statistic)  # not a number when all are equal
     return found if np.isfinite(found) else 0.0

@@ -24,7 +24,8 @@ SUFFIXES = (".jsonl", ".parquet", ".json", ".csv", ".tsv")
 MAX_BYTES = 1 << 31  # of one file: QQP has 60 MB, RACE 150 MB
 MAX_JSON = 1 << 28  # of a file that must be held whole: SQuAD 2.0 has 42 MB
 MAX_LINE = 1 << 24  # of one record: 16 MiB
-BATCH_ROWS = 256
+BATCH_ROWS = 64
+MAX_BATCH = 1 << 27  # of so many rows of a table: 2 MiB each
 KEY = "data.path"
 
 
@@ -158,11 +159,14 @@ def parquet_records(file: Path) -> Iterator[Placed]:
     pa, pq = (load_extra(module, f"{KEY}={file}") for module in ("pyarrow", "pyarrow.parquet"))
     row = 0
     try:
-        with pq.ParquetFile(file, pre_buffer=False) as table:
+        schema = pq.read_schema(file)
+        # A small file can say the same large text in every row: as entries of a dictionary it is held once.
+        texts = [field.name for field in schema if field.type in (pa.string(), pa.large_string())]
+        with pq.ParquetFile(file, pre_buffer=False, read_dictionary=texts) as table:
             for batch in table.iter_batches(BATCH_ROWS, use_threads=False):
-                if batch.nbytes > BATCH_ROWS * MAX_LINE >> 4:  # a small file can unpack to a large table
+                if unpacked_bytes(batch) > MAX_BATCH:
                     raise UserError(
-                        f"{file}:row {row + 1}: rows of {batch.nbytes} bytes: make a .jsonl of it"
+                        f"{file}:row {row + 1}: more text than {MAX_BATCH} bytes in {len(batch)} rows: cut it"
                     )
                 for record in batch.to_pylist():
                     row += 1
@@ -171,6 +175,16 @@ def parquet_records(file: Path) -> Iterator[Placed]:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise CorruptFileError(f"{file} is no Parquet file, or a damaged one: replace it") from error
+
+
+def unpacked_bytes(batch: Any) -> int:
+    """What the rows of a batch come to at the most when each has texts of its own."""
+    compute, types = (load_extra(module, KEY) for module in ("pyarrow.compute", "pyarrow.types"))
+    size = int(batch.nbytes)
+    for column in batch.columns:
+        if types.is_dictionary(column.type) and len(column.dictionary):
+            size += len(column) * (compute.max(compute.binary_length(column.dictionary)).as_py() or 0)
+    return size
 
 
 def hub_records(task: TaskConfig, split: str) -> Iterator[Placed]:

@@ -31,16 +31,14 @@ def make_windows(task: TaskConfig, rows: Sequence[Row], tokenizer: Tokenizer, fr
     Neighbouring windows share task.doc_stride tokens of the context, as those of transformers' tokenizers do
     (return_overflowing_tokens). A window without the answer is labelled as one of a question without answer.
     """
+    longest = (frame.room(2) - task.doc_stride) // 2  # so that windows get on, and by more than a token
     for start in range(0, len(rows), BATCH):
         batch = rows[start : start + BATCH]
         questions = encode((row.texts[1] for row in batch), tokenizer)
         distinct = list(dict.fromkeys(row.texts[0] for row in batch))
         contexts = dict(zip(distinct, tokenizer.encode_with_offsets(distinct), strict=True))
         for number, (row, question) in enumerate(zip(batch, questions, strict=True), start):
-            asked = question[: task.question_length]
-            asked = asked[
-                : (frame.room(2) - task.doc_stride) // 2
-            ]  # windows must get on, and not by one token
+            asked = question[: task.question_length][:longest]
             ids, offsets = contexts[row.texts[0]]
             size = frame.room(2) - len(asked)
             windows = list[Example]()
