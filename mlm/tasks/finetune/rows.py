@@ -3,16 +3,17 @@
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
+import numpy as np
 import xxhash
 
 from mlm.config.downstream_schema import TaskConfig
 from mlm.config.errors import UserError
 from mlm.files import digest_name
 from mlm.tasks.finetune.kinds import KINDS
-from mlm.tasks.finetune.parsing import MissingColumnError, Row, RowError, identity_of
+from mlm.tasks.finetune.parsing import MissingColumnError, Row, RowError, identity_of, shown
 from mlm.tasks.finetune.sources import Placed, hub_records, local_records
 
 MAX_FAULTS = 10
@@ -49,14 +50,16 @@ def read_split(task: TaskConfig, split: str, *, path: str | None, limit: int | N
     """
     records = hub_records(task, split) if path is None else local_records(task, split, path)
     belongs = Membership(task)
-    rows, places, faults, questions = list[Row](), list[str](), Faults(), Counter[str]()
+    rows, places, faults, seen = list[Row](), list[str](), Faults(), Counter[str]()
     parse = KINDS[task.kind].parse
     for place, record in islice(filter(belongs, records), limit):
         try:
             id = identity_of(record, task.id, len(places))
+            seen[id] += 1
             if task.kind == "choice":  # an article has several questions
-                questions[id] += 1
-                id = f"{id}-{questions[id] - 1}"
+                id = f"{id}-{seen[id] - 1}"
+            elif task.kind == "span" and seen[id] > 1:  # answers are handed in by id
+                raise RowError(f"{task.id}={shown(id)} is another row's too: change or delete it")
             row = parse(task, record, id)
         except MissingColumnError as error:
             raise UserError(f"{place}: {error}") from error  # the other rows lack it too
@@ -78,6 +81,15 @@ def read_split(task: TaskConfig, split: str, *, path: str | None, limit: int | N
         has_labels=labels_are_there(task, split, source, rows, places),
         left_out=belongs.left_out,
     )
+
+
+def sample(split: Split, count: int, seed: int) -> Split:
+    """`count` rows of a split, drawn by a seed, in their order; all when there are no more."""
+    if count >= len(split):
+        return split
+    drawn = np.sort(np.random.default_rng(seed).permutation(len(split))[:count]).tolist()
+    rows = [split.rows[n] for n in drawn]
+    return replace(split, rows=rows, places=[split.places[n] for n in drawn], digest=digest_rows(rows))
 
 
 class Membership:

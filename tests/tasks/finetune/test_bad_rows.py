@@ -66,11 +66,17 @@ GOOD = {"mine": PAIR, "stsb": STS, "race": RACE, "squad": SQUAD}
 def test_bad_row_is_named_by_file_and_row(tmp_path: Path, case: str) -> None:
     name, record, message = BAD[case]
     task = pairs() if name == "mine" else shipped(name)
-    path = write_rows(tmp_path / "train.jsonl", [GOOD[name], record, GOOD[name]])
+    rows = [row | {"id": f"q{n}"} for n, row in enumerate([GOOD[name], record, GOOD[name]])]
+    path = write_rows(tmp_path / "train.jsonl", rows)
     with pytest.raises(UserError, match=rf"^{path}:2: .*{message}") as caught:
         read_split(task, "train", path=str(tmp_path))
     assert len(str(caught.value).splitlines()) == 1
     assert caught.value.exit_code == 2
+
+
+def test_question_with_the_id_of_another_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"train\.jsonl:2: id='q1' is another row's too"):
+        split_of(tmp_path, shipped("squad"), [SQUAD, SQUAD])
 
 
 def test_many_bad_rows_are_ten_lines_and_a_count(tmp_path: Path) -> None:
