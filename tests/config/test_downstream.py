@@ -28,7 +28,7 @@ def test_all_of_glue_and_race_and_squad_are_there() -> None:
 
 @pytest.mark.parametrize("name", TASKS)
 def test_shipped_task_has_no_fault(name: str) -> None:
-    task = build(TaskConfig, content(name)["task"])
+    task = build(TaskConfig, content(name))
     assert check_task(task) == []
     assert task.name == name
 
@@ -36,10 +36,9 @@ def test_shipped_task_has_no_fault(name: str) -> None:
 @pytest.mark.parametrize("name", TASKS)
 def test_shipped_task_brings_its_settings(name: str) -> None:
     text = content(name)
-    assert text.keys() == {"task", "optimizer", "train", "schedule"}
-    assert 1e-6 < text["optimizer"]["lr"] <= 5e-5
-    assert text["train"].keys() == {"epochs", "global_batch_size"}
-    assert 0 < text["schedule"]["warmup"] < 0.1
+    assert {"lr", "weight_decay", "epochs", "batch_size", "warmup"} <= text.keys()
+    assert 1e-6 < text["lr"] <= 5e-5
+    assert 0 < text["warmup"] < 0.1
 
 
 @pytest.mark.parametrize(
@@ -49,7 +48,7 @@ def test_shipped_task_brings_its_settings(name: str) -> None:
 def test_tasks_of_v1_have_its_settings_for_336m(name: str, lr: float, epochs: int, batch: int) -> None:
     """arXiv:1909.08053, table 6."""
     text = content(name)
-    assert (text["optimizer"]["lr"], *text["train"].values()) == (lr, epochs, batch)
+    assert (text["lr"], text["epochs"], text["batch_size"]) == (lr, epochs, batch)
 
 
 @pytest.mark.parametrize("kind", METRICS)

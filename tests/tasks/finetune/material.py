@@ -48,7 +48,7 @@ STS = {"sentence1": "a cat", "sentence2": "the cat", "label": 3.8, "idx": 0}
 def shipped(name: str, **changes: Any) -> TaskConfig:
     """The task of configs/task, some of its keys changed."""
     content = yaml.safe_load((CONFIG_DIR / "task" / f"{name}.yaml").read_text())
-    return build(TaskConfig, content["task"] | changes)
+    return build(TaskConfig, content | changes)
 
 
 def pairs(**changes: Any) -> TaskConfig:
