@@ -38,6 +38,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "score too high": ("stsb", STS | {"label": 5.1}, "label=5.1 is not in 0 to 5"),
     "score too low": ("stsb", STS | {"label": -0.5}, "label=-0.5 is not in 0 to 5"),
     "score no number": ("stsb", STS | {"label": "high"}, "label='high' is no number"),
+    "true for a score": ("stsb", STS | {"label": True}, "label=True is no number"),
     "score not finite": ("stsb", STS | {"label": "nan"}, "label='nan' is no number"),
     "no score": ("stsb", STS | {"label": -1}, "no label"),
     "five options": ("race", RACE | {"options": list("abcde")}, "'options' holds 5 options, task.labels 4"),

@@ -23,7 +23,7 @@ from tests.tasks.finetune.material import (
     write_table,
 )
 
-ROWS = [PAIR, PAIR | {"first": 'Who "sat" naïve ?', "label": 0, "idx": 1}]
+ROWS = [PAIR, PAIR | {"first": '"Who" sat naïve ?', "label": 0, "idx": 1}]
 
 
 # ----- forms of files

@@ -160,6 +160,21 @@ def test_best_answer_is_that_of_trying_all_pairs(tmp_path: Path) -> None:
         assert len({c.text for c in found.n_best}) == len(found.n_best)
 
 
+def test_pairs_that_end_before_they_begin_take_no_place_among_the_best(tmp_path: Path) -> None:
+    (row,) = question_rows(1)
+    row["context"], row["answers"] = "the cat sat on the old mat", None
+    task = shipped("squad", **SMALL | {"n_best": 2})
+    split = split_of(tmp_path, task, [row], name="test")
+    examples = make_examples(task, split, bert(), kind="bert", max_length=40)
+    (window,) = examples
+    assert isinstance(window, Window)
+    scores = np.zeros((len(window.texts[0]), 2), dtype=np.float32)
+    scores[window.first + np.array([5, 1]), 0] = 10, 1
+    scores[window.first + np.array([2, 6]), 1] = 10, 1
+    (found,) = predict(task, split, examples, [scores])
+    assert [(c.text, c.score) for c in found.n_best] == [("cat sat", 11.0), ("old mat", 11.0)]
+
+
 @pytest.mark.parametrize("threshold, answered", [(0.0, False), (2.5, True)])
 def test_no_answer_is_given_when_its_score_exceeds_the_best_by_the_threshold(
     tmp_path: Path, threshold: float, answered: bool
