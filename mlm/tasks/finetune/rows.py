@@ -3,10 +3,9 @@
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 
-import numpy as np
 import xxhash
 
 from mlm.config.downstream_schema import TaskConfig
@@ -81,15 +80,6 @@ def read_split(task: TaskConfig, split: str, *, path: str | None, limit: int | N
         has_labels=labels_are_there(task, split, source, rows, places),
         left_out=belongs.left_out,
     )
-
-
-def sample(split: Split, count: int, seed: int) -> Split:
-    """`count` rows of a split, drawn by a seed, in their order; all when there are no more."""
-    if count >= len(split):
-        return split
-    drawn = np.sort(np.random.default_rng(seed).permutation(len(split))[:count]).tolist()
-    rows = [split.rows[n] for n in drawn]
-    return replace(split, rows=rows, places=[split.places[n] for n in drawn], digest=digest_rows(rows))
 
 
 class Membership:

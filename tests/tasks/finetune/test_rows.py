@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mlm.config.errors import UserError
-from mlm.tasks.finetune.rows import read_split, sample
+from mlm.tasks.finetune.rows import read_split
 from tests.tasks.finetune.material import (
     PAIR,
     RACE,
@@ -64,17 +64,6 @@ def test_limit_takes_the_first_rows(tmp_path: Path) -> None:
     write_rows(tmp_path / "train.jsonl", [PAIR | {"idx": n} for n in range(5)])
     found = read_split(pairs(), "train", path=str(tmp_path), limit=2)
     assert [row.id for row in found.rows] == ["0", "1"]
-
-
-def test_sample_is_a_function_of_the_seed(tmp_path: Path) -> None:
-    split = split_of(tmp_path, pairs(), [PAIR | {"idx": n} for n in range(40)])
-    some, again, other = (sample(split, 10, seed) for seed in (1, 1, 2))
-    ids = [int(row.id) for row in some.rows]
-    assert ids == sorted(set(ids))
-    assert len(ids) == 10
-    assert [split.places[n] for n in ids] == some.places
-    assert some.digest == again.digest != other.digest
-    assert sample(split, 40, 1) is split
 
 
 def test_validation_is_found_as_dev(tmp_path: Path) -> None:
