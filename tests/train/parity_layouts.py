@@ -1,6 +1,6 @@
 """The layouts that are compared with one process, and the tiny run they are compared on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any
 
@@ -42,6 +42,8 @@ class Layout:
     """Positions and attention begin anew behind a token, and what follows it is not scored."""
     micro_batches: int = 2
     """Of each replica, in a step."""
+    bert: str | None = None
+    """A BERT with its norms there; None is a GPT-2."""
 
     def __str__(self) -> str:
         changed = {k: v for k, v in vars(self).items() if v != type(self).__dataclass_fields__[k].default}
@@ -69,6 +71,9 @@ class Layout:
             seed=3,
             steps=steps,
             model=ModelConfig(
+                kind="gpt2" if self.bert is None else "bert",
+                token_types=0 if self.bert is None else 2,
+                norm=self.bert or "pre",  # type: ignore[arg-type]
                 num_layers=self.layers,
                 hidden_size=16,
                 num_heads=4,
@@ -234,3 +239,13 @@ LAYOUTS = (
     Layout(tp=2, pp=2, dp=2, precision="fp16"),
 )
 """Every two compatible values of AXES meet somewhere; without those of precision, already in float64."""
+
+BERT_LAYOUTS = (
+    *(
+        replace(layout, bert=norm, documents=False)
+        for layout, norm in zip(LAYOUTS[:20], ("pre", "post") * 10, strict=True)
+    ),
+    Layout(tp=2, sequence_parallel=True, precision="bf16", dropout=0.1, bert="pre"),
+    Layout(pp=2, dp=2, zero=2, precision="fp32", dropout=0.1, bert="post"),
+)
+"""Every feature but documents, with norms in both places."""

@@ -14,10 +14,18 @@ from mlm.parallel.mesh import ParallelContext
 from mlm.train.parity import Comparison, one_process
 from mlm.train.trainer import Trainer
 from tests.ranks import run_on_ranks
-from tests.train.parity_layouts import LAYOUTS, Layout, compatible_pairs, is_compatible, pairs, verdict_of
+from tests.train.parity_layouts import (
+    BERT_LAYOUTS,
+    LAYOUTS,
+    Layout,
+    compatible_pairs,
+    is_compatible,
+    pairs,
+    verdict_of,
+)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *BERT_LAYOUTS], ids=str)
 def test_layout_equals_one_process(layout: Layout) -> None:
     """Losses, gradients and weights of two steps; dropout, clipping and weight decay included."""
     for verdict, report in run_on_ranks(verdict_of, layout, **layout.sizes):

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from mlm.data.sampler import Batch, Plan
 from mlm.optim.precision import parameter_dtype
-from mlm.parallel.collectives import Pending
+from mlm.parallel.collectives import Pending, reduce_scatter
 from mlm.parallel.layers import RowParallelLinear
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.random import DropoutStream
@@ -57,6 +57,11 @@ def qkv_before_heads(qkv: Tensor, head_dim: int, p: float, causal: bool) -> Tens
     q, k, v = qkv.view(s, b, 3, -1, head_dim).permute(2, 1, 3, 0, 4).unbind(0)
     y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=causal)
     return y.permute(2, 0, 1, 3).reshape(s, b, -1)
+
+
+def counted_by_every_rank(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+    """The gradient of the gathered outputs summed over tp, where every rank has the whole of it."""
+    return reduce_scatter(dy.contiguous(), ctx.tp), None
 
 
 TRUE_OUTPUT, TRUE_UPDATE = NextToken.output, Trainer.update
@@ -139,6 +144,20 @@ CASES = {
         SP,
         "gradient of final_norm.bias",
         "every tp rank holds",
+    ),
+    "no f before a BERT's head": Sabotage(
+        "mlm.models.bert.copy_to_tp",
+        same,
+        Layout(tp=2, bert="pre"),
+        "gradient of mlm_head.norm.bias",
+        "the head",
+    ),
+    "a pooler that every row's rank counts": Sabotage(
+        "mlm.models.heads._GatherOutputs.backward",
+        counted_by_every_rank,
+        Layout(tp=2, sequence_parallel=True, bert="post"),
+        "gradient of sop_head",
+        "its own gradient",
     ),
     "qkv rows in another order": Sabotage(
         "mlm.models.attention.fused_attention", qkv_before_heads, TP, "loss of step 1", "the qkv rows"
