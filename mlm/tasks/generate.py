@@ -21,6 +21,7 @@ from mlm.tasks.generation import Sampling, continuations
 from mlm.tasks.prompts import Prompt, read_prompts, share_prompts
 from mlm.tasks.trained import (
     checkpoint_faults,
+    continues_fault,
     load_tokenizer,
     load_trained,
     named_checkpoint,
@@ -39,6 +40,8 @@ def preflight(config: GenerateConfig) -> list[str]:
         return faults
     try:
         named = named_checkpoint(config.ckpt)
+        if fault := continues_fault(config.ckpt, named.config.model):
+            return [fault]
         tokenizer = load_tokenizer(config.tokenizer, named.path)
         fault = vocabulary_fault(config.tokenizer, tokenizer, named.config.model)
         faults = [*([fault] if fault else []), *out_faults(config.out)]

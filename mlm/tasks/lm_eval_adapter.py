@@ -30,7 +30,13 @@ from mlm.config.task_schema import LmEvalConfig
 from mlm.tasks.generation import Sampling
 from mlm.tasks.lm_eval_ranks import Elsewhere, Here, Model
 from mlm.tasks.scoring import Request
-from mlm.tasks.trained import checkpoint_faults, load_tokenizer, named_checkpoint, vocabulary_fault
+from mlm.tasks.trained import (
+    checkpoint_faults,
+    continues_fault,
+    load_tokenizer,
+    named_checkpoint,
+    vocabulary_fault,
+)
 from mlm.train.environment import read_place
 from mlm.train.launch import choose_world_size, launch_facts
 
@@ -197,6 +203,8 @@ def settings(arguments: dict[str, Any]) -> LmEvalConfig:
     config = build(LmEvalConfig, values, check)
     if faults := checkpoint_faults(config.ckpt, config.parallel):
         raise ConfigError(faults)
+    if fault := continues_fault(config.ckpt, named_checkpoint(config.ckpt).config.model):
+        raise UserError(fault)
     return config
 
 

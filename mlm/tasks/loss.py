@@ -26,7 +26,6 @@ from rich.table import Table
 import mlm
 from mlm.checkpoint.format import RESTORE
 from mlm.config.errors import CorruptFileError, UserError
-from mlm.config.model_schema import ModelConfig
 from mlm.config.schema import PretrainConfig
 from mlm.config.task_schema import EvalLossConfig
 from mlm.data.bert_masking import BERTVocab
@@ -44,6 +43,7 @@ from mlm.tasks.trained import (
     load_tokenizer,
     load_trained,
     named_checkpoint,
+    predicts_fault,
     result_file,
 )
 from mlm.terminal import count_progress
@@ -64,14 +64,14 @@ def preflight(config: EvalLossConfig) -> list[str]:
         return faults
     named = named_checkpoint(config.ckpt)
     path, trained = named.path, named.config
+    if fault := predicts_fault(config.ckpt, trained.model):
+        return [fault]
     try:
         prefix = corpus_prefix(config, trained)
         seq_length = window_length(config, trained)
     except UserError as error:
         return [str(error)]
     folder = result_path(config, trained, path, prefix).parent
-    if fault := head_fault(config.ckpt, trained.model):
-        return [fault]
     return [
         *(
             []
@@ -81,16 +81,6 @@ def preflight(config: EvalLossConfig) -> list[str]:
         *check_corpus(prefix, vocab_size=trained.model.vocab_size, seq_length=1, min_samples=1),
         *([] if seq_length > 0 else [f"seq_length={seq_length}: use at least 1"]),
     ]
-
-
-def head_fault(ckpt: str, model: ModelConfig) -> str | None:
-    """Whether a model says nothing about tokens: one that was finetuned, or an encoder alone."""
-    if model.head == "language_model":
-        return None
-    return (
-        f"ckpt={ckpt} holds a {model.kind} with head={model.head}, which predicts no tokens; give a "
-        "pretrained one"
-    )
 
 
 def corpus_prefix(config: EvalLossConfig, trained: PretrainConfig) -> Path:

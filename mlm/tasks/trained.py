@@ -117,6 +117,26 @@ def checkpoint_faults(ckpt: str, parallel: ParallelConfig) -> list[str]:
     return split_faults(named.config.model, parallel)
 
 
+def continues_fault(ckpt: str, model: ModelConfig) -> str | None:
+    """Whether a model tells from left to right which token comes next."""
+    if model.kind != "gpt2":
+        return (
+            f"ckpt={ckpt} holds a {model.kind} model, which does not read from left to right; give a gpt2 "
+            "checkpoint"
+        )
+    return predicts_fault(ckpt, model)
+
+
+def predicts_fault(ckpt: str, model: ModelConfig) -> str | None:
+    """Whether a model predicts tokens: one that was finetuned does not, nor an encoder alone."""
+    if model.head == "language_model":
+        return None
+    return (
+        f"ckpt={ckpt} holds a {model.kind} with head={model.head}, which predicts no tokens; give a "
+        "pretrained one"
+    )
+
+
 def split_faults(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
     """What keeps tp from dividing the layers of a trained model, or pp and vp from dealing them out."""
     values = {f"model.{key}": value for key, value in asdict(model).items()} | asdict(parallel)

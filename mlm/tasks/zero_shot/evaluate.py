@@ -22,6 +22,7 @@ from mlm.tasks.loss import training_corpora
 from mlm.tasks.scoring import score
 from mlm.tasks.trained import (
     checkpoint_faults,
+    continues_fault,
     load_tokenizer,
     load_trained,
     named_checkpoint,
@@ -47,7 +48,7 @@ def preflight(config: ZeroShotConfig) -> list[str]:
         return faults
     try:
         named = named_checkpoint(config.ckpt)
-        if fault := kind_fault(config.ckpt, named.config.model):
+        if fault := continues_fault(config.ckpt, named.config.model):
             return [fault]
         length = window_length(config, named.config)
         protocols_of(config, checked_tokenizer(config, named.path, named.config.model), length)
@@ -73,14 +74,6 @@ def folder_faults(config: ZeroShotConfig, out: Path) -> list[str]:
         for setting, path in files.items()
         if not (path.parent.is_dir() and os.access(path.parent, os.W_OK))
     ]
-
-
-def kind_fault(ckpt: str, model: ModelConfig) -> str | None:
-    """Whether a model predicts a text from left to right, as these protocols need."""
-    kind: str = model.kind
-    if kind == "gpt2":
-        return None
-    return f"ckpt={ckpt} holds a {kind} model, which does not read from left to right; give a gpt2 checkpoint"
 
 
 def window_length(config: ZeroShotConfig, trained: PretrainConfig) -> int:
