@@ -1,4 +1,5 @@
-"""A model folder of `transformers`, read without it: settings, tensors, digests. Only JSON and safetensors.
+"""A model folder of `transformers`, read without it: its files, settings and what tensors it holds. Only JSON
+and safetensors.
 
 Nothing in the folder is executed, sizes are bounded before anything is read, and no file outside it is
 opened: links are followed only as the Hub's cache lays them (snapshots/… -> blobs/…).
@@ -8,25 +9,22 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from mlm.checkpoint.format import DTYPE_NAMES, JSON, without_repeats
-from mlm.checkpoint.hf_config import Family, family_of, show
-from mlm.checkpoint.huggingface import Place
-from mlm.checkpoint.rectangle import Rectangle
-from mlm.checkpoint.shard_file import Stored, copy_region, read_safetensors_header
+from mlm.checkpoint.format import JSON, without_repeats
+from mlm.checkpoint.hf_config import Family, family_of
+from mlm.checkpoint.hf_content import Content
+from mlm.checkpoint.hf_keys import show
+from mlm.checkpoint.shard_file import Stored, read_safetensors_header
 from mlm.config.errors import CorruptFileError, UserError
 from mlm.config.model_schema import ModelConfig
-from mlm.files import digest_file
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-TOKENIZER = ("tokenizer.json", "vocab.json", "merges.txt")
+TOKENIZER = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer_config.json")
+"""What tokenizers are in; the last is read beside a vocab.txt only."""
 SMALL_FILES = (CONFIG, INDEX, *TOKENIZER)
 """All we read besides the tensors."""
 ADAPTER = "adapter_config.json"
@@ -35,9 +33,7 @@ MAX_BYTES = {CONFIG: 1 << 20, INDEX: 1 << 26} | dict.fromkeys(TOKENIZER, 1 << 28
 SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}\.safetensors")  # no separator, not hidden
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 AGAIN = "Download or save it again"
-ROWS = 4096  # compared at a time
 
 
 def find_file(folder: Path, name: str) -> Path | None:
@@ -83,20 +79,53 @@ def read_json(folder: Path, name: str) -> dict[str, JSON]:
 
 
 @dataclass(frozen=True)
-class HFModel:
+class HFSettings:
     """What config.json says."""
 
     folder: Path
     family: Family
     config: ModelConfig
+    """All but the head, which the tensors tell."""
     notes: tuple[str, ...]
     """What is taken differently from what it says."""
     tied: bool
     """Whether the output layer is the token table even where the file holds no output layer."""
 
 
-def read_model(folder: Path) -> HFModel:
-    """Read the settings of a model folder. Raises UserError (all faults of config.json together)."""
+@dataclass(frozen=True)
+class HFModel:
+    """A model folder: its settings, and where its tensors lie."""
+
+    settings: HFSettings
+    content: Content
+    files: Mapping[str, Path]
+    """The safetensors files: name -> where its bytes are."""
+    stored: Mapping[str, tuple[str, Stored]]
+    """File and layout of every tensor, under the plain names of the family."""
+
+    @property
+    def folder(self) -> Path:
+        """Where it is."""
+        return self.settings.folder
+
+    @property
+    def family(self) -> Family:
+        """What it is there."""
+        return self.settings.family
+
+    @property
+    def config(self) -> ModelConfig:
+        """What it is here."""
+        return self.content.config
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What people should know: one line each."""
+        return (*self.settings.notes, *self.content.notes)
+
+
+def read_settings(folder: Path) -> HFSettings:
+    """Read config.json of a model folder. Raises UserError (all its faults together)."""
     if not folder.is_dir():
         raise UserError(f"{folder}: is no folder. Name one with config.json and model.safetensors")
     said, path = read_json(folder, CONFIG), str(folder / CONFIG)
@@ -107,135 +136,44 @@ def read_model(folder: Path) -> HFModel:
         )
     family = family_of(said, path)
     config, notes = family.read(said, path)
-    return HFModel(folder, family, config, tuple(notes), said.get("tie_word_embeddings", True) is True)
+    return HFSettings(folder, family, config, tuple(notes), said.get("tie_word_embeddings", True) is True)
 
 
-class HFTensors:
-    """The tensors of a model folder, one read at a time, under our names.
+def read_model(folder: Path) -> HFModel:
+    """Read the settings and the tensors' names of a model folder. Raises UserError, and CorruptFileError for
+    damaged files."""
+    settings = read_settings(folder)
+    files = weight_files(folder)
+    stored = _headers(settings, files)
+    shapes = {name: layout.shape for name, (_, layout) in stored.items()}
+    return HFModel(settings, settings.family.content(settings.config, shapes, str(folder)), files, stored)
 
-    When it is made, names and dtypes are checked: each parameter is there once, and nothing else but what
-    the family ignores; `check` compares shapes. Raises UserError, CorruptFileError when a file is damaged.
-    """
 
-    def __init__(self, model: HFModel) -> None:
-        self.model = model
-        self.files = weight_files(model.folder)
-        self._stored = self._headers()
-        self._places = self._check_names(self._stored)
+def _headers(settings: HFSettings, files: Mapping[str, Path]) -> dict[str, tuple[str, Stored]]:
+    """File and layout of every tensor, under its plain name."""
+    out: dict[str, tuple[str, Stored]] = {}
+    folder, family = settings.folder, settings.family
+    for file, path in files.items():
+        with reading(folder / file):
+            found = read_safetensors_header(path, AGAIN)[1]
+        for theirs, layout in found.items():
+            name = family.plain(theirs)
+            if name in out:
+                raise CorruptFileError(f"{folder}: {name} is in {out[name][0]} and in {file}. {AGAIN}")
+            out[name] = file, layout
+    for copy, name in family.tied.items():
+        if settings.tied and name not in out and copy in out:  # some writers keep the other of two equal ones
+            out[name] = out.pop(copy)
+    return out
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of all files that hold tensors."""
-        return sum(path.stat().st_size for path in self.files.values())
 
-    def digests(self, progress: Callable[[int], None]) -> dict[str, str]:
-        """Content digest of each file read, those of the tokenizer too; `progress` hears of tensor bytes."""
-        out = {}
-        for name in SMALL_FILES:
-            if path := find_file(self.model.folder, name):
-                with self._reading(name):
-                    out[name] = digest_file(path)
-        for name, path in self.files.items():
-            with self._reading(name):
-                out[name] = digest_file(path, progress)
-        return dict(sorted(out.items()))
-
-    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raises UserError unless every parameter has, there, the shape that it needs here, and the output
-        layer is the token table."""
-        for name, shape in shapes.items():
-            place, want = self._places[name], self._places[name].shape(shape)
-            file, stored = self._stored[place.name]
-            if stored.shape != want:
-                raise UserError(
-                    f"{self.model.folder / file}: {place.name} is {list(stored.shape)}, {CONFIG} makes it "
-                    f"{list(want)}. Mend {CONFIG}, or save the model again"
-                )
-        self._check_tied()
-
-    def read(self, name: str, rectangle: Rectangle) -> Tensor:
-        """Those elements of our parameter `name`, float32; holds the whole tensor twice at most."""
-        place = self._places[name]
-        whole = place.to_ours(self._load(place.name))
-        return whole[tuple(slice(o, o + n) for o, n in zip(*rectangle, strict=True))]
-
-    def _load(self, theirs: str, rows: range | None = None) -> Tensor:
-        """A tensor as it is stored, or some of its rows, as float32."""
-        file, stored = self._stored[theirs]
-        whole = Rectangle((0,) * len(stored.shape), stored.shape)
-        region = whole
-        if rows is not None:
-            region = Rectangle((rows.start, *whole.offset[1:]), (len(rows), *stored.shape[1:]))
-        target = torch.empty(region.size, dtype=torch.float32)
-        with self._reading(file), open(self.files[file], "rb") as f:
-            copy_region(f, stored, region, whole, target)
-        return target
-
-    @contextmanager
-    def _reading(self, file: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise UserError(
-                f"{self.model.folder / file}: cannot be read: {error.strerror}. {AGAIN}"
-            ) from error
-
-    def _headers(self) -> dict[str, tuple[str, Stored]]:
-        """File and layout of every tensor, under their name without the base model's prefix."""
-        out: dict[str, tuple[str, Stored]] = {}
-        for file, path in self.files.items():
-            with self._reading(file):
-                found = read_safetensors_header(path, AGAIN)[1]
-            for theirs, stored in found.items():
-                name = theirs.removeprefix(self.model.family.prefix)
-                if name in out:
-                    where = self.model.folder
-                    raise CorruptFileError(f"{where}: {name} is in {out[name][0]} and in {file}. {AGAIN}")
-                out[name] = file, stored
-        return out
-
-    def _check_names(self, found: Mapping[str, tuple[str, Stored]]) -> dict[str, Place]:
-        family, folder = self.model.family, self.model.folder
-        places, known = {}, set()
-        for ours, place in family.places(self.model.config):  # stops at the first that is missing
-            if place.name not in found:
-                raise UserError(f"{folder}: holds no tensor {place.name}, which {CONFIG} asks for. {AGAIN}")
-            places[ours] = place
-            known.add(place.name)
-        for name, (file, stored) in found.items():
-            if name not in known and name != family.tied[0] and not family.ignored.fullmatch(name):
-                raise UserError(
-                    f"{folder / file}: {show(name)} is no parameter of {family.architecture}. Save the "
-                    f"model as {family.architecture}, without other heads or more layers than {CONFIG} says"
-                )
-            if name in known and stored.dtype not in FLOATS:
-                kinds = ", ".join(DTYPE_NAMES[dtype] for dtype in FLOATS)
-                raise UserError(
-                    f"{folder / file}: {name} is {DTYPE_NAMES[stored.dtype]}; supported: {kinds}. Save the "
-                    f"model in one of them"
-                )
-        return places
-
-    def _check_tied(self) -> None:
-        """The output layer is our token table: what else is stored for it must be equal."""
-        output, table = self.model.family.tied
-        if output not in self._stored:
-            if not self.model.tied:
-                raise UserError(
-                    f"{self.model.folder / CONFIG}: tie_word_embeddings=false, and no {output} is there. "
-                    f"Supported: an output layer that is the token table"
-                )
-            return
-        (_, mine), (_, other) = self._stored[table], self._stored[output]
-        equal = mine.shape == other.shape and other.dtype in FLOATS
-        for first in range(0, mine.shape[0], ROWS):
-            rows = range(first, min(first + ROWS, mine.shape[0]))
-            equal = equal and torch.equal(self._load(table, rows), self._load(output, rows))
-        if not equal:
-            raise UserError(
-                f"{self.model.folder}: {output} differs from {table}: an output layer of its own is not "
-                f"supported, ours is the token table"
-            )
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Within, an OSError is a UserError that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}. {AGAIN}") from error
 
 
 def weight_files(folder: Path) -> dict[str, Path]:

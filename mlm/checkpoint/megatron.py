@@ -1,4 +1,5 @@
-"""Weights of Megatron-LM's GPT-2 in this project's names and order, merged from the files of all its ranks.
+"""Weights of Megatron-LM's GPT-2 and BERT in this project's names and order, merged from the files of all
+ranks.
 
 A rank file holds "model", or with virtual pipeline stages "model0", "model1", …: part v of pipeline rank p is
 stage v * pp + p (arXiv:2104.04473, section 2.2). Layers are numbered from 0 in each. The order of the fused
@@ -6,8 +7,7 @@ qkv rows goes by checkpoint_version: NVIDIA/Megatron-LM, megatron/checkpointing.
 fix_query_key_value_ordering.
 """
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from mlm.checkpoint.megatron_args import (
+    TOKEN_TYPES,
     Settings,
-    Shapes,
     check_layout,
     check_ours,
     model_config,
@@ -26,7 +26,8 @@ from mlm.checkpoint.megatron_args import (
     true_vocabulary,
 )
 from mlm.checkpoint.megatron_files import RankFiles, read_file, shown
-from mlm.checkpoint.megatron_names import HEAD, our_names, tp_dim
+from mlm.checkpoint.megatron_names import HEAD, is_bert, our_names, tp_dim
+from mlm.checkpoint.megatron_sizes import check_replicas, shapes_of
 from mlm.checkpoint.rectangle import Rectangle
 from mlm.config.errors import CorruptFileError, UserError
 from mlm.config.model_schema import ModelConfig
@@ -37,11 +38,17 @@ _PER_LAYER = tuple(
     for kind in ("weight", "bias")
 )
 _OUTER = ("token.weight", "position.weight", "final_norm.weight", "final_norm.bias")
+_BERT_OUTER = (
+    *(f"mlm_head.{module}.{kind}" for module in ("transform", "norm") for kind in ("weight", "bias")),
+    "mlm_head.vocabulary.bias",
+)
+_BINARY_HEAD = ("pooler", "sop_head")
+"""What a BERT trained with --bert-no-binary-head does not have; nor has it token types."""
 _VERSIONS = (0, 1.0, 2.0, 3.0)
 
 
 @dataclass(frozen=True)
-class MegatronGPT2:
+class MegatronModel:
     """A checkpoint, opened: tensors stay in their files until they are read."""
 
     files: RankFiles
@@ -53,6 +60,8 @@ class MegatronGPT2:
     vp: int
     iteration: int | None
     table_rows: int
+    filled: frozenset[str]
+    """Parameters that are not there: they take initial values."""
     notes: tuple[str, ...]
     """Remarks for the user, one line each."""
 
@@ -90,9 +99,9 @@ class MegatronGPT2:
         return part.unflatten(0, (heads, -1, 3)).transpose(1, 2).flatten(0, 2)
 
 
-def open_gpt2(
+def open_checkpoint(
     files: RankFiles, *, vocab_size: int | None = None, known: int | None = None, num_heads: int | None = None
-) -> MegatronGPT2:
+) -> MegatronModel:
     """Open and check every rank file: names, shapes, replicas and the tied head equal, settings ours.
 
     Args:
@@ -108,12 +117,13 @@ def open_gpt2(
     check_layout(settings, files.tp, files.pp)
     version = _check_one_run(files, ranks)
     parts, num_layers, vp = _merge(files, ranks)
-    shapes = _shapes(files, parts, num_layers)
+    filled, remarks = _complete(parts, files.tp)
+    shapes = shapes_of(files, parts, num_layers)
     vocabulary = true_vocabulary(settings, shapes, vocab_size=vocab_size, known=known)
     model = model_config(settings, shapes, num_heads=num_heads, vocab_size=vocabulary)
-    _check_replicas(files, parts)
+    check_replicas(files, parts)
     iteration = ranks[0, 0].get("iteration")
-    return MegatronGPT2(
+    return MegatronModel(
         files=files,
         model=model,
         parts={name: held for name, held in parts.items() if name != HEAD},
@@ -121,8 +131,25 @@ def open_gpt2(
         vp=vp,
         iteration=iteration if type(iteration) is int else None,
         table_rows=shapes.table_rows,
-        notes=notes(settings),
+        filled=filled,
+        notes=(*remarks, *notes(settings, shapes.kind)),
     )
+
+
+def _complete(parts: dict[str, tuple[Tensor, ...]], tp: int) -> tuple[frozenset[str], list[str]]:
+    """Which parameters of a BERT are not there, and remarks. Token types that are not there become zeros: it
+    was trained without."""
+    if not is_bert(parts):
+        return frozenset(), []
+    said = []
+    if "token_type.weight" not in parts:
+        h = parts["final_norm.weight"][0].shape[0]
+        parts["token_type.weight"] = (torch.zeros(TOKEN_TYPES, h),) * tp
+        said.append("it knows no token types: their embeddings are zeros, which training moves")
+    missing = [module for module in _BINARY_HEAD if f"{module}.weight" not in parts]
+    said += [f"no {module} is there: it takes initial values, which training moves" for module in missing]
+    filled = frozenset(f"{module}.{kind}" for module in missing for kind in ("weight", "bias"))
+    return filled, said
 
 
 def _check_one_run(files: RankFiles, ranks: Mapping[tuple[int, int], dict[str, Any]]) -> float:
@@ -172,7 +199,7 @@ def _merge(
             if len(counts) > 1:
                 raise CorruptFileError(f"{files.path}: ranks of stage {p} differ in layers: copy all again")
             num_layers += counts.pop()
-    for name in _expected(num_layers):
+    for name in _expected(num_layers, merged):
         if len(merged.get(name, [])) != files.tp:
             raise CorruptFileError(
                 f"{files.path}: {name} is not in every rank that should hold it: copy all again"
@@ -180,8 +207,13 @@ def _merge(
     return {name: tuple(held) for name, held in merged.items()}, num_layers, vp
 
 
-def _expected(num_layers: int) -> Iterator[str]:
+def _expected(num_layers: int, merged: Iterable[str]) -> Iterator[str]:
+    """What must be there. Of a BERT's pooler and sentence-order head both parameters, or none."""
     yield from _OUTER
+    if is_bert(merged):
+        yield from _BERT_OUTER
+        there = {name.rpartition(".")[0] for name in merged}
+        yield from (f"{m}.{kind}" for m in _BINARY_HEAD if m in there for kind in ("weight", "bias"))
     yield from (f"layers.{n}.{name}" for n in range(num_layers) for name in _PER_LAYER)
 
 
@@ -198,64 +230,3 @@ def _chunks(path: Path, content: Mapping[str, Any]) -> int:
             f"{path}: holds no model (it has {shown(keys) or 'nothing'}): name another iteration"
         )
     return count
-
-
-def _shapes(files: RankFiles, parts: Mapping[str, tuple[Tensor, ...]], num_layers: int) -> Shapes:
-    """The sizes of the model. Raises CorruptFileError for a tensor that does not have them."""
-    if not num_layers:
-        raise CorruptFileError(f"{files.path}: holds no layers: copy it again")
-    rows = _size(parts["token.weight"], 0)[0]
-    h = parts["final_norm.weight"][0].shape[0]
-    positions = parts["position.weight"][0].shape[0]
-    ffn = _size(parts["layers.0.mlp.up.bias"], 0)[0]
-    expected = {
-        "token.weight": (rows, h),
-        HEAD: (rows, h),
-        "position.weight": (positions, h),
-        "attention.qkv.weight": (3 * h, h),
-        "attention.qkv.bias": (3 * h,),
-        "attention.out.weight": (h, h),
-        "mlp.up.weight": (ffn, h),
-        "mlp.up.bias": (ffn,),
-        "mlp.down.weight": (h, ffn),
-    }
-    for name, held in parts.items():
-        want = expected.get(re.sub(r"^layers\.\d+\.", "", name), (h,))
-        if len({part.shape for part in held}) > 1 or _size(held, tp_dim(name)) != want:
-            found = " + ".join(str(list(part.shape)) for part in held[:4])
-            raise CorruptFileError(
-                f"{files.path}: {name} is {found} in its {files.tp} tensor-parallel ranks, {list(want)} is "
-                f"needed in all: some are missing or of another model"
-            )
-    return Shapes(num_layers, h, ffn, positions, rows, files.tp, files.pp)
-
-
-def _size(held: tuple[Tensor, ...], dim: int | None) -> tuple[int, ...]:
-    """Shape of the whole of which these are parts."""
-    shape = list(held[0].shape)
-    if dim is not None and dim < len(shape):
-        shape[dim] *= len(held)
-    return tuple(shape)
-
-
-def _check_replicas(files: RankFiles, parts: Mapping[str, tuple[Tensor, ...]]) -> None:
-    """What several ranks hold must be the same in all. Raises CorruptFileError, UserError for the head."""
-    for name, held in parts.items():
-        if tp_dim(name) is None:
-            for t, part in enumerate(held):
-                if not _same_bits(part, held[0]):
-                    raise CorruptFileError(
-                        f"{files.path}: {name} differs between tensor-parallel ranks 0 and {t}, which hold "
-                        f"copies of it: they are of different saves, take another iteration"
-                    )
-    for t, head in enumerate(parts.get(HEAD, ())):
-        if not _same_bits(head, parts["token.weight"][t]):
-            raise UserError(
-                f"{files.path}: the output layer differs from the token table in tensor-parallel rank {t}: "
-                f"mlm has tied embeddings only"
-            )
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are copies, NaN included."""
-    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))

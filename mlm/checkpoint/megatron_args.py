@@ -8,14 +8,18 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mlm.checkpoint.megatron_files import shown
 from mlm.config.errors import ConfigError, CorruptFileError, UserError
 from mlm.config.model_schema import ModelConfig
 
-GPT2_VOCABULARY = 50257
-OURS = "mlm imports GPT-2 as published: layer norm first, learned positions, gelu, biases, tied embeddings"
+VOCABULARIES = {"gpt2": (50257,), "bert": (30522, 28996)}
+"""Tokens of the published ones: GPT-2's; BERT's, uncased and cased."""
+OURS = "mlm imports GPT-2 and BERT: layer norm first, learned positions, gelu, biases, tied embeddings"
+
+TOKEN_TYPES = 2
+"""Rows of BERT's table of token types, where it has one."""
 
 FOREIGN = (
     ("use_rotary_position_embeddings", (None, False)),
@@ -49,6 +53,7 @@ FOREIGN = (
 class Shapes:
     """What the tensors themselves tell."""
 
+    kind: Literal["gpt2", "bert"]
     num_layers: int
     hidden_size: int
     ffn_hidden_size: int
@@ -175,7 +180,11 @@ def model_config(
             f"num_heads={heads} does not fit hidden_size={h} at tp={shapes.tp}, heads of {width} columns: "
             f"{'give another num_heads=…' if said_heads is None else OURS}"
         )
+    is_bert = shapes.kind == "bert"
     return ModelConfig(
+        kind=shapes.kind,
+        token_types=TOKEN_TYPES if is_bert else 0,
+        activation="gelu_tanh" if is_tanh_gelu(settings) else "gelu",
         num_layers=shapes.num_layers,
         hidden_size=h,
         num_heads=heads,
@@ -190,19 +199,23 @@ def model_config(
 
 
 def true_vocabulary(settings: Settings, shapes: Shapes, *, vocab_size: int | None, known: int | None) -> int:
-    """Rows of the token table that are tokens: `vocab_size`, or the tokenizer's (`known`), or GPT-2's.
+    """Rows of the token table that are tokens: `vocab_size`, or the tokenizer's (`known`), or the published.
 
-    Raises UserError when they do not fit the table, or GPT-2's would leave out more than padding.
+    Raises UserError when they do not fit the table, or the published would leave out more than padding.
     """
     rows = shapes.table_rows
     if vocab_size is None and known is None:
         quantum = (settings.number("make_vocab_size_divisible_by") or 128) * shapes.tp
-        if not GPT2_VOCABULARY <= rows < GPT2_VOCABULARY + quantum:
-            raise UserError(
-                f"vocab_size=null: the token table has {rows} rows, which GPT-2's {GPT2_VOCABULARY} tokens "
-                f"do not fill: give vocab_size=… (tokens without padding) or tokenizer=…"
-            )
-        return GPT2_VOCABULARY
+        published = VOCABULARIES[shapes.kind]
+        for tokens in published:
+            if tokens <= rows < tokens + quantum:
+                return tokens
+        name = "GPT-2" if shapes.kind == "gpt2" else "BERT"
+        raise UserError(
+            f"vocab_size=null: the token table has {rows} rows, which {name}'s "
+            f"{' or '.join(map(str, published))} tokens do not fill: give vocab_size=… (tokens without "
+            f"padding) or tokenizer=…"
+        )
     if vocab_size is None:
         assert known is not None
         if known > rows:
@@ -217,24 +230,28 @@ def true_vocabulary(settings: Settings, shapes: Shapes, *, vocab_size: int | Non
     return vocab_size
 
 
-def notes(settings: Settings) -> tuple[str, ...]:
+def notes(settings: Settings, kind: str) -> tuple[str, ...]:
     """What differs a little from the run that wrote it, one line each."""
-    said = (
-        []
-        if is_tanh_gelu(settings)
-        else [
-            "it was trained with the exact gelu (args.bias_gelu_fusion=False); mlm computes its tanh "
-            "approximation, within 5e-4 of it"
-        ]
-    )
+    said = []
+    if kind == "bert" and is_tanh_gelu(settings) and not is_tanh_gelu_in_head(settings):
+        said.append(
+            "its masked-LM head was trained with the exact gelu, its layers with the tanh approximation "
+            "(args.bias_gelu_fusion=True); mlm computes the approximation in both, within 5e-4 of the other"
+        )
     if not settings.known:
         said.append("it holds no args: dropout, layer norm epsilon and initial weights take mlm's defaults")
     return tuple(said)
 
 
+def is_tanh_gelu_in_head(settings: Settings) -> bool:
+    """Whether BERT's masked-LM head computed the tanh form: the fused kernel is of the layers alone."""
+    values = settings.values
+    return values.get("openai_gelu") is True or "openai_gelu" not in values
+
+
 def is_tanh_gelu(settings: Settings) -> bool:
-    """Whether it computed gelu as we do. Megatron-LM's fused kernel, its openai_gelu, and all of it before
-    openai_gelu became a choice (2020) use the tanh form; torch's gelu, its other choice, is the exact one.
+    """Whether it computed gelu by its tanh form. That is Megatron-LM's fused kernel, its openai_gelu, and all
+    of it before openai_gelu became a choice (2020); torch's gelu, its other choice, is the exact one.
     """
     values = settings.values
     if values.get("openai_gelu") is True:

@@ -1,12 +1,13 @@
-"""Megatron-LM's names of GPT-2's parameters, and ours.
+"""Megatron-LM's names of the parameters of GPT-2 and BERT, and ours.
 
 Three generations are read: `transformer` and `attention` (2019 to 2021), `encoder` and `self_attention` (2021
-to 2024), and Megatron Core's `decoder.layers.0.self_attention.linear_qkv` in the same files. Source:
-NVIDIA/Megatron-LM, language_model.py and transformer.py of those years, core/models/gpt, core/transformer.
+to 2024), and Megatron Core's `decoder.layers.0.self_attention.linear_qkv` in the same files (of BERT
+`encoder.layers.0…`). Source: NVIDIA/Megatron-LM, language_model.py, transformer.py and bert_model.py of those
+years, core/models/gpt, core/models/bert, core/transformer.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,14 @@ _OUTSIDE = {
     r"(?:transformer|encoder|decoder)\.final_(?:layernorm|norm)\.(weight|bias)": "final_norm.{}",
     r"word_embeddings_for_head\.weight|output_layer\.weight": HEAD,
 }
+_BERT = {
+    r"(?:embedding\.)?tokentype_embeddings\.weight": "token_type.weight",
+    r"pooler\.dense\.(weight|bias)": "pooler.{}",
+    r"lm_head\.dense\.(weight|bias)": "mlm_head.transform.{}",
+    r"lm_head\.(?:layernorm|norm|layer_norm)\.(weight|bias)": "mlm_head.norm.{}",
+    r"lm_head\.bias|output_layer\.bias": "mlm_head.vocabulary.bias",
+    r"binary_head\.(weight|bias)": "sop_head.{}",
+}
 _LAYER = {
     r"input_(?:layernorm|norm)\.(weight|bias)": "attention_norm.{}",
     r"self_attention\.linear_qkv\.layer_norm_(weight|bias)": "attention_norm.{}",
@@ -36,11 +45,18 @@ _LAYER = {
     r"mlp\.(?:dense_4h_to_h|linear_fc2)\.(weight|bias)": "mlp.down.{}",
 }
 _IN_LAYER = re.compile(r"(?:transformer|encoder|decoder)\.layers\.(\d{1,6})\.(.+)")
-_BERT = re.compile(r"(lm_head|binary_head|pooler|embedding\.tokentype_embeddings)\b")
-_TP_DIMS = {"token": 0, "head": 0, "attention.qkv": 0, "mlp.up": 0, "attention.out": 1, "mlp.down": 1}
+_TP_DIMS = {
+    **{"token": 0, "head": 0, "mlm_head.vocabulary": 0},
+    **{"attention.qkv": 0, "mlp.up": 0, "attention.out": 1, "mlp.down": 1},
+}
 """Dims that tensor parallelism cuts; the bias of a layer cut along dim 1 is replicated."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MAX_DEPTH, _MAX_NODES = 8, 1 << 17  # of the dictionaries in a file; they may hold themselves
+
+
+def is_bert(names: Iterable[str]) -> bool:
+    """Whether our names of parameters are those of a BERT: its masked-LM head is always there."""
+    return any(name.startswith("mlm_head.") for name in names)
 
 
 def tp_dim(name: str) -> int | None:
@@ -58,19 +74,16 @@ def our_names(path: Path, chunk: Any, first_layer: int) -> tuple[dict[str, Tenso
         short = theirs.removeprefix("language_model.")
         if short.endswith("_extra_state"):
             continue  # Transformer Engine's, of FP8 training
-        if _BERT.match(short):
-            raise UserError(
-                f"{path}: a BERT ({shown(theirs)}): mlm imports GPT-2 so far, BERT comes in a later version"
-            )
         if in_layer := _IN_LAYER.fullmatch(short):
             number = int(in_layer[1])
             layers.add(number)
             ours = _translate(_LAYER, in_layer[2], f"layers.{first_layer + number}.")
         else:
-            ours = _translate(_OUTSIDE, short)
+            ours = _translate(_OUTSIDE | _BERT, short)
         if ours is None or ours in named:
             raise UserError(
-                f"{path}: {shown(theirs)} is no part of GPT-2 as mlm has it: only that is imported"
+                f"{path}: {shown(theirs)} is no part of GPT-2 or BERT as mlm has them: only these are "
+                f"imported"
             )
         named[ours] = _plain(path, theirs, value)
     if layers != set(range(len(layers))):

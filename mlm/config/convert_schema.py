@@ -49,8 +49,10 @@ class ImportMegatronConfig:
     out: str
     """Run directory to write: out/checkpoints/step-00000000 and the tokenizer."""
     vocab_size: int | None = None
-    """Tokens of its tokenizer, without padding; null takes the tokenizer's, else 50257 where it fits."""
+    """Tokens of its tokenizer, without padding; null takes the tokenizer's, else GPT-2's or BERT's
+    (50257; 30522 or 28996) where it fits."""
     num_heads: int | None = None
     """Attention heads, for checkpoints of 2019, which do not say; null takes theirs."""
     tokenizer: str | None = None
-    """tokenizer.json, or a folder with vocab.json and merges.txt, to put beside the checkpoint."""
+    """tokenizer.json, or a folder with it, vocab.json and merges.txt, or vocab.txt, to put beside the
+    checkpoint."""

@@ -17,14 +17,20 @@ from mlm.parallel.sharding import ParameterShard, parameter_shards
 def init_parameters(model: nn.Module, seed: int, tp: Axis) -> None:
     """Fill every parameter of `model` (already on its device) with its initial value."""
     for shard in parameter_shards(model, tp):
-        std = getattr(shard.module, "init_std", None)
-        if shard.name.endswith("bias"):
-            shard.parameter.zero_()
-        elif std is None:
-            assert isinstance(shard.module, nn.LayerNorm), f"no init_std for {shard.name}"
-            shard.parameter.fill_(1.0)
-        else:
-            _draw(shard, std, derive_seed(seed, shard.name))
+        init_shard(shard, seed)
+
+
+@torch.no_grad()
+def init_shard(shard: ParameterShard, seed: int) -> None:
+    """Fill a rank's part of one parameter with its initial value."""
+    std = getattr(shard.module, "init_std", None)
+    if shard.name.endswith("bias"):
+        shard.parameter.zero_()
+    elif std is None:
+        assert isinstance(shard.module, nn.LayerNorm), f"no init_std for {shard.name}"
+        shard.parameter.fill_(1.0)
+    else:
+        _draw(shard, std, derive_seed(seed, shard.name))
 
 
 def _draw(shard: ParameterShard, std: float, seed: int) -> None:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from mlm.checkpoint.compare import Reader
 from mlm.checkpoint.format import JSON, RESTORE, Manifest, read_manifest
-from mlm.checkpoint.hf_config import FAMILIES, Family
+from mlm.checkpoint.hf_config import Family, family_for
+from mlm.checkpoint.hf_content import Ids
 from mlm.checkpoint.hf_folder import CONFIG, INDEX, WEIGHTS
 from mlm.checkpoint.huggingface import Place
 from mlm.checkpoint.rectangle import Rectangle
@@ -26,7 +27,7 @@ from mlm.checkpoint.verify import shard_bytes, verify_checkpoint
 from mlm.config.convert_schema import ExportHFConfig
 from mlm.config.errors import ConfigError, CorruptFileError, UserError
 from mlm.config.model_schema import ModelConfig
-from mlm.data.tokenizer import Tokenizer
+from mlm.data.tokenizer import UNK, Tokenizer
 from mlm.files import write_atomic
 from mlm.tasks.hf_verify import NOT_COMPARED, Agreement, compare_logits, extra_faults
 from mlm.tasks.run_folder import GB, new_folder, out_faults
@@ -36,15 +37,20 @@ from mlm.terminal import Advance, byte_progress
 SAFETENSORS_FOR = {"format": "pt"}
 """`__metadata__` without which transformers refuses a file."""
 
+BERT_INPUTS = ("input_ids", "token_type_ids", "attention_mask")
+"""What a tokenizer makes of texts for BERT."""
+
 HEADER = 256  # bytes that a tensor needs in the header of its file, at most
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A parameter on its way: our name, where it goes, its shape there."""
+    """A tensor on its way: our parameter, where it goes, its shape there."""
 
     ours: str
     place: Place
+    part: int
+    """Which of the place's tensors it is."""
     theirs: str
     form: Form
 
@@ -83,10 +89,11 @@ def run(config: ExportHFConfig) -> None:
     with new_folder(Path(config.out), count) as folder:
         with byte_progress("exporting", shard_bytes(source.path) + count) as advance:
             check_whole(source, advance)
-            write_weights(source, files, folder, advance)
+            shift = folded_bias(source)
+            write_weights(source, files, folder, advance, shift)
         write_settings(source, folder)
         agreement = compare_logits(folder, source.path) if config.verify else None
-    show(config, source, files, agreement)
+    show(config, source, files, agreement, is_folded=shift is not None)
 
 
 def open_source(ckpt: str) -> Source:
@@ -94,9 +101,14 @@ def open_source(ckpt: str) -> Source:
     path = resolve(ckpt)
     manifest = read_manifest(path)
     model = trained_config(manifest, path).model
+    if model.kind == "bert" and not model.token_types:
+        raise UserError(
+            f"{path}: its model.token_types=0, and transformers' BERTs have token types: train it with "
+            f"model.token_types=2"
+        )
     saved = run_directory(path) / "tokenizer.json"
     tokenizer = load_tokenizer(None, path) if saved.exists() else None
-    return Source(path, manifest, model, FAMILIES[model.kind], tokenizer)
+    return Source(path, manifest, model, family_for(model), tokenizer)
 
 
 def plan_tensors(source: Source) -> list[Exported]:
@@ -107,7 +119,9 @@ def plan_tensors(source: Source) -> list[Exported]:
         if entry is None:
             raise CorruptFileError(f"{source.path}: holds no model.{name}, its config has one. {RESTORE}")
         form = Form(torch.float32, place.shape(entry.shape))
-        out.append(Exported(f"model.{name}", place, f"{source.family.prefix}{place.name}", form))
+        for part, theirs in enumerate(place.names):
+            full = source.family.full_name(theirs, source.model.head)
+            out.append(Exported(f"model.{name}", place, part, full, form))
     return out
 
 
@@ -136,16 +150,25 @@ def check_whole(source: Source, progress: Advance) -> None:
 
 
 def write_weights(
-    source: Source, files: Mapping[str, list[Exported]], folder: Path, progress: Advance
+    source: Source,
+    files: Mapping[str, list[Exported]],
+    folder: Path,
+    progress: Advance,
+    shift: Tensor | None = None,
 ) -> None:
-    """Write the safetensors files and, of several, their index."""
+    """Write the safetensors files and, of several, their index; `shift` [H] is added to final_norm's bias."""
+
+    def read(tensor: Exported) -> Tensor:
+        value = load(reader, tensor)
+        return value if shift is None or tensor.ours != "model.final_norm.bias" else value + shift
+
     with Reader(source.path, source.manifest) as reader:
         for name, tensors in files.items():
             by_name = {tensor.theirs: tensor for tensor in tensors}
             write_stream(
                 folder / name,
                 {theirs: tensor.form for theirs, tensor in by_name.items()},
-                lambda theirs, by_name=by_name: load(reader, by_name[theirs]),  # type: ignore[misc]
+                lambda theirs, by_name=by_name: read(by_name[theirs]),  # type: ignore[misc]
                 SAFETENSORS_FOR,
                 progress,
             )
@@ -156,37 +179,77 @@ def write_weights(
 
 
 def load(reader: Reader, tensor: Exported) -> Tensor:
-    """A parameter as transformers stores it, float32. Raises UserError."""
-    shape = reader.manifest.tensors[tensor.ours].shape
+    """A tensor as transformers stores it, float32. Raises CorruptFileError."""
+    return tensor.place.to_theirs(read_whole(reader, tensor.ours))[tensor.part]
+
+
+def read_whole(reader: Reader, name: str) -> Tensor:
+    """A parameter of ours, float32. Raises CorruptFileError."""
+    shape = reader.manifest.tensors[name].shape
     try:
-        whole = reader.read(tensor.ours, Rectangle((0,) * len(shape), shape))
+        return reader.read(name, Rectangle((0,) * len(shape), shape)).float()
     except OSError as error:
         raise CorruptFileError(f"{error.filename}: cannot be read: {error.strerror}. {RESTORE}") from error
-    return tensor.place.to_theirs(whole.float())
+
+
+def folded_bias(source: Source) -> Tensor | None:
+    """What final_norm's bias has to carry, [H], where the class has no place for the classifier's; else None.
+
+    Of all d with W d = b the smallest. Nothing but the classifier W reads that norm's output: its logits stay
+    the same but for rounding. Raises UserError where there is no such d.
+    """
+    if not source.family.zero_there.get(source.model.head):
+        return None
+    with Reader(source.path, source.manifest) as reader:
+        weight, bias = (
+            read_whole(reader, f"model.classifier.{part}").double() for part in ("weight", "bias")
+        )
+    if not bias.any():
+        return None
+    shift = torch.linalg.pinv(weight) @ bias
+    if not torch.allclose(weight @ shift, bias, rtol=1e-6, atol=1e-9):
+        raise UserError(
+            f"{source.path}: {source.family.architectures[source.model.head]} has no bias in its classifier, "
+            f"and ours cannot be moved into the norm before it, as the labels' weights depend on each other. "
+            f"Finetune once more, with another seed"
+        )
+    return shift.float()
 
 
 def write_settings(source: Source, folder: Path) -> None:
     """config.json, and the tokenizer with what AutoTokenizer and generate() want to know."""
-    tokenizer = source.tokenizer
-    eod_id = None if tokenizer is None else tokenizer.eod_id
-    write_json(folder / CONFIG, source.family.write(source.model, eod_id))
+    tokenizer, model = source.tokenizer, source.model
+    ids = Ids() if tokenizer is None else Ids(tokenizer.eod_id, tokenizer.pad_id)
+    write_json(folder / CONFIG, source.family.write(model, ids))
     if tokenizer is None:
         return
     tokenizer.save(folder / "tokenizer.json")
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": model.max_positions,
+        "clean_up_tokenization_spaces": False,
+        **special_tokens(tokenizer, model),
+    }
+    write_json(folder / "tokenizer_config.json", settings)
+    if model.kind == "gpt2" and model.head == "language_model":
+        named = {"bos_token_id": ids.eod, "eos_token_id": ids.eod}
+        write_json(folder / "generation_config.json", {"_from_model_config": True, **named})
+
+
+def special_tokens(tokenizer: Tokenizer, model: ModelConfig) -> dict[str, JSON]:
+    """The special tokens for AutoTokenizer: GPT-2 has one, BERT those of five that its vocabulary has."""
+    if model.kind == "bert":
+        ids = {
+            "cls": tokenizer.cls_id,
+            "sep": tokenizer.sep_id,
+            "mask": tokenizer.mask_id,
+            "pad": tokenizer.pad_id,
+        }
+        found = {f"{name}_token": tokenizer.decode([id]) for name, id in ids.items() if id is not None}
+        return {**found, "unk_token": UNK, "model_input_names": list(BERT_INPUTS)}
     eod = tokenizer.decode([tokenizer.eod_id])
-    write_json(
-        folder / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": eod,
-            "eos_token": eod,
-            "unk_token": eod,
-            "model_max_length": source.model.max_positions,
-            "clean_up_tokenization_spaces": False,
-        },
-    )
-    ids = {"bos_token_id": eod_id, "eos_token_id": eod_id}
-    write_json(folder / "generation_config.json", {"_from_model_config": True, **ids})
+    padded = {"pad_token": eod} if model.head == "classification" else {}
+    return {"bos_token": eod, "eos_token": eod, "unk_token": eod, **padded}
 
 
 def write_json(path: Path, value: JSON) -> None:
@@ -199,6 +262,8 @@ def show(
     source: Source,
     files: Mapping[str, list[Exported]],
     agreement: Agreement | None,
+    *,
+    is_folded: bool,
 ) -> None:
     """The table for people, and what they should know."""
     table = Table(title=f"export hf · {source.path}", title_justify="left")
@@ -206,10 +271,14 @@ def show(
         table.add_column(name, justify="right")
     size = sum(tensor.form.num_bytes for tensors in files.values() for tensor in tensors)
     numbers = (f"{source.model.num_parameters():,}", str(source.manifest.step), str(len(files)))
-    table.add_row(source.family.architecture, *numbers, f"{size / GB:.3g}")
+    table.add_row(source.family.architectures[source.model.head], *numbers, f"{size / GB:.3g}")
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(table)
     if source.tokenizer is None:
         console.print(f"note: no tokenizer: {run_directory(source.path)} holds no tokenizer.json")
+    if is_folded:
+        console.print(
+            "note: the classifier's bias, which has no place there, is carried by the norm before it"
+        )
     console.print(str(agreement or NOT_COMPARED))
     console.print(f"written to {config.out}")

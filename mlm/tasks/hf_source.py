@@ -13,16 +13,18 @@ import torch
 
 from mlm.checkpoint.exchange import Ranks
 from mlm.checkpoint.format import JSON, CheckpointError, Manifest, canonical
-from mlm.checkpoint.hf_folder import AGAIN, CONFIG, SMALL_FILES, HFModel, HFTensors, read_model
+from mlm.checkpoint.hf_folder import AGAIN, CONFIG, SMALL_FILES, HFModel, read_model, read_settings
+from mlm.checkpoint.hf_tensors import HFTensors
 from mlm.checkpoint.rectangle import Rectangle
 from mlm.config.build import to_dict
 from mlm.config.errors import UserError
 from mlm.config.files_present import hub_id
 from mlm.config.schema import DataConfig, PretrainConfig
 from mlm.files import digest_bytes
+from mlm.models.init import init_shard
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import ParameterShard
-from mlm.tasks.run_folder import parameters
+from mlm.tasks.run_folder import parameters, with_filled
 
 EXTRA = "pip install 'mlm[hf]'"
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -47,7 +49,7 @@ def fetch(repository: str, revision: str | None, setting: str) -> Path:
 
     Raises UserError in one line, whatever went wrong.
     """
-    read_model(download(repository, revision, SMALL_FILES, setting))  # before gigabytes that are not ours
+    read_settings(download(repository, revision, SMALL_FILES, setting))  # before gigabytes that are not ours
     return download(repository, revision, (*SMALL_FILES, *TENSOR_FILES), setting)
 
 
@@ -100,17 +102,27 @@ def open_tensors(folder: Path) -> HFTensors:
 
 
 @torch.no_grad()
-def load_model_folder(shards: Iterable[ParameterShard], folder: Path, ctx: ParallelContext) -> Manifest:
+def load_model_folder(
+    shards: Iterable[ParameterShard], folder: Path, ctx: ParallelContext, *, fill: bool = True
+) -> Manifest:
     """Fill a model's parameters from a model folder; what a checkpoint of it would say of itself.
+
+    What the folder does not hold (`HFTensors.filled`, or a head that it never had) takes the initial values
+    of the run spec's seed, or where `fill` is false stays as it is: those of the run that goes on from here.
 
     Collective over all ranks; raises on all of them what one finds wrong: UserError, CorruptFileError. The
     digest is that of the files' digests, each file read once more for it by rank 0.
     """
     ranks = Ranks(ctx.rank, ctx.world_size, ctx.host_group, ctx.watch)
 
-    def fill() -> HFTensors:
+    def load() -> HFTensors:
         tensors = open_tensors(folder)
+        seed = run_spec(tensors.model).seed
         for shard in shards:
+            if not tensors.holds(shard.name):
+                if fill:
+                    init_shard(shard, seed)
+                continue
             target = shard.without_padding(shard.parameter.detach())
             shard.parameter.zero_()  # its padding
             target.copy_(tensors.read(shard.name, Rectangle(shard.offset, tuple(target.shape))))
@@ -119,10 +131,15 @@ def load_model_folder(shards: Iterable[ParameterShard], folder: Path, ctx: Paral
     def explain(error: Exception) -> UserError:
         return CheckpointError(f"{folder}: could not be loaded ({type(error).__name__}: {error}). {AGAIN}")
 
-    tensors = ranks.together(fill, explain)
+    tensors = ranks.together(load, explain)
     mine = ranks.together(lambda: tensors.digests(lambda _: None) if ranks.is_main else {}, explain)
     files: dict[str, JSON] = ranks.broadcast(mine)
     spec = run_spec(tensors.model)
     source = {"kind": "huggingface", "name": spec.name, "revision": commit_of(folder), "files": files}
-    state: dict[str, JSON] = {"step": 0, "weights_only": True, "config": to_dict(spec), "source": source}
+    state: dict[str, JSON] = {
+        "step": 0,
+        "weights_only": True,
+        "config": to_dict(spec),
+        "source": with_filled(source, tensors.filled),
+    }
     return Manifest(0, "", {}, {}, state, digest=digest_bytes(canonical(files)))

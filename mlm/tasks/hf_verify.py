@@ -1,4 +1,4 @@
-"""Whether a folder of `transformers` and a checkpoint of ours are one model: their logits, side by side."""
+"""Whether a folder of `transformers` and a checkpoint of ours are one model: what they say, side by side."""
 
 import gc
 from collections.abc import Iterator
@@ -11,34 +11,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlm.checkpoint.hf_folder import read_model
+from mlm.checkpoint.hf_folder import HFModel, read_model
 from mlm.config.errors import CheckFailedError, UserError
-from mlm.config.model_schema import ModelConfig
-from mlm.config.schema import ParallelConfig, PrecisionConfig
-from mlm.data.sampler import Batch
-from mlm.models.gpt2 import GPT2
-from mlm.parallel.cross_entropy import full_logits
-from mlm.parallel.mesh import ParallelContext, shape_context
+from mlm.tasks.hf_probe import Outputs, Probe, our_outputs
 from mlm.tasks.hf_source import EXTRA
-from mlm.tasks.trained import load_trained
 
 TOLERANCE = 1e-4
-"""Of the largest logit: float32 sums of these lengths in two orders differ by a tenth of it at most."""
-BATCH, LENGTH = 2, 64
-SEED = 0
+"""Of the largest number compared: float32 sums of these lengths in two orders differ by a tenth of it at
+most."""
 
 
 @dataclass(frozen=True)
 class Agreement:
     """What was compared, and how near it was."""
 
+    names: tuple[str, ...]
     difference: float
-    """Largest difference of two logits, in units of the largest logit."""
+    """Largest difference of two numbers, in units of the largest of their kind."""
     tokens: int
 
     def __str__(self) -> str:
-        found = f"largest difference {self.difference:.1e} of the largest logit"
-        return f"logits agree with those of transformers: {found}, {self.tokens} random tokens"
+        largest = self.names[0].removesuffix("s") if len(self.names) == 1 else "of each"
+        found = f"largest difference {self.difference:.1e} of the largest {largest}"
+        names = " and ".join(self.names)
+        return f"{names} agree with those of transformers: {found}, {self.tokens} random tokens"
 
 
 NOT_COMPARED = "not verified: logits were not compared with those of transformers (verify=false)"
@@ -55,7 +51,10 @@ def extra_faults(verify: bool) -> list[str]:
 
 
 def compare_logits(folder: Path, run: Path) -> Agreement:
-    """Load both models in float32, feed them the same tokens and compare. They are held one at a time.
+    """Load both models in float32, feed them the same texts, padded and of two segments where the model
+    knows such, and compare what they say. They are held one at a time.
+
+    What the folder does not hold is not compared.
 
     Args:
         folder: of `transformers`, read by its own code from safetensors alone.
@@ -64,75 +63,100 @@ def compare_logits(folder: Path, run: Path) -> Agreement:
     Raises CheckFailedError where they differ by more than TOLERANCE, or where `transformers` cannot load
     the folder; UserError when it is not installed.
     """
-    ours, tokens = our_logits(run)
-    reference = reference_logits(folder, tokens)
-    if reference.shape != ours.shape:
-        raise CheckFailedError(
-            f"{folder}: transformers gives logits of {list(reference.shape)}, ours are {list(ours.shape)}: "
-            f"not the same model. Nothing was written"
-        )
-    largest = float(reference.abs().max())
-    difference = float((ours - reference).abs().max()) / largest if largest else float(ours.abs().max())
-    if not difference <= TOLERANCE:  # a NaN too
-        raise CheckFailedError(
-            f"{folder}: logits differ from those of transformers by {difference:.1e} of the largest, "
-            f"{TOLERANCE:.0e} is allowed: not the same model. Nothing was written; please report this"
-        )
-    return Agreement(difference, tokens.numel())
+    ours = our_outputs(run)
+    model = read_model(folder)
+    reference = reference_outputs(model)
+    worst = 0.0
+    for name, want in reference.items():
+        found = ours.get(name)
+        if found is None or found.shape != want.shape:
+            said = "none" if found is None else str(list(found.shape))
+            raise CheckFailedError(
+                f"{folder}: transformers gives {name} of {list(want.shape)}, ours are {said}: not the same "
+                f"model. Nothing was written"
+            )
+        difference = relative_difference(found, want)
+        if not difference <= TOLERANCE:  # a NaN too
+            raise CheckFailedError(
+                f"{folder}: {name} differ from those of transformers by {difference:.1e} of the largest, "
+                f"{TOLERANCE:.0e} is allowed: not the same model. Nothing was written; please report this"
+            )
+        worst = max(worst, difference)
+    return Agreement(tuple(reference), worst, int(Probe.of(model.config).lengths.sum()))
 
 
-def random_tokens(model: ModelConfig) -> Tensor:
-    """Token ids over the whole vocabulary, [BATCH, S] int64, the same at every call."""
-    generator = torch.Generator().manual_seed(SEED)
-    shape = (BATCH, min(model.max_positions, LENGTH))
-    return torch.randint(model.vocab_size, shape, generator=generator)
+def relative_difference(found: Tensor, want: Tensor) -> float:
+    """Largest difference in units of the largest number of `want`."""
+    largest = float(want.abs().max())
+    return float((found - want).abs().max()) / largest if largest else float(found.abs().max())
 
 
 @torch.no_grad()
-def our_logits(run: Path, ctx: ParallelContext | None = None) -> tuple[Tensor, Tensor]:
-    """Logits [B, S, V] of a checkpoint, on the last pipeline stage, and the tokens [B, S] they are of.
+def reference_outputs(model: HFModel) -> Outputs:
+    """What `transformers` makes of the probe of a folder's model, but for what the folder does not hold.
 
-    Collective over all ranks of `ctx`; None for this process alone.
+    Raises CheckFailedError, UserError.
     """
-    ctx = ctx or shape_context()
-    layout = ParallelConfig(tp=ctx.tp.size, pp=ctx.pp.size)
-    trained = load_trained(str(run), layout, PrecisionConfig(), ctx)
-    tokens = random_tokens(trained.config.model)
-
-    def forward(chunk: GPT2, batch: Batch, x: Tensor | None) -> Tensor:
-        hidden = chunk.hidden_states(batch.tokens, None, x)  # [S, B, H]
-        if not chunk.stage.is_last:
-            return hidden
-        rows = hidden.transpose(0, 1).flatten(0, 1)
-        return full_logits(rows, chunk.token).view(*batch.tokens.shape, -1)
-
-    results = [logits for _, logits in trained.model.evaluate([Batch(tokens, tokens, 0)], forward)]
-    return (results[0] if results else torch.empty(0)), tokens
+    theirs, probe, head = _load(model), Probe.of(model.config), model.config.head
+    if model.config.kind == "gpt2" and head == "classification":
+        theirs.config.pad_token_id = None  # it would take a random token for padding: text by text, without
+        texts = zip(probe.tokens, probe.lengths.tolist(), strict=True)
+        found = {"logits": torch.cat([theirs(row[None, :length]).logits for row, length in texts])}
+    else:
+        types = {} if probe.token_types is None else {"token_type_ids": probe.token_types}
+        said = theirs(probe.tokens, attention_mask=probe.mask.long(), **types)
+        found = _by_name(said, model, probe.mask)
+    del theirs
+    gc.collect()
+    return found
 
 
-@torch.no_grad()
-def reference_logits(folder: Path, tokens: Tensor) -> Tensor:
-    """Logits [B, S, V] float32 of the folder, by `transformers`. Raises CheckFailedError, UserError."""
-    transformers, architecture = _transformers(), read_model(folder).family.architecture
+def _by_name(said: Any, model: HFModel, mask: Tensor) -> Outputs:
+    """What their class gives, as `hf_probe.said` calls it."""
+    is_bert = model.config.kind == "bert"
+    match model.config.head:
+        case "classification":
+            return {"logits": said.logits}
+        case "span":
+            return {"logits": torch.stack([said.start_logits, said.end_logits], -1)[mask]}
+        case "none":
+            found = {"hidden states": said.last_hidden_state[mask]}
+            parts = {"pooled states": ("pooler", said.pooler_output)} if is_bert else {}
+        case _ if is_bert:
+            found = {"token logits": said.prediction_logits[mask]}
+            parts = {"order logits": ("sop_head", said.seq_relationship_logits)}
+        case _:
+            return {"logits": said.logits[mask]}
+    filled = {name.partition(".")[0] for name in model.content.filled}
+    if "pooler" in filled:
+        return found
+    return found | {name: value for name, (part, value) in parts.items() if part not in filled}
+
+
+def _load(model: HFModel) -> Any:
+    """The folder's model, by `transformers`."""
+    transformers = _transformers()
+    labels = {"num_labels": model.config.num_labels} if model.config.head == "classification" else {}
     with _quiet(transformers):
         try:
-            model = getattr(transformers, architecture).from_pretrained(
-                folder,
-                dtype=torch.float32,
-                use_safetensors=True,
-                local_files_only=True,
-                attn_implementation="eager",
+            return (
+                getattr(transformers, model.family.architectures[model.config.head])
+                .from_pretrained(
+                    model.folder,
+                    dtype=torch.float32,
+                    use_safetensors=True,
+                    local_files_only=True,
+                    attn_implementation="eager",
+                    **labels,
+                )
+                .eval()
             )
         except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise CheckFailedError(
-                f"{folder}: transformers {transformers.__version__} does not load it ({reason}). "
+                f"{model.folder}: transformers {transformers.__version__} does not load it ({reason}). "
                 f"Mend it, or set verify=false"
             ) from error
-        logits: Tensor = model.eval()(tokens).logits
-    del model
-    gc.collect()
-    return logits
 
 
 def _transformers() -> Any:

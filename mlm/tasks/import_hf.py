@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from mlm.checkpoint.format import JSON
-from mlm.checkpoint.hf_folder import AGAIN, TOKENIZER, HFModel, HFTensors, find_file, read_model
+from mlm.checkpoint.hf_folder import AGAIN, TOKENIZER, HFModel, find_file, read_model
+from mlm.checkpoint.hf_tensors import HFTensors
 from mlm.config.convert_schema import ImportHFConfig
 from mlm.config.errors import ConfigError, CorruptFileError, UserError
 from mlm.config.files_present import HUB_NAME
-from mlm.config.model_schema import ModelConfig
 from mlm.data.tokenizer import Tokenizer
 from mlm.tasks.hf_source import commit_of, fetch
 from mlm.tasks.hf_verify import NOT_COMPARED, Agreement, compare_logits, extra_faults
@@ -63,9 +63,10 @@ def run(config: ImportHFConfig) -> None:
         tensors.read,
         source=describe_source(config, folder, revision, files),
         tokenizer=tokenizer,
+        filled=tensors.filled,
         check=lambda run: found.append(compare_logits(folder, run)) if config.verify else None,
     )
-    show(config, model.config, path, [*model.notes, *notes], found[0] if found else None)
+    show(config, model, path, notes, found[0] if found else None)
 
 
 def describe_source(
@@ -89,8 +90,8 @@ def locate(config: ImportHFConfig) -> tuple[Path, str | None]:
 
 def read_tokenizer(model: HFModel) -> tuple[Tokenizer | None, list[str]]:
     """The model's tokenizer if it is one of ours, and notes. Raises CorruptFileError for a damaged one."""
-    there = [name for name in TOKENIZER if find_file(model.folder, name)]
-    if TOKENIZER[0] not in there and len(there) < len(TOKENIZER) - 1:
+    there = {name for name in TOKENIZER if find_file(model.folder, name)}
+    if not any(there.issuperset(kind) for kind in (TOKENIZER[:1], TOKENIZER[1:3], TOKENIZER[3:4])):
         return None, ["no tokenizer is there: give tokenizer=… where text is read or written"]
     try:
         tokenizer = Tokenizer.load(model.folder)
@@ -109,11 +110,11 @@ def read_tokenizer(model: HFModel) -> tuple[Tokenizer | None, list[str]]:
 
 
 def show(
-    config: ImportHFConfig, model: ModelConfig, path: Path, notes: list[str], agreement: Agreement | None
+    config: ImportHFConfig, found: HFModel, path: Path, notes: list[str], agreement: Agreement | None
 ) -> None:
     """The table for people, and what they should know."""
-    table = Table(title=f"import hf · {config.source}", title_justify="left")
-    for name in ("parameters", "layers", "hidden", "heads", "positions", "vocabulary"):
+    table, model = Table(title=f"import hf · {config.source}", title_justify="left"), found.config
+    for name in ("class", "parameters", "layers", "hidden", "heads", "positions", "vocabulary"):
         table.add_column(name, justify="right")
     numbers = (
         model.num_parameters(),
@@ -123,10 +124,10 @@ def show(
         model.max_positions,
         model.vocab_size,
     )
-    table.add_row(*(f"{number:,}" for number in numbers))
+    table.add_row(found.family.architectures[model.head], *(f"{number:,}" for number in numbers))
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(table)
-    for note in notes:
+    for note in (*found.notes, *notes):
         console.print(f"note: {note}")
     console.print(str(agreement or NOT_COMPARED))
     console.print(f"written to {path}")

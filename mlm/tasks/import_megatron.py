@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mlm.checkpoint.format import JSON
-from mlm.checkpoint.megatron import MegatronGPT2, open_gpt2
+from mlm.checkpoint.megatron import MegatronModel, open_checkpoint
 from mlm.checkpoint.megatron_files import RankFiles, check_records, find_files, is_zip, unreadable
 from mlm.config.convert_schema import ImportMegatronConfig
 from mlm.config.errors import UserError
@@ -42,15 +42,17 @@ def run(config: ImportMegatronConfig) -> None:
     """Read, check, write, publish, and print a table. Raises UserError; nothing is left behind."""
     tokenizer = read_tokenizer(config)
     files = find_files(config.source)
-    found = open_gpt2(
+    found = open_checkpoint(
         files,
         vocab_size=config.vocab_size,
         known=tokenizer.vocab_size if tokenizer else None,
         num_heads=config.num_heads,
     )
-    assert found.parts.keys() == parameters(found.model).keys()
+    assert found.parts.keys() | found.filled == parameters(found.model).keys()
     source = describe_source(config, found, read_all(files))
-    path = write_imported(Path(config.out), found.model, found.read, source=source, tokenizer=tokenizer)
+    path = write_imported(
+        Path(config.out), found.model, found.read, source=source, tokenizer=tokenizer, filled=found.filled
+    )
     show(config, found, path, tokenizer)
 
 
@@ -73,7 +75,7 @@ def read_all(files: RankFiles) -> dict[str, str]:
 
 
 def describe_source(
-    config: ImportMegatronConfig, found: MegatronGPT2, digests: dict[str, str]
+    config: ImportMegatronConfig, found: MegatronModel, digests: dict[str, str]
 ) -> dict[str, JSON]:
     """What the checkpoint was made of; the folder by its last component, which names no machine."""
     return {
@@ -86,7 +88,7 @@ def describe_source(
     }
 
 
-def show(config: ImportMegatronConfig, found: MegatronGPT2, path: Path, tokenizer: Tokenizer | None) -> None:
+def show(config: ImportMegatronConfig, found: MegatronModel, path: Path, tokenizer: Tokenizer | None) -> None:
     """The table for people, and what they should know."""
     model, files = found.model, found.files
     iteration = "" if found.iteration is None else f" · iteration {found.iteration}"
@@ -110,7 +112,7 @@ def show(config: ImportMegatronConfig, found: MegatronGPT2, path: Path, tokenize
     console.print(f"written to {path}")
 
 
-def remarks(found: MegatronGPT2, tokenizer: Tokenizer | None) -> list[str]:
+def remarks(found: MegatronModel, tokenizer: Tokenizer | None) -> list[str]:
     """What was left out."""
     said = ["weights only: the optimizer's state stays behind, a run that starts from it begins at step 0"]
     if padding := found.table_rows - found.model.vocab_size:

@@ -8,12 +8,13 @@ It is written beside `out` and takes its name when it is whole and checked.
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import mlm
 from mlm.checkpoint.format import JSON
@@ -27,6 +28,7 @@ from mlm.config.schema import DataConfig, PretrainConfig
 from mlm.data.tokenizer import Tokenizer
 from mlm.files import fsync_directory
 from mlm.models.build import MODELS
+from mlm.models.init import init_shard
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import parameter_shards
 from mlm.terminal import byte_progress
@@ -36,12 +38,28 @@ GB = 1e9
 SPARE = 64 << 20  # bytes for manifest, tokenizer and what the file system needs itself
 
 
+def unsplit(model: ModelConfig) -> nn.Module:
+    """A whole model in one process, without memory for its parameters."""
+    with torch.device("meta"):
+        return MODELS[model.kind](model, tp=Axis("tp"))
+
+
+def initial_values(model: ModelConfig, names: Collection[str], seed: int) -> dict[str, Tensor]:
+    """What a training run would start from: those parameters, whole, float32 on the CPU."""
+    found = {}
+    for shard in parameter_shards(unsplit(model), Axis("tp")) if names else ():
+        if shard.name in names:
+            found[shard.name] = torch.empty(shard.global_shape)
+            whole = replace(shard, parameter=nn.Parameter(found[shard.name]), true_size=None)
+            init_shard(whole, seed)
+    assert found.keys() == set(names), "no parameters of the model"
+    return found
+
+
 def parameters(model: ModelConfig) -> dict[str, GlobalTensor]:
     """Every parameter of a model: its name (layers.0.mlp.up.weight), whole shape without padding, float32."""
-    with torch.device("meta"):
-        built = MODELS[model.kind](model, tp=Axis("tp"))
     found = {}
-    for shard in parameter_shards(built, Axis("tp")):
+    for shard in parameter_shards(unsplit(model), Axis("tp")):
         split = as_shard(shard, shard.parameter.detach(), model.vocab_multiple).split
         assert split is not None
         found[shard.name] = GlobalTensor(shard.global_shape, torch.float32, split)
@@ -55,6 +73,7 @@ def write_imported(
     *,
     source: Mapping[str, JSON],
     tokenizer: Tokenizer | None,
+    filled: Collection[str] = (),
     check: Callable[[Path], None] = lambda run: None,
 ) -> Path:
     """Write weights of another library as the run directory `out`; returns its step-00000000 directory.
@@ -66,6 +85,8 @@ def write_imported(
         source: what it was made of, for `state["source"]`: "kind"; "name", an id or a folder's last
             component; "files", the digest of each file by its name; and what else there is to tell.
             The checkpoint is a function of the source, whatever `out` is.
+        filled: parameters that the source does not hold: they are not asked of `read`, but take the initial
+            values of the configuration's seed. `state["source"]["filled"]` lists them.
         tokenizer: saved as out/tokenizer.json; None saves none.
         check: called with the run directory under its working name, before it is published; what it
             raises, this raises, and nothing is left behind.
@@ -78,19 +99,26 @@ def write_imported(
     config = PretrainConfig(
         name=name, out=f"runs/{name}", model=model, data=DataConfig(seq_length=model.max_positions)
     )
+    initial = initial_values(model, filled, config.seed)
     state: dict[str, JSON] = {
         "step": 0,
         "weights_only": True,
         "config": to_dict(config),
-        "source": dict(source),
+        "source": with_filled(source, filled),
         "versions": {"mlm": mlm.__version__, "torch": torch.__version__},
     }
+
+    def piece(name: str, rectangle: Rectangle) -> Tensor:
+        if name not in initial:
+            return read(name, rectangle)
+        return initial[name][tuple(slice(o, o + n) for o, n in zip(*rectangle, strict=True))]
+
     with new_folder(out, count) as run, byte_progress(f"writing {out}", count) as advance:
         written = write_streamed(
             run / CHECKPOINTS,
             0,
             tensors,
-            lambda name, rectangle: read(name.removeprefix("model."), rectangle),
+            lambda name, rectangle: piece(name.removeprefix("model."), rectangle),
             save_id=derived_id(state),
             state=state,
             progress=advance,
@@ -99,6 +127,11 @@ def write_imported(
             tokenizer.save(run / "tokenizer.json")
         check(run)
     return out / CHECKPOINTS / written.name
+
+
+def with_filled(source: Mapping[str, JSON], filled: Collection[str]) -> dict[str, JSON]:
+    """`state["source"]` of weights whose source does not hold all parameters."""
+    return {**source, **({"filled": sorted(filled)} if filled else {})}
 
 
 def out_faults(out: str | Path) -> list[str]:

@@ -47,6 +47,8 @@ class Named:
     """The step-… directory, or the model folder."""
     config: PretrainConfig
     """Of a model folder: its model, and max_positions as data.seq_length."""
+    notes: tuple[str, ...] = ()
+    """Of a model folder: what is not there and takes initial values, what is left out; one line each."""
 
 
 def named_checkpoint(ckpt: str) -> Named:
@@ -56,7 +58,8 @@ def named_checkpoint(ckpt: str) -> Named:
     """
     folder = _model_folder(ckpt)
     if folder is not None:
-        return Named(folder, run_spec(read_model(folder)))
+        model = read_model(folder)
+        return Named(folder, run_spec(model), model.notes)
     path = resolve(ckpt)
     return Named(path, trained_config(read_manifest(path), path))
 

@@ -47,7 +47,7 @@ class Layout:
     """Settings that differ from the usual; ... takes one away."""
 
 
-def random_gpt2(seed: int = 0) -> GPT2LMHeadModel:
+def random_gpt2(seed: int = 0, **settings: Any) -> GPT2LMHeadModel:
     """transformers' model, every weight, bias and norm of it random."""
     torch.manual_seed(seed)
     config = GPT2Config(
@@ -58,6 +58,7 @@ def random_gpt2(seed: int = 0) -> GPT2LMHeadModel:
         n_head=HEADS,
         bos_token_id=0,
         eos_token_id=0,
+        **settings,
     )
     model = GPT2LMHeadModel(config).eval()
     with torch.no_grad():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mlm.checkpoint.megatron import MegatronGPT2, open_gpt2
+from mlm.checkpoint.megatron import MegatronModel, open_checkpoint
 from mlm.checkpoint.megatron_files import find_files
 from mlm.checkpoint.rectangle import Rectangle
 from mlm.config.errors import CorruptFileError, UserError
@@ -23,8 +23,8 @@ from tests.checkpoint.megatron_files import (
 )
 
 
-def opened(folder: Path, **settings: Any) -> MegatronGPT2:
-    return open_gpt2(find_files(folder), **({"vocab_size": VOCAB} | settings))
+def opened(folder: Path, **settings: Any) -> MegatronModel:
+    return open_checkpoint(find_files(folder), **({"vocab_size": VOCAB} | settings))
 
 
 def test_tensors_stay_in_their_file_until_they_are_read(tmp_path: Path) -> None:
@@ -77,7 +77,11 @@ def test_dictionary_that_holds_itself_is_refused(tmp_path: Path) -> None:
 
 
 FAULTS: list[tuple[str, Change, str]] = [
-    ("bert", lambda c: c["model"].update(lm_head={"bias": torch.zeros(3)}), "a BERT"),
+    (
+        "half a bert",
+        lambda c: c["model"].update(lm_head={"bias": torch.zeros(64)}),
+        "mlm_head.transform.weight is not",
+    ),
     ("no model", lambda c: c.pop("model"), "holds no model"),
     ("version", lambda c: c.update(checkpoint_version=4.0), "checkpoint_version=4.0"),
     ("args", lambda c: c.update(args={"num_layers": 4}), "args are dict, not a Namespace"),

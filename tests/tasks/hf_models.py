@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config
 
 from mlm.config.convert_schema import ExportHFConfig, ImportHFConfig
 from mlm.config.model_schema import ModelConfig
@@ -44,10 +45,13 @@ MODEL = ModelConfig(
 TEXT = "To be, or not to be, that is the question: whether 'tis nobler — naïve café 日本 🙂\n\n  end"
 
 
-def make_model(folder: Path, *, shard: int | None = None, **settings: Any) -> GPT2LMHeadModel:
-    """Save a GPT-2 of random weights, biases and norms too; `shard`: bytes of the largest file."""
+def make_model(
+    folder: Path, *, shard: int | None = None, kind: str = "GPT2LMHeadModel", **settings: Any
+) -> Any:
+    """Save a GPT-2 of random weights, biases and norms too; `shard`: bytes of the largest file; `kind`: its
+    class."""
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(**(SHAPE | settings))).eval()
+    model = getattr(transformers, kind)(GPT2Config(**(SHAPE | settings))).eval()
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.05)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +14,16 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from mlm.checkpoint.compare import Reader
 from mlm.checkpoint.format import read_manifest
+from mlm.checkpoint.hf_folder import read_model
 from mlm.checkpoint.huggingface import Place
 from mlm.checkpoint.stream import GlobalTensor, write_streamed
 from mlm.config.convert_schema import ExportHFConfig
-from mlm.config.errors import CheckFailedError, CorruptFileError
+from mlm.config.errors import CheckFailedError, CorruptFileError, UserError
 from mlm.data.tokenizer import Tokenizer
 from mlm.tasks import export_hf
-from tests.tasks.hf_models import TEXT, add_tokenizer, export_model, import_model, make_model
+from mlm.tasks.hf_verify import reference_outputs
+from mlm.tasks.trained import named_checkpoint
+from tests.tasks.hf_models import TEXT, add_tokenizer, edit_tensors, export_model, import_model, make_model
 
 LARGEST = 20_000  # bytes
 
@@ -158,7 +162,7 @@ class TestRefusals:
     ) -> None:
         right = Place.to_theirs
         monkeypatch.setattr(
-            Place, "to_theirs", lambda place, value: right(Place(place.name, place.transposed), value)
+            Place, "to_theirs", lambda place, value: right(Place(place.names, place.transposed), value)
         )
         with pytest.raises(CheckFailedError, match="logits differ from those of transformers"):
             export_model(run, tmp_path / "out")
@@ -191,3 +195,50 @@ class TestRefusals:
         config = ExportHFConfig(**({"ckpt": str(run), "out": str(tmp_path / "out")} | named))  # type: ignore[arg-type]
         (fault,) = export_hf.preflight(config)
         assert re.search(said, fault)
+
+
+class TestHeads:
+    """Those for finetuning."""
+
+    @pytest.mark.parametrize(
+        ("name", "head"), [("SequenceClassification", "classification"), ("QuestionAnswering", "span")]
+    )
+    def test_it_comes_in_and_goes_out(self, tmp_path: Path, name: str, head: str) -> None:
+        model = make_model(
+            tmp_path / "model",
+            kind=f"GPT2For{name}",
+            **({"num_labels": 3} if head == "classification" else {}),
+        )
+        run = import_model(tmp_path / "model", tmp_path / "run")
+        assert named_checkpoint(str(run)).config.model.head == head
+        back = type(model).from_pretrained(export_model(run, tmp_path / "out")).state_dict()
+        assert all(torch.equal(value, back[key]) for key, value in model.state_dict().items())
+
+    def biased(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edit: Any = lambda tensors: None
+    ) -> Path:
+        """The run directory of a classifier whose bias was trained."""
+        make_model(tmp_path / "model", kind="GPT2ForSequenceClassification", num_labels=3)
+        edit_tensors(tmp_path / "model", edit)
+        values = lambda model, names, seed: {name: torch.tensor([1.0, -2.0, 0.5]) for name in names}  # noqa: E731
+        monkeypatch.setattr("mlm.tasks.run_folder.initial_values", values)
+        return import_model(tmp_path / "model", tmp_path / "run", verify=False)
+
+    def test_bias_that_has_no_place_is_carried_by_the_norm(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        run = self.biased(tmp_path, monkeypatch)
+        out = export_model(run, tmp_path / "out")  # compares logits
+        assert "note: the classifier's bias" in capsys.readouterr().out
+        logits = [reference_outputs(read_model(folder))["logits"] for folder in (out, tmp_path / "model")]
+        want = torch.tensor([1.0, -2.0, 0.5]).expand(2, 3)
+        torch.testing.assert_close(logits[0] - logits[1], want, rtol=0, atol=1e-5)
+
+    def test_bias_that_cannot_be_carried_is_refused(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Two labels with the same weights."""
+        run = self.biased(tmp_path, monkeypatch, lambda t: t["score.weight"][0].copy_(t["score.weight"][1]))
+        with pytest.raises(UserError, match="has no bias in its classifier"):
+            export_model(run, tmp_path / "out")
+        assert not (tmp_path / "out").exists()

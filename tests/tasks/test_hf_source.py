@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from mlm.checkpoint.format import canonical
+from mlm.checkpoint.hf_folder import read_model
 from mlm.cli.entry import main
 from mlm.config.errors import UserError
 from mlm.config.files_present import hub_id
 from mlm.config.schema import ParallelConfig, PrecisionConfig
 from mlm.files import digest_bytes, digest_file
 from mlm.parallel.mesh import ParallelContext, shape_context
+from mlm.tasks.hf_probe import our_outputs
 from mlm.tasks.hf_source import model_name
-from mlm.tasks.hf_verify import our_logits, random_tokens, reference_logits
+from mlm.tasks.hf_verify import reference_outputs
 from mlm.tasks.trained import checkpoint_faults, load_tokenizer, load_trained, named_checkpoint, result_file
 from tests.data.corpora import write_corpus
 from tests.ranks import run_on_ranks
@@ -33,12 +35,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 def logits(ctx: ParallelContext, folder: Path) -> Tensor:
-    return our_logits(folder, ctx)[0]
+    return our_outputs(folder, ctx).get("logits", torch.empty(0))
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 1), (1, 2)])
 def test_logits_equal_those_of_transformers_at_every_layout(folder: Path, tp: int, pp: int) -> None:
-    want = reference_logits(folder, random_tokens(MODEL))
+    want = reference_outputs(read_model(folder))["logits"]
     got = run_on_ranks(logits, folder, tp=tp, pp=pp)[-1]
     assert (got - want).abs().max() <= 1e-5 * want.abs().max()
 
@@ -69,7 +71,7 @@ def test_what_is_wrong_with_the_weights_is_told_on_every_rank(folder: Path) -> N
 @pytest.mark.parametrize(
     ("settings", "fault"),
     [
-        ({"model_type": "bert"}, "model_type=bert comes with mlm's BERT"),
+        ({"model_type": "llama"}, "model_type=llama is not a model of ours"),
         ({"activation_function": "relu"}, "activation_function=relu is not what our GPT-2 computes"),
         ({"n_layer": 2}, "is no parameter of GPT2LMHeadModel"),
         ({"n_positions": 50}, "config.json makes it"),

@@ -105,7 +105,7 @@ def load_body(shards: Sequence[ParameterShard], named: Named, ctx: ParallelConte
     """
     if is_model_folder(named.path):
         old = [shard for shard in shards if not shard.name.startswith("classifier.")]
-        return load_model_folder(old, named.path, ctx)
+        return load_model_folder(old, named.path, ctx, fill=False)
     there = read_manifest(named.path).tensors
     old = [
         shard
