@@ -159,8 +159,8 @@ def result_file(path: Path, name: str) -> Path:
     return run_directory(path) / (f"{model_name(path)}-{name}" if is_model_folder(path) else name)
 
 
-def load_tokenizer(named: str | None, path: Path) -> Tokenizer:
-    """The tokenizer a command names, else the one saved with the run or the model. Raises UserError."""
+def load_tokenizer(named: str | None, path: Path, key: str = "tokenizer") -> Tokenizer:
+    """The tokenizer that `key` names, else the one saved with the run or the model. Raises UserError."""
     if named is not None:
         return Tokenizer.load(named)
     if is_model_folder(path):
@@ -169,18 +169,20 @@ def load_tokenizer(named: str | None, path: Path) -> Tokenizer:
         except CorruptFileError:
             raise
         except (UserError, OSError) as error:
-            raise UserError(f"tokenizer=null: {error}: give tokenizer=…/tokenizer.json") from error
+            raise UserError(f"{key}=null: {error}: give {key}=…/tokenizer.json") from error
     saved = run_directory(path) / "tokenizer.json"
     if not saved.exists():
-        raise UserError(f"tokenizer=null and {saved} is not there: give tokenizer=…/tokenizer.json")
+        raise UserError(f"{key}=null and {saved} is not there: give {key}=…/tokenizer.json")
     return Tokenizer.load(saved)
 
 
-def vocabulary_fault(named: str | None, tokenizer: Tokenizer, model: ModelConfig) -> str | None:
-    """Whether the tokenizer, that of tokenizer=`named`, has tokens that the model does not know."""
+def vocabulary_fault(
+    named: str | None, tokenizer: Tokenizer, model: ModelConfig, key: str = "tokenizer"
+) -> str | None:
+    """Whether the tokenizer, that of `key`=`named`, has tokens that the model does not know."""
     if tokenizer.vocab_size <= model.vocab_size:
         return None
     return (
-        f"tokenizer={named or 'null'} has {tokenizer.vocab_size} tokens, the model model.vocab_size="
-        f"{model.vocab_size}: give the tokenizer= the model was trained with"
+        f"{key}={named or 'null'} has {tokenizer.vocab_size} tokens, the model model.vocab_size="
+        f"{model.vocab_size}: give the {key}= the model was trained with"
     )

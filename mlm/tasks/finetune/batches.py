@@ -36,7 +36,7 @@ class TaskBatch:
     """[T] int64: tokens before the padding."""
     labels: Tensor
     """What is right of each example. [E] int64 (classification, choice), IGNORE where that is not scored; [E]
-    float32 (regression), NaN there; [E, 2] int64 (span), first and last token."""
+    float64 (regression), NaN there; [E, 2] int64 (span), first and last token."""
     first_sample: int
     """Number of its first example in the whole run: dropout streams are a function of it."""
     examples: tuple[int, ...] = ()
@@ -67,11 +67,6 @@ class Order:
         if self._epoch[0] != epoch:
             self._epoch = epoch, self.epoch(epoch)
         return self._epoch[1][number]
-
-    def consumed(self, step: int) -> int:
-        """Examples of the steps before this one."""
-        epoch, number = divmod(step, self.steps_per_epoch)
-        return epoch * len(self.lengths) + sum(len(b) for b in self.epoch(epoch)[:number])
 
     def epoch(self, number: int) -> list[Ids]:
         """The batches of an epoch in the order that they are trained on."""
@@ -181,7 +176,8 @@ def labels_of(rows: Sequence[Example]) -> Tensor:
     if any(isinstance(label, tuple) for label in labels):
         return torch.tensor([(IGNORE, IGNORE) if label is None else label for label in labels])
     if any(isinstance(label, float) for label in labels):
-        return torch.tensor([float("nan") if label is None else label for label in labels])
+        numbers = [float("nan") if label is None else label for label in labels]
+        return torch.tensor(numbers, dtype=torch.float64)
     return torch.tensor([IGNORE if label is None else label for label in labels])
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from mlm.config.errors import UserError
 from mlm.config.finetune_schema import FinetuneConfig
 from mlm.tasks.finetune.batches import Dealing, Order, TaskBatch
-from mlm.tasks.finetune.best import STATE, Progress, Scores, save_best, saved_progress
+from mlm.tasks.finetune.best import STATE, Progress, Scores, keep_bests, save_best
 from mlm.tasks.finetune.examples import Example
+from mlm.tasks.finetune.material import Evaluation
 from mlm.tasks.finetune.objective import Finetuning
-from mlm.tasks.finetune.outputs import Evaluation, evaluate
-from mlm.terminal import count_progress
+from mlm.tasks.finetune.outputs import evaluate
 from mlm.train.diagnose import first_non_finite
 from mlm.train.loop import is_due
 from mlm.train.metrics import Reporter, StepMetrics
@@ -36,7 +36,7 @@ class Loop:
     """All that is trained on."""
     order: Order
     dealing: Dealing
-    evaluations: Sequence[Evaluation]
+    validations: Sequence[Evaluation]
     """One per split of task.validations."""
     progress: Progress
     reporter: Reporter
@@ -46,11 +46,16 @@ class Loop:
     out: Path
     rows: int = 0
     """Examples trained on since the last logged step."""
+    is_stopping: bool = False
+    """Whether a stop was asked for, as all ranks agree."""
+    saved_best: int | None = None
+    """The best step that the last checkpoint to resume from names; it may still be on its way to the disk."""
 
     def run(self) -> bool:
-        """Train to the last step, or until patience is at its end; False where a stop was asked for."""
+        """Train to the last step, or until patience is at its end; False where a stop came before."""
         trainer, train = self.trainer, self.config.train
         every = train.validate_every or self.order.steps_per_epoch
+        self.saved_best = self.progress.best_step
         self.throughput.start()
         while trainer.step < trainer.config.train.steps and not self.is_out_of_patience:
             vote = StopVote(trainer.ctx, self.stop.requested)
@@ -59,16 +64,16 @@ class Loop:
             self.count()
             self.saver.poll()
             last = trainer.step == trainer.config.train.steps
-            stopping = vote.result()
-            if last or stopping or trainer.step == 1 or is_due(trainer.step, self.config.log.every):
+            self.is_stopping = vote.result()
+            if last or self.is_stopping or trainer.step == 1 or is_due(trainer.step, self.config.log.every):
                 self.log(outcome, batches)
             validated = last or is_due(trainer.step, every)
             if validated:
                 self.validate(batches)
             last = last or self.is_out_of_patience
-            if last or stopping or self.is_save_due(validated):
-                self.save(batches, awaited=last or stopping)
-            if stopping and not last:
+            if last or self.is_stopping or self.is_save_due(validated):
+                self.save(batches, awaited=last or self.is_stopping)
+            if self.is_stopping and not last:
                 return False
         return True
 
@@ -139,26 +144,31 @@ class Loop:
         """Score every split, on the clock of nobody, and keep the weights if they are the best."""
         self.refuse_exhausted(batches)
         self.throughput.pause()
+        trainer, task = self.trainer, self.config.task
+        shown = trainer.ctx.is_main and self.config.log.live == "off"  # a live panel has the terminal
         scores: Scores = {}
-        for evaluation in self.evaluations:
-            name = evaluation.split.name
-            shown = self.trainer.ctx.is_main and self.config.log.live != "on"
-            with count_progress(f"scoring {name}", len(evaluation.examples), shown=shown) as advance:
-                scores[name], _ = evaluate(
-                    self.trainer.model, self.objective, self.config.task, evaluation, advance
-                )
-        is_best = self.progress.add(self.trainer.step, scores)
+        for each in self.validations:
+            metrics, _ = evaluate(trainer.model, self.objective, task, each, self.dealing, shown=shown)
+            scores[each.split.name] = metrics
+        is_best = self.progress.add(trainer.step, scores)
         if is_best:
             self.remember()
-            self.trainer.before_change()
-            save_best(self.trainer, self.out)
+            save_best(trainer, self.out)
+            self.tidy()
         for name, metrics in scores.items():
-            self.reporter.scores(self.trainer.step, name, metrics, is_best=is_best)
+            self.reporter.scores(trainer.step, name, metrics, is_best=is_best)
         self.throughput.start()
+
+    def tidy(self) -> None:
+        """Delete the best checkpoints that nothing names any more."""
+        if self.trainer.ctx.is_main:
+            keep_bests(self.out, {self.progress.best_step, self.saved_best})
 
     def remember(self) -> None:
         """Let checkpoints say how far validation is."""
-        self.trainer.extra_state[STATE]["progress"] = saved_progress(self.progress)
+        state = self.trainer.extra_state
+        # a new dictionary: a save under way may still be writing the one before
+        state[STATE] = {**state[STATE], "progress": self.progress.saved()}
 
     def save(self, batches: list[TaskBatch], *, awaited: bool) -> None:
         """Begin a checkpoint to resume from; the last one is awaited."""
@@ -166,6 +176,8 @@ class Loop:
         self.throughput.pause()
         self.remember()
         self.saver.begin()
+        self.saved_best = self.progress.best_step
         if awaited:
             self.saver.finish()
+            self.tidy()
         self.throughput.start()

@@ -1,7 +1,6 @@
 """What a model says of all examples of a split, and what that scores."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,21 +12,25 @@ from mlm.models.backbone import Transformer
 from mlm.parallel.collectives import all_reduce
 from mlm.tasks.finetune.answers import Output, Prediction
 from mlm.tasks.finetune.batches import Dealing, TaskBatch
-from mlm.tasks.finetune.examples import Example, Examples
+from mlm.tasks.finetune.examples import Example
+from mlm.tasks.finetune.material import Evaluation
 from mlm.tasks.finetune.metrics import score
 from mlm.tasks.finetune.objective import Finetuning
 from mlm.tasks.finetune.predictions import predict
-from mlm.tasks.finetune.rows import Split
+from mlm.terminal import count_progress
 from mlm.train.pipelined import PipelinedModel
 
 
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """A split and what is made of it."""
-
-    split: Split
-    examples: Examples
-    dealing: Dealing
+def dealing_of(model: PipelinedModel, micro_batch_size: int, max_length: int) -> Dealing:
+    """How batches are cut for this rank of a model: micro-batches of so many texts of `max_length` tokens."""
+    ctx = model.ctx
+    return Dealing(
+        budget=micro_batch_size * max_length,
+        rank=ctx.dp.rank,
+        size=ctx.dp.size,
+        groups_of=ctx.pp.size,
+        multiple=ctx.tp.size if model.chunks[0].sequence_parallel else 1,
+    )
 
 
 def outputs_of(
@@ -42,9 +45,11 @@ def outputs_of(
     Every example goes through the model exactly once. Collective over all ranks. `advance` is told how many
     more examples are done.
     """
-    sizes = [output_size(example, model) for example in examples]
+    spans = model.chunks[0].config.head == "span"
+    width = 2 if spans else model.chunks[0].config.num_labels
+    sizes = [width * (len(e.texts[0]) if spans else len(e.texts)) for e in examples]
     ends = np.cumsum(sizes)
-    flat = torch.zeros(int(ends[-1]), dtype=torch.float64)  # each element is written by one rank
+    flat = torch.zeros(int(ends[-1]), dtype=torch.float64)  # each number is written by one rank
 
     def forward(chunk: Transformer, batch: TaskBatch, x: Tensor | None) -> Tensor:
         return chunk.outputs(objective.inputs(chunk, batch), None, x)
@@ -57,34 +62,12 @@ def outputs_of(
         advance(len(batch.examples) * dealing.size)
         if model.ctx.tp.rank:
             continue  # tp ranks know the same; one of them speaks
-        rows = iter(result.cpu().double())
+        rows = iter(result.cpu().double())  # of each text [num_labels], or [S, 2] with padding
         for number in batch.examples:
-            parts = [next(rows) for _ in examples[number].texts]
-            mine = torch.stack(
-                [
-                    p[: len(t)] if p.dim() > 1 else p
-                    for p, t in zip(parts, examples[number].texts, strict=True)
-                ]
-            )
-            flat[ends[number] - sizes[number] : ends[number]] = mine.flatten()
+            mine = torch.cat([next(rows) for _ in examples[number].texts])
+            flat[ends[number] - sizes[number] : ends[number]] = mine.flatten()[: sizes[number]]
     found = all_reduce(flat, model.ctx.world).numpy().astype(np.float32)
-    return [
-        shaped(part, example, model)
-        for part, example in zip(np.split(found, ends[:-1]), examples, strict=True)
-    ]
-
-
-def output_size(example: Example, model: PipelinedModel) -> int:
-    """Numbers that the head gives for an example."""
-    config = model.chunks[0].config
-    if config.head == "span":
-        return 2 * len(example.texts[0])
-    return config.num_labels * len(example.texts)
-
-
-def shaped(part: Output, example: Example, model: PipelinedModel) -> Output:
-    """The numbers of an example as `predict` takes them: [n, 2] of head=span, else [n]."""
-    return part.reshape(-1, 2) if model.chunks[0].config.head == "span" else part
+    return [part.reshape(-1, 2) if spans else part for part in np.split(found, ends[:-1])]
 
 
 def evaluate(
@@ -92,20 +75,23 @@ def evaluate(
     objective: Finetuning,
     task: TaskConfig,
     evaluation: Evaluation,
-    advance: Callable[[int], None] = lambda count: None,
+    dealing: Dealing,
+    *,
+    shown: bool = False,
 ) -> tuple[dict[str, float], list[Prediction]]:
     """(metrics, none without labels; a prediction per row) of a split. Collective; the same on every rank.
 
-    Raises UserError when the model's outputs are not finite.
+    `shown` draws a bar. Raises UserError when the model's outputs are not finite.
     """
     split, examples = evaluation.split, evaluation.examples
-    outputs = outputs_of(model, objective, examples, evaluation.dealing, advance)
+    with count_progress(f"scoring {split.name}", len(examples), shown=shown) as advance:
+        outputs = outputs_of(model, objective, examples, dealing, advance)
     for number, output in enumerate(outputs):
         if not np.isfinite(output).all():
-            place = split.places[examples[number].row]
             raise UserError(
-                f"{place}: the model's outputs are not finite in {str(model.dtype).removeprefix('torch.')}: "
-                "use another checkpoint, a lower optimizer.lr, or precision=fp32"
+                f"{split.places[examples[number].row]}: the model's outputs are not finite in "
+                f"precision={str(model.dtype).removeprefix('torch.')}: use another checkpoint, a lower "
+                "optimizer.lr, or precision=fp32"
             )
     predictions = predict(task, split, examples, outputs)
     return (score(task, split, predictions) if split.has_labels else {}), predictions

@@ -11,18 +11,20 @@ import torch
 from omegaconf import OmegaConf
 
 import mlm
-from mlm.config.build import config_digest, to_dict
+from mlm.config.build import config_digest, from_dict, to_dict
+from mlm.config.errors import UserError, writing_to
 from mlm.config.finetune_schema import FinetuneConfig
 from mlm.files import write_atomic
-from mlm.tasks.finetune.batches import Order
-from mlm.tasks.finetune.best import Progress, Scores, best_folder
+from mlm.tasks.finetune.best import Progress, Scores, best_folder, best_of, first_metric
 from mlm.tasks.finetune.material import Start
+from mlm.tasks.finetune.scoring import Scored
 from mlm.tasks.trained import is_model_folder
 from mlm.terminal import add_row, console, plain, table
 from mlm.train.pretrain import layout
 from mlm.train.trainer import Trainer
 
 RESULT = "result.json"
+MAX_BYTES = 1 << 20  # of a result.json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,18 +35,22 @@ class Result:
     seed: int
     scores: Scores
     """Metrics of the best checkpoint, by split; the first metric of the first split chose it."""
+    tests: Scores
+    """Those of the test splits that have labels, with data.predict_tests."""
+    predictions: tuple[str, ...]
+    """Files of predictions of the test splits."""
     best_step: int
     steps: int
     """Steps taken."""
     steps_per_epoch: int
-    rows: dict[str, str]
-    """Digest of each split's rows."""
     checkpoint: str
     """Folder of the best checkpoint."""
     seconds: float
-    """Of this command."""
+    """Of the command that ended the run."""
     precision: str
     layout: dict[str, Any]
+    depends_on: dict[str, Any]
+    """The settings, and digests of weights, tokenizer and rows (settings.py)."""
     config_digest: str
     versions: dict[str, str]
 
@@ -53,9 +59,11 @@ class Result:
         cls,
         config: FinetuneConfig,
         trainer: Trainer,
-        order: Order,
         progress: Progress,
-        rows: dict[str, str],
+        *,
+        settings: dict[str, Any],
+        steps_per_epoch: int,
+        tests: Sequence[Scored],
         seconds: float,
     ) -> "Result":
         """The result of a run that is over."""
@@ -64,17 +72,26 @@ class Result:
             task=config.task.name,
             seed=config.seed,
             scores=progress.scores,
+            tests={test.evaluation.split.name: test.metrics for test in tests if test.metrics},
+            predictions=tuple(file for test in tests for file in test.files),
             best_step=progress.best_step,
             steps=trainer.step,
-            steps_per_epoch=order.steps_per_epoch,
-            rows=rows,
+            steps_per_epoch=steps_per_epoch,
             checkpoint=str(best_folder(Path(config.out))),
             seconds=round(seconds, 1),
             precision=config.precision.dtype,
             layout={**asdict(config.parallel), "dp": trainer.ctx.dp.size},
+            depends_on=settings,
             config_digest=config_digest(config),
             versions={"mlm": mlm.__version__, "torch": torch.__version__},
         )
+
+    @classmethod
+    def read(cls, saved: Any) -> "Result":
+        """What `asdict` made of one. Raises UserError when it is none of this version."""
+        if not isinstance(saved, dict):
+            raise UserError("no result of a finetuning run")
+        return from_dict(cls, saved)
 
 
 def write_result(out: Path, result: Result) -> None:
@@ -82,53 +99,65 @@ def write_result(out: Path, result: Result) -> None:
     write_atomic(out / RESULT, (json.dumps(asdict(result), indent=2) + "\n").encode())
 
 
-def is_done(config: FinetuneConfig) -> Result | None:
-    """The result of a seed whose run is over, with the same settings; None where there is none."""
+def finished(config: FinetuneConfig, settings: dict[str, Any]) -> Result | None:
+    """The result of a run that is over, with these settings and all that is asked for; None without one."""
+    path = Path(config.out, RESULT)
     try:
-        found = Result(**json.loads((Path(config.out) / RESULT).read_bytes()))
-    except (OSError, ValueError, TypeError):
+        if path.stat().st_size > MAX_BYTES:
+            return None
+        found = Result.read(json.loads(path.read_bytes()))
+        if best_of(config.out) != found.checkpoint:
+            return None
+    except (OSError, ValueError, RecursionError):  # none, damaged, or of another version: the run goes on
         return None
-    return found if found.config_digest == config_digest(config) else None
+    asked = not config.data.predict_tests or bool(found.predictions)
+    return found if found.depends_on == settings and asked else None
 
 
-def report(config: FinetuneConfig, results: Sequence[Result]) -> None:
-    """The table for people, and of several seeds out/result.json with the medians."""
+def report(config: FinetuneConfig, results: Sequence[Result], *, is_new: bool) -> None:
+    """The table for people, and of several seeds out/result.json with the medians. Raises UserError."""
+    several = len(results) > 1
     title = f"finetune {config.task.name} · {plain(config.ckpt)}"
-    made = table(title, *["seed"] * (len(results) > 1), "split", "metric", "value#", "best step#")
+    made = table(title, *["seed"] * several, "split", "metric", "value#", "best step#")
     for result in results:
-        for split, metrics in result.scores.items():
-            for name, value in metrics.items():
-                seed = (result.seed,) if len(results) > 1 else ()
-                add_row(made, *seed, split, name, f"{value:.4f}", result.best_step)
+        rows(made, (result.seed,) * several, {**result.scores, **result.tests}, result.best_step)
     screen = console()
-    medians = medians_of(results)
-    if len(results) > 1:
-        for split, metrics in medians.items():
-            for name, value in metrics.items():
-                add_row(made, "median", split, name, f"{value:.4f}", "")
+    if several:
+        medians = medians_of([result.scores for result in results])
+        tests = medians_of([result.tests for result in results])
+        rows(made, ("median",), {**medians, **tests}, "")
         document = {
             "task": config.task.name,
             "seeds": [result.seed for result in results],
             "medians": medians,
+            "test_medians": tests,
             "results": [asdict(result) for result in results],
         }
-        write_atomic(Path(config.out) / RESULT, (json.dumps(document, indent=2) + "\n").encode())
+        with writing_to(config.out):
+            write_atomic(Path(config.out) / RESULT, (json.dumps(document, indent=2) + "\n").encode())
+    if not is_new:
+        screen.print(f"{plain(config.out)} is finished: set another out=… to train again")
     screen.print(made)
     screen.print(f"written to {plain(Path(config.out) / RESULT)}")
-    screen.print(f"best checkpoint: {plain(max(results, key=chosen_by).checkpoint)}")
+    best = max(results, key=lambda result: first_metric(result.scores))
+    screen.print(f"best checkpoint: {plain(best.checkpoint)}")
+    for result in results:
+        for file in result.predictions:
+            screen.print(f"predictions: {plain(file)}")
 
 
-def chosen_by(result: Result) -> float:
-    """The number that the best checkpoint was chosen by."""
-    return next(iter(next(iter(result.scores.values())).values()))
+def rows(made: Any, before: tuple[object, ...], scores: Scores, best_step: object) -> None:
+    """A row of the table for each metric."""
+    for split, metrics in scores.items():
+        for name, value in metrics.items():
+            add_row(made, *before, split, name, f"{value:.4f}", best_step)
 
 
-def medians_of(results: Sequence[Result]) -> Scores:
+def medians_of(found: Sequence[Scores]) -> Scores:
     """Median over the seeds of each metric (arXiv:1909.08053, section 5.3)."""
-    first = results[0].scores
     return {
-        split: {name: median(result.scores[split][name] for result in results) for name in metrics}
-        for split, metrics in first.items()
+        split: {name: median(scores[split][name] for scores in found) for name in metrics}
+        for split, metrics in found[0].items()
     }
 
 
@@ -139,11 +168,10 @@ def composed_yaml(config: FinetuneConfig) -> str:
     return OmegaConf.to_yaml({"defaults": ["hydra_quiet", "finetune_defaults", "_self_"], **values})
 
 
-def header(
-    config: FinetuneConfig, trainer: Trainer, order: Order, start: Start, examples: int
-) -> list[tuple[str, str]]:
+def header(config: FinetuneConfig, trainer: Trainer, start: Start, examples: int) -> list[tuple[str, str]]:
     """Rows shown above the numbers."""
     model, train = trainer.config.model, config.train
+    steps = trainer.config.train.steps // train.epochs
     shape = f"{model.num_layers} layers × {model.hidden_size} × {model.num_heads} heads"
     kind = "transformers" if is_model_folder(start.named.path) else "mlm"
     return [
@@ -153,8 +181,8 @@ def header(
         ("layout", layout(trainer)),
         (
             "batches",
-            f"{examples:,} examples in {order.steps_per_epoch:,} steps of {train.global_batch_size}, "
-            f"{train.epochs} epochs; texts of at most {start.max_length} tokens",
+            f"{examples:,} examples in {steps:,} steps of {train.global_batch_size}, {train.epochs} epochs; "
+            f"texts of at most {start.max_length} tokens",
         ),
         ("precision", config.precision.dtype),
         ("seed", str(config.seed)),
