@@ -145,10 +145,13 @@ def resume_command(out: Path) -> list[str]:
     return ["mlm", "pretrain", "--config-dir", str(out), "--config-name", "config"]
 
 
-def layout(trainer: Trainer) -> str:
-    """The parallel layout in a line: sizes, then what else was chosen."""
+def layout(trainer: Trainer, *, even_batches: bool = True) -> str:
+    """The parallel layout in a line: sizes, then what else was chosen. The bubble is that of even batches."""
     config, ctx, p = trainer.config, trainer.ctx, trainer.config.parallel
-    micro_batches = config.train.global_batch_size // (ctx.dp.size * config.train.micro_batch_size)
+    schedule: str = p.pipeline
+    if ctx.pp.size > 1 and even_batches:
+        micro_batches = config.train.global_batch_size // (ctx.dp.size * config.train.micro_batch_size)
+        schedule += f", bubble {trainer.model.bubble(micro_batches):.1%}"
     sizes = f"tp={ctx.tp.size} × pp={ctx.pp.size} × dp={ctx.dp.size}"
     ranks = f"{ctx.world_size} {ctx.device.type} rank{'s' * (ctx.world_size > 1)}"
     chosen = [
@@ -156,7 +159,7 @@ def layout(trainer: Trainer) -> str:
         "sequence parallel" if p.sequence_parallel and ctx.tp.size > 1 else "",
         f"zero={p.zero}" if p.zero and ctx.dp.size > 1 else "",
         f"recompute={p.recompute}" if p.recompute != "none" else "",
-        f"{p.pipeline}, bubble {trainer.model.bubble(micro_batches):.1%}" if ctx.pp.size > 1 else "",
+        schedule if ctx.pp.size > 1 else "",
     ]
     return ", ".join([f"{sizes} on {ranks}", *filter(None, chosen)])
 

@@ -178,7 +178,7 @@ def header(config: FinetuneConfig, trainer: Trainer, start: Start, examples: int
         ("run", config.name),
         ("task", f"{config.task.name}: {config.task.kind}, {', '.join(config.task.metrics)}"),
         ("model", f"{model.kind} {model.num_parameters() / 1e6:,.1f}M ({shape}), {kind} weights"),
-        ("layout", layout(trainer)),
+        ("layout", layout(trainer, even_batches=False)),
         (
             "batches",
             f"{examples:,} examples in {steps:,} steps of {train.global_batch_size}, {train.epochs} epochs; "

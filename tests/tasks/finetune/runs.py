@@ -2,15 +2,13 @@
 
 import json
 import random
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from mlm.config.build import build, to_dict
+from mlm.config.build import to_dict
 from mlm.config.downstream_schema import TaskConfig
 from mlm.config.finetune_schema import (
     EvalTaskConfig,
@@ -25,7 +23,6 @@ from mlm.config.schema import (
     DataConfig,
     LogConfig,
     OptimizerConfig,
-    ParallelConfig,
     PrecisionConfig,
     PretrainConfig,
 )
@@ -33,14 +30,19 @@ from mlm.models.build import MODELS
 from mlm.models.init import init_parameters
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.sharding import parameter_shards
-from mlm.tasks.finetune import evaluate, run
+from mlm.tasks.finetune import run
+from mlm.tasks.finetune.answers import Output
+from mlm.tasks.finetune.material import evaluation_of, start_of
+from mlm.tasks.finetune.objective import Finetuning
+from mlm.tasks.finetune.outputs import dealing_of, outputs_of
+from mlm.tasks.finetune.rows import read_split
+from mlm.tasks.trained import load_trained
 from tests.checkpoint.helpers import save
-from tests.ranks import run_on_ranks
 from tests.tasks.finetune.material import WORDS, bert, gpt2, pairs, shipped, write_rows
 
 BERT = ModelConfig(
     kind="bert",
-    num_layers=2,
+    num_layers=4,
     hidden_size=16,
     num_heads=2,
     max_positions=48,
@@ -94,7 +96,12 @@ def record(kind: str, draw: random.Random, number: int) -> dict[str, Any]:
     """A row with content drawn at random, in the columns of the Hub's data set."""
     match kind:
         case "classification":
-            return {"first": words(draw, 1, 9), "second": words(draw, 1, 14), "label": draw.randrange(3), "idx": number}
+            return {
+                "first": words(draw, 1, 9),
+                "second": words(draw, 1, 14),
+                "label": draw.randrange(3),
+                "idx": number,
+            }
         case "regression":
             texts = {"sentence1": words(draw, 1, 9), "sentence2": words(draw, 1, 9)}
             return {**texts, "label": draw.randrange(51) / 10, "idx": number}
@@ -169,17 +176,16 @@ def finetune(config: FinetuneConfig, ctx: ParallelContext | None = None) -> dict
     return read(Path(config.out, "result.json"))
 
 
-def on_ranks(ctx: ParallelContext, config: FinetuneConfig) -> None:
-    """The same, as a check for `run_on_ranks`."""
+def run_and_look(ctx: ParallelContext, config: FinetuneConfig) -> list[Output]:
+    """Run it, and what its best checkpoint then says of each validation example, split as the run was."""
     run.run(config, ctx)
-
-
-def finetune_split(config: FinetuneConfig, parallel: ParallelConfig, out: Path) -> dict[str, Any]:
-    """Run it on a layout in another folder; result.json."""
-    one = replace(config, parallel=parallel, out=str(out))
-    assert run.preflight(one) == []
-    run_on_ranks(on_ranks, one, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp or 1)
-    return read(out / "result.json")
+    task = config.task
+    saved = EvalTaskConfig(ckpt=config.out, task=task)
+    start = start_of(saved)
+    examples = evaluation_of(task, read_split(task, "validation", path=config.data.path), start).examples
+    model = load_trained(str(start.named.path), config.parallel, config.precision, ctx).model
+    objective = Finetuning(task.kind, ctx, model.dtype)
+    return outputs_of(model, objective, examples, dealing_of(model, 2, start.max_length))
 
 
 def read(path: Path) -> Any:
