@@ -1,4 +1,4 @@
-"""Tiny models in run directories, a task of each kind with files of rows, and what the commands make of them."""
+"""Tiny models in run directories, a task of each kind with rows, and what the commands make of them."""
 
 import json
 import random
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 from mlm.config.build import to_dict
 from mlm.config.downstream_schema import TaskConfig
@@ -96,12 +98,8 @@ def record(kind: str, draw: random.Random, number: int) -> dict[str, Any]:
     """A row with content drawn at random, in the columns of the Hub's data set."""
     match kind:
         case "classification":
-            return {
-                "first": words(draw, 1, 9),
-                "second": words(draw, 1, 14),
-                "label": draw.randrange(3),
-                "idx": number,
-            }
+            texts = {"first": words(draw, 1, 9), "second": words(draw, 1, 14)}
+            return {**texts, "label": draw.randrange(3), "idx": number}
         case "regression":
             texts = {"sentence1": words(draw, 1, 9), "sentence2": words(draw, 1, 9)}
             return {**texts, "label": draw.randrange(51) / 10, "idx": number}
@@ -200,3 +198,16 @@ def records(out: Path, kind: str) -> list[dict[str, Any]]:
 
 def losses(out: Path) -> list[float]:
     return [line["loss"] for line in records(out, "step")]
+
+
+def weights(root: Path) -> dict[str, Tensor]:
+    """The tensors of the only checkpoint in a folder, put together of the files of its ranks."""
+    (path,) = root.glob("step-*")
+    tensors = read(path / "manifest.json")["tensors"]
+    files = {file.name: load_file(file) for file in path.glob("*.safetensors")}
+    whole = {name: torch.zeros(entry["shape"], dtype=torch.float64) for name, entry in tensors.items()}
+    for name, entry in tensors.items():
+        for file, offset, size in entry["chunks"]:
+            place = tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
+            whole[name][place] = files[file][name]
+    return whole

@@ -6,8 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
 
 from mlm.config.finetune_schema import FinetuneConfig
 from mlm.config.schema import ParallelConfig
@@ -22,6 +20,7 @@ from tests.tasks.finetune.runs import (
     losses,
     read,
     run_and_look,
+    weights,
     write_data,
     write_model,
 )
@@ -84,24 +83,12 @@ def alone(folder: Path) -> Alone:
     return Alone(folder)
 
 
-def weights(out: Path) -> dict[str, Tensor]:
-    """The weights and moments of a run of one process, or of the file of each rank put together."""
-    (newest,) = (out / "checkpoints").glob("step-*")
-    manifest = read(newest / "manifest.json")
-    whole = {
-        name: torch.zeros(entry["shape"], dtype=torch.float64) for name, entry in manifest["tensors"].items()
-    }
-    files = {path.name: load_file(path) for path in newest.glob("*.safetensors")}
-    for name, entry in manifest["tensors"].items():
-        for file, offset, size in entry["chunks"]:
-            whole[name][tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))] = files[file][name]
-    return whole
-
-
 def check_same(one: Path, other: Path, outputs: list[Output], others: list[Output]) -> None:
     """Two runs, but for rounding."""
     np.testing.assert_allclose(losses(one), losses(other), rtol=0, atol=1e-9)
-    torch.testing.assert_close(weights(one), weights(other), rtol=0, atol=1e-7)
+    torch.testing.assert_close(
+        weights(one / "checkpoints"), weights(other / "checkpoints"), rtol=0, atol=1e-7
+    )
     assert read(one / "result.json")["scores"] == read(other / "result.json")["scores"]
     for mine, theirs in zip(outputs, others, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5)

@@ -1,0 +1,140 @@
+"""A run that was killed or stopped goes on as if nothing had happened; a finished one is left alone."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mlm.checkpoint.folders import checkpoints, named_latest
+from mlm.config.finetune_schema import FinetuneCheckpointConfig, FinetuneConfig
+from mlm.parallel.mesh import ParallelContext
+from mlm.tasks.finetune import loop, run
+from mlm.tasks.finetune.best import STATE
+from mlm.train.trainer import Trainer
+from tests.tasks.finetune.runs import (
+    finetune,
+    finetuning,
+    losses,
+    read,
+    weights,
+    write_data,
+    write_model,
+)
+
+STEPS = 6  # 11 rows in batches of 4, 2 epochs
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, rows, and in `out` a run that nothing disturbed."""
+    made = tmp_path_factory.mktemp("resuming")
+    write_model(made / "bert")
+    write_data(made / "classification", "classification")
+    finetune(config_of(made))
+    return made
+
+
+def config_of(folder: Path, **changes: Any) -> FinetuneConfig:
+    """A run that validates and saves after every step."""
+    train = {"validate_every": 1} | changes.pop("train", {})
+    return finetuning(folder, train=train, **changes)
+
+
+def dies(config: FinetuneConfig, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int) -> None:
+    """Run it and die behind the call of a function that is the `at`-th."""
+    calls, whole = [], getattr(owner, name)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        result = whole(*args, **kwargs)
+        calls.append(1)
+        if len(calls) == at:
+            raise Killed
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, called)
+        with pytest.raises(Killed):
+            run.run(config, ParallelContext())
+
+
+def check_same(folder: Path, out: Path) -> None:
+    """A run like the undisturbed one, bit for bit, and its best checkpoint alone."""
+    mine, theirs = (read(each / "result.json") for each in (out, folder / "out"))
+    for key in ("scores", "best_step", "steps", "depends_on"):
+        assert mine[key] == theirs[key]
+    assert losses(out) == losses(folder / "out")
+    for place in ("checkpoints", "best/checkpoints"):
+        (one,), (other,) = (checkpoints(each / place) for each in (out, folder / "out"))
+        assert one == other
+        found, wanted = (weights(each / place) for each in (out, folder / "out"))
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("at", [1, 3, STEPS])
+@pytest.mark.parametrize("save_every", [0, 2, 4])
+def test_killed_between_saves(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, save_every: int
+) -> None:
+    config = config_of(
+        folder, out=str(tmp_path / "out"), checkpoint=FinetuneCheckpointConfig(save_every=save_every)
+    )
+    dies(config, monkeypatch, Trainer, "train_step", at)
+    finetune(config)
+    check_same(folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize("save_every", [0, 4, 100])
+@pytest.mark.parametrize("at", [1, 2])
+def test_killed_behind_a_best_checkpoint_that_no_other_knows_of(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, save_every: int
+) -> None:
+    config = config_of(
+        folder, out=str(tmp_path / "out"), checkpoint=FinetuneCheckpointConfig(save_every=save_every)
+    )
+    dies(config, monkeypatch, loop, "save_best", at)
+    finetune(config)
+    check_same(folder, tmp_path / "out")
+
+
+def test_the_best_that_a_checkpoint_names_outlives_better_ones(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each validation is better than the one before; only step 2 was saved to go on from."""
+    out, scores = tmp_path / "out", iter(range(1, 10))
+    monkeypatch.setattr(loop, "evaluate", lambda *args, **kwargs: ({"accuracy": float(next(scores))}, []))
+    config = config_of(folder, out=str(out), checkpoint=FinetuneCheckpointConfig(save_every=2))
+    dies(config, monkeypatch, loop, "save_best", 3)
+    assert set(checkpoints(out / "best/checkpoints")) == {2, 3}
+
+
+def test_going_on_from_before_a_best_checkpoint_forgets_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the steps that come again score otherwise: the best is one that this run has seen."""
+    out, scores = tmp_path / "out", iter([1.0, 2.0, 9.0, 1.5, 1.5, 1.5, 1.5])
+    monkeypatch.setattr(loop, "evaluate", lambda *args, **kwargs: ({"accuracy": next(scores)}, []))
+    config = config_of(folder, out=str(out), checkpoint=FinetuneCheckpointConfig(save_every=2))
+    dies(config, monkeypatch, loop, "save_best", 3)
+    result = finetune(config)
+    assert (result["best_step"], result["scores"]) == (2, {"validation": {"accuracy": 2.0}})
+    assert (set(checkpoints(out / "best/checkpoints")), named_latest(out / "best/checkpoints")) == (
+        {2},
+        "step-00000002",
+    )
+
+
+def test_a_save_under_way_does_not_see_later_validations(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = type("T", (), {"extra_state": {STATE: {"progress": "old"}}})()
+    one = object.__new__(loop.Loop)
+    one.trainer, one.progress = trainer, loop.Progress(best_step=3)
+    before = trainer.extra_state[STATE]
+    one.remember()
+    assert before == {"progress": "old"}
+    assert trainer.extra_state[STATE]["progress"]["best_step"] == 3
