@@ -1,5 +1,6 @@
 """The surface of the command line: commands, help, what Hydra shows."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlm.cli.commands import COMMANDS, Command, resolve
+from mlm.cli.tasks import takes_task, task_names, task_summaries
 from tests.cli_doubles import Cli, make_cli, write
 
 cli = pytest.fixture(make_cli)
@@ -27,6 +29,8 @@ class TestSurface:
             "eval lambada",
             "eval all",
             "generate",
+            "finetune",
+            "eval",
             "reshard",
             "ckpt inspect",
             "ckpt verify",
@@ -49,12 +53,22 @@ class TestSurface:
     @pytest.mark.parametrize("line", ["", "--help", "-h", "help"])
     def test_help_lists_the_commands(self, cli: Cli, line: str) -> None:
         assert cli(line) == 0
-        assert all(f"  {command.name}  " in cli.out for command in COMMANDS)
+        shown = [command.usage if takes_task(command) else command.name for command in COMMANDS]
+        assert all(f"  {name}  " in cli.out for name in shown)
 
     def test_help_of_a_first_word_lists_its_commands(self, cli: Cli) -> None:
         assert cli("data --help") == 0
         assert "data build" in cli.out
         assert "pretrain  " not in cli.out
+
+    @pytest.mark.parametrize("line", ["eval --help", "eval race --help", "finetune --help"])
+    def test_tasks_are_listed_with_what_they_ask(self, cli: Cli, line: str) -> None:
+        assert cli(line) == 0
+        assert "  wnli         WNLI (GLUE, arXiv:1804.07461): does a sentence follow" in cli.out
+        assert all(f"\n  {name}  " in cli.out for name in task_names())
+
+    def test_every_task_says_what_it_asks(self) -> None:
+        assert [name for name, asked in task_summaries() if not asked.endswith("?")] == []
 
     def test_version_names_hydras_too(self, cli: Cli) -> None:
         assert cli("--version") == 0
@@ -71,7 +85,7 @@ class TestHelp:
 
     @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
     def test_every_command_shows_examples_keys_and_exit_codes(self, cli: Cli, command: Command) -> None:
-        assert cli(f"{command.name} --help") == 0
+        assert cli(f"{command.name}{' race' * takes_task(command)} --help") == 0
         for heading in ("Usage: mlm", "Examples:", "Keys", "Flags:", "Exit codes:"):
             assert heading in cli.out
 
@@ -100,6 +114,12 @@ class TestHelp:
         cli("pretrain --help --config-dir mine")
         assert "my_model" in cli.out
 
+    def test_tasks_of_the_users_folder_are_listed(self, cli: Cli, tmp_path: Path) -> None:
+        write(tmp_path / "mine/task/reviews.yaml", "# Is a book liked?\nname: reviews\n")
+        for command in ("finetune", "eval reviews"):
+            assert cli(f"{command} --help --config-dir mine") == 0
+            assert "  reviews      Is a book liked?\n" in cli.out
+
     def test_help_needs_no_torch(self) -> None:
         code = "import sys, mlm.cli; mlm.cli.main(['pretrain', '--help']); sys.exit('torch' in sys.modules)"
         done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=False)
@@ -110,7 +130,11 @@ class TestHelp:
     )
     def test_example_composes(self, cli: Cli, tmp_path: Path, line: str) -> None:
         write(tmp_path / "my_configs/model/my_model.yaml", "num_layers: 1\nhidden_size: 8\nnum_heads: 2\n")
-        words = line.removeprefix("mlm ").replace("pretrain -m ", "pretrain ").replace("3e-4,1e-3", "3e-4")
+        task = "name: reviews\ncolumns: [text]\nlabels: [bad, good]\n"
+        write(tmp_path / "my_configs/task/reviews.yaml", task)
+        words = re.sub(
+            r" (-m|--multirun)(?= )|(?<=\d),[\d,e-]+", "", line.removeprefix("mlm ")
+        )  # one of a sweep
         assert cli(words if "--cfg" in words else f"{words} --cfg job") == 0, cli.err
 
 

@@ -10,15 +10,22 @@ import pytest
 from tests.cli_doubles import Cli, make_cli
 
 cli = pytest.fixture(make_cli)
+OTHERS = "mnli mrpc qnli qqp race race_high race_middle rte squad squad_v2 sst2 stsb"
 
 
 @pytest.mark.parametrize(
     "line, expected",
     [
-        ("mlm ", "ckpt data eval export generate import parity plan pretrain reshard verify-resume"),
+        ("mlm ", "ckpt data eval export finetune generate import parity plan pretrain reshard verify-resume"),
         ("mlm pre", "pretrain"),
         ("mlm pretrain", "pretrain"),
-        ("mlm eval ", "all lambada loss wikitext103"),
+        ("mlm eval ", f"all cola lambada loss {OTHERS} wikitext103 wnli"),
+        ("mlm eval ra", "race race_high race_middle"),
+        ("mlm eval race spl", "split="),
+        ("mlm finetune ", f"cola {OTHERS} wnli"),
+        ("mlm finetune sq", "squad squad_v2"),
+        ("mlm finetune race data.pr", "data.predict_tests="),
+        ("mlm finetune ckpt=a ", f"cola {OTHERS} wnli"),
         ("mlm data b", "build"),
         ("mlm pretrain mod", "model. model="),
         ("mlm pretrain model=gpt2_v1", "model=gpt2_v1_2_5b model=gpt2_v1_355m model=gpt2_v1_8_3b"),
@@ -52,6 +59,17 @@ def test_users_folder_completes(cli: Cli, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("COMP_LINE", "mlm pretrain --config-dir mine model=my")
     cli("-sc query=bash")
     assert cli.out.strip() == "model=my_model"
+
+
+def test_tasks_of_the_users_folder_complete(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine/task").mkdir(parents=True)
+    (tmp_path / "mine/task/reviews.yaml").touch()
+    for command in ("finetune", "eval"):
+        monkeypatch.setenv("COMP_LINE", f"mlm {command} --config-dir mine rev")
+        cli("-sc query=bash")
+        assert cli.out.strip() == "reviews"
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")

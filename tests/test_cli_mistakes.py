@@ -10,6 +10,7 @@ from tests.cli_doubles import Cli, Facts, make_cli, write
 
 cli = pytest.fixture(make_cli)
 SOUND = "pretrain model=gpt2_tiny data=synthetic"
+TASKS = "cola, mnli, mrpc, qnli, qqp, race, race_high, race_middle, rte, squad, squad_v2, sst2, stsb, wnli"
 
 
 class TestMistakes:
@@ -20,11 +21,16 @@ class TestMistakes:
         [
             ("pretrian", "mlm: unknown command 'pretrian'; did you mean 'pretrain'? (list: mlm --help)"),
             ("xyz", "mlm: unknown command 'xyz' (list: mlm --help)"),
+            ("eval", f"mlm eval: name a task: loss, wikitext103, lambada, all, {TASKS}"),
+            ("eval ckpt=a", f"mlm eval: name a task: loss, wikitext103, lambada, all, {TASKS}"),
+            ("eval rac", "mlm eval: unknown task 'rac'; did you mean 'race'?"),
+            ("finetune", f"mlm finetune: name a task: {TASKS}"),
+            ("finetune ckpt=a", f"mlm finetune: name a task: {TASKS}"),
             (
-                "eval",
-                "mlm eval: name a task: mlm eval loss or mlm eval wikitext103 or mlm eval lambada or "
-                "mlm eval all",
+                "finetune rac ckpt=a",
+                "mlm finetune: task=rac: no such choice; did you mean race? (list: mlm finetune --help)",
             ),
+            ("data", "mlm data: name a task: tokenizer, build, inspect, verify"),
             ("data bild", "mlm data: unknown task 'bild'; did you mean 'build'?"),
         ],
     )

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mlm.cli.commands import COMMANDS, Command
+from mlm.cli.tasks import takes_task, task_names
 from mlm.config.errors import UserError
-from mlm.config.paths import CONFIG_DIR
 from mlm.config.suggest import did_you_mean
 from mlm.config.tree import leaves
 
@@ -20,6 +20,8 @@ MULTIRUN = ("--multirun", "-m")
 COMPLETION = ("--shell-completion", "-sc")
 CONFIG_DIR_FLAGS = ("--config-dir", "-cd")
 CONFIG_PATH_FLAGS = ("--config-path", "-cp")
+CONFIG_NAME_FLAGS = ("--config-name", "-cn")
+TASK_KEYS = ("task=", "task.name=", "--task")
 BARE_FLAGS = {"--hydra-help", "--resolve", "--run", "-r", VERSION, *HELP, *MULTIRUN, *COMPLETION}
 CHOICES = {
     **dict.fromkeys(("--cfg", "-c"), ("job", "hydra", "all")),
@@ -27,7 +29,7 @@ CHOICES = {
         ("--info", "-i"), ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
     ),
 }
-VALUE_FLAGS = {"--package", "-p", "--config-name", "-cn", *CONFIG_DIR_FLAGS, *CONFIG_PATH_FLAGS, *CHOICES}
+VALUE_FLAGS = {"--package", "-p", *CONFIG_NAME_FLAGS, *CONFIG_DIR_FLAGS, *CONFIG_PATH_FLAGS, *CHOICES}
 SWITCH = re.compile(r"(?i)true|false|yes|no|on|off|0|1")
 NUMBER = re.compile(r"-\.?\d")
 
@@ -61,22 +63,22 @@ def find_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
         if tuple(argv[: len(command.words)]) == command.words and takes(command, argv):
             return command, list(argv[len(command.words) :])
     first = argv[0]
-    tasks = tasks_of(first)
+    tasks = tasks_of(first, config_dir_of(argv))
     if not tasks:
         names = [command.words[0] for command in COMMANDS]
         raise UserError(f"mlm: unknown command '{first}'{did_you_mean(first, names)} (list: mlm --help)")
     if len(argv) > 1 and not argv[1].startswith("-") and "=" not in argv[1]:
-        hint = did_you_mean(argv[1], tasks) or f"; choose {' or '.join(tasks)}"
+        hint = did_you_mean(argv[1], tasks) or f"; choose {', '.join(tasks)}"
         raise UserError(f"mlm {first}: unknown task '{argv[1]}'{hint}")
-    raise UserError(f"mlm {first}: name a task: {' or '.join(f'mlm {first} {task}' for task in tasks)}")
+    raise UserError(f"mlm {first}: name a task: {', '.join(tasks)}")
 
 
 def takes(command: Command, argv: Sequence[str]) -> bool:
     """Whether a command of one word is meant, where there are others that begin with it: `mlm eval race`."""
-    word = command.words[0]
-    if len(command.words) > 1 or not second_words(word):
+    if len(command.words) > 1 or not second_words(command.words[0]):
         return True
-    return len(argv) > 1 and (argv[1] in finetuning_tasks() or argv[1].startswith(("task=", "--task")))
+    names = task_names(config_dir_of(argv))
+    return len(argv) > 1 and (argv[1] in names or any(word.startswith(TASK_KEYS) for word in argv))
 
 
 def second_words(word: str) -> list[str]:
@@ -84,15 +86,19 @@ def second_words(word: str) -> list[str]:
     return [c.words[1] for c in COMMANDS if c.words[0] == word and len(c.words) > 1]
 
 
-def tasks_of(word: str) -> list[str]:
+def tasks_of(word: str, config_dir: str | None = None) -> list[str]:
     """What may follow `word`: eval → loss, …, race."""
-    found = second_words(word)
-    return [*found, *(finetuning_tasks() if found and any(c.words == (word,) for c in COMMANDS) else [])]
+    about_task = any(c.words == (word,) and takes_task(c) for c in COMMANDS)
+    return [*second_words(word), *(task_names(config_dir) if about_task else [])]
 
 
-def finetuning_tasks() -> list[str]:
-    """The names of configs/task."""
-    return sorted(path.stem for path in (CONFIG_DIR / "task").glob("*.yaml"))
+def config_dir_of(words: Sequence[str]) -> str | None:
+    """The folder of the user's own YAML, in a line that is not taken apart yet."""
+    for n, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name in CONFIG_DIR_FLAGS:
+            return value if equals else next(iter(words[n + 1 :]), None)
+    return None
 
 
 def parse(command: Command, words: Sequence[str]) -> Arguments:
@@ -118,7 +124,6 @@ def parse(command: Command, words: Sequence[str]) -> Arguments:
             parsed.overrides.append(word)
     if not parsed.has(*HELP, *COMPLETION):
         parsed.overrides = _renamed(command, _with_positional(command, parsed.overrides))
-        _check_task(command, parsed.overrides)
     return parsed
 
 
@@ -135,11 +140,11 @@ def _with_positional(command: Command, overrides: Sequence[str]) -> list[str]:
     return [text if "=" in text or not keys else f"{keys.pop(0)}={text}" for text in overrides]
 
 
-def _check_task(command: Command, overrides: Sequence[str]) -> None:
-    """Raises UserError where a command is about a task and none is named."""
-    keys = [text.partition("=")[0].lstrip("+") for text in overrides]
-    if "task" in command.positional and not any(key in ("task", "task.name") for key in keys):
-        raise UserError(f"name a task: {', '.join(finetuning_tasks())}")
+def check_task(command: Command, arguments: Arguments) -> None:
+    """Raises UserError where a command is about a task and none is named, nor a config that may name it."""
+    named = any(text.lstrip("+").startswith(TASK_KEYS) for text in arguments.overrides)
+    if takes_task(command) and not named and not arguments.has(*CONFIG_NAME_FLAGS):
+        raise UserError(f"name a task: {', '.join(task_names(arguments.value(*CONFIG_DIR_FLAGS)))}")
 
 
 def is_flag(word: str) -> bool:

@@ -51,6 +51,11 @@ class Command:
         return " ".join(self.words)
 
     @property
+    def usage(self) -> str:
+        """With the words that are its keys' values: `ckpt inspect CKPT`."""
+        return " ".join([self.name, *map(str.upper, self.positional)])
+
+    @property
     def spec(self) -> type:
         """The dataclass its config becomes."""
         return SPECS[self.config]

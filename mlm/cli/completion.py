@@ -13,19 +13,23 @@ from contextlib import contextmanager, redirect_stdout
 from mlm.cli.arguments import (
     BARE_FLAGS,
     CONFIG_DIR_FLAGS,
+    CONFIG_NAME_FLAGS,
     CONFIG_PATH_FLAGS,
     VALUE_FLAGS,
     Arguments,
     is_flag,
     parse,
+    second_words,
+    tasks_of,
 )
 from mlm.cli.commands import COMMANDS, Command
 from mlm.cli.hydra_app import call_hydra
 from mlm.cli.overrides import command_groups
+from mlm.cli.tasks import takes_task, task_names
 from mlm.config.errors import UserError
 from mlm.config.tree import leaves
 
-WHERE = (*CONFIG_DIR_FLAGS, *CONFIG_PATH_FLAGS, "--config-name", "-cn")
+WHERE = (*CONFIG_DIR_FLAGS, *CONFIG_PATH_FLAGS, *CONFIG_NAME_FLAGS)
 """Flags that say where configs are: Hydra wants them beside the query, not in the line."""
 
 
@@ -41,7 +45,8 @@ def complete(request: Sequence[str]) -> int:
     if not words or line[-1].isspace():
         words.append("")
     command = next((c for c in COMMANDS if tuple(words[: len(c.words)]) == c.words), None)
-    if command is None or len(words) == len(command.words):
+    is_second = len(words) == 2 and second_words(words[0])
+    if command is None or len(words) == len(command.words) or is_second:
         print(" ".join(next_words(words)))
         return 0
     print(" ".join(_overrides(command, words[len(command.words) :], request)))
@@ -53,7 +58,8 @@ def next_words(words: Sequence[str]) -> list[str]:
     *before, last = words
     depth = len(before)
     fitting = [c.words for c in COMMANDS if len(c.words) > depth and c.words[:depth] == tuple(before)]
-    return sorted({chain[depth] for chain in fitting if chain[depth].startswith(last)})
+    known = {chain[depth] for chain in fitting} | {*(tasks_of(before[0]) if depth == 1 else [])}
+    return sorted(word for word in known if word.startswith(last))
 
 
 def _overrides(command: Command, words: list[str], request: Sequence[str]) -> list[str]:
@@ -71,8 +77,18 @@ def _overrides(command: Command, words: list[str], request: Sequence[str]) -> li
         settled = parse(command, before)
     except UserError:
         return []
+    tasks = [] if prefix or cut else _tasks(command, settled, last)
+    if tasks and not last:
+        return tasks
     found = _ask_hydra(command, settled, last, request)
-    return [prefix + match.removeprefix(cut) for match in found]
+    return [*tasks, *(prefix + match.removeprefix(cut) for match in found)]
+
+
+def _tasks(command: Command, settled: Arguments, last: str) -> list[str]:
+    """The tasks that `last` may be the beginning of, where a command wants one and has none yet."""
+    if not takes_task(command) or any(text.startswith("task=") for text in settled.overrides):
+        return []
+    return [name for name in task_names(settled.value(*CONFIG_DIR_FLAGS)) if name.startswith(last)]
 
 
 def _flags(last: str) -> list[str]:

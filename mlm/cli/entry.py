@@ -12,9 +12,10 @@ from mlm.cli.arguments import (
     MULTIRUN,
     VERSION,
     Arguments,
+    check_task,
     find_command,
     parse,
-    tasks_of,
+    second_words,
 )
 from mlm.cli.commands import Command
 from mlm.cli.completion import complete
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _say(_version())
     if words[0] in COMPLETION:
         return complete(words[1:])
-    if len(words) == 2 and words[1] in HELP and tasks_of(words[0]):
+    if len(words) == 2 and words[1] in HELP and second_words(words[0]):
         return _say(main_help(words[0]))
     try:
         command, rest = find_command(words)
@@ -56,6 +57,7 @@ def _act(command: Command, arguments: Arguments) -> int:
         return _say(_version())
     if arguments.has(*COMPLETION):
         return complete(arguments.overrides)
+    check_task(command, arguments)
     prepared = prepare(
         command,
         arguments.overrides,

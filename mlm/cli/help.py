@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from mlm.cli.commands import COMMANDS, Command
 from mlm.cli.overrides import command_groups
+from mlm.cli.tasks import takes_task, task_names, task_summaries
 from mlm.config.build import show
 from mlm.config.compose import compose_values
 from mlm.config.errors import UserError
@@ -37,7 +38,8 @@ def main_help(first: str | None = None) -> str:
     blocks = [
         "mlm: Megatron-style model parallelism, small, readable and exact.",
         f"Usage: {USAGE}",
-        "Commands:\n" + _table((c.name, c.summary) for c in listed),
+        "Commands:\n" + _table((c.usage if takes_task(c) else c.name, c.summary) for c in listed),
+        *([_tasks(None)] if first and any(map(takes_task, listed)) else []),
         "Examples:\n" + _examples([e for c in listed for e in c.examples[: 2 if first else 1]]),
         _wrap(f"Settings: {SPELLINGS} `mlm COMMAND --help` lists keys and groups."),
         'Completion in bash: eval "$(mlm -sc install=bash)"',
@@ -51,15 +53,18 @@ def command_help(command: Command, config_dir: str | None = None, topics: Sequen
 
     Overrides among the topics are passed over. Raises UserError for a topic nobody knows.
     """
-    topics = [topic for topic in topics if "=" not in topic]
+    tasks = task_names(config_dir) if takes_task(command) else []
+    topics = [topic for topic in topics if "=" not in topic and topic not in tasks]
     groups = command_groups(command, config_dir)
     if topics:
         return "\n\n".join(_topic(command, topic, groups) for topic in topics)
     known = _composed_leaves(command)
     frequent = [known[key] for key in command.keys or known]
     more = "" if len(frequent) == len(known) else f" (more: mlm {command.name} --help {_a_section(command)})"
-    words = "".join(f" {key.upper()}" for key in command.positional)
-    blocks = [f"Usage: mlm {command.name}{words} [key=value …]", _wrap(command.about)]
+    blocks = [f"Usage: mlm {command.usage} [key=value …]", _wrap(command.about)]
+    if tasks:
+        blocks.append(_tasks(config_dir))
+        groups.pop("task")
     if command.examples:
         blocks.append("Examples:\n" + _examples(command.examples))
     if groups:
@@ -85,6 +90,10 @@ def _topic(command: Command, topic: str, groups: dict[str, list[str]]) -> str:
         raise UserError(f"--help {topic}: no such section or key{near}")
     options = [f"{topic}=…:\n" + _table((option, "") for option in groups[topic])] if topic in groups else []
     return "\n\n".join(options + ([_table(map(_row, rows))] if rows else []))
+
+
+def _tasks(config_dir: str | None) -> str:
+    return "Tasks:\n" + _table(task_summaries(config_dir))
 
 
 def _composed_leaves(command: Command) -> dict[str, Leaf]:

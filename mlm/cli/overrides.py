@@ -22,6 +22,7 @@ QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
 GROUP_SETS = {
     "parallel": {"tp", "pp", "vp", "dp", "recompute", "train"},
     "cluster": {"dist"},
+    "task": {"name", "out", "task", "optimizer", "train", "schedule"},
     "experiment": {"name", "out", *sections(PretrainConfig), "tp", "pp", "vp", "dp", "recompute"},
 }
 """What the groups set that are not named as the section they fill."""

@@ -153,7 +153,7 @@ def train(session: Session) -> tuple[Result | None, bool]:
     """As `finetune`, from the beginning or from the newest checkpoint."""
     config, trainer, material, out = session.config, session.trainer, session.material, session.out
     found, progress = begin(session)
-    notes = [f"resuming from {found} (step {trainer.step})"] if found else []
+    notes = [f"resuming from {found} (step {trainer.step})"] if found else material.start.named.notes
     with StopRequest(announce=trainer.ctx.is_main) as stop:
         reporter = reporter_of(session, found)
         with reporter, Saver(trainer, out, reporter) as saver:

@@ -1,0 +1,40 @@
+"""The tasks that a model can be finetuned on, by the YAML of each: ours in configs/task, and the user's."""
+
+from pathlib import Path
+
+from mlm.cli.command import Command
+from mlm.config.paths import CONFIG_DIR
+
+GROUP = "task"
+LONGEST_LINE = 200  # characters of a YAML's first line that help shows
+
+
+def takes_task(command: Command) -> bool:
+    """Whether a task is the first word behind the command: `mlm finetune race`."""
+    return command.positional[:1] == (GROUP,)
+
+
+def task_files(config_dir: str | None = None) -> dict[str, Path]:
+    """The YAML of each task by its name, sorted; the user's behind `config_dir` too."""
+    roots = [CONFIG_DIR, *([Path(config_dir)] if config_dir else [])]
+    return dict(sorted((path.stem, path) for root in roots for path in (root / GROUP).glob("*.yaml")))
+
+
+def task_names(config_dir: str | None = None) -> list[str]:
+    """Their names."""
+    return list(task_files(config_dir))
+
+
+def task_summaries(config_dir: str | None = None) -> list[tuple[str, str]]:
+    """(name, what is asked) of each: the comment that its YAML begins with."""
+    return [(name, _first_comment(path)) for name, path in task_files(config_dir).items()]
+
+
+def _first_comment(path: Path) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as f:
+            line = f.readline(LONGEST_LINE)
+    except OSError:
+        return ""
+    text = line.removeprefix("#").strip() if line.startswith("#") else ""
+    return "" if text.startswith("@") else "".join(c for c in text if c.isprintable())
