@@ -32,7 +32,7 @@ from mlm.models.build import MODELS
 from mlm.models.init import init_parameters
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.sharding import parameter_shards
-from mlm.tasks.finetune import run
+from mlm.tasks.finetune import evaluate, run
 from mlm.tasks.finetune.answers import Output
 from mlm.tasks.finetune.material import evaluation_of, start_of
 from mlm.tasks.finetune.objective import Finetuning
@@ -211,3 +211,10 @@ def weights(root: Path) -> dict[str, Tensor]:
             place = tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
             whole[name][place] = files[file][name]
     return whole
+
+
+def score(config: EvalTaskConfig) -> Any:
+    """Evaluate after the preflight; the receipt."""
+    assert evaluate.preflight(config) == []
+    evaluate.run(config, ParallelContext())
+    return read(Path(config.out or Path(config.ckpt, f"eval-{config.task.name}.json")))
