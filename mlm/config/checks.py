@@ -168,6 +168,12 @@ def _least_below_most(config: GenerateConfig, _: Launch) -> str | None:
     return f"min_new_tokens={least} is more than max_new_tokens={most}; use min_new_tokens={most} or fewer"
 
 
+def _tests_are_named(config: FinetuneConfig, _: Launch) -> str | None:
+    if not config.data.predict_tests or config.task.tests:
+        return None
+    return f"data.predict_tests=true: task {config.task.name} has no task.tests; use data.predict_tests=false"
+
+
 PRETRAIN_RULES: list[tuple[str, Rule]] = [
     ("", _devices_are_there),
     ("schedule.warmup_steps schedule.decay_steps train.steps", _warmup_ends),
@@ -182,12 +188,13 @@ PRETRAIN_RULES: list[tuple[str, Rule]] = [
 ]
 FINETUNE_RULES: list[tuple[str, Rule]] = [
     ("", _devices_are_there),
+    ("", _tests_are_named),
     ("schedule.min_lr optimizer.lr", _lr_falls),
     ("precision.min_loss_scale precision.initial_loss_scale", _loss_scale_can_fall),
     ("", lambda config, _: present.folder("data.path", config.data.path)),
     ("", lambda config, _: present.tokenizer("data.tokenizer", config.data.tokenizer)),
 ]
-EVAL_TASK_RULES = [rule for rule in FINETUNE_RULES if rule[1] is not _lr_falls]
+EVAL_TASK_RULES = [rule for rule in FINETUNE_RULES if rule[1] not in (_tests_are_named, _lr_falls)]
 EVAL_LOSS_RULES: list[tuple[str, Rule]] = [
     ("", _devices_are_there),
     ("precision.min_loss_scale precision.initial_loss_scale", _loss_scale_can_fall),

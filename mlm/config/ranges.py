@@ -26,6 +26,9 @@ SEED = Bound(lambda x: 0 <= x < 2**63, "0 to 2**63 - 1")
 BOUNDS: dict[str, Bound] = (
     {
         "seed": SEED,
+        "data.seed": SEED,
+        "dropout": FRACTION,
+        "schedule.warmup": FRACTION,
         "dist.master_port": PORT,
         "optimizer.betas": FRACTION,
         "model.hidden_dropout": FRACTION,
@@ -52,6 +55,7 @@ BOUNDS: dict[str, Bound] = (
             *("train.steps", "train.global_batch_size", "train.micro_batch_size", "train.validate_batches"),
             *("checkpoint.keep_last", "keep_last", "log.every"),
             *("dist.checkpoint_timeout_s",),
+            *("seeds", "data.train_rows", "train.epochs", "train.sort_batches"),
             *("dist.timeout_s", "dist.threads_per_rank", "dist.peak_tflops"),
             *("steps", "micro_batches", "forward_cost", "backward_cost"),
             *("input_gradient_cost", "weight_gradient_cost"),
@@ -71,7 +75,13 @@ BOUNDS: dict[str, Bound] = (
                 "schedule.min_lr",
             ),
             *("optimizer.weight_decay", "optimizer.clip_grad_norm"),
-            *("train.validate_every", "checkpoint.save_every", "checkpoint.keep_every", "keep_every"),
+            *(
+                "train.validate_every",
+                "train.patience",
+                "checkpoint.save_every",
+                "checkpoint.keep_every",
+                "keep_every",
+            ),
             *("data.eod_id", "model.token_types", "model.num_labels"),
             *("transfer_cost", "samples", "filter.min_words", "filter.max_words", "filter.min_stop_words"),
             *("filter.min_mean_word_length", "filter.max_mean_word_length", "filter.max_symbol_ratio"),
