@@ -25,7 +25,7 @@ def commands() -> list[str]:
 
 def test_the_readme_shows_every_kind_of_command() -> None:
     shown = {tuple(shlex.split(line, comments=True)[1:3]) for line in commands()}
-    for words in ("pretrain", "parity", "generate", "plan", "eval", "data"):
+    for words in ("pretrain", "finetune", "parity", "generate", "plan", "eval", "data"):
         assert any(words in pair for pair in shown), words
 
 

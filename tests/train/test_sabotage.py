@@ -150,7 +150,7 @@ CASES = {
         same,
         Layout(tp=2, bert="pre"),
         "gradient of mlm_head.norm.bias",
-        "the head",
+        "its own gradient",
     ),
     "a pooler that every row's rank counts": Sabotage(
         "mlm.models.heads._GatherOutputs.backward",
