@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bench.bert_shapes import BertShape
 from bench.contenders import MlmTrainee, NanoGptTrainee, Trainee, TransformersTrainee
 from bench.equality import Agreement, Reference
 from bench.memory import measure_peak
@@ -40,6 +41,10 @@ CLOSE_S = 10.0
 def build_trainee(name: str, spec: Spec, processes: int, rank: int) -> Trainee:
     """The contender `name` on this process. Raises UserError if its checkout or package is missing."""
     device = spec.torch_device(rank)
+    if isinstance(spec.shape, BertShape):
+        from bench.bert_contenders import build_bert_trainee
+
+        return build_bert_trainee(name, spec, device)
     if "=" in name:
         from bench.layouts import LayoutTrainee, parse_layout
 
