@@ -100,6 +100,8 @@ def bert_batches(shape: BertShape, seed: int) -> list[BERTBatch]:
     """Micro-batches for NUM_BATCHES steps, on the CPU. Raises UserError for a corpus that does not fit."""
     dataset = SyntheticBERT(shape.vocab_size, shape.seq_length, NUM_BATCHES * shape.batch_size, seed)
     samples = dataset.gather(range(len(dataset)))
+    # 0 is [PAD], which no text holds: the input table of transformers would not learn it
+    samples.tokens[samples.padding_mask & (samples.tokens == 0)] = 1
     if shape.corpus is not None:
         folder = Path(shape.corpus)
         vocab = bert_vocab(folder / "tokenizer.json")
