@@ -11,11 +11,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from bench.bert_names import bert_from_huggingface
 from bench.bert_shapes import BertShape, bert_batches, bert_state
 from bench.contenders import MlmTrainee, Trainee, adamw, run_config
 from bench.shapes import OPTIMIZER
 from bench.spec import Spec
+from mlm.checkpoint.hf_bert import bert_from_huggingface
 from mlm.config.errors import UserError
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import load_whole
