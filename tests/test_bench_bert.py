@@ -31,6 +31,10 @@ def trainee(name: str, **changes: Any) -> Trainee:
     return build_bert_trainee(name, spec, CPU)
 
 
+def test_what_is_compared_has_padding() -> None:
+    assert bert_batches(SHAPE, 1234)[0].lengths.min() < SHAPE.seq_length
+
+
 @pytest.mark.parametrize("norm", ["post", "pre"])
 @pytest.mark.parametrize("name", ["transformers", "transformers-eager"])
 def test_both_sides_have_equal_losses_and_gradients(name: str, norm: str) -> None:

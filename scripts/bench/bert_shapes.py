@@ -97,7 +97,10 @@ def bert_shape(
 
 
 def bert_batches(shape: BertShape, seed: int) -> list[BERTBatch]:
-    """Micro-batches for NUM_BATCHES steps, on the CPU. Raises UserError for a corpus that does not fit."""
+    """Micro-batches for NUM_BATCHES steps, on the CPU, the one with most padding first.
+
+    Raises UserError for a corpus that does not fit.
+    """
     dataset = SyntheticBERT(shape.vocab_size, shape.seq_length, NUM_BATCHES * shape.batch_size, seed)
     samples = dataset.gather(range(len(dataset)))
     # 0 is [PAD], which no text holds: the input table of transformers would not learn it
@@ -121,7 +124,7 @@ def bert_batches(shape: BertShape, seed: int) -> list[BERTBatch]:
         batch = as_batch(samples[first : first + shape.batch_size], first)
         assert isinstance(batch, BERTBatch)
         out.append(batch)
-    return out
+    return sorted(out, key=lambda batch: int(batch.lengths.sum()))  # losses are compared where padding is
 
 
 def bert_state(shape: BertShape, seed: int) -> dict[str, Tensor]:
