@@ -14,13 +14,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts" / "experi
 
 import bert_norm
 from bench import norm_report, norm_runs
-from bench.norm_report import final_loss, thinned, unigram_entropy, verdict
+from bench.norm_report import final_loss, masked_entropy, thinned, verdict
 from bench.norm_runs import Runs, Sizes, Trial, settings_of
 
 from mlm.config.compose import load_config
 from mlm.config.errors import UserError
+from mlm.data.indexed import IndexedWriter, token_dtype
 from mlm.data.train_tokenizer import train_wordpiece
-from tests.data.corpora import write_corpus
 
 SIZES = Sizes(
     hidden=16,
@@ -106,13 +106,21 @@ def test_a_thinned_curve_has_the_means_of_its_blocks() -> None:
 
 
 def make_corpus(folder: Path) -> Path:
-    write_corpus(folder / "train", [[0, 0, 1, 2]])
-    train_wordpiece(lambda: ["a sun and a moon"] * 3, 30).save(folder / "tokenizer.json")
+    """Documents of four sentences of three words, and one word in four is the second of two."""
+    tokenizer = train_wordpiece(lambda: ["a sun and a moon"] * 3, 40)
+    tokenizer.save(folder / "tokenizer.json")
+    words = np.array([tokenizer.encode(word)[0] for word in ("sun", "moon")])
+    drawn = np.random.default_rng(0).permutation(np.repeat([0, 0, 0, 1], 300)).reshape(100, 12)
+    with IndexedWriter(folder / "train", token_dtype(1000)) as writer:
+        for document in words[drawn]:
+            writer.add_document(document, [3, 3, 3, 3])
     return folder
 
 
-def test_entropy_is_that_of_the_tokens_of_the_text(tmp_path: Path) -> None:
-    assert unigram_entropy(make_corpus(tmp_path), 30) == pytest.approx(1.5 * np.log(2))
+def test_entropy_is_that_of_masked_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norm_report, "SAMPLES", 5000)
+    expected = -0.75 * np.log(0.75) - 0.25 * np.log(0.25)
+    assert masked_entropy(make_corpus(tmp_path), 16) == pytest.approx(expected, abs=0.01)
 
 
 def test_what_is_done_is_kept_and_what_is_not_goes_on(tmp_path: Path) -> None:
@@ -141,6 +149,7 @@ def fake_runs(monkeypatch: pytest.MonkeyPatch, code: int, **left: Any) -> None:
 
     monkeypatch.setattr(Runs, "start", start)
     monkeypatch.setattr(norm_runs, "POLL_S", 0.02)
+    monkeypatch.setattr(norm_report, "SAMPLES", 100)
 
 
 WORDS = ["--hidden", "16", "--steps", "100", "--layers", "1", "2", "--jobs", "2"]

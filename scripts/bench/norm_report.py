@@ -11,8 +11,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from bench.norm_runs import ENDED, Trial
-from mlm.data.indexed import IndexedDataset
+from mlm.config.schema import DataConfig
+from mlm.data.gpt import IGNORED
 from mlm.files import write_atomic
+from mlm.train.bert_corpora import bert_samples, bert_vocab
 from mlm.train.curves import running_mean, tidy
 from mlm.train.history import FILE_NAME, read_records
 
@@ -20,6 +22,8 @@ TAIL = 0.05
 """Share of the logged steps, the last, whose mean is a final loss."""
 LEAST = 20
 """Logged steps below which a mean is no measure: a step's loss is of some hundred tokens only."""
+SAMPLES, CHUNK = 100_000, 4096
+"""Samples whose masks are counted, and how many at a time."""
 KEPT = 300
 """Points of a curve in the record."""
 ROSE = 0.3
@@ -58,12 +62,19 @@ class Row:
 Curve = dict[str, list[Any]]
 
 
-def unigram_entropy(corpus: Path, vocab: int) -> float:
-    """Nats of a token of the training text for who knows the frequencies of tokens, and no context.
+def masked_entropy(corpus: Path, seq_length: int) -> float:
+    """Nats of a masked token of the training text for who knows how often each is masked, and no context.
 
-    Masks fall on whole words, evenly, so masked tokens are distributed like all others.
+    Counted over the masks of SAMPLES: which tokens are masked is not how often they occur, as whole
+    words are chosen. Raises UserError for a corpus that gives no BERT samples.
     """
-    counts = np.bincount(np.asarray(IndexedDataset(corpus / "train").tokens), minlength=vocab)
+    vocab = bert_vocab(corpus / "tokenizer.json")
+    data = DataConfig(seq_length=seq_length)
+    dataset = bert_samples(data, corpus / "train", vocab, SAMPLES, seed=0, cache=None)
+    counts = np.zeros(len(vocab.word_starts), dtype=np.int64)
+    for first in range(0, SAMPLES, CHUNK):
+        labels = dataset.gather(range(first, min(first + CHUNK, SAMPLES))).labels
+        counts += np.bincount(labels[labels != IGNORED], minlength=len(counts))
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 
@@ -160,7 +171,7 @@ def markdown(rows: Sequence[Row], entropy: float, note: str) -> str:
         "verdict",
     ]
     seeds = len({row.seed for row in rows}) > 1
-    lines = [note, "", f"Entropy of single tokens: {entropy:.3f} nats.", ""]
+    lines = [note, "", f"Entropy of masked tokens without their context: {entropy:.3f} nats.", ""]
     columns = head[:3] + ["seed"] * seeds + head[3:]
     lines += ["| " + " | ".join(columns) + " |", "|" + " ---: |" * (len(columns) - 1) + " --- |"]
     for row in rows:

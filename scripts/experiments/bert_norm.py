@@ -20,8 +20,8 @@ clipped at 1 as always. Not shown: what a model of full width would do, and what
 have given each order (--lr takes several); on so small a corpus no loss says how good a model is, only
 whether it trains.
 
-Verdicts: "learns" is a final training loss below the entropy of single tokens, "single tokens" one that
-knows their frequencies and no context, "diverged" one that rose again by 0.3 nats or was not finite.
+Verdicts: "learns" is a final training loss below the entropy of masked tokens, "single tokens" one that shows
+knowledge of their frequencies and of no context, "diverged" one that rose again by 0.3 nats or was not finite.
 
 Runs are `mlm pretrain` in processes of their own, --jobs at a time. What is stopped goes on at its last
 checkpoint when the same command is typed again; what is done is kept.
@@ -47,7 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package benc
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # mlm of this checkout, installed or not
 
 from bench.command import guarded
-from bench.norm_report import curve_of, draw, markdown, row_of, thinned, unigram_entropy
+from bench.norm_report import curve_of, draw, markdown, masked_entropy, row_of, thinned
 from bench.norm_runs import Runs, Sizes, Trial, about
 from bench.random_gpt2 import machine_facts
 
@@ -147,7 +147,7 @@ def progress_line(console: Console, total: int) -> Iterator[Callable[[int, str],
 
 def report(args: argparse.Namespace, sizes: Sizes, trials: list[Trial]) -> None:
     """Print the table; with --out write it, the picture, and all numbers."""
-    entropy = unigram_entropy(Path(sizes.corpus), sizes.vocab)
+    entropy = masked_entropy(Path(sizes.corpus), sizes.seq_length)
     ordered = sorted(trials, key=lambda t: (t.lr, t.layers, t.seed, t.norm))
     work = args.work.resolve()
     curves = {trial: curve_of(work / trial.name) for trial in ordered}
@@ -166,7 +166,7 @@ def report(args: argparse.Namespace, sizes: Sizes, trials: list[Trial]) -> None:
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine_facts(sizes.threads, ("torch",)),
         "sizes": about(sizes),
-        "single_token_entropy": entropy,
+        "masked_entropy": entropy,
         "rows": [asdict(row) for row in rows],
         "curves": {trial.name: thinned(curve) for trial, curve in curves.items()},
     }
