@@ -21,7 +21,8 @@ have given each order (--lr takes several); on so small a corpus no loss says ho
 whether it trains.
 
 Verdicts: "learns" is a final training loss below the entropy of masked tokens, "single tokens" one that shows
-knowledge of their frequencies and of no context, "diverged" one that rose again by 0.3 nats or was not finite.
+knowledge of their frequencies and of no context, "diverged" one that rose again by 0.3 nats, or was not
+finite.
 
 Runs are `mlm pretrain` in processes of their own, --jobs at a time. What is stopped goes on at its last
 checkpoint when the same command is typed again; what is done is kept.
