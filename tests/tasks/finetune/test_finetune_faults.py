@@ -212,8 +212,8 @@ class TestRefused:
             folder, ckpt=str(tmp_path / "bert"), out=str(tmp_path / "o"), task=task, parallel=parallel
         )
         assert run.preflight(config) == [
-            "task.max_length=47: sequence_parallel=true pads texts to a multiple of tp=2, and the model reads "
-            "47 tokens: use task.max_length=46 or less"
+            "task.max_length=47: sequence_parallel=true pads texts to a multiple of tp=2, and the model "
+            "reads 47 tokens: use task.max_length=46 or less"
         ]
 
     def test_bad_rows_are_named(self, folder: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from mlm.checkpoint.folders import checkpoints, named_latest
 from mlm.config.finetune_schema import FinetuneCheckpointConfig, FinetuneConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.tasks.finetune import loop, run
-from mlm.tasks.finetune.best import STATE
+from mlm.tasks.finetune.best import STATE, best_of
 from mlm.train.trainer import Trainer
 from tests.tasks.finetune.runs import (
     finetune,
@@ -99,15 +99,27 @@ def test_killed_behind_a_best_checkpoint_that_no_other_knows_of(
     check_same(folder, tmp_path / "out")
 
 
+@pytest.mark.parametrize(("keep_last", "at", "left"), [(1, 3, {2, 3}), (2, 5, {2, 4, 5})])
 def test_the_best_that_a_checkpoint_names_outlives_better_ones(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_last: int, at: int, left: set[int]
 ) -> None:
-    """Each validation is better than the one before; only step 2 was saved to go on from."""
+    """Each validation is better than the one before; steps 2 and 4 are saved to go on from."""
     out, scores = tmp_path / "out", iter(range(1, 10))
     monkeypatch.setattr(loop, "evaluate", lambda *args, **kwargs: ({"accuracy": float(next(scores))}, []))
-    config = config_of(folder, out=str(out), checkpoint=FinetuneCheckpointConfig(save_every=2))
-    dies(config, monkeypatch, loop, "save_best", 3)
-    assert set(checkpoints(out / "best/checkpoints")) == {2, 3}
+    keep = FinetuneCheckpointConfig(save_every=2, keep_last=keep_last)
+    dies(config_of(folder, out=str(out), checkpoint=keep), monkeypatch, loop, "save_best", at)
+    assert set(checkpoints(out / "best/checkpoints")) == left
+
+
+def test_a_best_checkpoint_is_gone_when_all_begins_anew(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing was saved to go on from: until the next validation the run has no best."""
+    out = tmp_path / "out"
+    config = config_of(folder, out=str(out), checkpoint=FinetuneCheckpointConfig(save_every=100))
+    dies(config, monkeypatch, loop, "save_best", 1)
+    dies(config, monkeypatch, Trainer, "train_step", 1)
+    assert best_of(str(out)) == str(out)
 
 
 def test_going_on_from_before_a_best_checkpoint_forgets_it(
