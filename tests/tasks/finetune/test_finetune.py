@@ -155,7 +155,8 @@ class TestWhen:
     ) -> None:
         scoring(monkeypatch, *accuracies)
         train = {"validate_every": 1, "patience": patience}
-        result = finetune(finetuning(folder, out=str(tmp_path), train=train))
+        rarely = FinetuneCheckpointConfig(save_every=100)
+        result = finetune(finetuning(folder, out=str(tmp_path), train=train, checkpoint=rarely))
         assert result["steps"] == end
         assert set(checkpoints(tmp_path / "checkpoints")) == {end}
 
