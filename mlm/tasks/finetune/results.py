@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -106,12 +106,12 @@ def finished(config: FinetuneConfig, settings: dict[str, Any]) -> Result | None:
         if path.stat().st_size > MAX_BYTES:
             return None
         found = Result.read(json.loads(path.read_bytes()))
-        if best_of(config.out) != found.checkpoint:
-            return None
+        best = best_of(config.out)
     except (OSError, ValueError, RecursionError):  # none, damaged, or of another version: the run goes on
         return None
-    asked = not config.data.predict_tests or bool(found.predictions)
-    return found if found.depends_on == settings and asked else None
+    predicted = bool(found.predictions) and all(Path(file).exists() for file in found.predictions)
+    is_whole = best != config.out and (predicted or not config.data.predict_tests)
+    return replace(found, checkpoint=best) if found.depends_on == settings and is_whole else None
 
 
 def report(config: FinetuneConfig, results: Sequence[Result], *, is_new: bool) -> None:

@@ -92,6 +92,34 @@ class TestGoingOn:
             == []
         )
 
+    def test_another_vocabulary_is_refused(self, folder: Path, tmp_path: Path) -> None:
+        """That of a model which was saved without a tokenizer."""
+        write_model(tmp_path / "gpt2", GPT2)
+        (tmp_path / "gpt2/tokenizer.json").unlink()
+        gpt2().save(tmp_path / "one.json")
+        train_bpe([VOCABULARY * 2, "xyz"] * 9, 300).save(tmp_path / "other.json")
+        places = {"ckpt": str(tmp_path / "gpt2"), "out": str(tmp_path / "out")}
+        one, other = (
+            finetuning(folder, data={"tokenizer": str(tmp_path / name)}, **places)
+            for name in ("one.json", "other.json")
+        )
+        finetune(one)
+        assert run.preflight(one) == []
+        assert run.preflight(other) == [
+            f"data.tokenizer={tmp_path}/other.json: out={one.out} was begun with another vocabulary: name "
+            "that tokenizer, or set another out=…"
+        ]
+
+    def test_what_no_score_depends_on_may_change(self, folder: Path) -> None:
+        config = finetuning(
+            folder,
+            train={"micro_batch_size": 1},
+            parallel=ParallelConfig(tp=2, recompute="full"),
+            checkpoint=FinetuneCheckpointConfig(save_every=1),
+            task=replace(task_of("classification"), submission=("mine",), lr=1.0),
+        )
+        assert run.preflight(config) == []
+
     def test_all_that_differs_is_named(self, folder: Path) -> None:
         found = run.preflight(finetuning(folder, seed=5, train={"epochs": 3}))
         assert [fault.split("=")[0] for fault in found] == ["seed", "train.epochs"]

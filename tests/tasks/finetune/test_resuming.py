@@ -87,6 +87,25 @@ def test_killed_between_saves(
     check_same(folder, tmp_path / "out")
 
 
+def test_dropout_goes_on_too(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its masks are functions of the seed and of numbers that no two micro-batches of a run share."""
+    numbers, whole = [], Trainer.dropout
+
+    def dropout(self: Trainer, batch: Any) -> Any:
+        numbers.append(batch.first_sample)
+        return whole(self, batch)
+
+    small: dict[str, Any] = {"dropout": 0.2, "train": {"micro_batch_size": 1}}
+    finetune(config_of(folder, out=str(tmp_path / "whole"), **small))
+    assert losses(tmp_path / "whole") != losses(folder / "out")
+    config = config_of(folder, out=str(tmp_path / "out"), **small)
+    dies(config, monkeypatch, Trainer, "train_step", 3)
+    monkeypatch.setattr(Trainer, "dropout", dropout)
+    finetune(config)
+    assert losses(tmp_path / "out") == losses(tmp_path / "whole")
+    assert len(set(numbers)) == len(numbers) > 4
+
+
 @pytest.mark.parametrize(("at", "save_every"), [(1, 0), (2, 0), (2, 4), (2, 100)])
 def test_killed_behind_a_best_checkpoint_that_no_other_knows_of(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, save_every: int
@@ -99,7 +118,7 @@ def test_killed_behind_a_best_checkpoint_that_no_other_knows_of(
     check_same(folder, tmp_path / "out")
 
 
-@pytest.mark.parametrize(("keep_last", "at", "left"), [(1, 3, {2, 3}), (2, 5, {2, 4, 5})])
+@pytest.mark.parametrize(("keep_last", "at", "left"), [(1, 3, {2, 3}), (2, 6, {2, 4, 5, 6})])
 def test_the_best_that_a_checkpoint_names_outlives_better_ones(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_last: int, at: int, left: set[int]
 ) -> None:
