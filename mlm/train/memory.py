@@ -22,3 +22,17 @@ def reuse_large_blocks() -> bool:
     largest = 2**31 - 1
     mapped = mallopt(M_MMAP_THRESHOLD, largest) or mallopt(M_MMAP_THRESHOLD, 32 << 20)
     return bool(mapped and mallopt(M_TRIM_THRESHOLD, largest))
+
+
+def give_back() -> bool:
+    """Let glibc's malloc give what is freed back to the system; whether it could.
+
+    For what `reuse_large_blocks` keeps where sizes change from step to step: blocks for texts of any length
+    tear memory into pieces that fit no later block. Finetuning on RTE grew from 1 to 6 GB in 600 steps.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        return bool(ctypes.CDLL(None).malloc_trim(0))
+    except (OSError, AttributeError):  # another C library
+        return False

@@ -14,6 +14,7 @@ from mlm.tasks.finetune.objective import Finetuning
 from mlm.tasks.finetune.outputs import evaluate
 from mlm.train.diagnose import first_non_finite
 from mlm.train.loop import is_due
+from mlm.train.memory import give_back
 from mlm.train.metrics import Reporter, StepMetrics
 from mlm.train.peak import memory_bytes
 from mlm.train.saver import Saver
@@ -21,6 +22,8 @@ from mlm.train.stop import StopRequest
 from mlm.train.throughput import Throughput
 from mlm.train.trainer import StepOutcome, StopVote, Trainer
 
+GIVE_BACK_EVERY = 20
+"""Steps between times that freed memory goes back to the system: texts of other lengths need other blocks."""
 STEP_BITS = 32
 """A micro-batch's number in the run is that of its step and its place in it, so that no two have one."""
 
@@ -100,6 +103,8 @@ class Loop:
         self.rows += len(numbers)
         self.progress.tokens += tokens
         self.throughput.count(tokens)
+        if self.trainer.ctx.device.type == "cpu" and is_due(self.trainer.step, GIVE_BACK_EVERY):
+            give_back()
         self.reporter.advance(self.trainer.step)
 
     def log(self, outcome: StepOutcome, batches: list[TaskBatch]) -> None:
