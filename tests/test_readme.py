@@ -9,7 +9,7 @@ import pytest
 from mlm.cli import main
 
 ROOT = Path(__file__).parents[1]
-READMES = tuple(ROOT / folder / "README.md" for folder in (".", "mlm/data", "mlm/tasks"))
+READMES = tuple(ROOT / folder / "README.md" for folder in (".", "mlm/data", "mlm/tasks", "mlm/tasks/finetune"))
 MISTAKEN = "optimzer.lr"
 """In the one command that shows what is said of mistakes."""
 
@@ -32,5 +32,7 @@ def test_the_readme_shows_every_kind_of_command() -> None:
 @pytest.mark.parametrize("line", commands())
 def test_a_command_of_the_readme_composes(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(line, comments=True)[1:]
+    if "--multirun" in words:  # the first job of the sweep
+        words = [word.partition(",")[0] for word in words if word != "--multirun"]
     code = main([*words, "--cfg", "job"] if "--help" not in words else words)
     assert code == (2 if MISTAKEN in line else 0), capsys.readouterr().err

@@ -20,9 +20,10 @@ Series = tuple[list[int], list[float]]  # steps, values
 SMOOTH_FROM = 60  # points from which the raw curve is paled and a running mean drawn over it
 
 
-def plot_losses(metrics_jsonl: Path, png: Path) -> None:
-    """Draw training and validation loss, and the learning rate below, from a metrics file.
+def plot_losses(metrics_jsonl: Path, png: Path, unit: str = "nats per token") -> None:
+    """Draw training and validation loss, in `unit`, and the learning rate below, from a metrics file.
 
+    Of a run on a task also the metric that chooses its best checkpoint, on an axis of its own.
     Lines that can't be read and losses that are null (not finite) leave gaps. `png` is replaced atomically.
     Raises OSError if the one can't be read or the other written.
     """
@@ -33,7 +34,9 @@ def plot_losses(metrics_jsonl: Path, png: Path) -> None:
     # Figure rather than pyplot: no global state, no display, nothing to close.
     figure = Figure(figsize=(8, 5), dpi=150, layout="constrained", facecolor="white")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
-    draw_losses(top, series(steps, "loss"), series(validations, "loss"))
+    draw_losses(top, series(steps, "loss"), series(validations, "loss"), unit)
+    if scores := [r for r in records if r.get("kind") == "scores"]:
+        draw_scores(top.twinx(), scores)
     draw_parts(top, validations)
     draw_learning_rate(bottom, series(steps, "lr"))
     for axes in (top, bottom):
@@ -50,7 +53,21 @@ def series(records: Sequence[dict[str, Any]], name: str) -> Series:
     return steps, [v if isinstance(v := values[s], int | float) else float("nan") for s in steps]
 
 
-def draw_losses(axes: Axes, train: Series, valid: Series) -> None:
+def draw_scores(axes: Axes, records: Sequence[dict[str, Any]]) -> None:
+    """The first metric of each split that was scored, from 0 to 1."""
+    names = {r["split"]: next(k for k in r if k not in ("kind", "time", "step", "split")) for r in records}
+    colors = cycle((VALID, *PARTS))
+    for split, metric in names.items():
+        mine = [r for r in records if r["split"] == split]
+        steps, values = series(mine, metric)
+        label = f"{split} {metric}, last {values[-1]:.3f}"
+        axes.plot(steps, values, color=next(colors), linewidth=1.4, marker="o", markersize=4, label=label)
+    axes.set_ylim(0, 1)
+    axes.set_ylabel("score")
+    axes.legend(frameon=False, labelcolor=INK, loc="lower right")
+
+
+def draw_losses(axes: Axes, train: Series, valid: Series, unit: str) -> None:
     """Both losses; the legend tells their last values."""
     steps, losses = train
     if len(steps) >= SMOOTH_FROM:
@@ -65,7 +82,7 @@ def draw_losses(axes: Axes, train: Series, valid: Series) -> None:
         marker = "o" if len(valid[0]) <= SMOOTH_FROM else None
         label = f"validation, last {valid[1][-1]:.3f}"
         axes.plot(*valid, color=VALID, linewidth=1.4, marker=marker, markersize=4, label=label)
-    axes.set_ylabel("loss (nats per token)")
+    axes.set_ylabel(f"loss ({unit})")
     if axes.get_lines():
         axes.legend(frameon=False, labelcolor=INK)
     else:

@@ -195,7 +195,8 @@ def finish_directory(
     """Plot the losses and write the run's summary. A full disk then is no failed training."""
     prompt = "The" if (out / "tokenizer.json").exists() else None
     try:
-        plot_losses(out / "metrics.jsonl", out / "loss.png")
+        unit = "nats, both heads" if config.model.kind == "bert" else "nats per token"
+        plot_losses(out / "metrics.jsonl", out / "loss.png", unit)
         write_summary(
             out,
             command=resume_command(out),

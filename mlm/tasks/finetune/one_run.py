@@ -254,5 +254,5 @@ def finish(session: Session, progress: Progress) -> Result:
     if trainer.ctx.is_main:
         with writing_to(config.out):
             write_result(out, result)
-            plot_losses(out / "metrics.jsonl", out / "loss.png")
+            plot_losses(out / "metrics.jsonl", out / "loss.png", "per example")
     return result
