@@ -80,13 +80,12 @@ def write_imported(
 
     Args:
         read: `read(name, rectangle)` gives those elements of a parameter, float32 on CPU, by its name and
-            shape in `parameters(model)`, in no promised order. What it raises should be a UserError: an
-            OSError is taken for one of `out`.
+            shape in `parameters(model)`, in no promised order; an OSError of it is taken for one of `out`.
         source: what it was made of, for `state["source"]`: "kind"; "name", an id or a folder's last
             component; "files", the digest of each file by its name; and what else there is to tell.
             The checkpoint is a function of the source, whatever `out` is.
-        filled: parameters that the source does not hold: they are not asked of `read`, but take the initial
-            values of the configuration's seed. `state["source"]["filled"]` lists them.
+        filled: parameters that the source does not hold: they take the initial values of the configuration's
+            seed, and `state["source"]["filled"]` lists them.
         tokenizer: saved as out/tokenizer.json; None saves none.
         check: called with the run directory under its working name, before it is published; what it
             raises, this raises, and nothing is left behind.

@@ -10,7 +10,7 @@ from mlm.config.build import to_dict
 from mlm.config.errors import CorruptFileError
 from mlm.config.model_schema import ModelConfig
 from mlm.config.schema import DataConfig, ParallelConfig
-from mlm.tasks.trained import split_faults, trained_config
+from mlm.tasks.trained import continues_fault, split_faults, trained_config
 from tests.tasks.checkpoints_on_disk import CONFIG
 
 MODEL = ModelConfig(num_layers=6, hidden_size=24, num_heads=4, ffn_hidden_size=60)
@@ -52,3 +52,12 @@ def test_a_checkpoint_whose_documents_have_no_end_is_damaged(eod_id: int | None)
     manifest = Manifest(1, "", {}, {}, {"config": to_dict(config)})
     with pytest.raises(CorruptFileError, match=r"data\.eod_id"):
         trained_config(manifest, Path("step-00000001"))
+
+
+def test_a_model_of_another_kind_is_refused() -> None:
+    model = ModelConfig(num_layers=1, hidden_size=4, num_heads=1)
+    assert continues_fault("runs/gpt", model) is None
+    bert = replace(model, kind="bert", token_types=2)
+    assert "does not read from left to right" in (continues_fault("runs/bert", bert) or "")
+    finetuned = replace(model, head="classification", num_labels=2)
+    assert "predicts no tokens" in (continues_fault("runs/gpt", finetuned) or "")

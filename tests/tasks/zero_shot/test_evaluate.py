@@ -19,13 +19,11 @@ from mlm.config.eval_schema import (
     LambadaDataConfig,
     WikitextDataConfig,
 )
-from mlm.config.model_schema import ModelConfig
 from mlm.config.schema import ParallelConfig
 from mlm.data.tokenizer import Tokenizer
 from mlm.data.train_tokenizer import train_bpe
 from mlm.files import digest_file
 from mlm.parallel.mesh import ParallelContext
-from mlm.tasks.trained import continues_fault
 from mlm.tasks.zero_shot import evaluate
 from tests.ranks import run_on_ranks
 from tests.tasks.hf_models import import_model
@@ -260,15 +258,6 @@ def test_a_stride_longer_than_the_window_is_refused(folder: Path) -> None:
     assert "overlapping_eval=25" in fault
     faults = check_zero_shot(everything(folder, overlapping_eval=25), world_size=None, local_devices=None)
     assert any("overlapping_eval=25" in fault for fault in faults)
-
-
-def test_a_model_of_another_kind_is_refused(folder: Path) -> None:
-    model = ModelConfig(num_layers=1, hidden_size=4, num_heads=1)
-    assert continues_fault("runs/gpt", model) is None
-    bert = replace(model, kind="bert", token_types=2)
-    assert "does not read from left to right" in (continues_fault("runs/bert", bert) or "")
-    finetuned = replace(model, head="classification", num_labels=2)
-    assert "predicts no tokens" in (continues_fault("runs/gpt", finetuned) or "")
 
 
 @pytest.mark.parametrize(
