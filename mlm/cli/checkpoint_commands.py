@@ -85,7 +85,7 @@ CHECKPOINTS = (
         target="mlm.tasks.import_hf:run",
         preflight="mlm.tasks.import_hf:preflight",
         positional=("source",),
-        summary="a Hugging Face GPT-2 as a checkpoint",
+        summary="a Hugging Face GPT-2 or BERT as a checkpoint",
         about=(
             "Reads config.json, safetensors and the tokenizer of a folder or a Hub id, and writes a "
             "checkpoint of weights: any layout trains, scores or samples it. The logits of `transformers` "
@@ -102,7 +102,7 @@ CHECKPOINTS = (
         target="mlm.tasks.import_megatron:run",
         preflight="mlm.tasks.import_megatron:preflight",
         positional=("source",),
-        summary="a Megatron-LM GPT-2 (mp_rank_XX/model_optim_rng.pt) as a checkpoint",
+        summary="a Megatron-LM GPT-2 or BERT (mp_rank_XX/model_optim_rng.pt) as a checkpoint",
         about=(
             "Merges the tensor and pipeline parts of a classic Megatron-LM checkpoint into one of weights: "
             "any layout trains, scores or samples it. The optimizer's state is left out. Its files are "
