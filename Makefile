@@ -34,7 +34,7 @@ demo: $(VENV)/.installed  ## train a GPT-2 on Shakespeare, its layers split over
 	$(BIN)/mlm generate ckpt=$(RUN) prompt="ROMEO." min_new_tokens=160 max_new_tokens=200
 	@echo; echo "Everything is in $(RUN): read $(RUN)/README.md to go on from here."
 
-test: $(VENV)/.installed-dev  ## the tests, about 6 minutes on two cores
+test: $(VENV)/.installed-dev  ## the tests, about 12 minutes on two cores
 	$(BIN)/python -m pytest
 
 test-all: $(VENV)/.installed-dev  ## the tests and the long ones
