@@ -3,7 +3,8 @@
 The logits of a micro-batch are V/H times its activations. Here only a chunk of them exists at a time: it is
 projected, normalised, turned into its gradient in place and used for both gradient products, all in the
 forward pass, so nothing is computed twice and nothing of size V is kept but the weight's gradient.
-Ranks exchange two numbers per token and never a logit (arXiv:1909.08053, section 3).
+Ranks exchange two numbers per token, two more where hits are counted, and never a logit (arXiv:1909.08053,
+section 3).
 
 Shapes: R rows (tokens, S * B), H hidden, V padded vocabulary, t = tensor-parallel size.
 """

@@ -69,6 +69,8 @@ def preflight(config: EvalLossConfig) -> list[str]:
     try:
         prefix = corpus_prefix(config, trained)
         seq_length = window_length(config, trained)
+        if trained.model.kind == "bert":
+            BERTVocab.of(load_tokenizer(config.tokenizer, path))
     except UserError as error:
         return [str(error)]
     folder = result_path(config, trained, path, prefix).parent

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mlm.config.errors import UserError
 from mlm.models.build import MODELS
 from mlm.parallel.collectives import all_reduce
 from mlm.train.trainer import Trainer
@@ -45,6 +46,26 @@ def first_non_finite(trainer: Trainer, batches: list[Any]) -> str:
     if where is not None:
         return f"activations are finite; the first non-finite gradient is that of {where}"
     return "all activations and gradients of this step are finite when it is repeated"
+
+
+def refuse_exhausted(trainer: Trainer, batches: list[Any], warmup: str) -> None:
+    """Abort, with a diagnosis, a run that cannot be helped; `warmup` is its setting of the warm-up.
+
+    Collective over all ranks, and the same verdict on every one. Raises UserError.
+    """
+    scaler, precision = trainer.scaler, trainer.config.precision
+    if not scaler.exhausted.item():
+        return
+    where = first_non_finite(trainer, batches)
+    cause = (
+        f"gradients still overflow at precision.min_loss_scale={precision.min_loss_scale:g}"
+        if scaler.dynamic
+        else f"gradients are not finite in precision={precision.dtype}"
+    )
+    raise UserError(
+        f"step {trainer.step}: {cause}; {where}. Lower optimizer.lr, raise {warmup} or "
+        "use precision=bf16 or fp32; the bad steps touched no weight and the last checkpoint is intact"
+    )
 
 
 def _anywhere(bad: Tensor, trainer: Trainer) -> list[float]:

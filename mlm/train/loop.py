@@ -6,15 +6,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mlm.config.blend import shares
-from mlm.config.errors import UserError
 from mlm.data.sampler import AnyBatch, Dataset, Loader, eval_batches
 from mlm.train.corpora import ValidationSet
-from mlm.train.diagnose import first_non_finite
-from mlm.train.metrics import Reporter, StepMetrics, Throughput
+from mlm.train.diagnose import refuse_exhausted
+from mlm.train.metrics import Rates, Reporter, StepMetrics, Throughput
 from mlm.train.peak import memory_bytes
+from mlm.train.records import Parts
 from mlm.train.saver import Saver
 from mlm.train.stop import StopRequest
 from mlm.train.trainer import StepOutcome, StopVote, Trainer
+
+WARMUP = "schedule.warmup_steps"
+"""The key that a run beyond help is told to raise."""
 
 
 @dataclass
@@ -76,41 +79,10 @@ class Loop:
         means = trainer.mean_parts(outcome)  # waits for the device: the clock may be read now
         self.last_loss = math.fsum(means[: trainer.objective.losses])
         rates = self.throughput.lap()
-        scaler = trainer.scaler
-        self.reporter.step(
-            StepMetrics(
-                step=trainer.step,
-                loss=self.last_loss,
-                lr=outcome.lr,
-                grad_norm=float(outcome.grad_norm.item()),
-                loss_scale=float(scaler.scale.item()) if scaler.dynamic else None,
-                skipped_steps=int(scaler.skipped.item()),
-                tokens=trainer.consumed_samples * trainer.config.data.seq_length,
-                tokens_per_s=rates.tokens_per_s,
-                step_time_s=rates.step_time_s,
-                tflops=rates.tflops,
-                mfu=rates.mfu,
-                memory_bytes=memory_bytes(trainer.ctx.device),
-                parts=self.named(means),
-            )
-        )
-        self.refuse_exhausted(batches)
-
-    def refuse_exhausted(self, batches: list[AnyBatch]) -> None:
-        """Abort, with a diagnosis, a run that cannot be helped. The same verdict on every rank."""
-        scaler, precision = self.trainer.scaler, self.trainer.config.precision
-        if not scaler.exhausted.item():
-            return
-        where = first_non_finite(self.trainer, batches)
-        cause = (
-            f"gradients still overflow at precision.min_loss_scale={precision.min_loss_scale:g}"
-            if scaler.dynamic
-            else f"gradients are not finite in precision={precision.dtype}"
-        )
-        raise UserError(
-            f"step {self.trainer.step}: {cause}; {where}. Lower optimizer.lr, raise schedule.warmup_steps or "
-            "use precision=bf16 or fp32; the bad steps touched no weight and the last checkpoint is intact"
-        )
+        tokens = trainer.consumed_samples * trainer.config.data.seq_length
+        parts = self.named(means)
+        self.reporter.step(step_metrics(trainer, outcome, self.last_loss, rates, tokens, parts))
+        refuse_exhausted(trainer, batches, WARMUP)
 
     def validate(self) -> None:
         """Mean loss over the validation windows, on the clock of nobody.
@@ -152,12 +124,34 @@ class Loop:
 
     def save(self, batches: list[AnyBatch], *, awaited: bool) -> None:
         """Begin a checkpoint, unless the numbers of this run are beyond help; the last one is awaited."""
-        self.refuse_exhausted(batches)
+        refuse_exhausted(self.trainer, batches, WARMUP)
         self.throughput.pause()
         self.saver.begin()
         if awaited:
             self.saver.finish()
         self.throughput.start()
+
+
+def step_metrics(
+    trainer: Trainer, outcome: StepOutcome, loss: float, rates: Rates, tokens: int, parts: Parts
+) -> StepMetrics:
+    """What is reported of a step whose loss was read from the device."""
+    scaler = trainer.scaler
+    return StepMetrics(
+        step=trainer.step,
+        loss=loss,
+        lr=outcome.lr,
+        grad_norm=float(outcome.grad_norm.item()),
+        loss_scale=float(scaler.scale.item()) if scaler.dynamic else None,
+        skipped_steps=int(scaler.skipped.item()),
+        tokens=tokens,
+        tokens_per_s=rates.tokens_per_s,
+        step_time_s=rates.step_time_s,
+        tflops=rates.tflops,
+        mfu=rates.mfu,
+        memory_bytes=memory_bytes(trainer.ctx.device),
+        parts=parts,
+    )
 
 
 def is_due(step: int, every: int) -> bool:

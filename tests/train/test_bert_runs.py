@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from mlm.config.schema import PretrainConfig
 from mlm.data.bert import BERTSamples
 from mlm.data.sampler import BERTBatch, eval_batches
 from mlm.parallel.mesh import shape_context
+from mlm.tasks.loss import preflight
 from mlm.train.corpora import corpora, corpus_faults, corpus_samples, train_dataset, validation_sets
 from mlm.train.state import load_weights
 from mlm.train.trainer import Trainer
@@ -223,3 +225,12 @@ def test_a_run_without_a_tokenizer_is_refused(corpus: Path) -> None:
     assert "data.tokenizer" in "\n".join(corpus_faults(config))
     with pytest.raises(UserError, match=r"data\.tokenizer"):
         train_dataset(config, 4)
+
+
+def test_a_score_needs_the_tokenizer_before_ranks_start(run: Path, corpus: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "run"
+    shutil.copytree(run, bare)
+    (bare / "tokenizer.json").unlink()
+    config = load_config("eval_loss", [f"ckpt={bare}", f"path={corpus}/validation"])
+    (fault,) = preflight(config)
+    assert "tokenizer=" in fault

@@ -28,7 +28,7 @@ from mlm.parallel.gradients import GradientReducer
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.parallel.sharding import parameter_shards
 from mlm.train.corpora import synthetic
-from mlm.train.diagnose import first_non_finite
+from mlm.train.diagnose import refuse_exhausted
 from mlm.train.objective import pretraining
 from mlm.train.state import load, save
 from mlm.train.trainer import StopVote, Trainer, build_model
@@ -157,22 +157,25 @@ def overflow_once(ctx: ParallelContext) -> tuple[Any, ...]:
 
 
 def test_at_the_smallest_scale_the_diagnosis_names_the_first_non_finite_layer() -> None:
-    for exhausted, sentence in run_on_ranks(exhaust, tp=2):
-        assert exhausted
-        assert sentence == "the first non-finite activation is the output of layers.1.mlp.up"
+    for sentence in run_on_ranks(exhaust, tp=2):
+        assert "overflow at precision.min_loss_scale=1" in sentence
+        assert "the first non-finite activation is the output of layers.1.mlp.up" in sentence
+        assert "raise schedule.warmup or" in sentence
 
 
-def exhaust(ctx: ParallelContext) -> tuple[bool, str]:
+def exhaust(ctx: ParallelContext) -> str:
     spec = config(dtype="fp16")
     spec = replace(spec, precision=replace(spec.precision, initial_loss_scale=2.0, min_loss_scale=1.0))
     trainer = Trainer(spec, ctx)
     if ctx.tp.rank == 1:  # the fault is on one rank only; all must say the same
         trainer.model.chunks[0].layers["1"].mlp.up.weight.data.fill_(1e5)
     steps_of(trainer, 1)
-    assert not trainer.scaler.exhausted
+    refuse_exhausted(trainer, [], "schedule.warmup")  # not yet
     steps_of(trainer, 1)
     batches = list(eval_batches(SyntheticDataset(VOCAB, SEQ, 2, 0), micro_batch_size=2, rank=0, size=1))
-    return bool(trainer.scaler.exhausted), first_non_finite(trainer, batches)
+    with pytest.raises(UserError) as refused:
+        refuse_exhausted(trainer, batches, "schedule.warmup")
+    return str(refused.value)
 
 
 @pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 1), (2, 2)])

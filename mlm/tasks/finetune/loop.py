@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlm.config.errors import UserError
 from mlm.config.finetune_schema import FinetuneConfig
 from mlm.tasks.finetune.batches import Dealing, Order, TaskBatch
 from mlm.tasks.finetune.best import STATE, Progress, Scores, keep_bests, save_best
@@ -12,11 +11,10 @@ from mlm.tasks.finetune.examples import Example
 from mlm.tasks.finetune.material import Evaluation
 from mlm.tasks.finetune.objective import Finetuning
 from mlm.tasks.finetune.outputs import evaluate
-from mlm.train.diagnose import first_non_finite
-from mlm.train.loop import is_due
+from mlm.train.diagnose import refuse_exhausted
+from mlm.train.loop import is_due, step_metrics
 from mlm.train.memory import give_back
-from mlm.train.metrics import Reporter, StepMetrics
-from mlm.train.peak import memory_bytes
+from mlm.train.metrics import Reporter
 from mlm.train.saver import Saver
 from mlm.train.stop import StopRequest
 from mlm.train.throughput import Throughput
@@ -24,6 +22,8 @@ from mlm.train.trainer import StepOutcome, StopVote, Trainer
 
 GIVE_BACK_EVERY = 20
 """Steps between times that freed memory goes back to the system: texts of other lengths need other blocks."""
+WARMUP = "schedule.warmup"
+"""Its key here."""
 STEP_BITS = 32
 """A micro-batch's number in the run is that of its step and its place in it, so that no two have one."""
 
@@ -109,45 +109,19 @@ class Loop:
 
     def log(self, outcome: StepOutcome, batches: list[TaskBatch]) -> None:
         """Read the step's numbers from the device and report them; abort if they are not finite."""
-        trainer, scaler = self.trainer, self.trainer.scaler
+        trainer = self.trainer
         loss = trainer.mean_loss(outcome)  # waits for the device: the clock may be read now
         steps, rates = self.throughput.steps, self.throughput.lap()
         epoch = trainer.step / self.order.steps_per_epoch
         examples_per_s = self.rows / steps / rates.step_time_s
         self.rows = 0
-        self.reporter.step(
-            StepMetrics(
-                step=trainer.step,
-                loss=loss,
-                lr=outcome.lr,
-                grad_norm=float(outcome.grad_norm.item()),
-                loss_scale=float(scaler.scale.item()) if scaler.dynamic else None,
-                skipped_steps=int(scaler.skipped.item()),
-                tokens=self.progress.tokens,
-                tokens_per_s=rates.tokens_per_s,
-                step_time_s=rates.step_time_s,
-                tflops=rates.tflops,
-                mfu=rates.mfu,
-                memory_bytes=memory_bytes(trainer.ctx.device),
-                parts={"epoch": epoch, "examples_per_s": examples_per_s},
-            )
-        )
-        self.refuse_exhausted(batches)
-
-    def refuse_exhausted(self, batches: list[TaskBatch]) -> None:
-        """Abort, with a diagnosis, a run that cannot be helped. The same verdict on every rank."""
-        if not self.trainer.scaler.exhausted.item():
-            return
-        where = first_non_finite(self.trainer, batches)
-        raise UserError(
-            f"step {self.trainer.step}: gradients are not finite in precision={self.config.precision.dtype}; "
-            f"{where}. Lower optimizer.lr, raise schedule.warmup or use precision=bf16 or fp32; the last "
-            "checkpoint is intact"
-        )
+        parts = {"epoch": epoch, "examples_per_s": examples_per_s}
+        self.reporter.step(step_metrics(trainer, outcome, loss, rates, self.progress.tokens, parts))
+        refuse_exhausted(trainer, batches, WARMUP)
 
     def validate(self, batches: list[TaskBatch]) -> None:
         """Score every split, on the clock of nobody, and keep the weights if they are the best."""
-        self.refuse_exhausted(batches)
+        refuse_exhausted(self.trainer, batches, WARMUP)
         self.throughput.pause()
         trainer, task = self.trainer, self.config.task
         shown = trainer.ctx.is_main and self.config.log.live == "off"  # a live panel has the terminal
@@ -177,7 +151,7 @@ class Loop:
 
     def save(self, batches: list[TaskBatch], *, awaited: bool) -> None:
         """Begin a checkpoint to resume from; the last one is awaited."""
-        self.refuse_exhausted(batches)
+        refuse_exhausted(self.trainer, batches, WARMUP)
         self.throughput.pause()
         self.remember()
         self.saver.begin()

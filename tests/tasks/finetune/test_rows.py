@@ -203,3 +203,10 @@ def test_hub_out_of_reach_says_what_to_bring(monkeypatch: pytest.MonkeyPatch) ->
 def test_task_of_ones_own_without_a_path_is_told() -> None:
     with pytest.raises(UserError, match=r"task mine has no data set on the Hub"):
         read_split(pairs(), "train", path=None)
+
+
+def test_rows_of_another_task_lack_its_columns(tmp_path: Path) -> None:
+    """Not: rows of other subsets."""
+    file = write_rows(tmp_path / "train.jsonl", [{"sentence": "a cat", "label": 1}])
+    with pytest.raises(UserError, match=r"train\.jsonl:1: no column '"):
+        read_split(shipped("race"), "train", path=str(file))
