@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 RUN := runs/shakespeare
+JOBS ?= 2
+# A file's tests share fixtures and ranks, so a file stays with one worker; each worker computes on one thread.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 .PHONY: help demo test test-all lint format clean
 .DEFAULT_GOAL := help
@@ -35,10 +38,10 @@ demo: $(VENV)/.installed  ## train a GPT-2 on Shakespeare, its layers split over
 	@echo; echo "Everything is in $(RUN): read $(RUN)/README.md to go on from here."
 
 test: $(VENV)/.installed-dev  ## the tests, about 12 minutes on two cores
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-all: $(VENV)/.installed-dev  ## the tests and the long ones
-	$(BIN)/python -m pytest -m ''
+	$(PYTEST) -m ''
 
 lint: $(VENV)/.installed-dev  ## ruff, mypy, import-linter
 	$(BIN)/ruff check .
