@@ -46,7 +46,7 @@ TRAINING = (
         ),
         keys=(
             *("out", "name", "seed", "ckpt", "tp", "sequence_parallel", "pp", "vp", "pipeline", "dp", "zero"),
-            *("recompute", "compile"),
+            *("zero_reduce", "recompute", "compile"),
             *("data.path", "data.seq_length", "train.steps", "train.global_batch_size"),
             *("train.micro_batch_size", "train.validate_every", "optimizer.lr", "schedule.warmup_steps"),
             *("checkpoint.save_every", "log.every", "dist.device"),
@@ -88,7 +88,7 @@ TRAINING = (
         ),
         keys=(
             *("steps", "out", "seed", "ckpt", "tp", "sequence_parallel", "pp", "vp", "pipeline", "dp"),
-            *("zero", "recompute", "compile"),
+            *("zero", "zero_reduce", "recompute", "compile"),
             *("model.num_layers", "model.hidden_dropout", "model.attention_dropout"),
             *("data.path", "data.seq_length", "train.global_batch_size", "train.micro_batch_size"),
             *("optimizer.lr", "precision.dtype", "dist.device"),

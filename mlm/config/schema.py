@@ -28,7 +28,10 @@ class ParallelConfig:
     pipeline: Literal["1f1b", "gpipe", "zb_h1"] = "1f1b"
     """Pipeline schedule. 1f1b interleaves when vp > 1; zb_h1 puts weight gradients into the bubble."""
     zero: Literal[0, 2, 3] = 0
-    """What dp replicas share out: 0 nothing, 2 gradients and optimizer state, 3 weights too."""
+    """What dp replicas share out: 0 nothing, 2 optimizer state and reduced gradients, 3 weights too."""
+    zero_reduce: Literal["last", "every"] = "last"
+    """zero=2|3: reduce-scatter gradients in the last micro-batch of a step, until which the whole gradient is
+    kept, or in every micro-batch, which keeps 1/dp of it."""
     recompute: Literal["none", "selective", "full"] = "none"
     """What backward computes again rather than keep: selective the attention matrices, full each layer."""
 

@@ -2,8 +2,10 @@
 
 Source: ZeRO (arXiv:1910.02054, section 5), by PyTorch's FSDP2. Each layer is one unit, what is left another:
 a unit's rows are gathered in one message before its first forward pass and its gradients leave in one
-reduce-scatter. With zero=2 the gathered weights stay until the step's last backward pass; with zero=3 they
-are dropped after each pass and gathered again.
+reduce-scatter: in the step's last micro-batch, until which each rank keeps the whole gradient in float32, or
+in every one (zero_reduce=every), which keeps 1/dp of it and sends it as many times. With zero=2 the gathered
+weights stay until the step's last backward pass; with zero=3 they are dropped after each pass and gathered
+again.
 
 FSDP2 cuts dim 0 like torch.chunk: the last ranks may hold fewer rows, or none. It keeps the rows as DTensors.
 We hand out their plain local tensors (`ParameterShard.parameter`), in float32 or float64: what optimizer,
@@ -16,6 +18,7 @@ The sum, not the mean, is taken: the loss is already divided by the tokens of th
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -34,6 +37,8 @@ from mlm.parallel.gradients import GradientReducer, Reducer
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import DP_SLICES, DataParallelSlice
 
+ReduceWhen = Literal["last", "every"]
+
 
 def build_reducer(
     model: nn.Module,
@@ -43,6 +48,8 @@ def build_reducer(
     compute_dtype: torch.dtype,
     units: Iterable[nn.Module] = (),
     methods: Sequence[str] = (),
+    reduce: ReduceWhen = "last",
+    late_weights: bool = False,
 ) -> Reducer:
     """Make a model's gradients sum over dp; with zero=2|3 its parameters are cut over dp from here on.
 
@@ -53,10 +60,21 @@ def build_reducer(
         compute_dtype: dtype of activations; what gathered weights are cast to if it is half precision.
         units: submodules to gather on their own, in the order they run.
         methods: names of methods other than `forward` that compute with the parameters.
+        reduce: micro-batches of a step that reduce gradients cut over dp (ParallelConfig.zero_reduce).
+        late_weights: True if weight gradients arrive outside backward passes, before a call of `settle`.
     """
     if zero == 0 or dp.group is None:
         return GradientReducer(list(model.parameters()), dp)
-    return ShardedReducer(model, dp, zero=zero, compute_dtype=compute_dtype, units=units, methods=methods)
+    return ShardedReducer(
+        model,
+        dp,
+        zero=zero,
+        compute_dtype=compute_dtype,
+        units=units,
+        methods=methods,
+        reduce=reduce,
+        late_weights=late_weights,
+    )
 
 
 class ShardedReducer:
@@ -71,6 +89,8 @@ class ShardedReducer:
         compute_dtype: torch.dtype,
         units: Iterable[nn.Module],
         methods: Sequence[str],
+        reduce: ReduceWhen,
+        late_weights: bool,
     ) -> None:
         assert dp.group is not None
         first = next(model.parameters())
@@ -97,23 +117,29 @@ class ShardedReducer:
             register_fsdp_forward_method(model, name)
         self.keeps_gathered = zero == 2
         self.slices = _hand_out_slices(model, dp)
-        self._sync: bool | None = None
+        self.every, self.late_weights = reduce == "every", late_weights
+        self._passes: tuple[bool, bool] | None = None
         self._reduced = False
 
     @property
     def sync(self) -> bool:
-        """Whether the next backward pass is the last of the step and reduces as it goes."""
-        return bool(self._sync)
+        """True if the next backward pass is the last of the step and reduces as it goes."""
+        return self._passes is not None and self._passes[1]
 
     @sync.setter
     def sync(self, value: bool) -> None:
         self._reduced |= value
-        if value == self._sync:
+        # where weights come late, a pass has little to reduce: `settle` does it for both
+        self._set_passes(reduce=value or (self.every and not self.late_weights), last=value)
+
+    def _set_passes(self, *, reduce: bool, last: bool) -> None:
+        """Set what the backward passes from here on do: reduce, and drop gathered weights after the last."""
+        if (reduce, last) == self._passes:
             return
-        self._sync = value
-        self.root.set_requires_gradient_sync(value)
-        self.root.set_is_last_backward(value)
-        self.root.set_reshard_after_backward(value or not self.keeps_gathered)
+        self._passes = reduce, last
+        self.root.set_requires_gradient_sync(reduce)
+        self.root.set_is_last_backward(reduce)  # frees what the reduce-scatter has read
+        self.root.set_reshard_after_backward(last or not self.keeps_gathered)
 
     def start_step(self) -> None:
         """Clear the gradients, and drop weights that an evaluation gathered."""
@@ -126,7 +152,9 @@ class ShardedReducer:
     def settle(self) -> None:
         """Take in gradients that arrived outside a backward pass."""
         assert not self._reduced, "the step's gradients are already reduced"
+        self._set_passes(reduce=self.every, last=False)
         _run_post_backward(self.root)
+        self.sync = False
 
     def finish(self) -> None:
         """Reduce if no backward pass did, and hand the sums to the parameters of `ParameterShard`."""

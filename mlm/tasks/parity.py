@@ -164,7 +164,8 @@ def describe_layout(parallel: ParallelConfig, ctx: ParallelContext) -> str:
     sizes = f"tp={ctx.tp.size} pp={ctx.pp.size} dp={ctx.dp.size}"
     plain = ParallelConfig()
     others = {
-        key: getattr(parallel, key) for key in ("vp", "sequence_parallel", "pipeline", "zero", "recompute")
+        key: getattr(parallel, key)
+        for key in ("vp", "sequence_parallel", "pipeline", "zero", "zero_reduce", "recompute")
     }
     return " ".join(
         [sizes]

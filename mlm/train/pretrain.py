@@ -158,6 +158,7 @@ def layout(trainer: Trainer, *, even_batches: bool = True) -> str:
         f"vp={p.vp}" if p.vp > 1 else "",
         "sequence parallel" if p.sequence_parallel and ctx.tp.size > 1 else "",
         f"zero={p.zero}" if p.zero and ctx.dp.size > 1 else "",
+        "reduced every micro-batch" if p.zero and ctx.dp.size > 1 and p.zero_reduce == "every" else "",
         f"recompute={p.recompute}" if p.recompute != "none" else "",
         schedule if ctx.pp.size > 1 else "",
     ]

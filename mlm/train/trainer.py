@@ -79,6 +79,8 @@ class Trainer:
                 compute_dtype=self.model.dtype,
                 units=chunk.layers.values(),
                 methods=self.objective.methods,
+                reduce=config.parallel.zero_reduce,
+                late_weights=self.model.puts_off,
             )
             for chunk in self.model.chunks
         ]

@@ -14,7 +14,7 @@ from mlm.optim.adamw import build_optimizer, ensure_state
 from mlm.parallel.gradients import Reducer
 from mlm.parallel.linear import Postponed
 from mlm.parallel.mesh import ParallelContext
-from mlm.parallel.sharded import build_reducer
+from mlm.parallel.sharded import ReduceWhen, build_reducer
 from mlm.parallel.sharding import ParameterShard, parameter_shards
 
 VOCAB, SEQ, BATCH, LAYERS = 61, 5, 2, 2
@@ -44,9 +44,12 @@ class Rank:
         master: torch.dtype = torch.float64,
         recompute: str = "none",
         stage: Stage | None = None,
+        reduce: ReduceWhen = "last",
+        late_weights: bool = False,
+        model: ModelConfig = MODEL,
     ) -> None:
         self.ctx = ctx
-        self.model = GPT2(MODEL, tp=ctx.tp, dtype=dtype, recompute=recompute, stage=stage).to(master)
+        self.model = GPT2(model, tp=ctx.tp, dtype=dtype, recompute=recompute, stage=stage).to(master)
         init_parameters(self.model, 7, ctx.tp)
         self.reducer: Reducer = build_reducer(
             self.model,
@@ -55,6 +58,8 @@ class Rank:
             compute_dtype=dtype,
             units=self.model.layers.values(),
             methods=("losses",),
+            reduce=reduce,
+            late_weights=late_weights,
         )
         self.shards = tuple(parameter_shards(self.model, ctx.tp))
         self.optimizer = build_optimizer(self.shards, OptimizerConfig(lr=1e-2))

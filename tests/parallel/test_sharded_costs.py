@@ -1,7 +1,9 @@
 """What sharded data parallelism sends and keeps: collectives, bytes and dtypes."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,11 +13,15 @@ from torch import Tensor
 
 from mlm.optim.adamw import MOMENTS, moment
 from mlm.parallel import sharded
+from mlm.parallel.gradients import Reducer
+from mlm.parallel.linear import Postponed
 from mlm.parallel.mesh import ParallelContext, build_mesh
+from mlm.parallel.sharded import ReduceWhen, ShardedReducer
 from mlm.parallel.watch import LostPeer
 from tests.parallel.sharded_rank import (
     LAYERS,
     MICRO_BATCHES,
+    MODEL,
     Rank,
     postpone_weights,
     rectangle,
@@ -23,6 +29,8 @@ from tests.parallel.sharded_rank import (
     wholes,
 )
 from tests.ranks import run_on_ranks
+
+EVEN = replace(MODEL, hidden_size=64, vocab_size=64, max_positions=8)
 
 
 @contextmanager
@@ -62,6 +70,77 @@ def check_reductions(ctx: ParallelContext, zero: int) -> None:
         assert len(seen["scatter_flat"]) == LAYERS + 1  # under way before finish() is called
         mine.reducer.finish()
         assert len(seen["scatter_flat"]) == LAYERS + 1
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_gradients_are_reduced_in_every_micro_batch_on_request(zero: int) -> None:
+    run_on_ranks(check_reductions_of_every_micro_batch, zero, dp=2)
+
+
+def check_reductions_of_every_micro_batch(ctx: ParallelContext, zero: int) -> None:
+    mine = Rank(ctx, zero, reduce="every")
+    with collectives() as seen:
+        mine.accumulate(list(samples_of(0, ctx.dp.rank)))
+    assert len(seen["scatter_flat"]) == MICRO_BATCHES * (LAYERS + 1)
+    assert len(seen["gather_flat"]) == (LAYERS + 1 if zero == 2 else MICRO_BATCHES * (2 * LAYERS + 1))
+
+
+@pytest.mark.parametrize("late_weights", [False, True])
+@pytest.mark.parametrize(("reduce", "parts"), [("last", 1), ("every", 4)])
+def test_gradients_between_micro_batches_take_the_whole_or_its_share(
+    reduce: ReduceWhen, parts: int, late_weights: bool
+) -> None:
+    """Bytes of gradients that a rank holds after each micro-batch, of a model whose rows four ranks share evenly."""
+    for whole, kept in run_on_ranks(bytes_between_micro_batches, reduce, late_weights, dp=4):
+        assert [round(whole / each, 2) for each in kept] == [parts, parts]
+
+
+def bytes_between_micro_batches(
+    ctx: ParallelContext, reduce: ReduceWhen, late_weights: bool
+) -> tuple[int, list[int]]:
+    """Bytes of the whole gradient, and of what the rank holds after the first two micro-batches."""
+    mine = Rank(
+        ctx,
+        2,
+        master=torch.float32,
+        dtype=torch.float32,
+        reduce=reduce,
+        late_weights=late_weights,
+        model=EVEN,
+    )
+    postponed = postpone_weights(mine.model) if late_weights else Postponed()
+    samples = list(samples_of(0, ctx.dp.rank))
+    mine.accumulate(samples)
+    mine.reducer.start_step()
+    kept = []
+    for sample in samples[:2]:
+        mine.reducer.sync = False
+        mine.loss(sample).backward()
+        for job in postponed.take():
+            job()
+        if late_weights:
+            mine.reducer.settle()
+        kept.append(gradient_bytes(mine.reducer))
+    mine.reducer.finish()
+    parts = [shard.part_shape for shard in mine.shards]
+    return sum(math.prod(shape) for shape in parts) * 4, kept
+
+
+def gradient_bytes(reducer: Reducer) -> int:
+    """Bytes of gradients that a rank holds, wherever FSDP2 keeps them: also what a reduction has read."""
+    assert isinstance(reducer, ShardedReducer)
+    held: dict[int, int] = {}
+    for unit in (*reducer.units, reducer.root):
+        state = unit._get_fsdp_state()
+        for group in state._fsdp_param_groups:
+            for p in group.fsdp_params:
+                rows = p.sharded_param.grad
+                grads = [None if rows is None else rows.to_local(), p.unsharded_accumulated_grad]
+                grads += [p.unsharded_param.grad] if hasattr(p, "_unsharded_param") else []
+                grads += [read.reduce_scatter_input for read in group.comm_ctx.reduce_scatter_states]
+                for grad in filter(torch.is_tensor, grads):
+                    held[grad.untyped_storage().data_ptr()] = grad.untyped_storage().nbytes()
+    return sum(held.values())
 
 
 @pytest.mark.parametrize(("zero", "per_step"), [(2, LAYERS + 1), (3, MICRO_BATCHES * (2 * LAYERS + 1))])

@@ -34,6 +34,7 @@ class Layout:
     vp: int = 1
     dp: int = 1
     zero: int = 0
+    zero_reduce: str = "last"
     recompute: str = "none"
     pipeline: str = "1f1b"
     precision: str = "fp64"
@@ -91,6 +92,7 @@ class Layout:
                 sequence_parallel=self.sequence_parallel,
                 pipeline=self.pipeline,  # type: ignore[arg-type]
                 zero=self.zero,  # type: ignore[arg-type]
+                zero_reduce=self.zero_reduce,  # type: ignore[arg-type]
                 recompute=self.recompute,  # type: ignore[arg-type]
             ),
             optimizer=OptimizerConfig(lr=1e-3, clip_grad_norm=0.1),
@@ -237,6 +239,14 @@ LAYOUTS = (
     Layout(tp=4, precision="bf16", micro_batches=1),
     Layout(tp=4, recompute="selective", precision="fp32", dropout=0.1),
     Layout(tp=2, pp=2, dp=2, precision="fp16"),
+    # gradients reduced in every micro-batch
+    Layout(dp=4, zero=2, zero_reduce="every", dropout=0.1, micro_batches=3),
+    Layout(
+        tp=2, sequence_parallel=True, dp=2, zero=3, zero_reduce="every", recompute="full", micro_batches=3
+    ),
+    Layout(pp=2, vp=2, dp=2, zero=2, zero_reduce="every", micro_batches=4),
+    Layout(pp=2, layers=5, dp=2, zero=2, zero_reduce="every", pipeline="zb_h1", micro_batches=5),
+    Layout(dp=2, zero=2, zero_reduce="every", precision="bf16", micro_batches=3),
 )
 """Every two compatible values of AXES meet somewhere; without those of precision, already in float64."""
 
