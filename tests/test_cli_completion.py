@@ -34,7 +34,10 @@ OTHERS = "mnli mrpc qnli qqp race race_high race_middle rte squad squad_v2 sst2 
         ("mlm pretrain --model=gpt2_v1_8", "--model=gpt2_v1_8_3b"),
         ("mlm pretrain --multi", "--multirun"),
         ("mlm pretrain -m model=gpt2_8b train.st", "train.steps="),
-        ("mlm pretrain --tp 2 schedule=c", "schedule=constant schedule=cosine_demo schedule=cosine_v1"),
+        (
+            "mlm pretrain --tp 2 schedule=c",
+            "schedule=constant schedule=cosine schedule=cosine_demo schedule=cosine_v1",
+        ),
         ("mlm eval loss --ckpt runs/x preci", "precision. precision="),
         ("mlm nonsense ", ""),
     ],

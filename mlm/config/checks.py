@@ -103,10 +103,11 @@ def _warmup_ends(config: PretrainConfig, _: Launch) -> str | None:
     end, key = schedule.decay_steps, "schedule.decay_steps"
     if end is None:
         end, key = config.train.steps, "train.steps"
-    if schedule.decay == "constant" or schedule.warmup_steps < end:
+    warmup = schedule.warmup(config.train.steps)
+    if schedule.decay == "constant" or warmup < end:
         return None
     return (
-        f"schedule.warmup_steps={schedule.warmup_steps} must be below {key}={end}, where the decay ends; "
+        f"schedule.warmup_steps={warmup} must be below {key}={end}, where the decay ends; "
         f"use schedule.warmup_steps={end - 1} or fewer"
     )
 

@@ -62,12 +62,20 @@ class ScheduleConfig:
 
     decay: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the decay."""
-    warmup_steps: int = 3000
-    """Steps of linear warm-up from 0."""
+    warmup_steps: int | None = None
+    """Steps of linear warm-up from 0; null means a hundredth of train.steps, as in arXiv:1909.08053."""
     decay_steps: int | None = None
     """Step at which min_lr is reached; null means train.steps."""
     min_lr: float = 1e-5
     """Learning rate at decay_steps and after."""
+
+    def warmup(self, steps: int) -> int:
+        """Steps of warm-up in a run of `steps`."""
+        return steps // 100 if self.warmup_steps is None else self.warmup_steps
+
+    def decay_end(self, steps: int) -> int:
+        """Step at which a run of `steps` reaches min_lr."""
+        return self.decay_steps or steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

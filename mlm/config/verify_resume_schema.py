@@ -64,12 +64,17 @@ class VerifyResumeConfig(PretrainConfig):
         """
         run = comparable(self)
         common = {f.name: getattr(run, f.name) for f in fields(PretrainConfig)}
-        decay_steps = self.schedule.decay_steps or self.train.steps
+        steps = self.train.steps
+        schedule = replace(
+            self.schedule,
+            warmup_steps=self.schedule.warmup(steps),
+            decay_steps=self.schedule.decay_end(steps),
+        )
         return PretrainConfig(
             **common
             | {
                 "out": out,
-                "schedule": replace(self.schedule, decay_steps=decay_steps),
+                "schedule": schedule,
                 "train": replace(self.train, steps=last_step, validate_every=0),
                 "checkpoint": replace(
                     self.checkpoint, save_every=self.steps, keep_last=2, keep_every=0, resume=True

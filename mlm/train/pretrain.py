@@ -15,6 +15,7 @@ from mlm.config.schema import PretrainConfig
 from mlm.data.blend_history import trained_on
 from mlm.data.tokenizer import Tokenizer
 from mlm.files import write_atomic
+from mlm.optim.schedule import warmup_warning
 from mlm.parallel.mesh import ParallelContext
 from mlm.train.corpora import (
     corpus_faults,
@@ -111,6 +112,8 @@ def train(trainer: Trainer, out: Path, start: Path | None) -> None:
             reporter.note(
                 f"step {trainer.step} of train.steps={config.train.steps} is done: raise train.steps to go on"
             )
+        if warning := warmup_warning(config.optimizer, config.schedule, config.train.steps):
+            reporter.note(warning)
         validation = validation_sets(config, trainer.history)
         loop = Loop(trainer, samples, validation, reporter, throughput, stop, saver)
         finished = loop.run()

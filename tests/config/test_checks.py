@@ -50,12 +50,12 @@ def test_sound_config_has_no_fault() -> None:
             "use data.seq_length=128, or model.max_positions=512",
         ),
         (
-            ["schedule.decay_steps=null", "train.steps=100"],
+            ["schedule.warmup_steps=3000", "train.steps=100"],
             "schedule.warmup_steps=3000 must be below train.steps=100, where the decay ends; "
             "use schedule.warmup_steps=99 or fewer",
         ),
         (
-            ["schedule.decay_steps=3000"],
+            ["schedule.decay_steps=3000", "schedule.warmup_steps=3000"],
             "schedule.warmup_steps=3000 must be below schedule.decay_steps=3000, where the decay ends; "
             "use schedule.warmup_steps=2999 or fewer",
         ),

@@ -13,6 +13,7 @@ from mlm.config.model_schema import ModelConfig
 from mlm.config.paths import CONFIG_DIR, groups
 from mlm.config.schema import PretrainConfig
 from mlm.config.tree import flatten, leaves
+from mlm.optim.schedule import learning_rate
 
 RECIPES = groups(CONFIG_DIR)["recipe"]
 TASKS = groups(CONFIG_DIR)["task"]
@@ -160,6 +161,29 @@ def test_v1_experiment_has_the_papers_training_settings() -> None:
         1e-5,
     )
     assert (config.precision.dtype, config.model.hidden_dropout, config.model.init_std) == ("fp16", 0.1, 0.02)
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1000, 10), (300_000, 3000)])
+def test_default_schedule_follows_the_length_of_the_run(steps: int, warmup: int) -> None:
+    config = pretrain(f"train.steps={steps}")
+    lr = [learning_rate(step, config.optimizer, config.schedule, steps) for step in (warmup, steps)]
+    assert lr == [config.optimizer.lr, pytest.approx(1e-5)]
+
+
+@pytest.mark.parametrize(
+    ("words", "warmup", "end"),
+    [
+        (["experiment=v1_1_2b"], 3000, 300_000),
+        (["schedule=cosine_v1"], 3000, 300_000),
+        (["model=bert_336m"], 10_000, 2_000_000),
+        (["experiment=shakespeare"], 60, 900),
+    ],
+)
+def test_presets_keep_their_schedule_whatever_the_length_of_the_run(
+    words: list[str], warmup: int, end: int
+) -> None:
+    schedule = pretrain(*words).schedule
+    assert (schedule.warmup(5000), schedule.decay_end(900)) == (warmup, end)
 
 
 def test_evaluated_8b_model_has_heads_of_128_and_the_scaling_one_of_96() -> None:

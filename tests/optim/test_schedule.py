@@ -3,7 +3,7 @@
 import pytest
 
 from mlm.config.schema import OptimizerConfig, ScheduleConfig
-from mlm.optim.schedule import learning_rate
+from mlm.optim.schedule import learning_rate, warmup_warning
 
 V1 = ScheduleConfig(decay="cosine", warmup_steps=3000, decay_steps=300_000, min_lr=1e-5)
 ADAM = OptimizerConfig(lr=1.5e-4)
@@ -38,3 +38,32 @@ def test_constant_schedule_stays_at_the_peak_after_warm_up() -> None:
 def test_decay_ends_with_the_run_by_default() -> None:
     schedule = ScheduleConfig(warmup_steps=0, min_lr=1e-5)
     assert learning_rate(200, ADAM, schedule, 200) == pytest.approx(1e-5)
+
+
+@pytest.mark.parametrize("steps", [100, 1000, 300_000])
+def test_default_schedule_is_that_of_v1_in_proportion_to_the_run(steps: int) -> None:
+    default = ScheduleConfig()
+    for share in (0.005, 0.01, 0.5, 1.0):
+        of_v1 = learning_rate(round(share * 300_000), ADAM, V1, 300_000)
+        if share * steps >= 1:
+            assert learning_rate(round(share * steps), ADAM, default, steps) == pytest.approx(of_v1)
+
+
+@pytest.mark.parametrize(
+    ("warmup", "steps", "words"),
+    [
+        (333, 1000, None),
+        (None, 3, None),
+        (334, 1000, "schedule.warmup_steps=334 is more than a third of train.steps=1000; use "),
+        (
+            3000,
+            1000,
+            "train.steps=1000, so the learning rate reaches 5e-05 of 0.00015; use schedule.warmup_steps=10",
+        ),
+    ],
+)
+def test_a_warm_up_of_more_than_a_third_of_the_run_is_warned_of(
+    warmup: int | None, steps: int, words: str | None
+) -> None:
+    warning = warmup_warning(ADAM, ScheduleConfig(warmup_steps=warmup, decay_steps=300_000), steps)
+    assert (warning is None) if words is None else (warning is not None and words in warning)

@@ -90,7 +90,7 @@ def check_reductions_of_every_micro_batch(ctx: ParallelContext, zero: int) -> No
 def test_gradients_between_micro_batches_take_the_whole_or_its_share(
     reduce: ReduceWhen, parts: int, late_weights: bool
 ) -> None:
-    """Bytes of gradients that a rank holds after each micro-batch, of a model whose rows four ranks share evenly."""
+    """Bytes of gradients that a rank holds, of a model whose rows four ranks share evenly."""
     for whole, kept in run_on_ranks(bytes_between_micro_batches, reduce, late_weights, dp=4):
         assert [round(whole / each, 2) for each in kept] == [parts, parts]
 

@@ -207,9 +207,10 @@ def test_a_run_from_a_checkpoint_is_counted_from_its_step(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("decay_steps", ["null", "60"])
-def test_learning_rates_are_those_of_the_whole_run(decay_steps: str) -> None:
+@pytest.mark.parametrize("warmup_steps", ["null", "3"])
+def test_learning_rates_are_those_of_the_whole_run(warmup_steps: str, decay_steps: str) -> None:
     config = verify_resume(
-        *("schedule=cosine_v1", "schedule.warmup_steps=3", "train.steps=90"),
+        *("schedule=cosine_v1", f"schedule.warmup_steps={warmup_steps}", "train.steps=250"),
         *(f"schedule.decay_steps={decay_steps}", "steps=4"),
     )
     short = config.training_run("out", 8)
