@@ -73,6 +73,11 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def scaled(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """weight * scale, rounded once."""
+    return torch.mul(weight, scale, out=torch.empty_like(weight, dtype=dtype))
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -88,6 +93,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         compute = weight.to(hidden.dtype)
         added = None if bias is None else bias.to(hidden.dtype)
+        # bfloat16 would round the scale by up to 0.4 %, for all gradients alike: it goes into float32 weights
+        # before their cast and into the float32 sum of the weight's gradient
+        scaled_after = hidden.dtype == torch.bfloat16
+        compute_back = scaled(weight, scale, hidden.dtype) if scaled_after else compute
         rows = chunk_rows(hidden.shape[0], weight.shape[0], hidden.device, chunk_bytes)
         d_hidden = torch.empty_like(hidden)
         # [H, V/t] where the product is faster that way round (matmul.weight_gradient says why); turned once
@@ -110,15 +119,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # gradient of a row's loss: p - onehot(label); ignored rows get weight 0
             p.scatter_add_(1, column.clamp(min=0).unsqueeze(1), -(column >= 0).to(p.dtype).unsqueeze(1))
             row_scale = (scale * (labels[part] != IGNORE)).to(p.dtype).unsqueeze(1)  # [rows, 1]
+            if d_bias is not None:
+                d_bias += (row_scale.t() @ p).squeeze(0)
             if hidden.dtype == torch.float16:  # scaled before the cast, or small probabilities vanish
                 p, row_scale = p.mul_(row_scale), torch.ones_like(row_scale)
-            dlogits, row_scale = p.to(hidden.dtype), row_scale.to(hidden.dtype)
+            elif scaled_after:
+                row_scale = (labels[part] != IGNORE).unsqueeze(1)
+            left, row_scale = p.to(hidden.dtype), row_scale.to(hidden.dtype)
             # the row scale multiplies H-wide operands rather than V-wide ones
-            torch.mul(product(dlogits, compute.t()), row_scale, out=d_hidden[part])
-            if d_bias is not None:
-                d_bias += (row_scale.t() @ dlogits).squeeze(0)
-            left, right = dlogits, hidden[part] * row_scale
+            torch.mul(product(left, compute_back.t()), row_scale, out=d_hidden[part])
+            right = hidden[part] * row_scale
             d_weight += product(right.t(), left.t()) if turned else product(left.t(), right.t())
+        d_weight = d_weight.mul_(scale) if scaled_after else d_weight
         d_weight = (d_weight.t().contiguous() if turned else d_weight).to(weight.dtype)
         ctx.save_for_backward(d_hidden, d_weight, None if d_bias is None else d_bias.to(table.weight.dtype))
         hits = hits * scale
@@ -129,7 +141,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden, d_weight, d_bias = ctx.saved_tensors
         if dy.device.type != "cpu" or dy.item() != 1.0:  # reading it would synchronise on a GPU
-            d_hidden, d_weight = d_hidden.mul_(dy.to(d_hidden.dtype)), d_weight.mul_(dy)
+            d_hidden, d_weight = d_hidden.mul_(dy), d_weight.mul_(dy)
             d_bias = None if d_bias is None else d_bias.mul_(dy)
         return d_hidden, d_weight, d_bias, None, None, None, None, None
 
@@ -160,12 +172,17 @@ def linear_cross_entropy(
 
 
 def cross_entropy_and_hits(
-    hidden: Tensor, labels: Tensor, table: VocabParallelEmbedding, bias: Tensor, scale: Tensor
+    hidden: Tensor,
+    labels: Tensor,
+    table: VocabParallelEmbedding,
+    bias: Tensor,
+    scale: Tensor,
+    chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `linear_cross_entropy`, with `bias` [V/t] on the logits; and scale * how many labels of scored rows
     are the most probable token, 0-d, without a gradient."""
     result: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(
-        hidden, table.weight, bias, labels, scale, table, None, True
+        hidden, table.weight, bias, labels, scale, table, chunk_bytes, True
     )
     return result
 

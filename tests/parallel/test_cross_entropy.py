@@ -6,7 +6,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mlm.parallel.collectives import copy_to_tp
-from mlm.parallel.cross_entropy import IGNORE, full_logits, linear_cross_entropy, token_losses, token_scores
+from mlm.parallel.cross_entropy import (
+    IGNORE,
+    cross_entropy_and_hits,
+    full_logits,
+    linear_cross_entropy,
+    token_losses,
+    token_scores,
+)
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.sharding import load_whole, shard_of
@@ -51,6 +58,33 @@ def check_loss_and_gradients(ctx: ParallelContext, chunk_bytes: int) -> None:
     torch.testing.assert_close(x.grad, hidden.grad)
     padding = torch.zeros(PADDED - VOCAB, HIDDEN, dtype=torch.float64)
     torch.testing.assert_close(table.weight.grad, shard_of(torch.cat([weight.grad, padding]), ctx.tp, 0))
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 3 * 4 * PADDED, 1 << 20])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_hits_and_the_gradient_of_the_bias_match_one_process(tp: int, chunk_bytes: int) -> None:
+    """The first chunk, of however many rows, has hits that the last has not."""
+    run_on_ranks(check_hits_and_bias, chunk_bytes, tp=tp)
+
+
+def check_hits_and_bias(ctx: ParallelContext, chunk_bytes: int) -> None:
+    hidden, weight, labels = problem()
+    bias = torch.linspace(-1, 1, VOCAB, dtype=torch.float64, requires_grad=True)
+    logits = hidden @ weight.t() + bias
+    labels[[0, 1, 5]] = logits.argmax(-1)[[0, 1, 5]]
+    expected = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum") * 0.25
+    expected.backward()
+    table, padding = table_of(weight, ctx.tp), torch.zeros(PADDED - VOCAB, dtype=torch.float64)
+    mine = shard_of(torch.cat([bias.detach(), padding]), ctx.tp, 0).requires_grad_()
+    x = hidden.detach().clone().requires_grad_()
+    scale = torch.tensor(0.25, dtype=torch.float64)
+    loss, hits = cross_entropy_and_hits(copy_to_tp(x, ctx.tp), labels, table, mine, scale, chunk_bytes)
+    loss.backward()
+
+    torch.testing.assert_close(loss, expected)
+    assert hits.item() == 0.25 * int((logits.argmax(-1) == labels).sum()) >= 0.75
+    torch.testing.assert_close(x.grad, hidden.grad)
+    torch.testing.assert_close(mine.grad, shard_of(torch.cat([bias.grad, padding]), ctx.tp, 0))
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -129,3 +163,23 @@ def test_gradient_of_a_bfloat16_weight_is_added_up_in_float32() -> None:
     assert table.weight.grad.dtype == torch.bfloat16
     expected = torch.full((HIDDEN,), rows * (1 / VOCAB - 1))
     torch.testing.assert_close(table.weight.grad[0].float(), expected, rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize(("dtype", "off"), [(torch.bfloat16, 2e-4), (torch.float16, 2**-11)])
+def test_the_scale_of_half_precision_gradients_is_not_rounded(dtype: torch.dtype, off: float) -> None:
+    """The number of scored tokens sets the scale, here half way between two of bfloat16. One error for all
+    gradients would not average out; errors of single elements do, over thousands."""
+    torch.manual_seed(0)
+    table = VocabParallelEmbedding(64, 64, 128, tp=Axis("tp"))
+    hidden, labels = torch.randn(256, 128).to(dtype), torch.randint(0, 64, (256,))
+    weight, bias = torch.randn(64, 128), torch.zeros(64)
+    found = []
+    for scale in (1.0, 1 + 2**-8):
+        load_whole(table, {"weight": weight}, Axis("tp"))
+        x, b = hidden.clone().requires_grad_(), bias.clone().requires_grad_()
+        table.weight.grad = None
+        cross_entropy_and_hits(x, labels, table, b, torch.tensor(scale))[0].backward()
+        found.append([p.grad.double().flatten() for p in (x, table.weight, b)])
+    for whole, scaled in zip(*found, strict=True):
+        factor = (scaled @ whole / (whole @ whole)).item()
+        assert factor == pytest.approx(1 + 2**-8, rel=off)
