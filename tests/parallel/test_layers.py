@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mlm.parallel.collectives import all_reduce
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from mlm.parallel.linear import Postponed
+from mlm.parallel.linear import Postponed, linear
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.sharding import load_whole, shard_of
 from tests.ranks import run_on_ranks
@@ -137,3 +137,12 @@ def test_float32_master_weights_get_float32_gradients_from_bfloat16_activations(
         torch.float32,
         torch.float32,
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradient_of_a_bias_is_added_up_in_its_own_dtype(dtype: torch.dtype) -> None:
+    """4,097 rows of ones, a sum that neither half format holds."""
+    weight, bias = torch.zeros(2, 3), torch.zeros(2, requires_grad=True)
+    linear(torch.zeros(4097, 3, dtype=dtype), weight, bias).backward(torch.ones(4097, 2, dtype=dtype))
+    assert bias.grad is not None
+    assert bias.grad.tolist() == [4097.0, 4097.0]

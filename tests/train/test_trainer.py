@@ -22,6 +22,7 @@ from mlm.config.schema import (
 )
 from mlm.data.sampler import Loader, eval_batches
 from mlm.data.synthetic import SyntheticDataset
+from mlm.optim.adamw import MOMENTS, moment
 from mlm.optim.clip import clip_factor, gradient_norm, scale_gradients
 from mlm.optim.precision import LossScaler
 from mlm.parallel.gradients import GradientReducer
@@ -176,6 +177,44 @@ def exhaust(ctx: ParallelContext) -> str:
     with pytest.raises(UserError) as refused:
         refuse_exhausted(trainer, batches, "schedule.warmup")
     return str(refused.value)
+
+
+def test_each_step_uses_the_learning_rate_of_its_own_number() -> None:
+    """Adam's first step moves a bias by the learning rate, whose warm-up takes five steps."""
+    trainer = Trainer(config(), shape_context())
+    bias = trainer.model.chunks[0].layers["0"].mlp.up.bias
+    before = bias.detach().clone()
+    steps_of(trainer, 1)
+    assert (bias.detach() - before).abs().max().item() == pytest.approx(1e-2 / 5, rel=1e-3)
+    for step in (2, 3):
+        steps_of(trainer, 1)
+        rates = [group["lr"] for group in trainer.optimizer.param_groups]
+        assert rates == pytest.approx([1e-2 * step / 5] * len(rates))
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_gradients_and_moments_in_float16_are_those_without_the_loss_scale(clip: float) -> None:
+    """Adam's steps alone would not show it: they do not depend on the size of the gradient."""
+    found = []
+    for dtype in ("fp32", "fp16"):
+        spec = config(dtype=dtype)
+        trainer = Trainer(
+            replace(spec, optimizer=replace(spec.optimizer, clip_grad_norm=clip)), shape_context()
+        )
+        steps_of(trainer, 1)
+        found.append(
+            [torch.cat([value.flatten() for value in values]) for values in gradients_and_moments(trainer)]
+        )
+    for exact, half in zip(*found, strict=True):
+        assert (half @ exact / (exact @ exact)).item() == pytest.approx(1, rel=5e-3)
+
+
+def gradients_and_moments(trainer: Trainer) -> list[list[torch.Tensor]]:
+    """Gradients as the optimizer read them, and its first and second moments."""
+    gradients = [shard.parameter.grad for shard in trainer.shards]
+    assert all(gradient is not None for gradient in gradients)
+    moments = [[moment(trainer.optimizer, s, name) for s in trainer.shards] for name in MOMENTS]
+    return [[g for g in gradients if g is not None], *moments]
 
 
 @pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 1), (2, 2)])

@@ -1,0 +1,56 @@
+"""Attention with dropout on the probabilities, which PyTorch's fused kernels do not do on a CPU."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from mlm.models.attention import fused_attention, unfused_attention
+from mlm.models.documents import bias_of, without_padding
+from mlm.parallel.random import dropout
+
+S, B, HEADS, HEAD_DIM = 7, 3, 2, 9
+
+
+def qkv() -> Tensor:
+    """[S, B, 3H] of deviation 2: scores large enough for their scale to matter."""
+    generator = torch.Generator().manual_seed(0)
+    x = 2 * torch.randn(S, B, 3 * HEADS * HEAD_DIM, generator=generator, dtype=torch.float64)
+    return x.requires_grad_()
+
+
+def bias(name: str) -> Tensor | None:
+    if name == "padding":
+        spans = without_padding(torch.tensor([S, 4, 1]), S, torch.float64, torch.device("cpu"))
+        assert spans is not None
+        return spans.bias
+    if name == "documents":
+        ends = torch.zeros(B, S, dtype=torch.bool)
+        ends[0, 2] = ends[1, 5] = True
+        return bias_of(ends, torch.float64)
+    return None
+
+
+@pytest.mark.parametrize("name", ["causal", "all", "padding", "documents"])
+def test_without_dropout_it_equals_the_fused_kernel(name: str) -> None:
+    """Outputs and input gradients, where only the order of sums differs."""
+    dy = torch.randn(S, B, HEADS * HEAD_DIM, dtype=torch.float64)
+    results = []
+    for attention in (fused_attention, unfused_attention):
+        x = qkv()
+        y = attention(x, HEAD_DIM, 0.0, bias(name), name == "causal")
+        y.backward(dy)
+        results.append((y.detach(), x.grad))
+    torch.testing.assert_close(*results)
+
+
+def test_dropout_takes_probabilities_out_and_scales_the_others() -> None:
+    """With the same mask applied to probabilities made by hand."""
+    x = qkv().detach()
+    torch.manual_seed(1)
+    y = unfused_attention(x, HEAD_DIM, 0.4)
+    q, k, v = x.reshape(S, B, HEADS, 3, HEAD_DIM).permute(3, 1, 2, 0, 4)  # each [B, N, S, D]
+    scores = (q @ k.mT / HEAD_DIM**0.5).masked_fill(~torch.ones(S, S).bool().tril(), -torch.inf)
+    torch.manual_seed(1)
+    dropped = dropout(scores.softmax(-1).flatten(0, 1), 0.4).unflatten(0, (B, HEADS))
+    assert (dropped == 0).sum() > B * HEADS * S * (S - 1) / 2  # more than what comes later
+    torch.testing.assert_close(y, (dropped @ v).permute(2, 0, 1, 3).reshape(S, B, -1))
