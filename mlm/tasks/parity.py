@@ -29,7 +29,7 @@ from mlm.train.environment import read_place
 from mlm.train.memory import reuse_large_blocks
 from mlm.train.parity import Report, compare
 from mlm.train.process import device_kind
-from mlm.train.verdict import TOLERANCES, Verdict, judge, relative, skipped
+from mlm.train.verdict import TOLERANCES, Verdict, judge, of_moved, relative, skipped
 
 RESULT = "parity.json"
 SHOWN = 3
@@ -229,6 +229,6 @@ def _table_of_parameters(report: Report) -> Table:
         table.add_row("gradient", gradient.name, str(step_number), f"{gradient.difference:.1e}", f"{by:.1e}")
     moved, last = sum(step.lr for step in report.steps), str(len(report.steps))
     for weight in sorted(report.weights, key=lambda weight: -weight.difference)[:SHOWN]:
-        by = weight.difference / moved
+        by = of_moved(weight.difference, moved)
         table.add_row("weight", weight.name, last, f"{weight.difference:.1e}", f"{by:.1e} of Σ lr")
     return table

@@ -33,6 +33,12 @@ from mlm.train.pipelined import PipelinedModel
 from mlm.train.state import is_stored, load_weights
 from mlm.train.trainer import Trainer
 
+ROUNDING = 1e-6
+"""Float64: where the two gradients of an element differ by more than this share of it (plus Adam's eps), it
+holds little but rounding. Keys' biases are such: softmax cancels them, so their true gradient is zero. Adam
+divides a gradient by its own size, which makes whole steps of rounding: these weights are not compared, their
+gradients are. The bound on weights in narrower formats allows for such steps."""
+
 Value = Callable[[Trainer, ParameterShard], Tensor]
 """What of a parameter is compared: a tensor laid out like this rank's part of it."""
 
@@ -93,6 +99,8 @@ class Report:
     """Parameters that several ranks hold copies of."""
     torn: tuple[str, ...]
     """Those of them whose copies are not equal bit for bit after the last step."""
+    by_gradient: int = 0
+    """Elements whose gradient is rounding, so that it is compared and the weight is not."""
 
 
 def compare(config: ParityConfig, ctx: ParallelContext, on_step: Callable[[], None] = lambda: None) -> Report:
@@ -114,9 +122,9 @@ def compare(config: ParityConfig, ctx: ParallelContext, on_step: Callable[[], No
         for _, batches, all_batches in zip(range(config.steps), own, whole, strict=False):
             steps.append(_step(comparison, batches, all_batches))
             on_step()
-    weights = comparison.differences(lambda _, shard: shard.parameter.detach())
+    weights = comparison.differences(lambda _, shard: shard.parameter.detach(), skip_rounding=True)
     replicated, torn = comparison.torn_replicas()
-    return Report(tuple(steps), weights, replicated, torn)
+    return Report(tuple(steps), weights, replicated, torn, comparison.count_rounding())
 
 
 def one_process(config: ParityConfig, ctx: ParallelContext) -> Trainer:
@@ -150,7 +158,7 @@ def _step(
     layout, alone = comparison.layout, comparison.alone
     parts = layout.forward_backward(batches)
     expected_parts = None if alone is None else alone.forward_backward(all_batches)
-    gradients = comparison.differences(_gradient)
+    gradients = comparison.differences(_gradient, note_rounding=True)
     outcome = layout.update(parts)
     numbers = [layout.mean_loss(outcome), float(outcome.grad_norm.item())]
     expected = [0.0, 0.0]
@@ -180,9 +188,17 @@ class Comparison:
         for shard in layout.shards:
             self.held[shard.name].append(shard)
         self.alone_held = {} if alone is None else {shard.name: shard for shard in alone.shards}
+        self.is_exact = parameter_dtype(layout.config.precision) == torch.float64
+        self.rounding: dict[ParameterShard, Tensor] = {}
+        """Which true elements of a part have had a gradient that holds rounding, see ROUNDING."""
 
-    def differences(self, value: Value) -> tuple[Difference, ...]:
-        """How far each parameter's `value` is from that on one process; the same on every rank."""
+    def differences(
+        self, value: Value, *, note_rounding: bool = False, skip_rounding: bool = False
+    ) -> tuple[Difference, ...]:
+        """Return how far each parameter's `value` is from that on one process; the same on every rank.
+
+        `note_rounding` remembers elements that hold rounding, `skip_rounding` leaves them out of the result.
+        """
         maxima = torch.zeros(len(self.whole), 2, dtype=torch.float64)
         sums = torch.zeros(len(self.whole), 4, dtype=torch.float64)
         for row, (name, shards) in enumerate(self.held.items()):
@@ -193,8 +209,12 @@ class Comparison:
                 part = _rectangle(expected, shard, mine.shape).double()
                 if mine.numel() == 0:
                     continue
-                off = (mine - part).abs().amax().nan_to_num(nan=torch.inf)  # a maximum over ranks drops NaN
-                maxima[row, 1] = maxima[row, 1].maximum(off)
+                off = (mine - part).abs().nan_to_num(nan=torch.inf)  # a maximum over ranks drops NaN
+                if note_rounding and self.is_exact:
+                    self._note_rounding(shard, off, part)
+                if skip_rounding and shard in self.rounding:
+                    off = off.masked_fill(self.rounding[shard] & off.isfinite(), 0)
+                maxima[row, 1] = maxima[row, 1].maximum(off.amax())
                 if is_stored(shard, self.layout.ctx):
                     x, y = mine.flatten(), part.flatten()
                     sums[row] += torch.stack([torch.tensor(float(x.numel())), x @ y, x @ x, y @ y])
@@ -202,6 +222,16 @@ class Comparison:
         all_reduce(sums, self.everyone)
         rows = zip(self.whole.values(), maxima.tolist(), sums.tolist(), strict=True)
         return tuple(_difference(*row) for row in rows)
+
+    def _note_rounding(self, shard: ParameterShard, off: Tensor, expected: Tensor) -> None:
+        holds = off > ROUNDING * (expected.abs() + self.layout.config.optimizer.eps)
+        before = self.rounding.get(shard)
+        self.rounding[shard] = holds if before is None else before | holds
+
+    def count_rounding(self) -> int:
+        """Elements of the whole model that hold rounding; the same on every rank."""
+        counts = [int(m.sum()) for shard, m in self.rounding.items() if is_stored(shard, self.layout.ctx)]
+        return int(all_reduce(torch.tensor(sum(counts)), self.everyone).item())
 
     def _expected(self, name: str, value: Value) -> Tensor:
         """The whole parameter's value on one process, on every rank's host."""

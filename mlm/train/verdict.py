@@ -81,7 +81,8 @@ def judge(report: Report, precision: str) -> Verdict:
         return Verdict(
             "DIFFERENT",
             f"the weights of {worst.name} differ by {worst.difference:.2g} after the last step, "
-            f"{worst.difference / moved:.2g} times what the learning rate moved them; gradients are equal",
+            f"{of_moved(worst.difference, moved):.2g} times what the learning rate moved them; gradients are "
+            "equal",
             "suspect the optimizer: its state, weight decay, or which parameters it holds",
         )
     if report.torn:
@@ -103,6 +104,11 @@ def relative(gradients: Sequence[Difference]) -> list[float]:
     """Differences as fractions of the largest element of the same parameter, or of FLOOR of the largest."""
     floor = FLOOR * max((g.largest for g in gradients), default=0.0)
     return [g.difference / max(g.largest, floor) if g.largest or floor else g.difference for g in gradients]
+
+
+def of_moved(difference: float, moved: float) -> float:
+    """A difference of weights in units of what the learning rates move them: their sum, 0 if all are."""
+    return difference / moved if moved else math.inf if difference else 0.0
 
 
 def _of_step(step: StepReport, tolerance: Tolerance) -> Verdict | None:
@@ -214,7 +220,13 @@ def _agreement(report: Report) -> str:
     weights = max(weight.difference for weight in report.weights)
     moved = sum(step.lr for step in report.steps)
     copies = f"; {report.replicated} parameters held in copies, all bit-equal" if report.replicated else ""
+    moves = f"{of_moved(weights, moved):.1e} of what the learning rate moves them"
+    rounding = (
+        f"; {report.by_gradient} elements compared by gradient alone, which is rounding"
+        if report.by_gradient
+        else ""
+    )
     return (
         f"losses to {losses:.1e}, gradients to {gradients:.1e} of the largest of each, weights to "
-        f"{weights / moved:.1e} of what the learning rate moves them{copies}"
+        f"{moves if moved else f'{weights:.1e}, as every learning rate is 0'}{rounding}{copies}"
     )

@@ -11,8 +11,9 @@ from torch import Tensor
 from mlm.data.sampler import Plan
 from mlm.data.synthetic import SyntheticDataset
 from mlm.parallel.mesh import ParallelContext
-from mlm.train.parity import Comparison, one_process
-from mlm.train.trainer import Trainer
+from mlm.train.parity import Comparison, Report, compare, one_process
+from mlm.train.trainer import StepOutcome, Trainer
+from mlm.train.verdict import Verdict, judge
 from tests.ranks import run_on_ranks
 from tests.train.parity_layouts import (
     BERT_LAYOUTS,
@@ -127,3 +128,47 @@ def forget(ctx: ParallelContext, layout: Layout) -> float:
         comparison.held["layers.1.mlp.up.weight"] = []
     weights = comparison.differences(lambda _, shard: shard.parameter.detach())
     return {weight.name: weight.difference for weight in weights}["layers.1.mlp.up.weight"]
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2, dp=2, zero=2), Layout(pp=2)], ids=str)
+def test_rounding_that_adam_amplifies_is_compared_by_gradient(layout: Layout) -> None:
+    """At eps=1e-30 the biases of keys, whose gradient is zero but for rounding, move by whole steps."""
+    for report, verdict in run_on_ranks(compare_with_tiny_eps, layout, **layout.sizes):
+        assert verdict.equal, verdict.sentence
+        # of each layer the keys' 16; hardly any other
+        assert 4 * 16 <= report.by_gradient <= 4 * 16 + 20
+        assert f"{report.by_gradient} elements compared by gradient" in verdict.sentence
+
+
+def compare_with_tiny_eps(ctx: ParallelContext, layout: Layout) -> tuple[Report, Verdict]:
+    config = layout.config()
+    report = compare(replace(config, optimizer=replace(config.optimizer, eps=1e-30)), ctx)
+    return report, judge(report, "fp64")
+
+
+def test_a_wrong_update_of_a_weight_is_found_at_any_eps() -> None:
+    """A weight that the optimizer forgets on one rank differs though its gradient does not."""
+    for report in run_on_ranks(forget_to_update, Layout(tp=2), tp=2):
+        wrong = {weight.name for weight in report.weights if weight.difference > 1e-5 * 1e-3}
+        assert wrong == {"layers.1.mlp.up.weight"}
+        assert judge(report, "fp64").word == "DIFFERENT"
+
+
+def forget_to_update(ctx: ParallelContext, layout: Layout) -> Report:
+    config = layout.config(steps=1)
+    update = Trainer.update
+
+    def without_one(trainer: Trainer, parts: Tensor) -> StepOutcome:
+        held = [s.parameter for s in trainer.shards if s.name == "layers.1.mlp.up.weight"]
+        before = [p.detach().clone() for p in held]
+        outcome = update(trainer, parts)
+        if trainer.ctx.tp.size == 2 and ctx.rank == 1:
+            for p, value in zip(held, before, strict=True):
+                p.data.copy_(value)
+        return outcome
+
+    Trainer.update = without_one  # type: ignore[method-assign]
+    try:
+        return compare(replace(config, optimizer=replace(config.optimizer, eps=1e-30)), ctx)
+    finally:
+        Trainer.update = update  # type: ignore[method-assign]

@@ -114,3 +114,13 @@ def test_a_vanishing_gradient_is_measured_against_the_largest_of_the_model() -> 
     """A difference of 1e-16 in a gradient that is itself 1e-16 is no difference of 100 %."""
     small = gradient("layers.0.mlp.up.weight", difference=1e-16, largest=1e-16)
     assert relative([gradient("token.weight"), small])[1] == pytest.approx(1e-13)
+
+
+def test_weights_that_no_learning_rate_moves_are_equal_or_not() -> None:
+    still = replace(step(), lr=0.0)
+    assert "weights to 0.0e+00, as every learning rate is 0" in judge(report(still), "fp64").sentence
+    verdict = judge(report(still, weight=1e-9), "fp64")
+    assert (verdict.word, verdict.sentence.count("inf times what the learning rate moved them")) == (
+        "DIFFERENT",
+        1,
+    )
