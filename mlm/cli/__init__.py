@@ -1,5 +1,22 @@
 """The command line: `mlm COMMAND [TASK] [key=value …]`."""
 
-from mlm.cli.entry import main
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from importlib import import_module
+
+from mlm.train.stop import requests_noted
+
+TRAINING = ("pretrain", "finetune")
+"""Commands that save when they are asked to stop."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `mlm` with `argv` (default: of this process) and return its exit code: see mlm.cli.entry."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    with requests_noted() if words[:1] and words[0] in TRAINING else nullcontext():
+        code: int = import_module("mlm.cli.entry").main(words)  # its imports take seconds: signals are noted
+        return code
+
 
 __all__ = ["main"]

@@ -35,7 +35,7 @@ from mlm.train.environment import num_threads, read_place, worker_environment
 from mlm.train.failure import LAST_WORDS_S, Death, LastWords, end_stopped, load_failures, report
 from mlm.train.process import meet, run_rank
 from mlm.train.relay import Relay, handlers_restored
-from mlm.train.stop import STANDS_FOR, WORDS
+from mlm.train.stop import STANDS_FOR, WORDS, is_noting
 from mlm.train.watchdog import flight_recorder
 
 HOST = "127.0.0.1"
@@ -67,7 +67,7 @@ def launch_ranks(
             max_restarts=0,
             monitor_interval=POLL_S,
         )
-        relay = Relay()
+        relay = Relay(saves=is_noting())
         variables = worker_environment(os.environ, threads=threads) | flight_recorder(os.environ, logs)
         agent = RankAgent(spec, Streams(variables), relay, folder)
         with quiet_logging(), handlers_restored():

@@ -1,7 +1,14 @@
-"""Memory of a CPU process: keep large blocks instead of giving them back to the system each time."""
+"""Memory of a process: large blocks that are kept rather than given back each time, and what to do about too
+little of it."""
 
 import ctypes
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from mlm.config.errors import UserError
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
@@ -36,3 +43,19 @@ def give_back() -> bool:
         return bool(ctypes.CDLL(None).malloc_trim(0))
     except (OSError, AttributeError):  # another C library
         return False
+
+
+@contextmanager
+def out_of_memory_is_said(micro_batch_size: int, remedy: str) -> Iterator[None]:
+    """Turn what PyTorch and Python raise for lack of memory into a UserError with a remedy."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        on_gpu = isinstance(error, torch.OutOfMemoryError)
+        if not on_gpu and not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):
+            raise
+        reason = f" ({str(error).splitlines()[0]})" if str(error) else ""
+        raise UserError(
+            f"train.micro_batch_size={micro_batch_size} is too much for the memory of "
+            f"{'the GPU' if on_gpu else 'this host'}: lower it, {remedy}{reason}"
+        ) from error

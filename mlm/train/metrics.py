@@ -1,17 +1,19 @@
 """Reporting: one object the training loop talks to, and rank 0 alone speaks and writes."""
 
 import platform
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Self
+from typing import Self, TextIO, cast
 
 import torch
 from rich.console import Console
 
 import mlm
 from mlm.config.schema import LogConfig
+from mlm.terminal import LastingStream
 from mlm.train.history import FILE_NAME, History
 from mlm.train.panel import Display, LivePanel, PlainLines
 from mlm.train.records import NO_PARTS, Parts, Sink, StepMetrics
@@ -53,7 +55,7 @@ class Reporter:
         self.run = {"start_step": start_step, "total_steps": total_steps, "versions": versions, **(run or {})}
         trackers = build_trackers(out, config, start_step)
         display = make_display(
-            console or Console(force_terminal=True if config.live == "on" else None),
+            console or training_console(config.live, out / FILE_NAME),
             live=config.live,
             title=dict(header).get("run", out.name),
             header=header,
@@ -100,6 +102,10 @@ class Reporter:
         for sink in self.sinks:
             sink.save_failed(step, error)
 
+    def announce(self, text: str) -> bool:
+        """Show that a stop was asked for; False if no display can. Safe inside a signal handler."""
+        return sum(sink.announce(text) for sink in self.sinks) > 0
+
     def note(self, text: str) -> None:
         """Tell the user something in one line."""
         for sink in self.sinks:
@@ -109,6 +115,12 @@ class Reporter:
         """`step` steps are issued; moves the progress bar, reads nothing from the device."""
         for sink in self.sinks:
             sink.advance(step)
+
+
+def training_console(live: str, metrics: Path) -> Console:
+    """Standard output, whose loss costs the lines and not the run: the numbers are in `metrics` too."""
+    stream = LastingStream(sys.stdout, f"training continues, its numbers are in {metrics}")
+    return Console(file=cast(TextIO, stream), force_terminal=True if live == "on" else None)
 
 
 def make_display(

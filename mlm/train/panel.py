@@ -155,6 +155,7 @@ class LivePanel(Display):
         self.metrics: StepMetrics | None = None
         self.validated: tuple[int, float, float, Parts] | None = None
         self.scored: dict[str, tuple[int, Parts, bool]] = {}
+        self.announcement: str | None = None
         self.live = Live(
             console=console,
             get_renderable=self.render,
@@ -180,8 +181,13 @@ class LivePanel(Display):
     def advance(self, step: int) -> None:
         self.done = step
 
+    def announce(self, text: str) -> bool:
+        """Have the panel's own thread draw the line: written beside the panel it would be overwritten."""
+        self.announcement = text
+        return self.live.is_started
+
     def close(self) -> None:
-        self.end = self.clock()
+        self.end, self.announcement = self.clock(), None
         self.live.stop()
 
     def render(self) -> RenderableType:
@@ -199,6 +205,8 @@ class LivePanel(Display):
             values = " · ".join(f"{name} {value:.4f}" for name, value in metrics.items())
             rows.append(cell(split, f"{values} · step {step:,}{' · best' if is_best else ''}"))
         rows.append(self.times())
+        if self.announcement is not None:
+            rows.append(Text(self.announcement, style="bold yellow"))
         width = max(20, min(MAX_WIDTH, self.console.width - ECHO_WIDTH))
         return Panel(Group(*rows), title=Text(self.title, style="bold"), border_style="dim", width=width)
 

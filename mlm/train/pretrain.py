@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
 from omegaconf import OmegaConf
 
 from mlm.config.build import config_digest, to_dict
@@ -26,7 +25,7 @@ from mlm.train.corpora import (
 )
 from mlm.train.curves import plot_losses
 from mlm.train.loop import Loop
-from mlm.train.memory import reuse_large_blocks
+from mlm.train.memory import out_of_memory_is_said, reuse_large_blocks
 from mlm.train.metrics import Reporter, Throughput
 from mlm.train.peak import Peak, peak_flops
 from mlm.train.resume import claim, go_on_with_data, resume, start_faults
@@ -58,19 +57,13 @@ def run(config: PretrainConfig, ctx: ParallelContext) -> None:
     if ctx.device.type == "cpu":
         reuse_large_blocks()
     out = Path(config.out)
-    try:
-        with ExitStack() as stack:
-            claim(config, ctx, stack)
-            if ctx.is_main:
-                prepare_directory(config, out)
-            trainer = Trainer(config, ctx)
-            train(trainer, out, resume(trainer))
-    except torch.OutOfMemoryError as error:
-        raise UserError(
-            f"train.micro_batch_size={config.train.micro_batch_size} is too much for the GPU's memory: lower "
-            "it, set recompute=selective or full, sequence_parallel=true or zero=2, or raise tp or pp "
-            f"({str(error).splitlines()[0]})"
-        ) from error
+    remedy = "set recompute=selective or full, sequence_parallel=true or zero=2, or raise tp or pp"
+    with out_of_memory_is_said(config.train.micro_batch_size, remedy), ExitStack() as stack:
+        claim(config, ctx, stack)
+        if ctx.is_main:
+            prepare_directory(config, out)
+        trainer = Trainer(config, ctx)
+        train(trainer, out, resume(trainer))
 
 
 def train(trainer: Trainer, out: Path, start: Path | None) -> None:
@@ -103,6 +96,7 @@ def train(trainer: Trainer, out: Path, start: Path | None) -> None:
         },
     )
     with StopRequest(announce=ctx.is_main) as stop, reporter, Saver(trainer, out, reporter) as saver:
+        stop.show = reporter.announce
         if start is not None:
             begins = "resuming from" if trainer.step else "weights from"
             reporter.note(f"{begins} {start} (step {trainer.step})")

@@ -75,6 +75,10 @@ class Sink:
     def note(self, text: str) -> None:
         """Something to tell the user in one line."""
 
+    def announce(self, text: str) -> bool:
+        """Show what a signal asked for; False if this is no place for it. Called inside signal handlers."""
+        return False
+
     def advance(self, step: int) -> None:
         """`step` steps are issued; their numbers stay on the device."""
 

@@ -7,23 +7,28 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from mlm.train.stop import STANDS_FOR, WORDS
+from mlm.train.stop import STANDS_FOR, WORDS, take_noted
 
 AGENT_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 class Relay:
-    """Passes a request to stop on to the ranks; kills them on a second Ctrl-C, or if none would save."""
+    """Passes a request to stop on to the ranks; kills them on a second Ctrl-C, or if none would save.
 
-    def __init__(self) -> None:
+    With `saves`, ranks that do not listen yet will: they start with the request blocked, so it waits.
+    """
+
+    def __init__(self, *, saves: bool = False) -> None:
         self.killed: signal.Signals | None = None
-        self._received: list[signal.Signals] = []
+        self._saves = saves
+        self._received = take_noted()
         self._handled = 0
 
     def install(self) -> None:
         """Take over the signals that ask for a stop. They are only noted here and acted on in `act`."""
         for number in WORDS:
-            signal.signal(number, self._note)
+            if signal.getsignal(number) is not signal.SIG_IGN or number is not signal.SIGHUP:  # nohup
+                signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._received.append(signal.Signals(number))
@@ -36,7 +41,7 @@ class Relay:
         first_time = self._handled == 0
         self._handled += len(fresh)
         ours = {pid: status for pid in pids.values() if (status := _process_status(pid))}
-        saves = any(map(_listens, ours.values()))
+        saves = self._saves or any(map(_listens, ours.values()))
         if self._received.count(signal.SIGINT) > 1 or (first_time and not saves):
             self.killed = fresh[-1]
             for pid in ours:
@@ -68,9 +73,9 @@ def _listens(status: Mapping[str, str]) -> bool:
 @contextmanager
 def handlers_restored() -> Iterator[None]:
     """Keep the agent off our signals, and put back in the end what it and `Relay` have replaced."""
-    numbers = (*WORDS, signal.SIGHUP, signal.SIGQUIT)
+    numbers = (*WORDS, signal.SIGQUIT)
     before = {number: signal.getsignal(number) for number in numbers}
-    os.environ[AGENT_SIGNALS] = "SIGHUP,SIGQUIT"  # the agent's own handlers end the job without a save
+    os.environ[AGENT_SIGNALS] = "SIGQUIT"  # the agent's own handlers end the job without a save
     try:
         yield
     finally:

@@ -1,24 +1,108 @@
-"""Stopping on request: finish the step, save, leave. A second Ctrl-C stops at once."""
+"""Stopping on request: finish the step, save, leave. A second Ctrl-C stops at once.
+
+A request may come before there is a step to finish: importing torch, finding the other ranks and loading a
+checkpoint take seconds to minutes. `requests_noted` keeps it until a `StopRequest` obeys it. This module
+needs the standard library only, so that noting begins before anything else is imported.
+"""
 
 import os
 import signal
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import Any
 
 LAUNCHED = "MLM_LAUNCHED"
 """Environment variable of a rank that a plain `mlm` command started (mlm/train/agent.py)."""
 
-WORDS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SIGUSR1"}
-"""The signals that ask for a stop, and how `StopRequest.reason` says so."""
+WORDS = {
+    signal.SIGINT: "Ctrl-C",
+    signal.SIGTERM: "SIGTERM",
+    signal.SIGUSR1: "SIGUSR1",
+    signal.SIGHUP: "SIGHUP",
+}
+"""The signals that ask for a stop, and how `StopRequest.reason` says so. SIGHUP: the terminal has gone."""
 
-STANDS_FOR = {signal.SIGINT: signal.SIGINT, signal.SIGUSR2: signal.SIGTERM, signal.SIGUSR1: signal.SIGUSR1}
+STANDS_FOR = {
+    signal.SIGINT: signal.SIGINT,
+    signal.SIGUSR2: signal.SIGTERM,
+    signal.SIGUSR1: signal.SIGUSR1,
+    signal.SIGHUP: signal.SIGHUP,
+}
 """What a launched rank hears, and what its parent had heard. SIGTERM itself stays deadly there: it is how
 the elastic agent ends the ranks that are left when one has died, and they may be stuck in a collective."""
 
 
+@dataclass
+class _Early:
+    """Requests of this process that nothing has obeyed yet."""
+
+    active: bool = False
+    taken: bool = False
+    numbers: list[signal.Signals] = field(default_factory=list)
+
+
+_early = _Early()  # what a process does with signals belongs to the process
+
+
+@contextmanager
+def requests_noted() -> Iterator[None]:
+    """Note the first signal that asks for a stop for a `StopRequest` or `Relay` to take; a second one acts.
+
+    Does nothing outside the main thread, where Python allows no handlers.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _early.active, _early.taken = True, False
+    _early.numbers.clear()
+    before = {number: signal.signal(number, _note) for number in WORDS if not _is_ignored(number)}
+    try:
+        yield
+    finally:
+        _early.active = False
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def take_noted() -> list[signal.Signals]:
+    """The requests noted so far; from here on signals are no longer noted."""
+    _early.taken = True
+    numbers, _early.numbers = _early.numbers, []
+    return numbers
+
+
+def is_noting() -> bool:
+    """True in a command that obeys noted requests: one that trains."""
+    return _early.active
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    if not _early.taken and not _early.numbers:
+        _early.numbers.append(signal.Signals(number))
+        _say(f"mlm: {WORDS[signal.Signals(number)]}: noted; training will stop and save after its first step")
+    elif number == signal.SIGINT:
+        raise KeyboardInterrupt
+    else:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
+def _is_ignored(number: signal.Signals) -> bool:
+    """True for a hang-up that nohup asked not to hear."""
+    return number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
+
+
+def _say(text: str) -> None:
+    """Write a line to stderr: print is not safe inside a signal handler."""
+    with suppress(OSError):  # its reader may be gone
+        os.write(2, f"{text}\n".encode())
+
+
 class StopRequest:
-    """Turns the first SIGINT, SIGTERM or SIGUSR1 into a request that the training loop polls.
+    """Turns the first SIGINT, SIGTERM, SIGUSR1 or SIGHUP into a request that the training loop polls.
 
         with StopRequest(announce=ctx.is_main) as stop:
             while step < steps and not stop.requested: ...
@@ -31,6 +115,8 @@ class StopRequest:
 
     def __init__(self, *, announce: bool = False) -> None:
         self._announce = announce
+        self.show: Callable[[str], bool] = lambda text: False
+        """Shows the announcement where a panel would overwrite stderr; False if it cannot."""
         self._interrupts = 0
         self._reason: str | None = None
         self._handlers: dict[signal.Signals, Any] = {}
@@ -50,14 +136,18 @@ class StopRequest:
         """Ask for a stop from inside the program. The first reason stays."""
         if self._reason is None:
             self._reason = reason
-            if self._announce:  # os.write: print is not safe inside a signal handler
-                text = f"mlm: {reason}: finishing the step, then saving; Ctrl-C again stops at once\n"
-                os.write(2, text.encode())
+            text = f"{reason}: finishing the step, then saving; Ctrl-C again stops at once"
+            if self._announce and not self.show(text):
+                _say(f"mlm: {text}")
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
             heard = heard_signals()
-            self._handlers = {number: signal.signal(number, self._handle) for number in heard}
+            self._handlers = {
+                number: signal.signal(number, self._handle) for number in heard if not _is_ignored(number)
+            }
+            for number in take_noted():
+                self._handle(number, None)
             # Launched ranks start with these blocked, so a request made meanwhile arrives now.
             self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, heard)
         return self

@@ -1,11 +1,14 @@
 """What the eye gets: plain lines a program can split, and a panel that fits."""
 
+import os
 from pathlib import Path
 
 import pytest
 
+from mlm.config.schema import LogConfig
+from mlm.train.metrics import training_console
 from mlm.train.panel import LivePanel, duration, quantity
-from tests.train.reporting import Clock, reporter, shown, step_metrics, terminal
+from tests.train.reporting import Clock, read_metrics, reporter, shown, step_metrics, terminal
 
 
 def pairs(line: str) -> dict[str, str]:
@@ -145,6 +148,36 @@ def test_the_panel_shows_the_loss_scale_in_fp16_only() -> None:
 def test_the_panel_leaves_room_for_an_echoed_control_c(width: int) -> None:
     """A ^C typed behind the panel must not wrap: the next drawing would be a line off."""
     assert max(map(len, panel_text(width).splitlines())) <= width - 4
+
+
+def test_a_stop_that_was_asked_for_is_a_row_of_the_panel(tmp_path: Path) -> None:
+    console = terminal(is_terminal=True)
+    with reporter(tmp_path, console, config=LogConfig(live="on")) as report:
+        assert report.announce("Ctrl-C: finishing the step")
+        (panel,) = (sink for sink in report.sinks if isinstance(sink, LivePanel))
+        with console.capture() as capture:
+            console.print(panel.render())
+    assert "Ctrl-C: finishing the step" in capture.get()
+    with reporter(tmp_path / "plain", terminal()) as report:
+        assert not report.announce("plain lines leave it to stderr")
+
+
+def test_training_outlives_the_reader_of_its_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As behind `| head`: lines are dropped, numbers stay in metrics.jsonl, one line on stderr says so."""
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as pipe:
+        monkeypatch.setattr("sys.stdout", pipe)
+        made = training_console("auto", tmp_path / "metrics.jsonl")
+        with reporter(tmp_path, made) as report:
+            for step in (10, 20):
+                report.step(step_metrics(step))
+    assert [record["step"] for record in read_metrics(tmp_path) if record["kind"] == "step"] == [10, 20]
+    path = tmp_path / "metrics.jsonl"
+    expected = f"mlm: standard output: Broken pipe; training continues, its numbers are in {path}\n"
+    assert capfd.readouterr().err == expected
 
 
 def test_advance_moves_the_bar_between_logged_steps() -> None:

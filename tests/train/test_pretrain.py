@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from mlm.cli import main
 from mlm.files import digest_file
@@ -297,3 +299,29 @@ def test_a_full_disk_while_saving_names_the_file_and_keeps_the_last_checkpoint(
         assert main(["eval", "loss", f"ckpt={kept}", f"out={tmp_path / 'score.json'}"]) == 0
     finally:
         subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_ctrl_c_while_a_run_starts_is_obeyed_after_its_first_step(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tp: int
+) -> None:
+    """It comes before torch's processes, or any handler of training, are there."""
+    monkeypatch.setattr("mlm.train.pretrain.preflight", lambda config: signal.raise_signal(signal.SIGINT))
+    out = tmp_path / "run"
+    assert main(["pretrain", *TINY, f"data.path={corpus}", f"out={out}", f"tp={tp}"]) == 0
+    assert [path.name for path in (out / "checkpoints").glob("step-*")] == ["step-00000001"]
+    said = capfd.readouterr()
+    assert "mlm: Ctrl-C: noted; training will stop and save after its first step" in said.err
+    assert "stopped by Ctrl-C after step 1, saved" in said.out
+
+
+def test_too_little_memory_of_the_host_is_one_line(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """PyTorch's own error, of a tensor of 2^52 bytes."""
+    monkeypatch.setattr("mlm.train.pretrain.Trainer", lambda config, ctx: torch.empty(1 << 50))
+    assert main(["pretrain", *TINY, f"data.path={corpus}", f"out={tmp_path / 'run'}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "mlm pretrain: train.micro_batch_size=4 is too much for the memory of this host: lower it, set "
+    )

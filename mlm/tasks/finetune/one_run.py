@@ -7,12 +7,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from mlm.checkpoint.exchange import Ranks
 from mlm.checkpoint.save_load import CheckpointError, read_manifest, resolve
 from mlm.config.build import config_digest
-from mlm.config.errors import UserError, writing_to
+from mlm.config.errors import writing_to
 from mlm.config.finetune_schema import FinetuneConfig
 from mlm.config.schema import CheckpointConfig, DataConfig, PretrainConfig, ScheduleConfig, TrainConfig
 from mlm.files import write_atomic
@@ -28,6 +26,7 @@ from mlm.tasks.finetune.results import Result, composed_yaml, header, write_resu
 from mlm.tasks.finetune.scoring import score_split
 from mlm.tasks.finetune.settings import Settings
 from mlm.train.curves import plot_losses
+from mlm.train.memory import out_of_memory_is_said
 from mlm.train.metrics import Reporter
 from mlm.train.peak import peak_flops
 from mlm.train.resume import claim, resume
@@ -117,26 +116,21 @@ def finetune(
     )
     spec = spec_of(config, material.start, config.train.epochs * order.steps_per_epoch)
     objective = Finetuning(config.task.kind, ctx, DTYPES[config.precision.dtype])
-    try:
-        with ExitStack() as stack:
-            claim(spec, ctx, stack)
-            if ctx.is_main:
-                prepare_directory(config, material.start)
-            session = Session(
-                config=config,
-                settings=settings,
-                material=material,
-                order=order,
-                trainer=Trainer(spec, ctx, objective),
-                objective=objective,
-                begun=begun,
-            )
-            return train(session)
-    except torch.OutOfMemoryError as error:
-        raise UserError(
-            f"train.micro_batch_size={config.train.micro_batch_size} is too much for the GPU's memory: lower "
-            f"it, set recompute=selective or full, or raise tp or pp ({str(error).splitlines()[0]})"
-        ) from error
+    remedy = "set recompute=selective or full, or raise tp or pp"
+    with out_of_memory_is_said(config.train.micro_batch_size, remedy), ExitStack() as stack:
+        claim(spec, ctx, stack)
+        if ctx.is_main:
+            prepare_directory(config, material.start)
+        session = Session(
+            config=config,
+            settings=settings,
+            material=material,
+            order=order,
+            trainer=Trainer(spec, ctx, objective),
+            objective=objective,
+            begun=begun,
+        )
+        return train(session)
 
 
 def prepare_directory(config: FinetuneConfig, start: Start) -> None:
@@ -157,6 +151,7 @@ def train(session: Session) -> tuple[Result | None, bool]:
     with StopRequest(announce=trainer.ctx.is_main) as stop:
         reporter = reporter_of(session, found)
         with reporter, Saver(trainer, out, reporter) as saver:
+            stop.show = reporter.announce
             for note in (*notes, *material.notes()):
                 reporter.note(note)
             loop = Loop(
