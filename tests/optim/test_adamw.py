@@ -8,7 +8,7 @@ from mlm.optim.adamw import applied_steps, build_optimizer, ensure_state, moment
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import parameter_shards
 
-CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1)
+CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, betas=(0.8, 0.95), eps=0.1)
 
 
 def model_with_gradients() -> nn.Module:
@@ -27,6 +27,8 @@ def test_fused_steps_equal_plain_adamw_with_decay_on_matrices_only() -> None:
     reference = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}],
         lr=1e-2,
+        betas=(0.8, 0.95),
+        eps=0.1,
         fused=False,
         foreach=False,
     )

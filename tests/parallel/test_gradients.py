@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mlm.parallel.gradients import GradientReducer
-from mlm.parallel.mesh import ParallelContext
+from mlm.parallel.mesh import Axis, ParallelContext
 from tests.ranks import run_on_ranks
 
 
@@ -64,6 +64,13 @@ def check_calls(ctx: ParallelContext) -> None:
             assert len(calls) == len(reducer.buckets)
     finally:
         dist.all_reduce = original
+
+
+def test_buckets_hold_the_last_layers_first() -> None:
+    """Backward reaches them first, so the first bucket is under way while the others fill."""
+    model, _ = model_and_input()
+    reducer = GradientReducer(list(model.parameters()), Axis("dp", 0, 2), bucket_bytes=1)
+    assert [bucket.parameters[0] for bucket in reducer.buckets] == list(model.parameters())[::-1]
 
 
 def test_a_parameter_without_gradient_is_still_reduced() -> None:

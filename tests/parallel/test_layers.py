@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mlm.parallel.collectives import all_reduce
+from mlm.parallel.collectives import Pending, all_reduce, copy_to_tp
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from mlm.parallel.linear import Postponed, linear
 from mlm.parallel.mesh import Axis, ParallelContext
@@ -146,3 +146,43 @@ def test_gradient_of_a_bias_is_added_up_in_its_own_dtype(dtype: torch.dtype) -> 
     linear(torch.zeros(4097, 3, dtype=dtype), weight, bias).backward(torch.ones(4097, 2, dtype=dtype))
     assert bias.grad is not None
     assert bias.grad.tolist() == [4097.0, 4097.0]
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_the_sum_over_tp_is_under_way_while_the_weight_gradient_is_computed(
+    monkeypatch: pytest.MonkeyPatch, sequence: bool
+) -> None:
+    events: list[str] = []
+
+    class Begun(Pending):
+        def wait(self) -> Tensor:
+            events.append("wait")
+            return super().wait()
+
+    def begin(x: Tensor, axis: Axis) -> Pending:
+        events.append("begin")
+        out = x[: x.shape[0] // axis.size].clone() if sequence else x
+        return Begun("sum", axis, out, None)
+
+    def product(dy: Tensor, x: Tensor) -> Tensor:
+        events.append("weight gradient")
+        return dy.t() @ x
+
+    monkeypatch.setattr("mlm.parallel.linear.start_all_reduce", begin)
+    monkeypatch.setattr("mlm.parallel.linear.start_reduce_scatter", begin)
+    monkeypatch.setattr("mlm.parallel.linear.weight_gradient", product)
+    layer = ColumnParallelLinear(6, 8, tp=Axis("tp", 0, 2), sequence_parallel=sequence)
+    layer(torch.randn(4, 2, 6, requires_grad=True)).sum().backward()
+    assert events == ["begin", "weight gradient", "wait"]
+
+
+def test_the_backward_sum_of_f_leaves_gradients_of_others_alone() -> None:
+    """Autograd hands one tensor to both users of x: reduced in place, the other's would be summed too."""
+    assert run_on_ranks(gradient_of_both_users, tp=2) == [[3.0, 3.0], [3.0, 3.0]]
+
+
+def gradient_of_both_users(ctx: ParallelContext) -> list[float]:
+    x = torch.ones(2, requires_grad=True)
+    (copy_to_tp(x, ctx.tp) + x).backward(torch.ones(2))
+    assert x.grad is not None
+    return x.grad.tolist()

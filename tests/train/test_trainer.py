@@ -20,11 +20,12 @@ from mlm.config.schema import (
     ScheduleConfig,
     TrainConfig,
 )
-from mlm.data.sampler import Loader, eval_batches
+from mlm.data.sampler import Batch, Loader, eval_batches
 from mlm.data.synthetic import SyntheticDataset
 from mlm.optim.adamw import MOMENTS, moment
 from mlm.optim.clip import clip_factor, gradient_norm, scale_gradients
 from mlm.optim.precision import LossScaler
+from mlm.parallel.cross_entropy import IGNORE
 from mlm.parallel.gradients import GradientReducer
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.parallel.sharding import parameter_shards
@@ -190,6 +191,14 @@ def test_each_step_uses_the_learning_rate_of_its_own_number() -> None:
         steps_of(trainer, 1)
         rates = [group["lr"] for group in trainer.optimizer.param_groups]
         assert rates == pytest.approx([1e-2 * step / 5] * len(rates))
+
+
+def test_a_step_with_nothing_to_score_has_no_loss_and_no_gradient() -> None:
+    trainer = Trainer(config(), shape_context())
+    tokens = torch.zeros(2, SEQ, dtype=torch.int64)
+    parts = trainer.forward_backward([Batch(tokens, torch.full_like(tokens, IGNORE), 0)])
+    assert parts.tolist() == [0.0]
+    assert gradient_norm(trainer.shards, trainer.ctx).item() == 0.0
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5])

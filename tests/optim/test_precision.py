@@ -1,0 +1,31 @@
+"""The loss scale of float16."""
+
+from typing import Any
+
+import torch
+
+from mlm.config.schema import PrecisionConfig
+from mlm.optim.precision import LossScaler
+
+
+def scaler(**settings: Any) -> LossScaler:
+    config = PrecisionConfig(dtype="fp16", initial_loss_scale=8.0, loss_scale_window=2, **settings)
+    return LossScaler(config, torch.device("cpu"))
+
+
+def test_the_scale_never_falls_below_its_minimum() -> None:
+    loss_scale = scaler(min_loss_scale=3.0)
+    scales, exhausted = [], []
+    for _ in range(3):
+        loss_scale.update(torch.tensor(1.0))
+        scales.append(loss_scale.scale.item())
+        exhausted.append(bool(loss_scale.exhausted))
+    assert (scales, exhausted) == ([4.0, 3.0, 3.0], [False, False, True])
+
+
+def test_a_restored_scale_doubles_when_the_saved_one_would_have() -> None:
+    saved, restored = scaler(), scaler()
+    saved.update(torch.tensor(0.0))
+    restored.load_state(saved.state())
+    restored.update(torch.tensor(0.0))
+    assert restored.scale.item() == 16.0

@@ -1,0 +1,118 @@
+"""When the training loop logs, validates and saves, with a trainer that only counts."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mlm.config.schema import CheckpointConfig, DataConfig, LogConfig, TrainConfig
+from mlm.parallel.mesh import ParallelContext
+from mlm.train.corpora import ValidationSet
+from mlm.train.loop import Loop
+from mlm.train.throughput import Throughput
+from tests.train.reporting import Clock
+
+Event = tuple[str, int]
+
+
+class Quiet(Loop):
+    """The loop without data, devices or numbers: what it does, in `events`."""
+
+    def __init__(self, *, weights: tuple[float, ...] = (1.0,), **every: int) -> None:
+        self.clock, self.events = Clock(), []
+        steps = every.pop("steps", 7)
+        losses = iter([2.0, 4.0] * 50)
+        config = SimpleNamespace(
+            train=TrainConfig(steps=steps, validate_every=every.pop("validate", 0)),
+            checkpoint=CheckpointConfig(save_every=every.pop("save", 0)),
+            log=LogConfig(every=every.pop("log", 100)),
+            data=DataConfig(),
+        )
+        trainer = SimpleNamespace(
+            step=0,
+            config=config,
+            ctx=ParallelContext(),
+            objective=SimpleNamespace(losses=1, parts=("loss",)),
+            train_step=self.count,
+            validate=lambda batches: self.spend(10.0, [next(losses)]),
+        )
+        reporter = SimpleNamespace(
+            advance=lambda step: None,
+            validation=lambda step, loss, perplexity, parts: self.events.append(("validate", step)),
+        )
+        saver = SimpleNamespace(poll=lambda: None, begin=lambda: self.spend(20.0), finish=lambda: None)
+        super().__init__(
+            trainer=trainer,  # type: ignore[arg-type]
+            samples=None,  # type: ignore[arg-type]
+            validation=[ValidationSet(str(n), None, weight) for n, weight in enumerate(weights)],  # type: ignore[arg-type]
+            reporter=reporter,  # type: ignore[arg-type]
+            throughput=Throughput(
+                tokens_per_step=1, flops_per_token=1.0, devices=1, peak=None, clock=self.clock
+            ),
+            stop=SimpleNamespace(requested=False),  # type: ignore[arg-type]
+            saver=saver,  # type: ignore[arg-type]
+        )
+
+    events: list[Event]
+
+    def spend(self, seconds: float, result: Any = None) -> Any:
+        self.clock.now += seconds
+        return result
+
+    def count(self, batches: object) -> None:
+        self.clock.now += 1.0
+        self.trainer.step += 1
+
+    def loader(self) -> AbstractContextManager[Iterator[list[Any]]]:  # type: ignore[override]
+        return nullcontext(iter(lambda: [], None))
+
+    def validation_batches(self, part: ValidationSet) -> Iterator[Any]:
+        return iter(())
+
+    def log(self, outcome: object, batches: object) -> None:
+        self.events.append(("log", self.trainer.step))
+
+    def save(self, batches: object, *, awaited: bool) -> None:
+        self.events.append(("save and wait" if awaited else "save", self.trainer.step))
+
+    def steps_of(self, *names: str) -> list[int]:
+        return [step for name, step in self.events if name in names]
+
+
+def test_the_first_and_the_last_step_are_logged_and_the_last_is_validated_and_saved() -> None:
+    loop = Quiet(log=3, validate=3, save=4)
+    assert loop.run()
+    assert loop.steps_of("log") == [1, 3, 6, 7]
+    assert loop.steps_of("validate") == [3, 6, 7]
+    assert loop.steps_of("save") == [4]
+    assert loop.steps_of("save and wait") == [7]
+
+
+@pytest.mark.parametrize("asked_at", [1, 4])
+def test_a_stop_is_logged_and_saved_at_the_end_of_its_step(asked_at: int) -> None:
+    loop = Quiet()
+    loop.stop = SimpleNamespace(requested=asked_at == 1)  # type: ignore[assignment]
+    step = loop.count
+
+    def count(batches: object) -> None:
+        step(batches)
+        if loop.trainer.step + 1 >= asked_at:
+            loop.stop.requested = True  # type: ignore[misc]
+
+    loop.trainer.train_step = count  # type: ignore[assignment]
+    assert not loop.run()
+    assert loop.events[-2:] == [("log", asked_at), ("save and wait", asked_at)]
+
+
+def test_validation_is_on_the_clock_of_nobody() -> None:
+    loop = Quiet(validate=1, steps=3)
+    loop.run()
+    assert loop.throughput.lap().step_time_s == pytest.approx(1.0)
+
+
+def test_the_validation_loss_of_a_blend_is_weighted() -> None:
+    loop = Quiet(weights=(3.0, 1.0), validate=1, steps=1)
+    loop.run()
+    assert loop.last_validation == pytest.approx((3 * 2.0 + 4.0) / 4)
