@@ -1,5 +1,6 @@
 """Files that are whole or absent: atomic writes, durable directories, digests."""
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -63,10 +64,13 @@ def copy_bytes(source: Path, target: BinaryIO, count: int) -> None:
 
 
 def fsync_directory(path: Path) -> None:
-    """Make renames inside `path` survive a power loss."""
+    """Make renames inside `path` survive a power loss, where the file system can sync a directory."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some FUSE and network file systems cannot
+            raise
     finally:
         os.close(fd)
 

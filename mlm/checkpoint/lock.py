@@ -13,7 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mlm.config.errors import UserError
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 LOCK = ".lock"
 WAIT_S = 10.0
 """A run that is started again may meet the last breaths of the one that was killed."""
-UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 
 @contextmanager
@@ -58,16 +58,20 @@ def _take(descriptor: int, folder: Path, wait_s: float, setting: str) -> None:
                 log.warning("%s cannot be locked here: let no two runs write to it at once", folder)
                 return
             if error.errno not in (errno.EAGAIN, errno.EACCES):
-                raise
+                raise UserError(
+                    f"{folder / LOCK}: {error.strerror} when locking it: check the disk, or set {setting}=… "
+                    "to a folder on another"
+                ) from error
         if time.monotonic() >= end:
             raise UserError(
                 f"{folder}: in use by {_holder(descriptor)}. Stop that first, or set {setting}=… to another "
                 "folder"
             )
         time.sleep(0.1)
-    os.ftruncate(descriptor, 0)
     mine = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%F %T")}
-    os.pwrite(descriptor, json.dumps(mine).encode(), 0)
+    with suppress(OSError):  # a full disk takes no note, but the lock is held, and pruning is the cure
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(mine).encode(), 0)
 
 
 def _holder(descriptor: int) -> str:

@@ -67,7 +67,7 @@ class StagedFile:
             try:
                 return self._write(path, os.O_DIRECT)
             except OSError as e:
-                if e.errno != errno.EINVAL:
+                if e.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                     raise
                 path.unlink(missing_ok=True)  # a file system that has no O_DIRECT
                 return self._write(path, 0)

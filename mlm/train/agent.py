@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -33,6 +32,7 @@ from mlm.config.errors import UserError
 from mlm.config.schema import DistConfig, ParallelConfig
 from mlm.train.environment import num_threads, read_place, worker_environment
 from mlm.train.failure import LAST_WORDS_S, Death, LastWords, end_stopped, load_failures, report
+from mlm.train.job_folder import job_folder
 from mlm.train.process import meet, run_rank
 from mlm.train.relay import Relay, handlers_restored
 from mlm.train.stop import STANDS_FOR, WORDS, is_noting
@@ -51,8 +51,7 @@ def launch_ranks(
     Raises UserError if the port is in use or the log folder cannot be made.
     """
     listener = listen(dist.master_port)
-    with listener, tempfile.TemporaryDirectory(prefix="mlm-") as temporary:
-        folder = Path(temporary)
+    with listener, job_folder() as folder:
         logs = _make_logs(folder if out is None else out)
         job = _write_job(folder, _job(target, config, parallel, dist, logs))
         threads = num_threads(

@@ -69,9 +69,30 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EINVAL])
 def test_a_file_system_without_locks_warns_and_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
-    refused = OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+    refused = OSError(number, os.strerror(number))
     with mock.patch.object(fcntl, "flock", side_effect=refused), sole_writer(tmp_path):
         assert "cannot be locked here" in caplog.text
+
+
+def test_a_disk_that_fails_when_locking_is_one_line(tmp_path: Path) -> None:
+    broken = OSError(errno.EIO, os.strerror(errno.EIO))
+    with (
+        mock.patch.object(fcntl, "flock", side_effect=broken),
+        pytest.raises(UserError, match=r"\.lock: Input/output error when locking it: .* set ckpt=…"),
+        sole_writer(tmp_path, setting="ckpt"),
+    ):
+        pass
+
+
+def test_a_full_disk_is_locked_without_a_note(tmp_path: Path) -> None:
+    """`mlm ckpt prune` is what frees it."""
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with mock.patch("mlm.checkpoint.lock.os.pwrite", side_effect=full), sole_writer(tmp_path):
+        other = os.open(tmp_path / ".lock", os.O_RDWR)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(other)

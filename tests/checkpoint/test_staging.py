@@ -75,20 +75,21 @@ def test_memory_that_held_another_save_leaves_no_trace(tmp_path: Path, sizes: tu
         (tmp_path / "streamed").unlink()
 
 
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
 @pytest.mark.parametrize("when", ["open", "write"])
-def test_a_file_system_without_direct_writes_gets_plain_ones(tmp_path: Path, when: str) -> None:
+def test_a_file_system_without_direct_writes_gets_plain_ones(tmp_path: Path, when: str, number: int) -> None:
     direct, really = set[int](), {"open": os.open, "write": os.write}
 
     def fake_open(path: Any, flags: int, mode: int = 0o777) -> int:
         if flags & os.O_DIRECT and when == "open":
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            raise OSError(number, os.strerror(number))
         descriptor = really["open"](path, flags & ~os.O_DIRECT, mode)
         (direct.add if flags & os.O_DIRECT else direct.discard)(descriptor)
         return descriptor
 
     def fake_write(descriptor: int, content: Any) -> int:
         if descriptor in direct:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            raise OSError(number, os.strerror(number))
         return int(really["write"](descriptor, content))
 
     with mock.patch.object(os, "open", fake_open), mock.patch.object(os, "write", fake_write):
