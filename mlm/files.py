@@ -2,7 +2,9 @@
 
 import errno
 import os
+import stat
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,22 +18,69 @@ CHUNK = 1 << 22  # bytes read at a time when digesting: 4 MiB
 def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], None]) -> None:
     """Write `content` to `path` so that a kill at any instant leaves the old file or the new one.
 
-    `content` is the bytes, or a function that writes them to an open file. Raises OSError.
+    `content` is the bytes, or a function that writes them to an open file. An old file's permissions are
+    kept; what is no regular file, or a link to one, is not replaced. Raises OSError.
     """
+    mode = _mode_to_keep(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.unlink(missing_ok=True)  # of a killed process that had this number
     try:
-        with open(partial, "wb") as f:
+        with open(partial, "xb") as f:
             if callable(content):
                 content(f)
             else:
                 f.write(content)
             f.flush()
+            if mode is not None:
+                with suppress(OSError):  # a file system without permissions
+                    os.fchmod(f.fileno(), mode)
             os.fsync(f.fileno())
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
     fsync_directory(path.parent)
+
+
+def _mode_to_keep(path: Path) -> int | None:
+    """Permissions of the file at a path, None where there is none. Raises OSError for what is no file."""
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if not stat.S_ISREG(found.st_mode):
+        raise no_regular_file(path, found.st_mode)
+    return stat.S_IMODE(found.st_mode)
+
+
+def no_regular_file(path: Path, mode: int) -> OSError:
+    """The error for a device, FIFO, socket or folder where a regular file belongs."""
+    number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EEXIST
+    return OSError(number, "Is a directory" if stat.S_ISDIR(mode) else "Is no regular file", str(path))
+
+
+def read_regular(path: Path, limit: int) -> bytes:
+    """At most `limit` bytes of a regular file. Raises OSError, for a device or FIFO too: nothing blocks."""
+    with open(open_regular(path, os.O_RDONLY), "rb") as f:
+        return f.read(limit)
+
+
+def open_regular(path: Path, flags: int) -> int:
+    """A descriptor of a regular file (links are followed unless `flags` has O_NOFOLLOW).
+
+    Raises OSError, for a device, FIFO or socket too: nothing blocks and nothing is written.
+    """
+    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    raise no_regular_file(path, mode)
+
+
+def open_lock(path: Path) -> int:
+    """A descriptor of the file to lock, made if it is not there. Raises OSError for all but a plain file."""
+    return open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
 
 
 def sync(f: BinaryIO) -> None:

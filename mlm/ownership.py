@@ -1,0 +1,370 @@
+"""The one place that decides what may be written, replaced or deleted: folders and files that are ours.
+
+A folder is ours if it carries our marker (`.mlm.json`, of the kind of folder it is) or is recognisably one
+that an earlier version wrote. `claim_folder` makes one, or adopts a folder in which none of the names that a
+command writes is taken; `delete_owned` deletes what we wrote in one. A file that a user names for a result is
+replaced by `write_result` only if mlm wrote it (mlm/result_files.py recognises it).
+
+No input, no ancestor of one, not the working directory, home or the root of a file system is ever claimed
+or deleted, and no link is followed by a deletion.
+"""
+
+import glob
+import json
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from mlm.config.errors import UserError
+from mlm.files import read_regular, write_atomic
+
+MARKER = ".mlm.json"
+FORMAT = "mlm-folder-1"
+HEAD = 1 << 16  # bytes read of a marker, or to recognise a file
+STDOUT = "-"
+LOCK = ".lock"  # of a folder of checkpoints: made before anything else is there
+HUB = "hub:"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of folder that mlm makes."""
+
+    noun: str
+    """In messages: "a run"."""
+    writes: tuple[str, ...]
+    """Patterns of the names that are written at its top: in the way if they are there already, and what
+    `delete_owned` deletes."""
+    older: Callable[[Path], bool] = lambda folder: False
+    """True for a folder without a marker that an earlier version wrote."""
+
+
+def _head(path: Path) -> bytes:
+    """The beginning of a regular file, empty where there is none that can be read."""
+    try:
+        return read_regular(path, HEAD)
+    except OSError:
+        return b""
+
+
+def is_run_config(path: Path) -> bool:
+    """True if a config.yaml is one that a run wrote."""
+    return _head(path).startswith(b"defaults:\n- hydra_quiet\n- ")
+
+
+SUMMARY_MARK = "<!-- Written by mlm, which replaces this file. -->"
+
+
+def is_summary(path: Path) -> bool:
+    """True if a README.md is the summary of a run."""
+    head = _head(path).decode(errors="replace")
+    return SUMMARY_MARK in head or ("\n## What ran\n" in head and "\n## Results\n" in head)
+
+
+def _is_older_run(folder: Path) -> bool:
+    config, summary = folder / "config.yaml", folder / "README.md"
+    if os.path.lexists(config) and not is_run_config(config):
+        return False
+    if os.path.lexists(summary) and not is_summary(summary):
+        return False
+    return config.exists() or any(folder.glob("checkpoints/step-*/manifest.json"))
+
+
+def _is_older_corpus(folder: Path) -> bool:
+    if (folder / ".building").is_file():
+        return True
+    head = _head(folder / "corpus.json")
+    return b'"format": "mlm-corpus-' in head or (b'"vocab_size"' in head and b'"eod_id"' in head)
+
+
+def _is_older_work(folder: Path) -> bool:
+    return b'"inputs"' in _head(folder / "plan.json") and b'"shards"' in _head(folder / "plan.json")
+
+
+def _is_older_unfinished(folder: Path) -> bool:
+    """`.NAME.partial` that holds nothing but its lock and NAME."""
+    return set(os.listdir(folder)) <= {LOCK, folder.name.removeprefix(".").removesuffix(".partial")}
+
+
+KINDS: dict[str, Kind] = {
+    "run": Kind(
+        "a run",
+        (
+            *("config.yaml", "tokenizer.json", "metrics.jsonl", "loss.png", "README.md", "checkpoints"),
+            *("best", "result.json"),
+        ),
+        _is_older_run,
+    ),
+    "corpus": Kind(
+        "a corpus",
+        (
+            *(f"{part}.{end}" for part in ("train", "validation", "test") for end in ("bin", "idx")),
+            *("corpus.json", "tokenizer.json", "rejected.jsonl", ".building", "work"),
+        ),
+        _is_older_corpus,
+    ),
+    "corpus-work": Kind(
+        "the work of a build",
+        (
+            *("lock", "plan.json", "digests.json", "jobs.json", "tokenizer.json", "evaluation.jsonl"),
+            *(f"{stage}-{'[0-9a-f]' * 8}*" for stage in ("clean", "match", "group", "verify")),
+            *(f"{stage}-{'[0-9a-f]' * 8}*" for stage in ("tokenise", "merge")),
+        ),
+        _is_older_work,
+    ),
+    "exported-model": Kind("an exported model", ("*",)),
+    "predictions": Kind("predictions", ("*.tsv", "*.json")),
+    "verify-resume": Kind("a verify-resume", ()),
+    "unfinished": Kind("an import or export that did not finish", (), _is_older_unfinished),
+}
+"""What folders mlm makes. Names in `writes` that a user's folder may hold too are never replaced there."""
+
+
+def read_marker(folder: Path) -> dict[str, Any] | None:
+    """The marker of a folder, None where there is none of ours."""
+    try:
+        found = json.loads(read_regular(folder / MARKER, HEAD))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and found.get("format") == FORMAT else None
+
+
+def kind_of_folder(folder: Path) -> str | None:
+    """The kind (a key of KINDS) of a folder that mlm made, by its marker or by what it holds; else None."""
+    if (marker := read_marker(folder)) is not None:
+        kind = marker.get("kind")
+        return kind if isinstance(kind, str) and kind in KINDS else None
+    if not folder.is_dir():
+        return None
+    try:
+        return next((name for name in ("run", "corpus", "corpus-work") if KINDS[name].older(folder)), None)
+    except OSError:
+        return None
+
+
+def is_ours(folder: Path, kind: str) -> bool:
+    """True if `folder` is one of this kind that mlm made. Raises OSError when it cannot be read."""
+    if not folder.is_dir():
+        return False
+    marker = read_marker(folder)
+    return KINDS[kind].older(folder) if marker is None else marker.get("kind") == kind
+
+
+def claim_faults(
+    path: str | Path,
+    kind: str,
+    *,
+    key: str = "out",
+    inputs: Iterable[str | Path | None] = (),
+    writes: Sequence[str] | None = None,
+    same: Mapping[str, bytes] | None = None,
+    known: bool = False,
+) -> list[str]:
+    """What keeps a command from making `path` its own folder of this kind, for its preflight.
+
+    Args:
+        key: the key that named the folder, for messages.
+        inputs: what the command reads, as it was typed.
+        writes: patterns of the names to write; None takes those of the kind.
+        same: contents to write under some names: a file that holds just that is not in the way.
+        known: True if the caller recognised a folder without a marker as one of an earlier version.
+    """
+    what, folder = f"{key}={path}", Path(path)
+    if str(path) == STDOUT:
+        return [f"{what}: standard output cannot hold a folder; name a folder"]
+    try:
+        if not os.path.lexists(folder):
+            return _no_place(what, folder.absolute()) or _forbidden(what, folder, inputs)
+        if not folder.is_dir():
+            return [f"{what}: {described(folder)} stands there; name a new folder"]
+        marker = read_marker(folder)
+        if is_ours(folder, kind) or (known and marker is None):
+            return []
+        if marker is not None:
+            found = marker.get("kind")
+            noun = KINDS[found].noun if found in KINDS else "another folder of mlm"
+            return [f"{what}: holds {noun}, not {KINDS[kind].noun}; name a new folder"]
+        if faults := _forbidden(what, folder, inputs):
+            return faults
+        name = _in_the_way(folder, KINDS[kind].writes if writes is None else writes, same or {})
+    except OSError as error:
+        return [f"{what}: {error.filename or folder}: {error.strerror}; name a folder that can be read"]
+    if name is None:
+        return []
+    return [f"{what}: holds {name}, which mlm did not write; name a new folder"]
+
+
+def claim_folder(
+    path: str | Path,
+    kind: str,
+    *,
+    key: str = "out",
+    inputs: Iterable[str | Path | None] = (),
+    writes: Sequence[str] | None = None,
+    same: Mapping[str, bytes] | None = None,
+    known: bool = False,
+) -> Path:
+    """Make a folder, or adopt one that is there, and mark it as ours; see `claim_faults`.
+
+    Raises UserError where something of the user's is in the way, OSError.
+    """
+    faults = claim_faults(path, kind, key=key, inputs=inputs, writes=writes, same=same, known=known)
+    if faults:
+        raise UserError(faults[0])
+    folder = Path(path)
+    created = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    if read_marker(folder) is None:
+        marker = {"format": FORMAT, "kind": kind, "created": created}
+        write_atomic(folder / MARKER, (json.dumps(marker) + "\n").encode())
+    return folder
+
+
+def delete_owned(
+    path: str | Path,
+    kind: str,
+    *,
+    inputs: Iterable[str | Path | None] = (),
+    names: Sequence[str] | None = None,
+    keep_folder: bool = False,
+) -> str | None:
+    """Delete what mlm wrote in a folder of its own, then the folder if nothing else is in it.
+
+    `names`: patterns of what to delete, None takes those of the kind. Returns a line on what stays and why,
+    None if all is gone or nothing was there. Never raises for what cannot be deleted: it stays.
+    """
+    folder = Path(path)
+    try:
+        if not os.path.lexists(folder):
+            return None
+        marker = read_marker(folder)
+        if marker is None or marker.get("kind") != kind or not folder.is_dir():
+            return f"{path}: not deleted, as mlm did not make it"
+        if faults := _forbidden(str(path), folder, inputs, deletes=True):
+            return f"{faults[0].partition(';')[0]}: not deleted"
+        patterns = KINDS[kind].writes if names is None else names
+        for entry in sorted(os.listdir(folder)):
+            if _matches(entry, patterns) or _is_partial(entry, patterns):
+                _delete(folder / entry)
+        left = sorted(set(os.listdir(folder)) - {MARKER})
+        if left:
+            return f"{path}: kept, as it holds {left[0]}, which mlm did not write"
+        if keep_folder:
+            return None
+        (folder / MARKER).unlink()
+        if marker.get("created") and not folder.is_symlink():
+            folder.rmdir()
+    except OSError as error:
+        return f"{path}: not all deleted: {error.filename or path}: {error.strerror}"
+    return None
+
+
+def _delete(path: Path) -> None:
+    """Delete a file, a link (not what it names), or a folder with what is in it. Raises OSError."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)  # follows no link
+    else:
+        path.unlink()
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _is_partial(name: str, patterns: Iterable[str]) -> bool:
+    """True for what a kill left of a file half written (`write_atomic`): .NAME.PID.partial."""
+    stem, dot, pid = name.removeprefix(".").removesuffix(".partial").rpartition(".")
+    hidden = name.startswith(".") and name.endswith(".partial")
+    return hidden and bool(dot) and pid.isdigit() and _matches(stem, (*patterns, MARKER))
+
+
+def _in_the_way(folder: Path, patterns: Sequence[str], same: Mapping[str, bytes]) -> str | None:
+    """The first entry of a folder whose name is to be written and that holds something."""
+    for name in sorted(os.listdir(folder)):
+        if name == MARKER:
+            return name  # not one that we wrote: read_marker saw nothing in it
+        if _matches(name, patterns) and not _holds_nothing(folder / name, same.get(name)):
+            return name
+    return None
+
+
+def _holds_nothing(path: Path, content: bytes | None) -> bool:
+    """True for an empty file or folder, one with a lock alone, or a file of just that content."""
+    mode = path.lstat().st_mode
+    if stat.S_ISDIR(mode):
+        return all(name == LOCK for name in os.listdir(path))
+    if not stat.S_ISREG(mode):
+        return False
+    size = path.stat().st_size
+    return size == 0 or (content is not None and size == len(content) and path.read_bytes() == content)
+
+
+def _no_place(what: str, path: Path) -> list[str]:
+    """Whether a folder can come to be at a path where nothing is."""
+    parent = next(parent for parent in path.parents if os.path.lexists(parent))
+    if parent.is_dir():
+        return []
+    return [f"{what}: {parent} is {described(parent)}, not a folder; name another folder"]
+
+
+def _forbidden(
+    what: str, folder: Path, inputs: Iterable[str | Path | None], *, deletes: bool = False
+) -> list[str]:
+    """Why a folder is neither claimed nor deleted, whatever it holds. Raises OSError."""
+    place, cwd, home = folder.resolve(), Path.cwd(), Path.home().resolve()
+    said = None
+    if place == cwd or (deletes and place in cwd.parents):
+        said = "is the working directory" if place == cwd else "holds the working directory"
+    elif place == home or place in home.parents:
+        said = "is your home folder" if place == home else "holds your home folder"
+    elif os.path.ismount(place):
+        said = "is the root of a file system"
+    if said is None:
+        for given in inputs:
+            if (read := place_of(given)) is not None and (place == read or place in read.parents):
+                said = f"is the input {given}" if place == read else f"holds the input {given}"
+                break
+    return [] if said is None else [f"{what}: {said}; name a new folder"]
+
+
+def place_of(given: str | Path | None) -> Path | None:
+    """The file or folder that an input names: of a glob the folder it begins in, of a prefix its .bin.
+
+    None where nothing is there: an id of the Hub, a misspelled path.
+    """
+    text = "" if given is None else str(given)
+    if not text or text.startswith(HUB) or text == STDOUT:
+        return None
+    if os.path.lexists(text):
+        return Path(text).resolve()
+    if os.path.lexists(f"{text}.bin"):
+        return Path(f"{text}.bin").resolve()
+    if not glob.has_magic(text):
+        return None
+    fixed: list[str] = []
+    for part in Path(text).parts:
+        if glob.has_magic(part):
+            break
+        fixed.append(part)
+    return Path(*fixed).resolve()
+
+
+def described(path: Path) -> str:
+    """What stands at a path, in words: "a FIFO"."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return "a broken link" if path.is_symlink() else "nothing"
+    kinds = (
+        (stat.S_ISDIR, "a folder"),
+        (stat.S_ISFIFO, "a FIFO"),
+        (stat.S_ISSOCK, "a socket"),
+        (stat.S_ISCHR, "a device"),
+        (stat.S_ISBLK, "a device"),
+    )
+    return next((word for test, word in kinds if test(mode)), "a file")
