@@ -83,7 +83,8 @@ def _is_older_corpus(folder: Path) -> bool:
 
 
 def _is_older_work(folder: Path) -> bool:
-    return b'"inputs"' in _head(folder / "plan.json") and b'"shards"' in _head(folder / "plan.json")
+    names = os.listdir(folder)
+    return "lock" in names and all(_matches(name, KINDS["corpus-work"].writes) for name in names)
 
 
 def _is_older_unfinished(folder: Path) -> bool:
@@ -163,7 +164,6 @@ def claim_faults(
     inputs: Iterable[str | Path | None] = (),
     writes: Sequence[str] | None = None,
     same: Mapping[str, bytes] | None = None,
-    known: bool = False,
 ) -> list[str]:
     """What keeps a command from making `path` its own folder of this kind, for its preflight.
 
@@ -172,24 +172,23 @@ def claim_faults(
         inputs: what the command reads, as it was typed.
         writes: patterns of the names to write; None takes those of the kind.
         same: contents to write under some names: a file that holds just that is not in the way.
-        known: True if the caller recognised a folder without a marker as one of an earlier version.
     """
     what, folder = f"{key}={path}", Path(path)
     if str(path) == STDOUT:
         return [f"{what}: standard output cannot hold a folder; name a folder"]
     try:
         if not os.path.lexists(folder):
-            return _no_place(what, folder.absolute()) or _forbidden(what, folder, inputs)
+            return _no_place(what, folder.absolute()) or rejected_place(what, folder, inputs)
         if not folder.is_dir():
             return [f"{what}: {described(folder)} stands there; name a new folder"]
         marker = read_marker(folder)
-        if is_ours(folder, kind) or (known and marker is None):
+        if is_ours(folder, kind):
             return []
         if marker is not None:
             found = marker.get("kind")
             noun = KINDS[found].noun if found in KINDS else "another folder of mlm"
             return [f"{what}: holds {noun}, not {KINDS[kind].noun}; name a new folder"]
-        if faults := _forbidden(what, folder, inputs):
+        if faults := rejected_place(what, folder, inputs):
             return faults
         name = _in_the_way(folder, KINDS[kind].writes if writes is None else writes, same or {})
     except OSError as error:
@@ -207,17 +206,16 @@ def claim_folder(
     inputs: Iterable[str | Path | None] = (),
     writes: Sequence[str] | None = None,
     same: Mapping[str, bytes] | None = None,
-    known: bool = False,
 ) -> Path:
     """Make a folder, or adopt one that is there, and mark it as ours; see `claim_faults`.
 
     Raises UserError where something of the user's is in the way, OSError.
     """
-    faults = claim_faults(path, kind, key=key, inputs=inputs, writes=writes, same=same, known=known)
+    faults = claim_faults(path, kind, key=key, inputs=inputs, writes=writes, same=same)
     if faults:
         raise UserError(faults[0])
     folder = Path(path)
-    created = not folder.exists()
+    created = not folder.exists() or is_ours(folder, kind)
     folder.mkdir(parents=True, exist_ok=True)
     if read_marker(folder) is None:
         marker = {"format": FORMAT, "kind": kind, "created": created}
@@ -245,7 +243,7 @@ def delete_owned(
         marker = read_marker(folder)
         if marker is None or marker.get("kind") != kind or not folder.is_dir():
             return f"{path}: not deleted, as mlm did not make it"
-        if faults := _forbidden(str(path), folder, inputs, deletes=True):
+        if faults := rejected_place(str(path), folder, inputs, deletes=True):
             return f"{faults[0].partition(';')[0]}: not deleted"
         patterns = KINDS[kind].writes if names is None else names
         for entry in sorted(os.listdir(folder)):
@@ -312,7 +310,7 @@ def _no_place(what: str, path: Path) -> list[str]:
     return [f"{what}: {parent} is {described(parent)}, not a folder; name another folder"]
 
 
-def _forbidden(
+def rejected_place(
     what: str, folder: Path, inputs: Iterable[str | Path | None], *, deletes: bool = False
 ) -> list[str]:
     """Why a folder is neither claimed nor deleted, whatever it holds. Raises OSError."""

@@ -184,6 +184,9 @@ def _print(content: Content) -> None:
 @contextmanager
 def results_alone_on_stdout() -> Iterator[None]:
     """While inside, standard output gets results alone (out=-); tables and notes go to standard error."""
+    if _results.get() is not None:
+        yield
+        return
     token = _results.set(sys.stdout)
     try:
         with redirect_stdout(sys.stderr):

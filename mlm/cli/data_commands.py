@@ -27,6 +27,7 @@ DATA = (
         config="data_build",
         target="mlm.data.build:run_build",
         local_check=check_build,
+        preflight="mlm.data.build:preflight",
         summary="clean, deduplicate, decontaminate and tokenise text into a corpus that pretrain reads",
         about=(
             "Reads text, mends and filters it, removes near-duplicates and the text of evaluation sets, and "

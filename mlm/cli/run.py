@@ -17,7 +17,9 @@ from mlm.cli.overrides import Prepared
 from mlm.config.build import build
 from mlm.config.compose import resolved
 from mlm.config.errors import ConfigError, UserError
+from mlm.config.path_faults import path_faults, streams_for
 from mlm.config.tree import MISSING_VALUE
+from mlm.ownership import STDOUT
 
 OK, MISTAKE, INTERRUPTED = 0, 2, 130
 LAUNCH = "mlm.train.launch"
@@ -40,8 +42,10 @@ class Job:
         """Give a job of a sweep its own output, below `out` or the sweep's folder."""
         if self.sweep is None or "out" not in values:
             return
-        out = values["out"] or f"{self.sweep.sweep.dir}/{self.command.config}.json"
-        if not isinstance(out, str) or out == MISSING_VALUE:
+        out = values["out"]
+        if out is None:
+            out = f"{self.sweep.sweep.dir}/{self.command.config}.json"
+        if not isinstance(out, str) or out in ("", STDOUT, MISSING_VALUE):
             return
         place, folder = Path(out), folder_name(self.sweep.job.override_dirname)
         values["out"] = str(place.parent / folder / place.name if place.suffix in FILES else place / folder)
@@ -96,6 +100,13 @@ def run(job: Job, composed: DictConfig) -> int:
         where = f"{error.full_key}: " if error.full_key else ""
         raise ConfigError(job.typed.all_faults([f"{where}{str(error).splitlines()[0]}"])) from None
     config = _build(job, values)
+    with streams_for(config):
+        return _execute(command, config)
+
+
+def _execute(command: Command, config: Any) -> int:
+    if found := path_faults(config):
+        raise ConfigError(found)
     if command.preflight and (found := resolve(command.preflight)(config)):
         raise ConfigError(found)
     if command.check is None:

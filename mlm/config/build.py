@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 from pydantic import TypeAdapter, ValidationError
 
 from mlm.config.errors import ConfigError
+from mlm.config.path_types import expanded, path_fault
 from mlm.config.suggest import nearest
 from mlm.config.tree import HOISTED, MISSING_VALUE, Leaf, flatten, leaves, sections
 from mlm.files import digest_bytes
@@ -29,7 +30,7 @@ def build(cls: type[T], composed: dict[str, Any], check: Check[T] | None = None)
     faults that name an unusable key are left out. Raises ConfigError with all faults.
     """
     spec: type = cls
-    flat = flatten(composed)
+    flat = _with_homes(spec, flatten(composed))
     faults, unusable = _faults_of_values(spec, flat)
     usable = {key: value for key, value in flat.items() if key in leaves(spec) and key not in unusable}
     try:
@@ -90,6 +91,12 @@ def concerns(fault: str, names: Iterable[str]) -> bool:
     return any(word == name or word.startswith(f"{name}.") for name in names for word in mentioned)
 
 
+def _with_homes(cls: type, flat: dict[str, Any]) -> dict[str, Any]:
+    """Flat keys with `~` expanded in those that are paths."""
+    roles = {key: leaf.role for key, leaf in leaves(cls).items()}
+    return {key: expanded(value, role) if (role := roles.get(key)) else value for key, value in flat.items()}
+
+
 def _faults_of_values(cls: type, flat: dict[str, Any]) -> tuple[list[str], set[str]]:
     """Faults that one key or value shows by itself, and the known keys whose value cannot be used."""
     known = leaves(cls)
@@ -118,7 +125,7 @@ def _fault_of_value(leaf: Leaf, value: Any) -> str | None:
     if not (isinstance(value, bool) and number_wanted):
         try:
             _adapter(leaf.type).validate_python(value)
-            return None
+            return None if leaf.role is None else path_fault(leaf.key, value, leaf.role)
         except ValidationError:
             pass
     return f"{leaf.key}={show(value)} must be {describe_type(leaf.type)}{_did_you_mean_choice(leaf, value)}"

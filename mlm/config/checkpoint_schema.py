@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mlm.config.model_schema import Forbid
+from mlm.config.path_types import InputPath, OutFolder, ResultFile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -12,9 +13,9 @@ class ReshardConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    ckpt: str
+    ckpt: InputPath
     """Checkpoint (step-…) or run directory (its latest checkpoint) to read."""
-    out: str
+    out: OutFolder
     """Run directory to write: out/checkpoints/step-… and the tokenizer."""
     tp: int = 1
     """Tensor-parallel size, t: every stage becomes t files."""
@@ -32,11 +33,11 @@ class CkptInspectConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    ckpt: str
+    ckpt: InputPath
     """Checkpoint (step-…) or run directory (its latest checkpoint)."""
     tensors: bool = False
     """List every tensor with its shape, dtype and pieces, optimizer state too."""
-    out: str | None = None
+    out: ResultFile | None = None
     """JSON file for all of it; null writes none."""
 
 
@@ -46,9 +47,9 @@ class CkptVerifyConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    ckpt: str
+    ckpt: InputPath
     """Checkpoint (step-…), or run directory: then every checkpoint in it."""
-    out: str | None = None
+    out: ResultFile | None = None
     """JSON file for the result; null writes none."""
 
 
@@ -58,11 +59,11 @@ class CkptDiffConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    first: str
+    first: InputPath
     """Checkpoint (step-…) or run directory (its latest checkpoint)."""
-    second: str
+    second: InputPath
     """The one to compare it with."""
-    out: str | None = None
+    out: ResultFile | None = None
     """JSON file for every tensor's difference; null writes none."""
 
 
@@ -72,7 +73,7 @@ class CkptPruneConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    ckpt: str
+    ckpt: InputPath
     """Run directory, or folder of checkpoints."""
     keep_last: int = 2
     """Newest whole checkpoints kept; the one to continue from always is."""

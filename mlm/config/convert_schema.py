@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mlm.config.model_schema import Forbid
+from mlm.config.path_types import InputPath, OutFolder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -12,9 +13,9 @@ class ImportHFConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    source: str
+    source: InputPath
     """Folder with config.json and model.safetensors, or the id of a model on the Hugging Face Hub."""
-    out: str
+    out: OutFolder
     """Run directory to write: out/checkpoints/step-00000000 and the tokenizer."""
     revision: str | None = None
     """Branch, tag or commit on the Hub; null takes the default branch."""
@@ -28,9 +29,9 @@ class ExportHFConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    ckpt: str
+    ckpt: InputPath
     """Checkpoint (step-…) or run directory (its latest checkpoint)."""
-    out: str
+    out: OutFolder
     """Folder to write: config.json, model.safetensors (or several and their index), the tokenizer."""
     max_file_gb: float = 5.0
     """Largest .safetensors file, in 10^9 bytes; a larger model is cut into several."""
@@ -44,15 +45,15 @@ class ImportMegatronConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    source: str
+    source: InputPath
     """Its folder (its newest iteration is taken), or an iter_… or release folder in it."""
-    out: str
+    out: OutFolder
     """Run directory to write: out/checkpoints/step-00000000 and the tokenizer."""
     vocab_size: int | None = None
     """Tokens of its tokenizer, without padding; null takes the tokenizer's, else GPT-2's or BERT's
     (50257; 30522 or 28996) where it fits."""
     num_heads: int | None = None
     """Attention heads, for checkpoints of 2019, which do not say; null takes theirs."""
-    tokenizer: str | None = None
+    tokenizer: InputPath | None = None
     """tokenizer.json, or a folder with it, vocab.json and merges.txt, or vocab.txt, to put beside the
     checkpoint."""

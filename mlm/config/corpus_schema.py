@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from mlm.config.model_schema import Forbid
+from mlm.config.path_types import InputPath
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +77,7 @@ class DecontaminateConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    against: tuple[str, ...] = ()
+    against: tuple[InputPath, ...] = ()
     """Evaluation texts: wikitext103, lambada (from the Hub; needs mlm[data]) or files .jsonl, .txt."""
     ngram: int = 13
     """Words that must agree in a row."""

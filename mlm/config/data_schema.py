@@ -11,6 +11,7 @@ from mlm.config.corpus_schema import (
     NormaliseConfig,
 )
 from mlm.config.model_schema import Forbid
+from mlm.config.path_types import InputPath, OutFolder, OutPlace, ResultFile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,10 +20,10 @@ class DataTokenizerConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    input: str
+    input: InputPath
     """Text as `mlm data build` takes it (held-out parts of a folder are not read), or a tokenizer to take
     over: a folder with vocab.json and merges.txt, a vocab.txt, or a tokenizer.json."""
-    out: str
+    out: OutPlace
     """tokenizer.json to write, or the folder to write it in."""
     kind: Literal["bpe", "wordpiece"] = "bpe"
     """bpe: byte-level BPE as GPT-2's; wordpiece: as BERT's."""
@@ -41,13 +42,13 @@ class DataBuildConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    input: str
+    input: InputPath
     """File, folder or glob of .jsonl, .txt (also .gz, .zst) or .parquet; or hub:OWNER/NAME, a Hub dataset.
 
     A folder with train.* may hold validation.* and test.*: each becomes that part."""
-    tokenizer: str
+    tokenizer: InputPath
     """tokenizer.json, a folder that holds one or GPT-2's vocab.json and merges.txt, or BERT's vocab.txt."""
-    out: str
+    out: OutFolder
     """Folder to write: {train,validation,test}.bin/.idx, tokenizer.json and the receipt corpus.json."""
     split: str = "0.98,0.01,0.01"
     """Shares of documents in train, validation and test when input has no parts; 0 leaves a part out.
@@ -76,7 +77,7 @@ class DataBuildConfig:
     """Begin every document with the tokenizer's beginning-of-sequence token."""
     sentences: bool = False
     """One sequence per sentence, as BERT samples need. Needs mlm[data]."""
-    work: str | None = None
+    work: OutFolder | None = None
     """Folder of what lies between the stages; null means {out}/work. On a cluster all nodes must see it."""
     keep_work: bool = False
     """Keep that folder, so that a build with another tokenizer reuses what does not change."""
@@ -93,13 +94,13 @@ class DataInspectConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    path: str
+    path: InputPath
     """Corpus folder, or prefix of a .bin/.idx pair."""
-    tokenizer: str | None = None
+    tokenizer: InputPath | None = None
     """Tokenizer to decode samples with; null takes tokenizer.json beside the corpus, if there is one."""
     samples: int = 3
     """Documents to decode, spread over the corpus; 0 decodes none."""
-    out: str | None = None
+    out: ResultFile | None = None
     """JSON file for the same facts; null writes none."""
 
 
@@ -109,9 +110,9 @@ class DataVerifyConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    path: str
+    path: InputPath
     """Corpus folder, or prefix of a .bin/.idx pair."""
     vocab_size: int | None = None
     """Token ids must be below it; null takes the receipt's or the tokenizer's beside the corpus."""
-    out: str | None = None
+    out: ResultFile | None = None
     """JSON file for the verdict; null writes none."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from mlm.config.model_schema import Forbid
+from mlm.config.path_types import InputPath, ResultFile
 from mlm.config.schema import DistConfig, ParallelConfig, PrecisionConfig
 
 
@@ -13,10 +14,10 @@ class WikitextDataConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    path: str | None = None
+    path: InputPath | None = None
     """wiki.test.tokens, or another file of its form (.tokens, .txt, .raw), or .jsonl or .parquet with `text`
     (lines) or `page` (articles); null means the Hub's Salesforce/wikitext."""
-    raw_path: str | None = None
+    raw_path: InputPath | None = None
     """File of the raw form for lm-eval's protocol; null takes `path`, or the Hub when that is null too."""
 
 
@@ -26,10 +27,10 @@ class LambadaDataConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    path: str | None = None
+    path: InputPath | None = None
     """Passages: .jsonl or .parquet with `text`, or .txt with one per line; null means the Hub's
     EleutherAI/lambada_openai, unless standard_path is given."""
-    standard_path: str | None = None
+    standard_path: InputPath | None = None
     """Passages of the lower-case form, for lambada_standard; null means the Hub's cimec/lambada, unless path
     is given."""
 
@@ -40,13 +41,13 @@ class AllDataConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    wikitext103: str | None = None
+    wikitext103: InputPath | None = None
     """As data.path of `mlm eval wikitext103`."""
-    wikitext103_raw: str | None = None
+    wikitext103_raw: InputPath | None = None
     """As its data.raw_path."""
-    lambada: str | None = None
+    lambada: InputPath | None = None
     """As data.path of `mlm eval lambada`."""
-    lambada_standard: str | None = None
+    lambada_standard: InputPath | None = None
     """As its data.standard_path."""
 
 
@@ -56,11 +57,11 @@ class ZeroShotConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    ckpt: str
+    ckpt: InputPath
     """Checkpoint (step-…), run directory (its latest checkpoint), or Hugging Face folder or id (GPT-2)."""
-    out: str | None = None
+    out: ResultFile | None = None
     """JSON file for the result; null means eval-<task>.json in the run directory."""
-    samples: str | None = None
+    samples: ResultFile | None = None
     """JSONL file for the result of each window, article or passage; null writes none."""
     batch_size: int = 8
     """Full-length texts per micro-batch on each rank; more of shorter ones. No score depends on it."""
@@ -68,7 +69,7 @@ class ZeroShotConfig:
     """Tokens that the model reads at a time; null takes the checkpoint's data.seq_length."""
     limit: int | None = None
     """Score the first so many articles or passages only, for a trial; null scores all."""
-    tokenizer: str | None = None
+    tokenizer: InputPath | None = None
     """tokenizer.json; null takes the one saved with the run."""
     force: bool = False
     """Score although `tokenizer` is not the one of the run."""

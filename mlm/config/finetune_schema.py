@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 from mlm.config.downstream_schema import TaskConfig
 from mlm.config.model_schema import Forbid
+from mlm.config.path_types import InputPath, OutFolder, ResultFile
 from mlm.config.schema import (
     DistConfig,
     LogConfig,
@@ -20,10 +21,10 @@ class TaskDataConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    path: str | None = None
+    path: InputPath | None = None
     """Folder with a file per split (train.jsonl, validation.jsonl; also .parquet, .csv, .tsv, .json); null
     means the Hub's task.hub."""
-    tokenizer: str | None = None
+    tokenizer: InputPath | None = None
     """tokenizer.json, or a folder that holds one; null takes the one saved with the checkpoint."""
 
 
@@ -97,9 +98,9 @@ class FinetuneConfig:
 
     name: str
     """Name of the run; the default of `out` is runs/{name}."""
-    out: str
+    out: OutFolder
     """Run directory: config, checkpoints, metrics.jsonl, result.json, predictions."""
-    ckpt: str
+    ckpt: InputPath
     """Model to begin with: checkpoint (step-…), run directory, or Hugging Face folder or id (BERT, GPT-2)."""
     seed: int = 1234
     """The new head, dropout and the order of rows are functions of it."""
@@ -128,14 +129,14 @@ class EvalTaskConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    ckpt: str
+    ckpt: InputPath
     """What `mlm finetune` wrote: its run directory (the best checkpoint), or a checkpoint (step-…); or a
     folder or id of Hugging Face with a head for such a task."""
-    out: str | None = None
+    out: ResultFile | None = None
     """JSON file for the scores; null means eval-<task>.json in the run directory."""
     split: str | None = None
     """Split to score; null means those of task.validations. One without labels is only predicted."""
-    predictions: str | None = None
+    predictions: OutFolder | None = None
     """Folder for the predictions, in the form that they are handed in; null writes none, unless the split has
     no labels: then predictions beside `out`."""
     batch_size: int = 8

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from mlm.config.path_types import InputPath, OutFolder
 from mlm.config.schema import ParallelConfig, PretrainConfig
 
 FIRST_LOSS_SCALE = 2.0**14
@@ -27,9 +28,9 @@ def comparable(config: Spec) -> Spec:
 class ParityConfig(PretrainConfig):
     """The run spec of `mlm parity`: the first steps of a pretraining run, on its layout and on one rank."""
 
-    out: str
+    out: OutFolder
     """Folder for parity.json, which holds every number compared."""
-    ckpt: str | None = None
+    ckpt: InputPath | None = None
     """Checkpoint or run directory to take weights from, instead of the initial ones."""
     steps: int = 3
     """Optimizer steps compared. Two show the effect of a wrong update; more show nothing new."""

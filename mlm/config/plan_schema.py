@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from mlm.config.model_schema import Forbid
+from mlm.config.path_types import ResultFile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +24,7 @@ class PlanScheduleConfig:
     """Micro-batches of one step on each replica, m: global batch / (dp * micro-batch size)."""
     pipeline: Literal["1f1b", "gpipe", "zb_h1"] = "1f1b"
     """Schedule: 1f1b (arXiv:2104.04473), gpipe (all forward, then all backward), zb_h1 (arXiv:2401.10241)."""
-    out: str | None = None
+    out: ResultFile | None = None
     """File to write beside the printed picture: .svg, .png, or .json for the whole plan; null writes none."""
     forward_cost: float = 1.0
     """Duration of one micro-batch forward through one chunk: 1/vp of a rank's layers."""

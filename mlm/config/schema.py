@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from mlm.config.model_schema import MASKED, Forbid, ModelConfig
+from mlm.config.path_types import BlendEntry, CacheFolder, InputPath, OutFolder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,19 +103,19 @@ class DataConfig:
 
     kind: Literal["indexed", "synthetic"] = "indexed"
     """indexed reads Megatron's .bin/.idx; synthetic draws random tokens, for throughput runs."""
-    path: str | None = None
+    path: InputPath | None = None
     """Corpus folder written by `mlm data build`: train.bin/.idx, validation.bin/.idx, tokenizer.json."""
-    train: str | None = None
+    train: InputPath | None = None
     """Prefix of the training .bin/.idx; null means {path}/train."""
-    validation: str | None = None
+    validation: InputPath | None = None
     """Prefix of the validation .bin/.idx; null means {path}/validation, if it exists."""
-    tokenizer: str | None = None
+    tokenizer: InputPath | None = None
     """tokenizer.json the corpus was written with; null means {path}/tokenizer.json, if it exists."""
-    cache: str | None = None
+    cache: CacheFolder | None = None
     """Folder of cached sample indices; null means a folder beside the corpus."""
     seq_length: int = 1024
     """Tokens per sample, S. At most model.max_positions."""
-    blend: tuple[str, ...] = ()
+    blend: tuple[BlendEntry, ...] = ()
     """Corpora to mix, each `WEIGHT FOLDER` such as [0.3 corpora/wiki, 0.7 corpora/web], in place of path and
     train. Weights are scaled to sum to 1; their order and the weights may change on resume."""
     reset_positions: bool = False
@@ -215,11 +216,11 @@ class PretrainConfig:
 
     name: str
     """Name of the run; the default of `out` is runs/{name}."""
-    out: str
+    out: OutFolder
     """Run directory: config, checkpoints, metrics.jsonl, curves."""
     seed: int = 1234
     """Weights, dropout and sample order are functions of it."""
-    ckpt: str | None = None
+    ckpt: InputPath | None = None
     """Checkpoint or run directory to take initial weights and optimizer state from."""
     compile: bool = False
     """torch.compile each transformer layer."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from mlm.config.model_schema import Forbid
+from mlm.config.path_types import InputPath, ResultFile
 from mlm.config.schema import DistConfig, ParallelConfig, PrecisionConfig
 
 
@@ -13,18 +14,18 @@ class EvalLossConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    ckpt: str
+    ckpt: InputPath
     """Checkpoint (step-…), run directory (its latest checkpoint), or Hugging Face folder or id (GPT-2)."""
-    out: str | None = None
+    out: ResultFile | None = None
     """JSON file for the result; null means eval-loss-<corpus>.json in the run directory; for a Hugging Face
     model, <model>-eval-loss-<corpus>.json in the working directory."""
     batch_size: int = 8
     """Samples per micro-batch on each rank. The score does not depend on it."""
     seq_length: int | None = None
     """Tokens per window; null takes the checkpoint's data.seq_length."""
-    path: str | None = None
+    path: InputPath | None = None
     """Prefix of the .bin/.idx to score; null takes the validation set the checkpoint was trained with."""
-    tokenizer: str | None = None
+    tokenizer: InputPath | None = None
     """tokenizer.json for bits per byte; null takes the one saved with the run."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -45,15 +46,15 @@ class GenerateConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    ckpt: str
+    ckpt: InputPath
     """Checkpoint (step-…), run directory (its latest checkpoint), or Hugging Face folder or id (GPT-2)."""
     prompt: str = ""
     """Text to continue; - reads it from standard input."""
-    prompts: str | None = None
+    prompts: InputPath | None = None
     """File of texts to continue, in place of prompt: one per line, or .jsonl with `prompt` or `text`."""
     num_samples: int = 1
     """Continuations of each prompt."""
-    out: str | None = None
+    out: ResultFile | None = None
     """JSONL file for the results: prompt, continuation, tokens, why it stopped; null writes none."""
     batch_size: int = 8
     """Texts continued at a time. What is drawn does not depend on it."""
@@ -69,7 +70,7 @@ class GenerateConfig:
     """Sample among the fewest most probable tokens whose probabilities reach this sum."""
     seed: int = 1234
     """Of the sampling."""
-    tokenizer: str | None = None
+    tokenizer: InputPath | None = None
     """tokenizer.json; null takes the one saved with the run."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -82,9 +83,9 @@ class LmEvalConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    ckpt: str
+    ckpt: InputPath
     """Checkpoint (step-…), run directory (its latest checkpoint), or Hugging Face folder or id (GPT-2)."""
-    tokenizer: str | None = None
+    tokenizer: InputPath | None = None
     """tokenizer.json; null takes the one saved with the run."""
     batch_size: int = 8
     """Full-length texts per micro-batch on each rank. No score depends on it."""

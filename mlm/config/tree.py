@@ -11,6 +11,8 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, get_type_hints
 
+from mlm.config.path_types import Role, role_of
+
 HOISTED = "parallel"  # the section whose fields are top-level keys
 MISSING_VALUE = "???"  # how OmegaConf writes a value that must be given
 
@@ -27,6 +29,8 @@ class Leaf:
     """Default value, MISSING_VALUE when it must be given."""
     doc: str
     """The string beneath the field."""
+    role: Role | None = None
+    """What its path is for; None for what is no path."""
 
     @property
     def section(self) -> str:
@@ -87,13 +91,15 @@ def field_docs(cls: type) -> dict[str, str]:
 
 def _walk(cls: type, prefix: str) -> Iterator[Leaf]:
     types, docs = get_type_hints(cls), field_docs(cls)
+    annotations = get_type_hints(cls, include_extras=True)
     for item in fields(cls):
         kind = types[item.name]
         if is_dataclass(kind):
             assert isinstance(kind, type)
             yield from _walk(kind, prefix if item.name == HOISTED else f"{prefix}{item.name}.")
         else:
-            yield Leaf(f"{prefix}{item.name}", kind, _default(item), docs.get(item.name, ""))
+            role = role_of(annotations[item.name])
+            yield Leaf(f"{prefix}{item.name}", kind, _default(item), docs.get(item.name, ""), role)
 
 
 def _default(item: "Field[Any]") -> Any:

@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 from mlm.config.model_schema import Forbid
 from mlm.config.parity_schema import comparable
+from mlm.config.path_types import OutFolder
 from mlm.config.schema import LogConfig, ParallelConfig, PretrainConfig
 
 
@@ -37,7 +38,7 @@ class ResumedLayout:
 class VerifyResumeConfig(PretrainConfig):
     """The run spec of `mlm verify-resume`: 2k steps straight, against k, a kill -9, and k more."""
 
-    out: str
+    out: OutFolder
     """Folder for both runs and verify-resume.json."""
     steps: int = 4
     """Steps before the kill, k; as many follow it."""

@@ -2,10 +2,10 @@
 
 import fcntl
 import os
-import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -19,16 +19,18 @@ from mlm.data.corpus.merge_stage import move, publish
 from mlm.data.corpus.plan import EVALUATION, TOKENIZER, Plan, shard_bytes
 from mlm.data.corpus.report import outcome, refuse_empty_parts, summary, warn, write_rejected
 from mlm.data.corpus.shards import cut, find_all
-from mlm.data.indexed import bin_path, idx_path
-from mlm.data.parts import SPLITS, parse_split
+from mlm.data.parts import parse_split
 from mlm.data.receipt import RECEIPT, Receipt, check_corpus, damaged_file, read_receipt, write_receipt
 from mlm.data.tokenizer import Tokenizer
-from mlm.files import digest_file, write_atomic
+from mlm.files import digest_file, open_lock, write_atomic
+from mlm.ownership import claim_faults, claim_folder, delete_owned
 
 __all__ = ["check_corpus", "run_build"]
 
 MARKER = ".building"  # in `out` while a build is under way: what lies there is ours to replace
-LOCK = "lock"
+LOCK = "lock"  # in the work folder
+OUT_LOCK = ".lock"
+WORK = "work"  # in `out`
 
 
 def run_build(config: DataBuildConfig, console: Console | None = None) -> Receipt | None:
@@ -44,15 +46,14 @@ def run_build(config: DataBuildConfig, console: Console | None = None) -> Receip
         raise UserError(
             f"prepend_bos=true: tokenizer={config.tokenizer} has no token for the beginning: leave it false"
         )
-    found, out = find_all(config), Path(config.out)
+    found, out, work = find_all(config), Path(config.out), work_folder(config)
     if (warning := found.warning()) is not None:
         console.print(warning, soft_wrap=True, markup=False)
-    work = Path(config.work) if config.work is not None else out / "work"
-    with explain_disk_faults(out):
-        refuse_foreign(out)
-        out.mkdir(parents=True, exist_ok=True)
-        work.mkdir(parents=True, exist_ok=True)
-    with explain_disk_faults(work), sole_build(work):
+    with explain_disk_faults(out), ExitStack() as stack:
+        claim_folders(config, tokenizer)
+        stack.enter_context(sole_build(out / OUT_LOCK, f"out={out}"))
+        stack.enter_context(explain_disk_faults(work))
+        stack.enter_context(sole_build(work / LOCK, f"work={work}"))
         digested = with_digests(found.inputs, work, console)
         tokenizer.save(work / TOKENIZER)
         evaluation = prepare_evaluation(config, work)
@@ -66,10 +67,64 @@ def run_build(config: DataBuildConfig, console: Console | None = None) -> Receip
             receipt = build(plan, made_of, out, console)
         if receipt is None:
             return None
-    warn(config, console)
-    if not config.keep_work:
-        shutil.rmtree(work, ignore_errors=True)
+        warn(config, console)
+        if not config.keep_work and (kept := delete_work(config)) is not None:
+            console.print(kept, soft_wrap=True, markup=False, highlight=False)
     return receipt
+
+
+def work_folder(config: DataBuildConfig) -> Path:
+    """Where what lies between the stages is kept."""
+    return Path(config.work) if config.work is not None else Path(config.out, WORK)
+
+
+def preflight(config: DataBuildConfig) -> list[str]:
+    """What stands in the way in the folders to write; called before the input is read."""
+    try:
+        tokenizer = Tokenizer.load(config.tokenizer)
+    except UserError as error:
+        return [str(error)]
+    out, work = claims(config, tokenizer)
+    return [
+        *claim_faults(config.out, **out),
+        *claim_faults(work_folder(config), **work),
+        *place_faults(config),
+    ]
+
+
+def place_faults(config: DataBuildConfig) -> list[str]:
+    """`work` where it would be deleted with something else, or `out` with it."""
+    out, work = Path(config.out).resolve(), work_folder(config).resolve()
+    if work == out or work in out.parents:
+        said = "is" if work == out else "holds"
+        return [f"work={config.work}: {said} out={config.out}; name another folder"]
+    return []
+
+
+def claims(config: DataBuildConfig, tokenizer: Tokenizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments with which `out` and the work folder are claimed."""
+    reads = [config.input, *config.decontaminate.against]
+    key = "out" if config.work is None else "work"
+    return (
+        {"kind": "corpus", "inputs": reads, "same": {TOKENIZER: tokenizer.content}},
+        {"kind": "corpus-work", "key": key, "inputs": [*reads, config.tokenizer]},
+    )
+
+
+def claim_folders(config: DataBuildConfig, tokenizer: Tokenizer) -> None:
+    """Make or adopt both folders. Raises UserError where something of the user's is in the way."""
+    out, work = claims(config, tokenizer)
+    faults = [*place_faults(config), *claim_faults(work_folder(config), **work)]
+    if faults:
+        raise UserError(faults[0])
+    claim_folder(config.out, **out)
+    claim_folder(work_folder(config), **work)
+
+
+def delete_work(config: DataBuildConfig) -> str | None:
+    """Delete what the build left between its stages; a line on what stays, None if nothing does."""
+    reads = [config.input, config.tokenizer, *config.decontaminate.against, config.out]
+    return delete_owned(work_folder(config), "corpus-work", inputs=reads)
 
 
 def build(plan: Plan, made_of: Receipt, out: Path, console: Console) -> Receipt | None:
@@ -150,32 +205,34 @@ def reusable(out: Path, made_of: Receipt) -> Receipt | None:
     return receipt
 
 
-def refuse_foreign(out: Path) -> None:
-    """Files of anyone else are not touched. Raises UserError when `out` holds some and no receipt."""
-    if (out / RECEIPT).exists() or (out / MARKER).exists():
-        return
-    files = [path(out / split) for split in SPLITS for path in (bin_path, idx_path)]
-    for file in files:
-        if file.exists():
-            raise UserError(
-                f"out={out} holds {file.name} but no {RECEIPT}: set another out=, or delete the files"
-            )
-
-
 @contextmanager
-def sole_build(work: Path) -> Iterator[None]:
+def sole_build(lock: Path, folder: str) -> Iterator[None]:
     """Keep two commands from working in one folder. Raises UserError for the second."""
-    descriptor = os.open(work / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    descriptor = take(lock)
+    if descriptor is None:
+        raise UserError(f"{folder} is in use by another `mlm data build`: wait for it, or set another out=")
     try:
+        yield
+    finally:
+        with suppress(OSError):
+            lock.unlink()  # while it is held: `take` believes in no file but the one there now
+        os.close(descriptor)
+
+
+def take(lock: Path) -> int | None:
+    """A descriptor that holds the lock, None if another process has it. Raises OSError."""
+    while True:
+        descriptor = open_lock(lock)
         try:
             # not flock, whose lock the child processes would share and keep
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(descriptor), os.stat(lock)):
+                return descriptor
         except (BlockingIOError, PermissionError):
-            raise UserError(
-                f"work={work} is in use by another `mlm data build`: wait for it, or set another out="
-            ) from None
-        yield
-    finally:
+            os.close(descriptor)
+            return None
+        except FileNotFoundError:
+            pass  # gone with the one who held it
         os.close(descriptor)
 
 

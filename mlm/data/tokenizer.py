@@ -119,7 +119,12 @@ class Tokenizer:
 
     def save(self, path: str | Path) -> None:
         """Write tokenizer.json, byte for byte what was loaded or trained. Raises OSError."""
-        write_atomic(Path(path), self._content.encode())
+        write_atomic(Path(path), self.content)
+
+    @property
+    def content(self) -> bytes:
+        """The bytes of its tokenizer.json."""
+        return self._content.encode()
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text; nothing is added at its ends."""

@@ -17,6 +17,7 @@ from torch.distributed import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from mlm.config.errors import UserError
+from mlm.config.path_faults import streams_for
 from mlm.config.schema import DistConfig, ParallelConfig
 from mlm.parallel.mesh import ParallelContext, build_mesh
 from mlm.parallel.watch import LostPeer, Watch, is_transport_error
@@ -118,7 +119,8 @@ def run_rank(
                 timeout_s=dist.timeout_s,
                 watch=watch,
             )
-        find_target(target)(config, ctx)
+        with streams_for(config):
+            find_target(target)(config, ctx)
         with watch.waiting("end of the process groups", "world", everyone):
             distributed.destroy_process_group()
 

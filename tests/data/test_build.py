@@ -53,7 +53,8 @@ def test_receipt_counts_documents_tokens_and_bytes(source: Path) -> None:
 def test_receipt_names_files_by_digest(source: Path) -> None:
     receipt = build(source)
     out = source.parent / "out"
-    expected = {path.name: digest_file(path) for path in out.iterdir() if path.name != "corpus.json"}
+    files = [path for path in out.iterdir() if path.name not in ("corpus.json", ".mlm.json")]
+    expected = {path.name: digest_file(path) for path in files}
     assert {name: entry["digest"] for name, entry in receipt["files"].items()} == expected
 
 
@@ -117,7 +118,7 @@ def test_damaged_corpus_is_not_called_up_to_date(source: Path) -> None:
 def test_corpus_of_someone_else_is_not_replaced(source: Path) -> None:
     (source.parent / "out").mkdir()
     (source.parent / "out" / "train.bin").write_bytes(b"precious")
-    with pytest.raises(UserError, match=r"train\.bin but no corpus\.json"):
+    with pytest.raises(UserError, match=r"holds train\.bin, which mlm did not write"):
         build(source)
     assert (source.parent / "out" / "train.bin").read_bytes() == b"precious"
 
@@ -127,7 +128,11 @@ def test_bad_line_is_named_and_no_corpus_appears(source: Path) -> None:
         f.write('{"body": "x"}\n')
     with pytest.raises(UserError, match=r'train\.jsonl:7: no key "text"'):
         build(source)
-    assert sorted(path.name for path in (source.parent / "out").iterdir()) == [".building", "work"]
+    assert sorted(path.name for path in (source.parent / "out").iterdir()) == [
+        ".building",
+        ".mlm.json",
+        "work",
+    ]
 
 
 @pytest.mark.parametrize("content", ["", "\n", '{"text": ""}\n'])
@@ -156,6 +161,7 @@ def test_work_is_gone_when_the_corpus_is_there(source: Path) -> None:
     build(source)
     names = sorted(path.name for path in (source.parent / "out").iterdir())
     assert names == [
+        ".mlm.json",
         "corpus.json",
         "tokenizer.json",
         "train.bin",
