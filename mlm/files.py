@@ -59,8 +59,11 @@ def no_regular_file(path: Path, mode: int) -> OSError:
     return OSError(number, "Is a directory" if stat.S_ISDIR(mode) else "Is no regular file", str(path))
 
 
-def read_regular(path: Path, limit: int) -> bytes:
-    """At most `limit` bytes of a regular file. Raises OSError, for a device or FIFO too: nothing blocks."""
+def read_regular(path: Path, limit: int = -1) -> bytes:
+    """At most `limit` bytes of a regular file, or all.
+
+    Raises OSError, for a device or FIFO too: nothing blocks.
+    """
     with open(open_regular(path, os.O_RDONLY), "rb") as f:
         return f.read(limit)
 

@@ -92,12 +92,20 @@ def _is_older_unfinished(folder: Path) -> bool:
     return set(os.listdir(folder)) <= {LOCK, folder.name.removeprefix(".").removesuffix(".partial")}
 
 
+def _is_older_predictions(folder: Path) -> bool:
+    """`predictions` in a run, or tables of predictions alone."""
+    if folder.name == "predictions" and is_ours(folder.parent, "run"):
+        return True
+    files = list(folder.iterdir())
+    return bool(files) and all(_head(file).startswith(b"index\tprediction\n") for file in files)
+
+
 KINDS: dict[str, Kind] = {
     "run": Kind(
         "a run",
         (
             *("config.yaml", "tokenizer.json", "metrics.jsonl", "loss.png", "README.md", "checkpoints"),
-            *("best", "result.json"),
+            *("best", "result.json", "predictions"),
         ),
         _is_older_run,
     ),
@@ -119,7 +127,7 @@ KINDS: dict[str, Kind] = {
         _is_older_work,
     ),
     "exported-model": Kind("an exported model", ("*",)),
-    "predictions": Kind("predictions", ("*.tsv", "*.json")),
+    "predictions": Kind("predictions", ("*.tsv", "*.json"), _is_older_predictions),
     "verify-resume": Kind("a verify-resume", ()),
     "unfinished": Kind("an import or export that did not finish", (), _is_older_unfinished),
 }

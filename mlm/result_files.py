@@ -84,6 +84,14 @@ def result_faults(
     return []
 
 
+def is_stream(path: str | Path | None) -> bool:
+    """True for standard output, a device or a FIFO: what is written to as it is, wherever it lies."""
+    try:
+        return path is not None and (str(path) == STDOUT or _stream(Path(path)) is not None)
+    except OSError:
+        return False
+
+
 def is_result(path: Path) -> bool:
     """True if a regular file is empty, or a result that mlm wrote. Raises OSError."""
     size, head = path.stat().st_size, read_regular(path, HEAD)

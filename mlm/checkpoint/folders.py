@@ -4,6 +4,7 @@ Names that begin with a dot are work in progress: `.saving-…` a save that did 
 the old step-N while a new one takes its place, `.trash-…` one being deleted. The next save clears them up.
 """
 
+import errno
 import logging
 import os
 import re
@@ -21,6 +22,13 @@ log = logging.getLogger(__name__)
 LATEST = "latest"
 STEP_NAME = re.compile(r"step-(\d{8,18})")
 SAVING, REPLACED, TRASH, NEW_LATEST = ".saving-", ".replaced-", ".trash-", ".latest-"
+_STEP = r"step-\d{8,18}"
+LEFT = re.compile(rf"\.(saving-{_STEP}-[\w-]+|replaced-{_STEP}|trash-(saving-|replaced-)?{_STEP}(-[\w-]+)?)")
+"""Folders that killed saves and deletions leave."""
+LEFT_POINTER = re.compile(rf"\.latest-{_STEP}(-[\w-]+)?")
+SHARD = re.compile(r"rank-\d{5,}\.safetensors(\.done)?")
+PARTIAL = re.compile(r"\.nfs\w+|\..+\.\d+\.partial")
+"""Files that a file system or `write_atomic` leaves for a while."""
 
 
 def step_name(step: int) -> str:
@@ -149,24 +157,53 @@ def open_staging(root: Path, step: int, save_id: str, *, keep: bool = False) -> 
 
 def leftovers(root: Path) -> list[Path]:
     """What killed saves left and `clear_up` deletes, sorted by name. Raises OSError."""
-    return sorted(
-        path
-        for path in root.iterdir()
-        if path.name.startswith((SAVING, TRASH, NEW_LATEST))
-        or (path.name.startswith(REPLACED) and (root / path.name.removeprefix(REPLACED)).exists())
-    )
+    return sorted(path for path in root.iterdir() if _is_left(path) and not _is_moved_aside(path))
+
+
+def _is_left(path: Path) -> bool:
+    """True for what a killed save left: by its name, and by what it holds."""
+    if LEFT_POINTER.fullmatch(path.name):
+        return path.is_file() and not path.is_symlink()
+    return LEFT.fullmatch(path.name) is not None and path.is_dir() and foreign_in(path) is None
+
+
+def _is_moved_aside(path: Path) -> bool:
+    """True for the old step-N while no new one has taken its place."""
+    name = path.name.removeprefix(REPLACED)
+    return path.name.startswith(REPLACED) and not path.with_name(name).exists()
+
+
+def foreign_in(directory: Path) -> str | None:
+    """What in the directory of a checkpoint mlm did not write, None if all is ours. Raises OSError.
+
+    A link is not ours, nor is a folder or a file of another name than the manifest or those that it lists.
+    """
+    if directory.is_symlink():
+        return "a link"
+    try:
+        listed = set(read_manifest(directory).files)
+    except UserError:
+        listed = set()
+    found = {entry.name: entry.is_file(follow_symlinks=False) for entry in os.scandir(directory)}
+    if MANIFEST in found and not listed and not any(map(SHARD.fullmatch, found)):
+        return MANIFEST if regular_size(directory / MANIFEST) else None
+    for name, is_file in sorted(found.items()):
+        ours = name == MANIFEST or name in listed or SHARD.fullmatch(name) or PARTIAL.fullmatch(name)
+        if not (ours and is_file):
+            return name
+    return None
 
 
 def clear_up(root: Path, *, keep: Path | None = None) -> None:
     """Finish or delete what killed saves left, but for the directory `keep`. Raises OSError."""
     for path in list(root.iterdir()):
-        if path == keep:
+        if path == keep or not _is_left(path):
             continue
-        if path.name.startswith(REPLACED) and not (root / path.name.removeprefix(REPLACED)).exists():
+        if _is_moved_aside(path):
             os.rename(path, root / path.name.removeprefix(REPLACED))
-        elif path.name.startswith((SAVING, REPLACED, TRASH)):
+        elif path.is_dir():
             discard(path)
-        elif path.name.startswith(NEW_LATEST):
+        else:
             path.unlink()
 
 
@@ -185,7 +222,9 @@ def publish(staging: Path, root: Path, step: int) -> None:
     try:
         _write_pointer(pointer, step)  # first: a full disk shows before anything is renamed
         fsync_directory(staging)
-        if final.exists():
+        if os.path.lexists(final):
+            if (foreign := foreign_in(final)) is not None:
+                raise OSError(errno.EEXIST, f"holds {foreign}, which mlm did not write", str(final))
             os.rename(final, replaced)
         try:
             os.rename(staging, final)
@@ -252,25 +291,35 @@ def outdated(
         if whole < max(keep_last, 1):
             whole += fault(path) is None
         elif not (keep_every and step % keep_every == 0) and path.name.removeprefix(REPLACED) != named:
-            old.append(path)
+            old += [path] if _is_ours(path) else []
     return old[::-1]
 
 
-def discard(path: Path) -> bool:
-    """Delete a directory; it first loses its name, so that half of it is never taken for a checkpoint.
+def _is_ours(path: Path) -> bool:
+    """True if nothing in a checkpoint's directory is the user's."""
+    try:
+        return foreign_in(path) is None
+    except OSError:
+        return False
 
-    Never raises: whether all of it is gone. A warning says why not.
+
+def discard(path: Path) -> bool:
+    """Delete the directory of a checkpoint, or of a save, unless something in it is not ours.
+
+    It first loses its name, so that half of it is never taken for a checkpoint. Returns True if all of it is
+    gone; never raises: a warning says why not.
     """
     trash = path if path.name.startswith(TRASH) else path.with_name(f"{TRASH}{path.name.lstrip('.')}")
     try:
+        for place in {path, trash}:
+            if os.path.lexists(place) and (foreign := foreign_in(place)) is not None:
+                log.warning("%s: not deleted: holds %s, which mlm did not write", place, foreign)
+                return False
         if trash != path:
             if trash.exists():
                 shutil.rmtree(trash)
             os.rename(path, trash)
-        if trash.is_symlink():
-            trash.unlink()
-        else:
-            shutil.rmtree(trash)
+        shutil.rmtree(trash)
     except FileNotFoundError:
         pass
     except OSError as e:

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mlm.config.errors import UserError
+from mlm.files import open_lock
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ def sole_writer(folder: Path, *, wait_s: float = WAIT_S, setting: str = "out") -
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        descriptor = open_lock(folder / LOCK)
     except OSError as error:
         raise UserError(
             f"{error.filename}: {error.strerror}: make it writable, or set {setting}=… to a folder that is"

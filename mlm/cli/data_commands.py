@@ -8,6 +8,7 @@ DATA = (
         words=("data", "tokenizer"),
         config="data_tokenizer",
         target="mlm.data.train_tokenizer:run_tokenizer",
+        preflight="mlm.data.train_tokenizer:preflight",
         summary="train a tokenizer on text (byte-level BPE, WordPiece), or take one over",
         about=(
             "Trains a byte-level BPE as GPT-2's or a WordPiece vocabulary as BERT's on text, or reads the "

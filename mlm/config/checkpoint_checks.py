@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mlm.config.ranges import out_of_range
+from mlm.result_files import is_stream
 
 
 def check_numbers(config: Any) -> list[str]:
@@ -15,7 +16,7 @@ def check_numbers(config: Any) -> list[str]:
 
 def check_out_file(config: Any) -> list[str]:
     """An `out` that cannot become a file: found before anything is read."""
-    if config.out is None:
+    if config.out is None or is_stream(config.out):
         return []
     path = Path(config.out)
     if path.is_dir():

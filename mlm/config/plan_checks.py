@@ -8,6 +8,7 @@ from pathlib import Path
 from mlm.config.plan_schema import PlanScheduleConfig
 from mlm.config.ranges import out_of_range
 from mlm.config.suggest import either, multiples_around, nearest
+from mlm.result_files import is_stream
 
 ENDINGS = (".svg", ".png", ".json")
 MAX_COMPUTATIONS = 500_000  # in one simulation: a quarter of a minute, three times what the largest runs need
@@ -53,7 +54,7 @@ def _can_be_simulated(config: PlanScheduleConfig) -> str | None:
 
 
 def _out_can_be_written(config: PlanScheduleConfig) -> str | None:
-    if config.out is None:
+    if config.out is None or is_stream(config.out):
         return None
     out = Path(config.out)
     if out.suffix not in ENDINGS:

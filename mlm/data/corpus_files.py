@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import mlm
+from mlm import result_files
 from mlm.config.errors import UserError
 from mlm.data.indexed import bin_path, idx_path
 from mlm.data.parts import SPLITS
 from mlm.data.receipt import Receipt
 from mlm.data.tokenizer import Tokenizer
-from mlm.files import write_atomic
 
 TOKENIZER = "tokenizer.json"
 MARKER = ".building"  # left in a folder by a build that is under way, or was killed
@@ -63,7 +63,4 @@ def eod_of(receipt: Receipt | None, tokenizer: Tokenizer | None) -> int | None:
 def write_result(out: str, result: dict[str, Any]) -> None:
     """Write the JSON for machines. Raises UserError."""
     text = json.dumps({**result, "versions": {"mlm": mlm.__version__}}, indent=2, allow_nan=False) + "\n"
-    try:
-        write_atomic(Path(out), text.encode())
-    except OSError as error:
-        raise UserError(f"out={out}: {error.strerror}: choose a file that can be written") from error
+    result_files.write_result(out, text.encode())

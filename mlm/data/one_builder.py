@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from mlm.files import open_lock
+
 WAIT_S = 600.0
 POLL_S = 0.05
 
@@ -37,7 +39,7 @@ def one_builder(path: Path, wait_s: float = WAIT_S) -> Iterator[None]:
 def _take(lock: Path, until: float) -> int | None:
     """A descriptor that holds the lock, None if none was to be had in time. Raises OSError."""
     while time.monotonic() < until:
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        descriptor = open_lock(lock)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(descriptor), os.stat(lock)):

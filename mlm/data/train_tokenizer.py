@@ -8,10 +8,11 @@ from rich.console import Console
 from tokenizers import models, pre_tokenizers, trainers
 
 from mlm.config.data_schema import DataBuildConfig, DataTokenizerConfig
-from mlm.config.errors import CorruptFileError, UserError
+from mlm.config.errors import UserError
 from mlm.data.corpus.read import Rejected, read_shard
 from mlm.data.corpus.shards import cut, find_inputs, kind_of
 from mlm.data.tokenizer import BERT_SPECIAL, CONTINUES, EOD, FILES, UNK, Tokenizer, byte_level, word_piece
+from mlm.result_files import is_stream, result_faults, write_result
 from mlm.terminal import byte_progress
 
 BYTES = 256
@@ -27,7 +28,9 @@ def run_tokenizer(config: DataTokenizerConfig, console: Console | None = None) -
     Raises UserError: no text, bad input, or another tokenizer at `out`.
     """
     console = console or Console()
-    path = Path(config.out) if config.out.endswith(".json") else Path(config.out) / "tokenizer.json"
+    path = tokenizer_path(config.out)
+    if faults := preflight(config):
+        raise UserError(faults[0])
     tokenizer = Tokenizer.load(config.input) if is_tokenizer(config.input) else learn(config)
     if path.is_file() and digest_at(path) != tokenizer.digest:
         raise UserError(
@@ -35,15 +38,33 @@ def run_tokenizer(config: DataTokenizerConfig, console: Console | None = None) -
         )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        tokenizer.save(path)
     except OSError as error:
         raise UserError(
             f"out={config.out}: {error.filename or path}: {error.strerror}: set another out="
         ) from error
+    if not path.is_file():  # else it is there already: the digests are equal
+        write_result(path, tokenizer.content)
     console.print(
         f"{path}: {tokenizer.vocab_size} tokens, {tokenizer.digest}", soft_wrap=True, highlight=False
     )
     return path
+
+
+def tokenizer_path(out: str) -> Path:
+    """The file that `out` means: itself, or tokenizer.json in it."""
+    return Path(out) if out.endswith(".json") or is_stream(out) else Path(out) / "tokenizer.json"
+
+
+def preflight(config: DataTokenizerConfig) -> list[str]:
+    """What stands at `out` and is no tokenizer; called before the input is read."""
+    path = tokenizer_path(config.out)
+    if path.is_file() and not is_stream(path):
+        return (
+            []
+            if digest_at(path) is not None
+            else [f"out={path}: exists and is no tokenizer; name another file, or delete it"]
+        )
+    return result_faults(path)
 
 
 def is_tokenizer(path: str) -> bool:
@@ -61,7 +82,7 @@ def digest_at(path: Path) -> str | None:
     """Digest of the tokenizer in a file; None when it is none, which differs from any."""
     try:
         return Tokenizer.load(path).digest
-    except CorruptFileError:
+    except UserError:
         return None
 
 

@@ -1,6 +1,6 @@
 """A plan as a picture file: the timeline of arXiv:2104.04473, figures 3 and 4."""
 
-from pathlib import Path
+from typing import BinaryIO
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -9,10 +9,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from mlm.files import write_atomic
 from mlm.parallel.pipeline.actions import Action, Op, Plan, Span
 from mlm.plan.colours import fill, ink
 from mlm.plan.terminal import INPUT_GRADIENT, NAMES
+from mlm.result_files import CREATOR
 
 IDLE, INK = "#e8e8e8", "#333333"
 CELL_INCHES = 0.24  # width of the shortest computation
@@ -23,8 +23,8 @@ MOST_LABELS = 20_000  # matplotlib takes about a millisecond for each
 FONT_POINTS, SMALLEST_POINTS = 8, 3.5
 
 
-def draw(plan: Plan, title: str, path: Path) -> None:
-    """Write the picture to `path` (.svg or .png) atomically; equal plans give equal files. Raises OSError."""
+def draw(plan: Plan, title: str, file: BinaryIO, kind: str) -> None:
+    """Write the picture (svg or png) to a file; equal plans give equal bytes. Raises OSError."""
     width = picture_inches(plan)
     height = min(ROW_INCHES * len(plan.timeline) + 1.3, LARGEST_INCHES)
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained", facecolor="white")
@@ -38,11 +38,10 @@ def draw(plan: Plan, title: str, path: Path) -> None:
     figure.legend(
         handles=patches, loc="outside lower center", ncols=columns, frameon=False, fontsize=8, labelcolor=INK
     )
-    kind = path.suffix.removeprefix(".")
     # no random ids in an SVG, and text that can be searched
     with rc_context({"svg.hashsalt": "mlm", "svg.fonttype": "none"}):
-        metadata = {"Date": None} if kind == "svg" else None
-        write_atomic(path, lambda file: figure.savefig(file, format=kind, metadata=metadata))
+        made_by = {"Date": None, "Creator": CREATOR} if kind == "svg" else {"Software": CREATOR}
+        figure.savefig(file, format=kind, metadata=made_by)
 
 
 def picture_inches(plan: Plan) -> float:

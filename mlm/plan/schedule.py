@@ -1,6 +1,7 @@
 """`mlm plan schedule`: simulate a pipeline schedule, draw it and say what it costs. No torch, no model."""
 
 import json
+from io import BytesIO
 from pathlib import Path
 
 from rich.console import Console
@@ -9,13 +10,13 @@ from rich.text import Text
 
 from mlm.config.errors import UserError
 from mlm.config.plan_schema import PlanScheduleConfig
-from mlm.files import write_atomic
 from mlm.parallel.pipeline.actions import Cost, Plan
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule
 from mlm.plan import picture, terminal
 from mlm.plan.numbers import Formula, closed_bubble, rank_numbers, title
 from mlm.plan.record import record
+from mlm.result_files import write_result
 
 
 def run(config: PlanScheduleConfig, console: Console | None = None) -> Plan:
@@ -76,16 +77,18 @@ def compared(bubble: float, formula: Formula) -> str:
 
 
 def write(plan: Plan, config: PlanScheduleConfig, out: Path) -> None:
-    """Write the picture or the record, by the ending. Raises UserError."""
+    """Write the picture or, to a .json, a stream or a device, the record. Raises UserError."""
+    kind = out.suffix.removeprefix(".")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        if out.suffix == ".json":
-            write_atomic(out, (json.dumps(record(plan, config), indent=1) + "\n").encode())
-        else:
-            picture.draw(
-                plan, f"{title(config)}   bubble {plan.bubble:.2%}   makespan {plan.makespan:.6g}", out
-            )
     except OSError as error:
         raise UserError(
             f"out={out}: {error.strerror} ({error.filename}): free space there, or set another out="
         ) from error
+    if kind in ("svg", "png"):
+        caption = f"{title(config)}   bubble {plan.bubble:.2%}   makespan {plan.makespan:.6g}"
+        drawn = BytesIO()
+        picture.draw(plan, caption, drawn, kind)
+        write_result(out, drawn.getvalue())
+    else:
+        write_result(out, (json.dumps(record(plan, config), indent=1) + "\n").encode())

@@ -1,14 +1,12 @@
 """What the `mlm ckpt` commands share: the result for machines."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import mlm
-from mlm.config.errors import UserError
-from mlm.files import write_atomic
+from mlm import result_files
 from mlm.train.history import finite
 
 
@@ -20,7 +18,4 @@ def versions() -> dict[str, str]:
 def write_result(out: str, result: dict[str, Any]) -> None:
     """Write the JSON for machines; numbers that are not finite become null. Raises UserError."""
     text = json.dumps(finite(result), indent=2, allow_nan=False) + "\n"
-    try:
-        write_atomic(Path(out), text.encode())
-    except OSError as error:
-        raise UserError(f"out={out}: {error.strerror}: choose a file that can be written") from error
+    result_files.write_result(out, text.encode())

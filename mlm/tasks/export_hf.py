@@ -86,7 +86,7 @@ def run(config: ExportHFConfig) -> None:
     tensors = plan_tensors(source)
     count = sum(tensor.form.num_bytes for tensor in tensors)
     files = into_files(tensors, int(config.max_file_gb * GB))
-    with new_folder(Path(config.out), count) as folder:
+    with new_folder(Path(config.out), count, "exported-model") as folder:
         with byte_progress("exporting", shard_bytes(source.path) + count) as advance:
             check_whole(source, advance)
             shift = folded_bias(source)

@@ -15,8 +15,8 @@ from typing import Any
 from mlm.config.errors import UserError
 from mlm.config.task_schema import STDIN, GenerateConfig
 from mlm.data.tokenizer import Tokenizer
-from mlm.files import write_atomic
 from mlm.parallel.mesh import ParallelContext
+from mlm.result_files import is_stream, write_result
 from mlm.tasks.generation import Sampling, continuations
 from mlm.tasks.prompts import Prompt, read_prompts, share_prompts
 from mlm.tasks.trained import (
@@ -54,7 +54,7 @@ def preflight(config: GenerateConfig) -> list[str]:
 
 def out_faults(out: str | None) -> list[str]:
     """Whether a file can be written there."""
-    folder = None if out is None else Path(out).parent
+    folder = None if out is None or is_stream(out) else Path(out).parent
     if folder is None or (os.access(folder, os.W_OK) and not Path(out or "").is_dir()):
         return []
     return [f"out={out}: cannot be written: name a file in a folder that is there"]
@@ -89,7 +89,8 @@ def run(config: GenerateConfig, ctx: ParallelContext) -> None:
     if config.out is not None:
         records = [record(*text, tokens, config, tokenizer) for text, tokens in zip(texts, new, strict=True)]
         lines = [json.dumps(said, ensure_ascii=False) + "\n" for said in records]
-        write_atomic(Path(config.out), "".join(lines).encode("utf-8", "backslashreplace"))
+        text = "".join(lines).encode("utf-8", "backslashreplace")
+        write_result(config.out, text, inputs=[config.prompts])
         print(f"written to {config.out}", file=sys.stderr)
     print(f"{count:,} tokens in {seconds:.2f} s: {count / seconds:.1f} tokens/s", file=sys.stderr)
 

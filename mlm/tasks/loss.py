@@ -34,9 +34,10 @@ from mlm.data.gpt import EvalWindows
 from mlm.data.indexed import IndexedDataset
 from mlm.data.receipt import RECEIPT, check_corpus, read_receipt
 from mlm.data.sampler import AnyBatch, Dataset, eval_batches
-from mlm.files import digest_file, write_atomic
+from mlm.files import digest_file
 from mlm.models.bert import PARTS
 from mlm.parallel.mesh import ParallelContext
+from mlm.result_files import is_stream, result_faults, write_result
 from mlm.tasks.trained import (
     Trained,
     checkpoint_faults,
@@ -73,11 +74,12 @@ def preflight(config: EvalLossConfig) -> list[str]:
             BERTVocab.of(load_tokenizer(config.tokenizer, path))
     except UserError as error:
         return [str(error)]
-    folder = result_path(config, trained, path, prefix).parent
+    out = result_path(config, trained, path, prefix)
+    folder = out.parent
     return [
         *(
-            []
-            if os.access(folder, os.W_OK)
+            result_faults(out)
+            if is_stream(out) or os.access(folder, os.W_OK)
             else [f"out={config.out}: {folder} is no folder that can be written"]
         ),
         *check_corpus(prefix, vocab_size=trained.model.vocab_size, seq_length=1, min_samples=1),
@@ -153,7 +155,7 @@ def run(config: EvalLossConfig, ctx: ParallelContext) -> None:
         "versions": {"mlm": mlm.__version__, "torch": torch.__version__},
     }
     out = result_path(config, trained.config, trained.path, prefix)
-    write_atomic(out, (json.dumps(result, indent=2) + "\n").encode())
+    write_result(out, (json.dumps(result, indent=2) + "\n").encode())
     show(result, out)
 
 

@@ -22,8 +22,8 @@ from mlm.config.build import to_dict
 from mlm.config.errors import CheckFailedError, UserError, writing_to
 from mlm.config.parity_schema import ParityConfig
 from mlm.config.schema import ParallelConfig
-from mlm.files import write_atomic
 from mlm.parallel.mesh import ParallelContext
+from mlm.result_files import result_faults, write_result
 from mlm.train.corpora import corpus_faults
 from mlm.train.environment import read_place
 from mlm.train.memory import reuse_large_blocks
@@ -45,6 +45,7 @@ def preflight(config: ParityConfig) -> list[str]:
         except UserError as error:
             faults.append(str(error))
     too_large = memory_fault(config, available_bytes(config))
+    faults += result_faults(Path(config.out, RESULT))
     return [*faults, too_large] if too_large else faults
 
 
@@ -119,7 +120,7 @@ def run(config: ParityConfig, ctx: ParallelContext) -> None:
     verdict = judge(report, config.precision.dtype)
     if ctx.is_main:
         with writing_to(config.out):
-            write_atomic(out, result_json(config, ctx, report, verdict).encode())
+            write_result(out, result_json(config, ctx, report, verdict).encode())
         show(config, ctx, report, verdict, out)
     if not verdict.equal:
         raise CheckFailedError(f"{verdict.word}: {verdict.sentence} ({out})")

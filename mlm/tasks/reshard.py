@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -25,10 +26,11 @@ from mlm.checkpoint.save_load import read_manifest, resolve
 from mlm.checkpoint.shard_file import read_header
 from mlm.checkpoint.stream import GlobalTensor, derived_id, published, write_streamed
 from mlm.config.checkpoint_schema import ReshardConfig
-from mlm.config.errors import ConfigError, CorruptFileError, UserError
+from mlm.config.errors import ConfigError, CorruptFileError, UserError, writing_to
 from mlm.config.schema import ParallelConfig, PretrainConfig
 from mlm.files import digest_file, write_atomic
 from mlm.models.stage import split_layers
+from mlm.ownership import claim_faults, claim_folder
 from mlm.tasks.run_folder import check_space
 from mlm.tasks.trained import run_directory, split_faults, trained_config
 from mlm.terminal import Advance, byte_progress, size
@@ -78,6 +80,8 @@ def preflight(config: ReshardConfig) -> list[str]:
     """What is wrong with the checkpoint, the layout or the place to write to; no tensor is read."""
     try:
         plan = make_plan(config)
+        if faults := claim_faults(plan.out, "run", **claimed(plan)):
+            return faults
         if published(plan.root, plan.manifest.step, plan.save_id) is None:
             new_tokenizer(plan)
             check_disk(plan)
@@ -166,6 +170,8 @@ def check_disk(plan: Plan) -> None:
 def run(config: ReshardConfig) -> None:
     """Verify, cut, publish, and print a table. Raises UserError; what is complete stays for another try."""
     plan = make_plan(config)
+    with writing_to(config.out):
+        claim_folder(plan.out, "run", **claimed(plan))
     with sole_writer(plan.root), saying_how_to_go_on(plan):
         if published(plan.root, plan.manifest.step, plan.save_id) is not None:
             path = write(plan, lambda count: None)
@@ -177,6 +183,13 @@ def run(config: ReshardConfig) -> None:
             verify(plan, advance)
             path = write(plan, advance)
         show(plan, path, time.perf_counter() - begin)
+
+
+def claimed(plan: Plan) -> dict[str, Any]:
+    """What is written at the top of `out`: a tokenizer that is the source's is not in the way."""
+    source = run_directory(plan.source) / TOKENIZER
+    same = {TOKENIZER: source.read_bytes()} if source.is_file() else {}
+    return {"inputs": [plan.source], "writes": (CHECKPOINTS, TOKENIZER), "same": same}
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """The three commands of `mlm verify-resume`: a run straight, one that is killed, and the same again."""
 
 import random
-import shutil
 import subprocess
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from mlm.config.build import show
 from mlm.config.errors import UserError
 from mlm.config.verify_resume_schema import KillPlan, VerifyResumeConfig
 from mlm.files import write_atomic
+from mlm.ownership import delete_owned
 from mlm.tasks.child_run import child_run, failure_of, kill
 from mlm.tasks.resume_verdict import read_steps
 from mlm.train.history import FILE_NAME, read_records
@@ -61,7 +61,7 @@ class Rehearsal:
         itself, or is always over before it can be killed."""
         window_s, log = self._between_checkpoints_s(), self.out / "killed.log"
         for tries in range(1, TRIES + 1):
-            shutil.rmtree(self.out / RESUMED, ignore_errors=True)
+            delete_owned(self.out, "verify-resume", names=(RESUMED,), keep_folder=True)
             delay_s = random.uniform(0.0, window_s) * 0.5 ** (tries - 1)  # each try is killed earlier
             with child_run(self._words(RESUMED), log) as process:
                 self._wait("run to be killed", RESUMED, process, POLL_S, self._is_saved)

@@ -7,7 +7,6 @@ It is written beside `out` and takes its name when it is whole and checked.
 
 import errno
 import os
-import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 import mlm
 from mlm.checkpoint.format import JSON
-from mlm.checkpoint.lock import sole_writer
+from mlm.checkpoint.lock import LOCK, sole_writer
 from mlm.checkpoint.rectangle import Rectangle
 from mlm.checkpoint.stream import GlobalTensor, derived_id, write_streamed
 from mlm.config.build import to_dict
@@ -29,12 +28,14 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.files import fsync_directory
 from mlm.models.build import MODELS
 from mlm.models.init import init_shard
+from mlm.ownership import claim_folder, delete_owned
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import parameter_shards
 from mlm.terminal import byte_progress
 from mlm.train.state import CHECKPOINTS, as_shard
 
 GB = 1e9
+UNFINISHED = "unfinished"
 SPARE = 64 << 20  # bytes for manifest, tokenizer and what the file system needs itself
 
 
@@ -147,7 +148,7 @@ def out_faults(out: str | Path) -> list[str]:
 
 
 @contextmanager
-def new_folder(out: Path, count: int) -> Iterator[Path]:
+def new_folder(out: Path, count: int, kind: str = "run") -> Iterator[Path]:
     """An empty folder to fill with about `count` bytes, which becomes `out` when the block ends well.
 
     When it does not, whatever the exception, nothing is left of it; what a kill leaves is a hidden folder
@@ -158,21 +159,22 @@ def new_folder(out: Path, count: int) -> Iterator[Path]:
     work = final.with_name(f".{final.name}.partial")
     with _faults_of_disk(out):
         final.parent.mkdir(parents=True, exist_ok=True)
+        claim_folder(work, UNFINISHED)
         with sole_writer(work):
             try:
                 if faults := out_faults(out):
                     raise UserError(faults[0])
                 check_space(final.parent, count, f"out={out}")
+                delete_owned(work, UNFINISHED, names=(final.name,), keep_folder=True)
                 folder = work / final.name
-                if folder.exists():
-                    shutil.rmtree(folder)
                 folder.mkdir()
+                claim_folder(folder, kind)
                 yield folder
                 fsync_directory(folder)
                 os.rename(folder, final)  # over an empty folder too
                 fsync_directory(final.parent)
             finally:
-                shutil.rmtree(work, ignore_errors=True)
+                delete_owned(work, UNFINISHED, names=(final.name, LOCK))
 
 
 def check_space(folder: Path, count: int, setting: str) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -28,6 +27,7 @@ from mlm.config.verify_resume_checks import faults_here, same_layout
 from mlm.config.verify_resume_schema import KillPlan, VerifyResumeConfig
 from mlm.data.tokenizer import Tokenizer
 from mlm.files import write_atomic
+from mlm.ownership import MARKER, claim_folder, delete_owned
 from mlm.tasks.resume_runs import FILES, RESUMED, STRAIGHT, Kill, Rehearsal, Show
 from mlm.tasks.resume_verdict import (
     FIELDS,
@@ -49,7 +49,7 @@ from mlm.train.verdict import Verdict
 
 TASK = "verify-resume"
 RESULT = f"{TASK}.json"
-OURS = {RESULT, STRAIGHT, RESUMED, *FILES, LOCK}
+OURS = {RESULT, STRAIGHT, RESUMED, *FILES, LOCK, MARKER}
 """What may stand in `out`."""
 LISTED = 24
 """Steps up to which the table shows all; of more, those around the kill and the last."""
@@ -79,7 +79,7 @@ def preflight(config: VerifyResumeConfig) -> list[str]:
 def out_faults(out: Path) -> list[str]:
     """Why `out` cannot be made anew: it holds something else than an earlier verify-resume."""
     try:
-        names = set(os.listdir(out)) - {LOCK} if os.path.lexists(out) else set()
+        names = set(os.listdir(out)) - {LOCK, MARKER} if os.path.lexists(out) else set()
         foreign = {name for name in names if name not in OURS and not _is_partial(name)}
         if names and not foreign and json.loads((out / RESULT).read_bytes())["task"] != TASK:
             foreign = names
@@ -111,6 +111,8 @@ def first_step(config: VerifyResumeConfig) -> int:
 def run(config: VerifyResumeConfig) -> None:
     """Run, kill, resume and compare; writes out/verify-resume.json. Raises CheckFailedError if not equal."""
     out, plan = Path(config.out), config.plan(first_step(config))
+    with writing_to(config.out):
+        claim(out)
     with writing_to(config.out), sole_writer(out, wait_s=0.0):
         empty(out)
         with progress() as show:
@@ -128,17 +130,16 @@ def run(config: VerifyResumeConfig) -> None:
         raise CheckFailedError(f"{headline(may, verdict)} ({out / RESULT})")
 
 
-def empty(out: Path) -> None:
-    """Remove what an earlier check left in `out`, and mark the folder as this command's.
-
-    Raises UserError where anything else is there.
-    """
+def claim(out: Path) -> None:
+    """Mark the folder as this command's. Raises UserError where anything else is there, OSError."""
     if faults := out_faults(out):
         raise UserError(faults[0])
-    for name in sorted(os.listdir(out)):
-        if name not in (LOCK, RESULT):  # the mark stays until the new one takes its place
-            path = out / name
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    claim_folder(out, TASK)
+
+
+def empty(out: Path) -> None:
+    """Remove what an earlier check left in `out`."""
+    delete_owned(out, TASK, names=(STRAIGHT, RESUMED, *FILES), keep_folder=True)
     write_atomic(out / RESULT, json.dumps({"task": TASK, "equal": None}).encode())
 
 

@@ -6,13 +6,14 @@ One JSON object per line, each with `kind` (run, step, validation, scores, saved
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from mlm.config.errors import UserError
-from mlm.files import write_atomic
+from mlm.files import open_regular, read_regular, write_atomic
 from mlm.train.records import NO_PARTS, Parts, Sink, StepMetrics, flat, of_parts
 
 FILE_NAME = "metrics.jsonl"
@@ -38,7 +39,8 @@ class History(Sink):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             rewind(self.path, self.start_step)
             # Unbuffered: a write says how much reached the file, so that a full disk tears no line.
-            self.file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed in close())
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            self.file = open(open_regular(self.path, flags), "ab", buffering=0)  # noqa: SIM115 (see close())
         except OSError as error:
             raise UserError(
                 f"out={self.path.parent}: cannot write {self.path.name}: {error.strerror}. "
@@ -97,7 +99,7 @@ def rewind(path: Path, start_step: int) -> None:
     """
     if not path.exists():
         return
-    old = path.read_bytes()
+    old = read_regular(path)
     lines = old.split(b"\n")
     kept = b"".join(line + b"\n" for line in lines if 0 <= step_of(parse(line)) <= start_step and start_step)
     if kept != old:
@@ -106,7 +108,7 @@ def rewind(path: Path, start_step: int) -> None:
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """The readable records of a metrics file, in order. Raises OSError."""
-    for line in path.read_bytes().split(b"\n"):
+    for line in read_regular(path).split(b"\n"):
         record = parse(line)
         if step_of(record) >= 0:
             yield record

@@ -10,8 +10,10 @@ from mlm.checkpoint.folders import checkpoints
 from mlm.checkpoint.lock import WAIT_S, sole_writer
 from mlm.checkpoint.save_load import CheckpointError, latest_checkpoint, read_manifest, resolve
 from mlm.config.errors import CorruptFileError, UserError
+from mlm.config.path_faults import protected_from
 from mlm.config.schema import PretrainConfig
 from mlm.data.blend_history import change, decode, encode, fault_of_changed, go_on
+from mlm.ownership import claim_faults, claim_folder
 from mlm.parallel.mesh import ParallelContext
 from mlm.train.corpora import sources
 from mlm.train.environment import read_place
@@ -57,6 +59,8 @@ def start_faults(config: PretrainConfig) -> list[str]:
 
     Read before any rank starts. One process may ask: ranks that a launcher started would meet themselves.
     """
+    if faults := claim_faults(config.out, "run", inputs=protected_from(config)):
+        return faults
     try:
         for start in starts(config)[:1]:
             read_manifest(start)
@@ -74,6 +78,7 @@ def claim(config: PretrainConfig, ctx: ParallelContext, stack: ExitStack) -> Non
 
     def take() -> None:
         if ctx.is_main:
+            claim_folder(config.out, "run", inputs=protected_from(config))
             stack.enter_context(sole_writer(folder(config), wait_s=wait_s))
 
     _ranks(ctx).together(take, lambda error: UserError(f"out={config.out}: {error}: set another out=…"))

@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from mlm.files import write_atomic
+from mlm.ownership import SUMMARY_MARK, is_summary
 from mlm.train.history import FILE_NAME, read_records
 from mlm.train.panel import duration, quantity
 
@@ -34,7 +35,7 @@ def write_summary(
     prompt: str | None = None,
     validation: Sequence[str] = (),
 ) -> Path:
-    """Write `out`/README.md from `out`/metrics.jsonl and return its path.
+    """Write `out`/README.md from `out`/metrics.jsonl and return its path (README.mlm.md beside a user's own).
 
     `command` is what the user typed, as words: `["mlm", "pretrain", "experiment=shakespeare", "tp=2"]`.
     `header` holds further rows on what ran (model, layout, precision …). `prompt` starts the example of
@@ -47,6 +48,7 @@ def write_summary(
     state = "Finished" if done >= total_steps else "Stopped early"
     curve = next(iter(sorted(out.glob("*.png"))), None)
     parts = [
+        SUMMARY_MARK,
         f"# {out.resolve().name}",
         f"{state}: {done:,} of {total_steps:,} steps.",
         f"![Training and validation loss over steps]({curve.name})" if curve else "",
@@ -61,6 +63,8 @@ def write_summary(
         commands(out, command, done, total_steps, prompt, validation),
     ]
     path = out / "README.md"
+    if path.exists() and not is_summary(path):  # the user's, come since the run began
+        path = out / "README.mlm.md"
     write_atomic(path, "\n\n".join(filter(None, parts)).encode() + b"\n")
     return path
 

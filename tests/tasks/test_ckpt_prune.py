@@ -86,7 +86,7 @@ def test_leftovers_of_killed_saves_are_cleared_up(run: Path) -> None:
     folder = run / CHECKPOINTS
     for name in (".saving-step-00000007-a", ".trash-step-00000001", ".replaced-step-00000006"):
         (folder / name).mkdir()
-        (folder / name / "file").touch()
+        (folder / name / "rank-00000.safetensors").touch()
     mlm("ckpt", "prune", run)
     assert sorted(path.name for path in folder.iterdir()) == [
         *(".lock", LATEST, "step-00000005", "step-00000006")

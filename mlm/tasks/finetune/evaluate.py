@@ -10,10 +10,11 @@ import torch
 import mlm
 from mlm.checkpoint.save_load import read_manifest
 from mlm.config.build import show, to_dict
-from mlm.config.errors import ConfigError, UserError, writing_to
+from mlm.config.errors import ConfigError, UserError
 from mlm.config.finetune_schema import EvalTaskConfig
-from mlm.files import write_atomic
+from mlm.ownership import claim_faults
 from mlm.parallel.mesh import ParallelContext
+from mlm.result_files import is_stream, result_faults, write_result
 from mlm.tasks.finetune.best import STATE, best_of
 from mlm.tasks.finetune.kinds import KINDS
 from mlm.tasks.finetune.material import Start, check_texts, evaluation_of, start_of
@@ -44,10 +45,14 @@ def preflight(config: EvalTaskConfig) -> list[str]:
         return list(error.faults)
     except UserError as error:
         return str(error).splitlines()
-    folder = result_path(config, start).parent
-    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+    out = result_path(config, start)
+    folder = out.parent
+    if not is_stream(out) and not (folder.is_dir() and os.access(folder, os.W_OK)):
         return [f"out={show(config.out)}: {folder} is no folder that can be written: name another file"]
-    return []
+    faults = result_faults(out)
+    if config.predictions is not None:
+        faults += claim_faults(config.predictions, "predictions", key="predictions")
+    return faults
 
 
 def task_faults(config: EvalTaskConfig, start: Start) -> list[str]:
@@ -95,10 +100,13 @@ def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
     objective = Finetuning(task.kind, ctx, trained.model.dtype)
     dealing = dealing_of(trained.model, config.batch_size, start.max_length)
     out = result_path(config, start)
+    beside_folder = (
+        result_file(start.named.path, "predictions") if is_stream(out) else out.parent / "predictions"
+    )
     found = []
     for name in splits(config):
         evaluation = evaluation_of(task, read_split(task, name, path=config.data.path), start)
-        beside = None if evaluation.split.has_labels else out.parent / "predictions"
+        beside = None if evaluation.split.has_labels else beside_folder
         folder = beside if config.predictions is None else Path(config.predictions)
         found.append(score_split(task, evaluation, trained.model, objective, dealing, folder))
     if not ctx.is_main:
@@ -113,8 +121,7 @@ def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
         "precision": config.precision.dtype,
         "versions": {"mlm": mlm.__version__, "torch": torch.__version__},
     }
-    with writing_to(str(out)):
-        write_atomic(out, (json.dumps(result, indent=2) + "\n").encode())
+    write_result(out, (json.dumps(result, indent=2) + "\n").encode())
     show_table(result, out)
 
 

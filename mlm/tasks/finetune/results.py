@@ -15,6 +15,7 @@ from mlm.config.build import config_digest, from_dict, to_dict
 from mlm.config.errors import UserError, writing_to
 from mlm.config.finetune_schema import FinetuneConfig
 from mlm.files import write_atomic
+from mlm.ownership import claim_folder
 from mlm.tasks.finetune.best import Progress, Scores, best_folder, best_of, first_metric
 from mlm.tasks.finetune.material import Start
 from mlm.tasks.finetune.scoring import Scored
@@ -134,6 +135,7 @@ def report(config: FinetuneConfig, results: Sequence[Result], *, is_new: bool) -
             "results": [asdict(result) for result in results],
         }
         with writing_to(config.out):
+            claim_folder(config.out, "run", writes=(RESULT,))
             write_atomic(Path(config.out) / RESULT, (json.dumps(document, indent=2) + "\n").encode())
     if not is_new:
         screen.print(f"{plain(config.out)} is finished: set another out=… to train again")

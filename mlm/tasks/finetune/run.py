@@ -11,6 +11,7 @@ from mlm.checkpoint.exchange import Ranks
 from mlm.checkpoint.save_load import CheckpointError
 from mlm.config.errors import ConfigError, UserError
 from mlm.config.finetune_schema import FinetuneConfig
+from mlm.ownership import claim_faults
 from mlm.parallel.mesh import ParallelContext
 from mlm.tasks.finetune.best import best_of
 from mlm.tasks.finetune.material import (
@@ -24,7 +25,7 @@ from mlm.tasks.finetune.material import (
 )
 from mlm.tasks.finetune.metrics import check_installed
 from mlm.tasks.finetune.one_run import Material, finetune, spec_of
-from mlm.tasks.finetune.results import Result, finished, report
+from mlm.tasks.finetune.results import RESULT, Result, finished, report
 from mlm.tasks.finetune.settings import change_faults, depends_on
 from mlm.tasks.trained import checkpoint_faults
 from mlm.train.memory import reuse_large_blocks
@@ -39,6 +40,8 @@ def preflight(config: FinetuneConfig) -> list[str]:
         return faults
     try:
         check_installed(config.task)
+        if config.seeds > 1:
+            faults += claim_faults(config.out, "run", writes=(RESULT,))
         start, splits = start_of(config), splits_of(config)
         check_texts(config.task, splits.train, start)
         faults += length_faults(config, start)

@@ -7,6 +7,7 @@ from typing import Any
 
 from mlm.config.downstream_schema import TaskConfig
 from mlm.files import write_atomic
+from mlm.ownership import claim_folder
 from mlm.tasks.finetune.answers import Prediction
 from mlm.tasks.finetune.rows import Split
 
@@ -23,7 +24,7 @@ def write_predictions(
     task.submission, or its own. Raises OSError.
     """
     stem = dict(zip(task.tests, task.submission, strict=False)).get(split.name, split.name)
-    folder.mkdir(parents=True, exist_ok=True)
+    claim_folder(folder, "predictions", key="predictions")
     if task.kind in ("classification", "regression"):
         return [write(folder / f"{stem}.tsv", table(task, predictions))]
     files = [write(folder / f"{stem}.json", as_json({p.id: written(task, p) for p in predictions}))]

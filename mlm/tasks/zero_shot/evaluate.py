@@ -16,8 +16,8 @@ from mlm.config.eval_schema import (
 from mlm.config.model_schema import ModelConfig
 from mlm.config.schema import PretrainConfig
 from mlm.data.tokenizer import Tokenizer
-from mlm.files import write_atomic
 from mlm.parallel.mesh import ParallelContext
+from mlm.result_files import is_stream, result_faults, write_result
 from mlm.tasks.loss import training_corpora
 from mlm.tasks.scoring import score
 from mlm.tasks.trained import (
@@ -61,8 +61,10 @@ def preflight(config: ZeroShotConfig) -> list[str]:
 
 def folder_faults(config: ZeroShotConfig, out: Path) -> list[str]:
     """What keeps a command from writing its result, or its samples."""
-    files = {f"out={config.out}": out}
-    if config.samples is not None:
+    if faults := result_faults(out):
+        return faults
+    files = {} if is_stream(out) else {f"out={config.out}": out}
+    if config.samples is not None and not is_stream(config.samples):
         files[f"samples={config.samples}"] = Path(config.samples)
     faults = [
         f"{setting}: {path} is a folder; name a file in it"
@@ -167,7 +169,12 @@ def cloze(
 
 def result_path(config: ZeroShotConfig, checkpoint: Path) -> Path:
     """Where the JSON receipt goes."""
-    return Path(config.out) if config.out else result_file(checkpoint, f"eval-{TASKS[type(config)]}.json")
+    return Path(config.out) if config.out else default_path(config, checkpoint)
+
+
+def default_path(config: ZeroShotConfig, checkpoint: Path) -> Path:
+    """Where it goes without `out`, and what is scored already if `out` is a stream."""
+    return result_file(checkpoint, f"eval-{TASKS[type(config)]}.json")
 
 
 def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
@@ -178,7 +185,8 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
     protocols = protocols_of(config, tokenizer, window_length(config, trained.config))
     requests, where = distinct([request for protocol in protocols for request in protocol.requests])
     out = result_path(config, trained.path)
-    kept = out.with_name(f".{out.stem}.partial.jsonl")
+    beside = default_path(config, trained.path) if is_stream(out) else out
+    kept = beside.with_name(f".{beside.stem}.partial.jsonl")
     begin = time.monotonic()
     with count_progress("scoring", len(requests), shown=ctx.is_main) as advance:
         found = score(
@@ -204,8 +212,8 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
         learnt_from=training_corpora(trained),
     )
     if config.samples is not None:
-        write_atomic(Path(config.samples), samples(protocols, outcomes).encode())
-    write_atomic(out, (json.dumps(result, indent=2) + "\n").encode())
+        write_result(config.samples, samples(protocols, outcomes).encode(), key="samples")
+    write_result(out, (json.dumps(result, indent=2) + "\n").encode())
     kept.unlink(missing_ok=True)
     show(result, protocols, out)
 
