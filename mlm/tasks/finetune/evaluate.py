@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from mlm.tasks.finetune.objective import Finetuning
 from mlm.tasks.finetune.outputs import dealing_of
 from mlm.tasks.finetune.rows import read_split
 from mlm.tasks.finetune.scoring import Scored, score_split
+from mlm.tasks.finetune.submission import files_of
 from mlm.tasks.trained import checkpoint_faults, is_model_folder, load_trained, result_file
 from mlm.terminal import add_row, console, plain, table
 
@@ -49,9 +51,10 @@ def preflight(config: EvalTaskConfig) -> list[str]:
     folder = out.parent
     if not is_stream(out) and not (folder.is_dir() and os.access(folder, os.W_OK)):
         return [f"out={show(config.out)}: {folder} is no folder that can be written: name another file"]
-    faults = result_faults(out)
+    faults, task = result_faults(out), config.task
     if config.predictions is not None:
-        faults += claim_faults(config.predictions, "predictions", key="predictions")
+        names = [file for name in splits(config) for file in files_of(task, name)]
+        faults += claim_faults(config.predictions, "predictions", key="predictions", writes=names)
     return faults
 
 
@@ -100,13 +103,11 @@ def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
     objective = Finetuning(task.kind, ctx, trained.model.dtype)
     dealing = dealing_of(trained.model, config.batch_size, start.max_length)
     out = result_path(config, start)
-    beside_folder = (
-        result_file(start.named.path, "predictions") if is_stream(out) else out.parent / "predictions"
-    )
+    place = result_path(replace(config, out=None), start) if is_stream(out) else out
     found = []
     for name in splits(config):
         evaluation = evaluation_of(task, read_split(task, name, path=config.data.path), start)
-        beside = None if evaluation.split.has_labels else beside_folder
+        beside = None if evaluation.split.has_labels else place.parent / "predictions"
         folder = beside if config.predictions is None else Path(config.predictions)
         found.append(score_split(task, evaluation, trained.model, objective, dealing, folder))
     if not ctx.is_main:

@@ -23,17 +23,26 @@ def write_predictions(
     {stem}-null.json with how much the score of none exceeds the best one's. `stem` is the split's name in
     task.submission, or its own. Raises OSError.
     """
-    stem = dict(zip(task.tests, task.submission, strict=False)).get(split.name, split.name)
-    claim_folder(folder, "predictions", key="predictions")
+    names = files_of(task, split.name)
+    claim_folder(folder, "predictions", key="predictions", writes=names)
     if task.kind in ("classification", "regression"):
-        return [write(folder / f"{stem}.tsv", table(task, predictions))]
-    files = [write(folder / f"{stem}.json", as_json({p.id: written(task, p) for p in predictions}))]
-    if task.kind == "span":
+        contents = [table(task, predictions)]
+    else:
         n_best = {p.id: [{"text": c.text, "score": c.score} for c in p.n_best] for p in predictions}
-        files.append(write(folder / f"{stem}-n-best.json", as_json(n_best)))
-        if task.unanswerable:
-            files.append(write(folder / f"{stem}-null.json", as_json({p.id: excess(p) for p in predictions})))
-    return files
+        nulls = {p.id: excess(p) for p in predictions} if task.unanswerable else {}
+        answers = {p.id: written(task, p) for p in predictions}
+        contents = [as_json(answers), as_json(n_best), as_json(nulls)]
+    return [write(folder / name, content) for name, content in zip(names, contents, strict=False)]
+
+
+def files_of(task: TaskConfig, split: str) -> list[str]:
+    """Names of the files of a split's predictions."""
+    stem = dict(zip(task.tests, task.submission, strict=False)).get(split, split)
+    if task.kind in ("classification", "regression"):
+        return [f"{stem}.tsv"]
+    if task.kind != "span":
+        return [f"{stem}.json"]
+    return [f"{stem}{end}.json" for end in ("", "-n-best", *(("-null",) if task.unanswerable else ()))]
 
 
 def table(task: TaskConfig, predictions: Sequence[Prediction]) -> str:
