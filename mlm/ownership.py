@@ -76,7 +76,8 @@ def _is_older_run(folder: Path) -> bool:
 
 
 def _is_older_corpus(folder: Path) -> bool:
-    if (folder / ".building").is_file():
+    marker = folder / ".building"
+    if marker.is_file() and not marker.is_symlink() and marker.stat().st_size == 0:
         return True
     head = _head(folder / "corpus.json")
     return b'"format": "mlm-corpus-' in head or (b'"vocab_size"' in head and b'"eod_id"' in head)

@@ -111,17 +111,18 @@ def _is_result_object(path: Path, size: int) -> bool:
         with open(path, "rb") as f:
             f.seek(max(size - HEAD, 0))
             ends = read_regular(path, HEAD) + f.read()
-        return b'"versions"' in ends and b'"mlm"' in ends
+        return b'"versions' in ends and b'"mlm"' in ends
     try:
         found = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
         return False
     if not isinstance(found, dict):
         return False
-    versions, form = found.get("versions"), found.get("format")
+    form = found.get("format")
     named = isinstance(form, str) and form.startswith("mlm-")
     begun = found.keys() == {"task", "equal"}  # a verify-resume that was killed
-    return named or begun or (isinstance(versions, dict) and "mlm" in versions)
+    versions = [found.get("versions"), found.get("versions_here")]
+    return named or begun or any(isinstance(v, dict) and "mlm" in v for v in versions)
 
 
 def _are_result_lines(path: Path) -> bool:
