@@ -24,19 +24,20 @@ def path_faults(config: Any) -> list[str]:
         if role is Role.RESULT:
             faults += result_faults(value, key=key, inputs=inputs_of(config))
         elif role in (Role.FOLDER, Role.CACHE):
-            faults += folder_faults(key, value, protected_from(config) if role is Role.FOLDER else [])
+            faults += folder_faults(key, value, protected_from(config), is_cache=role is Role.CACHE)
     return faults
 
 
-def folder_faults(key: str, value: str, inputs: list[str]) -> list[str]:
-    """Whether a path can be a folder of ours at all."""
+def folder_faults(key: str, value: str, inputs: list[str], *, is_cache: bool = False) -> list[str]:
+    """Whether a path can be a folder of ours at all. A cache may lie anywhere: it adds files of its own."""
     what, folder = f"{key}={value}", Path(value)
     if value == STDOUT:
         return [f"{what}: standard output cannot hold a folder; name a folder"]
     try:
         if os.path.lexists(folder) and not folder.is_dir():
             return [f"{what}: {described(folder)} stands there; name a new folder"]
-        return [] if kind_of_folder(folder) is not None else rejected_place(what, folder, inputs)
+        is_ours = is_cache or kind_of_folder(folder) is not None
+        return [] if is_ours else rejected_place(what, folder, inputs)
     except OSError as error:
         return [f"{what}: {error.strerror}; name another folder"]
 

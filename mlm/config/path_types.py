@@ -66,7 +66,7 @@ def path_fault(key: str, value: Any, role: Role) -> str | None:
         return None
     path = split_weight(value)[1] if role is Role.BLEND else value
     if not path.strip() and role is not Role.BLEND:  # blend.py says what is missing there
-        return f"{key}= is empty; name a path, or leave {key} out"
+        return f"{key}= is empty; name a path, or omit the key"
     if path.startswith("~"):
         user = path.partition("/")[0]
         return f"{key}={value}: {user} is no user's home folder; write the path in full, or ./{path}"
