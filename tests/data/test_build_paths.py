@@ -167,3 +167,19 @@ def test_command_rejects_the_users_folder_before_it_reads(
 def test_receipt_and_marker_agree_that_the_folder_is_ours(source: Path) -> None:
     build(source)
     assert json.loads((source.parent / "out" / MARKER).read_text())["kind"] == "corpus"
+
+
+def test_tokenizer_replaces_no_file_of_the_users_and_reads_nothing_first(
+    source: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words, mine = ["data", "tokenizer", f"input={source}", "vocab_size=300"], source.parent / "mine.json"
+    mine.write_text('{"mine": 1}')
+    assert main([*words, f"out={mine}"]) == 2
+    said = f"mlm data tokenizer: out={mine}: exists and is no tokenizer; name another file, or delete it\n"
+    assert capfd.readouterr().err == said
+    assert mine.read_text() == '{"mine": 1}'
+    for _ in range(2):  # the same again
+        assert main([*words, f"out={source.parent / 'corpus'}"]) == 0
+    capfd.readouterr()
+    assert main([*words, "out=-"]) == 0
+    assert capfd.readouterr().out == (source.parent / "corpus" / "tokenizer.json").read_text()

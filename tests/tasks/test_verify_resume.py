@@ -22,6 +22,7 @@ from mlm.config.schema import PretrainConfig
 from mlm.config.tree import leaves
 from mlm.config.verify_resume_schema import KillPlan, VerifyResumeConfig
 from mlm.optim.schedule import learning_rate
+from mlm.ownership import claim_folder
 from mlm.tasks import child_run, resume_runs
 from mlm.tasks.resume_runs import Kill, Rehearsal
 from mlm.tasks.verify_resume import first_step, out_faults, preflight
@@ -184,6 +185,7 @@ def test_a_run_that_is_always_over_before_the_kill_is_tried_again_then_told(
         yield process
 
     monkeypatch.setattr(resume_runs, "child_run", over_at_once)
+    claim_folder(tmp_path, "verify-resume")
     (tmp_path / "straight").mkdir()
     saved = [json.dumps({"kind": "saved", "step": step, "time": step / 100}) for step in (2, 4)]
     (tmp_path / "straight/metrics.jsonl").write_text("\n".join(saved) + "\n")
