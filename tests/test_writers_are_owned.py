@@ -21,6 +21,7 @@ ALLOWED = {
     "data/indexed.py": "the pair that it writes",
     "data/one_builder.py": "its own lock",
     "tasks/run_folder.py": "names a finished folder, over an empty one at most",
+    "train/job_folder.py": "temporary folders of launches that are over, by name, owner and lock",
     "tasks/zero_shot/evaluate.py": "the scores kept until the result is there",
 }
 WRITERS = {
@@ -58,9 +59,9 @@ def test_nothing_deletes_or_replaces_but_the_modules_listed_here() -> None:
     assert set(ALLOWED) <= found, "the list has names that are gone"
 
 
-def test_rmtree_is_in_two_modules() -> None:
+def test_folders_are_removed_in_three_modules() -> None:
     found = {name for name, tree in modules().items() if "rmtree" in calls(tree)}
-    assert found == {"ownership.py", "checkpoint/folders.py"}
+    assert found == {"ownership.py", "checkpoint/folders.py", "train/job_folder.py"}
 
 
 def test_nothing_opens_a_file_for_writing_but_through_the_helpers() -> None:
