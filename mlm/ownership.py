@@ -5,7 +5,7 @@ that an earlier version wrote. `claim_folder` makes one, or adopts a folder in w
 command writes is taken; `delete_owned` deletes what we wrote in one. A file that a user names for a result is
 replaced by `write_result` only if mlm wrote it (mlm/result_files.py recognises it).
 
-No input, no ancestor of one, not the working directory, home or the root of a file system is ever claimed
+No input, no ancestor of one, not the working directory, home or the root is ever claimed
 or deleted, and no link is followed by a deletion.
 """
 
@@ -213,7 +213,7 @@ def rejected_place(
         said = "is the working directory" if place == cwd else "holds the working directory"
     elif place == home or place in home.parents:
         said = "is your home folder" if place == home else "holds your home folder"
-    elif os.path.ismount(place):
+    elif deletes and os.path.ismount(place):  # as `out` a mounted volume is what containers are given
         said = "is the root of a file system"
     if said is None:
         for given in inputs:

@@ -15,6 +15,7 @@ from mlm.ownership import (
     delete_owned,
     kind_of_folder,
     read_marker,
+    rejected_place,
 )
 
 
@@ -86,7 +87,7 @@ def test_claim_rejects_working_directory_home_root_and_inputs(
         ".": "is the working directory",
         str(elsewhere / "home"): "is your home folder",
         str(elsewhere): "holds your home folder",
-        "/proc": "is the root of a file system",
+        "/": "holds your home folder",
         str(elsewhere / "data"): "holds the input",
         str(elsewhere / "data" / "text"): "is the input",
         "-": "standard output cannot hold a folder",
@@ -94,6 +95,13 @@ def test_claim_rejects_working_directory_home_root_and_inputs(
     for path, reason in said.items():
         (fault,) = claim_faults(path, "run", inputs=[elsewhere / "data" / "text", "hub:a/b", None])
         assert reason in fault
+
+
+def test_a_mounted_volume_is_claimed_and_never_deleted(elsewhere: Path) -> None:
+    volume = Path("/dev/shm")
+    assert rejected_place("out=/dev/shm", volume, []) == []
+    (fault,) = rejected_place("out=/dev/shm", volume, [], deletes=True)
+    assert "is the root of a file system" in fault
 
 
 def test_claim_continues_in_our_own_folder_wherever_it_is(
