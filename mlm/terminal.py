@@ -21,6 +21,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from mlm.config.errors import visible
+
 Advance = Callable[[int], None]
 LONGEST = 300  # characters of a name or value that a file says and a table shows
 
@@ -64,18 +66,27 @@ class LastingStream:
         return getattr(self.stream, name)
 
 
+class PlainConsole(Console):
+    """A console whose texts cannot steer the terminal."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """As rich's, the control characters of texts written out but for new lines."""
+        super().print(*(_shown(each) if isinstance(each, str) else each for each in objects), **options)
+
+
+def _shown(text: str) -> str:
+    return "\n".join(map(visible, text.split("\n")))
+
+
 def console() -> Console:
     """Where tables go: nothing a file says is taken for markup."""
-    return Console(highlight=False, markup=False, soft_wrap=True)
+    return PlainConsole(highlight=False, markup=False, soft_wrap=True)
 
 
 def plain(value: object) -> str:
     """What a file says, as one line that cannot steer a terminal."""
     text = str(value)
-    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:LONGEST]) + (
-        "…" if text[LONGEST:] else ""
-    )
-    return text.encode(errors="backslashreplace").decode()  # half a surrogate pair
+    return visible(text[:LONGEST]) + ("…" if text[LONGEST:] else "")
 
 
 def prose(text: str) -> str:
@@ -88,7 +99,11 @@ def prose(text: str) -> str:
 def table(title: str, *columns: str) -> Table:
     """A table of names and numbers, none cut short. A column that ends in "#" holds numbers."""
     made = Table(
-        title=Text(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False, show_header=any(columns)
+        title=Text(plain(title)),
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        show_header=any(columns),
     )
     for name in columns:
         numbers = name.endswith("#")

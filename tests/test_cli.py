@@ -132,6 +132,8 @@ class TestHelp:
         write(tmp_path / "my_configs/model/my_model.yaml", "num_layers: 1\nhidden_size: 8\nnum_heads: 2\n")
         task = "name: reviews\ncolumns: [text]\nlabels: [bad, good]\n"
         write(tmp_path / "my_configs/task/reviews.yaml", task)
+        write(tmp_path / "runs/shakespeare/config.yaml", "name: shakespeare\n")
+        write(tmp_path / "runs/race/config.yaml", "name: race\n")
         one_of_a_sweep = re.sub(r" (-m|--multirun)(?= )|(?<=\d),[\d,e-]+", "", line)
         words = one_of_a_sweep.removeprefix("mlm ")
         assert cli(words if "--cfg" in words else f"{words} --cfg job") == 0, cli.err

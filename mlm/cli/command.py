@@ -30,6 +30,8 @@ class Command:
     """module:function(config) -> faults found by looking into files, asked when there is no other fault."""
     out_is_run_folder: bool = False
     """Whether `out` is a run folder, where failing ranks may leave their logs."""
+    has_runs: bool = False
+    """True if it writes run folders, which `resume=` continues."""
     summary: str
     """One line for `mlm --help`."""
     about: str

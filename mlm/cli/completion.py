@@ -25,6 +25,7 @@ from mlm.cli.arguments import (
 from mlm.cli.commands import COMMANDS, Command
 from mlm.cli.hydra_app import call_hydra
 from mlm.cli.overrides import command_groups
+from mlm.cli.saved_run import take_file, take_resume
 from mlm.cli.tasks import takes_task, task_names
 from mlm.config.errors import UserError
 from mlm.config.tree import leaves
@@ -97,6 +98,8 @@ def _flags(last: str) -> list[str]:
 
 def _ask_hydra(command: Command, settled: Arguments, last: str, request: Sequence[str]) -> list[str]:
     """Hydra's completions of the word `last` after the arguments already settled."""
+    take_file(settled)  # a run's file is not Hydra's
+    take_resume(command, settled)
     line = " ".join(["mlm", *settled.hydra_argv, *settled.overrides, last])
     where = [part for name in WHERE if (value := settled.value(name)) for part in (name, value)]
     answer = io.StringIO()

@@ -23,6 +23,7 @@ from mlm.cli.help import command_help, main_help
 from mlm.cli.hydra_app import call_hydra
 from mlm.cli.overrides import prepare
 from mlm.cli.run import MISTAKE, OK, report
+from mlm.cli.saved_run import take_saved
 from mlm.config.errors import ConfigError, UserError
 
 
@@ -50,25 +51,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _act(command: Command, arguments: Arguments) -> int:
-    config_dir = arguments.value(*CONFIG_DIR_FLAGS)
     if arguments.has(*HELP):
-        return _say(command_help(command, config_dir, arguments.overrides))
+        return _say(command_help(command, arguments.value(*CONFIG_DIR_FLAGS), arguments.overrides))
     if arguments.has(VERSION):
         return _say(_version())
     if arguments.has(*COMPLETION):
         return complete(arguments.overrides)
-    check_task(command, arguments)
+    saved = take_saved(command, arguments)
+    if saved is None:
+        check_task(command, arguments)
     prepared = prepare(
         command,
         arguments.overrides,
-        config_dir=config_dir,
+        config_dir=arguments.value(*CONFIG_DIR_FLAGS),
         multirun=arguments.has(*MULTIRUN),
         own_path=arguments.has(*CONFIG_PATH_FLAGS),
     )
     runs = not arguments.flags.keys() & {"--cfg", "-c", "--info", "-i", "--hydra-help"}
     if prepared.faults and (not runs or arguments.has(*MULTIRUN)):
         raise ConfigError(prepared.faults)
-    return call_hydra(command, arguments.hydra_argv, prepared)
+    return call_hydra(command, arguments.hydra_argv, prepared, saved)
 
 
 def _say(text: str) -> int:

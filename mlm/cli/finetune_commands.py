@@ -11,6 +11,7 @@ FINETUNE = (
         check=check_finetune,
         preflight="mlm.tasks.finetune.run:preflight",
         out_is_run_folder=True,
+        has_runs=True,
         positional=("task",),
         summary="train a BERT or GPT-2 on a task: RACE, GLUE, SQuAD, or one of your own",
         about=(
@@ -31,6 +32,7 @@ FINETUNE = (
                 "mlm finetune --multirun rte ckpt=runs/bert optimizer.lr=1e-5,2e-5,3e-5 "
                 "train.global_batch_size=16,32",
             ),
+            ("A run that was stopped, with its own settings", "mlm finetune resume=runs/race"),
             (
                 "A task of your own: my_configs/task/reviews.yaml",
                 "mlm finetune reviews --config-dir my_configs ckpt=runs/bert data.path=reviews",

@@ -20,8 +20,8 @@ FLAGS = (
     ("--help", "this text; after it a section or key (model, tp) for all about it"),
     ("--cfg job", "print the composed config and stop; --resolve fills in its interpolations"),
     ("--multirun, -m", "run every combination of key=a,b,c, each job in its own folder"),
-    ("--config-dir DIR", "add a folder of your own YAML, laid out like configs/"),
-    ("--config-name NAME", "compose another primary config than the command's own"),
+    ("--config-dir DIR", "add a folder of your own YAML, laid out like configs/; Hydra trusts what is in it"),
+    ("--config-name NAME", "compose another primary config of DIR; one named config is read as plain data"),
     ("--info, --hydra-help", "where each value comes from; the rest of Hydra"),
 )
 EXIT_CODES = (
@@ -60,6 +60,7 @@ def command_help(command: Command, config_dir: str | None = None, topics: Sequen
         return "\n\n".join(_topic(command, topic, groups) for topic in topics)
     known = _composed_leaves(command)
     frequent = [known[key] for key in command.keys or known]
+    resume = [("resume=RUN", "continue a run with its own settings; what is typed wins over them")]
     more = "" if len(frequent) == len(known) else f" (more: mlm {command.name} --help {_a_section(command)})"
     blocks = [f"Usage: mlm {command.usage} [key=value …]", _wrap(command.about)]
     if tasks:
@@ -72,7 +73,7 @@ def command_help(command: Command, config_dir: str | None = None, topics: Sequen
             "Groups, chosen as group=option:\n" + _table((g, ", ".join(o)) for g, o in groups.items())
         )
     blocks += [
-        f"Keys{more}:\n" + _table(map(_row, frequent)),
+        f"Keys{more}:\n" + _table([*(resume if command.has_runs else []), *map(_row, frequent)]),
         _wrap(SPELLINGS),
         "Flags:\n" + _table(FLAGS),
         "Exit codes:\n" + _table(EXIT_CODES),

@@ -17,10 +17,11 @@ from omegaconf.errors import OmegaConfBaseException
 from mlm.cli.commands import Command
 from mlm.cli.foreign_yaml import check_foreign_yaml
 from mlm.cli.overrides import Prepared
-from mlm.cli.run import Job, report, run
+from mlm.cli.run import Job, report, run, show
 from mlm.config.compose import register_defaults
 from mlm.config.errors import ConfigError
 from mlm.config.paths import CONFIG_DIR
+from mlm.config.saved import Saved, unset_config
 from mlm.config.suggest import did_you_mean
 
 
@@ -32,29 +33,34 @@ class JobFailedError(Exception):
         self.code = code
 
 
-def call_hydra(command: Command, flags: Sequence[str], prepared: Prepared | None = None) -> int:
+def call_hydra(
+    command: Command, flags: Sequence[str], prepared: Prepared | None = None, saved: Saved | None = None
+) -> int:
     """Let Hydra act on its flags and overrides, and run the command where it says so. Returns the exit code.
 
-    The faults in `prepared` are reported with those of the composed config. Raises ConfigError for what Hydra
+    With `saved`, Hydra composes what the command line sets, and the rest is those values. The faults in
+    `prepared` are reported with those of the composed config. Raises ConfigError for what Hydra
     cannot compose; exceptions of the run itself pass through.
     """
     typed = prepared or Prepared()
+    flags, shows = (list(flags), False) if saved is None else without_print(flags)
+    config = command.config if saved is None else unset_config(command.config)
     started: list[Job] = []
 
     def task(composed: DictConfig) -> None:
         about = HydraConfig.get()
         sweeping = about.mode == RunMode.MULTIRUN
-        job = Job(command, typed, about if sweeping else None)
+        job = Job(command, typed, about if sweeping else None, saved)
         started.append(job)
-        code = report(command, lambda: run(job, composed))
+        code = report(command, lambda: show(job, composed) if shows else run(job, composed))
         if code and sweeping:
             raise JobFailedError(code)
         if code:
             sys.exit(code)
 
     try:
-        check_foreign_yaml(command.config, flags, typed.overrides, lambda name, argv: _main(name, argv, task))
-        _main(command.config, [*flags, *typed.overrides], task)
+        check_foreign_yaml(config, flags, typed.overrides, lambda name, argv: _main(name, argv, task))
+        _main(config, [*flags, *typed.overrides], task)
     except JobFailedError as failed:
         return failed.code
     except SystemExit as stop:
@@ -66,6 +72,18 @@ def call_hydra(command: Command, flags: Sequence[str], prepared: Prepared | None
             raise
         raise ConfigError(typed.all_faults([reword(error)])) from None
     return 0
+
+
+def without_print(flags: Sequence[str]) -> tuple[list[str], bool]:
+    """Flags without `--cfg job`, and True if it was there: of saved values Hydra knows nothing."""
+    kept, shows, words = list[str](), False, iter(flags)
+    for word in words:
+        value = next(words, None) if word in ("--cfg", "-c") else None
+        if value in ("job", "all"):
+            shows = True
+        elif word != "--resolve":
+            kept += [word, *([value] if value else [])]
+    return kept, shows
 
 
 def _main(config_name: str | None, argv: Sequence[str], task: Callable[[DictConfig], Any]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mlm.cli.commands import Command, resolve
@@ -18,6 +18,7 @@ from mlm.config.build import build
 from mlm.config.compose import resolved
 from mlm.config.errors import ConfigError, UserError
 from mlm.config.path_faults import path_faults, streams_for
+from mlm.config.saved import Saved
 from mlm.config.tree import MISSING_VALUE
 from mlm.ownership import STDOUT
 
@@ -37,6 +38,16 @@ class Job:
     """The overrides, with the faults found before composing."""
     sweep: Any = None
     """Hydra's own config in a job of a sweep, None outside one."""
+    saved: Saved | None = None
+    """The settings of the run that is continued, None for a new one."""
+
+    def values(self, composed: DictConfig) -> dict[str, Any]:
+        """All values of the command. Raises ConfigError for a broken interpolation."""
+        try:
+            return resolved(composed) if self.saved is None else self.saved.overlaid(composed)
+        except OmegaConfBaseException as error:
+            where = f"{error.full_key}: " if error.full_key else ""
+            raise ConfigError(self.typed.all_faults([f"{where}{str(error).splitlines()[0]}"])) from None
 
     def place(self, values: dict[str, Any]) -> None:
         """Give a job of a sweep its own output, below `out` or the sweep's folder."""
@@ -68,7 +79,7 @@ def report(command: Command, work: Callable[[], int]) -> int:
         return work()
     except UserError as error:
         if speaks_for_host(os.environ):
-            for line in str(error).splitlines():
+            for line in error.lines():
                 print(f"mlm {command.name}: {line}", file=sys.stderr)
         else:
             time.sleep(HEAD_START_S)
@@ -93,12 +104,8 @@ def run(job: Job, composed: DictConfig) -> int:
     Raises ConfigError with the faults of the typed overrides and all that is wrong with the composed values.
     """
     command = job.command
-    try:
-        values = resolved(composed)
-        job.place(values)
-    except OmegaConfBaseException as error:
-        where = f"{error.full_key}: " if error.full_key else ""
-        raise ConfigError(job.typed.all_faults([f"{where}{str(error).splitlines()[0]}"])) from None
+    values = job.values(composed)
+    job.place(values)
     config = _build(job, values)
     with streams_for(config):
         return _execute(command, config)
@@ -115,6 +122,12 @@ def _execute(command: Command, config: Any) -> int:
     out = Path(config.out) if command.out_is_run_folder else None
     run_job = resolve(f"{LAUNCH}:run_job")
     return int(run_job(command.target, config, parallel=config.parallel, dist=config.dist, out=out))
+
+
+def show(job: Job, composed: DictConfig) -> int:
+    """Print the values that a run would continue with, as `--cfg job` does."""
+    print(OmegaConf.to_yaml(job.values(composed)), end="")
+    return OK
 
 
 def _build(job: Job, values: dict[str, Any]) -> Any:

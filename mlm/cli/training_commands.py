@@ -14,11 +14,13 @@ TRAINING = (
         check=check_pretrain,
         preflight="mlm.train.pretrain:preflight",
         out_is_run_folder=True,
+        has_runs=True,
         summary="train a language model from scratch, or go on from a checkpoint",
         about=(
             "Trains a GPT-2 on an indexed corpus. Started plainly it starts its ranks on this host; under "
             "torchrun or SLURM it joins as one. The run folder `out` gets the composed config, checkpoints, "
-            "metrics.jsonl and a loss curve; the same command again resumes it."
+            "metrics.jsonl and a loss curve; the same command again resumes it, and so does resume=RUN, with the "
+            "run's own settings and what is typed behind it."
         ),
         examples=(
             (
@@ -33,6 +35,10 @@ TRAINING = (
             (
                 "Throughput only: nothing to prepare",
                 "mlm pretrain --model gpt2_tiny --data synthetic --train.steps 50",
+            ),
+            (
+                "More steps of a run, in its own folder",
+                "mlm pretrain resume=runs/shakespeare train.steps=1800",
             ),
             ("What would run, with every key", "mlm pretrain experiment=v1_8_3b --cfg job"),
             (

@@ -5,11 +5,21 @@ from contextlib import contextmanager
 from typing import ClassVar
 
 
+def visible(text: str) -> str:
+    """A text whose control characters are written out: what a file says cannot steer a terminal."""
+    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    return shown.encode(errors="backslashreplace").decode()  # half a surrogate pair
+
+
 class UserError(ValueError):
     """A fault the user can mend. The message is one line: the setting, its value and the remedy."""
 
     exit_code: ClassVar[int] = 2
     """What the command that meets it ends with."""
+
+    def lines(self) -> list[str]:
+        """What is printed: lines that hold no control characters."""
+        return [visible(line) for line in str(self).split("\n")]
 
 
 class ConfigError(UserError):
@@ -21,6 +31,10 @@ class ConfigError(UserError):
     def __init__(self, faults: list[str]) -> None:
         self.faults = tuple(faults)
         super().__init__("\n".join(faults))
+
+    def lines(self) -> list[str]:
+        """One line for each problem, whatever its value holds."""
+        return [visible(line) for line in self.faults]
 
 
 class CorruptFileError(UserError):

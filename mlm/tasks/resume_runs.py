@@ -112,7 +112,7 @@ class Rehearsal:
             time.sleep(poll_s)
 
     def _words(self, name: str) -> list[str]:
-        return ["pretrain", "--config-dir", str(self.out), "--config-name", name]
+        return ["pretrain", f"resume={self.out / name}.yaml", f"out={self.out / name}"]
 
     def _latest(self, name: str) -> str | None:
         return named_latest(self.out / name / CHECKPOINTS)

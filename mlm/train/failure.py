@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from mlm.config.errors import UserError
+from mlm.config.errors import UserError, visible
 from mlm.files import write_atomic
 from mlm.parallel.watch import LostPeer, is_transport_error, name_ranks
 
@@ -51,7 +51,7 @@ class Failure:
     def text(self) -> str:
         """What is printed of it: a line for a user's mistake and a lost peer, else the traceback."""
         if self.is_user_error:
-            return f"mlm: rank {self.rank}: {self.message}"
+            return f"mlm: rank {self.rank}: " + "\n".join(map(visible, self.message.split("\n")))
         if self.names_peer:
             return f"mlm: {self.message}"
         guess = ", probably because another rank is gone" if self.lost_peer else ""

@@ -131,7 +131,7 @@ def prepare_directory(config: PretrainConfig, out: Path) -> None:
 
 
 def composed_yaml(config: PretrainConfig) -> str:
-    """The configuration as `--config-dir {out} --config-name config` reads it back."""
+    """The configuration as `resume={out}` reads it back (mlm/config/saved.py)."""
     plain = to_dict(config)
     plain.update(plain.pop("parallel"))
     return OmegaConf.to_yaml({"defaults": ["hydra_quiet", "pretrain_defaults", "_self_"], **plain})
@@ -139,7 +139,7 @@ def composed_yaml(config: PretrainConfig) -> str:
 
 def resume_command(out: Path) -> list[str]:
     """The words to type to go on with a run."""
-    return ["mlm", "pretrain", "--config-dir", str(out), "--config-name", "config"]
+    return ["mlm", "pretrain", f"resume={out}"]
 
 
 def layout(trainer: Trainer, *, even_batches: bool = True) -> str:

@@ -164,7 +164,7 @@ def medians_of(found: Sequence[Scores]) -> Scores:
 
 
 def composed_yaml(config: FinetuneConfig) -> str:
-    """The configuration as `--config-dir {out} --config-name config` reads it back."""
+    """The configuration as `resume={out}` reads it back (mlm/config/saved.py)."""
     values = to_dict(config)
     values.update(values.pop("parallel"))
     return OmegaConf.to_yaml({"defaults": ["hydra_quiet", "finetune_defaults", "_self_"], **values})

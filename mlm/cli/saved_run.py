@@ -1,0 +1,51 @@
+"""Which run a command line continues: `resume=RUN`, or the older `--config-dir RUN --config-name config`."""
+
+from pathlib import Path
+
+from mlm.cli.arguments import CONFIG_DIR_FLAGS, CONFIG_NAME_FLAGS, CONFIG_PATH_FLAGS, MULTIRUN, Arguments
+from mlm.cli.commands import Command
+from mlm.config.errors import UserError
+from mlm.config.saved import CONFIG, CONFIG_NAMES, Saved, read_run, read_values
+
+RESUME = "resume"
+SWEEPS = "hydra.mode="
+
+
+def take_saved(command: Command, arguments: Arguments) -> Saved | None:
+    """The saved settings that the command line names; what names them is removed from `arguments`.
+
+    None if it names none: Hydra composes all. Raises UserError.
+    """
+    file, resume = take_file(arguments), take_resume(command, arguments)
+    if resume is None:
+        return None if file is None else Saved(read_values(file, command.config))
+    if file is not None or arguments.has(*CONFIG_NAME_FLAGS):
+        raise UserError(f"resume={resume}: the run's own settings are read; leave --config-name out")
+    if arguments.has(*MULTIRUN) or any(text.startswith(SWEEPS) for text in arguments.overrides):
+        raise UserError(
+            f"resume={resume}: a run continues in one folder, not as a sweep; leave --multirun out, or type "
+            f"its settings with ckpt={resume} and another out=…"
+        )
+    return read_run(resume, command.config)
+
+
+def take_resume(command: Command, arguments: Arguments) -> str | None:
+    """The value of `resume=`, removed from the overrides, if the command has runs."""
+    named = [text for text in arguments.overrides if text.startswith(f"{RESUME}=") and command.has_runs]
+    arguments.overrides = [text for text in arguments.overrides if text not in named]
+    return named[-1].partition("=")[2] if named else None
+
+
+def take_file(arguments: Arguments) -> Path | None:
+    """The saved file that --config-name names, its flags removed: one named as a run names its own.
+
+    It may come from anyone, so Hydra never sees it. Any other name is a primary config that the user wrote.
+    """
+    name = arguments.value(*CONFIG_NAME_FLAGS)
+    folder = arguments.value(*CONFIG_DIR_FLAGS) or arguments.value(*CONFIG_PATH_FLAGS)
+    if name is None or folder is None or Path(name).name not in CONFIG_NAMES:
+        return None
+    for flag in (*CONFIG_NAME_FLAGS, *CONFIG_DIR_FLAGS, *CONFIG_PATH_FLAGS):
+        arguments.flags.pop(flag, None)
+    file = Path(folder).expanduser() / name
+    return file if file.suffix else file.with_name(CONFIG)
