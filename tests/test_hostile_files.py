@@ -34,7 +34,7 @@ from mlm.data.train_tokenizer import train_bpe
 from mlm.train.history import read_records
 from tests.checkpoint.helpers import edit_manifest, save, weights
 from tests.data.corpora import write_corpus
-from tests.hostile import CASES, manifest_of, payloads, read_shard, signed
+from tests.hostile import CASES, DIGEST, manifest_of, payloads, read_shard, signed
 
 SHARD = "rank-00000.safetensors"
 PAYLOADS = sorted(payloads(Path("marker")))
@@ -128,7 +128,7 @@ def mine(folder: Path, tmp_path: Path) -> Path:
 STEP = "run/checkpoints/step-00000002"
 EVAL = f"eval loss ckpt=@/{STEP} path=@/corpus/train"
 GENERATE = f"generate ckpt=@/{STEP} prompt=one max_new_tokens=1"
-RESUME = "pretrain --config-dir @/run --config-name config out=@/run data.path=@/corpus train.steps=3"
+RESUME = "pretrain resume=@/run data.path=@/corpus train.steps=3"
 COMMANDS = {
     "eval of a manifest": (f"{STEP}/manifest.json", EVAL, 2),
     "generate from a manifest": (f"{STEP}/manifest.json", GENERATE, 2),
@@ -202,7 +202,7 @@ class TestPaths:
     @example("a" * 300 + ".safetensors")
     @example("-a.safetensors")
     def test_name_that_is_read_stays_inside(self, name: str) -> None:
-        body = manifest_of([0], [], {name: {"bytes": 1, "digest": ""}})
+        body = manifest_of([0], [], {name: {"bytes": 1, "digest": DIGEST}})
         try:
             manifest = decode_manifest(signed(body), Path("manifest.json"))
         except CorruptFileError:
@@ -217,7 +217,7 @@ class TestPaths:
         assert found.isprintable()
 
     def test_plain_name_is_read(self) -> None:
-        body = manifest_of([0], [], {SHARD: {"bytes": 1, "digest": ""}})
+        body = manifest_of([0], [], {SHARD: {"bytes": 1, "digest": DIGEST}})
         assert list(decode_manifest(signed(body), Path("manifest.json")).files) == [SHARD]
 
     def test_lock_that_is_a_link_is_not_followed(self, tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
+from mlm.bounded import parse_json, read_bounded
 from mlm.checkpoint.rectangle import Rectangle, Split, tiling_fault
 from mlm.config.errors import CorruptFileError, UserError
 from mlm.files import digest_bytes
@@ -28,8 +29,11 @@ MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 26  # 64 MiB: about half a million chunks
 MAX_DIMS = 32
 MAX_NAME = 500  # characters of a tensor's name
+MAX_STEP = 10**18 - 1  # what a directory's name holds
+MAX_SAVE_ID = 100  # characters
 RESTORE = "Restore it from a copy, or load another checkpoint with ckpt=…"
 
+DIGEST = re.compile(r"xxh3:[0-9a-f]{32}")
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors")  # no separator, no "..", not hidden
 
 DTYPES = {
@@ -144,8 +148,7 @@ def read_manifest(directory: Path) -> Manifest:
     size = regular_size(path)
     if size > MAX_MANIFEST_BYTES:
         raise CorruptFileError(f"{path}: {size} bytes, {MAX_MANIFEST_BYTES} is the limit. {RESTORE}")
-    with open(path, "rb") as f:
-        return decode_manifest(f.read(MAX_MANIFEST_BYTES + 1), path)
+    return decode_manifest(read_bounded(path, MAX_MANIFEST_BYTES, RESTORE), path)
 
 
 def regular_size(path: Path) -> int:
@@ -165,7 +168,7 @@ def regular_size(path: Path) -> int:
 def decode_manifest(encoded: bytes, path: Path) -> Manifest:
     """The inverse of `encode_manifest`; `path` is for messages. Raises as `read_manifest` does."""
     try:
-        body = json.loads(encoded, parse_constant=_refuse_constant, object_pairs_hook=without_repeats)
+        body = parse_json(encoded)
         if not isinstance(body, dict) or body.get("format") != FORMAT:
             raise ValueError(f'its "format" is not "{FORMAT}"')
         if type(body.get("version")) is int and body["version"] > VERSION:
@@ -182,21 +185,6 @@ def decode_manifest(encoded: bytes, path: Path) -> Manifest:
         raise CorruptFileError(f"{path}: damaged manifest, {e}. {RESTORE}") from e
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
-
-
-def without_repeats(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
-    """A JSON object as a dict; one that says a key twice means different things to different readers.
-
-    Raises ValueError.
-    """
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key stands twice in one object")
-    return found
-
-
 def _build(body: dict[str, JSON], digest: str) -> Manifest:
     if body["version"] != VERSION:
         raise ValueError(f"version {body['version']!r}")
@@ -204,12 +192,28 @@ def _build(body: dict[str, JSON], digest: str) -> Manifest:
     for name, entry in body["files"].items():
         if not FILE_NAME.fullmatch(name):
             raise ValueError(f"file name {name!r} is not allowed")
-        files[name] = FileEntry(_whole_number(entry["bytes"]), _text(entry["digest"]))
+        files[name] = FileEntry(_whole_number(entry["bytes"]), _digest(entry["digest"]))
     tensors = {name: _build_tensor(name, body["tensors"][name], files) for name in sorted(body["tensors"])}
-    state = body["state"]
+    _check_sizes(tensors, files)
+    state, step, save_id = body["state"], _whole_number(body["step"]), body["save_id"]
     if not isinstance(state, dict):
         raise ValueError("state is not an object")
-    return Manifest(_whole_number(body["step"]), _text(body["save_id"]), tensors, files, state, digest=digest)
+    if step > MAX_STEP:
+        raise ValueError(f"step {step} is not in range")
+    if not isinstance(save_id, str) or not save_id.isprintable() or len(save_id) > MAX_SAVE_ID:
+        raise ValueError(f"save_id {str(save_id)[:40]!r} is not allowed")
+    return Manifest(step, save_id, tensors, files, state, digest=digest)
+
+
+def _check_sizes(tensors: Mapping[str, TensorEntry], files: Mapping[str, FileEntry]) -> None:
+    """Raise ValueError where a file is too small for its chunks: memory is taken for what tensors say."""
+    needed = dict.fromkeys(files, 0)
+    for entry in tensors.values():
+        for chunk in entry.chunks:
+            needed[chunk.file] += chunk.rectangle.volume * entry.dtype.itemsize
+    for name, count in needed.items():
+        if count > files[name].bytes:
+            raise ValueError(f"{name} of {files[name].bytes} bytes cannot hold {count} bytes of tensors")
 
 
 def _build_tensor(name: str, entry: JSON, files: Mapping[str, FileEntry]) -> TensorEntry:
@@ -254,7 +258,7 @@ def _whole_number(value: JSON) -> int:
     return value
 
 
-def _text(value: JSON) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{str(value)[:40]} is not a string")
+def _digest(value: JSON) -> str:
+    if not isinstance(value, str) or not DIGEST.fullmatch(value):
+        raise ValueError(f"{str(value)[:40]!r} is not a digest")
     return value

@@ -5,7 +5,6 @@ Nothing in the folder is executed, sizes are bounded before anything is read, an
 opened: links are followed only as the Hub's cache lays them (snapshots/… -> blobs/…).
 """
 
-import json
 import os
 import re
 import stat
@@ -14,7 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlm.checkpoint.format import JSON, without_repeats
+from mlm.bounded import parse_json, read_bounded
+from mlm.checkpoint.format import JSON
 from mlm.checkpoint.hf_config import Family, family_of
 from mlm.checkpoint.hf_content import Content
 from mlm.checkpoint.hf_keys import show
@@ -68,10 +68,12 @@ def read_json(folder: Path, name: str) -> dict[str, JSON]:
     if path is None:
         raise UserError(f"{folder}: holds no {name}. Name the folder of a model that transformers saved")
     try:
-        said = json.loads(path.read_bytes(), object_pairs_hook=without_repeats)
+        said = parse_json(read_bounded(path, MAX_BYTES[name], AGAIN))
     except OSError as error:
         raise UserError(f"{folder / name}: {error.strerror}. Make it readable") from error
-    except (ValueError, RecursionError) as error:
+    except CorruptFileError:
+        raise
+    except ValueError as error:
         raise CorruptFileError(f"{folder / name}: is no JSON ({error}). {AGAIN}") from error
     if not isinstance(said, dict):
         raise CorruptFileError(f"{folder / name}: is no JSON object. {AGAIN}")

@@ -18,15 +18,16 @@ import torch
 import xxhash
 from torch import Tensor
 
+from mlm.bounded import parse_json
 from mlm.checkpoint.format import (
     DTYPE_NAMES,
     DTYPES,
     JSON,
     MAX_DIMS,
+    MAX_NAME,
     RESTORE,
     FileEntry,
     regular_size,
-    without_repeats,
 )
 from mlm.checkpoint.rectangle import Rectangle
 from mlm.config.errors import CorruptFileError, UserError
@@ -164,7 +165,7 @@ def read_safetensors_header(
             raise CorruptFileError(f"{path}: not a safetensors file, header of {length} bytes. {remedy}")
         text = f.read(length)
     try:
-        header = json.loads(text, object_pairs_hook=without_repeats)
+        header = parse_json(text)
         metadata = header.pop("__metadata__", {})
         if not isinstance(metadata, dict):
             raise ValueError("__metadata__ is not an object")
@@ -176,9 +177,11 @@ def read_safetensors_header(
 def _stored_tensors(header: dict[str, JSON], *, start: int, size: int) -> dict[str, Stored]:
     stored, end = {}, 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        if not name.isprintable() or len(name) > MAX_NAME:
+            raise ValueError(f"tensor name {name[:40]!r} is not allowed")
         begin, stop = entry["data_offsets"]
         if entry["dtype"] not in DTYPES:
-            raise ValueError(f"{name} is of the unknown dtype {entry['dtype']!r}")
+            raise ValueError(f"{name} is of the unknown dtype {str(entry['dtype'])[:20]!r}")
         dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
         if len(shape) > MAX_DIMS or any(type(n) is not int or n < 0 for n in (begin, stop, *shape)):
             raise ValueError(f"{name} has an impossible offset or shape")

@@ -27,9 +27,10 @@ from mlm.config.nearest_layout import layout_faults
 from mlm.config.ranges import out_of_range
 from mlm.config.schema import ParallelConfig, PretrainConfig
 from mlm.config.task_schema import EvalLossConfig, GenerateConfig, LmEvalConfig
-from mlm.config.tree import HOISTED, flatten
+from mlm.config.tree import HOISTED, MISSING_VALUE, flatten
 
 Rule = Callable[[Any, Launch], str | None]
+MOST_PADDING = 1 << 16  # rows that a saved model.vocab_multiple may add to the token table
 
 
 def check_pretrain(config: PretrainConfig, *, world_size: int | None, local_devices: int | None) -> list[str]:
@@ -78,6 +79,29 @@ def check_generate(config: GenerateConfig, *, world_size: int | None, local_devi
 def check_lm_eval(config: LmEvalConfig, *, world_size: int | None, local_devices: int | None) -> list[str]:
     """Faults of lm-eval's model `mlm` that show without reading the checkpoint."""
     return _faults(config, Launch(world_size, local_devices), RANK_RULES, LM_EVAL_RULES)
+
+
+def saved_faults(config: PretrainConfig) -> list[str]:
+    """Faults of a configuration that a checkpoint holds, in itself: it was written by anyone."""
+    values = {key.removeprefix(f"{HOISTED}."): value for key, value in flatten(asdict(config)).items()}
+    faults, model = list(out_of_range(values).values()), config.model
+    each = [
+        one for value in values.values() for one in (value if isinstance(value, list | tuple) else [value])
+    ]
+    faults += [
+        f"{text[:40]!r} is no value" for text in each if isinstance(text, str) and _is_unresolved(text)
+    ]
+    if model.vocab_multiple > MOST_PADDING:
+        faults.append(f"model.vocab_multiple={model.vocab_multiple} must be {MOST_PADDING} at most")
+    if not faults and model.hidden_size % model.num_heads:
+        faults.append(
+            f"model.num_heads={model.num_heads} does not divide model.hidden_size={model.hidden_size}"
+        )
+    return [*faults, *filter(None, [model_fault(model)])]
+
+
+def _is_unresolved(text: str) -> bool:
+    return "${" in text or text == MISSING_VALUE
 
 
 def data_parallel_size(parallel: ParallelConfig, *, world_size: int | None, local_devices: int | None) -> int:

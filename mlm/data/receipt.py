@@ -6,6 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from mlm.bounded import parse_json, read_bounded
 from mlm.config.errors import CorruptFileError, UserError
 from mlm.data.gpt import too_short, windows_per_epoch
 from mlm.data.indexed import REBUILD, IndexedDataset, bin_path
@@ -23,12 +24,10 @@ def read_receipt(folder: Path) -> Receipt | None:
     path = folder / RECEIPT
     if not path.is_file():
         return None
-    size = path.stat().st_size
-    if size > MAX_RECEIPT_BYTES:
-        raise CorruptFileError(f"{path}: {size} bytes, {MAX_RECEIPT_BYTES} is the limit: {REBUILD}")
+    content = read_bounded(path, MAX_RECEIPT_BYTES, REBUILD)
     try:
-        receipt = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
+        receipt = parse_json(content)
+    except ValueError as error:
         raise CorruptFileError(f"{path} is not JSON: {REBUILD}") from error
     if not _is_receipt(receipt):
         raise CorruptFileError(f"{path} is no corpus receipt: {REBUILD}")
@@ -71,11 +70,16 @@ def file_entry(path: Path) -> Receipt:
     return {"bytes": path.stat().st_size, "digest": digest_file(path)}
 
 
+def size_of(path: Path) -> int:
+    """Bytes of a plain file, -1 where there is none."""
+    return path.stat().st_size if path.is_file() else -1
+
+
 def damaged_file(folder: Path, receipt: Receipt) -> str | None:
-    """The first file that is not what the receipt says, None when all are. Reads them whole."""
+    """The first file that is not what the receipt says, None when all are. Reads those of that size whole."""
     for name, entry in receipt.get("files", {}).items():
         path = folder / name
-        if not path.is_file() or file_entry(path) != entry:
+        if size_of(path) != entry.get("bytes") or file_entry(path) != entry:
             return str(name)
     return None
 

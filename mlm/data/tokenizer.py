@@ -4,6 +4,7 @@ train_tokenizer.py learns them from text.
 """
 
 import json
+import secrets
 from array import array
 from collections.abc import Sequence
 from functools import cached_property
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
+from mlm.bounded import parse_json
 from mlm.config.errors import CorruptFileError, UserError
 from mlm.files import digest_bytes, write_atomic
 
@@ -34,11 +36,13 @@ FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
 """What a folder with a tokenizer holds one of."""
 BYTE_LEVEL_SPACES = "ĠĊĉčċČ"
 """Byte-level BPE's letters for space, \\n, \\t, \\r, \\v and \\f."""
+MAX_TOKENS = 1 << 24  # of a vocabulary: tables with a row for each are made of it
 MAX_BYTES = 1 << 28  # 256 MiB of tokenizer.json: the largest vocabularies in use need 40
 
 
 class Tokenizer:
-    """Text to token ids and back. Special tokens written out in a text are text: they encode as letters.
+    """Text to token ids and back. Special tokens written out in a text are text: they encode as letters, in
+    every kind of model.
 
     Attributes:
         vocab_size                        one more than the largest id
@@ -55,6 +59,8 @@ class Tokenizer:
         self._backend = parse(content, source)
         self._vocabulary = vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        if self.vocab_size > MAX_TOKENS:
+            raise CorruptFileError(f"{source}: token id {self.vocab_size - 1}; {MAX_TOKENS - 1} is the limit")
         eod = first_of(EOD_NAMES, vocabulary)
         if eod is None:
             raise UserError(
@@ -67,11 +73,29 @@ class Tokenizer:
         self.digest = digest_bytes(content.encode())
 
     @cached_property
+    def _encoder(self) -> Backend:
+        """The library's tokenizer with its special tokens under names that no text holds.
+
+        Told to leave special tokens alone, the library still finds those that a file does not mark as special,
+        and those that are pieces of a Unigram, WordPiece or word vocabulary.
+        """
+        content = json.loads(self._content)
+        reserved = self._reserved(content)
+        if not any(can_spell(content, name) for name in reserved):
+            return self._backend
+        return parse(json.dumps(with_secret_names(content, reserved)), "tokenizer")
+
+    def _reserved(self, content: dict[str, Any]) -> set[str]:
+        """Names of special tokens, but for the one that stands for what is unknown."""
+        marked = {token["content"] for token in content.get("added_tokens") or () if token["special"]}
+        named = {*EOD_NAMES, *BOS_NAMES, *BERT_SPECIAL} & self._vocabulary.keys()
+        return (marked | named) - {UNK, content["model"].get("unk_token")}
+
+    @cached_property
     def vocabulary_digest(self) -> str:
         """Digest of all tokens with their ids, and of the merges: the same for a tokenizer.json and for the
         vocab.json and merges.txt that it was made of, and for either way to spell merges in JSON."""
-        merges = json.loads(self._content).get("model", {}).get("merges") or []
-        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
+        pairs = merges_of(json.loads(self._content).get("model", {}))
         return digest_bytes(json.dumps([sorted(self._vocabulary.items()), pairs]).encode())
 
     @cached_property
@@ -128,16 +152,16 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text; nothing is added at its ends."""
-        return list(self._backend.encode(text, add_special_tokens=False).ids)
+        return list(self._encoder.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> "list[array[int]]":
         """Token ids of many texts, on all cores: a uint32 array each."""
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         return [array("I", encoding.ids) for encoding in encodings]  # a list of all lists would take longer
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
         """Token ids [n] of many texts, and the letters [n, 2] of the text where each begins and ends."""
-        encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
+        encodings = self._encoder.encode_batch(list(texts), add_special_tokens=False)
         return [
             (np.array(e.ids, dtype=np.int32), np.array(e.offsets, dtype=np.int32).reshape(-1, 2))
             for e in encodings
@@ -223,10 +247,47 @@ def read_config(file: Path) -> dict[str, Any]:
         return {}
     check_size(file)
     try:
-        config = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
+        config = parse_json(file.read_bytes())
+    except ValueError as error:
         raise CorruptFileError(f"{file} is not JSON: replace or delete it") from error
     return config if isinstance(config, dict) else {}
+
+
+def can_spell(content: dict[str, Any], name: str) -> bool:
+    """True if a text that holds the name of a special token could become that token."""
+    model, added = content["model"], content.get("added_tokens") or ()
+    if any(token["content"] == name and not token["special"] for token in added):
+        return True
+    vocabulary = model.get("vocab") or {}
+    if isinstance(vocabulary, list):  # a Unigram's: [[piece, score], …]
+        return any(piece == name for piece, _ in vocabulary)
+    if model.get("type", "BPE") != "BPE" or "merges" not in model or model.get("ignore_merges"):
+        return name in vocabulary
+    return any("".join(pair) == name for pair in merges_of(model))
+
+
+def with_secret_names(content: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    """A tokenizer.json in which these tokens keep their ids and have names drawn at random."""
+    secret = {name: f"{secrets.token_hex(16)}{number}" for number, name in enumerate(sorted(names))}
+    model = dict(content["model"])
+    if isinstance(model.get("vocab"), list):
+        model["vocab"] = [[secret.get(piece, piece), score] for piece, score in model["vocab"]]
+    else:
+        model["vocab"] = {secret.get(name, name): id for name, id in model["vocab"].items()}
+    if "merges" in model:
+        model["merges"] = [pair for pair in merges_of(model) if not names & {*pair, "".join(pair)}]
+    added = [
+        {**token, "content": secret[token["content"]], "special": True, "normalized": False}
+        if token["content"] in names
+        else token
+        for token in content.get("added_tokens") or ()
+    ]
+    return {**content, "model": model, "added_tokens": added, "post_processor": None}
+
+
+def merges_of(model: dict[str, Any]) -> list[list[str]]:
+    """The merges of a BPE model as pairs: files have them as "a b" too."""
+    return [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges") or ()]
 
 
 def first_of(names: Sequence[str], vocabulary: dict[str, int]) -> int | None:

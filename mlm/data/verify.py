@@ -28,7 +28,7 @@ from mlm.data.indexed import bin_path, idx_path
 from mlm.data.indexed_format import CHUNK, REBUILD, Index
 from mlm.data.receipt import RECEIPT, Receipt, read_receipt
 from mlm.files import digest_file, digest_name
-from mlm.terminal import Advance, add_row, byte_progress, console, table
+from mlm.terminal import Advance, add_row, byte_progress, console, plain, table
 
 BLOCK = 1 << 22  # bytes read at a time: 4 MiB
 
@@ -72,7 +72,7 @@ def run_verify(config: DataVerifyConfig) -> None:
     with byte_progress("verifying", sum(map(size_of, files))) as advance:
         for prefix in prefixes:
             checks += verify_pair(prefix, expected, advance)
-        checks += [digest_check(path, digest_of(path, advance), expected) for path in others]
+        checks += [digest_check(path, digest_of(path, advance, expected), expected) for path in others]
     if Path(config.path).is_dir():
         checks += strays(folder, prefixes, expected)
     if config.out is not None:
@@ -125,11 +125,13 @@ def verify_pair(prefix: Path, expected: Expected, advance: Advance) -> list[Chec
     try:
         index = Index(idx)
     except CorruptFileError as error:
-        digests = [digest_check(path, digest_of(path, advance), expected) for path in (idx, tokens)]
+        digests = [digest_check(path, digest_of(path, advance, expected), expected) for path in (idx, tokens)]
         return [Check(idx.name, "header", "fault", reason(error, idx)), *digests]
     fault = index.fault()
     needed, found = index.num_tokens * index.dtype.itemsize, tokens.stat().st_size
     size_fault = "" if needed == found else f"{found} bytes where the index says {needed}"
+    if found > needed:  # what is behind the tokens is not read, however much it is
+        return [Check(tokens.name, "size", "fault", size_fault)]
     sound = fault is None and not size_fault
     scan = Scan(index if sound else None, index.dtype, expected)
     checks = [
@@ -137,7 +139,7 @@ def verify_pair(prefix: Path, expected: Expected, advance: Advance) -> list[Chec
         Check(idx.name, "pointers and boundaries", "fault" if fault else "ok", fault or ""),
         Check(tokens.name, "size", "fault" if size_fault else "ok", size_fault),
         *scan.read(tokens, advance),
-        digest_check(idx, digest_of(idx, advance), expected),
+        digest_check(idx, digest_of(idx, advance, expected), expected),
         *(counts(prefix.name, index, expected) if sound else ()),
         *(empty_documents(idx.name, index) if sound else ()),
     ]
@@ -153,7 +155,7 @@ class Scan:
     def __init__(self, index: Index | None, dtype: np.dtype[Any], expected: Expected) -> None:
         self.index, self.dtype, self.expected = index, dtype, expected
         self.bad: str | None = None
-        self.documents_done = self.without_eod = 0
+        self.documents_done = self.without_eod = self.end_tokens = 0
 
     def read(self, path: Path, advance: Advance) -> list[Check]:
         """Check the file. Raises OSError."""
@@ -172,7 +174,7 @@ class Scan:
             state, detail = "note", "not compared: no vocabulary known, set vocab_size=…"
         checks = [Check(path.name, "token ids", state, detail)]
         if self.expected.eod_id is not None and self.index is not None:
-            checks.append(self.ends(path.name))
+            checks += [self.ends(path.name), *self.number_of_ends(path)]
         return [*checks, digest_check(path, digest_name(digest), self.expected)]
 
     def look_at(self, ids: NDArray[Any], position: int) -> None:
@@ -183,8 +185,10 @@ class Scan:
         if self.bad is None and (ids.min() < 0 or (limit is not None and ids.max() >= limit)):
             wrong = (ids < 0) if limit is None else (ids < 0) | (ids >= limit)
             self.bad = self.place_of(int(ids[wrong.argmax()]), position + int(wrong.argmax()))
-        if self.index is not None and self.expected.eod_id is not None:
-            self.look_at_ends(ids, position)
+        if self.expected.eod_id is not None:
+            self.end_tokens += int((ids == self.expected.eod_id).sum())
+            if self.index is not None:
+                self.look_at_ends(ids, position)
 
     def place_of(self, token: int, position: int) -> str:
         """What is wrong with a token, and where it stands."""
@@ -214,6 +218,14 @@ class Scan:
             self.without_eod += int((ids[ends - 1 - position] != self.expected.eod_id).sum())
             self.documents_done = stop
 
+    def number_of_ends(self, path: Path) -> Iterator[Check]:
+        """Whether there are as many end-of-document tokens as the build put in: a text may hold none."""
+        said = self.expected.part(path.stem).get("end_tokens")
+        if said is not None:
+            detail = f"{self.end_tokens:,} end-of-document tokens, {RECEIPT} says {plain(said)}"
+            is_so = said == self.end_tokens
+            yield Check(path.name, "end-of-document tokens", *(("ok",) if is_so else ("fault", detail)))
+
     def ends(self, name: str) -> Check:
         """Whether documents end with the end-of-document token."""
         assert self.index is not None
@@ -234,9 +246,12 @@ def fill(f: Any, buffer: bytearray) -> int:
     return count
 
 
-def digest_of(path: Path, advance: Advance) -> str:
-    """Digest of a file; empty where there is none."""
-    return digest_file(path, advance) if path.is_file() else ""
+def digest_of(path: Path, advance: Advance, expected: Expected) -> str:
+    """Digest of a file; empty where there is none. One of another size than the receipt says is not read."""
+    entry, found = expected.file(path.name), size_of(path)
+    if entry.get("bytes", found) != found:
+        return f"{found} bytes, not {plain(entry['bytes'])}"
+    return digest_file(path, advance) if path.is_file() and "digest" in entry else ""
 
 
 def digest_check(path: Path, digest: str, expected: Expected) -> Check:

@@ -31,7 +31,7 @@ from mlm.data.tokenizer import UNK, Tokenizer
 from mlm.files import write_atomic
 from mlm.tasks.hf_verify import NOT_COMPARED, Agreement, compare_logits, extra_faults
 from mlm.tasks.run_folder import GB, new_folder, out_faults
-from mlm.tasks.trained import load_tokenizer, run_directory, trained_config
+from mlm.tasks.trained import check_stored, load_tokenizer, run_directory, trained_config
 from mlm.terminal import Advance, byte_progress
 
 SAFETENSORS_FOR = {"format": "pt"}
@@ -101,6 +101,7 @@ def open_source(ckpt: str) -> Source:
     path = resolve(ckpt)
     manifest = read_manifest(path)
     model = trained_config(manifest, path).model
+    check_stored(manifest, model, path)
     if model.kind == "bert" and not model.token_types:
         raise UserError(
             f"{path}: its model.token_types=0, and transformers' BERTs have token types: train it with "

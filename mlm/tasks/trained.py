@@ -5,6 +5,7 @@ Hub. A model folder is read as it is, and nothing is written to it.
 """
 
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 
 from mlm.checkpoint.folders import locate
@@ -12,6 +13,7 @@ from mlm.checkpoint.format import MANIFEST
 from mlm.checkpoint.hf_folder import CONFIG, read_model
 from mlm.checkpoint.save_load import Manifest, read_manifest, resolve
 from mlm.config.build import from_dict
+from mlm.config.checks import saved_faults
 from mlm.config.errors import ConfigError, CorruptFileError, UserError
 from mlm.config.layout_checks import SPLIT_RULES, Launch
 from mlm.config.model_schema import ModelConfig
@@ -25,6 +27,8 @@ from mlm.tasks.hf_source import find_model, load_model_folder, model_name, open_
 from mlm.train.memory import reuse_large_blocks
 from mlm.train.pipelined import PipelinedModel
 from mlm.train.state import load_weights
+
+LISTED = 3  # problems of a saved configuration that a message lists
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,10 @@ def named_checkpoint(ckpt: str) -> Named:
         model = read_model(folder)
         return Named(folder, run_spec(model), model.notes)
     path = resolve(ckpt)
-    return Named(path, trained_config(read_manifest(path), path))
+    manifest = read_manifest(path)
+    config = trained_config(manifest, path)
+    check_stored(manifest, config.model, path)
+    return Named(path, config)
 
 
 def _model_folder(ckpt: str) -> Path | None:
@@ -84,10 +91,28 @@ def trained_config(manifest: Manifest, path: Path) -> PretrainConfig:
     """The run spec saved in a checkpoint. Raises CorruptFileError if it is none of this version."""
     try:
         config = from_dict(PretrainConfig, dict(manifest.state["config"]))
+        if faults := saved_faults(config):
+            raise ValueError("; ".join(faults[:LISTED]))
         Boundaries.of(config.data)  # the model will be asked to keep documents apart by it
         return config
     except (KeyError, TypeError, ValueError) as error:
-        raise CorruptFileError(f"{path}: holds no configuration this version can read ({error})") from error
+        reason = "; ".join(str(error).split("\n")[:LISTED])
+        raise CorruptFileError(f"{path}: holds no configuration this version can read ({reason})") from error
+
+
+def check_stored(manifest: Manifest, model: ModelConfig, path: Path) -> None:
+    """Raise CorruptFileError unless the tensors stored are as many and as large as those of the model.
+
+    Asked before the model is built: then it takes the memory of tensors that are there, and no more.
+    """
+    stored = [entry for name, entry in manifest.tensors.items() if name.startswith("model.")]
+    held, needed = sum(prod(entry.shape) for entry in stored), model.num_parameters()
+    last = f"model.layers.{model.num_layers - 1}.attention.qkv.weight"
+    if held != needed or last not in manifest.tensors or len(stored) < model.num_layers:
+        raise CorruptFileError(
+            f"{path}: its configuration makes a model of {needed:,} parameters and {model.num_layers:,} layers, "
+            f"other than the {held:,} stored: restore it from a copy, or load another"
+        )
 
 
 def load_trained(

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import mlm
+from mlm.bounded import parse_json, read_bounded
 from mlm.checkpoint.compare import compare_checkpoints, compared_bytes
 from mlm.checkpoint.folders import step_name
 from mlm.checkpoint.lock import LOCK, sole_writer
@@ -51,6 +52,7 @@ TASK = "verify-resume"
 RESULT = f"{TASK}.json"
 OURS = {RESULT, STRAIGHT, RESUMED, *FILES, LOCK, MARKER}
 """What may stand in `out`."""
+MAX_RESULT = 1 << 28  # bytes of an earlier result that is looked at
 LISTED = 24
 """Steps up to which the table shows all; of more, those around the kill and the last."""
 
@@ -81,7 +83,7 @@ def out_faults(out: Path) -> list[str]:
     try:
         names = set(os.listdir(out)) - {LOCK, MARKER} if os.path.lexists(out) else set()
         foreign = {name for name in names if name not in OURS and not _is_partial(name)}
-        if names and not foreign and json.loads((out / RESULT).read_bytes())["task"] != TASK:
+        if names and not foreign and parse_json(read_bounded(out / RESULT, MAX_RESULT, ""))["task"] != TASK:
             foreign = names
     except NotADirectoryError:
         return [f"out={out}: a file stands there: name a folder that is new, or of an earlier {TASK}"]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import mlm
 from mlm.checkpoint.rectangle import Split
+from mlm.checkpoint.run_state import check_run_state
 from mlm.checkpoint.save_load import Manifest, Shard, load_checkpoint, save_checkpoint
 from mlm.config.blend import names
 from mlm.config.build import to_dict
@@ -124,6 +125,7 @@ def load(trainer: Trainer, path: Path, *, weights_only: bool = False) -> Manifes
         watch=ctx.watch,
         config=to_dict(trainer.config),
     )
+    check_run_state(manifest, path)
     try:
         check_sampling(path, manifest, to_dict(trainer.config))
         state = manifest.state

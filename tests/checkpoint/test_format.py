@@ -165,7 +165,7 @@ def test_pickle_in_place_of_a_shard_is_refused_and_not_run(
     saved: Path, monkeypatch: pytest.MonkeyPatch, protocol: int
 ) -> None:
     monkeypatch.chdir(saved.parent)
-    content = pickle.dumps(Bomb(), protocol).ljust(100, b"\0")
+    content = pickle.dumps(Bomb(), protocol).ljust(200, b"\0")
     (saved / SHARD).write_bytes(content)
     edit_manifest(saved, lambda body: body["files"][SHARD].update(bytes=len(content)))
     with pytest.raises(CorruptFileError, match="not a safetensors file"):

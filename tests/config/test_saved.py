@@ -84,16 +84,22 @@ def write(run: Path, text: str | bytes) -> None:
     (run / "config.yaml").write_bytes(content)
 
 
+WHOLE = ("group of Hydra", "two documents", "size", "no mapping", "empty", "no YAML", "no UTF-8")
+"""Cases that are a file as they stand; the others stand behind what a run writes first."""
+BUILT = ("infinite", "no number", "out of range", "out of range in a list", "wrong type")
+"""Cases that are data, and found where all values are checked."""
+
+
 @pytest.mark.parametrize("form", ["resume={}", "--config-dir {} --config-name config"])
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_saved_config_that_is_not_data_is_an_error(
     theirs: Path, capfd: pytest.CaptureFixture[str], form: str, case: str
 ) -> None:
     """One line for each problem, exit code 2; nothing is imported, read from the environment or written."""
-    write(theirs, HOSTILE[case])
-    code = main(
-        ["pretrain", *form.format("theirs/run").split(), "data=synthetic", "model=gpt2_tiny", "out=o"]
-    )
+    write(theirs, HOSTILE[case] if case in WHOLE else HEAD + HOSTILE[case])
+    shown = [] if case in BUILT or "control" in case else ["--cfg", "job", "--resolve"]
+    words = [*form.format("theirs/run").split(), "data=synthetic", "model=gpt2_tiny", "out=o", *shown]
+    code = main(["pretrain", *words])
     told = capfd.readouterr()
     assert code == 2, told.err
     assert all(line.startswith("mlm pretrain: ") for line in told.err.splitlines())

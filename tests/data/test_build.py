@@ -45,6 +45,7 @@ def test_receipt_counts_documents_tokens_and_bytes(source: Path) -> None:
         "sequences": 6,
         "tokens": IndexedDataset(out / "train").num_tokens,
         "bytes": sum(len(text.encode()) for text in TEXTS),
+        "end_tokens": 6,
     }
     assert receipt["splits"]["validation"]["documents"] == 1
     assert receipt["removed"] == {"empty": {"documents": 1, "bytes": 0}}

@@ -42,6 +42,8 @@ class Part:
     """End-of-document tokens included."""
     bytes: int = 0
     """UTF-8 bytes of text, for bits per byte."""
+    end_tokens: int = 0
+    """End-of-document tokens: no text holds one, so there are those that were put between documents."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,7 @@ def write(
         count.sequences += len(sequences)
         count.tokens += tokens + len(bos) + len(eod)
         count.bytes += piece.num_bytes
+        count.end_tokens += len(eod) + bos.count(tokenizer.eod_id)
 
 
 def batches(texts: Iterator[Piece]) -> Iterator[list[Piece]]:

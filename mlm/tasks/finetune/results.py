@@ -11,6 +11,7 @@ import torch
 from omegaconf import OmegaConf
 
 import mlm
+from mlm.bounded import parse_json
 from mlm.config.build import config_digest, from_dict, to_dict
 from mlm.config.errors import UserError, writing_to
 from mlm.config.finetune_schema import FinetuneConfig
@@ -106,7 +107,7 @@ def finished(config: FinetuneConfig, settings: dict[str, Any]) -> Result | None:
     try:
         if path.stat().st_size > MAX_BYTES:
             return None
-        found = Result.read(json.loads(path.read_bytes()))
+        found = Result.read(parse_json(path.read_bytes()))
         best = best_of(config.out)
     except (OSError, ValueError, RecursionError):  # none, damaged, or of another version: the run goes on
         return None
