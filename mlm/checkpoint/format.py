@@ -186,8 +186,10 @@ def decode_manifest(encoded: bytes, path: Path) -> Manifest:
 
 
 def _build(body: dict[str, JSON], digest: str) -> Manifest:
-    if body["version"] != VERSION:
-        raise ValueError(f"version {body['version']!r}")
+    if type(body["version"]) is not int or body["version"] != VERSION:
+        raise ValueError(f"version {str(body['version'])[:40]!r}")
+    if not all(isinstance(body[name], dict) for name in ("files", "tensors", "state")):
+        raise ValueError("files, tensors or state is not an object")
     files: dict[str, FileEntry] = {}
     for name, entry in body["files"].items():
         if not FILE_NAME.fullmatch(name):
@@ -196,8 +198,6 @@ def _build(body: dict[str, JSON], digest: str) -> Manifest:
     tensors = {name: _build_tensor(name, body["tensors"][name], files) for name in sorted(body["tensors"])}
     _check_sizes(tensors, files)
     state, step, save_id = body["state"], _whole_number(body["step"]), body["save_id"]
-    if not isinstance(state, dict):
-        raise ValueError("state is not an object")
     if step > MAX_STEP:
         raise ValueError(f"step {step} is not in range")
     if not isinstance(save_id, str) or not save_id.isprintable() or len(save_id) > MAX_SAVE_ID:

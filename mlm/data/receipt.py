@@ -36,14 +36,22 @@ def read_receipt(folder: Path) -> Receipt | None:
 
 def _is_receipt(value: Any) -> bool:
     """Whether what is read of a receipt is there, and of the right kind."""
-    if not isinstance(value, dict) or type(value.get("vocab_size")) is not int:
+    if not isinstance(value, dict) or not _is_count(value.get("vocab_size")):
         return False
     tables = [value.get(name, {}) for name in ("splits", "files")]
     if not all(isinstance(table, dict) for table in tables):
         return False
     entries = [entry for table in tables for entry in table.values()]
     inside = all(Path(name).name == name for table in tables for name in table)
-    return inside and all(isinstance(e, dict) and type(e.get("bytes", 0)) is int for e in entries)
+    numbers = ("bytes", "documents", "sequences", "tokens", "end_tokens")
+    return inside and all(
+        isinstance(entry, dict) and all(_is_count(entry.get(name, 0)) for name in numbers)
+        for entry in entries
+    )
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
 
 
 def write_receipt(folder: Path, facts: Receipt, files: list[str]) -> Receipt:

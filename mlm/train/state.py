@@ -150,6 +150,8 @@ def saved_history(state: Mapping[str, Any]) -> History:
     that is not of a training run.
     """
     if "data" in state:
+        if not state["data"]["segments"]:
+            raise ValueError("its segments are empty")
         return decode(state["data"]["segments"], int(state["consumed_samples"]))
     data = state["config"]["data"]
     if data["kind"] != "indexed" or not (data["train"] or data["path"]):

@@ -12,7 +12,7 @@ from torch import Tensor
 from mlm.checkpoint.format import canonical
 from mlm.checkpoint.hf_folder import read_model
 from mlm.cli.entry import main
-from mlm.config.errors import UserError
+from mlm.config.errors import CorruptFileError, UserError
 from mlm.config.files_present import hub_id
 from mlm.config.schema import ParallelConfig, PrecisionConfig
 from mlm.files import digest_bytes, digest_file
