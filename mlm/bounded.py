@@ -12,7 +12,7 @@ LARGEST = 1 << 64  # a whole number beyond is none of ours; Python would compute
 
 
 def read_bounded(path: Path, most: int, remedy: str) -> bytes:
-    """The content of a regular file of at most `most` bytes: none is read of a larger one, a pipe or a device.
+    """The content of a regular file of at most `most` bytes; a larger one, a pipe or a device is not read.
 
     Raises CorruptFileError, which ends in `remedy`, and OSError.
     """

@@ -34,7 +34,8 @@ def _scaler_problem(scaler: JSON) -> str | None:
 
 
 def _out_of_range(state: Mapping[str, JSON], key: str, most: float) -> str | None:
-    value, kinds = state.get(key), (int,) if isinstance(most, int) else (int, float)
+    value: JSON = state.get(key)
+    kinds = (int,) if isinstance(most, int) else (int, float)
     if type(value) in kinds and 0 <= value <= most and math.isfinite(value):
         return None
     return f"its {key}={str(value)[:40]} is out of range"

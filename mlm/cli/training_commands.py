@@ -19,8 +19,8 @@ TRAINING = (
         about=(
             "Trains a GPT-2 on an indexed corpus. Started plainly it starts its ranks on this host; under "
             "torchrun or SLURM it joins as one. The run folder `out` gets the composed config, checkpoints, "
-            "metrics.jsonl and a loss curve; the same command again resumes it, and so does resume=RUN, with the "
-            "run's own settings and what is typed behind it."
+            "metrics.jsonl and a loss curve; the same command again resumes it, and so does resume=RUN, with "
+            "the run's own settings and what is typed behind it."
         ),
         examples=(
             (

@@ -1,8 +1,8 @@
 """The settings of a run, read back from its config.yaml as plain data.
 
-People pass run folders on. Composed by Hydra, a file in one could import modules (`hydra.searchpath`), read the
-environment (`${oc.env:…}`) and unfold to any size. So it is parsed by a safe loader: bounded, one value per key,
-no aliases, no tags, no interpolation, and only the keys of the run's dataclass.
+People pass run folders on. Composed by Hydra, a file in one could import modules (`hydra.searchpath`), read
+the environment (`${oc.env:…}`) and unfold to any size. So it is parsed by a safe loader: bounded, each key
+once, no aliases, no tags, no interpolation, and only the keys of the run's dataclass.
 """
 
 import os
@@ -36,7 +36,7 @@ FLOAT = re.compile(
 RENAME = "delete it, or, for a config of your own that Hydra should compose, give the file another name"
 
 
-class Loader(yaml.SafeLoader):  # type: ignore[misc]
+class Loader(yaml.SafeLoader):
     """YAML as Hydra reads it: 1e-4 is a number, a date is text."""
 
 
@@ -64,7 +64,8 @@ class Saved:
         """
         tree = OmegaConf.to_container(typed, resolve=False, throw_on_missing=False)
         assert isinstance(tree, dict)
-        chosen = {key: value for key, value in flatten(tree).items() if value != MISSING_VALUE}
+        typed_values = flatten({str(key): value for key, value in tree.items()})
+        chosen = {key: value for key, value in typed_values.items() if value != MISSING_VALUE}
         moved = {} if self.out is None else {"out": self.out}
         nested: dict[str, Any] = {}
         for key, value in {**self.values, **moved, **chosen}.items():

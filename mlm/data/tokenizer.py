@@ -76,8 +76,8 @@ class Tokenizer:
     def _encoder(self) -> Backend:
         """The library's tokenizer with its special tokens under names that no text holds.
 
-        Told to leave special tokens alone, the library still finds those that a file does not mark as special,
-        and those that are pieces of a Unigram, WordPiece or word vocabulary.
+        Told to leave special tokens alone, the library still finds those not marked as special, and those
+        that are pieces of a Unigram, WordPiece or word vocabulary.
         """
         content = json.loads(self._content)
         reserved = self._reserved(content)

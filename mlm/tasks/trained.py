@@ -110,7 +110,7 @@ def check_stored(manifest: Manifest, model: ModelConfig, path: Path) -> None:
     last = f"model.layers.{model.num_layers - 1}.attention.qkv.weight"
     if held != needed or last not in manifest.tensors or len(stored) < model.num_layers:
         raise CorruptFileError(
-            f"{path}: its configuration makes a model of {needed:,} parameters and {model.num_layers:,} layers, "
+            f"{path}: its configuration makes {needed:,} parameters in {model.num_layers:,} layers, "
             f"other than the {held:,} stored: restore it from a copy, or load another"
         )
 

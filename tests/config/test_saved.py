@@ -1,4 +1,4 @@
-"""A run's config.yaml is data: it sets values of our keys, and nothing in it is resolved, called or followed."""
+"""A run's config.yaml is data: it sets values of our keys; nothing in it is resolved, called or followed."""
 
 import os
 import sys
@@ -20,7 +20,7 @@ HOSTILE = {
     "searchpath": "hydra: {searchpath: ['pkg://theirs.run.evil']}\n",
     "run folder of Hydra": "hydra: {run: {dir: @}}\n",
     "sweep": "hydra: {mode: MULTIRUN, sweep: {dir: @}}\n",
-    "group of Hydra": "defaults: [hydra_quiet, pretrain_defaults, _self_, {override hydra/launcher: theirs}]\n",
+    "group of Hydra": "defaults: [hydra_quiet, pretrain_defaults, {override hydra/launcher: theirs}]\n",
     "environment": "name: ${oc.env:MLM_SECRET}\n",
     "environment in a list": "data: {blend: ['${oc.env:MLM_SECRET}']}\n",
     "decoded": "name: ${oc.decode:'[1]'}\n",
