@@ -26,7 +26,7 @@ from mlm.data.indexed import HEADER, MAGIC, IndexedDataset
 from mlm.data.receipt import read_receipt
 from mlm.data.tokenizer import Tokenizer
 from mlm.files import digest_bytes
-from mlm.train.history import rewind
+from mlm.train.history import read_records, rewind
 
 MEMORY = 1 << 30  # bytes a reader may add to what the process has: 1 GiB
 SECONDS = 20  # of processor time; the slowest takes about 5
@@ -221,6 +221,11 @@ CASES: dict[str, Case] = {
         load_checked,
     ),
     "cached order with a header of brackets": ("c.npy", npy("(" * 9000), load_checked),
+    "metrics of a terabyte": (
+        "metrics.jsonl",
+        lambda p: sparse(p, b"{}\n", 1 << 40),
+        lambda p: list(read_records(p)),
+    ),
     "metrics of brackets": ("metrics.jsonl", b"[" * MIB + b"\n", lambda p: rewind(p, 1)),
 }
 """What is written, how (bytes, or a function of the path), and what reads it."""

@@ -128,6 +128,7 @@ def _plain(path: Path, name: str, value: Any) -> Tensor:
         or value.dtype not in _DTYPES
         or not value.is_contiguous()
         or not 1 <= value.ndim <= 2
+        or not value.numel()
     ):
         raise CorruptFileError(
             f"{path}: {shown(name)} is not a plain tensor of floating-point numbers: copy it again"

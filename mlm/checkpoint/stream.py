@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mlm.bounded import parse_json, read_bounded
 from mlm.checkpoint.folders import (
     checkpoints,
     clear_up,
@@ -44,6 +45,7 @@ from mlm.config.errors import CorruptFileError, UserError
 from mlm.files import digest_bytes, digest_file, write_atomic
 
 DONE = ".done"
+MAX_NOTE = 1 << 12  # bytes of a note
 
 Read = Callable[[str, Rectangle], Tensor]
 Pieces = dict[str, dict[str, Rectangle]]
@@ -185,7 +187,9 @@ def _complete_files(staging: Path, names: set[str]) -> dict[str, FileEntry]:
     except UserError:
         for path in staging.glob(f"*{DONE}"):
             try:
-                known[path.name.removesuffix(DONE)] = FileEntry(**json.loads(path.read_bytes()))
+                known[path.name.removesuffix(DONE)] = FileEntry(
+                    **parse_json(read_bounded(path, MAX_NOTE, ""))
+                )
             except (ValueError, TypeError):
                 continue
     kept = {name: entry for name, entry in known.items() if name in names}

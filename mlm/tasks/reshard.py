@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from mlm.bounded import read_bounded
 from mlm.checkpoint.compare import Reader
 from mlm.checkpoint.folders import staging_path
 from mlm.checkpoint.format import JSON, RESTORE, CheckpointError, Manifest
@@ -28,6 +29,7 @@ from mlm.checkpoint.stream import GlobalTensor, derived_id, published, write_str
 from mlm.config.checkpoint_schema import ReshardConfig
 from mlm.config.errors import ConfigError, CorruptFileError, UserError, writing_to
 from mlm.config.schema import ParallelConfig, PretrainConfig
+from mlm.data.tokenizer import MAX_BYTES
 from mlm.files import digest_file, write_atomic
 from mlm.models.stage import split_layers
 from mlm.ownership import claim_faults, claim_folder
@@ -260,7 +262,7 @@ def new_tokenizer(plan: Plan) -> bytes | None:
     with reading_of(source):
         if not source.is_file():
             return None
-        content = source.read_bytes()
+        content = read_bounded(source, MAX_BYTES, RESTORE)
     with reading_of(target):
         there = target.read_bytes() if target.exists() else None
     if there not in (None, content):

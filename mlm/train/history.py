@@ -12,11 +12,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from mlm.bounded import read_bounded
 from mlm.config.errors import UserError
-from mlm.files import open_regular, read_regular, write_atomic
+from mlm.files import open_regular, write_atomic
 from mlm.train.records import NO_PARTS, Parts, Sink, StepMetrics, flat, of_parts
 
 FILE_NAME = "metrics.jsonl"
+MAX_BYTES = 1 << 30  # a million steps take 300 MB
+MOVE = "move it out of the run folder"
 
 
 class History(Sink):
@@ -99,7 +102,7 @@ def rewind(path: Path, start_step: int) -> None:
     """
     if not path.exists():
         return
-    old = read_regular(path)
+    old = read_bounded(path, MAX_BYTES, MOVE)
     lines = old.split(b"\n")
     kept = b"".join(line + b"\n" for line in lines if 0 <= step_of(parse(line)) <= start_step and start_step)
     if kept != old:
@@ -108,7 +111,7 @@ def rewind(path: Path, start_step: int) -> None:
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """The readable records of a metrics file, in order. Raises OSError."""
-    for line in read_regular(path).split(b"\n"):
+    for line in read_bounded(path, MAX_BYTES, MOVE).split(b"\n"):
         record = parse(line)
         if step_of(record) >= 0:
             yield record

@@ -109,8 +109,8 @@ def test_a_stopped_run_goes_on_bit_equal_with_the_command_its_summary_names(
     out = tmp_path / "run"
     stopped = [*TINY, f"data.path={corpus}", f"out={out}", "train.steps=3", "schedule.decay_steps=6"]
     assert main(["pretrain", *stopped]) == 0
-    again = ["pretrain", "--config-dir", str(out), "--config-name", "config", "train.steps=6"]
-    assert main(again) == 0
+    assert f"mlm pretrain resume={out}" in (out / "README.md").read_text()
+    assert main(["pretrain", f"resume={out}", "train.steps=6"]) == 0
     assert losses(out) == losses(run)
     assert records(out, "validation")[-1]["loss"] == records(run, "validation")[-1]["loss"]
 

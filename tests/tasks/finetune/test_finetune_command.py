@@ -132,7 +132,7 @@ def test_a_task_of_ones_own_by_csv_on_the_command_line(
     scores = read(tmp_path / "runs/reviews/eval-reviews.json")["results"][0]["metrics"]
     assert scores == result["scores"]["validation"]
     capsys.readouterr()
-    assert main(["finetune", "--config-dir", "runs/reviews", "--config-name", "config"]) == 0
+    assert main(["finetune", "resume=runs/reviews"]) == 0
     assert "is finished" in capsys.readouterr().out
 
 
