@@ -101,12 +101,12 @@ def open_source(ckpt: str) -> Source:
     path = resolve(ckpt)
     manifest = read_manifest(path)
     model = trained_config(manifest, path).model
-    check_stored(manifest, model, path)
     if model.kind == "bert" and not model.token_types:
         raise UserError(
             f"{path}: its model.token_types=0, and transformers' BERTs have token types: train it with "
             f"model.token_types=2"
         )
+    check_stored(manifest, model, path)
     saved = run_directory(path) / "tokenizer.json"
     tokenizer = load_tokenizer(None, path) if saved.exists() else None
     return Source(path, manifest, model, family_for(model), tokenizer)

@@ -25,6 +25,14 @@ def prefix(tmp_path: Path) -> Path:
     return tmp_path / "c"
 
 
+@pytest.mark.parametrize("vocab_size", [-1, 1 << 70, True])
+def test_a_receipt_of_an_impossible_vocabulary_is_an_error(prefix: Path, vocab_size: int) -> None:
+    """A negative one would let any token pass."""
+    receipt(prefix.parent, vocab_size, 100)
+    (fault,) = faults(prefix)
+    assert "corpus.json" in fault
+
+
 def test_sound_corpus_has_no_fault(prefix: Path) -> None:
     assert faults(prefix, vocab_size=50, seq_length=4, min_samples=12) == []
 
