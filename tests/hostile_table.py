@@ -101,7 +101,7 @@ SETTINGS: dict[str, Edit] = dict(
         *each("length", [0, -1, "x"], *CONFIG, "data", "seq_length"),
         *each("data", ["x", ESC], *CONFIG, "data", "kind"),
         *each("seed", [-1, "x"], *CONFIG, "seed"),
-        *each("run", ["${oc.env:HOME}", "???", "x${y}", 3], *CONFIG, "name"),
+        *each("run", ["${oc.env:HOME}", "???", "x${y}", ESC, 3], *CONFIG, "name"),
         *each("out", [[], "${name}", None], *CONFIG, "out"),
         *each("tp", [0, -1, "x"], *CONFIG, "parallel", "tp"),
         *each("lr", [-1.0, 0, "x"], *CONFIG, "optimizer", "lr"),

@@ -12,6 +12,7 @@ from typing import Any
 from mlm.config import files_present as present
 from mlm.config.blend import blend_faults
 from mlm.config.downstream_checks import check_task
+from mlm.config.errors import has_controls
 from mlm.config.eval_schema import ZeroShotConfig
 from mlm.config.finetune_schema import EvalTaskConfig, FinetuneConfig
 from mlm.config.layout_checks import (
@@ -88,9 +89,7 @@ def saved_faults(config: PretrainConfig) -> list[str]:
     each = [
         one for value in values.values() for one in (value if isinstance(value, list | tuple) else [value])
     ]
-    faults += [
-        f"{text[:40]!r} is no value" for text in each if isinstance(text, str) and _is_unresolved(text)
-    ]
+    faults += [f"{text[:40]!r} is no value" for text in each if isinstance(text, str) and _is_no_value(text)]
     if model.vocab_multiple > MOST_PADDING:
         faults.append(f"model.vocab_multiple={model.vocab_multiple} must be {MOST_PADDING} at most")
     if not faults and model.hidden_size % model.num_heads:
@@ -100,8 +99,8 @@ def saved_faults(config: PretrainConfig) -> list[str]:
     return [*faults, *filter(None, [model_fault(model)])]
 
 
-def _is_unresolved(text: str) -> bool:
-    return "${" in text or text == MISSING_VALUE
+def _is_no_value(text: str) -> bool:
+    return "${" in text or text == MISSING_VALUE or has_controls(text)
 
 
 def data_parallel_size(parallel: ParallelConfig, *, world_size: int | None, local_devices: int | None) -> int:

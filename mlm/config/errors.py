@@ -1,5 +1,6 @@
 """The one exception a user's mistake becomes: the command line prints its message and no traceback."""
 
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
@@ -9,6 +10,11 @@ def visible(text: str) -> str:
     """A text whose control characters are written out: what a file says cannot steer a terminal."""
     shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
     return shown.encode(errors="backslashreplace").decode()  # half a surrogate pair
+
+
+def has_controls(text: str) -> bool:
+    """True if a text holds control characters but new lines and tabs: names are printed on terminals."""
+    return any(unicodedata.category(c) == "Cc" for c in text if c not in "\n\t")
 
 
 class UserError(ValueError):

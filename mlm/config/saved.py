@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from mlm.config.build import show, unknown_key
 from mlm.config.compose import SPECS, register_defaults, resolved
-from mlm.config.errors import ConfigError, UserError
+from mlm.config.errors import ConfigError, UserError, has_controls, visible
 from mlm.config.paths import CONFIG_DIR
 from mlm.config.tree import MISSING_VALUE, flatten, leaves
 
@@ -189,6 +189,8 @@ def problem_of(value: Any) -> str | None:
         return "an interpolation (${…}) is not resolved here; write the value itself"
     if isinstance(value, str) and value == MISSING_VALUE:
         return f"{MISSING_VALUE} is no value; write one"
+    if isinstance(value, str) and has_controls(value):
+        return f"{visible(value)[:60]} holds control characters; write it without"
     if isinstance(value, int) and abs(value) >= 1 << 63:
         return "the number is too large; write a smaller one"
     if isinstance(value, dict) or not isinstance(value, str | int | float | bool | None):

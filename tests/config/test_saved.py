@@ -57,6 +57,8 @@ HOSTILE = {
     "empty": "",
     "no YAML": "a: b: c: [\n",
     "control characters": "name: \x1b[2J\n",
+    "escape in a name": 'name: "\\e[2J"\n',
+    "escape in a list": 'data: {blend: ["1 \\x9b2J"]}\n',
     "escaped control characters": 'tp: "\\e[2J"\n',
     "no UTF-8": b"name: \xff\n",
 }
