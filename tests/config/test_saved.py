@@ -46,8 +46,9 @@ HOSTILE = {
     "no number": "optimizer: {lr: .nan}\n",
     "number of many digits": f"seed: {'9' * 5000}\n",
     "number in base 60": f"seed: {':'.join(['59'] * 60)}\n",
-    "out of range": "model: {num_heads: 0}\n",
-    "out of range in a list": "optimizer: {betas: [2.0, 0.9]}\n",
+    "out of range": "name: a\nmodel: {num_layers: 1, hidden_size: 8, num_heads: 0}\n",
+    "out of range in a list": "name: a\nmodel: {num_layers: 1, hidden_size: 8, num_heads: 2}\n"
+    "optimizer: {betas: [2.0, 0.9]}\n",
     "wrong type": "tp: two\n",
     "brackets": f"name: {'[' * 100_000}\n",
     "size": "#" * (1 << 19),
@@ -88,8 +89,14 @@ def write(run: Path, text: str | bytes) -> None:
 
 WHOLE = ("group of Hydra", "two documents", "size", "no mapping", "empty", "no YAML", "no UTF-8")
 """Cases that are a file as they stand; the others stand behind what a run writes first."""
-BUILT = ("infinite", "no number", "out of range", "out of range in a list", "wrong type")
-"""Cases that are data, and found where all values are checked."""
+BUILT = {
+    "infinite": "optimizer.lr=Infinity",
+    "no number": "optimizer.lr=NaN",
+    "out of range": "model.num_heads=0",
+    "out of range in a list": "optimizer.betas=[2.0,0.9]",
+    "wrong type": "tp=two",
+}
+"""Cases that are data, found where all values are checked, and what is said of them."""
 
 
 @pytest.mark.parametrize("form", ["resume={}", "--config-dir {} --config-name config"])
@@ -99,12 +106,12 @@ def test_a_saved_config_that_is_not_data_is_an_error(
 ) -> None:
     """One line for each problem, exit code 2; nothing is imported, read from the environment or written."""
     write(theirs, HOSTILE[case] if case in WHOLE else HEAD + HOSTILE[case])
-    shown = [] if case in BUILT or "control" in case else ["--cfg", "job", "--resolve"]
-    words = [*form.format("theirs/run").split(), "data=synthetic", "model=gpt2_tiny", "out=o", *shown]
-    code = main(["pretrain", *words])
+    shown = [] if case in BUILT else ["--cfg", "job", "--resolve"]
+    code = main(["pretrain", *form.format("theirs/run").split(), "out=o", *shown])
     told = capfd.readouterr()
     assert code == 2, told.err
     assert all(line.startswith("mlm pretrain: ") for line in told.err.splitlines())
+    assert BUILT.get(case, "theirs/run/config.yaml") in told.err
     assert "hunter2" not in told.err + told.out
     assert "\x1b" not in told.err + told.out
     assert not [name for name in sys.modules if name.startswith("theirs")], "a module was imported"
