@@ -9,18 +9,26 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from mlm.checkpoint.format import MANIFEST, CheckpointError, read_manifest, regular_size
+from mlm.checkpoint.format import MANIFEST, CheckpointError, Manifest, read_manifest, regular_size
+from mlm.checkpoint.lineage import (
+    MAX_POINTER_BYTES,
+    STEP_NAME,
+    Lineage,
+    Pointer,
+    Save,
+    decode_pointer,
+    encode_pointer,
+)
 from mlm.config.errors import CorruptFileError, UserError
 from mlm.files import fsync_directory
 
 log = logging.getLogger(__name__)
 
 LATEST = "latest"
-STEP_NAME = re.compile(r"step-(\d{8,18})")
 SAVING, REPLACED, TRASH, NEW_LATEST = ".saving-", ".replaced-", ".trash-", ".latest-"
 _STEP = r"step-\d{8,18}"
 LEFT = re.compile(rf"\.(saving-{_STEP}-[\w-]+|replaced-{_STEP}|trash-(saving-|replaced-)?{_STEP}(-[\w-]+)?)")
@@ -53,42 +61,140 @@ def checkpoints(root: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def named_latest(root: Path) -> str | None:
-    """The directory name that the file `latest` holds; None when it is missing or holds something else."""
+def read_pointer(root: Path) -> Pointer:
+    """Content of the file `latest`, empty when there is none."""
+    path = root / LATEST
     try:
-        if not (root / LATEST).is_file():  # a pipe would block
-            return None
-        with open(root / LATEST, "rb") as f:
-            name = f.read(100).decode(errors="replace").strip()
-    except OSError:
-        return None
-    return name if STEP_NAME.fullmatch(name) else None
+        if not path.is_file():  # a pipe would block
+            return Pointer(None)
+        with open(path, "rb") as f:
+            return decode_pointer(f.read(MAX_POINTER_BYTES + 1))
+    except OSError as error:
+        return Pointer(None, fault=f"it cannot be read: {error.strerror}")
+
+
+def named_latest(root: Path) -> str | None:
+    """The directory name that the file `latest` holds; None when it is missing or cannot be believed."""
+    return read_pointer(root).name
 
 
 def latest_checkpoint(root: Path) -> Path | None:
     """The checkpoint to continue from; None when there is no checkpoint at all.
 
-    That is the one `latest` names. If it is gone or not whole (manifest unreadable, a file missing or of
-    another size; digests are checked at loading), then the newest whole one, with a warning that says so.
-    Raises CorruptFileError when there are checkpoints but none is whole: starting afresh would be no remedy.
+    The first of `candidates` that is whole as far as names and sizes tell (digests are checked at loading). A
+    warning says so where it is not the one that `latest` names. Raises CorruptFileError when there are
+    checkpoints but none to continue from is whole: starting afresh would be no remedy.
     """
-    found = checkpoints(root)
-    named = named_latest(root)
-    # A stable sort: newest last, but the named one after it.
-    order = sorted(found.values(), key=lambda path: path.name.removeprefix(REPLACED) == named)
-    faults = []
-    while order:
-        path = order.pop()
+    pointer, faults = read_pointer(root), list[str]()
+    if pointer.fault:
+        faults.append(f"{root / LATEST}: {pointer.fault}")
+    tried = set[Path]()
+    for path in candidates(root):
+        tried.add(path)
         if fault := fault_of(path):
             faults.append(fault)
             continue
-        if faults or (named and path.name.removeprefix(REPLACED) != named):
-            gone = faults[0] if faults else f"{root / LATEST} names {named}, which is gone"
-            log.warning("%s; continuing from the newest whole checkpoint, %s", gone, path)
+        if not faults and pointer.name and plain_name(path) != pointer.name:
+            faults.append(f"{root / LATEST} names {pointer.name}, which is gone")
+        if faults:
+            log.warning("%s; continuing from the newest whole checkpoint, %s", faults[0], path)
         return path
-    if faults:
-        raise CorruptFileError(f"{root}: no checkpoint is whole. {faults[0]}")
-    return None
+    others = [path for path in checkpoints(root).values() if path not in tried]
+    if not (tried or others):
+        return None
+    gone = faults[0] if faults else f"{root / LATEST} names {pointer.name}, which is gone"
+    raise CorruptFileError(f"{root}: no checkpoint is whole. {gone}{hint_of_branches(root, others)}")
+
+
+def hint_of_branches(root: Path, others: list[Path]) -> str:
+    """The remedy where only checkpoints of another branch are left; empty where there are none."""
+    if not others:
+        return ""
+    name = plain_name(others[-1])
+    return f". {name} is of another branch: to continue from it, write its name into {root / LATEST}"
+
+
+def plain_name(path: Path) -> str:
+    """The step-… name of a checkpoint, wherever a save moved it."""
+    return path.name.removeprefix(REPLACED)
+
+
+def candidates(root: Path) -> Iterator[Path]:
+    """The checkpoints to continue from, the best first, whole or not: one, then its ancestors.
+
+    The first is the one that `latest` names; where that file is missing or damaged, the end of the branch
+    that was saved last. Checkpoints of older versions do not know their ancestors: those are all that are
+    older. Manifests are read as far as the caller iterates. Raises CheckpointError when `root` cannot be read.
+    """
+    found, pointer = checkpoints(root), read_pointer(root)
+    if pointer.name is None:
+        yield from _without_pointer(found)
+        return
+    step = int(pointer.name.removeprefix("step-"))
+    if (head := found.get(step)) is not None:
+        yield head
+    manifest = head and _manifest(head)
+    if pointer.save_id is not None and (manifest is None or manifest.save_id == pointer.save_id):
+        past: tuple[Save, ...] | None = pointer.ancestors
+    else:
+        lineage = Lineage.of(manifest.state) if manifest is not None else None
+        past = lineage.ancestors if lineage is not None else None
+    yield from _past(found, step, past)
+
+
+def _past(found: dict[int, Path], step: int, past: tuple[Save, ...] | None) -> Iterator[Path]:
+    """What is there of the ancestors of a step, the newest first; without knowledge, all older ones."""
+    if past is None:
+        yield from (path for other, path in reversed(found.items()) if other < step)
+        return
+    for save in reversed(past):
+        path = found.get(save.step)
+        if path is None or save.step == step:  # a step saved again has taken its place
+            continue
+        manifest = _manifest(path)
+        if manifest is None or manifest.save_id == save.save_id:
+            yield path
+
+
+def _without_pointer(found: dict[int, Path]) -> Iterator[Path]:
+    """Damaged ones that are newer than the end of the branch that was saved last, that end, its ancestors."""
+    known = {step: manifest for step, path in found.items() if (manifest := _manifest(path))}
+    past = {step: Lineage.of(manifest.state) for step, manifest in known.items()}
+    named = {save for lineage in past.values() if lineage for save in lineage.ancestors}
+    ends = [
+        (lineage.saved_at if (lineage := past[step]) else 0.0, step)
+        for step, manifest in known.items()
+        if Save(step, manifest.save_id) not in named
+    ]
+    if not ends:
+        yield from reversed(found.values())
+        return
+    head = max(ends)[1]
+    yield from (path for step, path in reversed(found.items()) if step > head and step not in known)
+    yield found[head]
+    lineage = past[head]
+    yield from _past(found, head, lineage.ancestors if lineage else None)
+
+
+def _manifest(path: Path) -> Manifest | None:
+    """The manifest of a checkpoint, None when it cannot be read."""
+    try:
+        return read_manifest(path)
+    except (UserError, OSError):
+        return None
+
+
+def is_of_another_branch(path: Path, head: Path) -> bool:
+    """True if a checkpoint is neither an ancestor nor a descendant of `head`, by what both say."""
+    mine, live = _manifest(path), _manifest(head)
+    if path == head or mine is None or live is None:
+        return False
+    past, live_past = Lineage.of(mine.state), Lineage.of(live.state)
+    if past is None and live_past is None:
+        return False
+    descends = past is not None and Save(live.step, live.save_id) in past.ancestors
+    leads_here = live_past is not None and Save(mine.step, mine.save_id) in live_past.ancestors
+    return not (descends or leads_here)
 
 
 def fault_of(directory: Path) -> str | None:
@@ -212,15 +318,16 @@ def staging_path(root: Path, step: int, save_id: str) -> Path:
     return root / f"{SAVING}{step_name(step)}-{save_id[:12]}"
 
 
-def publish(staging: Path, root: Path, step: int) -> None:
+def publish(staging: Path, root: Path, manifest: Manifest) -> None:
     """Give a fully written directory its name and point `latest` at it. Raises OSError.
 
     At every instant either the old checkpoint or the new one is found by `latest_checkpoint`.
     """
-    final, replaced = root / step_name(step), root / f"{REPLACED}{step_name(step)}"
+    name = step_name(manifest.step)
+    final, replaced = root / name, root / f"{REPLACED}{name}"
     pointer = root / f"{NEW_LATEST}{staging.name.removeprefix(SAVING)}"
     try:
-        _write_pointer(pointer, step)  # first: a full disk shows before anything is renamed
+        _write_pointer(pointer, manifest)  # first: a full disk shows before anything is renamed
         fsync_directory(staging)
         if os.path.lexists(final):
             if (foreign := foreign_in(final)) is not None:
@@ -241,16 +348,17 @@ def publish(staging: Path, root: Path, step: int) -> None:
 
 
 def point_latest(root: Path, step: int) -> None:
-    """Point `latest` at a step that is published. Raises OSError."""
+    """Point `latest` at a step that is published. Raises OSError, and what `read_manifest` raises."""
     pointer = root / f"{NEW_LATEST}{step_name(step)}"
-    _write_pointer(pointer, step)
+    _write_pointer(pointer, read_manifest(root / step_name(step)))
     os.replace(pointer, root / LATEST)
     fsync_directory(root)
 
 
-def _write_pointer(pointer: Path, step: int) -> None:
+def _write_pointer(pointer: Path, manifest: Manifest) -> None:
+    content = encode_pointer(step_name(manifest.step), manifest.save_id, Lineage.of(manifest.state))
     with open(pointer, "xb") as f:
-        f.write(f"{step_name(step)}\n".encode())
+        f.write(content)
         f.flush()
         os.fsync(f.fileno())
 
@@ -280,17 +388,22 @@ def outdated(
     """The checkpoints up to step `upto` (None: all) that retention gives up, oldest first.
 
     Kept: the `keep_last` newest whole ones, at least one, and whatever is newer; multiples of `keep_every`
-    (0: none); the one `latest` names. A damaged one, of which `fault(directory)` says why, never counts as
+    (0: none); the one `latest` names; and those of another branch than that one, which count for nothing: a
+    user rolled back, and deleting what was abandoned is theirs. A damaged one, of which `fault(directory)` says why, never counts as
     kept: it goes when `keep_last` whole ones are newer, so where none is whole nothing goes. `fault` is asked
     from the newest on, as long as it matters. Raises CheckpointError when `root` cannot be read.
     """
-    named, whole, old = named_latest(root), 0, []
-    for step, path in reversed(checkpoints(root).items()):
+    named, found, whole, old = named_latest(root), checkpoints(root), 0, []
+    head = next((path for path in found.values() if plain_name(path) == named), None)
+    for step, path in reversed(found.items()):
         if upto is not None and step > upto:
             continue
         if whole < max(keep_last, 1):
-            whole += fault(path) is None
-        elif not (keep_every and step % keep_every == 0) and path.name.removeprefix(REPLACED) != named:
+            if head is None or not is_of_another_branch(path, head):
+                whole += fault(path) is None
+        elif (keep_every and step % keep_every == 0) or path == head:
+            continue
+        elif head is None or not is_of_another_branch(path, head):
             old += [path] if _is_ours(path) else []
     return old[::-1]
 

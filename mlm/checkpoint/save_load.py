@@ -193,7 +193,7 @@ def publish_manifest(staging: Path, root: Path, manifest: Manifest) -> None:
     encoded = encode_manifest(manifest)
     decode_manifest(encoded, path)  # what is published can be read
     write_atomic(path, encoded)
-    publish(staging, root, manifest.step)
+    publish(staging, root, manifest)
 
 
 def _explain_save(root: Path, rank: int, previous: str | None, error: Exception) -> UserError:

@@ -235,4 +235,4 @@ def _publish(staging: Path, root: Path, manifest: Manifest) -> None:
     write_atomic(path, encoded)
     for note in staging.glob(f"*{DONE}"):
         note.unlink()
-    publish(staging, root, manifest.step)
+    publish(staging, root, manifest)

@@ -7,8 +7,9 @@ from typing import TypeAlias
 
 import torch
 
-from mlm.checkpoint.folders import REPLACED, STEP_NAME
+from mlm.checkpoint.folders import REPLACED
 from mlm.checkpoint.format import MANIFEST, RESTORE, Manifest, read_manifest
+from mlm.checkpoint.lineage import STEP_NAME
 from mlm.checkpoint.shard_file import read_header
 from mlm.config.errors import UserError
 from mlm.files import digest_file
