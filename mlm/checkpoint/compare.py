@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
+from mlm.checkpoint.checked_file import CheckedFile
 from mlm.checkpoint.format import (
     DTYPE_NAMES,
     RESTORE,
@@ -94,8 +94,9 @@ def compare_checkpoints(
     """Compare the tensors of two step-… directories element by element; `names(name)` picks them.
 
     Reads both by blocks of rows: a dozen times BLOCK bytes, or one row, are held at most.
-    `progress` hears of bytes compared, `compared_bytes` in all. Digests are not checked: `mlm ckpt verify`
-    does that. Raises CorruptFileError when a file is missing, short, or holds other tensors than listed;
+    `progress` hears of bytes compared, `compared_bytes` in all. Blocks that are read are compared with their
+    digests, the others are not: `mlm ckpt verify` does that. Raises CorruptFileError when a file is missing,
+    short, damaged, or holds other tensors than listed;
     UserError when there is no such checkpoint; CheckpointError when one cannot be read.
     """
     try:
@@ -135,6 +136,7 @@ def _form(entry: TensorEntry) -> str:
 class Reader:
     """Reads any rectangle of any tensor of a checkpoint, with a bounded number of open files.
 
+    Blocks are compared with their digests as they are read; files of older versions have none.
     A context manager: leaving it closes the files.
     """
 
@@ -142,7 +144,8 @@ class Reader:
         self.directory = directory
         self.manifest = manifest
         self._headers: dict[str, dict[str, Stored]] = {}
-        self._open: dict[str, BinaryIO] = {}
+        self._open: dict[str, CheckedFile] = {}
+        self._recent: CheckedFile | None = None
 
     def __enter__(self) -> "Reader":
         return self
@@ -173,12 +176,16 @@ class Reader:
             raise CorruptFileError(f"{path}: does not hold {name} as listed. {RESTORE}")
         return stored
 
-    def _file(self, name: str) -> BinaryIO:
+    def _file(self, name: str) -> CheckedFile:
         if name not in self._open:
             if len(self._open) >= OPEN_FILES:
                 self._open.pop(next(iter(self._open))).close()
-            self._open[name] = open(self.directory / name, "rb")  # noqa: SIM115 (closed on leaving)
-        return self._open[name]
+            self._open[name] = CheckedFile(self.directory / name, self.manifest.files[name])
+        file = self._open[name]
+        if self._recent is not None and self._recent is not file:
+            self._recent.release()  # one block in memory, however many files are open
+        self._recent = file
+        return file
 
 
 def _compare(first: Reader, second: Reader, name: str, progress: Callable[[int], None]) -> TensorDifference:

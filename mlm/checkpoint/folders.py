@@ -124,7 +124,8 @@ def candidates(root: Path) -> Iterator[Path]:
 
     The first is the one that `latest` names; where that file is missing or damaged, the end of the branch
     that was saved last. Checkpoints of older versions do not know their ancestors: those are all that are
-    older. Manifests are read as far as the caller iterates. Raises CheckpointError when `root` cannot be read.
+    older. Manifests are read as far as the caller iterates. Raises CheckpointError when `root` cannot be
+    read.
     """
     found, pointer = checkpoints(root), read_pointer(root)
     if pointer.name is None:
@@ -133,7 +134,7 @@ def candidates(root: Path) -> Iterator[Path]:
     step = int(pointer.name.removeprefix("step-"))
     if (head := found.get(step)) is not None:
         yield head
-    manifest = head and _manifest(head)
+    manifest = None if head is None else _manifest(head)
     if pointer.save_id is not None and (manifest is None or manifest.save_id == pointer.save_id):
         past: tuple[Save, ...] | None = pointer.ancestors
     else:
@@ -389,8 +390,8 @@ def outdated(
 
     Kept: the `keep_last` newest whole ones, at least one, and whatever is newer; multiples of `keep_every`
     (0: none); the one `latest` names; and those of another branch than that one, which count for nothing: a
-    user rolled back, and deleting what was abandoned is theirs. A damaged one, of which `fault(directory)` says why, never counts as
-    kept: it goes when `keep_last` whole ones are newer, so where none is whole nothing goes. `fault` is asked
+    user rolled back, and deleting what was abandoned is theirs. A damaged one, of which `fault(directory)`
+    says why, never counts as kept: it goes when `keep_last` whole ones are newer, so where none is whole nothing goes. `fault` is asked
     from the newest on, as long as it matters. Raises CheckpointError when `root` cannot be read.
     """
     named, found, whole, old = named_latest(root), checkpoints(root), 0, []

@@ -27,6 +27,8 @@ FORMAT = "mlm-checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 26  # 64 MiB: about half a million chunks
+DIGEST_BLOCK = 1 << 24
+"""Bytes of a shard file that one of its block digests covers: 16 MiB."""
 MAX_DIMS = 32
 MAX_NAME = 500  # characters of a tensor's name
 MAX_STEP = 10**18 - 1  # what a directory's name holds
@@ -81,10 +83,12 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """Size and content digest of a shard file."""
+    """Size and content digests of a shard file."""
 
     bytes: int
     digest: str
+    blocks: tuple[str, ...] = ()
+    """Digests of its consecutive blocks of DIGEST_BLOCK bytes; empty from older versions."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "version": VERSION,
         "step": manifest.step,
         "save_id": manifest.save_id,
-        "files": {name: {"bytes": f.bytes, "digest": f.digest} for name, f in manifest.files.items()},
+        "files": {name: _encode_file(entry) for name, entry in manifest.files.items()},
         "tensors": tensors,
         # Through JSON once: keys that are numbers would be sorted otherwise when the digest is checked.
         "state": json.loads(json.dumps(manifest.state, allow_nan=False)),
@@ -128,6 +132,11 @@ def encode_manifest(manifest: Manifest) -> bytes:
     if len(encoded) > MAX_MANIFEST_BYTES:
         raise ValueError(f"the manifest needs {len(encoded)} bytes, {MAX_MANIFEST_BYTES} is the limit")
     return encoded
+
+
+def _encode_file(entry: FileEntry) -> dict[str, JSON]:
+    blocks = {"blocks": list(entry.blocks)} if entry.blocks else {}
+    return {"bytes": entry.bytes, "digest": entry.digest, **blocks}
 
 
 def canonical(value: JSON) -> bytes:
@@ -194,7 +203,9 @@ def _build(body: dict[str, JSON], digest: str) -> Manifest:
     for name, entry in body["files"].items():
         if not FILE_NAME.fullmatch(name):
             raise ValueError(f"file name {name!r} is not allowed")
-        files[name] = FileEntry(_whole_number(entry["bytes"]), _digest(entry["digest"]))
+        size = _whole_number(entry["bytes"])
+        blocks = _build_blocks(name, entry.get("blocks"), size)
+        files[name] = FileEntry(size, _digest(entry["digest"]), blocks)
     tensors = {name: _build_tensor(name, body["tensors"][name], files) for name in sorted(body["tensors"])}
     _check_sizes(tensors, files)
     state, step, save_id = body["state"], _whole_number(body["step"]), body["save_id"]
@@ -214,6 +225,14 @@ def _check_sizes(tensors: Mapping[str, TensorEntry], files: Mapping[str, FileEnt
     for name, count in needed.items():
         if count > files[name].bytes:
             raise ValueError(f"{name} of {files[name].bytes} bytes cannot hold {count} bytes of tensors")
+
+
+def _build_blocks(name: str, said: JSON, size: int) -> tuple[str, ...]:
+    if said is None:
+        return ()
+    if not isinstance(said, list) or len(said) != -(-size // DIGEST_BLOCK):
+        raise ValueError(f"{name} does not have a digest for each of its blocks")
+    return tuple(_digest(digest) for digest in said)
 
 
 def _build_tensor(name: str, entry: JSON, files: Mapping[str, FileEntry]) -> TensorEntry:

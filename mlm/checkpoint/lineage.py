@@ -1,7 +1,7 @@
 """Descent of checkpoints, and the file `latest`, which names the one to continue from.
 
-A save names the saves it descends from, so that a damaged checkpoint gives way to one of its own past and never
-to one of a branch that was abandoned by a roll-back. README.md specifies both forms.
+A save names the saves it descends from, so that a damaged checkpoint gives way to one of its own past and
+never to one of a branch that was abandoned by a roll-back. README.md specifies both forms.
 """
 
 import re
@@ -49,7 +49,7 @@ class Lineage:
         if not isinstance(ancestors, list) or len(ancestors) > MAX_ANCESTORS:
             return None
         found = [_save(entry) for entry in ancestors]
-        if None in found or type(saved_at) not in (int, float):
+        if None in found or isinstance(saved_at, bool) or not isinstance(saved_at, int | float):
             return None
         return cls(tuple(save for save in found if save), float(saved_at))
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mlm.checkpoint.checked_file import CheckedFile, Signature
 from mlm.checkpoint.exchange import Ranks
 from mlm.checkpoint.fit import Reading, check_fit, plan_reading
 from mlm.checkpoint.folders import (
@@ -44,7 +45,7 @@ from mlm.checkpoint.format import (
     read_manifest,
 )
 from mlm.checkpoint.rectangle import Rectangle, Shard, Split, tiling_fault
-from mlm.checkpoint.shard_file import Stored, copy_region, read_header, write_shard_file
+from mlm.checkpoint.shard_file import copy_region, header_of, write_shard_file
 from mlm.checkpoint.staging import StagedFile
 from mlm.config.errors import CorruptFileError, UserError
 from mlm.files import digest_file, write_atomic
@@ -109,7 +110,7 @@ def save_checkpoint(
             lambda: _prepare(root, step, save_id, declared) if ranks.is_main else {}, explain
         )
         written = ranks.together(lambda: write_shards(staging, rank, shards, save_id, staged), explain)
-        files = {file_name(r): FileEntry(*entry) for r, entry in enumerate(ranks.gather(written)) if entry}
+        files = {file_name(r): file_entry(entry) for r, entry in enumerate(ranks.gather(written)) if entry}
         manifest = Manifest(step, save_id, tensors, files, state)
         ranks.together(lambda: publish_manifest(staging, root, manifest) if ranks.is_main else None, explain)
     except BaseException:
@@ -119,6 +120,12 @@ def save_checkpoint(
     if ranks.is_main:
         prune(root, step, keep_last=keep_last, keep_every=keep_every)
     return root / step_name(step)
+
+
+def file_entry(said: JSON) -> FileEntry:
+    """The inverse of what `write_shards` returns."""
+    size, digest, blocks = said
+    return FileEntry(size, digest, tuple(blocks))
 
 
 def file_name(rank: int) -> str:
@@ -179,12 +186,13 @@ def stored_tensors(shards: Mapping[str, Shard]) -> dict[str, Tensor]:
 def write_shards(
     staging: Path, rank: int, shards: Mapping[str, Shard], save_id: str, staged: StagedFile | None = None
 ) -> list[JSON] | None:
-    """Write this rank's file; its [bytes, digest], or None when it holds no element and has no file."""
+    """Write this rank's file; its [bytes, digest, block digests], or None when it holds no element and has no
+    file."""
     tensors, path = stored_tensors(shards), staging / file_name(rank)
     if not tensors:
         return None
     entry = write_shard_file(path, tensors, save_id) if staged is None else staged.write(path)
-    return [entry.bytes, entry.digest]
+    return [entry.bytes, entry.digest, entry.blocks]
 
 
 def publish_manifest(staging: Path, root: Path, manifest: Manifest) -> None:
@@ -221,16 +229,17 @@ def load_checkpoint(
 ) -> Manifest:
     """Fill the tensors of `wanted` in place from a checkpoint directory written at any layout.
 
-    Collective over `group` (gloo; None when `world_size` is 1). Before a tensor is touched, every file is
-    verified (size, save id, digest; each by one rank), and names, shapes, dtypes and coverage are checked.
+    Collective over `group` (gloo; None when `world_size` is 1). Before a tensor is touched, size, save id and
+    header of every file, names, shapes, dtypes and coverage are checked. Every byte is compared with its
+    digest: those that are used, on the way into the tensors; the others of each file by one rank.
     A name in the checkpoint that no rank wants is refused unless `allow_extra(name)`; a wanted one that it
     lacks is refused unless `allow_missing(name)`, and is then left as it is. `cast` converts between
     floating dtypes. `config` is this run's, used to name the settings that differ from `state["config"]`.
     `watch` is told what is waited for; LostPeer is raised if a rank does not take part.
 
     Raises on every rank alike: UserError when the checkpoint is of another model or precision,
-    CorruptFileError when a file is damaged, CheckpointError when one cannot be read. Only a disk that fails
-    between verifying and reading, or a cast that overflows, leaves some tensors filled.
+    CorruptFileError when a file is damaged, CheckpointError when one cannot be read. A damaged block, a disk
+    that fails while it is read, or a cast that overflows leaves some tensors filled.
     """
     path, ranks = Path(path), Ranks(rank, world_size, group, watch or Watch(rank))
     explain = partial(_explain_load, path, rank)
@@ -246,39 +255,60 @@ def load_checkpoint(
         return plan_reading(manifest, wanted)
 
     readings = ranks.together(plan, explain)
-    headers = ranks.together(lambda: _verify(path, manifest, readings, ranks), explain)
-    ranks.together(lambda: _fill(path, headers, readings), explain)
+    known = ranks.together(lambda: _verify(path, manifest, readings, ranks), explain)
+    ranks.together(lambda: _fill(path, manifest, readings, known, ranks), explain)
     return manifest
 
 
 def _verify(
     path: Path, manifest: Manifest, readings: Mapping[str, list[Reading]], ranks: Ranks
-) -> dict[str, dict[str, Stored]]:
-    """Check this rank's share of the files in full, and the headers of those it will read."""
-    names = sorted(manifest.files)
-    headers = {}
-    for name in {*names[ranks.rank :: ranks.world_size], *readings}:
-        headers[name] = read_header(path / name, manifest.files[name], manifest.save_id)
-    for name in names[ranks.rank :: ranks.world_size]:
-        if (digest := digest_file(path / name)) != manifest.files[name].digest:
-            said = manifest.files[name].digest
-            raise CorruptFileError(f"{path / name}: damaged, digest {digest}, not {said}. {RESTORE}")
-    for file, parts in readings.items():
-        for part in parts:
-            found = headers[file].get(part.name)
+) -> dict[str, Signature]:
+    """Check size, save id and header of this rank's share of the files and of those it will read.
+
+    Files without block digests, of older versions, are digested whole: each by one rank, before any reads
+    them. Returns what each file is now, for `_fill` to find the same.
+    """
+    share = _share(manifest, ranks)
+    seen = {}
+    for name in sorted({*share, *readings}):
+        with CheckedFile(path / name, manifest.files[name], raw=True) as f:
+            seen[name] = f.found
+            headers = header_of(f, manifest.save_id)
+        for part in readings.get(name, ()):
+            found = headers.get(part.name)
             if found is None or (found.dtype, found.shape) != (part.dtype, part.chunk.size):
-                raise CorruptFileError(f"{path / file}: does not hold {part.name} as listed. {RESTORE}")
-    return headers
+                raise CorruptFileError(f"{path / name}: does not hold {part.name} as listed. {RESTORE}")
+    for name in share:
+        entry = manifest.files[name]
+        if not entry.blocks and (digest := digest_file(path / name)) != entry.digest:
+            raise CorruptFileError(f"{path / name}: damaged, digest {digest}, not {entry.digest}. {RESTORE}")
+    return seen
+
+
+def _share(manifest: Manifest, ranks: Ranks) -> list[str]:
+    """The files that this rank answers for."""
+    return sorted(manifest.files)[ranks.rank :: ranks.world_size]
 
 
 def _fill(
-    path: Path, headers: Mapping[str, Mapping[str, Stored]], readings: Mapping[str, list[Reading]]
+    path: Path,
+    manifest: Manifest,
+    readings: Mapping[str, list[Reading]],
+    known: Mapping[str, Signature],
+    ranks: Ranks,
 ) -> None:
+    """Copy what is wanted from blocks compared as they are read, then compare the rest of the share."""
+    share = set(_share(manifest, ranks))
     with torch.no_grad():
-        for file, parts in readings.items():
-            with open(path / file, "rb") as f:
-                for part in sorted(parts, key=lambda part: headers[file][part.name].begin):
-                    copy_region(f, headers[file][part.name], part.region, part.chunk, part.target)
+        for file in sorted({*share, *readings}):
+            with CheckedFile(path / file, manifest.files[file], known[file]) as f:
+                headers = header_of(f, manifest.save_id)
+                parts = readings.get(file, [])
+                for part in sorted(parts, key=lambda part: headers[part.name].begin):
+                    copy_region(f, headers[part.name], part.region, part.chunk, part.target)
+                if file in share:
+                    f.check_all()
+                f.check_unchanged()
 
 
 def _explain_load(path: Path, rank: int, error: Exception) -> UserError:

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 import torch
-import xxhash
 from torch import Tensor
 
 from mlm.bounded import parse_json
+from mlm.checkpoint.checked_file import CheckedFile, Digester
 from mlm.checkpoint.format import (
     DTYPE_NAMES,
     DTYPES,
@@ -27,11 +27,10 @@ from mlm.checkpoint.format import (
     MAX_NAME,
     RESTORE,
     FileEntry,
-    regular_size,
 )
 from mlm.checkpoint.rectangle import Rectangle
 from mlm.config.errors import CorruptFileError, UserError
-from mlm.files import CHUNK, digest_name
+from mlm.files import CHUNK
 
 MAX_HEADER_BYTES = 1 << 26  # 64 MiB; parsed JSON takes many times its size (safetensors allows 100 MB)
 BLOCK = 1 << 24  # bytes of rows read at a time: 16 MiB
@@ -85,26 +84,23 @@ def write_stream(
     assert sys.byteorder == "little", "safetensors holds little-endian numbers"
     ordered = in_order(forms)
     header = header_bytes([(name, form.dtype, form.shape) for name, form in ordered], metadata)
-    hasher = xxhash.xxh3_128()
+    digester = Digester()
     try:
         with open(path, "xb") as f:
-            _append(f, hasher, memoryview(header), lambda count: None)
+            _append(f, digester, memoryview(header), lambda count: None)
             for name, form in ordered:
-                _append(f, hasher, _bytes_of(read(name), form), progress)
+                _append(f, digester, _bytes_of(read(name), form), progress)
             f.flush()
             os.fsync(f.fileno())
-            written = f.tell()
     except OSError as e:
         raise OSError(e.errno, e.strerror, str(path)) from e
-    return FileEntry(written, digest_name(hasher))
+    return digester.entry()
 
 
-def _append(
-    f: BinaryIO, hasher: xxhash.xxh3_128, content: memoryview, progress: Callable[[int], None]
-) -> None:
+def _append(f: BinaryIO, digester: Digester, content: memoryview, progress: Callable[[int], None]) -> None:
     for start in range(0, len(content), CHUNK):  # hashed and written while it is in the cache
         block = content[start : start + CHUNK]
-        hasher.update(block)
+        digester.update(block)
         f.write(block)
         progress(len(block))
 
@@ -142,12 +138,15 @@ def read_header(path: Path, entry: FileEntry, save_id: str) -> dict[str, Stored]
     Raises CorruptFileError when the file is missing, of another size than `entry` says, not safetensors,
     or of another save.
     """
-    size = regular_size(path)
-    if size != entry.bytes:
-        raise CorruptFileError(f"{path}: {size} bytes, the manifest says {entry.bytes}. {RESTORE}")
-    metadata, stored = read_safetensors_header(path)
+    with CheckedFile(path, entry, raw=True) as f:  # names damage better than a digest would
+        return header_of(f, save_id)
+
+
+def header_of(f: CheckedFile, save_id: str) -> dict[str, Stored]:
+    """The tensors of an open shard file; raises as `read_header` does."""
+    metadata, stored = _parse_header(f, Path(f.name), f.size, RESTORE)
     if metadata.get("save_id") != save_id:
-        raise CorruptFileError(f"{path}: a shard of another save stands in its place. {RESTORE}")
+        raise CorruptFileError(f"{f.name}: a shard of another save stands in its place. {RESTORE}")
     return stored
 
 
@@ -158,12 +157,18 @@ def read_safetensors_header(
 
     Raises CorruptFileError, ending in `remedy`, when it is none or holds a dtype we do not know.
     """
-    size = path.stat().st_size
     with open(path, "rb") as f:
-        length = int.from_bytes(f.read(8), "little")
-        if not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
-            raise CorruptFileError(f"{path}: not a safetensors file, header of {length} bytes. {remedy}")
-        text = f.read(length)
+        return _parse_header(f, path, path.stat().st_size, remedy)
+
+
+def _parse_header(
+    f: BinaryIO | CheckedFile, path: Path, size: int, remedy: str
+) -> tuple[Mapping[str, JSON], dict[str, Stored]]:
+    f.seek(0)
+    length = int.from_bytes(f.read(8), "little")
+    if not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
+        raise CorruptFileError(f"{path}: not a safetensors file, header of {length} bytes. {remedy}")
+    text = f.read(length)
     try:
         header = parse_json(text)
         metadata = header.pop("__metadata__", {})
@@ -193,7 +198,9 @@ def _stored_tensors(header: dict[str, JSON], *, start: int, size: int) -> dict[s
     return stored
 
 
-def copy_region(f: BinaryIO, stored: Stored, region: Rectangle, chunk: Rectangle, target: Tensor) -> None:
+def copy_region(
+    f: BinaryIO | CheckedFile, stored: Stored, region: Rectangle, chunk: Rectangle, target: Tensor
+) -> None:
     """Copy the part `region` of a stored `chunk` (both in global coordinates) into `target`, in place.
 
     `target` has the shape of `region`, any device and strides, and the stored dtype or another floating
@@ -211,7 +218,7 @@ def copy_region(f: BinaryIO, stored: Stored, region: Rectangle, chunk: Rectangle
     for first in range(rows.start, rows.stop, step):
         count = min(step, rows.stop - first)
         f.seek(stored.begin + first * row_bytes)
-        if f.readinto(memoryview(buffer)[: count * row_bytes]) != count * row_bytes:  # type: ignore[attr-defined]
+        if f.readinto(memoryview(buffer)[: count * row_bytes]) != count * row_bytes:  # type: ignore[union-attr]
             raise CorruptFileError(f"{f.name}: ends early. {RESTORE}")
         block = torch.frombuffer(buffer, dtype=stored.dtype, count=count * row_items).view(count, *tail)
         piece = block[(slice(None), *columns[1:])]

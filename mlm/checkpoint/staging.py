@@ -13,12 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
+from mlm.checkpoint.checked_file import Digester
 from mlm.checkpoint.format import FileEntry
 from mlm.checkpoint.shard_file import header_bytes, in_order
-from mlm.files import digest_name
 
 ALIGNMENT = 4096  # of address, offset and length under O_DIRECT
 BLOCK = 1 << 24  # bytes per write: 16 MiB
@@ -85,13 +84,13 @@ class StagedFile:
 
     def _write(self, path: Path, flags: int) -> FileEntry:
         assert self._memory is not None
-        size, hasher = self._size, xxhash.xxh3_128()
+        size, digester = self._size, Digester()
         padded = -(-size // ALIGNMENT) * ALIGNMENT
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | flags, 0o644)
         try:
             with memoryview(self._memory) as content:
                 for start in range(0, size, BLOCK):
-                    hasher.update(content[start : min(start + BLOCK, size)])
+                    digester.update(content[start : min(start + BLOCK, size)])
                     done, end = start, min(start + BLOCK, padded)
                     while done < end:
                         done += os.write(descriptor, content[done:end])
@@ -99,4 +98,4 @@ class StagedFile:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        return FileEntry(size, digest_name(hasher))
+        return digester.entry()

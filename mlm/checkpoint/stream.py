@@ -45,7 +45,7 @@ from mlm.config.errors import CorruptFileError, UserError
 from mlm.files import digest_bytes, digest_file, write_atomic
 
 DONE = ".done"
-MAX_NOTE = 1 << 12  # bytes of a note
+MAX_NOTE = 1 << 24  # bytes of a note: digests of the blocks of 6 TB
 
 Read = Callable[[str, Rectangle], Tensor]
 Pieces = dict[str, dict[str, Rectangle]]
@@ -187,10 +187,8 @@ def _complete_files(staging: Path, names: set[str]) -> dict[str, FileEntry]:
     except UserError:
         for path in staging.glob(f"*{DONE}"):
             try:
-                known[path.name.removesuffix(DONE)] = FileEntry(
-                    **parse_json(read_bounded(path, MAX_NOTE, ""))
-                )
-            except (ValueError, TypeError):
+                known[path.name.removesuffix(DONE)] = _noted(parse_json(read_bounded(path, MAX_NOTE, "")))
+            except (ValueError, TypeError, KeyError):  # KeyError: of an older version
                 continue
     kept = {name: entry for name, entry in known.items() if name in names}
     stay = {*kept, *(f"{name}{DONE}" for name in kept)}
@@ -198,6 +196,11 @@ def _complete_files(staging: Path, names: set[str]) -> dict[str, FileEntry]:
         if path.name not in stay:
             path.unlink()
     return kept
+
+
+def _noted(said: JSON) -> FileEntry:
+    """A note's file entry. Raises TypeError, KeyError."""
+    return FileEntry(said["bytes"], said["digest"], tuple(said["blocks"]))
 
 
 def _reusable(

@@ -1,5 +1,6 @@
 """`mlm ckpt diff`: how two checkpoints differ in settings, counters and tensors, whatever their layouts."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from rich.console import Console
 
 from mlm.checkpoint.compare import Comparison, compare_checkpoints, compared_bytes
 from mlm.checkpoint.format import JSON, Manifest, read_manifest
+from mlm.checkpoint.lineage import LINEAGE
 from mlm.checkpoint.save_load import resolve
 from mlm.config.checkpoint_schema import CkptDiffConfig
 from mlm.config.errors import CheckFailedError
@@ -33,13 +35,18 @@ def run(config: CkptDiffConfig) -> None:
         raise CheckFailedError(f"{second} is not {first}: {sentence(found)}")
 
 
+def without_lineage(state: Mapping[str, JSON]) -> dict[str, JSON]:
+    """A state without the saves it descends from, which two runs never share."""
+    return {key: value for key, value in state.items() if key != LINEAGE}
+
+
 Told = dict[str, list[tuple[str, JSON, JSON]]]
 """settings, counters, versions → key, value in the first, value in the second; of those that differ."""
 
 
 def told_differences(first: Manifest, second: Manifest) -> Told:
     """What the two say differently beside their tensors. A key that one lacks is None there."""
-    here, there = ({"step": m.step} | flatten(dict(m.state)) for m in (first, second))
+    here, there = ({"step": m.step} | flatten(without_lineage(m.state)) for m in (first, second))
     told: Told = {"settings": [], "counters": [], "versions": []}
     for key in here | there:
         if here.get(key) != there.get(key):

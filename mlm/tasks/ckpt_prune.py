@@ -1,6 +1,7 @@
 """`mlm ckpt prune`: delete old checkpoints of a run, and what killed saves left.
 
-Kept: the newest keep_last whole checkpoints, multiples of keep_every, the one `latest` names. Whole is meant
+Kept: the newest keep_last whole checkpoints, multiples of keep_every, the one `latest` names, and those of
+another branch than that one: what a roll-back abandoned is its owner's to delete by hand. Whole is meant
 as names and sizes tell, which is quick; with verify=true every byte is read. A damaged checkpoint never
 counts as kept. It is deleted when keep_last whole ones are newer, as a whole one would be; a newer one stays
 until its owner has looked at it: it may be the only trace of those steps.
@@ -18,10 +19,12 @@ from mlm.checkpoint.folders import (
     clear_up,
     discard,
     fault_of,
+    is_of_another_branch,
     leftovers,
     locate,
     named_latest,
     outdated,
+    plain_name,
 )
 from mlm.checkpoint.format import RESTORE, CheckpointError
 from mlm.checkpoint.lock import sole_writer
@@ -73,10 +76,13 @@ def look(root: Path, config: CkptPruneConfig) -> list[Item]:
             return faults[path]
 
         old = set(outdated(root, keep_last=config.keep_last, keep_every=config.keep_every, fault=fault))
+    head = next((path for path in found if plain_name(path) == named_latest(root)), None)
     items = []
     for path in found:
         why = faults[path] if path in faults else fault_of(path)
         what = "whole" if why is None else f"damaged: {said_shortly(path, why)}"
+        if head is not None and is_of_another_branch(path, head):
+            what += ", of another branch than latest: kept and not counted"
         items.append(Item(path, bytes_of(path), what, path in old))
     return items + [Item(path, bytes_of(path), "left by a killed save", True) for path in leftovers(root)]
 

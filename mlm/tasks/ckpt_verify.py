@@ -4,7 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mlm.checkpoint.folders import REPLACED, checkpoints, locate, named_latest
+from mlm.checkpoint.folders import LATEST, candidates, checkpoints, locate, read_pointer
 from mlm.checkpoint.verify import Verified, shard_bytes, verify_checkpoint
 from mlm.config.checkpoint_schema import CkptVerifyConfig
 from mlm.config.errors import CorruptFileError
@@ -24,19 +24,20 @@ def run(config: CkptVerifyConfig) -> None:
     show(config.ckpt, found, start, in_run=not alone)
     damaged = [each for each in found if not each.whole]
     if damaged:
-        fault = damaged[0].faults[0]
+        first = damaged[0].faults[0]
         raise CorruptFileError(
             f"{len(damaged)} of {len(found)} checkpoints {'is' if len(damaged) == 1 else 'are'} damaged: "
-            f"{damaged[0].path / plain(fault.file)}: {plain(fault.why)}. Restore it from a copy, or delete it"
+            f"{damaged[0].path / plain(first.file)}: {plain(first.why)}. Restore it from a copy, or delete it"
         )
+    fault = None if alone else read_pointer(place).fault
+    if fault:
+        raise CorruptFileError(f"{place / LATEST}: {fault}. Write the name of a step-… there, or delete it")
 
 
 def continued_from(root: Path, found: list[Verified]) -> Path | None:
-    """The checkpoint a run there would go on from: the one `latest` names, else the newest; if it loads."""
-    named = named_latest(root)
-    sound = [each.path for each in found if each.loads]
-    newest = sound[-1] if sound else None
-    return next((path for path in sound if path.name.removeprefix(REPLACED) == named), newest)
+    """The checkpoint a run there would continue from: the one `latest` names, else its nearest ancestor."""
+    sound = {each.path for each in found if each.loads}
+    return next((path for path in candidates(root) if path in sound), None)
 
 
 def result_of(ckpt: str, found: list[Verified], start: Path | None) -> dict[str, Any]:

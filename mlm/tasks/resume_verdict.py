@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mlm.checkpoint.compare import Comparison, TensorDifference
+from mlm.checkpoint.lineage import LINEAGE
 from mlm.config.verify_resume_schema import KillPlan
 from mlm.optim.adamw import MOMENTS
 from mlm.train.history import read_records
@@ -24,7 +25,7 @@ FIELDS = {
     "tokens": "count of consumed tokens",
 }
 """What is compared of each step, and its name in words."""
-NO_COUNTERS = ("config", "versions")
+NO_COUNTERS = ("config", "versions", LINEAGE)
 """What a checkpoint's state holds besides counters."""
 FIRST, SECOND = MOMENTS
 

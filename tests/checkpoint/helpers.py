@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mlm.checkpoint import save_load
 from mlm.checkpoint.folders import open_staging, step_name
-from mlm.checkpoint.format import MANIFEST, FileEntry, Manifest, canonical
+from mlm.checkpoint.format import MANIFEST, Manifest, canonical
 from mlm.checkpoint.save_load import Shard, load_checkpoint, save_checkpoint
 from mlm.files import digest_bytes
 
@@ -46,7 +46,7 @@ def save_pieces(root: Path, step: int, ranks: Sequence[Mapping[str, Shard]]) -> 
     files = {}
     for rank, shards in enumerate(ranks):
         if entry := save_load.write_shards(staging, rank, shards, save_id):
-            files[save_load.file_name(rank)] = FileEntry(*entry)
+            files[save_load.file_name(rank)] = save_load.file_entry(entry)
     save_load.publish_manifest(staging, root, Manifest(step, save_id, tensors, files, {"step": step}))
     return root / step_name(step)
 
@@ -72,3 +72,9 @@ def edit_manifest(path: Path, edit: Callable[[dict[str, Any]], Any], *, sign: bo
         body.pop("digest", None)
         body["digest"] = digest_bytes(canonical(body))
     (path / MANIFEST).write_bytes(canonical(body))
+
+
+def without_blocks(body: dict[str, Any]) -> None:
+    """An edit that makes the manifest one of an older version: a digest per file, none per block."""
+    for entry in body["files"].values():
+        entry.pop("blocks")
