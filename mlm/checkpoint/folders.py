@@ -391,8 +391,9 @@ def outdated(
     Kept: the `keep_last` newest whole ones, at least one, and whatever is newer; multiples of `keep_every`
     (0: none); the one `latest` names; and those of another branch than that one, which count for nothing: a
     user rolled back, and deleting what was abandoned is theirs. A damaged one, of which `fault(directory)`
-    says why, never counts as kept: it goes when `keep_last` whole ones are newer, so where none is whole nothing goes. `fault` is asked
-    from the newest on, as long as it matters. Raises CheckpointError when `root` cannot be read.
+    says why, never counts as kept: it goes when `keep_last` whole ones are newer, so where none is whole
+    nothing goes. `fault` is asked from the newest on, as long as it matters. Raises CheckpointError when
+    `root` cannot be read.
     """
     named, found, whole, old = named_latest(root), checkpoints(root), 0, []
     head = next((path for path in found.values() if plain_name(path) == named), None)

@@ -11,6 +11,7 @@ from mlm.checkpoint.folders import REPLACED
 from mlm.checkpoint.format import MANIFEST, RESTORE, Manifest, read_manifest
 from mlm.checkpoint.lineage import STEP_NAME
 from mlm.checkpoint.shard_file import read_header
+from mlm.checkpoint.tokenizer_digest import TOKENIZER, check_beside, file_beside
 from mlm.config.errors import UserError
 from mlm.files import digest_file
 
@@ -48,7 +49,7 @@ class Verified:
 
 def verify_checkpoint(directory: Path, progress: Callable[[int], None] = lambda count: None) -> Verified:
     """Check the manifest (digest, coverage, names), each file (size, save id, header, tensors, digest), and
-    that no further shard lies beside them. Goes on after a fault, to find all.
+    that no further shard lies beside them; and that the run's tokenizer is the one trained with. Goes on after a fault, to find all.
 
     `progress` hears of bytes as files are done with, `shard_bytes` in all. Never raises for what it finds.
     """
@@ -61,6 +62,10 @@ def verify_checkpoint(directory: Path, progress: Callable[[int], None] = lambda 
     for name in sorted(manifest.files):
         faults += _file_faults(directory / name, manifest, held[name], progress)
     strays, warnings = _strays(directory, manifest)
+    try:
+        check_beside(directory, manifest.state)
+    except (UserError, OSError) as error:
+        strays.append(Fault(f"../../{TOKENIZER}", _fault(file_beside(directory), error).why))
     named = STEP_NAME.fullmatch(directory.name.removeprefix(REPLACED))
     if named and int(named[1]) != manifest.step:
         warnings.append(f"{directory.name} holds step {manifest.step}: it was renamed")

@@ -117,7 +117,10 @@ class DataConfig:
     """Tokens per sample, S. At most model.max_positions."""
     blend: tuple[BlendEntry, ...] = ()
     """Corpora to mix, each `WEIGHT FOLDER` such as [0.3 corpora/wiki, 0.7 corpora/web], in place of path and
-    train. Weights are scaled to sum to 1; their order and the weights may change on resume."""
+    train. Weights are scaled to sum to 1."""
+    change: bool = False
+    """Allow a resumed run other corpora or weights than before; what changed is recorded. Not kept for the
+    next resume."""
     reset_positions: bool = False
     """Count positions anew after every end-of-document token."""
     reset_attention: bool = False

@@ -19,7 +19,9 @@ MAX_SEGMENTS = 1000
 MAX_TEXT = 4096  # letters of a name or path
 SAME_SHARE = 1e-9  # weights written as 3, 7 and as 0.3, 0.7 differ in the last bits
 DIGEST = re.compile(r"xxh3:[0-9a-f]{32}|")
-DIGESTS = ("digest", "tokens", "receipt", "recipe", "tokenizer")
+DIGESTS = ("digest", "tokens", "sampled", "receipt", "recipe", "tokenizer")
+NEWER = {"sampled": ""}
+"""What older versions do not say of a source."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,8 @@ class Source:
     """Of the .idx: the order of samples is a function of it. Checkpoints of older versions do not say it."""
     tokens: str = ""
     """Of the .bin, by its receipt."""
+    sampled: str = ""
+    """Of the .bin as it was found (`files.sampled_digest`). Older checkpoints do not say it."""
     receipt: str = ""
     """Of the receipt, corpus.json."""
     recipe: str = ""
@@ -49,7 +53,8 @@ class Source:
         """Whether both are one corpus, as far as it is known."""
         if not (self.digest and other.digest):
             return self.lies_with(other)
-        return self.digest == other.digest and (self.tokens or other.tokens) == (other.tokens or self.tokens)
+        pairs = ((self.tokens, other.tokens), (self.sampled, other.sampled))
+        return self.digest == other.digest and all(not (a and b) or a == b for a, b in pairs)
 
     def lies_with(self, other: "Source") -> bool:
         """Whether both are at the same place."""
@@ -125,7 +130,10 @@ def fault_of_changed(history: History, now: Sequence[Source]) -> str | None:
         old = next((old for old in known if old.lies_with(source)), None)
         if old is not None:
             what = "index" if old.digest != source.digest else "tokens"
-            before, after = (old.digest, source.digest) if what == "index" else (old.tokens, source.tokens)
+            before, after = (old.digest, source.digest)
+            if what == "tokens":
+                by_receipt = old.tokens and source.tokens and old.tokens != source.tokens
+                before, after = (old.tokens, source.tokens) if by_receipt else (old.sampled, source.sampled)
             return (
                 f"{source.path}.{'idx' if what == 'index' else 'bin'} is not what this run was trained on "
                 f"({what} {after}, before {before}): put that corpus back, or rename this one's folder to go "
@@ -190,6 +198,7 @@ def _segment(said: Any) -> Segment:
 
 
 def _source(said: Any) -> Source:
+    said = NEWER | said
     for name in ("name", "path"):
         text = said[name]
         if not isinstance(text, str) or not text.isprintable() or len(text) > MAX_TEXT:  # they are printed

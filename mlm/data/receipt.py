@@ -10,7 +10,7 @@ from mlm.bounded import parse_json, read_bounded
 from mlm.config.errors import CorruptFileError, UserError
 from mlm.data.gpt import too_short, windows_per_epoch
 from mlm.data.indexed import REBUILD, IndexedDataset, bin_path
-from mlm.files import digest_file, write_atomic
+from mlm.files import WHOLE, digest_file, sampled_digest, write_atomic
 
 RECEIPT = "corpus.json"
 MAX_RECEIPT_BYTES = 1 << 24  # 16 MiB: parsed JSON takes many times its size
@@ -74,8 +74,10 @@ def version_of(package: str) -> str:
 
 
 def file_entry(path: Path) -> Receipt:
-    """Size and digest of a file."""
-    return {"bytes": path.stat().st_size, "digest": digest_file(path)}
+    """Size and digest of a file; of a large one also a digest of samples, for a quick look later."""
+    size = path.stat().st_size
+    sampled = {"sampled": sampled_digest(path)} if size > WHOLE else {}
+    return {"bytes": size, "digest": digest_file(path), **sampled}
 
 
 def size_of(path: Path) -> int:
@@ -87,9 +89,16 @@ def damaged_file(folder: Path, receipt: Receipt) -> str | None:
     """The first file that is not what the receipt says, None when all are. Reads those of that size whole."""
     for name, entry in receipt.get("files", {}).items():
         path = folder / name
-        if size_of(path) != entry.get("bytes") or file_entry(path) != entry:
+        if size_of(path) != entry.get("bytes") or not _is_entry_of(entry, file_entry(path)):
             return str(name)
     return None
+
+
+def _is_entry_of(entry: Receipt, found: Receipt) -> bool:
+    """True if a receipt's entry describes a file; one of an older version has no samples."""
+    return all(entry.get(key) == found[key] for key in ("bytes", "digest")) and (
+        entry.get("sampled", found.get("sampled")) == found.get("sampled")
+    )
 
 
 def check_corpus(prefix: str | Path, *, vocab_size: int, seq_length: int, min_samples: int) -> list[str]:
@@ -105,7 +114,10 @@ def check_corpus(prefix: str | Path, *, vocab_size: int, seq_length: int, min_sa
     except OSError as error:
         return [f"{error.filename or prefix}: {error.strerror}: set data.path to a corpus that can be read"]
     faults = [fault_of_length(indexed, seq_length, min_samples), fault_of_vocabulary(indexed, vocab_size)]
-    return [fault for fault in faults if fault]
+    found = [fault for fault in faults if fault]
+    if not found and (altered := fault_of_content(indexed)):
+        raise CorruptFileError(altered)
+    return found
 
 
 def fault_of_length(indexed: IndexedDataset, seq_length: int, min_samples: int) -> str | None:
@@ -119,6 +131,27 @@ def fault_of_length(indexed: IndexedDataset, seq_length: int, min_samples: int) 
         f"{indexed.bin_path} holds {windows} windows of data.seq_length={seq_length}, fewer than "
         f"train.global_batch_size={min_samples}: lower train.global_batch_size to {windows} or less, lower "
         f"data.seq_length, or set data.path to a larger corpus"
+    )
+
+
+def fault_of_content(indexed: IndexedDataset) -> str | None:
+    """The reason why tokens are not those of the receipt; None where they are, or where it does not say.
+
+    Files up to 64 MiB are read whole, of larger ones 64 samples: `mlm data verify` reads every byte.
+    """
+    path = indexed.bin_path
+    try:
+        entry = (read_receipt(indexed.prefix.parent) or {}).get("files", {}).get(path.name, {})
+        said = entry.get("digest" if path.stat().st_size <= WHOLE else "sampled")
+        if said is None or (found := sampled_digest(path)) == said:
+            return None
+    except UserError as error:
+        return str(error)
+    except OSError as error:
+        return f"{path}: {error.strerror}: set data.path to a corpus that can be read"
+    return (
+        f"{path}: altered since it was written, digest {found}, {RECEIPT} says {said}. Restore it from a "
+        "copy, or write the corpus again with `mlm data build`"
     )
 
 

@@ -41,6 +41,7 @@ from mlm.result_files import is_stream, result_faults, write_result
 from mlm.tasks.trained import (
     Trained,
     checkpoint_faults,
+    corpus_fault,
     load_tokenizer,
     load_trained,
     named_checkpoint,
@@ -74,6 +75,8 @@ def preflight(config: EvalLossConfig) -> list[str]:
             BERTVocab.of(load_tokenizer(config.tokenizer, path))
     except UserError as error:
         return [str(error)]
+    if fault := corpus_fault(prefix, path):
+        return [fault]
     out = result_path(config, trained, path, prefix)
     folder = out.parent
     return [

@@ -21,11 +21,13 @@ from mlm.bounded import read_bounded
 from mlm.checkpoint.compare import Reader
 from mlm.checkpoint.folders import staging_path
 from mlm.checkpoint.format import JSON, RESTORE, CheckpointError, Manifest
+from mlm.checkpoint.lineage import LINEAGE
 from mlm.checkpoint.lock import sole_writer
 from mlm.checkpoint.rectangle import Rectangle
 from mlm.checkpoint.save_load import read_manifest, resolve
 from mlm.checkpoint.shard_file import read_header
 from mlm.checkpoint.stream import GlobalTensor, derived_id, published, write_streamed
+from mlm.checkpoint.tokenizer_digest import check_beside
 from mlm.config.checkpoint_schema import ReshardConfig
 from mlm.config.errors import ConfigError, CorruptFileError, UserError, writing_to
 from mlm.config.schema import ParallelConfig, PretrainConfig
@@ -39,7 +41,7 @@ from mlm.terminal import Advance, byte_progress, size
 from mlm.train.state import CHECKPOINTS
 
 TOKENIZER = "tokenizer.json"
-TRAINING_STATE = ("applied_steps", "scaler")
+TRAINING_STATE = ("applied_steps", "scaler", LINEAGE)
 """What the state of a checkpoint says of its optimizer: not kept with weights alone."""
 
 
@@ -262,6 +264,7 @@ def new_tokenizer(plan: Plan) -> bytes | None:
     with reading_of(source):
         if not source.is_file():
             return None
+        check_beside(plan.source, plan.manifest.state)
         content = read_bounded(source, MAX_BYTES, RESTORE)
     with reading_of(target):
         there = target.read_bytes() if target.exists() else None

@@ -4,6 +4,7 @@
 Hub. A model folder is read as it is, and nothing is written to it.
 """
 
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -12,6 +13,7 @@ from mlm.checkpoint.folders import locate
 from mlm.checkpoint.format import MANIFEST
 from mlm.checkpoint.hf_folder import CONFIG, read_model
 from mlm.checkpoint.save_load import Manifest, read_manifest, resolve
+from mlm.checkpoint.tokenizer_digest import TOKENIZER, TokenizerDigest, check_beside
 from mlm.config.build import from_dict
 from mlm.config.checks import saved_faults
 from mlm.config.errors import ConfigError, CorruptFileError, UserError
@@ -26,6 +28,7 @@ from mlm.parallel.sharding import parameter_shards
 from mlm.tasks.hf_source import find_model, load_model_folder, model_name, open_tensors, run_spec
 from mlm.train.memory import reuse_large_blocks
 from mlm.train.pipelined import PipelinedModel
+from mlm.train.run_tokenizer import digest_of, receipt_tokenizer, tokenizer_then
 from mlm.train.state import load_weights
 
 LISTED = 3  # problems of a saved configuration that a message lists
@@ -184,10 +187,19 @@ def result_file(path: Path, name: str) -> Path:
     return run_directory(path) / (f"{model_name(path)}-{name}" if is_model_folder(path) else name)
 
 
-def load_tokenizer(named: str | None, path: Path, key: str = "tokenizer") -> Tokenizer:
-    """The tokenizer that `key` names, else the one saved with the run or the model. Raises UserError."""
+def load_tokenizer(
+    named: str | None, path: Path, key: str = "tokenizer", *, force: bool = False
+) -> Tokenizer:
+    """The tokenizer that `key` names, else the one saved with the run or the model.
+
+    One that is named must be the one the checkpoint was trained with, unless `force` is given. Raises
+    UserError; CorruptFileError when the saved one is not the one that was trained with.
+    """
     if named is not None:
-        return Tokenizer.load(named)
+        tokenizer = Tokenizer.load(named)
+        if not force and (fault := other_tokenizer(named, tokenizer, path, key)):
+            raise UserError(fault)
+        return tokenizer
     if is_model_folder(path):
         try:
             return Tokenizer.load(path)
@@ -198,7 +210,48 @@ def load_tokenizer(named: str | None, path: Path, key: str = "tokenizer") -> Tok
     saved = run_directory(path) / "tokenizer.json"
     if not saved.exists():
         raise UserError(f"{key}=null and {saved} is not there: give {key}=…/tokenizer.json")
+    check_beside(path, read_manifest(path).state)
     return Tokenizer.load(saved)
+
+
+def known_tokenizer(path: Path) -> TokenizerDigest | None:
+    """The tokenizer that a checkpoint or a model folder was trained with; None where nothing says it."""
+    if not is_model_folder(path):
+        return tokenizer_then(path, read_manifest(path))
+    try:
+        return digest_of(Tokenizer.load(path))
+    except (UserError, OSError):
+        return None
+
+
+def other_tokenizer(named: str, tokenizer: Tokenizer, path: Path, key: str) -> str | None:
+    """The error where a tokenizer is not the one that a checkpoint was trained with."""
+    known, given = known_tokenizer(path), digest_of(tokenizer)
+    if known is None or known.is_same(given):
+        return None
+    saved = run_directory(path) / TOKENIZER
+    if (
+        saved.is_file() and known.vocabulary is None
+    ):  # receipts know the file alone; it may be spelt otherwise
+        with suppress(UserError):
+            found = digest_of(Tokenizer.load(saved))
+            if found.digest == known.digest and found.is_same(given):
+                return None
+    return (
+        f"{key}={named}: has another vocabulary ({given.digest}) than {path} was trained with "
+        f"({known.digest}); remove {key}="
+    )
+
+
+def corpus_fault(prefix: Path, path: Path, key: str = "path") -> str | None:
+    """The error where a corpus was written with another tokenizer than a checkpoint was trained with."""
+    known, written = known_tokenizer(path), receipt_tokenizer(prefix)
+    if known is None or written is None or known.is_same(written):
+        return None
+    return (
+        f"{key}={prefix}: was written with the tokenizer {written.digest}, {path} was trained with "
+        f"{known.digest}; name a corpus that `mlm data build` wrote with the run's tokenizer.json"
+    )
 
 
 def vocabulary_fault(

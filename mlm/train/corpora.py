@@ -16,7 +16,7 @@ from mlm.data.indexed import IndexedDataset, bin_path, idx_path
 from mlm.data.receipt import RECEIPT, check_corpus, read_receipt
 from mlm.data.sampler import Dataset
 from mlm.data.synthetic import SyntheticBERT, SyntheticDataset
-from mlm.files import digest_bytes, digest_file
+from mlm.files import digest_bytes, digest_file, sampled_digest
 from mlm.train.bert_corpora import bert_faults, bert_samples, bert_vocab, bert_windows
 from mlm.train.documents import document_faults
 
@@ -145,9 +145,15 @@ def faults_between(found: Sequence[Corpus]) -> list[str]:
 
 
 def source_of(corpus: Corpus, weight: float = 1.0) -> Source:
-    """What a checkpoint says of a corpus. Reads its index whole."""
+    """What a checkpoint says of a corpus. Reads its index whole, and samples its tokens."""
     digest = digest_file(idx_path(corpus.train))
-    source = Source(name=corpus.name, path=str(corpus.train), digest=digest, weight=weight)
+    source = Source(
+        name=corpus.name,
+        path=str(corpus.train),
+        digest=digest,
+        sampled=sampled_digest(bin_path(corpus.train)),
+        weight=weight,
+    )
     return replace(source, **source_facts(corpus))
 
 

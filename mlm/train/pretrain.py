@@ -3,11 +3,12 @@
 import logging
 import shlex
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from mlm.checkpoint.tokenizer_digest import KEY as TOKENIZER
 from mlm.config.build import config_digest, to_dict
 from mlm.config.errors import UserError, writing_to
 from mlm.config.schema import PretrainConfig
@@ -24,18 +25,20 @@ from mlm.train.corpora import (
     validation_sets,
 )
 from mlm.train.curves import plot_losses
+from mlm.train.identity import told
 from mlm.train.loop import Loop
 from mlm.train.memory import out_of_memory_is_said, reuse_large_blocks
 from mlm.train.metrics import Reporter, Throughput
 from mlm.train.peak import Peak, peak_flops
 from mlm.train.resume import claim, go_on_with_data, resume, start_faults
+from mlm.train.run_tokenizer import corpus_tokenizer_errors, tokenizer_now
 from mlm.train.saver import Saver
 from mlm.train.stop import StopRequest
 from mlm.train.summary import write_summary
 from mlm.train.trackers import missing_extras
 from mlm.train.trainer import Trainer
 
-CONFIG = "config.yaml"
+CONFIG, SUMMARY = "config.yaml", "README.md"
 
 log = logging.getLogger(__name__)
 
@@ -43,13 +46,7 @@ log = logging.getLogger(__name__)
 def preflight(config: PretrainConfig) -> list[str]:
     """Faults that reading the named files shows, a line each; called before any rank starts."""
     faults = [*missing_extras(config.log), *corpus_faults(config)]
-    tokenizer = tokenizer_path(config.data)
-    if tokenizer is not None:
-        try:
-            Tokenizer.load(tokenizer)
-        except UserError as error:
-            faults.append(str(error))
-    return faults or start_faults(config)
+    return faults or corpus_tokenizer_errors(config.data) or start_faults(config)
 
 
 def run(config: PretrainConfig, ctx: ParallelContext) -> None:
@@ -60,8 +57,6 @@ def run(config: PretrainConfig, ctx: ParallelContext) -> None:
     remedy = "set recompute=selective or full, sequence_parallel=true or zero=2, or raise tp or pp"
     with out_of_memory_is_said(config.train.micro_batch_size, remedy), ExitStack() as stack:
         claim(config, ctx, stack)
-        if ctx.is_main:
-            prepare_directory(config, out)
         trainer = Trainer(config, ctx)
         train(trainer, out, resume(trainer))
 
@@ -81,6 +76,10 @@ def train(trainer: Trainer, out: Path, start: Path | None) -> None:
         peak=peak.flops if peak else None,
     )
     rows = header(trainer, out, peak)
+    if ctx.is_main:
+        note_tokenizer(trainer)
+        if left > 0:  # last, when all is checked and loaded: what is rejected, or has nothing to do, stays
+            prepare_directory(config, out)
     reporter = Reporter(
         out,
         total_steps=config.train.steps,
@@ -100,6 +99,8 @@ def train(trainer: Trainer, out: Path, start: Path | None) -> None:
         if start is not None:
             begins = "resuming from" if trainer.step else "weights from"
             reporter.note(f"{begins} {start} (step {trainer.step})")
+        if since := tuple(c for c in trainer.past.changes if c["step"] == trainer.step):
+            reporter.note(told(since))
         if changed is not None:
             reporter.note(changed)
         if left <= 0:
@@ -116,7 +117,7 @@ def train(trainer: Trainer, out: Path, start: Path | None) -> None:
                 f"stopped by {stop.reason or 'another rank'} after step {trainer.step}, saved. Resume with:"
             )
             reporter.note(f"  {shlex.join(resume_command(out))}")
-    if ctx.is_main:
+    if ctx.is_main and (left > 0 or not (out / SUMMARY).exists()):
         finish_directory(config, ctx, out, rows)
 
 
@@ -127,12 +128,19 @@ def prepare_directory(config: PretrainConfig, out: Path) -> None:
         write_atomic(out / CONFIG, composed_yaml(config).encode())
         tokenizer = tokenizer_path(config.data)
         if tokenizer is not None:
-            write_atomic(out / "tokenizer.json", tokenizer.read_bytes())
+            Tokenizer.load(tokenizer).save(out / "tokenizer.json")
+
+
+def note_tokenizer(trainer: Trainer) -> None:
+    """Let checkpoints say which tokenizer the run is trained with. For one rank; raises UserError."""
+    found = tokenizer_now(trainer.config.data)
+    if found is not None:
+        trainer.extra_state[TOKENIZER] = found.encode()
 
 
 def composed_yaml(config: PretrainConfig) -> str:
     """The configuration as `resume={out}` reads it back (mlm/config/saved.py)."""
-    plain = to_dict(config)
+    plain = to_dict(replace(config, data=replace(config.data, change=False)))  # allowed once
     plain.update(plain.pop("parallel"))
     return OmegaConf.to_yaml({"defaults": ["hydra_quiet", "pretrain_defaults", "_self_"], **plain})
 

@@ -6,10 +6,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from mlm.checkpoint.exchange import Ranks
-from mlm.checkpoint.folders import checkpoints
+from mlm.checkpoint.folders import candidates
 from mlm.checkpoint.lock import WAIT_S, sole_writer
 from mlm.checkpoint.save_load import CheckpointError, latest_checkpoint, read_manifest, resolve
-from mlm.config.errors import CorruptFileError, UserError
+from mlm.config.build import show
+from mlm.config.errors import ConfigError, CorruptFileError, UserError
 from mlm.config.path_faults import protected_from
 from mlm.config.schema import PretrainConfig
 from mlm.data.blend_history import change, decode, encode, fault_of_changed, go_on
@@ -17,7 +18,8 @@ from mlm.ownership import claim_faults, claim_folder
 from mlm.parallel.mesh import ParallelContext
 from mlm.train.corpora import sources
 from mlm.train.environment import read_place
-from mlm.train.state import CHECKPOINTS, is_weights_only, load
+from mlm.train.run_tokenizer import tokenizer_errors
+from mlm.train.state import CHECKPOINTS, check_identity, is_weights_only, load
 from mlm.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -32,8 +34,8 @@ def starts(config: PretrainConfig) -> list[Path]:
     """The checkpoints to go on from, the best first; empty for a fresh run.
 
     The run's own come before what `ckpt` names. A step-… directory stands for itself; a run directory for its
-    checkpoints, of which a damaged one gives way to the one before. Raises UserError when resuming is off,
-    CorruptFileError when there are checkpoints and none is whole.
+    checkpoints, of which a damaged one gives way to its nearest ancestor. Raises UserError when resuming is
+    off, CorruptFileError when there are checkpoints and none is whole.
     """
     own = latest_checkpoint(folder(config))
     if own is not None and not config.checkpoint.resume:
@@ -42,16 +44,16 @@ def starts(config: PretrainConfig) -> list[Path]:
             "or another out=…"
         )
     if own is not None:
-        return _with_older(own)
+        return _with_ancestors(own)
     if config.ckpt is None:
         return []
     found = resolve(config.ckpt)
-    return [found] if found == Path(config.ckpt) else _with_older(found)
+    return [found] if found == Path(config.ckpt) else _with_ancestors(found)
 
 
-def _with_older(best: Path) -> list[Path]:
-    others = [path for path in checkpoints(best.parent).values() if path != best]
-    return [best, *reversed(others)]
+def _with_ancestors(best: Path) -> list[Path]:
+    found = list(candidates(best.parent))
+    return found[found.index(best) :] if best in found else [best]
 
 
 def start_faults(config: PretrainConfig) -> list[str]:
@@ -63,13 +65,27 @@ def start_faults(config: PretrainConfig) -> list[str]:
         return faults
     try:
         for start in starts(config)[:1]:
-            read_manifest(start)
+            if errors := errors_of_start(config, start):
+                return errors
         if read_place(os.environ) is None:
             with sole_writer(folder(config)):
                 pass
+    except ConfigError as error:
+        return list(error.faults)
     except UserError as error:
         return [str(error)]
     return []
+
+
+def errors_of_start(config: PretrainConfig, start: Path) -> list[str]:
+    """Every way in which the run would be another one than that of the checkpoint it starts from."""
+    manifest = read_manifest(start)
+    weights_only, errors = is_weights_only(manifest), list[str]()
+    try:
+        check_identity(config, start, manifest, weights_only=weights_only)
+    except ConfigError as error:
+        errors += error.faults
+    return errors if weights_only else [*errors, *tokenizer_errors(config.data, start, manifest)]
 
 
 def claim(config: PretrainConfig, ctx: ParallelContext, stack: ExitStack) -> None:
@@ -133,7 +149,14 @@ def go_on_with_data(trainer: Trainer) -> str | None:
         now = sources(config.data)
         if fault := fault_of_changed(trainer.history, now):
             raise UserError(fault)
-        return encode(go_on(trainer.history, now, consumed))
+        then = go_on(trainer.history, now, consumed)
+        if (changed := change(then, consumed)) and not config.data.change:
+            key = next(key for key in ("blend", "train", "path") if getattr(config.data, key))
+            raise UserError(
+                f"data.{key}={show(getattr(config.data, key))}: {changed}; set data.change=true to continue "
+                "so, or name the data as it was"
+            )
+        return encode(then)
 
     def explain(error: Exception) -> UserError:
         return UserError(f"data: {error}")

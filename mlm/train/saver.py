@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from mlm.checkpoint.exchange import Ranks
+from mlm.checkpoint.lineage import Save
 from mlm.checkpoint.save_load import CheckpointError, Shard, save_checkpoint, stored_tensors
 from mlm.checkpoint.staging import StagedFile
 from mlm.files import digest_bytes
@@ -38,6 +39,8 @@ class Job:
     """A save under way."""
 
     step: int
+    save_id: str = ""
+    """Empty for a save that training waits for, which records itself."""
     staged: threading.Event = field(default_factory=threading.Event)
     """Set when the state has been copied, or the job has failed."""
     thread: threading.Thread | None = None
@@ -105,6 +108,7 @@ class Saver:
         shards, state = owned_shards(self.trainer), counters(self.trainer)
         save_id = digest_bytes(f"{self._run_id} {self._count} {job.step}".encode()).partition(":")[2]
         self._count += 1
+        job.save_id = save_id
         ready = _mark(self.trainer.ctx)
         if not self._copies_aside:
             self._copy(job, shards, save_id, ready)
@@ -145,6 +149,8 @@ class Saver:
             job.thread.join()
             job.waited += time.perf_counter() - begin
         if job.path is not None:
+            if job.save_id:
+                self.trainer.past = self.trainer.past.after(Save(job.step, job.save_id))
             self.reporter.saved(job.step, job.path, job.seconds, min(job.waited, job.seconds))
         elif isinstance(job.error, CheckpointError):
             self.reporter.save_failed(job.step, str(job.error))

@@ -1,6 +1,10 @@
 """A trainer's state as a checkpoint, and back."""
 
-from collections.abc import Mapping, Sequence
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,24 +12,41 @@ import torch
 from torch import Tensor
 
 import mlm
+from mlm.checkpoint.exchange import Ranks
+from mlm.checkpoint.folders import checkpoints
+from mlm.checkpoint.lineage import LINEAGE, Lineage, Save
 from mlm.checkpoint.rectangle import Split
 from mlm.checkpoint.run_state import check_run_state
-from mlm.checkpoint.save_load import Manifest, Shard, load_checkpoint, save_checkpoint
+from mlm.checkpoint.save_load import (
+    CheckpointError,
+    Manifest,
+    Shard,
+    load_checkpoint,
+    read_manifest,
+    save_checkpoint,
+)
+from mlm.checkpoint.tokenizer_digest import KEY as TOKENIZER
 from mlm.config.blend import names
 from mlm.config.build import to_dict
-from mlm.config.errors import CorruptFileError, UserError
+from mlm.config.errors import ConfigError, CorruptFileError, UserError
+from mlm.config.schema import PretrainConfig
 from mlm.data.blend_history import History, Segment, Source, decode, encode
 from mlm.models.stage import home_of
 from mlm.optim.adamw import MOMENTS, applied_steps, ensure_state, moment
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import ParameterShard
+from mlm.train.identity import (
+    MAX_CHANGES,
+    Past,
+    changes_since,
+    function_errors,
+    identity_errors,
+    recorded_changes,
+)
 from mlm.train.trainer import Trainer
 
 CHECKPOINTS = "checkpoints"
 """Folder of a run directory that holds its checkpoints."""
-
-SAMPLING_KEYS = (("seed",), ("data", "seq_length"), ("data", "kind"))
-"""Settings the sample order is a function of: they may not change within a run."""
 
 
 def model_shards(shards: Sequence[ParameterShard], vocab_multiple: int = 1) -> dict[str, Shard]:
@@ -65,17 +86,18 @@ def counters(trainer: Trainer) -> dict[str, Any]:
         "consumed_samples": trainer.consumed_samples,
         "applied_steps": applied_steps(trainer.optimizer),
         "scaler": trainer.scaler.state(),
-        "config": to_dict(trainer.config),
+        "config": to_dict(replace(trainer.config, data=replace(trainer.config.data, change=False))),
         "versions": {"mlm": mlm.__version__, "torch": torch.__version__},
         **({"data": {"segments": encode(trainer.history)}} if trainer.history else {}),
+        LINEAGE: trainer.past.encode(round(time.time(), 3)),
         **trainer.extra_state,
     }
 
 
 def save(trainer: Trainer, out: Path) -> Path:
     """Write `out/checkpoints/step-…`. Collective over all ranks; raises CheckpointError on all."""
-    ctx, config = trainer.ctx, trainer.config
-    return save_checkpoint(
+    ctx, config, save_id = trainer.ctx, trainer.config, uuid.uuid4().hex
+    path = save_checkpoint(
         out / CHECKPOINTS,
         trainer.step,
         owned_shards(trainer),
@@ -86,7 +108,10 @@ def save(trainer: Trainer, out: Path) -> Path:
         watch=ctx.watch,
         keep_last=config.checkpoint.keep_last,
         keep_every=config.checkpoint.keep_every,
+        save_id=save_id,  # of rank 0, whose state is saved
     )
+    trainer.past = trainer.past.after(Save(trainer.step, save_id))
+    return path
 
 
 def is_stored(shard: ParameterShard, ctx: ParallelContext) -> bool:
@@ -110,10 +135,18 @@ def load(trainer: Trainer, path: Path, *, weights_only: bool = False) -> Manifes
 
     One with `weights_only` gives the weights a run begins with: step 0, no moments.
 
-    Collective over all ranks. Raises UserError when the checkpoint is of another model or sample order,
+    Collective over all ranks. Raises ConfigError with a line for each setting of the run's identity that
+    differs, or of the model's function for weights alone; UserError when the tensors do not fit;
     CorruptFileError when it is damaged.
     """
     ctx = trainer.ctx
+    ranks = Ranks(ctx.rank, ctx.world_size, ctx.host_group, ctx.watch)
+
+    def check() -> None:
+        if ranks.is_main:
+            check_identity(trainer.config, path, read_manifest(path), weights_only=weights_only)
+
+    ranks.together(check, lambda error: CheckpointError(f"{path}: {error}"))
     if weights_only:
         return load_weights(trainer.shards, path, ctx, config=to_dict(trainer.config))
     manifest = load_checkpoint(
@@ -127,13 +160,15 @@ def load(trainer: Trainer, path: Path, *, weights_only: bool = False) -> Manifes
     )
     check_run_state(manifest, path)
     try:
-        check_sampling(path, manifest, to_dict(trainer.config))
         state = manifest.state
         trainer.step = int(state["step"])
         trainer.consumed_samples = int(state["consumed_samples"])
         trainer.history = saved_history(state)
         trainer.scaler.load_state(state["scaler"])
         ensure_state(trainer.optimizer, trainer.shards, float(state["applied_steps"]))
+        trainer.past = past_of(trainer.config, path, manifest) if ctx.is_main else Past()
+        if TOKENIZER in state:
+            trainer.extra_state.setdefault(TOKENIZER, state[TOKENIZER])
     except UserError:
         raise
     except (KeyError, TypeError, ValueError) as error:
@@ -160,18 +195,42 @@ def saved_history(state: Mapping[str, Any]) -> History:
     return (Segment(0, (Source(name=names([Path(prefix)])[0], path=prefix, digest=""),)),)
 
 
-def check_sampling(path: Path, manifest: Manifest, config: dict[str, Any]) -> None:
-    """Refuse to continue where the order of samples would change under way."""
-    for keys in SAMPLING_KEYS:
-        now, then = config, manifest.state["config"]
-        for key in keys:
-            now, then = now[key], then[key]
-        if now != then:
-            name = ".".join(keys)
-            raise UserError(
-                f"{name}={now}: {path} was trained with {name}={then}; another value would repeat or skip "
-                f"samples. Use {name}={then}, or a new out=… without ckpt=…"
-            )
+def check_identity(
+    config: PretrainConfig, path: Path, manifest: Manifest, *, weights_only: bool = False
+) -> None:
+    """Raises ConfigError if a run cannot continue from a checkpoint, or begin with its weights, as itself."""
+    saved = manifest.state.get("config")
+    if not isinstance(saved, Mapping):
+        return  # loading says what is wrong
+    if weights_only:
+        errors = function_errors(config, saved, str(path))
+    else:
+        errors = identity_errors(config, saved, f"the run in {path.parent.parent}")
+    if errors:
+        raise ConfigError(errors)
+
+
+def past_of(config: PretrainConfig, path: Path, manifest: Manifest) -> Past:
+    """The past of a run that continues from a checkpoint: its ancestors, and the allowed changes since.
+
+    One of an older version does not know its ancestors: those older than it in its folder are taken.
+    """
+    lineage = Lineage.of(manifest.state)
+    if lineage is None:
+        lineage = Lineage(tuple(older_saves(path.parent, manifest.step)))
+    since = changes_since(config, manifest.state["config"], manifest.step)
+    changes = (*recorded_changes(manifest.state), *since)[-MAX_CHANGES:]
+    return Past(lineage, changes).after(Save(manifest.step, manifest.save_id))
+
+
+def older_saves(root: Path, step: int) -> Iterator[Save]:
+    """The saves before a step whose manifests can be read and know no ancestors."""
+    for other, path in checkpoints(root).items():
+        if other < step:
+            with suppress(UserError, OSError):
+                manifest = read_manifest(path)
+                if Lineage.of(manifest.state) is None:
+                    yield Save(other, manifest.save_id)
 
 
 def load_weights(

@@ -23,6 +23,7 @@ from mlm.parallel.random import SHARED, DropoutStream
 from mlm.parallel.sharded import build_reducer
 from mlm.parallel.sharding import ParameterShard, parameter_shards
 from mlm.train.documents import with_eod
+from mlm.train.identity import Past
 from mlm.train.objective import Objective, Samples, pretraining
 from mlm.train.pipelined import PipelinedModel, evaluate
 
@@ -60,6 +61,7 @@ class Trainer:
         before_change: called before weights and moments change: a checkpoint may still be copying them.
         dropout_parts: whose dropout masks this process draws (`DropoutStream.of_micro_batch`).
         objective: what the model is trained for; None means what it is pretrained for.
+        past: saves that the run descends from and changes of its settings; of rank 0, which writes them.
         extra_state: what checkpoints say besides, as JSON values.
     """
 
@@ -70,6 +72,7 @@ class Trainer:
         self.ctx = ctx
         self.model = build_model(config, ctx)
         self.objective = objective or pretraining(config, ctx, self.model.dtype)
+        self.past = Past()
         self.extra_state: dict[str, Any] = {}
         self.reducers: Sequence[Reducer] = [
             build_reducer(

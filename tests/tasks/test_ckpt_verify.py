@@ -63,9 +63,9 @@ def test_manifest_that_is_gone_does_not_hide_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("latest", "damaged", "continues"), [(3, (), 3), (1, (), 1), (3, (3,), 2), (1, (1,), 3), (2, (2, 3), 1)]
+    ("latest", "damaged", "continues"), [(3, (), 3), (1, (), 1), (3, (3,), 2), (2, (2, 3), 1)]
 )
-def test_run_continues_from_what_latest_names_else_the_newest_that_loads(
+def test_run_continues_from_what_latest_names_else_the_newest_before_it_that_loads(
     tmp_path: Path, latest: int, damaged: tuple[int, ...], continues: int
 ) -> None:
     run = write_run(tmp_path / "run")

@@ -18,6 +18,7 @@ from mlm.checkpoint.folders import (
     point_latest,
     step_name,
 )
+from mlm.checkpoint.lineage import LINEAGE
 from mlm.checkpoint.save_load import read_manifest, save_checkpoint
 from mlm.config.build import from_dict
 from mlm.config.errors import CorruptFileError, UserError, writing_to
@@ -82,12 +83,13 @@ def save_best(trainer: Trainer, out: Path) -> None:
     Collective over all ranks; raises CheckpointError on all of them.
     """
     ctx = trainer.ctx
+    facts = {key: value for key, value in counters(trainer).items() if key != LINEAGE}  # of the other folder
     owned = [shard for shard in trainer.shards if is_stored(shard, ctx)]
     save_checkpoint(
         best_checkpoints(out),
         trainer.step,
         model_shards(owned, trainer.config.model.vocab_multiple),
-        state={**counters(trainer), "weights_only": True},
+        state={**facts, "weights_only": True},
         rank=ctx.rank,
         world_size=ctx.world_size,
         group=ctx.host_group,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mlm.checkpoint.exchange import Ranks
 from mlm.checkpoint.save_load import CheckpointError, read_manifest, resolve
+from mlm.checkpoint.tokenizer_digest import KEY as TOKENIZER
 from mlm.config.build import config_digest
 from mlm.config.errors import writing_to
 from mlm.config.finetune_schema import FinetuneConfig
@@ -30,6 +31,7 @@ from mlm.train.memory import out_of_memory_is_said
 from mlm.train.metrics import Reporter
 from mlm.train.peak import peak_flops
 from mlm.train.resume import claim, resume
+from mlm.train.run_tokenizer import digest_of
 from mlm.train.saver import Saver
 from mlm.train.state import load_weights
 from mlm.train.stop import StopRequest
@@ -119,8 +121,6 @@ def finetune(
     remedy = "set recompute=selective or full, or raise tp or pp"
     with out_of_memory_is_said(config.train.micro_batch_size, remedy), ExitStack() as stack:
         claim(spec, ctx, stack)
-        if ctx.is_main:
-            prepare_directory(config, material.start)
         session = Session(
             config=config,
             settings=settings,
@@ -147,6 +147,8 @@ def train(session: Session) -> tuple[Result | None, bool]:
     """As `finetune`, from the beginning or from the newest checkpoint."""
     config, trainer, material, out = session.config, session.trainer, session.material, session.out
     found, progress = begin(session)
+    if trainer.ctx.is_main:  # last, when all is checked and loaded: what is rejected stays as it was
+        prepare_directory(config, material.start)
     notes = [f"resuming from {found} (step {trainer.step})"] if found else material.start.named.notes
     with StopRequest(announce=trainer.ctx.is_main) as stop:
         reporter = reporter_of(session, found)
@@ -186,6 +188,7 @@ def begin(session: Session) -> tuple[Path | None, Progress]:
         "depends_on": session.settings,
         "progress": Progress().saved(),
     }
+    trainer.extra_state[TOKENIZER] = digest_of(start.tokenizer).encode()
     found = resume(trainer)
     if found is None:
         load_body(trainer.shards, start.named, ctx)

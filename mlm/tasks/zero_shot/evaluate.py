@@ -3,7 +3,9 @@
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import mlm
 from mlm.config.errors import ConfigError, UserError
@@ -16,10 +18,12 @@ from mlm.config.eval_schema import (
 from mlm.config.model_schema import ModelConfig
 from mlm.config.schema import PretrainConfig
 from mlm.data.tokenizer import Tokenizer
+from mlm.files import digest_bytes
 from mlm.parallel.mesh import ParallelContext
 from mlm.result_files import is_stream, result_faults, write_result
+from mlm.tasks.kept_scores import digest_requests
 from mlm.tasks.loss import training_corpora
-from mlm.tasks.scoring import score
+from mlm.tasks.scoring import Request, score
 from mlm.tasks.trained import (
     checkpoint_faults,
     continues_fault,
@@ -56,7 +60,8 @@ def preflight(config: ZeroShotConfig) -> list[str]:
         return list(error.faults)
     except UserError as error:
         return [str(error)]
-    return folder_faults(config, result_path(config, named.path))
+    out = result_path(config, named.path)
+    return [*folder_faults(config, out), *replaced_faults(config, out)]
 
 
 def folder_faults(config: ZeroShotConfig, out: Path) -> list[str]:
@@ -94,7 +99,7 @@ def checked_tokenizer(config: ZeroShotConfig, path: Path, model: ModelConfig) ->
 
     With force=true another may be used, as long as the model has a row for each of its tokens.
     """
-    tokenizer = load_tokenizer(config.tokenizer, path)
+    tokenizer = load_tokenizer(config.tokenizer, path, force=True)
     if fault := vocabulary_fault(config.tokenizer, tokenizer, model):
         raise UserError(fault)
     if config.tokenizer is None or config.force:
@@ -168,13 +173,66 @@ def cloze(
 
 
 def result_path(config: ZeroShotConfig, checkpoint: Path) -> Path:
-    """Where the JSON receipt goes."""
+    """The file of the JSON receipt. A trial with limit=N has one of its own beside the full result's."""
     return Path(config.out) if config.out else default_path(config, checkpoint)
 
 
 def default_path(config: ZeroShotConfig, checkpoint: Path) -> Path:
     """Where it goes without `out`, and what is scored already if `out` is a stream."""
-    return result_file(checkpoint, f"eval-{TASKS[type(config)]}.json")
+    trial = "" if config.limit is None else f"-limit{config.limit}"
+    return result_file(checkpoint, f"eval-{TASKS[type(config)]}{trial}.json")
+
+
+def replaced_faults(config: ZeroShotConfig, out: Path) -> list[str]:
+    """The error where a trial would replace the result of a full evaluation."""
+    found = read_result(out)
+    if config.limit is None or found is None or found["config"].get("limit") is not None:
+        return []
+    return [
+        f"out={out}: holds the result of a full evaluation, limit={config.limit} is a trial; name another file"
+    ]
+
+
+def read_result(out: Path) -> dict[str, Any] | None:
+    """The receipt of an earlier evaluation; None where there is none."""
+    if not out.is_file():  # a pipe would block
+        return None
+    try:
+        found = json.loads(out.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    sound = isinstance(found, dict) and isinstance(found.get("config"), dict)
+    return found if sound and "checkpoint_digest" in found else None
+
+
+def set_aside(out: Path, identity: str) -> None:
+    """Give the result of another evaluation a name with its digest, rather than replace it."""
+    found = read_result(out)
+    if found is not None and (other := identity_of_result(found)) != identity:
+        os.replace(out, out.with_name(f"{out.stem}.{short(other)}{out.suffix}"))
+
+
+def identity_of_result(result: dict[str, Any]) -> str:
+    """The evaluation that a receipt is the result of: checkpoint, texts, protocols, settings of the score."""
+    config = {key: result["config"].get(key) for key in ("limit", "seq_length", "overlapping_eval", "force")}
+    about = [
+        [each.get(key) for key in ("task", "protocol", "digest")]
+        for each in result.get("results", [])
+        if isinstance(each, dict)
+    ]
+    facts = [result["checkpoint_digest"], result.get("tokenizer_digest"), result.get("precision"), config]
+    return digest_bytes(json.dumps([*facts, about], sort_keys=True).encode())
+
+
+def short(digest: str) -> str:
+    """Enough of a digest for a file name."""
+    return digest.partition(":")[2][:8]
+
+
+def kept_path(out: Path, identity: str, requests: Sequence[Request]) -> Path:
+    """The file of scores so far: of this evaluation alone, so that a trial leaves another's as they are."""
+    about = digest_bytes(f"{identity} {digest_requests(requests)}".encode())
+    return out.with_name(f".{out.stem}.{short(about)}.partial.jsonl")
 
 
 def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
@@ -186,7 +244,8 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
     requests, where = distinct([request for protocol in protocols for request in protocol.requests])
     out = result_path(config, trained.path)
     beside = default_path(config, trained.path) if is_stream(out) else out
-    kept = beside.with_name(f".{beside.stem}.partial.jsonl")
+    identity = f"{trained.manifest.digest} {trained.model.dtype} mlm {mlm.__version__}"
+    kept = kept_path(beside, identity, requests)
     begin = time.monotonic()
     with count_progress("scoring", len(requests), shown=ctx.is_main) as advance:
         found = score(
@@ -195,7 +254,7 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
             batch_size=config.batch_size,
             ctx=ctx,
             kept=kept,
-            identity=f"{trained.manifest.digest} mlm {mlm.__version__}",
+            identity=identity,
             advance=advance,
         )
     if not ctx.is_main:
@@ -213,6 +272,8 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
     )
     if config.samples is not None:
         write_result(config.samples, samples(protocols, outcomes).encode(), key="samples")
+    if config.out is None:
+        set_aside(out, identity_of_result(result))
     write_result(out, (json.dumps(result, indent=2) + "\n").encode())
     kept.unlink(missing_ok=True)
     show(result, protocols, out)

@@ -1,0 +1,106 @@
+"""The tokenizer of a run: one from its first step to its last, for checkpoints hold numbers of its tokens."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from mlm.checkpoint.format import Manifest
+from mlm.checkpoint.tokenizer_digest import TokenizerDigest, file_beside
+from mlm.config.errors import UserError
+from mlm.config.schema import DataConfig
+from mlm.data.blend_history import known_digest
+from mlm.data.receipt import read_receipt
+from mlm.data.tokenizer import Tokenizer
+from mlm.train.corpora import Corpus, corpora, source_facts, tokenizer_path
+
+
+def digest_of(tokenizer: Tokenizer) -> TokenizerDigest:
+    """A tokenizer as checkpoints know it."""
+    return TokenizerDigest(tokenizer.digest, tokenizer.vocabulary_digest)
+
+
+def tokenizer_now(data: DataConfig) -> TokenizerDigest | None:
+    """The tokenizer of the corpora that a run spec names; None for synthetic data and where nothing says it.
+
+    Raises UserError, CorruptFileError.
+    """
+    path = tokenizer_path(data)
+    if path is not None:
+        return digest_of(Tokenizer.load(path))
+    written = (source_facts(corpus)["tokenizer"] for corpus in corpora(data))
+    return next((TokenizerDigest(digest) for digest in written if digest), None)
+
+
+def tokenizer_then(path: Path, manifest: Manifest) -> TokenizerDigest | None:
+    """The tokenizer that a checkpoint was trained with; None where nothing says it.
+
+    One of an older version says it by its corpora's receipts, or by the file in its run directory.
+    """
+    known = TokenizerDigest.of(manifest.state)
+    if known is not None:
+        return known
+    for digest in _written_with(manifest):
+        return TokenizerDigest(digest)
+    file = file_beside(path)
+    try:
+        return digest_of(Tokenizer.load(file)) if file.is_file() else None
+    except UserError:
+        return None
+
+
+def _written_with(manifest: Manifest) -> Iterator[str]:
+    """What the receipts of a checkpoint's corpora said of their tokenizer, as far as they did."""
+    try:
+        for source in manifest.state["data"]["segments"][-1]["sources"]:
+            if digest := known_digest(source["tokenizer"]):
+                yield digest
+    except (KeyError, TypeError, IndexError):
+        return
+
+
+def tokenizer_errors(data: DataConfig, path: Path, manifest: Manifest) -> list[str]:
+    """An error if a run would continue from a checkpoint with another tokenizer's corpora; at most one."""
+    now, then = tokenizer_now(data), tokenizer_then(path, manifest)
+    if now is None or then is None or now.is_same(then):
+        return []
+    named = tokenizer_path(data) or "of the corpus's receipt"
+    return [
+        f"data.tokenizer={named}: has digest {now.digest}, the run in {path.parent.parent} was trained with "
+        f"{then.digest}; use corpora of that tokenizer, or set another out=…"
+    ]
+
+
+def corpus_tokenizer_errors(data: DataConfig) -> list[str]:
+    """Corpora that were written with another tokenizer than the one that would be saved with the run."""
+    path = tokenizer_path(data)
+    if path is None:
+        return []
+    try:
+        saved = digest_of(Tokenizer.load(path))
+        return [error for corpus in corpora(data) if (error := _unlike(corpus, saved, path))]
+    except UserError as error:
+        return [str(error)]
+
+
+def _unlike(corpus: Corpus, saved: TokenizerDigest, path: Path) -> str | None:
+    digest = source_facts(corpus)["tokenizer"]
+    if not digest or saved.is_same(written_with(corpus.train.parent, digest)):
+        return None
+    return (
+        f"data.tokenizer={path}: has digest {saved.digest}, {corpus.train.parent} was written with {digest}; "
+        "name that tokenizer, or another corpus"
+    )
+
+
+def written_with(folder: Path, digest: str) -> TokenizerDigest:
+    """The tokenizer of a corpus folder with a receipt, its vocabulary too where the file is beside it."""
+    try:
+        beside = Tokenizer.load(folder / "tokenizer.json")
+    except (UserError, OSError):
+        return TokenizerDigest(digest)
+    return digest_of(beside) if beside.digest == digest else TokenizerDigest(digest)
+
+
+def receipt_tokenizer(prefix: Path) -> TokenizerDigest | None:
+    """The tokenizer that a .bin/.idx was written with, by the receipt beside it. Raises CorruptFileError."""
+    digest = known_digest((read_receipt(prefix.parent) or {}).get("tokenizer"))
+    return written_with(prefix.parent, digest) if digest else None
