@@ -49,7 +49,8 @@ class Verified:
 
 def verify_checkpoint(directory: Path, progress: Callable[[int], None] = lambda count: None) -> Verified:
     """Check the manifest (digest, coverage, names), each file (size, save id, header, tensors, digest), and
-    that no further shard lies beside them; and that the run's tokenizer is the one trained with. Goes on after a fault, to find all.
+    that no further shard lies beside them; and that the run's tokenizer is the one trained with. Goes on
+    after a fault, to find all.
 
     `progress` hears of bytes as files are done with, `shard_bytes` in all. Never raises for what it finds.
     """

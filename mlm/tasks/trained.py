@@ -230,9 +230,7 @@ def other_tokenizer(named: str, tokenizer: Tokenizer, path: Path, key: str) -> s
     if known is None or known.is_same(given):
         return None
     saved = run_directory(path) / TOKENIZER
-    if (
-        saved.is_file() and known.vocabulary is None
-    ):  # receipts know the file alone; it may be spelt otherwise
+    if saved.is_file() and known.vocabulary is None:  # a receipt knows the file alone
         with suppress(UserError):
             found = digest_of(Tokenizer.load(saved))
             if found.digest == known.digest and found.is_same(given):

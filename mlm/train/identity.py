@@ -95,10 +95,11 @@ class Past:
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A run spec as saved, by keys as they are typed; what it leaves to a default is filled in."""
+    """A run spec as saved, by keys as they are typed; a width that is the default is null."""
     found = {key.removeprefix(f"{HOISTED}."): value for key, value in flatten(dict(config)).items()}
-    if found.get("model.ffn_hidden_size", 0) is None and isinstance(found.get("model.hidden_size"), int):
-        found["model.ffn_hidden_size"] = 4 * found["model.hidden_size"]
+    width = found.get("model.hidden_size")
+    if isinstance(width, int) and found.get("model.ffn_hidden_size") == 4 * width:
+        found["model.ffn_hidden_size"] = None
     return found
 
 

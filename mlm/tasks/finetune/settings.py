@@ -20,6 +20,13 @@ FREE = (
     *("task.lr", "task.weight_decay", "task.epochs", "task.batch_size", "task.warmup"),  # defaults of others
 )
 """What of those sections may change in a run directory."""
+MAY_CHANGE = (
+    *("name", "out", "seeds", "compile", "data.predict_tests"),
+    *("tp", "pp", "vp", "dp", "sequence_parallel", "pipeline", "zero", "recompute"),
+    *("precision.initial_loss_scale", "precision.min_loss_scale", "precision.loss_scale_window"),
+)
+MAY_CHANGE_SECTIONS = ("checkpoint.", "log.", "dist.")
+"""What else may change there. Every key of FinetuneConfig is fixed, may change, or counts by content."""
 WEIGHTS, VOCABULARY, ROWS = "ckpt", "data.tokenizer", "data.path"
 
 Settings = dict[str, Any]

@@ -189,7 +189,8 @@ def replaced_faults(config: ZeroShotConfig, out: Path) -> list[str]:
     if config.limit is None or found is None or found["config"].get("limit") is not None:
         return []
     return [
-        f"out={out}: holds the result of a full evaluation, limit={config.limit} is a trial; name another file"
+        f"out={out}: holds the result of a full evaluation, limit={config.limit} is a trial; "
+        "name another file"
     ]
 
 
