@@ -73,6 +73,8 @@ def preflight(config: ExportHFConfig) -> list[str]:
         faults.append(f"max_file_gb={config.max_file_gb} must be greater than 0")
     try:
         plan_tensors(open_source(config.ckpt))
+    except CorruptFileError:
+        raise  # damage has an exit code of its own
     except ConfigError as error:
         faults += error.faults
     except UserError as error:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mlm.config.errors import UserError
+from mlm.config.errors import CorruptFileError, UserError
 from mlm.config.task_schema import STDIN, GenerateConfig
 from mlm.data.tokenizer import Tokenizer
 from mlm.parallel.mesh import ParallelContext
@@ -47,6 +47,8 @@ def preflight(config: GenerateConfig) -> list[str]:
         faults = [*([fault] if fault else []), *out_faults(config.out)]
         if config.prompt != STDIN:  # which can be read once
             read_prompts(config, tokenizer)
+    except CorruptFileError:
+        raise  # damage has an exit code of its own
     except UserError as error:
         return [*faults, str(error)]
     return faults

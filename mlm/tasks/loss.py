@@ -73,6 +73,8 @@ def preflight(config: EvalLossConfig) -> list[str]:
         seq_length = window_length(config, trained)
         if trained.model.kind == "bert":
             BERTVocab.of(load_tokenizer(config.tokenizer, path))
+    except CorruptFileError:
+        raise  # damage has an exit code of its own
     except UserError as error:
         return [str(error)]
     if fault := corpus_fault(prefix, path):

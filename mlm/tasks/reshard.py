@@ -89,6 +89,8 @@ def preflight(config: ReshardConfig) -> list[str]:
         if published(plan.root, plan.manifest.step, plan.save_id) is None:
             new_tokenizer(plan)
             check_disk(plan)
+    except CorruptFileError:
+        raise  # damage has an exit code of its own
     except ConfigError as error:
         return list(error.faults)
     except UserError as error:

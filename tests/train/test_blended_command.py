@@ -113,7 +113,7 @@ def test_a_changed_blend_is_told_when_resumed(
 ) -> None:
     out = tmp_path / "run"
     shutil.copytree(blended, out)
-    pretrain(f"data.blend=[{made}/web,{made}/code]", f"out={out}", "train.steps=7")
+    pretrain(f"data.blend=[{made}/web,{made}/code]", f"out={out}", "train.steps=7", "data.change=true")
     said = "data changed at sample 48: web 50.00% (was 70.00%), code 50.00% (new); without wiki"
     assert said in capsys.readouterr().out
     assert [s["from_sample"] for s in segments(out)] == [0, 48]

@@ -45,7 +45,9 @@ def spec(blend: tuple[str, ...] = (), **data: Any) -> PretrainConfig:
     """The same run as a dataclass, in float64."""
     base = config(global_batch_size=BATCH, micro_batch_size=2, steps=40)
     model = replace(base.model, vocab_size=VOCAB, num_layers=1)
-    return replace(base, model=model, data=DataConfig(seq_length=SEQ, blend=blend, **data))
+    return replace(
+        base, model=model, data=DataConfig(seq_length=SEQ, blend=blend, **({"change": True} | data))
+    )
 
 
 WIKI_WEB = ("3 corpora/wiki", "1 corpora/web")
@@ -172,6 +174,24 @@ def test_the_changed_blend_is_told_in_a_line(corpora: Path, tmp_path: Path) -> N
     assert leg(shape_context(), tmp_path / "run", spec(WIKI_WEB), 1)[1] is None
     said = leg(shape_context(), tmp_path / "run", spec(("1 corpora/web", "1 corpora/code")), 1)[1]
     assert said == "data changed at sample 16: web 50.00% (was 25.00%), code 50.00% (new); without wiki"
+
+
+def test_a_changed_blend_needs_data_change(corpora: Path, tmp_path: Path) -> None:
+    leg(shape_context(), tmp_path / "run", spec(WIKI_WEB), 1)
+    other = spec(("1 corpora/web", "1 corpora/code"), change=False)
+    with pytest.raises(UserError, match=r"data.blend=.*code 50.00% \(new\).*set data.change=true"):
+        leg(shape_context(), tmp_path / "run", other, 1)
+    same = spec(("6 corpora/wiki", "2 corpora/web"), change=False)
+    assert leg(shape_context(), tmp_path / "run", same, 1)[1] is None
+
+
+def test_tokens_that_changed_without_a_receipt_are_noticed(corpora: Path, tmp_path: Path) -> None:
+    (corpora / "web" / "corpus.json").unlink()
+    read_on(tmp_path / "run", WIKI_WEB, 1)
+    path = corpora / "web" / "train.bin"
+    path.write_bytes(path.read_bytes()[::-1])
+    with pytest.raises(UserError, match=r"web/train\.bin is not what this run was trained on \(tokens xxh3"):
+        read_on(tmp_path / "run", WIKI_WEB, 1)
 
 
 @pytest.mark.parametrize("dp", [1, 2])

@@ -132,7 +132,7 @@ def test_a_run_s_own_checkpoint_comes_before_the_named_one(out: Path, tmp_path: 
 def test_a_checkpoint_of_another_model_is_no_damage(out: Path) -> None:
     """An older one would be of that model too."""
     base = spec(out)
-    with pytest.raises(UserError, match="checkpoint of another model") as caught:
+    with pytest.raises(UserError, match=r"model.num_layers=3: the run in .* was trained with 2") as caught:
         resume(Trainer(replace(base, model=replace(base.model, num_layers=3)), shape_context()))
     assert caught.value.exit_code == 2
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import mlm
-from mlm.config.errors import ConfigError, UserError
+from mlm.config.errors import ConfigError, CorruptFileError, UserError
 from mlm.config.eval_schema import (
     EvalAllConfig,
     EvalLambadaConfig,
@@ -56,6 +56,8 @@ def preflight(config: ZeroShotConfig) -> list[str]:
             return [fault]
         length = window_length(config, named.config)
         protocols_of(config, checked_tokenizer(config, named.path, named.config.model), length)
+    except CorruptFileError:
+        raise  # damage has an exit code of its own
     except ConfigError as error:
         return list(error.faults)
     except UserError as error:

@@ -167,16 +167,45 @@ def test_a_command_that_was_stopped_goes_on(folder: Path, monkeypatch: pytest.Mo
     config = cloze(folder, out=str(folder / "stopped.json"))
     expected = metrics(run(config))
     Path(config.out or "").unlink()
-    kept = folder / ".stopped.partial.jsonl"
-    assert not kept.exists()
+    assert not partial(folder)
     with monkeypatch.context() as patch:
         patch.setattr(evaluate, "receipt", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(config)
-    assert kept.exists()
+    (kept,) = partial(folder)
     assert not Path(config.out or "").exists()
+    content = kept.read_bytes()
+    run(replace(config, limit=3, out=str(folder / "trial.json")))
+    run(replace(config, limit=2))
+    assert kept.read_bytes() == content  # a trial leaves what is kept of the full evaluation
+    Path(config.out or "").unlink()
     assert metrics(run(config)) == expected
     assert not kept.exists()
+
+
+def partial(folder: Path) -> list[Path]:
+    """Scores kept of evaluations that were stopped, to `stopped.json`."""
+    return list(folder.glob(".stopped.*.partial.jsonl"))
+
+
+def test_a_trial_does_not_replace_a_full_result(folder: Path) -> None:
+    config = cloze(folder, out=None)
+    full = folder / "run" / "eval-lambada.json"
+    run(config)
+    before = full.read_bytes()
+    run(replace(config, limit=2))
+    assert full.read_bytes() == before
+    assert (folder / "run" / "eval-lambada-limit2.json").exists()
+    (fault,) = evaluate.preflight(replace(config, limit=2, out=str(full)))
+    assert fault.startswith(f"out={full}: holds the result of a full evaluation")
+
+
+def test_the_result_of_another_evaluation_is_kept_under_a_name_with_its_digest(folder: Path) -> None:
+    config = cloze(folder, out=None)
+    run(config)
+    before = (folder / "run" / "eval-lambada.json").read_bytes()
+    run(replace(config, seq_length=SEQ_LENGTH))
+    assert before in [path.read_bytes() for path in (folder / "run").glob("eval-lambada.*.json")]
 
 
 def interrupted(*args: Any, **kwargs: Any) -> None:
