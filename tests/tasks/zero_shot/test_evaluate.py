@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mlm.checkpoint.save_load import resolve
 from mlm.config.checks import check_zero_shot
 from mlm.config.eval_schema import (
     AllDataConfig,
@@ -77,7 +78,8 @@ def run(config: Any, ctx: ParallelContext | None = None) -> dict[str, Any]:
     """What a command writes."""
     assert evaluate.preflight(config) == []
     evaluate.run(config, ctx or ParallelContext())
-    result: dict[str, Any] = json.loads(Path(config.out).read_text())
+    out = evaluate.result_path(config, resolve(config.ckpt))
+    result: dict[str, Any] = json.loads(out.read_text())
     return result
 
 
