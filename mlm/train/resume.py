@@ -56,17 +56,19 @@ def _with_ancestors(best: Path) -> list[Path]:
     return found[found.index(best) :] if best in found else [best]
 
 
-def start_faults(config: PretrainConfig) -> list[str]:
+def start_faults(config: PretrainConfig, *, compares: bool = True) -> list[str]:
     """What keeps the run from beginning where it should, or from being alone in its folder.
 
-    Read before any rank starts. One process may ask: ranks that a launcher started would meet themselves.
+    Without `compares` the caller compares the run with its checkpoint. Read before any rank starts. One
+    process may ask: ranks that a launcher started would meet themselves.
     """
     if faults := claim_faults(config.out, "run", inputs=protected_from(config)):
         return faults
     try:
         for start in starts(config)[:1]:
-            if errors := errors_of_start(config, start):
+            if errors := errors_of_start(config, start) if compares else []:
                 return errors
+            read_manifest(start)
         if read_place(os.environ) is None:
             with sole_writer(folder(config)):
                 pass

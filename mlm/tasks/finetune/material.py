@@ -77,7 +77,7 @@ def start_of(config: FinetuneConfig | EvalTaskConfig) -> Start:
 def tokenizer_of(config: FinetuneConfig | EvalTaskConfig, named: Named) -> Tokenizer:
     """The tokenizer that the model knows. Raises UserError."""
     given, key = config.data.tokenizer, "data.tokenizer"
-    tokenizer = load_tokenizer(given, named.path, key)
+    tokenizer = load_tokenizer(given, named.path, key, force=True)  # compared below
     if fault := vocabulary_fault(given, tokenizer, named.config.model, key):
         raise UserError(fault)
     if given is None:
