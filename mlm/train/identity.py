@@ -50,7 +50,7 @@ KINDS: dict[str, Kind] = {
     ),
     **_keys(Kind.DATA, "path train blend tokenizer", "data."),
     **_keys(Kind.RECORDED, "compile model.vocab_multiple"),
-    **_keys(Kind.RECORDED, "tp pp vp dp sequence_parallel pipeline zero recompute"),
+    **_keys(Kind.RECORDED, "tp pp vp dp sequence_parallel pipeline zero zero_reduce recompute"),
     **_keys(Kind.RECORDED, "lr betas eps weight_decay clip_grad_norm", "optimizer."),
     **_keys(Kind.RECORDED, "decay warmup_steps decay_steps min_lr", "schedule."),
     **_keys(Kind.RECORDED, "dtype initial_loss_scale min_loss_scale loss_scale_window", "precision."),

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from mlm.checkpoint.tokenizer_digest import KEY as TOKENIZER
 from mlm.config.build import config_digest, to_dict
-from mlm.config.errors import UserError, writing_to
+from mlm.config.errors import writing_to
 from mlm.config.schema import PretrainConfig
 from mlm.data.blend_history import trained_on
 from mlm.data.tokenizer import Tokenizer

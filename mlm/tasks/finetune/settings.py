@@ -22,7 +22,7 @@ FREE = (
 """What of those sections may change in a run directory."""
 MAY_CHANGE = (
     *("name", "out", "seeds", "compile", "data.predict_tests"),
-    *("tp", "pp", "vp", "dp", "sequence_parallel", "pipeline", "zero", "recompute"),
+    *("tp", "pp", "vp", "dp", "sequence_parallel", "pipeline", "zero", "zero_reduce", "recompute"),
     *("precision.initial_loss_scale", "precision.min_loss_scale", "precision.loss_scale_window"),
 )
 MAY_CHANGE_SECTIONS = ("checkpoint.", "log.", "dist.")
