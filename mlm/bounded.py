@@ -25,17 +25,17 @@ def read_bounded(path: Path, most: int, remedy: str) -> bytes:
         return f.read(most + 1)
 
 
-def parse_json(content: bytes | str) -> Any:
+def parse_json(content: bytes | str, *, finite: bool = True) -> Any:
     """JSON as RFC 8259 has it: finite numbers, whole ones below 2^64, each key once in an object.
 
-    Raises ValueError for anything else, brackets too deep among it.
+    Python's writers say NaN and Infinity too: with `finite=False` they are numbers. Raises ValueError for anything else, brackets too deep among it.
     """
     try:
         return json.loads(
             content,
             parse_int=_whole_number,
             parse_float=_finite,
-            parse_constant=_refuse_constant,
+            parse_constant=_refuse_constant if finite else float,
             object_pairs_hook=without_repeats,
         )
     except RecursionError:

@@ -178,11 +178,18 @@ def _without_pointer(found: dict[int, Path]) -> Iterator[Path]:
 
 
 def _manifest(path: Path) -> Manifest | None:
-    """The manifest of a checkpoint, None when it cannot be read."""
+    """The manifest of a checkpoint, None when it cannot be read or is not its own."""
     try:
-        return read_manifest(path)
+        manifest = read_manifest(path)
     except (UserError, OSError):
         return None
+    return None if is_of_another_step(manifest, path) else manifest
+
+
+def is_of_another_step(manifest: Manifest, directory: Path) -> bool:
+    """True if a manifest does not belong in a directory of this step-… name."""
+    name = plain_name(directory)
+    return STEP_NAME.fullmatch(name) is not None and name != step_name(manifest.step)
 
 
 def is_of_another_branch(path: Path, head: Path) -> bool:
@@ -201,7 +208,10 @@ def is_of_another_branch(path: Path, head: Path) -> bool:
 def fault_of(directory: Path) -> str | None:
     """Why a checkpoint is not whole, as far as names and sizes tell: no file but the manifest is read."""
     try:
-        for name, entry in read_manifest(directory).files.items():
+        manifest = read_manifest(directory)
+        if is_of_another_step(manifest, directory):
+            return f"{directory / MANIFEST}: of step {manifest.step}, copied here from another checkpoint"
+        for name, entry in manifest.files.items():
             if (size := regular_size(directory / name)) != entry.bytes:
                 return f"{directory / name}: {size} bytes, the manifest says {entry.bytes}"
     except (UserError, OSError) as e:
