@@ -73,9 +73,27 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def scaled(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """weight * scale, rounded once."""
-    return torch.mul(weight, scale, out=torch.empty_like(weight, dtype=dtype))
+OFF_LATTICE = 1.296875
+"""Exact in bfloat16, and far from a power of two in the logarithm."""
+
+
+def split_scale(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Two factors of `scale`: of float32 logits' gradients before their cast to `dtype`, and of what follows.
+
+    bfloat16 has eight bits. Rounded to it, the scale would be off by up to 0.4 %, for all gradients alike; so
+    would a product of bfloat16 numbers with a scale next to a power of two, as all would be rounded one way.
+    The first factor then moves such numbers elsewhere. It is exact in bfloat16, so that p - 1 of a label
+    whose p is small is not rounded one way either. In float16 all goes first, or small probabilities vanish.
+    """
+    one = torch.ones_like(scale)
+    if dtype == torch.float16:
+        return scale, one
+    if dtype != torch.bfloat16:
+        return one, scale
+    mantissa = torch.frexp(scale).mantissa  # in [0.5, 1)
+    is_near = (mantissa < 0.5 * (1 + 2**-5)) | (mantissa > 1 - 2**-6)
+    first = torch.where(is_near, OFF_LATTICE, one)
+    return first, scale / first
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -93,10 +111,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         compute = weight.to(hidden.dtype)
         added = None if bias is None else bias.to(hidden.dtype)
-        # bfloat16 would round the scale by up to 0.4 %, for all gradients alike: it goes into float32 weights
-        # before their cast and into the float32 sum of the weight's gradient
-        scaled_after = hidden.dtype == torch.bfloat16
-        compute_back = scaled(weight, scale, hidden.dtype) if scaled_after else compute
+        half = hidden.dtype in (torch.bfloat16, torch.float16)
+        before, then = split_scale(scale.to(wide(hidden.dtype)), hidden.dtype)
         rows = chunk_rows(hidden.shape[0], weight.shape[0], hidden.device, chunk_bytes)
         d_hidden = torch.empty_like(hidden)
         # [H, V/t] where the product is faster that way round (matmul.weight_gradient says why); turned once
@@ -118,19 +134,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss += losses.sum()
             # gradient of a row's loss: p - onehot(label); ignored rows get weight 0
             p.scatter_add_(1, column.clamp(min=0).unsqueeze(1), -(column >= 0).to(p.dtype).unsqueeze(1))
-            row_scale = (scale * (labels[part] != IGNORE)).to(p.dtype).unsqueeze(1)  # [rows, 1]
+            scored = (labels[part] != IGNORE).unsqueeze(1)  # [rows, 1]
             if d_bias is not None:
-                d_bias += (row_scale.t() @ p).squeeze(0)
-            if hidden.dtype == torch.float16:  # scaled before the cast, or small probabilities vanish
-                p, row_scale = p.mul_(row_scale), torch.ones_like(row_scale)
-            elif scaled_after:
-                row_scale = (labels[part] != IGNORE).unsqueeze(1)
-            left, row_scale = p.to(hidden.dtype), row_scale.to(hidden.dtype)
-            # the row scale multiplies H-wide operands rather than V-wide ones
-            torch.mul(product(left, compute_back.t()), row_scale, out=d_hidden[part])
-            right = hidden[part] * row_scale
+                d_bias += ((scale * scored).to(p.dtype).t() @ p).squeeze(0)
+            if half:
+                left = torch.mul(p, before, out=torch.empty_like(p, dtype=hidden.dtype))
+                right = hidden[part] * scored
+            else:  # the row scale multiplies H-wide operands rather than V-wide ones
+                left, right = p, hidden[part] * (scale * scored).to(p.dtype)
+            torch.mul(product(left, compute.t()), (then * scored).to(p.dtype), out=d_hidden[part])
             d_weight += product(right.t(), left.t()) if turned else product(left.t(), right.t())
-        d_weight = d_weight.mul_(scale) if scaled_after else d_weight
+        d_weight = d_weight.mul_(then) if half else d_weight
         d_weight = (d_weight.t().contiguous() if turned else d_weight).to(weight.dtype)
         ctx.save_for_backward(d_hidden, d_weight, None if d_bias is None else d_bias.to(table.weight.dtype))
         hits = hits * scale
