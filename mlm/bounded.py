@@ -28,7 +28,8 @@ def read_bounded(path: Path, most: int, remedy: str) -> bytes:
 def parse_json(content: bytes | str, *, finite: bool = True) -> Any:
     """JSON as RFC 8259 has it: finite numbers, whole ones below 2^64, each key once in an object.
 
-    Python's writers say NaN and Infinity too: with `finite=False` they are numbers. Raises ValueError for anything else, brackets too deep among it.
+    Python's writers say NaN and Infinity too: with `finite=False` they are numbers. Raises ValueError for
+    anything else, brackets too deep among it.
     """
     try:
         return json.loads(
