@@ -34,6 +34,8 @@ class DataTokenizerConfig:
     vocab.txt taken over the tokenizer_config.json beside it decides, else whether it holds no capitals."""
     text_key: str = "text"
     """Key (or column) that holds a document's text."""
+    unreadable: Literal["error", "skip"] = "error"
+    """As in `mlm data build`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +45,8 @@ class DataBuildConfig:
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     input: InputPath
-    """File, folder or glob of .jsonl, .txt (also .gz, .zst) or .parquet; or hub:OWNER/NAME, a Hub dataset.
+    """File, folder or glob of .jsonl, .ndjson, .txt (also .gz, .zst, .bz2, .xz), .json.gz or .parquet; or
+    hub:OWNER/NAME, a Hub dataset.
 
     A folder with train.* may hold validation.* and test.*: each becomes that part."""
     tokenizer: InputPath
@@ -67,6 +70,9 @@ class DataBuildConfig:
     bad_input: Literal["refuse", "skip"] = "refuse"
     """A document that cannot be read stops the build (refuse), or is counted and listed in
     rejected.jsonl (skip)."""
+    unreadable: Literal["error", "skip"] = "error"
+    """A folder or file of the input that cannot be opened, a link that leads nowhere, a FIFO, socket or
+    device stops the build (error), or is listed in the receipt (skip)."""
     max_document_bytes: int = 1 << 26
     """Longest line or document, in bytes; a longer one is bad input."""
     seed: int = 1234

@@ -18,7 +18,7 @@ from mlm.data.corpus.local import run_stages
 from mlm.data.corpus.merge_stage import move, publish
 from mlm.data.corpus.plan import EVALUATION, TOKENIZER, Plan, shard_bytes
 from mlm.data.corpus.report import outcome, refuse_empty_parts, summary, warn, write_rejected
-from mlm.data.corpus.shards import cut, find_all
+from mlm.data.corpus.shards import Found, cut, find_all
 from mlm.data.parts import parse_split
 from mlm.data.receipt import RECEIPT, Receipt, check_corpus, damaged_file, read_receipt, write_receipt
 from mlm.data.tokenizer import Tokenizer
@@ -64,7 +64,7 @@ def run_build(config: DataBuildConfig, console: Console | None = None) -> Receip
             console.print(f"{out} is up to date", soft_wrap=True)
         else:
             write_atomic(out / MARKER, b"")
-            receipt = build(plan, made_of, out, console)
+            receipt = build(plan, found, made_of, out, console)
         if receipt is None:
             return None
         warn(config, console)
@@ -127,7 +127,7 @@ def delete_work(config: DataBuildConfig) -> str | None:
     return delete_owned(work_folder(config), "corpus-work", inputs=reads)
 
 
-def build(plan: Plan, made_of: Receipt, out: Path, console: Console) -> Receipt | None:
+def build(plan: Plan, found: Found, made_of: Receipt, out: Path, console: Console) -> Receipt | None:
     """Run the stages and publish what they made. None while jobs on a cluster are at work."""
     path, executor = plan.save(), plan.config.executor
     if executor.kind == "local":
@@ -145,7 +145,7 @@ def build(plan: Plan, made_of: Receipt, out: Path, console: Console) -> Receipt 
             run_ray(plan, path)
         elif not run_slurm(plan, path, console):
             return None
-    facts = outcome(plan)
+    facts = outcome(plan) | {"not_read": found.account()}
     refuse_empty_parts(plan, facts)
     names = publish(plan, out)
     move(plan.work / TOKENIZER, out / TOKENIZER)

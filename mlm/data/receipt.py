@@ -13,6 +13,8 @@ from mlm.data.indexed import REBUILD, IndexedDataset, bin_path
 from mlm.files import WHOLE, digest_file, sampled_digest, write_atomic
 
 RECEIPT = "corpus.json"
+REJECTED = "rejected.jsonl"
+INPUTS = "corpus-inputs.jsonl"
 MAX_RECEIPT_BYTES = 1 << 24  # 16 MiB: parsed JSON takes many times its size
 PACKAGES = ("mlm", "tokenizers", "numpy", "ftfy", "rensa", "datatrove")
 

@@ -99,7 +99,9 @@ def texts_of(config: DataTokenizerConfig) -> Texts:
 
     Iterating raises UserError for a record that is no document, and at the end when all texts were empty.
     """
-    build = DataBuildConfig(input=config.input, tokenizer="", out="", text_key=config.text_key)
+    build = DataBuildConfig(
+        input=config.input, tokenizer="", out="", text_key=config.text_key, unreadable=config.unreadable
+    )
     inputs = [item for item in find_inputs(build) if item.split in (None, "train")]
     shards = cut(inputs, SHARD_BYTES)
 

@@ -1,12 +1,16 @@
 """Bytes of plain and compressed files, block by block: memory does not grow with the file.
 
 Python's gzip module hides what it decoded before a fault, and python-zstandard's reader takes a truncated
-file for a whole one; so gzip is unpacked with zlib and Zstandard with pyarrow, which reports both.
+file for a whole one; so gzip is unpacked with zlib and Zstandard with pyarrow, which reports both. A packed
+file of no bytes is damaged: even of nothing, every packer makes a header.
 """
 
+import bz2
+import lzma
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Protocol
 
 from mlm.data.corpus.extras import load_extra
 from mlm.data.corpus.records import readable
@@ -14,6 +18,8 @@ from mlm.data.corpus.records import readable
 BLOCK = 1 << 18  # bytes handed on at a time: 256 KiB
 ZSTD_BLOCK = 1 << 14  # 16 KiB: what a fault takes with it that was sound
 GZIP_WBITS = 31  # zlib: expect gzip's header and check its checksum (RFC 1952)
+XZ_MEMORY = 1 << 27  # 128 MiB: what xz -9 needs, twice; a file that asks for more counts as damage
+EMPTY = "no bytes"
 
 
 class DamagedError(Exception):
@@ -33,7 +39,13 @@ def blocks(path: str, *, begin: int = 0, moved: Callable[[int], None]) -> Iterat
     if name.endswith(".zst"):
         return zstd_blocks(path, moved)
     raw = raw_blocks(path, begin, moved)
-    return gzip_blocks(raw) if name.endswith(".gz") else raw
+    if name.endswith(".gz"):
+        return gzip_blocks(raw)
+    if name.endswith(".bz2"):
+        return packed_blocks(raw, bz2.BZ2Decompressor, padded=False)
+    if name.endswith(".xz"):
+        return packed_blocks(raw, lambda: lzma.LZMADecompressor(memlimit=XZ_MEMORY), padded=True)
+    return raw
 
 
 def raw_blocks(path: str, begin: int, moved: Callable[[int], None]) -> Iterator[bytes]:
@@ -69,8 +81,45 @@ def gzip_blocks(source: Iterator[bytes]) -> Iterator[bytes]:
                 member = None
             if block:
                 yield block
-    if member is not None:
-        raise DamagedError("truncated")
+    if member is not None or first:
+        raise DamagedError(EMPTY if first else "truncated")
+
+
+class Unpacker(Protocol):
+    """What bz2 and lzma have in common: one stream."""
+
+    @property
+    def eof(self) -> bool: ...
+
+    @property
+    def needs_input(self) -> bool: ...
+
+    @property
+    def unused_data(self) -> bytes: ...
+
+    def decompress(self, data: bytes, max_length: int) -> bytes: ...
+
+
+def packed_blocks(source: Iterator[bytes], new: Callable[[], Unpacker], *, padded: bool) -> Iterator[bytes]:
+    """Streams of bzip2 or xz, one after the other. `padded`: zeros may stand between them, as xz allows."""
+    stream, first = None, True
+    for data in source:
+        while data or (stream is not None and not stream.needs_input):
+            if stream is None:
+                if padded and not first and not (data := data.lstrip(b"\0")):
+                    break
+                stream, first = new(), False
+            try:
+                block = stream.decompress(data, BLOCK)
+            except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
+                raise DamagedError(error) from error
+            data = stream.unused_data if stream.eof else b""
+            if stream.eof:
+                stream = None
+            if block:
+                yield block
+    if stream is not None or first:
+        raise DamagedError(EMPTY if first else "truncated")
 
 
 def zstd_blocks(path: str, moved: Callable[[int], None]) -> Iterator[bytes]:
@@ -86,6 +135,8 @@ def zstd_blocks(path: str, moved: Callable[[int], None]) -> Iterator[bytes]:
                 block = stream.read(ZSTD_BLOCK)
                 count, position = f.tell() - position, f.tell()
             if not block:
+                if not position and not f.size():
+                    raise DamagedError(EMPTY)
                 return
             moved(count)
             yield block

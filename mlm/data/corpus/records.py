@@ -46,7 +46,7 @@ class Shard:
 
     path: str
     kind: str
-    """jsonl, txt (also .gz, .zst), parquet or hub."""
+    """jsonl, txt (also .gz, .zst, .bz2, .xz), parquet or hub."""
     begin: int
     """In bytes of a file, rows of a Parquet file (where row groups begin), shards of a Hub dataset."""
     end: int

@@ -14,9 +14,8 @@ from mlm.data.corpus.decontaminate import Tally
 from mlm.data.corpus.markers import Counts, counts_of
 from mlm.data.corpus.plan import Plan
 from mlm.data.corpus.tokenise_stage import load_contaminants
+from mlm.data.receipt import REJECTED
 from mlm.files import write_atomic
-
-REJECTED = "rejected.jsonl"
 
 Facts = dict[str, Any]
 

@@ -1,6 +1,8 @@
 """Blocks of plain and compressed files, and lines of bounded length."""
 
+import bz2
 import gzip
+import lzma
 import random
 import tracemalloc
 from pathlib import Path
@@ -13,11 +15,19 @@ from mlm.data.corpus import openers
 from mlm.data.corpus.openers import DamagedError, blocks, lines
 from tests.data.corpus.reading import write
 
+PACKED = [".gz", ".zst", ".bz2", ".xz"]
 CONTENT = random.Random(0).randbytes(300_000) + bytes(700_000)
 
 
 def packed(suffix: str, content: bytes) -> bytes:
-    return {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[suffix](content)
+    pack = {
+        "": bytes,
+        ".gz": gzip.compress,
+        ".zst": zstandard.compress,
+        ".bz2": bz2.compress,
+        ".xz": lzma.compress,
+    }
+    return pack[suffix](content)
 
 
 def content_of(path: Path, begin: int = 0) -> bytes:
@@ -36,20 +46,25 @@ def sound_part(path: Path) -> bytes:
     return b"".join(got)
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("suffix", ["", *PACKED])
 def test_blocks_are_the_content(tmp_path: Path, suffix: str) -> None:
     assert content_of(write(tmp_path / f"a{suffix}", packed(suffix, CONTENT))) == CONTENT
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("suffix", PACKED)
 def test_members_and_frames_follow_each_other(tmp_path: Path, suffix: str) -> None:
     parts = packed(suffix, b"one") + packed(suffix, b"") + packed(suffix, CONTENT) + packed(suffix, b"two")
     assert content_of(write(tmp_path / f"a{suffix}", parts)) == b"one" + CONTENT + b"two"
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
-def test_empty_file_has_no_content(tmp_path: Path, suffix: str) -> None:
-    assert content_of(write(tmp_path / f"a{suffix}", b"")) == b""
+def test_empty_file_has_no_content(tmp_path: Path) -> None:
+    assert content_of(write(tmp_path / "a", b"")) == b""
+
+
+@pytest.mark.parametrize("suffix", PACKED)
+def test_packed_file_of_no_bytes_is_damaged(tmp_path: Path, suffix: str) -> None:
+    assert sound_part(write(tmp_path / f"a{suffix}", b"")) == b""
+    assert content_of(write(tmp_path / f"b{suffix}", packed(suffix, b""))) == b""
 
 
 def test_zeros_may_pad_a_gzip_file(tmp_path: Path) -> None:
@@ -64,7 +79,7 @@ def test_blocks_begin_at_a_byte(tmp_path: Path) -> None:
     assert content_of(write(tmp_path / "a", CONTENT), begin=299_999) == CONTENT[299_999:]
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("suffix", ["", *PACKED])
 def test_blocks_tell_of_every_byte_of_the_file(tmp_path: Path, suffix: str) -> None:
     moved = list[int]()
     path = write(tmp_path / f"a{suffix}", packed(suffix, CONTENT))
@@ -72,7 +87,7 @@ def test_blocks_tell_of_every_byte_of_the_file(tmp_path: Path, suffix: str) -> N
     assert sum(moved) == path.stat().st_size
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("suffix", [".gz", ".zst", ".xz"])
 @pytest.mark.parametrize("keep", [0.4, 0.999])
 def test_truncated_file_gives_what_came_before(tmp_path: Path, suffix: str, keep: float) -> None:
     file = packed(suffix, CONTENT[:300_000])
@@ -81,12 +96,12 @@ def test_truncated_file_gives_what_came_before(tmp_path: Path, suffix: str, keep
     assert len(got) > keep * 300_000 - 150_000  # a block of Zstandard's own is 128 KiB
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("suffix", PACKED)
 def test_file_of_another_kind_is_damaged(tmp_path: Path, suffix: str) -> None:
     assert sound_part(write(tmp_path / f"a{suffix}", b'{"text": "plain"}\n' * 100)) == b""
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("suffix", PACKED)
 def test_what_follows_the_last_member_is_damage(tmp_path: Path, suffix: str) -> None:
     sound_part(write(tmp_path / f"a{suffix}", packed(suffix, CONTENT) + b"no header"))
 
@@ -97,7 +112,7 @@ def test_wrong_checksum_is_damage(tmp_path: Path) -> None:
     sound_part(write(tmp_path / "a.gz", bytes(file)))
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("suffix", PACKED)
 def test_bomb_is_unpacked_block_by_block(tmp_path: Path, suffix: str) -> None:
     path = write(tmp_path / f"a{suffix}", packed(suffix, bytes(1 << 26)))
     assert path.stat().st_size < 1 << 17
