@@ -13,12 +13,12 @@ from mlm.config.build import to_dict
 from mlm.config.data_schema import DataBuildConfig
 from mlm.config.errors import UserError
 from mlm.data.corpus.benchmarks import read_benchmarks, save_benchmarks
-from mlm.data.corpus.inputs import with_digests
+from mlm.data.corpus.inputs import digests_of, with_digests, write_inputs
 from mlm.data.corpus.local import run_stages
 from mlm.data.corpus.merge_stage import move, publish
 from mlm.data.corpus.plan import EVALUATION, TOKENIZER, Plan, shard_bytes
 from mlm.data.corpus.report import outcome, refuse_empty_parts, summary, warn, write_rejected
-from mlm.data.corpus.shards import Found, cut, find_all
+from mlm.data.corpus.shards import Found, cut, find_all, group
 from mlm.data.parts import parse_split
 from mlm.data.receipt import RECEIPT, Receipt, check_corpus, damaged_file, read_receipt, write_receipt
 from mlm.data.tokenizer import Tokenizer
@@ -57,8 +57,11 @@ def run_build(config: DataBuildConfig, console: Console | None = None) -> Receip
         digested = with_digests(found.inputs, work, console)
         tokenizer.save(work / TOKENIZER)
         evaluation = prepare_evaluation(config, work)
-        shards = tuple(cut(digested, shard_bytes(sum(item.bytes for item in digested))))
-        plan = Plan(config, work, digested, shards, tokenizer.digest, evaluation)
+        size = shard_bytes(sum(item.bytes for item in digested))
+        shards = tuple(cut(digested, size))
+        plan = Plan(
+            config, work, digested, shards, group(digested, shards, size), tokenizer.digest, evaluation
+        )
         made_of = ingredients(plan, tokenizer)
         if (receipt := reusable(out, made_of)) is not None:
             console.print(f"{out} is up to date", soft_wrap=True)
@@ -149,8 +152,8 @@ def build(plan: Plan, found: Found, made_of: Receipt, out: Path, console: Consol
     refuse_empty_parts(plan, facts)
     names = publish(plan, out)
     move(plan.work / TOKENIZER, out / TOKENIZER)
-    rejected = write_rejected(plan, out)
-    receipt = write_receipt(out, made_of | facts, [*names, TOKENIZER, *rejected])
+    listed = [*write_rejected(plan, out), *write_inputs(plan.inputs, out)]
+    receipt = write_receipt(out, made_of | facts, [*names, TOKENIZER, *listed])
     (out / MARKER).unlink()
     console.print(summary(out, receipt))
     return receipt
@@ -159,7 +162,6 @@ def build(plan: Plan, found: Found, made_of: Receipt, out: Path, console: Consol
 def ingredients(plan: Plan, tokenizer: Tokenizer) -> Receipt:
     """Everything the output is a function of."""
     config = to_dict(plan.config)
-    divided = not any(shard.split for shard in plan.shards)
     settings = (
         "text_key",
         "id_key",
@@ -177,9 +179,9 @@ def ingredients(plan: Plan, tokenizer: Tokenizer) -> Receipt:
         **{key: config[key] for key in settings},
         "recipe": {key: config[key] for key in ("normalise", "filter", "dedup", "decontaminate")},
         "evaluation_texts": plan.evaluation,
-        "split": list(parse_split(plan.config.split)) if divided else None,
+        "split": list(parse_split(plan.config.split)) if plan.is_divided else None,
         "seed": plan.config.seed,
-        "inputs": {item.name: item.digest for item in plan.inputs},
+        "inputs": digests_of({item.name: item.digest for item in plan.inputs}),
     }
 
 
@@ -197,7 +199,9 @@ def reusable(out: Path, made_of: Receipt) -> Receipt | None:
     if receipt is None:
         return None
     remedy = "set another out=, or delete the folder"
-    differing = [key for key, value in made_of.items() if receipt.get(key) != value]
+    inputs = receipt.get("inputs")
+    known = receipt | {"inputs": digests_of(inputs) if isinstance(inputs, dict) else inputs}
+    differing = [key for key, value in made_of.items() if known.get(key) != value]
     if differing:
         raise UserError(f"out={out} holds a corpus made with other {', '.join(differing)}: {remedy}")
     if (name := damaged_file(out, receipt)) is not None:

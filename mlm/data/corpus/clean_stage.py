@@ -1,6 +1,6 @@
-"""Stage `clean`: read a shard, mend and filter its documents, sign them for the search for duplicates.
+"""Stage `clean`: read shards, mend and filter their documents, sign them for the search for duplicates.
 
-A task leaves, for shard 12: 00012.bin/.idx, the kept texts as sequences of UTF-8 bytes; 00012.keys.npy, the
+Task 12 leaves 00012.bin/.idx, the kept texts as sequences of UTF-8 bytes; 00012.keys.npy, the
 keys of their bands [bands, documents]; 00012.ids.npy, digests of their ids; 00012.rejected.jsonl.
 """
 
@@ -8,6 +8,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
@@ -74,8 +75,8 @@ class Shortness:
 
 
 def run(plan: Plan, task: int) -> None:
-    """Clean one shard. Raises UserError for bad input that the configuration refuses."""
-    config, folder, shard = plan.config, plan.stages["clean"].folder, plan.shards[task]
+    """Clean the shards of a task. Raises UserError for bad input that the configuration refuses."""
+    config, folder = plan.config, plan.stages["clean"].folder
     tally, rejects = Tally(), list[bytes]()
 
     def reject(fault: Rejected) -> None:
@@ -85,13 +86,17 @@ def run(plan: Plan, task: int) -> None:
         line = {"place": fault.place_text, "rule": fault.rule, "detail": fault.detail}
         rejects.append((json.dumps(line) + "\n").encode())
 
-    documents = read_shard(
-        shard,
-        text_key=config.text_key,
-        id_key=config.id_key,
-        max_bytes=config.max_document_bytes,
-        reject=reject,
-        advance=Advance(folder, task),
+    advance = Advance(folder, task)
+    documents = chain.from_iterable(
+        read_shard(
+            shard,
+            text_key=config.text_key,
+            id_key=config.id_key,
+            max_bytes=config.max_document_bytes,
+            reject=reject,
+            advance=advance,
+        )
+        for shard in plan.shards_of(task)
     )
     prefix = folder / f"{task:05d}"
     files = [bin_path(prefix), idx_path(prefix)]

@@ -8,14 +8,17 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mlm.data.corpus.shards import Input
-from mlm.files import digest_file, write_atomic
+from mlm.data.corpus.records import Input
+from mlm.data.receipt import INPUTS
+from mlm.files import digest_bytes, digest_file, write_atomic
 
 KNOWN = "digests.json"
+IN_RECEIPT = 1000  # inputs that a receipt names itself; more are in a file beside it
 SAVE_EVERY = 1 << 34  # bytes digested between two saves: 16 GiB
 
 
@@ -52,6 +55,28 @@ def with_digests(inputs: Sequence[Input], work: Path, console: Console) -> tuple
                 unsaved = 0
     write_atomic(work / KNOWN, json.dumps(fresh).encode())
     return tuple(done)
+
+
+def digests_of(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Digests of inputs by name as a receipt gives them: of many, their number and one digest."""
+    if len(inputs) <= IN_RECEIPT:
+        return inputs
+    return {"files": len(inputs), "digest": digest_bytes(json.dumps(inputs, sort_keys=True).encode())}
+
+
+def write_inputs(inputs: Sequence[Input], out: Path) -> list[str]:
+    """The names and digests of inputs that are too many for a receipt; the file's name. Raises OSError."""
+    if len(inputs) <= IN_RECEIPT:
+        return []
+
+    def write(f: BinaryIO) -> None:
+        f.writelines(
+            (json.dumps({"name": item.name, "bytes": item.bytes, "digest": item.digest}) + "\n").encode()
+            for item in inputs
+        )
+
+    write_atomic(out / INPUTS, write)
+    return [INPUTS]
 
 
 def load_known(path: Path) -> dict[str, object]:

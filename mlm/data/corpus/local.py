@@ -27,7 +27,7 @@ from rich.progress import (
 )
 
 from mlm.config.errors import UserError
-from mlm.data.corpus.markers import units_done, withdraw_if_damaged
+from mlm.data.corpus.markers import UnitsDone, withdraw_if_damaged
 from mlm.data.corpus.plan import Plan, Stage
 from mlm.data.corpus.sizes import units_of
 from mlm.data.corpus.task import run_task
@@ -145,13 +145,13 @@ def watched(plan: Plan, stage: Stage, totals: list[int], console: Console) -> It
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    over = threading.Event()
+    over, units_done = threading.Event(), UnitsDone(stage.folder, totals)
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
         row = bar.add_task(stage.name, total=max(1, sum(totals)))
 
         def refresh() -> None:
             while not over.wait(REFRESH_S):
-                bar.update(row, completed=units_done(stage.folder, stage.tasks, totals))
+                bar.update(row, completed=units_done())
 
         thread = threading.Thread(target=refresh, daemon=True)
         if console.is_terminal:

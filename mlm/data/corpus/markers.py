@@ -90,15 +90,23 @@ class Advance:
             self.path.write_text(str(self.units))
 
 
-def units_done(folder: Path, tasks: int, totals: Sequence[int]) -> int:
-    """Units that all tasks of a stage have done so far."""
-    done = 0
-    for task in range(tasks):
-        if is_done(folder, task):
-            done += totals[task]
-            continue
-        try:
-            done += min(totals[task], int(progress_path(folder, task).read_text() or 0))
-        except (OSError, ValueError):  # not begun, or read while it was written
-            continue
-    return done
+class UnitsDone:
+    """Units that all tasks of a stage have done so far. A task that is done is not looked at again."""
+
+    def __init__(self, folder: Path, totals: Sequence[int]) -> None:
+        self.folder, self.totals = folder, totals
+        self.done, self.left = 0, list(range(len(totals)))
+
+    def __call__(self) -> int:
+        under_way, left = 0, list[int]()
+        for task in self.left:
+            if is_done(self.folder, task):
+                self.done += self.totals[task]
+                continue
+            left.append(task)
+            try:
+                under_way += min(self.totals[task], int(progress_path(self.folder, task).read_text() or 0))
+            except (OSError, ValueError):  # not begun, or read while it was written
+                continue
+        self.left = left
+        return self.done + under_way

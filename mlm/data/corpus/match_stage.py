@@ -1,16 +1,18 @@
-"""Stages `match`, `group` and `verify`: which documents are near-duplicates of an earlier one.
+"""Stages `match`, `group`, `verify` and `gather`: which documents are near-duplicates of an earlier one.
 
 match   task b < bands: documents that agree on band b, as links [m, 2]; the last task: documents whose id an
         earlier one has
 group   documents that links connect, directly or not, a component each
 verify  in every component, in corpus order: a document goes if its exact Jaccard similarity with an earlier
         one that stays is above the threshold
+gather  the documents that go, of all tasks, in order: each task of the next stage looks up its own
 
 Documents are numbered over all shards in corpus order. `match` looks at AT_ONCE of their keys at a time, so
 its memory is bounded; that of `group` grows with the documents that have links, about 40 bytes each.
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -28,14 +30,23 @@ AT_ONCE = 1 << 26
 """Keys of a band in memory: with what is made of them about 2 GB."""
 
 
+@lru_cache(maxsize=1)
+def first_documents(folder: Path, tasks: int) -> Ids:
+    """Number of the first document of each task, then of all documents: [tasks + 1].
+
+    Kept between the tasks of a process. A stage's folder is named after all that its counts depend on.
+    """
+    kept = [counts["kept"] for counts in counts_of(folder, tasks)]
+    return np.concatenate([[0], np.cumsum(kept)]).astype(np.int64)
+
+
 class CleanTexts:
     """The texts that stage `clean` kept, by their number in the corpus."""
 
     def __init__(self, plan: Plan) -> None:
         stage = plan.stages["clean"]
         self.folder = stage.folder
-        kept = [counts["kept"] for counts in counts_of(stage.folder, stage.tasks)]
-        self.firsts: Ids = np.concatenate([[0], np.cumsum(kept)]).astype(np.int64)
+        self.firsts = first_documents(stage.folder, stage.tasks)
         """Number of each shard's first document, then of all documents: [shards + 1]."""
         self._shards: dict[int, tuple[IndexedDataset, NDArray[np.uint64]]] = {}
 
@@ -55,9 +66,11 @@ class CleanTexts:
     def keys(self, documents: Ids) -> NDArray[np.uint64]:
         """Band keys of documents in ascending order: [k, bands]."""
         shards = np.searchsorted(self.firsts, documents, side="right") - 1
+        begins = np.flatnonzero(np.diff(shards, prepend=-1))
+        ends = [*begins[1:].tolist(), len(documents)]
         found = [
-            self._open(int(shard))[1][:, documents[shards == shard] - self.firsts[shard]].T
-            for shard in np.unique(shards)
+            self._open(int(shards[a]))[1][:, documents[a:b] - self.firsts[shards[a]]].T
+            for a, b in zip(begins.tolist(), ends, strict=True)
         ]
         return np.concatenate(found)
 
@@ -147,24 +160,39 @@ def verify(plan: Plan, task: int) -> None:
 
 def share(bounds: Ids, task: int, tasks: int) -> tuple[int, int]:
     """The run of components that a task takes: about as many documents as every other."""
-    limits = np.arange(tasks + 1) * int(bounds[-1]) // tasks
-    cuts = np.searchsorted(bounds, limits, side="left")
-    return int(cuts[task]), int(min(cuts[task + 1], len(bounds) - 1))
+    limits = np.array([task, task + 1]) * int(bounds[-1]) // tasks
+    begin, end = np.searchsorted(bounds, limits, side="left").tolist()
+    return begin, min(end, len(bounds) - 1)
 
 
-def removed_in(plan: Plan, shard: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Which documents of a shard go: as near-duplicates, and for an id seen before. Both [documents]."""
-    texts = CleanTexts(plan)
-    begin, end = int(texts.firsts[shard]), int(texts.firsts[shard + 1])
-    near, again = np.zeros(end - begin, dtype=bool), np.zeros(end - begin, dtype=bool)
-    verified, matched = plan.stages["verify"], plan.stages["match"]
-    for task in range(verified.tasks):
-        documents = load(verified.folder / f"{task:05d}.npy")[:, 0]
-        mine = documents[np.searchsorted(documents, begin) : np.searchsorted(documents, end)]
-        near[mine - begin] = True
-    ids = load(matched.folder / f"{matched.tasks - 1:05d}.npy")
-    again[ids[np.searchsorted(ids, begin) : np.searchsorted(ids, end)] - begin] = True
+def gather(plan: Plan, _: int) -> None:
+    """The near-duplicates that all tasks of `verify` found, and those of ids, sorted."""
+    verified, matched, stage = (plan.stages[name] for name in ("verify", "match", "gather"))
+    found = [load(verified.folder / f"{task:05d}.npy")[:, 0] for task in range(verified.tasks)]
+    near = np.sort(np.concatenate([np.empty(0, dtype=np.int64), *found]))
+    again = load(matched.folder / f"{matched.tasks - 1:05d}.npy")
+    files = [
+        save(stage.folder / "near.npy", near),
+        save(stage.folder / "again.npy", again),
+        save(stage.folder / "firsts.npy", CleanTexts(plan).firsts),
+    ]
+    write_marker(stage.folder, 0, {"near": len(near), "again": len(again)}, files)
+
+
+def removed_in(plan: Plan, task: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Documents of a task that go: as near-duplicates, and for an id seen before. Both [documents]."""
+    folder = plan.stages["gather"].folder
+    begin, end = load(folder / "firsts.npy")[task : task + 2].tolist()
+    near, again = (among(load(folder / f"{name}.npy"), begin, end) for name in ("near", "again"))
     return near, again
+
+
+def among(documents: Ids, begin: int, end: int) -> NDArray[np.bool_]:
+    """Which of the documents begin … end - 1 are among others, which are sorted: bool [end - begin]."""
+    found = np.zeros(end - begin, dtype=bool)
+    first, last = np.searchsorted(documents, [begin, end])
+    found[documents[first:last] - begin] = True
+    return found
 
 
 def load(path: Path) -> Ids:

@@ -10,7 +10,7 @@ from mlm.data.corpus_files import MARKER, TOKENIZER
 from mlm.data.receipt import INPUTS, RECEIPT, REJECTED, read_receipt
 
 FORMAT = "mlm-corpus-"  # how the format of our receipts begins
-STAGE = re.compile(r"(clean|match|group|verify|tokenise|merge)-[0-9a-f]{16}")
+STAGE = re.compile(r"(clean|match|group|verify|gather|tokenise|merge)-[0-9a-f]{16}")
 IN_WORK = frozenset(("digests.json", "plan.json", "lock", "jobs.json", "evaluation.jsonl", TOKENIZER))
 WORK_MARKS = frozenset(("digests.json", "lock"))
 IN_OUT = frozenset((REJECTED, INPUTS, TOKENIZER, RECEIPT))

@@ -19,7 +19,7 @@ from mlm.data.parts import SPLITS, parse_split
 from mlm.data.tokenizer import Tokenizer
 from mlm.files import digest_bytes, write_atomic
 
-VERSION = 1  # of what the stages write; part of every stage's digest
+VERSION = 2  # of what the stages write; part of every stage's digest
 PLAN = "plan.json"
 TOKENIZER = "tokenizer.json"
 EVALUATION = "evaluation.jsonl"
@@ -45,6 +45,8 @@ class Plan:
     work: Path
     inputs: tuple[Input, ...]
     shards: tuple[Shard, ...]
+    bounds: tuple[int, ...]
+    """First shard of each task of the stages that read them, then the number of shards."""
     tokenizer: str
     """Digest of tokenizer.json."""
     evaluation: str | None
@@ -55,7 +57,16 @@ class Plan:
         """Whether documents are compared with each other."""
         return self.config.dedup.enabled or self.config.id_key is not None
 
-    @property
+    def shards_of(self, task: int) -> tuple[Shard, ...]:
+        """The shards that a task of the stages `clean` and `tokenise` works on."""
+        return self.shards[self.bounds[task] : self.bounds[task + 1]]
+
+    @cached_property
+    def is_divided(self) -> bool:
+        """True if documents are assigned to parts; False if the input folder has parts."""
+        return not any(shard.split for shard in self.shards)
+
+    @cached_property
     def parts(self) -> tuple[str, ...]:
         """The parts of the corpus: those of the input folder, or those with a share."""
         given = {shard.split for shard in self.shards if shard.split}
@@ -65,11 +76,11 @@ class Plan:
     @cached_property
     def stages(self) -> dict[str, Stage]:
         """The stages by name, in their order."""
-        many = len(self.shards)
+        many = len(self.bounds) - 1
         tasks = {"clean": many}
         if self.removes:
             bands = self.config.dedup.bands if self.config.dedup.enabled else 0
-            tasks |= {"match": bands + 1, "group": 1, "verify": many}
+            tasks |= {"match": bands + 1, "group": 1, "verify": many, "gather": 1}
         tasks |= {"tokenise": many, "merge": len(self.parts)}
         stages, before = dict[str, Stage](), digest_bytes(b"")
         for name, count in tasks.items():
@@ -92,7 +103,7 @@ class Plan:
                 # a foreign shard is named by its file; where the folder lies does not matter
                 shards = [(shard.kind, shard.begin, shard.end, shard.split) for shard in self.shards]
                 counted = self.tokenizer if self.config.filter.min_tokens is not None else None
-                return [{key: config[key] for key in keys}, signature, inputs, shards, counted]
+                return [{key: config[key] for key in keys}, signature, inputs, shards, self.bounds, counted]
             case "verify":
                 return config["dedup"]["threshold"]
             case "tokenise":
@@ -111,6 +122,7 @@ class Plan:
             "config": to_dict(self.config),
             "inputs": [asdict(item) for item in self.inputs],
             "shards": [asdict(shard) for shard in self.shards],
+            "bounds": self.bounds,
             "tokenizer": self.tokenizer,
             "evaluation": self.evaluation,
         }
@@ -120,6 +132,15 @@ class Plan:
 
     @classmethod
     def load(cls, path: Path) -> "Plan":
+        """The plan in a work folder, read once for all tasks of a process. Raises CorruptFileError."""
+        try:
+            state = path.stat()
+        except FileNotFoundError as error:
+            raise CorruptFileError(f"{path} is gone: build again") from error
+        return _load_plan(path, state.st_ino, state.st_size, state.st_mtime_ns)
+
+    @classmethod
+    def read(cls, path: Path) -> "Plan":
         """The plan in a work folder. Raises CorruptFileError."""
         remedy = "delete the work folder and build again"
         try:
@@ -131,11 +152,17 @@ class Plan:
                 work=path.parent,
                 inputs=tuple(Input(**item) for item in content["inputs"]),
                 shards=tuple(Shard(**shard) for shard in content["shards"]),
+                bounds=tuple(content["bounds"]),
                 tokenizer=content["tokenizer"],
                 evaluation=content["evaluation"],
             )
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise CorruptFileError(f"{path} is no plan of a build: {remedy}") from error
+
+
+@lru_cache(maxsize=1)
+def _load_plan(path: Path, *_: int) -> Plan:
+    return Plan.read(path)
 
 
 @lru_cache(maxsize=1)

@@ -58,7 +58,7 @@ def refuse_empty_parts(plan: Plan, facts: Facts) -> None:
     for part, counts in facts["splits"].items():
         if counts["documents"]:
             continue
-        config, divided = plan.config, not any(shard.split for shard in plan.shards)
+        config, divided = plan.config, plan.is_divided
         if kept and divided:
             raise UserError(
                 f"{part} got none of the {kept} documents of input={config.input} with split={config.split}: "

@@ -8,7 +8,8 @@ def units_of(plan: Plan, stage: str) -> list[int]:
     """Units of every task of a stage; the stages before it are done."""
     match stage:
         case "clean":
-            return [max(1, shard.end - shard.begin) for shard in plan.shards]
+            many = plan.stages["clean"].tasks
+            return [max(1, sum(s.end - s.begin for s in plan.shards_of(task))) for task in range(many)]
         case "tokenise":
             cleaned = plan.stages["clean"]
             return [max(1, count["kept_bytes"]) for count in counts_of(cleaned.folder, cleaned.tasks)]

@@ -16,6 +16,7 @@ WORK: dict[str, Callable[[Plan, int], None]] = {
     "match": match_stage.match,
     "group": match_stage.group,
     "verify": match_stage.verify,
+    "gather": match_stage.gather,
     "tokenise": tokenise_stage.run,
     "merge": merge_stage.run,
 }

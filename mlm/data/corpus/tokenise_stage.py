@@ -1,6 +1,6 @@
 """Stage `tokenise`: the documents that stay, without the text of evaluation sets, as tokens of each part.
 
-A task leaves, for shard 12: train-00012.bin/.idx and so on for every part.
+Task 12 leaves train-00012.bin/.idx and so on for every part.
 """
 
 from array import array
@@ -68,7 +68,7 @@ class Removed:
 
 
 def run(plan: Plan, task: int) -> None:
-    """Tokenise one shard."""
+    """Tokenise what one task of stage `clean` left."""
     stage = plan.stages["tokenise"]
     tokenizer = plan.load_tokenizer()
     texts = IndexedDataset(plan.stages["clean"].folder / f"{task:05d}", allow_empty=True)
@@ -100,12 +100,12 @@ def pieces(
     contamination: Contamination,
     removed: Removed,
 ) -> Iterator[Piece]:
-    """What is left of the documents of a shard."""
+    """What is left of the documents of a task."""
     contaminants = load_contaminants(plan) if plan.evaluation else None
     advance, count = Advance(plan.stages["tokenise"].folder, task), len(texts)
     none = np.zeros(count, dtype=bool)
     near, again = removed_in(plan, task) if plan.removes else (none, none)
-    shares, split = parse_split(plan.config.split), plan.shards[task].split
+    shares, split = parse_split(plan.config.split), plan.shards_of(task)[0].split
     for number in range(count):
         raw = texts[number].tobytes()
         advance(len(raw))

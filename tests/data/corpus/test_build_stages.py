@@ -29,7 +29,13 @@ from tests.data.corpus.texts import (
 )
 
 END = "<|endoftext|>"
-STAGES = ("clean", "match", "group", "verify", "tokenise", "merge")
+STAGES = ("clean", "match", "group", "verify", "gather", "tokenise", "merge")
+
+
+@pytest.fixture(autouse=True)
+def a_task_for_each_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files here are so small that one task would take all of them."""
+    monkeypatch.setattr("mlm.data.corpus.shards.shared_bytes", lambda size: 0)
 
 
 @pytest.fixture
@@ -133,6 +139,8 @@ def kill(folder, number, *rest):
         os.kill(os.getpid(), signal.SIGKILL)
     return markers.write_marker(folder, number, *rest)
 module.write_marker = kill
+import mlm.data.corpus.shards as shards
+shards.shared_bytes = lambda size: 0
 from tests.data.corpus.texts import quiet, thorough
 from mlm.data.build import run_build
 from pathlib import Path
@@ -145,7 +153,7 @@ def test_kill_in_a_stage_changes_nothing_and_loses_no_finished_task(source: Path
     module = {"clean": "clean_stage", "tokenise": "tokenise_stage", "merge": "merge_stage"}.get(
         stage, "match_stage"
     )
-    number = 0 if stage == "group" else 1
+    number = 0 if stage in ("group", "gather") else 1
     code = KILL.format(module=module, stage=stage, task=number)
     done = subprocess.run(
         [sys.executable, "-c", code, str(source)], check=False, env=os.environ | {"PYTHONPATH": "."}
