@@ -61,6 +61,9 @@ class DataBuildConfig:
     """Key (or column) that holds a document's text."""
     id_key: str | None = None
     """Key (or column) of a document's id: a second document of the same id is removed."""
+    keep_ids: bool = False
+    """Keep where every document came from: its source, line and id (id_key, else the key id) lie in
+    {part}.origins.bin/.idx, for `mlm data inspect … document=N`."""
     hub_config: str | None = None
     """Configuration (subset) of a Hub dataset."""
     hub_split: str = "train"
@@ -79,6 +82,9 @@ class DataBuildConfig:
     """Which document falls in which part of the split is a function of it and of the text."""
     append_eod: bool = True
     """End every document with the end-of-document token."""
+    eod: str | None = None
+    """The end-of-document token, as the tokenizer spells it; null takes the first it has of <|endoftext|>,
+    <|end_of_text|>, </s>, [EOS] and [SEP]."""
     prepend_bos: bool = False
     """Begin every document with the tokenizer's beginning-of-sequence token."""
     sentences: bool = False

@@ -41,7 +41,7 @@ def run_build(config: DataBuildConfig, console: Console | None = None) -> Receip
     """
     console = console or Console()
     parse_split(config.split)
-    tokenizer = Tokenizer.load(config.tokenizer)
+    tokenizer = Tokenizer.load(config.tokenizer, eod=config.eod)
     if config.prepend_bos and tokenizer.bos_id is None:
         raise UserError(
             f"prepend_bos=true: tokenizer={config.tokenizer} has no token for the beginning: leave it false"
@@ -181,6 +181,7 @@ def ingredients(plan: Plan, tokenizer: Tokenizer) -> Receipt:
         "evaluation_texts": plan.evaluation,
         "split": list(parse_split(plan.config.split)) if plan.is_divided else None,
         "seed": plan.config.seed,
+        **{key: config[key] for key in ("eod", "keep_ids") if config[key]},  # receipts of old do not say it
         "inputs": digests_of({item.name: item.digest for item in plan.inputs}),
     }
 

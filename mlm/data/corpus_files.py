@@ -9,10 +9,11 @@ from mlm import result_files
 from mlm.config.errors import UserError
 from mlm.data.indexed import bin_path, idx_path
 from mlm.data.parts import SPLITS
-from mlm.data.receipt import Receipt
+from mlm.data.receipt import Receipt, read_receipt
 from mlm.data.tokenizer import Tokenizer
 
 TOKENIZER = "tokenizer.json"
+ORIGINS = ".origins"  # ends the prefix of a file that says where documents came from
 MARKER = ".building"  # left in a folder by a build that is under way, or was killed
 
 
@@ -25,6 +26,7 @@ def corpora_at(path: str) -> tuple[Path, list[Path]]:
     if place.is_dir():
         files = [file for file in place.iterdir() if file.suffix in (".bin", ".idx")]
         found = {file.with_suffix("") for file in files if not file.name.startswith(".")}
+        found -= {prefix for prefix in found if prefix.name.endswith(ORIGINS)}
         if not found:
             raise UserError(f"path={path} holds no .bin and .idx: name a corpus folder, or a prefix")
         return place, sorted(found, key=_order)
@@ -49,7 +51,10 @@ def size_of(path: Path) -> int:
 def tokenizer_beside(folder: Path) -> Tokenizer | None:
     """The tokenizer in a corpus folder, if there is one. Raises UserError, CorruptFileError."""
     path = folder / TOKENIZER
-    return Tokenizer.load(path) if path.is_file() else None
+    if not path.is_file():
+        return None
+    eod = (read_receipt(folder) or {}).get("eod")
+    return Tokenizer.load(path, eod=eod if isinstance(eod, str) else None)
 
 
 def eod_of(receipt: Receipt | None, tokenizer: Tokenizer | None) -> int | None:
@@ -58,6 +63,11 @@ def eod_of(receipt: Receipt | None, tokenizer: Tokenizer | None) -> int | None:
     if type(eod_id) is int:
         return eod_id
     return None if tokenizer is None else tokenizer.eod_id
+
+
+def origins_of(prefix: Path) -> Path:
+    """Prefix of the file that says where the documents of another came from."""
+    return prefix.with_name(prefix.name + ORIGINS)
 
 
 def write_result(out: str, result: dict[str, Any]) -> None:

@@ -25,12 +25,15 @@ def parse_split(text: str) -> tuple[float, ...]:
     return shares
 
 
-def part_of(text: bytes, shares: Iterable[float], seed: int) -> str:
-    """The part a document falls in: a function of (seed, its text) alone.
+def part_of(text: bytes | Iterable[bytes], shares: Iterable[float], seed: int) -> str:
+    """The part a document falls in: a function of (seed, its text) alone. The text may come in blocks.
 
     So a document stays in its part when others come or go, and equal documents fall in the same one.
     """
-    draw = xxhash.xxh3_64_intdigest(struct.pack("<Q", seed % (1 << 64)) + text) / 2**64
+    digest = xxhash.xxh3_64(struct.pack("<Q", seed % (1 << 64)))
+    for block in (text,) if isinstance(text, bytes) else text:
+        digest.update(block)
+    draw = digest.intdigest() / 2**64
     bound, part = 0.0, SPLITS[0]
     for name, share in zip(SPLITS, shares, strict=True):
         if share > 0:

@@ -54,19 +54,21 @@ class Tokenizer:
     Raises UserError when no end-of-document token is known.
     """
 
-    def __init__(self, content: str, source: str = "tokenizer") -> None:
+    def __init__(self, content: str, source: str = "tokenizer", eod: str | None = None) -> None:
         self._content = content
         self._backend = parse(content, source)
         self._vocabulary = vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         if self.vocab_size > MAX_TOKENS:
             raise CorruptFileError(f"{source}: token id {self.vocab_size - 1}; {MAX_TOKENS - 1} is the limit")
-        eod = first_of(EOD_NAMES, vocabulary)
-        if eod is None:
+        eod_id = first_of(EOD_NAMES if eod is None else (eod,), vocabulary)
+        if eod_id is None and eod is not None:
+            raise UserError(f"eod={eod} is no token of {source}; name one of its vocabulary")
+        if eod_id is None:
             raise UserError(
                 f"{source} has no end-of-document token: add one of {', '.join(EOD_NAMES)} to its vocabulary"
             )
-        self.eod_id = eod
+        self.eod_id = eod_id
         self.bos_id = first_of(BOS_NAMES, vocabulary)
         self.cls_id, self.sep_id = vocabulary.get(CLS), vocabulary.get(SEP)
         self.mask_id, self.pad_id = vocabulary.get(MASK), vocabulary.get(PAD)
@@ -119,25 +121,26 @@ class Tokenizer:
         return starts
 
     @classmethod
-    def load(cls, path: str | Path) -> "Tokenizer":
+    def load(cls, path: str | Path, *, eod: str | None = None) -> "Tokenizer":
         """Read a tokenizer.json, GPT-2's vocab.json and merges.txt or BERT's vocab.txt, or a folder of them.
 
-        Raises UserError when there is none, CorruptFileError when it cannot be read.
+        `eod` names its end-of-document token; None takes the first it has of EOD_NAMES. Raises UserError when
+        there is none, CorruptFileError when it cannot be read.
         """
         file = Path(path)
         if file.is_dir():
             file = next((file / name for name in FILES if (file / name).is_file()), file / "tokenizer.json")
         if file.name in ("vocab.json", "merges.txt"):
-            return cls(read_gpt2(file.parent), str(file.parent))
+            return cls(read_gpt2(file.parent), str(file.parent), eod)
         if file.suffix == ".txt" and file.is_file():
-            return cls(read_bert(file), str(file))
+            return cls(read_bert(file), str(file), eod)
         if not file.is_file():
             raise UserError(
                 f"no tokenizer at {file}: set tokenizer to a tokenizer.json; `mlm data tokenizer` trains one"
             )
         check_size(file)
         try:
-            return cls(file.read_bytes().decode("utf-8"), str(file))
+            return cls(file.read_bytes().decode("utf-8"), str(file), eod)
         except UnicodeDecodeError as error:
             raise CorruptFileError(f"{file} is not UTF-8 ({error.reason}): replace it") from error
 

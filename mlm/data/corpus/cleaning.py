@@ -1,9 +1,11 @@
 """What happens to a document between reading and tokenising: it is mended, then it must pass the rules."""
 
 from mlm.config.corpus_schema import FilterConfig, NormaliseConfig
-from mlm.data.corpus.language import LanguageFilter
-from mlm.data.corpus.mending import mend
-from mlm.data.corpus.quality import active_rules, broken_rule
+from mlm.data.corpus.language import SAMPLE, LanguageFilter, long_sample
+from mlm.data.corpus.long_quality import LongMeasures
+from mlm.data.corpus.long_text import Letters, LongText, Scratch
+from mlm.data.corpus.mending import mend, mend_pieces
+from mlm.data.corpus.quality import active_rules, broken_by, broken_rule
 
 LANGUAGE = "language"
 
@@ -32,3 +34,14 @@ class Cleaner:
         if self.is_wanted is not None and not self.is_wanted(text):
             return text, LANGUAGE
         return text, broken_rule(text, self.rules)
+
+    def long(self, text: LongText, scratch: Scratch) -> str | None:
+        """Write a long text to `scratch`, mended; the rule that drops it, None to keep it."""
+        for piece in mend_pieces(text.pieces) if self.mends else text.pieces():
+            scratch.add(piece)
+        if self.is_wanted is not None and not scratch.is_blank:
+            letters = Letters(scratch.text)
+            short = len(letters) <= 3 * SAMPLE
+            if not self.is_wanted.accepts(scratch.text.read() if short else long_sample(letters)):
+                return LANGUAGE
+        return broken_by(LongMeasures(scratch.text.pieces), self.rules) if self.rules else None

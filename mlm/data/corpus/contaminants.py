@@ -1,7 +1,9 @@
 """Which runs of words of a text occur in evaluation texts: exact, at the speed of splitting into words.
 
-A word is a run of letters and digits, casefolded, after Unicode form NFC. So neither punctuation, case and
-line breaks nor the marks of WikiText's tokenisation (` @-@ `, `@,@`, spaces before commas) make a difference.
+A word is a run of letters and digits, casefolded, in Unicode form NFKC and without code points that nobody
+sees (soft hyphens, zero-width spaces and joiners, variation selectors). So neither punctuation, case, line
+breaks and full-width letters nor the marks of WikiText's tokenisation (` @-@ `, `@,@`, spaces before commas)
+make a difference. This is for matching alone: the text that stays keeps its letters.
 A word of an evaluation text is a number here; a word that is in none is 0, and no run that holds one matches.
 Runs are looked up by a 64-bit hash, and what is found is compared word by word.
 
@@ -24,6 +26,11 @@ Hashes = NDArray[np.uint64]
 WORD = re.compile(r"[^\W_]+")
 SEPARATORS = re.compile(r"[^\w\x00-\x7f]+")  # what is outside ASCII and no letter or digit
 KEPT = bytes(c if c >= 128 or chr(c).isalnum() else 32 for c in range(256))
+SPACES = re.compile(r"\s+|\S+")
+IGNORABLE = re.compile(  # Default_Ignorable_Code_Point of Unicode 16
+    "[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\u3164"
+    "\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufff8\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]+"
+)
 UNKNOWN = re.compile(r"<unk>|@@UNKNOWN@@", re.IGNORECASE)  # a word that was lost: nothing can match across it
 SPLIT_NEGATION = re.compile(r"(?<=\w)\s+(?=n['’]t\b)", re.IGNORECASE)  # "did n't" of the Penn Treebank
 MULTIPLIER = 0xD1342543DE82EF95  # odd, of good spectrum (arXiv:2001.05304, table 6): only speed hangs on it
@@ -34,33 +41,44 @@ MAX_BITS = 28
 
 def words(text: str) -> list[bytes]:
     """The words of a text, in UTF-8."""
-    if not text.isascii():
-        text = unicodedata.normalize("NFC", text)  # returns at once what is in this form
-    folded = text.casefold()
+    folded = plain_form(text).casefold()
     if not folded.isascii():
         folded = SEPARATORS.sub(" ", folded)
     return folded.encode().translate(KEPT).split()
 
 
+def plain_form(text: str) -> str:
+    """A text in the form that is compared."""
+    if text.isascii():
+        return text
+    return unicodedata.normalize("NFKC", IGNORABLE.sub("", text))  # returns at once what is in this form
+
+
 def spans(text: str) -> tuple[Ints, Ints]:
     """Where each of `words(text)` begins and ends in the text: letters, int64 [w] each.
 
-    In a text that is not in form NFC a word counts as all that stands between two white spaces.
+    Where letters are composed, a word counts as all that stands between two white spaces.
     """
-    if unicodedata.is_normalized("NFC", text):
-        pieces: list[str] | str = text
-        folded = text.casefold()
-    else:
-        pieces = re.findall(r"\s+|\S+", text)
-        folded = "".join(unicodedata.normalize("NFC", piece).casefold() for piece in pieces)
+    units: list[str] | str = text
+    folded = text.casefold()
+    if not text.isascii() and (IGNORABLE.search(text) or not unicodedata.is_normalized("NFKC", text)):
+        units = [unit for piece in SPACES.findall(text) for unit in units_of(piece)]
+        folded = "".join(plain_form(unit).casefold() for unit in units)
     found = np.array([match.span() for match in WORD.finditer(folded)], dtype=np.int64).reshape(-1, 2)
     begin, end = found[:, 0], found[:, 1]
-    if len(folded) == len(text) and pieces is text:  # casefolding never shortens, so no letter grew
+    if len(folded) == len(text) and units is text:  # casefolding never shortens, so no letter grew
         return begin, end
-    after = np.cumsum([len(piece) for piece in pieces])
-    grown = [len(unicodedata.normalize("NFC", piece).casefold()) for piece in pieces]
-    piece_of = np.repeat(np.arange(len(pieces)), grown)
-    return np.append(0, after)[piece_of[begin]], after[piece_of[end - 1]]
+    after = np.cumsum([len(unit) for unit in units])
+    grown = [len(plain_form(unit).casefold()) for unit in units]
+    unit_of = np.repeat(np.arange(len(units)), grown)
+    return np.append(0, after)[unit_of[begin]], after[unit_of[end - 1]]
+
+
+def units_of(piece: str) -> list[str]:
+    """The parts of a piece without white space that become plain on their own: its letters, if they can."""
+    if piece.isascii() or "".join(map(plain_form, piece)) == plain_form(piece):
+        return list(piece)
+    return [piece]
 
 
 def runs(text: str) -> Iterator[list[bytes]]:

@@ -12,7 +12,7 @@ be cut at more than 10 places removed. Two things are otherwise here:
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -21,12 +21,14 @@ import numpy as np
 
 from mlm.config.corpus_schema import DecontaminateConfig
 from mlm.data.corpus.benchmarks import EvaluationText, load_benchmarks, read_benchmarks
-from mlm.data.corpus.contaminants import Hits, NGrams, spans
+from mlm.data.corpus.contaminants import Hits, NGrams, spans, words
+from mlm.data.corpus.long_text import PIECE, Letters, StoredText, at_breaks
 from mlm.files import digest_bytes
 
-RULE = 1  # number of what counts as a match and what is cut; part of the digest
+RULE = 2  # number of what counts as a match and what is cut; part of the digest
 TOP = 20  # evaluation texts named in a report
 PREVIEW = 60  # letters of each
+WINDOW = 1 << 12  # letters of a long text looked at for the end of a word
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class Match:
 class Cleaned:
     """What is left of a document."""
 
-    pieces: list[str]
+    pieces: list[str] | list[StoredText]
     """[the text] itself without a match; no piece when the document goes."""
     matches: list[Match]
     letters_removed: int = 0
@@ -59,6 +61,46 @@ class Cleaned:
         if not self.matches:
             return "kept"
         return "cut" if self.pieces else "dropped"
+
+
+@dataclass(slots=True)
+class Run:
+    """Words in a row that stand in an evaluation text."""
+
+    text: int
+    first: int
+    """Number of the first word, then of the one after the last."""
+    after: int
+    begin: int
+    """First letter, then the one after the last."""
+    end: int
+
+    @property
+    def words(self) -> int:
+        return self.after - self.first
+
+
+def merged(runs: Iterable[Run]) -> list[Run]:
+    """Overlapping and touching runs of the same evaluation text as one."""
+    found, reach = list[Run](), 0
+    for run in runs:
+        if found and found[-1].text == run.text and run.first <= reach:
+            found[-1].after, found[-1].end = max(found[-1].after, run.after), max(found[-1].end, run.end)
+        else:
+            found.append(run)
+        reach = max(reach, run.after)
+    return found
+
+
+def last_words(text: str, count: int) -> str:
+    """The end of a text, from where a word begins, with at least so many words; nothing of one long word."""
+    size = 64 * (count + 1)
+    while size < len(text):
+        begin = next((at for at in range(len(text) - size, len(text)) if text[at].isspace()), len(text))
+        if len(words(tail := text[begin:])) >= count:
+            return tail
+        size *= 4
+    return text if len(text) < PIECE else ""
 
 
 class Contaminants:
@@ -94,6 +136,41 @@ class Contaminants:
         if self.config.action == "cut":
             pieces = cut(text, matches, self.config)
         return Cleaned(pieces, matches, len(text) - sum(map(len, pieces)))
+
+    def clean_long(self, text: StoredText) -> Cleaned:
+        """The same of a long text, window by window."""
+        found = merged(self._long_runs(text)) if self._texts else []
+        if not found:
+            return Cleaned([text], [])
+        matches = [Match(*self._numbers[run.text], run.words, run.begin, run.end) for run in found]
+        letters, pieces = Letters(text), list[tuple[int, int]]()
+        if self.config.action == "cut":
+            pieces = cut_long(letters, matches, self.config)
+        kept = sum(end - begin for begin, end in pieces)
+        return Cleaned([letters.part(*piece) for piece in pieces], matches, len(letters) - kept)
+
+    def _long_runs(self, text: StoredText) -> Iterator[Run]:
+        """Runs of words of a long text that stand in evaluation texts, in order.
+
+        Each window begins with the last words of the one before, so that none is missed at its edge.
+        """
+        before, letter, word = "", 0, 0  # letter and word at which the window begins
+        for piece in at_breaks(text.pieces()):
+            window = before + piece
+            known = len(words(before))
+            if (hits := self._ngrams.find(window)) is not None and (fresh := hits.end > known).any():
+                begin, end = spans(window)
+                for b, e, number in zip(hits.begin[fresh], hits.end[fresh], hits.text[fresh], strict=True):
+                    yield Run(
+                        int(number),
+                        word + int(b),
+                        word + int(e),
+                        letter + int(begin[b]),
+                        letter + int(end[e - 1]),
+                    )
+            before = last_words(window, self.config.ngram - 1)
+            word += len(words(window)) - len(words(before))
+            letter += len(window) - len(before)
 
     def describe(self) -> dict[str, dict[str, int]]:
         """Of each set: its texts, those too short to be looked for, its different n-grams. Plain JSON."""
@@ -157,9 +234,9 @@ class Contaminants:
             strict=True,
         )
         out = list[Match]()
-        for number, words, begin, end in rows:
+        for number, count, begin, end in rows:
             name, in_set = self._numbers[number]
-            out.append(Match(name, in_set, words, begin, end))
+            out.append(Match(name, in_set, count, begin, end))
         return out
 
 
@@ -214,22 +291,77 @@ def add_up(into: dict[str, int], counts: Mapping[str, int]) -> None:
 
 def cut(text: str, matches: Sequence[Match], config: DecontaminateConfig) -> list[str]:
     """The pieces that are long enough; none when there are more cuts than a document may have."""
-    cuts = list[list[int]]()
-    for match in sorted(matches, key=lambda match: match.begin):
-        begin = left_of_word(text, max(0, match.begin - config.margin))
-        end = right_of_word(text, min(len(text), match.end + config.margin))
-        if cuts and begin <= cuts[-1][1]:
-            cuts[-1][1] = max(cuts[-1][1], end)
-        else:
-            cuts.append([begin, end])
-    if len(cuts) > config.max_matches:
-        return []
-    edges = [0, *(edge for pair in cuts for edge in pair), len(text)]
-    pieces = [text[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True)]
+    widened = (
+        (
+            left_of_word(text, max(0, match.begin - config.margin)),
+            right_of_word(text, min(len(text), match.end + config.margin)),
+        )
+        for match in sorted(matches, key=lambda match: match.begin)
+    )
+    pieces = [text[a:b] for a, b in between(widened, len(text), config.max_matches)]
     # White space goes where a cut was made, not at the ends that are the document's own.
     pieces = [piece.lstrip() if i else piece for i, piece in enumerate(pieces)]
-    pieces = [piece.rstrip() if i < len(cuts) else piece for i, piece in enumerate(pieces)]
+    pieces = [piece.rstrip() if i < len(pieces) - 1 else piece for i, piece in enumerate(pieces)]
     return [piece for piece in pieces if len(piece) >= max(1, config.min_piece)]
+
+
+def between(cuts: Iterable[tuple[int, int]], letters: int, most: int) -> list[tuple[int, int]]:
+    """What lies before, between and after cuts; nothing when there are more than `most`."""
+    apart = list[list[int]]()
+    for begin, end in cuts:
+        if apart and begin <= apart[-1][1]:
+            apart[-1][1] = max(apart[-1][1], end)
+        else:
+            apart.append([begin, end])
+    if len(apart) > most:
+        return []
+    edges = [0, *(edge for pair in apart for edge in pair), letters]
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def cut_long(
+    letters: Letters, matches: Sequence[Match], config: DecontaminateConfig
+) -> list[tuple[int, int]]:
+    """As `cut`: first letter and end of each piece."""
+    total = len(letters)
+    widened = (
+        (
+            left_end(letters, max(0, match.begin - config.margin)),
+            right_end(letters, min(total, match.end + config.margin)),
+        )
+        for match in sorted(matches, key=lambda match: match.begin)
+    )
+    found, pieces = between(widened, total, config.max_matches), list[tuple[int, int]]()
+    for i, (begin, end) in enumerate(found):
+        while i and begin < end and letters.between(begin, begin + 1).isspace():
+            begin += 1
+        while i < len(found) - 1 and begin < end and letters.between(end - 1, end).isspace():
+            end -= 1
+        if end - begin >= max(1, config.min_piece):
+            pieces.append((begin, end))
+    return pieces
+
+
+def left_end(letters: Letters, at: int) -> int:
+    """As `left_of_word`."""
+    while 0 < at < len(letters):
+        low = max(0, at - WINDOW)
+        found = left_of_word(letters.between(low, at + 1), at - low)
+        at = low + found
+        if found or not low:
+            break
+    return at
+
+
+def right_end(letters: Letters, at: int) -> int:
+    """As `right_of_word`."""
+    while 0 < at < len(letters):
+        high = min(len(letters), at + WINDOW)
+        found = right_of_word(letters.between(at - 1, high), 1)
+        at += found - 1
+        if at < high:
+            break
+    return at
 
 
 def left_of_word(text: str, at: int) -> int:

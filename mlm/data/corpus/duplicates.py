@@ -8,14 +8,17 @@ of equals stays, and what goes is a function of the corpus and the configuration
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from mlm.config.corpus_schema import DedupConfig
-from mlm.data.corpus.shingles import Hashes, Numbers, shingles
+from mlm.data.corpus.long_text import StoredText
+from mlm.data.corpus.shingles import Hashes, Numbers, long_shingles, shingles
 from mlm.data.corpus.signatures import NO_KEY, Signer
+from mlm.data.corpus.spilled import AnyHashes, SpilledHashes, ranges_of
 
 # What bounds the work on a component of thousands of documents that share boilerplate. All are counts of
 # documents, so the result depends on no clock, machine or number of workers.
@@ -23,7 +26,7 @@ SMALL = 64  # up to so many documents every candidate is compared exactly
 PROPOSED = 1000  # a band key proposes the first so many that stay; a key more common than that is boilerplate
 COMPARED = 256  # candidates compared exactly, those of the most similar signatures
 SLACK = 4  # standard deviations below the threshold at which the estimate of a signature rules a pair out
-CACHED_BYTES = 1 << 28  # shingles kept in memory; others are made anew from the text
+CACHED_BYTES = 1 << 26  # shingles kept in memory; others are made anew from the text
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,19 +89,21 @@ def components(links: Numbers, num_documents: int) -> tuple[Numbers, Numbers]:
 def duplicates_in(
     component: Numbers,
     keys_of: Callable[[Numbers], Hashes],
-    text_of: Callable[[int], str],
+    text_of: Callable[[int], str | StoredText],
     config: DedupConfig,
+    folder: Path | None = None,
 ) -> list[Duplicate]:
     """The documents of one component that go, in corpus order.
 
     `component` [k] holds document numbers, ascending; keys_of(documents [k]) are their band keys [k, bands],
-    text_of(document) is one's text. Memory: about 3 * bands * 8 bytes per document of the component, shingles
-    up to CACHED_BYTES, and the sketches (bands * rows bytes each) of those that stay.
+    text_of(document) is one's text. The shingles of long texts lie in files in `folder`. Memory: about
+    3 * bands * 8 bytes per document of the component, shingles up to CACHED_BYTES, and the sketches
+    (bands * rows bytes each) of those that stay.
     """
     keys = keys_of(component)
     # A key that no other document of the component has proposes nobody.
     shared = _repeated(keys.reshape(-1)).reshape(keys.shape) & (keys != NO_KEY)
-    kept = _Kept(config, text_of, estimates=len(component) > SMALL)
+    kept = _Kept(config, text_of, folder, estimates=len(component) > SMALL)
     met: dict[bytes, tuple[int, float]] = {}  # digest of a text: who stays for it
     found = []
     for document, its_keys, its_shared in zip(component.tolist(), keys, shared, strict=True):
@@ -106,9 +111,9 @@ def duplicates_in(
         if not proposing:
             continue
         text = text_of(document)
-        digest = xxhash.xxh3_128_digest(text.encode("utf-8", "surrogatepass"))
+        digest = digest_of_text(text)
         if digest not in met:
-            hashes = shingles(text, ngram=config.ngram, unit=config.unit)
+            hashes = shingles_of(text, config, folder)
             similar = kept.first_similar(hashes, proposing)
             if similar is None:
                 kept.add(document, hashes, proposing)
@@ -120,12 +125,30 @@ def duplicates_in(
     return found
 
 
+def digest_of_text(text: str | StoredText) -> bytes:
+    """Digest of a text's UTF-8."""
+    if isinstance(text, str):
+        return bytes(xxhash.xxh3_128_digest(text.encode("utf-8", "surrogatepass")))
+    found = xxhash.xxh3_128()
+    for block in text.blocks():
+        found.update(block)
+    return bytes(found.digest())
+
+
+def shingles_of(text: str | StoredText, config: DedupConfig, folder: Path | None) -> AnyHashes:
+    """The set of shingles of a text: in memory, or on disk for a long one."""
+    if isinstance(text, str):
+        return shingles(text, ngram=config.ngram, unit=config.unit)
+    return SpilledHashes(long_shingles(text.pieces(), ngram=config.ngram, unit=config.unit), folder)
+
+
 @dataclass(slots=True)
 class _Kept:
     """The documents of a component that stay, so far. A position is a number among them."""
 
     config: DedupConfig
-    text_of: Callable[[int], str]
+    text_of: Callable[[int], str | StoredText]
+    folder: Path | None
     estimates: bool
     """Whether signatures choose among candidates."""
     documents: list[int] = field(default_factory=list)
@@ -137,7 +160,7 @@ class _Kept:
     """Low byte of each slot of each signature (b-bit minwise hashing, Li and König 2010): [>= n, slots]."""
     sketch: NDArray[np.uint8] = field(init=False)
     """Of the document looked at last."""
-    cache: OrderedDict[int, Hashes] = field(default_factory=OrderedDict)
+    cache: OrderedDict[int, AnyHashes] = field(default_factory=OrderedDict)
     """Shingles by position, the least recently used first."""
     cached_bytes: int = 0
 
@@ -145,7 +168,7 @@ class _Kept:
         self.sketches = np.empty((0, self.config.bands * self.config.rows), np.uint8)
         self.sketch = np.empty(0, np.uint8)
 
-    def first_similar(self, hashes: Hashes, keys: list[int]) -> tuple[int, float] | None:
+    def first_similar(self, hashes: AnyHashes, keys: list[int]) -> tuple[int, float] | None:
         """The earliest candidate above the threshold, and its similarity with a document's `hashes`."""
         if self.estimates:
             self.sketch = self._sketch_of(hashes)
@@ -157,7 +180,7 @@ class _Kept:
                 return self.documents[position], similarity
         return None
 
-    def add(self, document: int, hashes: Hashes, keys: list[int]) -> None:
+    def add(self, document: int, hashes: AnyHashes, keys: list[int]) -> None:
         """A document stays; first_similar was asked about it just before."""
         position = len(self.documents)
         self.documents.append(document)
@@ -187,21 +210,23 @@ class _Kept:
         best = np.argsort(-estimate, kind="stable")[:COMPARED]
         return np.sort(candidates[best])
 
-    def _sketch_of(self, hashes: Hashes) -> NDArray[np.uint8]:
+    def _sketch_of(self, hashes: AnyHashes) -> NDArray[np.uint8]:
         """The low bytes of a signature [slots]."""
-        return (Signer(self.config).slots(hashes, np.array([0, len(hashes)]))[0] & 0xFF).astype(np.uint8)
+        parts = hashes.ranges() if isinstance(hashes, SpilledHashes) else [hashes]
+        slots = Signer(self.config).long_slots(parts)
+        assert slots is not None, "a document that is proposed has shingles"
+        return (slots[0] & 0xFF).astype(np.uint8)
 
-    def _hashes_of(self, position: int) -> Hashes:
+    def _hashes_of(self, position: int) -> AnyHashes:
         """The shingles of a document that stays."""
         if position in self.cache:
             self.cache.move_to_end(position)
             return self.cache[position]
-        text = self.text_of(self.documents[position])
-        hashes = shingles(text, ngram=self.config.ngram, unit=self.config.unit)
+        hashes = shingles_of(self.text_of(self.documents[position]), self.config, self.folder)
         self._remember(position, hashes)
         return hashes
 
-    def _remember(self, position: int, hashes: Hashes) -> None:
+    def _remember(self, position: int, hashes: AnyHashes) -> None:
         self.cache[position] = hashes
         self.cached_bytes += hashes.nbytes
         while self.cached_bytes > CACHED_BYTES and len(self.cache) > 1:
@@ -209,12 +234,20 @@ class _Kept:
             self.cached_bytes -= oldest.nbytes
 
 
-def jaccard(a: Hashes, b: Hashes) -> float:
+def jaccard(a: AnyHashes, b: AnyHashes) -> float:
     """Exact Jaccard similarity of two sets of hashes, each sorted and without repetitions."""
+    if isinstance(a, SpilledHashes) or isinstance(b, SpilledHashes):
+        common = sum(map(in_common, ranges_of(a), ranges_of(b)))
+    else:
+        common = in_common(a, b)
+    return common / (len(a) + len(b) - common)
+
+
+def in_common(a: Hashes, b: Hashes) -> int:
+    """Hashes that both sets hold."""
     both = np.concatenate((a, b))
     both.sort(kind="stable")  # two runs: merged in linear time
-    common = int(np.count_nonzero(both[1:] == both[:-1]))
-    return common / (len(both) - common)
+    return int(np.count_nonzero(both[1:] == both[:-1]))
 
 
 def _repeated(values: NDArray) -> NDArray[np.bool_]:

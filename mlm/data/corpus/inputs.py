@@ -5,6 +5,7 @@ change as when it was last digested is taken to be the same.
 """
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,8 @@ from typing import Any, BinaryIO
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mlm.data.corpus.records import Input
+from mlm.config.errors import UserError
+from mlm.data.corpus.records import Input, readable
 from mlm.data.receipt import INPUTS
 from mlm.files import digest_bytes, digest_file, write_atomic
 
@@ -34,22 +36,23 @@ def with_digests(inputs: Sequence[Input], work: Path, console: Console) -> tuple
                 done.append(item)
                 continue
             path = Path(item.path)
-            stat, key = path.stat(), str(path.resolve())
-            state: list[object] = [stat.st_size, stat.st_mtime_ns]
+            state, key = state_of(item.path), str(path.resolve())
             entry = known.get(key)
             if (
                 isinstance(entry, list)
-                and len(entry) == 3
-                and entry[:2] == state
-                and isinstance(entry[2], str)
+                and len(entry) == 4
+                and tuple(entry[:3]) == state
+                and isinstance(entry[3], str)
             ):
-                digest = entry[2]
+                digest = entry[3]
                 bar.advance(row, item.bytes)
             else:
-                digest = digest_file(path, lambda count: bar.advance(row, count))
+                with readable(item.path):
+                    digest = digest_file(path, lambda count: bar.advance(row, count))
                 unsaved += item.bytes
             fresh[key] = [*state, digest]
-            done.append(replace(item, digest=digest))
+            done.append(item := replace(item, digest=digest, state=state, bytes=state[0]))
+            check_unchanged(item)
             if unsaved >= SAVE_EVERY:
                 write_atomic(work / KNOWN, json.dumps(known | fresh).encode())
                 unsaved = 0
@@ -77,6 +80,25 @@ def write_inputs(inputs: Sequence[Input], out: Path) -> list[str]:
 
     write_atomic(out / INPUTS, write)
     return [INPUTS]
+
+
+def state_of(path: str) -> tuple[int, int, int]:
+    """Size and times of change of a file. Raises UserError when it is gone."""
+    with readable(path):
+        found = os.stat(path)
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def check_unchanged(item: Input) -> None:
+    """Compare an input with what it was when it was digested. Raises UserError."""
+    if not item.state or (state := state_of(item.path)) == item.state:
+        return
+    with readable(item.path):
+        same = state[0] == item.state[0] and digest_file(Path(item.path)) == item.digest
+    if not same:
+        raise UserError(
+            f"input {item.path} changed while the build read it; build again once nothing writes to it"
+        )
 
 
 def load_known(path: Path) -> dict[str, object]:

@@ -14,6 +14,7 @@ from typing import Any
 from mlm.config.errors import UserError
 from mlm.config.suggest import nearest
 from mlm.data.corpus.extras import load_extra
+from mlm.data.corpus.long_text import Letters
 
 SAMPLE = 500  # letters looked at in each of three places
 
@@ -41,7 +42,11 @@ class LanguageFilter:
         return f"did you mean {near}?" if near else f"name some of {', '.join(sorted(known))}"
 
     def __call__(self, text: str) -> bool:
-        language, score = self.detector.classify(sample(text))
+        return self.accepts(sample(text))
+
+    def accepts(self, sample: str) -> bool:
+        """True if a sample of a text is in one of the languages."""
+        language, score = self.detector.classify(sample)
         return language in self.languages and score >= self.least_score
 
 
@@ -57,3 +62,11 @@ def sample(text: str) -> str:
         return text
     middle = (len(text) - SAMPLE) // 2
     return "\n".join((text[:SAMPLE], text[middle : middle + SAMPLE], text[-SAMPLE:]))
+
+
+def long_sample(letters: Letters) -> str:
+    """The same of a long text."""
+    total = len(letters)
+    middle = (total - SAMPLE) // 2
+    places = ((0, SAMPLE), (middle, middle + SAMPLE), (total - SAMPLE, total))
+    return "\n".join(letters.between(*place) for place in places)

@@ -20,14 +20,17 @@ from numpy.typing import NDArray
 
 from mlm.data.corpus.clean_stage import save
 from mlm.data.corpus.duplicates import components, duplicates_in, links_of_band, star_links
+from mlm.data.corpus.long_text import StoredText
 from mlm.data.corpus.markers import Advance, counts_of, write_marker
 from mlm.data.corpus.plan import Plan
-from mlm.data.indexed import IndexedDataset
+from mlm.data.corpus.stored import StoredTexts
 
 Ids = NDArray[np.int64]
 
-AT_ONCE = 1 << 26
-"""Keys of a band in memory: with what is made of them about 2 GB."""
+AT_ONCE = 1 << 22
+"""Keys of a band in memory: with what is made of them about 130 MB."""
+PASSES = 64
+"""Most times that the keys of a band are read; past AT_ONCE * PASSES documents memory grows instead."""
 
 
 @lru_cache(maxsize=1)
@@ -48,7 +51,7 @@ class CleanTexts:
         self.folder = stage.folder
         self.firsts = first_documents(stage.folder, stage.tasks)
         """Number of each shard's first document, then of all documents: [shards + 1]."""
-        self._shards: dict[int, tuple[IndexedDataset, NDArray[np.uint64]]] = {}
+        self._shards: dict[int, tuple[StoredTexts, NDArray[np.uint64]]] = {}
 
     def __len__(self) -> int:
         return int(self.firsts[-1])
@@ -58,10 +61,10 @@ class CleanTexts:
         path = self.folder / f"{shard:05d}.{name}.npy"
         return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
 
-    def text(self, document: int) -> str:
+    def text(self, document: int) -> str | StoredText:
         """One text."""
         shard = int(np.searchsorted(self.firsts, document, side="right")) - 1
-        return self._open(shard)[0][document - int(self.firsts[shard])].tobytes().decode()
+        return self._open(shard)[0].text(document - int(self.firsts[shard]))
 
     def keys(self, documents: Ids) -> NDArray[np.uint64]:
         """Band keys of documents in ascending order: [k, bands]."""
@@ -74,13 +77,16 @@ class CleanTexts:
         ]
         return np.concatenate(found)
 
-    def _open(self, shard: int) -> tuple[IndexedDataset, NDArray[np.uint64]]:
+    def _open(self, shard: int) -> tuple[StoredTexts, NDArray[np.uint64]]:
         if shard not in self._shards:
             while len(self._shards) >= 256:  # open files are few on some systems
-                self._shards.pop(next(iter(self._shards)))
-            texts = IndexedDataset(self.folder / f"{shard:05d}", allow_empty=True)
-            self._shards[shard] = texts, self.array(shard, "keys")
+                self._shards.pop(next(iter(self._shards)))[0].close()
+            self._shards[shard] = StoredTexts(self.folder / f"{shard:05d}"), self.array(shard, "keys")
         return self._shards[shard]
+
+    def close(self) -> None:
+        for texts, _ in self._shards.values():
+            texts.close()
 
 
 def match(plan: Plan, task: int) -> None:
@@ -103,7 +109,7 @@ def slices(texts: CleanTexts, band: int | None) -> Iterator[tuple[Ids, NDArray[n
 
     Equal keys lie in one slice, in the order of their documents.
     """
-    count = np.uint64(max(1, -(-len(texts) // AT_ONCE)))
+    count = np.uint64(min(PASSES, max(1, -(-len(texts) // AT_ONCE))))
     for residue in range(int(count)):
         documents, keys = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.uint64)]
         for shard, first in enumerate(texts.firsts[:-1]):
@@ -146,8 +152,9 @@ def verify(plan: Plan, task: int) -> None:
     for i in range(begin, end):
         component = members[bounds[i] : bounds[i + 1]]
         if len(component) > 1:
-            found += duplicates_in(component, texts.keys, texts.text, plan.config.dedup)
+            found += duplicates_in(component, texts.keys, texts.text, plan.config.dedup, stage.folder)
         advance(len(component))
+    texts.close()
     found.sort(key=lambda duplicate: duplicate.document)
     pairs = np.array([(d.document, d.kept) for d in found], dtype=np.int64).reshape(-1, 2)
     similarity = np.array([d.jaccard for d in found], dtype=np.float64)

@@ -6,8 +6,10 @@ import shutil
 from pathlib import Path
 from typing import BinaryIO
 
+from mlm.data.corpus.clean_stage import TEXT
 from mlm.data.corpus.markers import Advance, write_marker
 from mlm.data.corpus.plan import Plan
+from mlm.data.corpus_files import origins_of
 from mlm.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, token_dtype
 from mlm.files import fsync_directory, write_atomic
 
@@ -16,15 +18,21 @@ def run(plan: Plan, task: int) -> None:
     """Merge one part. The result waits in the work folder until all parts are there."""
     stage, tokenised = plan.stages["merge"], plan.stages["tokenise"]
     part = plan.parts[task]
-    dtype = token_dtype(plan.load_tokenizer().vocab_size)
     advance = Advance(stage.folder, task)
-    prefix = stage.folder / part
-    with IndexedWriter(prefix, dtype) as writer:
-        for shard in range(tokenised.tasks):
-            tokens = IndexedDataset(tokenised.folder / f"{part}-{shard:05d}", allow_empty=True)
-            writer.append(tokens)
-            advance(tokens.num_tokens)
-    write_marker(stage.folder, task, {}, [bin_path(prefix), idx_path(prefix)])
+    names, files = [part], list[Path]()
+    if plan.config.keep_ids:
+        names.append(origins_of(Path(part)).name)
+    for name in names:
+        suffix = name.removeprefix(part)
+        shards = [tokenised.folder / f"{part}-{shard:05d}{suffix}" for shard in range(tokenised.tasks)]
+        dtype = TEXT if suffix else token_dtype(plan.load_tokenizer().vocab_size)
+        with IndexedWriter(stage.folder / name, dtype) as writer:
+            for shard in shards:
+                found = IndexedDataset(shard, allow_empty=True)
+                writer.append(found)
+                advance(0 if suffix else found.num_tokens)
+        files += [bin_path(stage.folder / name), idx_path(stage.folder / name)]
+    write_marker(stage.folder, task, {}, files)
 
 
 def publish(plan: Plan, out: Path) -> list[str]:
@@ -33,7 +41,9 @@ def publish(plan: Plan, out: Path) -> list[str]:
     An .idx vouches for its .bin, so it comes second.
     """
     merged = plan.stages["merge"].folder
-    names = [path(Path(part)).name for part in plan.parts for path in (bin_path, idx_path)]
+    prefixes = [Path(part) for part in plan.parts]
+    prefixes += [origins_of(prefix) for prefix in prefixes] if plan.config.keep_ids else []
+    names = [path(prefix).name for prefix in prefixes for path in (bin_path, idx_path)]
     for name in names:
         move(merged / name, out / name)
     fsync_directory(out)

@@ -155,7 +155,7 @@ def damage_is_told() -> Iterator[None]:
         raise DamagedError(error) from error
 
 
-def lines(source: Iterator[bytes], max_bytes: int) -> Iterator[tuple[bytes | None, int]]:
+def lines(source: Iterator[bytes], max_bytes: int) -> Iterator[tuple[bytes | bytearray | None, int]]:
     """Lines without their newline, and their length with it; None for a line above `max_bytes`.
 
     Such a line is read to its end and dropped as it comes: no more than `max_bytes` and two blocks are held.
@@ -169,7 +169,9 @@ def lines(source: Iterator[bytes], max_bytes: int) -> Iterator[tuple[bytes | Non
                 yield None, size + 1
             elif held:
                 held += piece
-                yield bytes(held), size + 1
+                whole, held = held, bytearray()
+                yield whole, size + 1
+                del whole  # a long line is held once, and by who reads it
             else:
                 yield piece, size + 1
             held, size = bytearray(), 0
@@ -179,7 +181,7 @@ def lines(source: Iterator[bytes], max_bytes: int) -> Iterator[tuple[bytes | Non
         else:
             held += rest
     if size:
-        yield (None if size > max_bytes else bytes(held)), size
+        yield (None if size > max_bytes else held), size
 
 
 def first_line(path: str, begin: int, end: int) -> int | None:

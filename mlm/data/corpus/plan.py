@@ -61,10 +61,18 @@ class Plan:
         """The shards that a task of the stages `clean` and `tokenise` works on."""
         return self.shards[self.bounds[task] : self.bounds[task + 1]]
 
+    def input_of(self, shard: Shard) -> Input:
+        """The input that a shard is of."""
+        return self._by_path[shard.path]
+
+    @cached_property
+    def _by_path(self) -> dict[str, Input]:
+        return {item.path: item for item in self.inputs}
+
     @cached_property
     def is_divided(self) -> bool:
         """True if documents are assigned to parts; False if the input folder has parts."""
-        return not any(shard.split for shard in self.shards)
+        return not any(item.split for item in self.inputs)
 
     @cached_property
     def parts(self) -> tuple[str, ...]:
@@ -95,7 +103,15 @@ class Plan:
         config = to_dict(self.config)
         match stage:
             case "clean":
-                keys = ("text_key", "id_key", "bad_input", "max_document_bytes", "normalise", "filter")
+                keys = (
+                    "text_key",
+                    "id_key",
+                    "keep_ids",
+                    "bad_input",
+                    "max_document_bytes",
+                    "normalise",
+                    "filter",
+                )
                 signature = {
                     key: config["dedup"][key] for key in ("enabled", "ngram", "unit", "bands", "rows")
                 }
@@ -107,14 +123,14 @@ class Plan:
             case "verify":
                 return config["dedup"]["threshold"]
             case "tokenise":
-                keys = ("split", "seed", "append_eod", "prepend_bos", "sentences", "decontaminate")
+                keys = ("split", "seed", "eod", "append_eod", "prepend_bos", "sentences", "decontaminate")
                 return [{key: config[key] for key in keys}, self.tokenizer, self.evaluation]
             case _:
                 return None
 
     def load_tokenizer(self) -> Tokenizer:
         """The tokenizer, kept between the tasks of a process. Raises UserError, CorruptFileError."""
-        return _load_tokenizer(self.work / TOKENIZER, self.tokenizer)
+        return _load_tokenizer(self.work / TOKENIZER, self.tokenizer, self.config.eod)
 
     def save(self) -> Path:
         """Write the plan into the work folder; its path is returned. Raises OSError."""
@@ -150,7 +166,7 @@ class Plan:
             return cls(
                 config=from_dict(DataBuildConfig, content["config"]),
                 work=path.parent,
-                inputs=tuple(Input(**item) for item in content["inputs"]),
+                inputs=tuple(Input(**item | {"state": tuple(item["state"])}) for item in content["inputs"]),
                 shards=tuple(Shard(**shard) for shard in content["shards"]),
                 bounds=tuple(content["bounds"]),
                 tokenizer=content["tokenizer"],
@@ -166,8 +182,8 @@ def _load_plan(path: Path, *_: int) -> Plan:
 
 
 @lru_cache(maxsize=1)
-def _load_tokenizer(path: Path, digest: str) -> Tokenizer:
-    tokenizer = Tokenizer.load(path)
+def _load_tokenizer(path: Path, digest: str, eod: str | None) -> Tokenizer:
+    tokenizer = Tokenizer.load(path, eod=eod)
     if tokenizer.digest != digest:
         raise CorruptFileError(f"{path} is not what the plan beside it says: build again")
     return tokenizer

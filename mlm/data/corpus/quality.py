@@ -10,8 +10,9 @@ and take `*`, `‣`, `◦` and `▪` for bullets too. `max_duplicate_lines` is i
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from functools import cached_property
+from typing import Protocol
 
 from mlm.config.corpus_schema import FilterConfig
 
@@ -74,7 +75,35 @@ class Measures:
         return 1 - len(set(self.lines)) / len(self.lines)
 
 
-RULES: dict[str, Callable[[Measures, float], bool]] = {
+class AnyMeasures(Protocol):
+    """Measures of a text, however it is held."""
+
+    @property
+    def words(self) -> Sized: ...
+
+    @property
+    def mean_word_length(self) -> float: ...
+
+    @property
+    def symbol_ratio(self) -> float: ...
+
+    @property
+    def alphabetic_words(self) -> float: ...
+
+    @property
+    def stop_words(self) -> int: ...
+
+    @property
+    def bullet_lines(self) -> float: ...
+
+    @property
+    def ellipsis_lines(self) -> float: ...
+
+    @property
+    def duplicate_lines(self) -> float: ...
+
+
+RULES: dict[str, Callable[[AnyMeasures, float], bool]] = {
     "min_words": lambda text, limit: len(text.words) < limit,
     "max_words": lambda text, limit: len(text.words) > limit,
     "min_mean_word_length": lambda text, limit: text.mean_word_length < limit,
@@ -98,7 +127,11 @@ def active_rules(config: FilterConfig) -> dict[str, float]:
 
 def broken_rule(text: str, rules: dict[str, float]) -> str | None:
     """The first rule that a text breaks, None when it passes all of them."""
-    measures = Measures(text)
+    return broken_by(Measures(text), rules)
+
+
+def broken_by(measures: AnyMeasures, rules: dict[str, float]) -> str | None:
+    """The first rule that a text of these measures breaks, None when it passes all of them."""
     for rule, limit in rules.items():
         if (rule in NEED_NO_WORDS or measures.words) and RULES[rule](measures, limit):
             return rule

@@ -10,10 +10,14 @@ in half the time, which is nothing beside tokenising at 3 MB/s.
 
 import json
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from mlm.data.corpus.hub import read_hub
+from mlm.data.corpus.long_json import LongLine
+from mlm.data.corpus.long_text import LONG, JsonText, Utf8Text
 from mlm.data.corpus.openers import DamagedError, blocks, first_line, lines
 from mlm.data.corpus.records import (
+    ID,
     RULES,
     BadRecordError,
     Document,
@@ -56,6 +60,7 @@ def read_shard(
     max_bytes: int,
     reject: Callable[[Rejected], None],
     advance: Callable[[int], None],
+    keep_ids: bool = False,
 ) -> Iterator[Document]:
     """The documents of a shard in corpus order.
 
@@ -64,13 +69,15 @@ def read_shard(
     one record and a few blocks, whatever the file holds. Raises UserError for a file that cannot be opened
     or a Hub that cannot be reached.
     """
-    intake = Intake(text_key, id_key, max_bytes, reject)
+    intake = Intake(text_key, id_key, max_bytes, reject, keep_ids)
     moved = Advance(advance, shard.end - shard.begin)
     match shard.kind.partition(".")[0]:
         case "jsonl":
             yield from read_jsonl(shard, intake, moved)
         case "txt":
             yield from read_text(shard, intake, moved)
+        case "slice":
+            yield from read_slice(shard, intake, moved)
         case "parquet":
             yield from read_parquet(shard, intake, moved)
         case "hub":
@@ -103,15 +110,19 @@ def read_jsonl(shard: Shard, intake: Intake, moved: Callable[[int], None]) -> It
                     intake.reject(place, fault)
                 else:
                     yield document
+                    del document  # a long one is let go before the next is read
             position += length
+            del line
     except DamagedError as error:
         intake.damaged(Place(shard.path, number + 1, before=before), error)
 
 
-def json_document(line: bytes | None, intake: Intake, place: Place) -> Document:
+def json_document(line: bytes | bytearray | None, intake: Intake, place: Place) -> Document:
     """The document of one line, None for one that is too long. Raises BadRecordError."""
     if line is None:
         raise intake.too_long("line")
+    if len(line) > LONG:
+        return long_json_document(line, intake, place)
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -127,6 +138,21 @@ def json_document(line: bytes | None, intake: Intake, place: Place) -> Document:
     return intake.document(record, place)
 
 
+def long_json_document(line: bytes | bytearray, intake: Intake, place: Place) -> Document:
+    """The document of a long line. Raises BadRecordError."""
+    found = LongLine(line)
+    if not isinstance(found.record, dict):
+        raise BadRecordError("not_object", f"a JSON {type(found.record).__name__}, not an object")
+    text = found.value(intake.text_key) if intake.text_key in found.record else None
+    record: dict[str, Any] = {}
+    for key in {intake.id_key or ID, ID} & found.record.keys():
+        value = found.value(key)
+        record[key] = "".join(value.pieces()) if isinstance(value, JsonText) else value
+    if isinstance(text, JsonText):
+        return intake.long_document(text, record, place)
+    return intake.document(found.record | record | ({} if text is None else {intake.text_key: text}), place)
+
+
 def read_text(shard: Shard, intake: Intake, moved: Callable[[int], None]) -> Iterator[Document]:
     """Documents of plain text; a document's place is its first line."""
     place = Place(shard.path, 1)
@@ -139,8 +165,28 @@ def read_text(shard: Shard, intake: Intake, moved: Callable[[int], None]) -> Ite
                 intake.reject(place, fault)
             else:
                 yield document
+                del document
+            del content
     except DamagedError as error:
         intake.damaged(Place(shard.path, error.line or place.number), error)
+
+
+def read_slice(shard: Shard, intake: Intake, moved: Callable[[int], None]) -> Iterator[Document]:
+    """The document that bytes begin … end - 1 of the content of a file are."""
+    content, position, first = bytearray(), 0, 1
+    try:
+        for block in blocks(shard.path, moved=moved):
+            begin, end = (min(max(at - position, 0), len(block)) for at in (shard.begin, shard.end))
+            first += block.count(b"\n", 0, begin)
+            content += block[begin:end]
+            position += len(block)
+            if position >= shard.end or len(content) > intake.max_bytes:
+                break
+        yield text_document(content, len(content), intake, Place(shard.path, first))
+    except BadRecordError as fault:
+        intake.reject(Place(shard.path, first), fault)
+    except DamagedError as error:
+        intake.damaged(Place(shard.path, first), error)
 
 
 def text_pieces(
@@ -159,9 +205,13 @@ def text_pieces(
             if line is None or size > max_bytes:
                 content = bytearray()  # dropped as it comes
             else:
-                content += line
+                if isinstance(line, bytearray) and not content:
+                    content = line  # a long one is not copied
+                else:
+                    content += line
                 if length > len(line):
                     content += b"\n"
+            del line
     except DamagedError as error:
         error.line = number + 1
         raise
@@ -175,11 +225,11 @@ def text_document(content: bytearray, size: int, intake: Intake, place: Place) -
         raise intake.too_long("document")
     if intake.id_key is not None:
         raise intake.without_id()
-    if place.number == 1:
-        content = content.removeprefix(BOM)
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = place.number + content.count(b"\n", 0, error.start)
-        raise BadRecordError("not_utf8", f"not UTF-8 ({error.reason})", Place(place.source, line)) from error
-    return Document(text, len(content), place)
+    begin = len(BOM) if place.number == 1 and content.startswith(BOM) else 0
+    text = Utf8Text(content, begin, len(content))
+    if (problem := text.problem()) is not None:
+        reason, at = problem
+        line = place.number + content.count(b"\n", 0, at)
+        raise BadRecordError("not_utf8", f"not UTF-8 ({reason})", Place(place.source, line))
+    size = len(content) - begin
+    return Document(text if size > LONG else content[begin:].decode("utf-8"), size, place)

@@ -7,7 +7,10 @@ from itertools import islice
 from typing import Any
 
 from mlm.config.errors import UserError
+from mlm.data.corpus.long_text import LONG, LongText, StringText
 
+ID = "id"
+LONGEST_ID = 1000  # letters of an id that is kept
 COUNT_BLOCK = 1 << 20  # bytes read at a time when lines are counted: 1 MiB
 
 RULES = (
@@ -38,6 +41,8 @@ class Input:
     """Content digest: empty for files until they are read; a Hub dataset's is its commit."""
     split: str | None
     """The part it belongs to, None when its documents are divided."""
+    state: tuple[int, ...] = ()
+    """Size and times of change when it was digested; empty for a Hub dataset."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +51,10 @@ class Shard:
 
     path: str
     kind: str
-    """jsonl, txt (also .gz, .zst, .bz2, .xz), parquet or hub."""
+    """jsonl, txt, slice (also .gz, .zst, .bz2, .xz), parquet or hub. A slice is a part of one text."""
     begin: int
-    """In bytes of a file, rows of a Parquet file (where row groups begin), shards of a Hub dataset."""
+    """In bytes of a file (of a slice: of its content), rows of a Parquet file (where row groups begin), or
+    shards of a Hub dataset."""
     end: int
     split: str | None
 
@@ -92,21 +98,30 @@ class Place:
     unit: str = ""
     before: LinesBefore | None = None
 
+    @property
+    def line(self) -> int:
+        """Line or row in its file, from 1 on."""
+        return self.number + (self.before.count() if self.before else 0)
+
     def __str__(self) -> str:
-        number = self.number + (self.before.count() if self.before else 0)
-        return f"{self.source}:{self.unit}{number}"
+        return f"{self.source}:{self.unit}{self.line}"
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
     """One text and where it came from. The text may be empty."""
 
-    text: str
+    content: str | LongText
     num_bytes: int
     """Bytes of the text in UTF-8."""
     place: Place
     id: str | None = None
     """Value under `id_key`; None when no key is set."""
+
+    @property
+    def text(self) -> str:
+        """The whole text, also of a long one."""
+        return self.content if isinstance(self.content, str) else "".join(self.content.pieces())
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +134,13 @@ class Rejected:
     """One of RULES."""
     detail: str
     """What is wrong, in one line, without the remedy."""
+
+
+def kept_id(value: Any) -> str | None:
+    """An id that nothing depends on, None where there is none."""
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        return None
+    return str(value)[:LONGEST_ID].encode("utf-8", "replace").decode()
 
 
 class BadRecordError(Exception):
@@ -140,6 +162,8 @@ class Intake:
     max_bytes: int
     """Longest line or text."""
     on_reject: Callable[[Rejected], None] = field(repr=False)
+    keep_ids: bool = False
+    """Where no key of ids is set: take what stands under "id", if anything does."""
 
     @property
     def keys(self) -> list[str]:
@@ -165,7 +189,18 @@ class Intake:
                 "text_type", f'"{self.text_key}" holds a {type(text).__name__}, not a string'
             )
         size = self.measure(text)
-        return Document(text, size, place, None if self.id_key is None else self.identity(record))
+        content = text if size <= LONG else StringText(text)
+        return Document(content, size, place, self.identity(record))
+
+    def long_document(self, text: LongText, record: Mapping[str, Any], place: Place) -> Document:
+        """The document of a long text and the other keys of its record. Raises BadRecordError."""
+        size = letters = 0
+        for piece in text.pieces():
+            size += self.measure(piece, letters)
+            letters += len(piece)
+        if size > self.max_bytes:
+            raise self.too_long("text")
+        return Document(text, size, place, self.identity(record))
 
     def without_text(self, keys: Iterable[str]) -> BadRecordError:
         """The fault of a record that has only these keys or columns."""
@@ -173,15 +208,15 @@ class Intake:
         detail = f'no key "{self.text_key}" (its keys: {known}; text_key names the one with the text)'
         return BadRecordError("no_text", detail)
 
-    def measure(self, text: str) -> int:
-        """UTF-8 bytes of a text. Raises BadRecordError."""
+    def measure(self, text: str, before: int = 0) -> int:
+        """UTF-8 bytes of a text, or of a piece after `before` letters. Raises BadRecordError."""
         if text.isascii():
             size = len(text)
         else:
             try:
                 size = len(text.encode("utf-8"))
             except UnicodeEncodeError as error:  # JSON can spell what no UTF-8 holds
-                detail = f"half a surrogate pair at letter {error.start + 1}"
+                detail = f"half a surrogate pair at letter {before + error.start + 1}"
                 raise BadRecordError("surrogate", detail) from error
         if size > self.max_bytes:
             raise self.too_long("text")
@@ -191,9 +226,10 @@ class Intake:
         """The fault of a line, text or document above `max_bytes`."""
         return BadRecordError("too_long", f"a {what} of more than max_document_bytes={self.max_bytes} bytes")
 
-    def identity(self, record: Mapping[str, Any]) -> str:
-        """The id of a record, a string or a whole number. Raises BadRecordError."""
-        assert self.id_key is not None
+    def identity(self, record: Mapping[str, Any]) -> str | None:
+        """The id of a record, a string or a whole number; None where no key is set. Raises BadRecordError."""
+        if self.id_key is None:
+            return kept_id(record.get(ID)) if self.keep_ids else None
         value = record.get(self.id_key)
         if value is None:
             raise self.without_id()

@@ -25,15 +25,39 @@ def outcome(plan: Plan) -> Facts:
     cleaned, tokenised = (plan.stages[name] for name in ("clean", "tokenise"))
     read = counts_of(cleaned.folder, cleaned.tasks)
     written = counts_of(tokenised.folder, tokenised.tasks)
-    documents = total(counts["removed"] for counts in (*read, *written))
     num_bytes = total(counts["removed_bytes"] for counts in (*read, *written))
-    return {
+    documents = total(counts["removed"] for counts in (*read, *written))
+    pieces = total(counts["removed_pieces"] for counts in written)
+    cut = total(counts["cut"] for counts in written)
+    facts = {
         "read": {key: sum(counts[key] for counts in read) for key in ("documents", "bytes")},
+        "mended": {"bytes": sum(counts["mended_bytes"] for counts in read)},
         "rejected": total(counts["rejected"] for counts in read),
-        "removed": {rule: {"documents": documents[rule], "bytes": num_bytes[rule]} for rule in documents},
+        "removed": {
+            rule: {"documents": documents.get(rule, 0), "bytes": num_bytes[rule]}
+            | ({"pieces": pieces[rule]} if rule in pieces else {})
+            for rule in {**documents, **pieces}
+        },
+        "cut": cut if cut.get("documents") else None,
         "contamination": contamination(plan, written),
         "splits": {part: total(counts["parts"][part] for counts in written) for part in plan.parts},
     }
+    check_balance(facts)
+    return facts
+
+
+def check_balance(facts: Facts) -> None:
+    """What was read is what is kept, removed and cut away, in documents and in bytes.
+
+    A document that is cut goes, and its pieces come in its place; mending changes bytes on the way.
+    """
+    removed, kept, cut = facts["removed"].values(), facts["splits"].values(), facts["cut"] or {}
+    come = facts["read"]["documents"] + cut.get("pieces", 0)
+    gone = sum(count["documents"] + count.get("pieces", 0) for count in removed) + cut.get("documents", 0)
+    assert come == gone + sum(count["documents"] for count in kept), facts
+    come = facts["read"]["bytes"] + facts["mended"]["bytes"]
+    gone = sum(count["bytes"] for count in removed) + cut.get("bytes", 0)
+    assert come == gone + sum(count["bytes"] for count in kept), facts
 
 
 def contamination(plan: Plan, written: list[Counts]) -> Facts | None:
@@ -103,7 +127,10 @@ def summary(out: Path, receipt: Facts) -> Group:
         for heading in ("removed by", "documents", "bytes"):
             gone.add_column(heading, justify="left" if heading == "removed by" else "right")
         for rule, count in receipt["removed"].items():
-            gone.add_row(rule, f"{count['documents']:,}", f"{count['bytes']:,}")
+            pieces = f" and {count['pieces']:,} pieces" if "pieces" in count else ""
+            gone.add_row(rule, f"{count['documents']:,}{pieces}", f"{count['bytes']:,}")
+        if (cut := receipt["cut"]) is not None:
+            gone.add_row("cut to pieces", f"{cut['documents']:,}", f"{cut['bytes']:,}")
         for fault, documents in receipt["rejected"].items():
             gone.add_row(f"bad input: {fault} (see {REJECTED})", f"{documents:,}", "")
         tables.append(gone)

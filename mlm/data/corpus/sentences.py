@@ -12,7 +12,7 @@ showing here: quadratic time over a long list, and a panic where a full stop fol
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 
 from mlm.data.corpus.extras import load_extra
@@ -21,6 +21,8 @@ PARAGRAPH_END = re.compile(r"\n\s*\n")
 WORD = re.compile(r"\w")
 BLOCK = 1 << 12
 """Letters looked at at a time, so that time grows linearly. No sentence is longer, save marks behind it."""
+HELD = 1 << 17
+"""Letters of a paragraph that are held back until it ends."""
 SPACES = [chr(code) for code in range(0x80, 0x3001) if chr(code).isspace()]
 """White space outside ASCII."""
 
@@ -42,6 +44,27 @@ def split_sentences(text: str) -> list[str]:
         for begin, end in pairwise(sentence_limits(paragraph, segment))
     )
     return [piece for piece in pieces if piece]
+
+
+def long_sentences(pieces: Iterable[str]) -> Iterator[list[str]]:
+    """The same of a text that comes in pieces: the sentences of some at a time."""
+    segment: Segment = load_extra("sentencex", "sentences=true").segment
+    held = ""
+    for piece in pieces:
+        held += piece
+        ends = [found.end() for found in PARAGRAPH_END.finditer(held) if held[found.end() :][:1].strip()]
+        if ends:
+            yield split_sentences(held[: ends[-1]])
+            held = held[ends[-1] :]
+        if len(held) > HELD:
+            # Of a paragraph that has no end yet, what the letters to come cannot change.
+            inside = held[: m.start()] if (m := PARAGRAPH_END.search(held)) else held
+            limits = [at for at in sentence_limits(inside, segment) if at < len(inside) - 2 * BLOCK]
+            if len(limits) > 2:
+                parts = (inside[a:b].strip() for a, b in pairwise(limits[:-1]))
+                yield [part for part in parts if part]
+                held = held[limits[-2] :]
+    yield split_sentences(held)
 
 
 def sentence_limits(paragraph: str, segment: Segment) -> list[int]:

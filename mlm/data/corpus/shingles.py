@@ -8,13 +8,15 @@ between words is better compared by characters.
 Shapes: T units (words, or characters of the normalised text) of D documents laid end to end.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Literal
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
+
+from mlm.data.corpus.long_text import at_breaks
 
 Hashes = NDArray[np.uint64]
 Numbers = NDArray[np.int64]
@@ -46,6 +48,31 @@ def flat_shingles(texts: Sequence[str], *, ngram: int, unit: Unit) -> tuple[Hash
     normal = [normalise(text) for text in texts]
     units, counts = _words(normal) if unit == "word" else _characters(normal)
     return _ngrams(units, counts, ngram)
+
+
+def long_shingles(pieces: Iterable[str], *, ngram: int, unit: Unit) -> Iterator[Hashes]:
+    """The n-grams of a text that comes in pieces, a piece at a time: together those of `flat_shingles`.
+
+    A word of more than a piece is several here.
+    """
+    before, seen, spaced = np.empty(0, np.uint64), 0, True
+    for piece in at_breaks(iter(pieces)):
+        normal = normalise(piece)
+        if unit == "word":
+            units, _ = _words([normal])
+        else:
+            text = " ".join(normal.decode().split())
+            # white space between two letters is one space, wherever the pieces are cut
+            first = " " if text and seen and (spaced or normal[:1] == b" ") else ""
+            spaced = normal[-1:] == b" " if text else spaced or bool(normal)
+            units, _ = _hash_characters([first + text])
+        seen += len(units)
+        units = np.concatenate((before, units))
+        if seen >= ngram and len(units) >= ngram:
+            yield _ngrams(units, np.array([len(units)]), ngram)[0]
+        before = units[max(0, len(units) - ngram + 1) :]
+    if 0 < seen < ngram:
+        yield _ngrams(before, np.array([len(before)]), ngram)[0]
 
 
 def normalise(text: str) -> bytes:
@@ -115,7 +142,11 @@ _LOW_BYTES: Hashes = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)  
 
 def _characters(normal: Sequence[bytes]) -> tuple[Hashes, Numbers]:
     """A hash of each character of text with single spaces [T], and their number per document [D]."""
-    texts = [" ".join(text.decode().split()) for text in normal]
+    return _hash_characters([" ".join(text.decode().split()) for text in normal])
+
+
+def _hash_characters(texts: Sequence[str]) -> tuple[Hashes, Numbers]:
+    """A hash of each character [T], and their number per document [D]."""
     units = np.frombuffer("".join(texts).encode("utf-32-le"), "<u4").astype(np.uint64)
     _mix(units)
     return units, np.array([len(text) for text in texts], np.int64)

@@ -6,14 +6,14 @@ Mining of Massive Datasets, section 3.4). The slots are rensa's R-MinHash, after
 of Dahlgaard, Knudsen and Thorup 2017 (arXiv:1704.04370).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 from rensa import RMinHash
 
 from mlm.config.corpus_schema import DedupConfig
-from mlm.data.corpus.shingles import Hashes, Numbers, flat_shingles
+from mlm.data.corpus.shingles import Hashes, Numbers, flat_shingles, long_shingles
 
 Slots = NDArray[np.uint32]
 
@@ -24,6 +24,7 @@ SEED = 1
 # is one core. What fits the processor's caches is hashed twice as fast, too.
 BATCH_DOCUMENTS = 64
 BATCH_CHARACTERS = {"word": 1 << 18, "character": 1 << 16}
+AT_ONCE = 1 << 16  # shingles of a long text signed at a time
 _MULTIPLIER = np.uint64(0xFF51AFD7ED558CCD)
 
 
@@ -48,6 +49,26 @@ class Signer:
             full = np.flatnonzero(np.diff(offsets))
             keys[begin + full] = band_keys(self.slots(flat, offsets)[full], bands)
         return keys
+
+    def long_keys(self, pieces: Iterable[str]) -> Hashes:
+        """Keys of one text that comes in pieces: uint64 [1, bands]."""
+        slots = self.long_slots(long_shingles(pieces, ngram=self.config.ngram, unit=self.config.unit))
+        if slots is None:
+            return np.full((1, self.config.bands), NO_KEY, np.uint64)
+        return band_keys(slots, self.config.bands)
+
+    def long_slots(self, shingles: Iterable[Hashes]) -> Slots | None:
+        """Signature [1, bands * rows] of a set whose shingles come a part at a time; None without any.
+
+        A slot holds a minimum over the set, so the signature of a union is the minimum of signatures.
+        """
+        found: Slots | None = None
+        for part in shingles:
+            for begin in range(0, len(part), AT_ONCE):
+                some = part[begin : begin + AT_ONCE]
+                slots = self.slots(some, np.array([0, len(some)]))
+                found = slots if found is None else np.minimum(found, slots)
+        return found
 
     def slots(self, flat: Hashes, offsets: Numbers) -> Slots:
         """Signatures [n, bands * rows] of sets given by their shingles: flat[offsets[i]:offsets[i + 1]]."""

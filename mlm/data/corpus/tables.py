@@ -5,6 +5,7 @@ from itertools import accumulate
 from typing import Any
 
 from mlm.data.corpus.extras import load_extra
+from mlm.data.corpus.long_text import LONG, Utf8Text
 from mlm.data.corpus.openers import DamagedError, damage_is_told
 from mlm.data.corpus.records import BadRecordError, Document, Intake, Place, Shard, readable
 
@@ -112,6 +113,14 @@ def row_document(batch: Any, index: int, intake: Intake, place: Place) -> Docume
     value = getattr(value, "value", value)  # of a dictionary
     if value is not None and value.is_valid and value.as_buffer().size > intake.max_bytes:
         raise intake.too_long("text")
+    if value is not None and value.is_valid and value.as_buffer().size > LONG:
+        text = Utf8Text(memoryview(value.as_buffer()), 0, value.as_buffer().size)
+        if (problem := text.problem()) is not None:
+            detail = f'"{intake.text_key}" is not UTF-8 ({problem[0]} at byte {problem[1] + 1})'
+            raise BadRecordError("not_utf8", detail)
+        keys = [] if intake.id_key is None else [intake.id_key]
+        others = {key: python_value(batch.column(key)[index], key) for key in keys}
+        return intake.long_document(text, others, place)
     record = {intake.text_key: None if value is None else python_value(value, intake.text_key)}
     if intake.id_key is not None:
         record[intake.id_key] = python_value(batch.column(intake.id_key)[index], intake.id_key)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mlm.data.corpus.mending import CONFIG, PIECE, mend, pieces
+from mlm.data.corpus.mending import CONFIG, PIECE, mend, pieces_of
 
 # letters that ftfy looks at, beside any others
 TRICKY = "“”‘’–—…\n\r\t\x0c\x00\x85\u2028\u2029 &<;#'\"!~%aeÃ¢â‚¬œ™éﬁＡ，\u0301\xa0\xad\ufeff\x1b[0m"
@@ -59,10 +59,10 @@ def test_text_is_mended_and_code_is_left(text: str, mended: str) -> None:
 @pytest.mark.parametrize("unit", ["a" * PIECE, "ab cd", "\u0301", "word " * 999])
 def test_long_line_is_cut_into_pieces_that_make_it_up(unit: str) -> None:
     line = unit * (3 * PIECE // len(unit) + 1)
-    found = list(pieces(line))
+    found = list(pieces_of(line))
     assert "".join(found) == line
     assert max(map(len, found)) <= PIECE
 
 
 def test_long_line_is_cut_after_a_space() -> None:
-    assert all(piece.endswith(" ") for piece in list(pieces("word " * 5000))[:-1])
+    assert all(piece.endswith(" ") for piece in list(pieces_of("word " * 5000))[:-1])
