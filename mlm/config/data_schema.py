@@ -113,6 +113,11 @@ class DataInspectConfig:
     """Tokenizer to decode samples with; null takes tokenizer.json beside the corpus, if there is one."""
     samples: int = 3
     """Documents to decode, spread over the corpus; 0 decodes none."""
+    document: int | None = None
+    """Number of a document to show whole, with where it came from if the corpus was built with keep_ids=true;
+    path is then a prefix, or a folder's train part is taken."""
+    token: int | None = None
+    """As `document`, by the number of one of its tokens."""
     out: ResultFile | None = None
     """JSON file for the same facts; null writes none."""
 

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
+import xxhash
+
 from mlm.config.blend import MAX_SOURCES
 from mlm.data.blend import MAX_SAMPLES, taken
 
@@ -19,8 +21,9 @@ MAX_SEGMENTS = 1000
 MAX_TEXT = 4096  # letters of a name or path
 SAME_SHARE = 1e-9  # weights written as 3, 7 and as 0.3, 0.7 differ in the last bits
 DIGEST = re.compile(r"xxh3:[0-9a-f]{32}|")
+ORDERS = (0, 1)
 DIGESTS = ("digest", "tokens", "sampled", "receipt", "recipe", "tokenizer")
-NEWER = {"sampled": ""}
+NEWER = {"sampled": "", "order": 0}
 """What older versions do not say of a source."""
 
 
@@ -48,6 +51,9 @@ class Source:
     """Share of the samples; those of a blend sum to 1."""
     first: int = 0
     """Samples read of it before the segment."""
+    order: int = 0
+    """Rule of its sample order. 0: shuffled by the seed of the run, as every corpus was in earlier versions
+    and the only one of a run is; 1: by a seed of its own."""
 
     def is_same(self, other: "Source") -> bool:
         """Whether both are one corpus, as far as it is known."""
@@ -82,9 +88,14 @@ def go_on(history: History, now: Sequence[Source], consumed: int) -> History:
     if history and is_same_blend(history[-1].sources, now):
         begin, then = history[-1].from_sample, history[-1].sources
         # a corpus may have moved; its weight is kept to the last bit
-        kept = [replace(s, weight=old.weight, first=old.first) for s, old in zip(now, then, strict=True)]
+        kept = [
+            replace(s, weight=old.weight, first=old.first, order=old.order)
+            for s, old in zip(now, then, strict=True)
+        ]
         return (*history[:-1], Segment(begin, tuple(kept)))
-    begun = tuple(replace(s, first=samples_read(history, s, consumed)) for s in now)
+    begun = tuple(
+        replace(s, first=samples_read(history, s, consumed), order=order_of(history, s)) for s in now
+    )
     return (*history, Segment(consumed, begun))
 
 
@@ -110,6 +121,20 @@ def samples_read(history: History, source: Source, consumed: int) -> int:
                 return known.first + int(taken(weights, end - segment.from_sample)[i])
         end = segment.from_sample
     return 0
+
+
+def order_of(history: History, source: Source) -> int:
+    """Rule of the sample order of a corpus: the one it was read by, if it was."""
+    known = (old for segment in reversed(history) for old in segment.sources if old.is_same(source))
+    return next((old.order for old in known), source.order)
+
+
+def seed_of(source: Source, seed: int) -> int:
+    """Seed that a corpus is shuffled by in a run of `seed`."""
+    if source.order == 0:
+        return seed
+    digest = xxhash.xxh3_64_intdigest(f"{seed} {source.digest} {source.tokens}".encode())
+    return digest >> 1  # what every generator takes: 63 bits
 
 
 def needed(segment: Segment, num_samples: int) -> list[int]:
@@ -209,6 +234,8 @@ def _source(said: Any) -> Source:
     if type(said["weight"]) is not float or not 0 < said["weight"] <= 1:
         raise ValueError("a weight is out of range")
     _whole_number(said["first"])
+    if type(said["order"]) is not int or said["order"] not in ORDERS:
+        raise ValueError("a sample order is not known")
     return Source(**{field.name: said[field.name] for field in fields(Source)})
 
 

@@ -4,6 +4,7 @@ import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from mlm.data.corpus.benchmarks import read_benchmarks, save_benchmarks
 from mlm.data.corpus.inputs import digests_of, with_digests, write_inputs
 from mlm.data.corpus.local import run_stages
 from mlm.data.corpus.merge_stage import move, publish
+from mlm.data.corpus.one_text import parts_of_text
 from mlm.data.corpus.plan import EVALUATION, TOKENIZER, Plan, shard_bytes
 from mlm.data.corpus.report import outcome, refuse_empty_parts, summary, warn, write_rejected
 from mlm.data.corpus.shards import Found, cut, find_all, group
@@ -58,7 +60,10 @@ def run_build(config: DataBuildConfig, console: Console | None = None) -> Receip
         tokenizer.save(work / TOKENIZER)
         evaluation = prepare_evaluation(config, work)
         size = shard_bytes(sum(item.bytes for item in digested))
-        shards = tuple(cut(digested, size))
+        parts = parts_of_text(digested, parse_split(config.split))
+        if parts is not None:
+            config = for_one_text(config, console)
+        shards = tuple(parts or cut(digested, size))
         plan = Plan(
             config, work, digested, shards, group(digested, shards, size), tokenizer.digest, evaluation
         )
@@ -84,7 +89,7 @@ def work_folder(config: DataBuildConfig) -> Path:
 def preflight(config: DataBuildConfig) -> list[str]:
     """What stands in the way in the folders to write; called before the input is read."""
     try:
-        tokenizer = Tokenizer.load(config.tokenizer)
+        tokenizer = Tokenizer.load(config.tokenizer, eod=config.eod)
     except UserError as error:
         return [str(error)]
     out, work = claims(config, tokenizer)
@@ -128,6 +133,15 @@ def delete_work(config: DataBuildConfig) -> str | None:
     """Delete what the build left between its stages; a line on what stays, None if nothing does."""
     reads = [config.input, config.tokenizer, *config.decontaminate.against, config.out]
     return delete_owned(work_folder(config), "corpus-work", inputs=reads)
+def for_one_text(config: DataBuildConfig, console: Console) -> DataBuildConfig:
+    """The settings for an input of one text, whose parts are no documents that could be too short."""
+    console.print(
+        f"input={config.input} is one text: cut into consecutive parts by split={config.split}, at ends of "
+        f"paragraphs where there are any",
+        soft_wrap=True,
+        markup=False,
+    )
+    return replace(config, filter=replace(config.filter, min_tokens=None))
 
 
 def build(plan: Plan, found: Found, made_of: Receipt, out: Path, console: Console) -> Receipt | None:

@@ -1,5 +1,6 @@
 """`mlm data inspect`: what a corpus holds."""
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -11,9 +12,9 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from mlm.config.data_schema import DataInspectConfig
-from mlm.config.errors import UserError
-from mlm.data.corpus_files import corpora_at, eod_of, size_of, tokenizer_beside, write_result
-from mlm.data.indexed import IndexedDataset
+from mlm.config.errors import CorruptFileError, UserError
+from mlm.data.corpus_files import corpora_at, eod_of, origins_of, size_of, tokenizer_beside, write_result
+from mlm.data.indexed import REBUILD, IndexedDataset, bin_path, idx_path
 from mlm.data.indexed_format import CHUNK, VERSION, Index
 from mlm.data.receipt import Receipt, read_receipt
 from mlm.data.tokenizer import Tokenizer
@@ -80,6 +81,9 @@ def run_inspect(config: DataInspectConfig) -> None:
     if config.samples < 0:
         raise UserError(f"samples={config.samples} is below 0: use 0 to decode none")
     folder, prefixes = corpora_at(config.path)
+    if config.document is not None or config.token is not None:
+        run_document(config, folder, prefixes[0])
+        return
     receipt = read_receipt(folder)
     tokenizer, note = tokenizer_for(config, folder)
     eod_id = eod_of(receipt, tokenizer)
@@ -94,6 +98,59 @@ def run_inspect(config: DataInspectConfig) -> None:
         result = {"task": "data inspect", "path": config.path, "corpora": corpora, "receipt": receipt}
         write_result(config.out, result)
     show(config, found, receipt, note)
+
+
+def run_document(config: DataInspectConfig, folder: Path, prefix: Path) -> None:
+    """Show one document and where it came from. Raises UserError."""
+    corpus, (tokenizer, _) = IndexedDataset(prefix), tokenizer_for(config, folder)
+    number = document_wanted(config, corpus)
+    origin = origin_of(prefix, number)
+    ids = [int(token) for token in corpus.document(number)]
+    known = tokenizer is not None and all(0 <= token < tokenizer.vocab_size for token in ids)
+    text = tokenizer.decode(ids) if tokenizer is not None and known else None
+    if config.out is not None:
+        facts = {"document": number, "tokens": len(ids), "origin": origin, "ids": ids, "text": text}
+        write_result(config.out, {"task": "data inspect", "path": str(prefix), **facts})
+    out = console()
+    made = table(f"{prefix} · document {number:,}", "", "")
+    for key, value in (
+        {"tokens": f"{len(ids):,}"} | (origin or {"source": "not kept; build with keep_ids=true"})
+    ).items():
+        add_row(made, key, str(value))
+    out.print(made)
+    shown = text if text is not None else " ".join(map(str, ids))
+    for line in shown.split("\n"):
+        out.print(
+            "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line),
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def document_wanted(config: DataInspectConfig, corpus: IndexedDataset) -> int:
+    """The number of the document to show. Raises UserError when there is none of that number."""
+    key, number = ("document", config.document) if config.document is not None else ("token", config.token)
+    assert number is not None
+    count = corpus.num_documents if key == "document" else corpus.num_tokens
+    if not 0 <= number < count:
+        raise UserError(f"{key}={number}: {corpus.prefix} holds {count} {key}s; use 0 to {count - 1}")
+    return number if key == "document" else corpus.index.document_of(number)
+
+
+def origin_of(prefix: Path, number: int) -> dict[str, Any] | None:
+    """Source, line and id of a document; None where they were not kept. Raises CorruptFileError."""
+    kept = origins_of(prefix)
+    if not idx_path(kept).is_file():
+        return None
+    content = IndexedDataset(kept).document(number).tobytes()
+    try:
+        origin = json.loads(content)
+    except (ValueError, RecursionError):
+        origin = None
+    if not isinstance(origin, dict):
+        raise CorruptFileError(f"{bin_path(kept)} does not say where document {number} came from: {REBUILD}")
+    return {plain(str(key)): plain(str(value)) for key, value in origin.items()}
 
 
 def tokenizer_for(config: DataInspectConfig, folder: Path) -> tuple[Tokenizer | None, str | None]:

@@ -10,7 +10,7 @@ from mlm.config.blend import entry, names, shares
 from mlm.config.schema import DataConfig, PretrainConfig
 from mlm.data.bert import BERTDataset
 from mlm.data.blend import BlendedDataset
-from mlm.data.blend_history import History, Segment, Source, go_on, known_digest, needed
+from mlm.data.blend_history import History, Segment, Source, go_on, known_digest, needed, seed_of
 from mlm.data.gpt import EvalWindows, GPTDataset
 from mlm.data.indexed import IndexedDataset, bin_path, idx_path
 from mlm.data.receipt import RECEIPT, check_corpus, read_receipt
@@ -181,7 +181,10 @@ def sources(data: DataConfig) -> tuple[Source, ...]:
         float(IndexedDataset(corpus.train).num_tokens) if corpus.weight is None else corpus.weight
         for corpus in found
     ]
-    return tuple(source_of(corpus, share) for corpus, share in zip(found, shares(weights), strict=True))
+    return tuple(
+        replace(source_of(corpus, share), order=1)
+        for corpus, share in zip(found, shares(weights), strict=True)
+    )
 
 
 def train_dataset(config: PretrainConfig, num_samples: int, history: History = ()) -> Dataset:
@@ -194,8 +197,10 @@ def train_dataset(config: PretrainConfig, num_samples: int, history: History = (
         return synthetic(config, num_samples, config.seed)
     segment = (history or go_on((), sources(data), 0))[-1]
     datasets = [
-        corpus_samples(config, corpus.train, count)
-        for corpus, count in zip(corpora(data), needed(segment, num_samples), strict=True)
+        corpus_samples(config, corpus.train, count, seed_of(source, config.seed))
+        for corpus, source, count in zip(
+            corpora(data), segment.sources, needed(segment, num_samples), strict=True
+        )
     ]
     if is_plain(segment):
         return datasets[0]
@@ -219,19 +224,21 @@ def synthetic(config: PretrainConfig, num_samples: int, seed: int) -> Dataset:
     return kind(config.model.vocab_size, config.data.seq_length, num_samples, seed)
 
 
-def corpus_samples(config: PretrainConfig, prefix: Path, num_samples: int) -> GPTDataset | BERTDataset:
+def corpus_samples(
+    config: PretrainConfig, prefix: Path, num_samples: int, seed: int
+) -> GPTDataset | BERTDataset:
     """The training samples of one corpus."""
     data = config.data
     cache = Path(data.cache) if data.cache is not None else prefix.parent / "index-cache"
     if config.model.kind == "bert":
         return bert_samples(
-            data, prefix, bert_vocab(tokenizer_path(data)), num_samples, seed=config.seed, cache=cache
+            data, prefix, bert_vocab(tokenizer_path(data)), num_samples, seed=seed, cache=cache
         )
     return GPTDataset(
         IndexedDataset(prefix),
         seq_length=data.seq_length,
         num_samples=num_samples,
-        seed=config.seed,
+        seed=seed,
         cache_dir=cache,
     )
 

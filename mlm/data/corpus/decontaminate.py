@@ -94,13 +94,13 @@ def merged(runs: Iterable[Run]) -> list[Run]:
 
 def last_words(text: str, count: int) -> str:
     """The end of a text, from where a word begins, with at least so many words; nothing of one long word."""
-    size = 64 * (count + 1)
+    size = 16 * (count + 1)
     while size < len(text):
         begin = next((at for at in range(len(text) - size, len(text)) if text[at].isspace()), len(text))
         if len(words(tail := text[begin:])) >= count:
             return tail
-        size *= 4
-    return text if len(text) < PIECE else ""
+        size *= 2
+    return text if len(text) < 4 * PIECE else ""
 
 
 class Contaminants:

@@ -143,7 +143,8 @@ class Letters:
         return self._letters[-1]
 
     def between(self, begin: int, end: int) -> str:
-        """Letters begin … end - 1."""
+        """Letters begin … end - 1, as far as there are any."""
+        end = min(end, len(self))
         first = bisect_right(self._letters, begin) - 1
         last = bisect_left(self._letters, end)
         some = self.text.part(self._bytes[first], self._bytes[last]).read()

@@ -15,6 +15,7 @@ from typing import Any
 from mlm.data.corpus.hub import read_hub
 from mlm.data.corpus.long_json import LongLine
 from mlm.data.corpus.long_text import LONG, JsonText, Utf8Text
+from mlm.data.corpus.one_text import TEXT_END
 from mlm.data.corpus.openers import DamagedError, blocks, first_line, lines
 from mlm.data.corpus.records import (
     ID,
@@ -31,8 +32,6 @@ from mlm.data.corpus.tables import read_parquet
 
 __all__ = ["RULES", "TEXT_END", "Document", "Place", "Rejected", "read_shard"]
 
-TEXT_END = b"<|endoftext|>"
-"""A line of a .txt file that holds just this ends a document."""
 BOM = b"\xef\xbb\xbf"
 
 

@@ -83,6 +83,12 @@ def refuse_empty_parts(plan: Plan, facts: Facts) -> None:
         if counts["documents"]:
             continue
         config, divided = plan.config, plan.is_divided
+        if facts["removed"] and plan.shards[0].split and divided:
+            rules = ", ".join(facts["removed"])
+            raise UserError(
+                f"input={config.input} is one text, and {rules} removed its part for {part}: loosen the "
+                f"rule, or set recipe=plain"
+            )
         if kept and divided:
             raise UserError(
                 f"{part} got none of the {kept} documents of input={config.input} with split={config.split}: "

@@ -59,19 +59,24 @@ def long_sentences(pieces: Iterable[str]) -> Iterator[list[str]]:
         if len(held) > HELD:
             # Of a paragraph that has no end yet, what the letters to come cannot change.
             inside = held[: m.start()] if (m := PARAGRAPH_END.search(held)) else held
-            limits = [at for at in sentence_limits(inside, segment) if at < len(inside) - 2 * BLOCK]
-            if len(limits) > 2:
-                parts = (inside[a:b].strip() for a, b in pairwise(limits[:-1]))
+            begins = list[int]()
+            limits = sentence_limits(inside, segment, begins)
+            settled = set(begins) & {at for at in limits if 0 < at < len(inside) - 2 * BLOCK}
+            if settled:
+                cut = max(settled)
+                parts = (inside[a:b].strip() for a, b in pairwise(at for at in limits if at <= cut))
                 yield [part for part in parts if part]
-                held = held[limits[-2] :]
+                held = held[cut:]
     yield split_sentences(held)
 
 
-def sentence_limits(paragraph: str, segment: Segment) -> list[int]:
-    """Where the sentences of a paragraph begin, then the paragraph's end."""
+def sentence_limits(paragraph: str, segment: Segment, begins: list[int] | None = None) -> list[int]:
+    """Where the sentences of a paragraph begin, then the paragraph's end. `begins` gets those of blocks."""
     limits = [0]
     begin = 0
     while begin < len(paragraph):
+        if begins is not None:
+            begins.append(begin)
         stop = block_end(paragraph, begin)
         pieces = segment("en", plain_spaces(paragraph[begin:stop]))
         assert sum(map(len, pieces)) == stop - begin, "the pieces are the text"
