@@ -24,6 +24,7 @@ from mlm.data.blend_history import (
     go_on,
     needed,
     samples_read,
+    seed_of,
 )
 
 
@@ -198,6 +199,28 @@ class TestChange:
         )
 
 
+def test_a_corpus_keeps_the_sample_order_that_it_was_read_by() -> None:
+    """That of a run on one corpus, or of an older version's blend; new ones come in an order of their own."""
+    alone = go_on((), blend(a=1), 0)
+    history = go_on(alone, [replace(s, order=1) for s in blend(b=1, a=1)], 40)
+    assert [s.order for s in history[-1].sources] == [1, 0]
+    history = go_on(history, blend(b=1), 60)
+    assert [s.order for s in history[-1].sources] == [1]
+    older = [
+        {**s, "sources": [{k: v for k, v in c.items() if k != "order"} for c in s["sources"]]} for s in said()
+    ]
+    resumed = go_on(decode(older, 60), [replace(s, order=1) for s in blend(a=1, c=1, d=1)], 60)
+    assert [s.order for s in resumed[-1].sources] == [0, 0, 1]
+    assert [s.order for s in decode(encode(resumed), 70)[-1].sources] == [0, 0, 1]
+
+
+def test_sources_of_their_own_order_have_different_seeds() -> None:
+    a, b = (replace(s, order=1) for s in blend(a=1, b=1))
+    assert len({5, seed_of(a, 5), seed_of(b, 5), seed_of(a, 6)}) == 4
+    assert seed_of(replace(a, order=0), 5) == 5
+    assert seed_of(replace(a, name="moved", path="elsewhere", weight=0.1), 5) == seed_of(a, 5)
+
+
 def said() -> list[dict[str, Any]]:
     return json.loads(json.dumps(encode(go_on(go_on((), blend(a=1, b=3), 0), blend(a=1, c=1), 40))))  # type: ignore[no-any-return]
 
@@ -237,6 +260,8 @@ SOURCES: dict[str, Any] = {
     "a weight that is text": {"weight": "1"},
     "a weight that is true": {"weight": True},
     "no weight": {"weight": ...},
+    "an unknown order": {"order": 2},
+    "an order that is true": {"order": True},
 }
 
 

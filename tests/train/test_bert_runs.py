@@ -16,10 +16,18 @@ from mlm.config.compose import load_config
 from mlm.config.errors import UserError
 from mlm.config.schema import PretrainConfig
 from mlm.data.bert import BERTSamples
+from mlm.data.blend_history import seed_of
 from mlm.data.sampler import BERTBatch, eval_batches
 from mlm.parallel.mesh import shape_context
 from mlm.tasks.loss import preflight
-from mlm.train.corpora import corpora, corpus_faults, corpus_samples, train_dataset, validation_sets
+from mlm.train.corpora import (
+    corpora,
+    corpus_faults,
+    corpus_samples,
+    sources,
+    train_dataset,
+    validation_sets,
+)
 from mlm.train.state import load_weights
 from mlm.train.trainer import Trainer
 
@@ -176,7 +184,10 @@ def test_a_blend_of_corpora_has_the_samples_of_each(corpus: Path, tmp_path: Path
     samples = blend.gather(np.arange(40))
     assert isinstance(samples, BERTSamples)
     assert set(source) == {0, 1}
-    own = [corpus_samples(config, c.train, 40) for c in corpora(config.data)]
+    own = [
+        corpus_samples(config, corpus.train, 40, seed_of(known, config.seed))
+        for corpus, known in zip(corpora(config.data), sources(config.data), strict=True)
+    ]
     for k in range(40):
         expected = own[source[k]].gather([number[k]])
         assert isinstance(expected, BERTSamples)

@@ -11,10 +11,11 @@ import pytest
 from mlm.checkpoint.save_load import latest_checkpoint
 from mlm.config.errors import UserError
 from mlm.config.schema import DataConfig, PretrainConfig
+from mlm.data.blend_history import seed_of
 from mlm.data.indexed import IndexedDataset
 from mlm.data.sampler import Loader
 from mlm.parallel.mesh import ParallelContext, shape_context
-from mlm.train.corpora import corpus_faults, train_dataset
+from mlm.train.corpora import corpus_faults, corpus_samples, sources, train_dataset
 from mlm.train.resume import go_on_with_data
 from mlm.train.state import load, save
 from mlm.train.trainer import Trainer
@@ -51,6 +52,7 @@ def spec(blend: tuple[str, ...] = (), **data: Any) -> PretrainConfig:
 
 
 WIKI_WEB = ("3 corpora/wiki", "1 corpora/web")
+WIKI_WEB_CODE = (*WIKI_WEB, "1 corpora/code")
 Row = tuple[int, ...]
 
 
@@ -120,9 +122,14 @@ def test_no_sample_is_repeated_or_skipped_when_the_blend_changes(corpora: Path, 
         row for blend, steps, dp in legs for row in read_on(tmp_path / "run", at(corpora, blend), steps, dp)
     ]
     assert len(segments(tmp_path / "run")) == 4
+    known = {source.name: source for source in sources(spec(at(corpora, WIKI_WEB_CODE)).data)}
     for name in NAMES:
         mine = of_corpus(read, name)
-        alone = train_dataset(spec(path=f"corpora/{name}"), len(mine)).gather(np.arange(len(mine)))
+        of = spec(path=f"corpora/{name}")
+        seed = seed_of(known[name], of.seed)
+        alone = corpus_samples(of, Path(f"corpora/{name}/train"), len(mine), seed).gather(
+            np.arange(len(mine))
+        )
         assert sorted(mine) == sorted(map(tuple, alone[:, :-1].tolist()))
     assert len(read) == 8 * BATCH == sum(len(of_corpus(read, name)) for name in NAMES)
 
@@ -152,6 +159,14 @@ def test_an_older_checkpoint_goes_on_in_its_corpus_as_ever(corpora: Path, tmp_pa
     edit_manifest(tmp_path / "run/checkpoints/step-00000002", lambda body: body["state"].pop("data"))
     corpora.rename(tmp_path / "moved")
     assert sorted(read + read_on(tmp_path / "run", "moved/wiki", 2)) == straight
+
+
+def test_corpora_of_equal_shape_come_in_orders_of_their_own(corpora: Path) -> None:
+    """The tokens of wiki and web differ by 300 throughout: one seed would give one order."""
+    blend = train_dataset(spec(("0.5 corpora/wiki", "0.5 corpora/web")), 40)
+    source, _ = blend.locate(np.arange(40))  # type: ignore[attr-defined]
+    samples = np.asarray(blend.gather(np.arange(40)))
+    assert set(samples[source == 0][:, 0]) != set(samples[source == 1][:, 0] - 300)
 
 
 def test_the_order_of_a_single_corpus_is_that_of_its_dataset(corpora: Path) -> None:
