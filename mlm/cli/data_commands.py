@@ -41,6 +41,10 @@ DATA = (
                 "mlm data build data=web tokenizer=gpt2 out=out decontaminate.against=[wikitext103,lambada]",
             ),
             (
+                "One text file, cut into train, validation and test",
+                "mlm data build data=book.txt tokenizer=gpt2 out=corpus",
+            ),
+            (
                 "Clean text, already in train.jsonl and validation.jsonl",
                 "mlm data build data=text tokenizer=corpus out=corpus recipe=plain",
             ),
@@ -71,6 +75,10 @@ DATA = (
         examples=(
             ("Every part of a corpus", "mlm data inspect corpus"),
             ("A foreign pair", "mlm data inspect wiki_text_document tokenizer=gpt2 samples=10"),
+            (
+                "A document, and where it came from (keep_ids=true)",
+                "mlm data inspect corpus/train document=17",
+            ),
         ),
         positional=("path",),
     ),
