@@ -99,7 +99,8 @@ KINDS: dict[str, Kind] = {
         "a corpus",
         (
             *(f"{part}.{end}" for part in ("train", "validation", "test") for end in ("bin", "idx")),
-            *("corpus.json", "tokenizer.json", "rejected.jsonl", ".building", "work"),
+            *(f"{part}.origins.{end}" for part in ("train", "validation", "test") for end in ("bin", "idx")),
+            *("corpus.json", "tokenizer.json", "rejected.jsonl", "corpus-inputs.jsonl", ".building", "work"),
         ),
         _is_older_corpus,
     ),
@@ -107,7 +108,7 @@ KINDS: dict[str, Kind] = {
         "the work of a build",
         (
             *("lock", "plan.json", "digests.json", "jobs.json", "tokenizer.json", "evaluation.jsonl"),
-            *(f"{stage}-{'[0-9a-f]' * 8}*" for stage in ("clean", "match", "group", "verify")),
+            *(f"{stage}-{'[0-9a-f]' * 8}*" for stage in ("clean", "match", "group", "verify", "gather")),
             *(f"{stage}-{'[0-9a-f]' * 8}*" for stage in ("tokenise", "merge")),
         ),
         _is_older_work,

@@ -133,6 +133,8 @@ def delete_work(config: DataBuildConfig) -> str | None:
     """Delete what the build left between its stages; a line on what stays, None if nothing does."""
     reads = [config.input, config.tokenizer, *config.decontaminate.against, config.out]
     return delete_owned(work_folder(config), "corpus-work", inputs=reads)
+
+
 def for_one_text(config: DataBuildConfig, console: Console) -> DataBuildConfig:
     """The settings for an input of one text, whose parts are no documents that could be too short."""
     console.print(

@@ -195,20 +195,12 @@ def in_glob(pattern: str) -> Found:
 
 def own_below(folder: Path) -> set[str]:
     """The files of a folder that a build wrote; all of them in a stage of a build."""
-    above = folder.parent
-    if folder.name in own_names(above, *entries(above)):
-        return set(entries(folder)[1])
-    return own_names(folder, *entries(folder))
-
-
-def entries(folder: Path) -> tuple[list[str], list[str]]:
-    """Names of folders and of other things in a folder."""
     try:
-        with os.scandir(folder) as found:
-            names = [(entry.name, entry.is_dir()) for entry in found]
+        names = os.listdir(folder)
     except OSError:
-        return [], []
-    return [name for name, inner in names if inner], [name for name, inner in names if not inner]
+        return set()
+    whole = folder.name in own_names(folder.parent, (folder.name,))
+    return set(names) if whole else own_names(folder, names)
 
 
 def unreadable_folders(pattern: str) -> Iterator[Unread]:
@@ -261,7 +253,7 @@ def visible_files(root: Path) -> tuple[list[Path], list[Unread]]:
             folders.clear()
             continue
         seen.add(real)
-        own = own_names(folder, folders, names)
+        own = own_names(folder, (*folders, *names))
         for name in (*folders, *names):
             if name in own:
                 unread.append(Unread(folder / name, OWN))

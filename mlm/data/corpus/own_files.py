@@ -1,47 +1,21 @@
 """Files that builds write, told apart from the user's: they are never read as input."""
 
 import os
-import re
 from collections.abc import Collection
 from pathlib import Path
 
-from mlm.config.errors import CorruptFileError, UserError
-from mlm.data.corpus_files import MARKER, TOKENIZER
-from mlm.data.receipt import INPUTS, RECEIPT, REJECTED, read_receipt
+from mlm.config.errors import UserError
+from mlm.data.receipt import INPUTS, RECEIPT, REJECTED
+from mlm.folder_kinds import KINDS, kind_of_folder, matches
 
-FORMAT = "mlm-corpus-"  # how the format of our receipts begins
-STAGE = re.compile(r"(clean|match|group|verify|gather|tokenise|merge)-[0-9a-f]{16}")
-IN_WORK = frozenset(("digests.json", "plan.json", "lock", "jobs.json", "evaluation.jsonl", TOKENIZER))
-WORK_MARKS = frozenset(("digests.json", "lock"))
-IN_OUT = frozenset((REJECTED, INPUTS, TOKENIZER, RECEIPT))
+OF_BUILDS = ("corpus", "corpus-work")
+IN_OUT = (REJECTED, INPUTS, RECEIPT, "tokenizer.json")
 
 
-def own_names(folder: Path, folders: Collection[str], files: Collection[str]) -> set[str]:
-    """The entries of a folder that a build wrote.
-
-    A corpus is known by its receipt, which lists its files, or by the marker of a build under way; a work
-    folder by its lock and its digests.
-    """
-    names = set(files)
-    own = set[str]()
-    if RECEIPT in names:
-        own |= listed_in_receipt(folder)
-    if MARKER in names:
-        own |= IN_OUT & names
-    if names >= WORK_MARKS:
-        own |= (IN_WORK & names) | {name for name in folders if STAGE.fullmatch(name)}
-    return own
-
-
-def listed_in_receipt(folder: Path) -> set[str]:
-    """A receipt of ours and the files it lists; nothing where corpus.json is someone else's."""
-    try:
-        receipt = read_receipt(folder)
-    except (CorruptFileError, OSError):
-        return set()
-    if receipt is None or not str(receipt.get("format", "")).startswith(FORMAT):
-        return set()
-    return {RECEIPT, *receipt.get("files", {})}
+def own_names(folder: Path, names: Collection[str]) -> set[str]:
+    """The entries of a folder that a build wrote: of a corpus, or of what lies between its stages."""
+    kind = kind_of_folder(folder)
+    return {name for name in names if matches(name, KINDS[kind].writes)} if kind in OF_BUILDS else set()
 
 
 def check_apart(inputs: Collection[str], setting: str, out: str, work: str | None) -> None:
