@@ -21,6 +21,8 @@ from mlm.files import digest_bytes, digest_file, write_atomic
 
 KNOWN = "digests.json"
 IN_RECEIPT = 1000  # inputs that a receipt names itself; more are in a file beside it
+_touched: dict[str, tuple[tuple[int, ...], str]] = {}
+"""State and digest of files that changed by their times alone, as this process found."""
 SAVE_EVERY = 1 << 34  # bytes digested between two saves: 16 GiB
 
 
@@ -93,9 +95,13 @@ def check_unchanged(item: Input) -> None:
     """Compare an input with what it was when it was digested. Raises UserError."""
     if not item.state or (state := state_of(item.path)) == item.state:
         return
+    if _touched.get(item.path) == (state, item.digest):
+        return  # digested again already: a large file has many shards
     with readable(item.path):
         same = state[0] == item.state[0] and digest_file(Path(item.path)) == item.digest
-    if not same:
+    if same:
+        _touched[item.path] = state, item.digest
+    else:
         raise UserError(
             f"input {item.path} changed while the build read it; build again once nothing writes to it"
         )
