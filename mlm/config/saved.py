@@ -139,7 +139,7 @@ def parse(text: str, path: Path) -> dict[str, Any]:
         check_events(text)
         node = yaml.compose(text, Loader=Loader)
         check_keys(node)
-        found = yaml.load(text, Loader=Loader)
+        found = Loader("").construct_document(node) if node is not None else None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: {' '.join(str(error).split())[:200]}; restore it from a copy") from error
     if not isinstance(found, dict):

@@ -60,7 +60,7 @@ def exported(place: Path) -> object:
 COMMANDS = {
     "resume as typed": Command([*TRAIN, f"train.steps={STEPS}"], last_content),
     "resume by the saved settings": Command(
-        ["pretrain", "--config-dir", str(RUN), "--config-name", "config", f"train.steps={STEPS}"],
+        ["pretrain", f"resume={RUN}", f"train.steps={STEPS}"],
         last_content,
     ),
     "generate": Command(

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from mlm.data.receipt import check_corpus
+from mlm.files import digest_file
 
 from .corpora import counting_corpus
 
@@ -15,7 +16,8 @@ def faults(prefix: Path, *, vocab_size: int = 100, seq_length: int = 4, min_samp
 
 
 def receipt(folder: Path, vocab_size: int, num_bytes: int) -> None:
-    content = {"vocab_size": vocab_size, "files": {"c.bin": {"bytes": num_bytes, "digest": ""}}}
+    entry = {"bytes": num_bytes, "digest": digest_file(folder / "c.bin")}
+    content = {"vocab_size": vocab_size, "files": {"c.bin": entry}}
     (folder / "corpus.json").write_text(json.dumps(content))
 
 

@@ -150,7 +150,7 @@ def test_a_disk_that_fills_while_comparing_is_one_line(
     def full(path: Path, _: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr("mlm.tasks.parity.write_atomic", full)
+    monkeypatch.setattr("mlm.tasks.parity.write_result", full)
     small = ("steps=1", "model.hidden_size=16", "data.seq_length=16", "train.global_batch_size=2")
     with pytest.raises(UserError, match=r"out=.*No space left on device"):
         run(parity(f"out={tmp_path}", *small), shape_context())

@@ -88,7 +88,7 @@ class TestRefusals:
 
     def test_place_where_another_tokenizer_is(self, tmp_path: Path, source: Path) -> None:
         (tmp_path / "tokenizer.json").write_text("another")
-        with pytest.raises(UserError, match="another tokenizer is there"):
+        with pytest.raises(UserError, match=r"holds tokenizer\.json, which mlm did not write"):
             to(source, tmp_path, 2)
         assert (tmp_path / "tokenizer.json").read_text() == "another"
 

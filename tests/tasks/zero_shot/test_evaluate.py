@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from mlm.checkpoint.save_load import resolve
 from mlm.config.checks import check_zero_shot
 from mlm.config.eval_schema import (
     AllDataConfig,
@@ -25,6 +24,7 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.data.train_tokenizer import train_bpe
 from mlm.files import digest_file
 from mlm.parallel.mesh import ParallelContext
+from mlm.tasks.trained import named_checkpoint
 from mlm.tasks.zero_shot import evaluate
 from tests.ranks import run_on_ranks
 from tests.tasks.hf_models import import_model
@@ -78,7 +78,7 @@ def run(config: Any, ctx: ParallelContext | None = None) -> dict[str, Any]:
     """What a command writes."""
     assert evaluate.preflight(config) == []
     evaluate.run(config, ctx or ParallelContext())
-    out = evaluate.result_path(config, resolve(config.ckpt))
+    out = evaluate.result_path(config, named_checkpoint(config.ckpt).path)
     result: dict[str, Any] = json.loads(out.read_text())
     return result
 
@@ -217,7 +217,8 @@ def interrupted(*args: Any, **kwargs: Any) -> None:
 def test_a_limit_scores_the_first_passages_and_says_so(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert {entry["N"] for entry in run(cloze(folder, limit=3))["results"]} == {3}
+    trial = cloze(folder, limit=3, out=str(folder / "trial.json"))
+    assert {entry["N"] for entry in run(trial)["results"]} == {3}
     assert "limit=3" in capsys.readouterr().out
 
 
