@@ -13,6 +13,7 @@ import xxhash
 from mlm.config.errors import CorruptFileError
 
 CHUNK = 1 << 22  # bytes read at a time when digesting: 4 MiB
+LONGEST_NAME = 255  # bytes
 WHOLE = 1 << 26
 """Bytes up to which `sampled_digest` reads a file whole: 64 MiB, a fraction of a second from a disk."""
 SAMPLES, SAMPLE = 64, 1 << 18
@@ -26,7 +27,7 @@ def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], None]) -> Non
     kept; what is no regular file, or a link to one, is not replaced. Raises OSError.
     """
     mode = _mode_to_keep(path)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = partial_of(path)
     partial.unlink(missing_ok=True)  # of a killed process that had this number
     try:
         with open(partial, "xb") as f:
@@ -44,6 +45,13 @@ def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], None]) -> Non
         partial.unlink(missing_ok=True)
         raise
     fsync_directory(path.parent)
+
+
+def partial_of(path: Path) -> Path:
+    """The name of a file while it is written: beside it, hidden, of this process."""
+    end = f".{os.getpid()}.partial"
+    name = os.fsencode(path.name)[: LONGEST_NAME - len(end) - 1]  # as long as a file system allows
+    return path.with_name(f".{os.fsdecode(name)}{end}")
 
 
 def _mode_to_keep(path: Path) -> int | None:

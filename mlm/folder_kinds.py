@@ -25,6 +25,8 @@ class Kind:
     writes: tuple[str, ...]
     """Patterns of the names that are written at its top: in the way if they are there already, and what
     `delete_owned` deletes."""
+    inside: tuple[str, ...] = ()
+    """Patterns of the names that are written in its own folders; none: all of these folders is ours."""
     older: Callable[[Path], bool] = lambda folder: False
     """True for a folder without a marker that an earlier version wrote."""
 
@@ -93,7 +95,7 @@ KINDS: dict[str, Kind] = {
             *("config.yaml", "tokenizer.json", "metrics.jsonl", "loss.png", "README.md", "checkpoints"),
             *("best", "result.json", "predictions"),
         ),
-        _is_older_run,
+        older=_is_older_run,
     ),
     "corpus": Kind(
         "a corpus",
@@ -102,7 +104,7 @@ KINDS: dict[str, Kind] = {
             *(f"{part}.origins.{end}" for part in ("train", "validation", "test") for end in ("bin", "idx")),
             *("corpus.json", "tokenizer.json", "rejected.jsonl", "corpus-inputs.jsonl", ".building", "work"),
         ),
-        _is_older_corpus,
+        older=_is_older_corpus,
     ),
     "corpus-work": Kind(
         "the work of a build",
@@ -111,12 +113,18 @@ KINDS: dict[str, Kind] = {
             *(f"{stage}-{'[0-9a-f]' * 8}*" for stage in ("clean", "match", "group", "verify", "gather")),
             *(f"{stage}-{'[0-9a-f]' * 8}*" for stage in ("tokenise", "merge")),
         ),
+        (
+            *(f"{'[0-9]' * 5}{rest}" for rest in (".*", "*.npy", "*.bin", "*.idx")),
+            *(f".{'[0-9]' * 5}.*", ".*.partial", "*.partial", "datatrove", "rejected.jsonl"),
+            *("members.npy", "bounds.npy", "near.npy", "again.npy", "firsts.npy"),
+            *(f"{part}[.-]*" for part in ("train", "validation", "test")),
+        ),
         _is_older_work,
     ),
     "exported-model": Kind("an exported model", ("*",)),
-    "predictions": Kind("predictions", ("*.tsv", "*.json"), _is_older_predictions),
+    "predictions": Kind("predictions", ("*.tsv", "*.json"), older=_is_older_predictions),
     "verify-resume": Kind("a verify-resume", ()),
-    "unfinished": Kind("an import or export that did not finish", (), _is_older_unfinished),
+    "unfinished": Kind("an import or export that did not finish", (), older=_is_older_unfinished),
 }
 """What folders mlm makes. Names in `writes` that a user's folder may hold too are never replaced there."""
 

@@ -145,13 +145,14 @@ def delete_owned(
         patterns = KINDS[kind].writes if names is None else names
         for entry in sorted(os.listdir(folder)):
             if matches(entry, patterns) or _is_partial(entry, patterns):
-                _delete(folder / entry)
+                _delete(folder / entry, KINDS[kind].inside)
         left = sorted(set(os.listdir(folder)) - {MARKER})
+        if not keep_folder:
+            (folder / MARKER).unlink()
         if left:
-            return f"{path}: kept, as it holds {left[0]}, which mlm did not write"
+            return f"{path}: kept, as it holds {_listed(left)}, which mlm did not write"
         if keep_folder:
             return None
-        (folder / MARKER).unlink()
         if marker.get("created") and not folder.is_symlink():
             folder.rmdir()
     except OSError as error:
@@ -159,12 +160,29 @@ def delete_owned(
     return None
 
 
-def _delete(path: Path) -> None:
-    """Delete a file, a link (not what it names), or a folder with what is in it. Raises OSError."""
-    if path.is_dir() and not path.is_symlink():
+def _delete(path: Path, inside: Sequence[str]) -> None:
+    """Delete a file, or of a folder what fits `inside` (no patterns: all) and then the folder if it is empty.
+
+    A link stays: mlm makes none. Raises OSError.
+    """
+    if path.is_symlink():
+        return
+    if not path.is_dir():
+        path.unlink()
+    elif not inside:
         shutil.rmtree(path)  # follows no link
     else:
-        path.unlink()
+        for entry in os.listdir(path):
+            if matches(entry, inside):
+                _delete(path / entry, ())
+        if not os.listdir(path):
+            path.rmdir()
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first names, and the number of the others."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def _is_partial(name: str, patterns: Iterable[str]) -> bool:

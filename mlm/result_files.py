@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, TextIO
 
 from mlm.config.errors import UserError
 from mlm.files import read_regular, write_atomic
+from mlm.folder_kinds import KINDS, kind_of_folder, matches
 from mlm.ownership import STDOUT, described, place_of
 
 Content = bytes | Callable[[BinaryIO], None]
@@ -26,6 +27,12 @@ GENERATED = frozenset(("prompt", "sample", "continuation", "tokens", "stop", "se
 """Keys of a line that `mlm generate out=` writes."""
 SCORED = frozenset(("task", "protocol"))
 """Keys of each line that `mlm eval … samples=` writes."""
+KEPT = ("run", "corpus", "corpus-work")
+"""Kinds of folders whose own files are replaced by what writes such folders alone."""
+MANIFEST = "manifest.json"  # of a checkpoint
+NO_RESULTS = ("mlm-checkpoint", "mlm-corpus", "mlm-folder")
+"""Formats of JSON files of mlm that are no results, wherever they are copied to."""
+WRITABLE = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 CREATOR = "mlm"
 """What our pictures name as their software."""
 
@@ -66,8 +73,10 @@ def result_faults(
     try:
         if file.is_symlink() and not file.exists():
             return [f"{what}: is a broken link; name another file, or delete it"]
-        if not os.path.lexists(file):
-            return []
+        if not _is_there(file):
+            return [f"{what}: {reason}; name another file"] if (reason := _part_of_folder(file)) else []
+        if reason := _part_of_folder(file):
+            return [f"{what}: {reason}; name another file"]
         mode = file.stat().st_mode
         if stat.S_ISDIR(mode):
             return [f"{what}: is a directory; name a file in it, such as {key}={file / 'result.json'}"]
@@ -79,9 +88,36 @@ def result_faults(
             return [f"{what}: is the input {given}; name another file"]
         if not is_result(file) and not _holds(file, content):
             return [f"{what}: exists and was not written by mlm; name another file, or delete it"]
+        if not mode & WRITABLE and not _holds(file, content):
+            return [f"{what}: is write-protected; name another file, or make it writable"]
     except OSError as error:
         return [f"{what}: {error.strerror}: choose a file that can be written"]
     return []
+
+
+def _is_there(file: Path) -> bool:
+    """True if something stands at a path. Raises OSError where nothing can: a name that is too long."""
+    try:
+        file.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def _part_of_folder(file: Path) -> str | None:
+    """The reason why a file is a part of something that mlm keeps, and so no result; None for others."""
+    place = file.resolve()
+    if (place.parent / MANIFEST).is_file():
+        return "lies in a checkpoint"
+    kind = kind_of_folder(place.parent)
+    if kind in KEPT and matches(place.name, KINDS[kind].writes):
+        return f"is a file of {KINDS[kind].noun}"
+    return None
+
+
+def named(path: str | Path) -> str:
+    """A place for results in words, for messages."""
+    return "standard output" if str(path) == STDOUT else str(path)
 
 
 def is_stream(path: str | Path | None) -> bool:
@@ -119,6 +155,8 @@ def _is_result_object(path: Path, size: int) -> bool:
     if not isinstance(found, dict):
         return False
     form = found.get("format")
+    if isinstance(form, str) and form.startswith(NO_RESULTS) and "task" not in found:
+        return False
     named = isinstance(form, str) and form.startswith("mlm-")
     begun = found.keys() == {"task", "equal"}  # a verify-resume that was killed
     versions = [found.get("versions"), found.get("versions_here")]

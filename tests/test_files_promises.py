@@ -339,6 +339,37 @@ def test_pruning_deletes_checkpoints_alone(checkpoints: Path) -> None:
     assert (checkpoints / "step-00000004").exists()
 
 
+def test_a_users_folder_named_like_rubbish_does_not_stop_pruning(checkpoints: Path) -> None:
+    mine = checkpoints / ".trash-step-00000003"
+    mine.mkdir(exist_ok=True)
+    (mine / "notes.txt").write_text("mine")
+    assert discard(checkpoints / "step-00000003")
+    assert (mine / "notes.txt").read_text() == "mine"
+
+
+def test_work_keeps_what_is_not_ours_in_its_stages(tmp_path: Path) -> None:
+    work = claim_folder(tmp_path / "work", "corpus-work")
+    stage = work / "clean-0123456789abcdef"
+    (stage / "mine").mkdir(parents=True)
+    for name in ("00000.bin", "00000.done.json", ".00000.progress", "mine/thesis.tex", "notes.txt"):
+        (stage / name).write_text("x")
+    assert "kept" in str(delete_owned(work, "corpus-work"))
+    assert sorted(state(stage)) == ["mine", "mine/thesis.tex", "notes.txt"]
+
+
+def test_parts_of_checkpoints_and_corpora_are_no_results(checkpoints: Path, tmp_path: Path) -> None:
+    corpus = claim_folder(tmp_path / "corpus", "corpus")
+    (corpus / "corpus.json").write_text('{"format": "mlm-corpus-2", "versions": {"mlm": "0.1"}}')
+    copied = tmp_path / "copy.json"
+    copied.write_bytes((checkpoints / "step-00000004" / "manifest.json").read_bytes())
+    parts = (checkpoints / "step-00000004" / "manifest.json", checkpoints / "step-00000004" / "new.json")
+    before = state(tmp_path)
+    for path in (*parts, corpus / "corpus.json", corpus / "train.idx", copied):
+        with pytest.raises(UserError):
+            write_result(path, b"{}")
+    assert state(tmp_path) == before
+
+
 def test_deletions_follow_no_link(checkpoints: Path, tmp_path: Path) -> None:
     archive = tmp_path / "archive"
     (checkpoints / "step-00000003").rename(archive)
@@ -349,7 +380,7 @@ def test_deletions_follow_no_link(checkpoints: Path, tmp_path: Path) -> None:
     assert (checkpoints / "step-00000003").is_symlink()
     work = claim_folder(tmp_path / "work", "corpus-work")
     (work / "clean-0123456789abcdef").symlink_to(archive)
-    assert delete_owned(work, "corpus-work") is None
+    assert "kept, as it holds clean-0123456789abcdef" in str(delete_owned(work, "corpus-work"))
     assert state(archive) == before
 
 

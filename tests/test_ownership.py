@@ -162,14 +162,17 @@ def test_delete_takes_only_our_names_and_follows_no_link(elsewhere: Path) -> Non
     (folder / "clean-0123456789ab").symlink_to(elsewhere / "mine")
     (folder / "merge-0123456789ab").mkdir()
     (folder / "merge-0123456789ab" / "link").symlink_to(elsewhere / "mine")
+    (folder / "merge-0123456789ab" / "train.bin").touch()
+    (folder / "group-0123456789ab").mkdir()
+    (folder / "group-0123456789ab" / "00000.npy").touch()
     (folder / "plan.json").write_text("{}")
     (folder / f".{MARKER}.123.partial").touch()
     (folder / "thesis.tex").write_text("mine")
-    assert (
-        delete_owned(folder, "corpus-work")
-        == f"{folder}: kept, as it holds thesis.tex, which mlm did not write"
-    )
-    assert sorted(os.listdir(folder)) == [MARKER, "thesis.tex"]
+    left = ["clean-0123456789ab", "merge-0123456789ab", "thesis.tex"]
+    said = delete_owned(folder, "corpus-work")
+    assert said == f"{folder}: kept, as it holds {', '.join(left)}, which mlm did not write"
+    assert sorted(os.listdir(folder)) == left
+    assert os.listdir(folder / "merge-0123456789ab") == ["link"]
     assert (elsewhere / "mine" / "book.txt").read_text() == "mine"
 
 

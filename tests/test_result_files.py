@@ -141,6 +141,19 @@ def test_sockets_folders_and_broken_links_are_rejected(tmp_path: Path) -> None:
     assert "is a socket" in said["socket"]
 
 
+def test_a_write_protected_result_stays(tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_bytes(OURS)
+    (tmp_path / "r.json").chmod(0o444)
+    (line,) = result_faults(tmp_path / "r.json")
+    assert "is write-protected" in line
+
+
+def test_the_longest_name_that_a_file_system_takes_is_written(tmp_path: Path) -> None:
+    write_result(tmp_path / ("é" * 127), b"{}")
+    (line,) = result_faults(tmp_path / ("a" * 256))
+    assert "File name too long" in line
+
+
 def test_a_link_is_followed_to_the_file_it_names(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(OURS)
     (tmp_path / "link").symlink_to("f")

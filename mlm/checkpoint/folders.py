@@ -436,10 +436,11 @@ def discard(path: Path) -> bool:
     """
     trash = path if path.name.startswith(TRASH) else path.with_name(f"{TRASH}{path.name.lstrip('.')}")
     try:
-        for place in {path, trash}:
-            if os.path.lexists(place) and (foreign := foreign_in(place)) is not None:
-                log.warning("%s: not deleted: holds %s, which mlm did not write", place, foreign)
-                return False
+        if os.path.lexists(path) and (foreign := foreign_in(path)) is not None:
+            log.warning("%s: not deleted: holds %s, which mlm did not write", path, foreign)
+            return False
+        if trash != path and os.path.lexists(trash) and foreign_in(trash) is not None:
+            trash = trash.with_name(f"{trash.name}-{os.urandom(4).hex()}")  # that one is the user's
         if trash != path:
             if trash.exists():
                 shutil.rmtree(trash)

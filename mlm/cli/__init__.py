@@ -9,13 +9,17 @@ from mlm.train.stop import requests_noted
 
 TRAINING = ("pretrain", "finetune")
 """Commands that save when they are asked to stop."""
+INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `mlm` with `argv` (default: of this process) and return its exit code: see mlm.cli.entry."""
     words = list(sys.argv[1:] if argv is None else argv)
     with requests_noted() if words[:1] and words[0] in TRAINING else nullcontext():
-        code: int = import_module("mlm.cli.entry").main(words)  # its imports take seconds: signals are noted
+        try:  # the imports take seconds: signals are noted
+            code: int = import_module("mlm.cli.entry").main(words)
+        except KeyboardInterrupt:
+            return INTERRUPTED
         return code
 
 

@@ -52,6 +52,7 @@ def run_build(config: DataBuildConfig, console: Console | None = None) -> Receip
     if (warning := found.warning()) is not None:
         console.print(warning, soft_wrap=True, markup=False)
     with explain_disk_faults(out), ExitStack() as stack:
+        begun = work.exists()
         claim_folders(config, tokenizer)
         stack.enter_context(sole_build(out / OUT_LOCK, f"out={out}"))
         stack.enter_context(explain_disk_faults(work))
@@ -68,7 +69,13 @@ def run_build(config: DataBuildConfig, console: Console | None = None) -> Receip
             config, work, digested, shards, group(digested, shards, size), tokenizer.digest, evaluation
         )
         made_of = ingredients(plan, tokenizer)
-        if (receipt := reusable(out, made_of)) is not None:
+        try:
+            receipt = reusable(out, made_of)
+        except UserError:
+            if not begun:
+                delete_work(config)
+            raise
+        if receipt is not None:
             console.print(f"{out} is up to date", soft_wrap=True)
         else:
             write_atomic(out / MARKER, b"")

@@ -18,6 +18,7 @@ from mlm.data.indexed import REBUILD, IndexedDataset, bin_path, idx_path
 from mlm.data.indexed_format import CHUNK, VERSION, Index
 from mlm.data.receipt import Receipt, read_receipt
 from mlm.data.tokenizer import Tokenizer
+from mlm.result_files import named
 from mlm.terminal import add_row, byte_progress, console, plain, size, table
 
 BITS = 16
@@ -297,7 +298,7 @@ def show(config: DataInspectConfig, found: list[Facts], receipt: Receipt | None,
         if note is not None:
             out.print(f"note: {plain(note)}")
     if config.out is not None:
-        out.print(f"written to {config.out}")
+        out.print(f"written to {named(config.out)}")
 
 
 def show_spread(out: Console, title: str, found: Spread) -> None:

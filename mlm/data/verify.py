@@ -28,6 +28,7 @@ from mlm.data.indexed import bin_path, idx_path
 from mlm.data.indexed_format import CHUNK, REBUILD, Index
 from mlm.data.receipt import RECEIPT, Receipt, read_receipt
 from mlm.files import digest_file, digest_name
+from mlm.result_files import named
 from mlm.terminal import Advance, add_row, byte_progress, console, plain, table
 
 BLOCK = 1 << 22  # bytes read at a time: 4 MiB
@@ -311,4 +312,4 @@ def show(config: DataVerifyConfig, checks: list[Check]) -> None:
         add_row(made, check.file, check.name, check.state, check.detail)
     console().print(made)
     if config.out is not None:
-        console().print(f"written to {config.out}")
+        console().print(f"written to {named(config.out)}")

@@ -16,7 +16,7 @@ from mlm.parallel.pipeline.schedules import build_schedule
 from mlm.plan import picture, terminal
 from mlm.plan.numbers import Formula, closed_bubble, rank_numbers, title
 from mlm.plan.record import record
-from mlm.result_files import write_result
+from mlm.result_files import named, write_result
 
 
 def run(config: PlanScheduleConfig, console: Console | None = None) -> Plan:
@@ -31,7 +31,7 @@ def run(config: PlanScheduleConfig, console: Console | None = None) -> Plan:
     show_numbers(plan, closed_bubble(config), console)
     if config.out is not None:
         write(plan, config, Path(config.out))
-        say(f"written to {config.out}", console)
+        say(f"written to {named(config.out)}", console)
     return plan
 
 

@@ -16,7 +16,7 @@ from mlm.config.errors import CorruptFileError, UserError
 from mlm.config.task_schema import STDIN, GenerateConfig
 from mlm.data.tokenizer import Tokenizer
 from mlm.parallel.mesh import ParallelContext
-from mlm.result_files import is_stream, write_result
+from mlm.result_files import is_stream, named, write_result
 from mlm.tasks.generation import Sampling, continuations
 from mlm.tasks.prompts import Prompt, read_prompts, share_prompts
 from mlm.tasks.trained import (
@@ -93,7 +93,7 @@ def run(config: GenerateConfig, ctx: ParallelContext) -> None:
         lines = [json.dumps(said, ensure_ascii=False) + "\n" for said in records]
         text = "".join(lines).encode("utf-8", "backslashreplace")
         write_result(config.out, text, inputs=[config.prompts])
-        print(f"written to {config.out}", file=sys.stderr)
+        print(f"written to {named(config.out)}", file=sys.stderr)
     print(f"{count:,} tokens in {seconds:.2f} s: {count / seconds:.1f} tokens/s", file=sys.stderr)
 
 

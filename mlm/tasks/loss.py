@@ -37,7 +37,7 @@ from mlm.data.sampler import AnyBatch, Dataset, eval_batches
 from mlm.files import digest_file
 from mlm.models.bert import PARTS
 from mlm.parallel.mesh import ParallelContext
-from mlm.result_files import is_stream, result_faults, write_result
+from mlm.result_files import is_stream, named, result_faults, write_result
 from mlm.tasks.trained import (
     Trained,
     checkpoint_faults,
@@ -235,4 +235,4 @@ def show(result: dict[str, Any], out: Path) -> None:
     table.add_row(*columns.values())
     console = Console()
     console.print(table)
-    console.print(f"written to {out}", highlight=False)
+    console.print(f"written to {named(out)}", highlight=False)

@@ -99,7 +99,8 @@ def train(trainer: Trainer, out: Path, start: Path | None) -> None:
         if start is not None:
             begins = "resuming from" if trainer.step else "weights from"
             reporter.note(f"{begins} {start} (step {trainer.step})")
-        if since := tuple(c for c in trainer.past.changes if c["step"] == trainer.step):
+        since = tuple(c for c in trainer.past.changes if c["step"] == trainer.step)
+        if since and left > 0:
             reporter.note(told(since))
         if changed is not None:
             reporter.note(changed)

@@ -35,7 +35,7 @@ def run_task(path: Path, stage: str, task: int, *, all_cores: bool = False) -> N
         with library_threads(all_cores=all_cores):
             WORK[stage](plan, task)
     except UserError as error:
-        write_atomic(fault_path(folder, task), str(error).encode())
+        write_atomic(fault_path(folder, task), str(error).encode(errors="surrogateescape"))
         raise
     fault_path(folder, task).unlink(missing_ok=True)
 
@@ -49,7 +49,7 @@ def first_fault(stage: Stage) -> str | None:
     """What the first task that failed left, None where none did."""
     for task in range(stage.tasks):
         try:
-            return fault_path(stage.folder, task).read_text()
+            return fault_path(stage.folder, task).read_text(errors="surrogateescape")
         except OSError:
             continue
     return None

@@ -15,7 +15,7 @@ from mlm.config.errors import ConfigError, UserError
 from mlm.config.finetune_schema import EvalTaskConfig
 from mlm.ownership import claim_faults
 from mlm.parallel.mesh import ParallelContext
-from mlm.result_files import is_stream, result_faults, write_result
+from mlm.result_files import is_stream, named, result_faults, write_result
 from mlm.tasks.finetune.best import STATE, best_of
 from mlm.tasks.finetune.kinds import KINDS
 from mlm.tasks.finetune.material import Start, check_texts, evaluation_of, start_of
@@ -156,4 +156,4 @@ def show_table(result: dict[str, Any], out: Path) -> None:
     for entry in result["results"]:
         for file in entry["predictions"]:
             screen.print(f"predictions of {entry['split']}: {plain(file)}")
-    screen.print(f"written to {plain(out)}")
+    screen.print(f"written to {plain(named(out))}")

@@ -13,6 +13,7 @@ from mlm.config.build import to_dict
 from mlm.config.eval_schema import ZeroShotConfig
 from mlm.data.receipt import version_of
 from mlm.data.tokenizer import Tokenizer
+from mlm.result_files import named
 from mlm.tasks.trained import Trained
 from mlm.tasks.zero_shot.protocol import Outcome, Protocol
 from mlm.terminal import add_row, console, plain, table
@@ -88,7 +89,7 @@ def show(result: dict[str, Any], protocols: Sequence[Protocol], out: Path) -> No
         screen.print(f"{protocol.task} by {protocol.name}: {protocol.counts}")
         screen.print(f"  {plain(source.name)}, {source.form}, {source.digest}")
     screen.print(f"checkpoint {result['checkpoint_digest']}, {result['precision']}")
-    screen.print(f"written to {plain(out)}")
+    screen.print(f"written to {plain(named(out))}")
     for warning in dict.fromkeys(w for protocol in protocols for w in protocol.warnings):
         print(f"mlm eval {result['task']}: {plain(warning)}", file=sys.stderr)
 
