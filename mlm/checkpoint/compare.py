@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from mlm.checkpoint.checked_file import CheckedFile
+from mlm.checkpoint.columns import Chunk
 from mlm.checkpoint.format import (
     DTYPE_NAMES,
     RESTORE,
     CheckpointError,
-    Chunk,
     Manifest,
     TensorEntry,
     read_manifest,
@@ -159,7 +159,7 @@ class Reader:
         """Those elements, on CPU, of the stored dtype. Raises CorruptFileError and OSError."""
         entry = self.manifest.tensors[name]
         target = torch.empty(wanted.size, dtype=entry.dtype)
-        for chunk in entry.chunks:
+        for chunk in entry.overlapping(wanted):
             if region := wanted.intersect(chunk.rectangle):
                 stored = self._stored(name, entry, chunk)
                 view = target[region.within(wanted)]

@@ -41,16 +41,20 @@ class Ranks:
 
     def all_gather(self, value: JSON) -> list[JSON]:
         """Every rank's value, on every rank."""
-        return self._gather(value, to_all=True)
+        return [value] if self.group is None else [_decode(x) for x in self._gather(_encode(value), True)]
 
     def gather(self, value: JSON) -> list[JSON]:
         """Every rank's value, on rank 0; an empty list on the others."""
-        return self._gather(value, to_all=False)
+        return [value] if self.group is None else [_decode(x) for x in self._gather(_encode(value), False)]
 
-    def _gather(self, value: JSON, *, to_all: bool) -> list[JSON]:
+    def gather_bytes(self, value: bytes) -> list[bytes]:
+        """Every rank's bytes, not empty, on rank 0; an empty list on the others."""
         if self.group is None:
             return [value]
-        mine = _encode(value)
+        mine = torch.frombuffer(bytearray(value), dtype=torch.uint8)
+        return [found.numpy().tobytes() for found in self._gather(mine, False)]
+
+    def _gather(self, mine: Tensor, to_all: bool) -> list[Tensor]:
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         with self._waiting("all_gather"):
             dist.all_gather(lengths, torch.tensor([mine.numel()]), group=self.group)
@@ -63,7 +67,7 @@ class Ranks:
                 dist.all_gather(received, padded, group=self.group)
             else:
                 dist.gather(padded, received if self.is_main else None, group=self.group, group_dst=0)
-        return [_decode(text[:n]) for text, n in zip(received, sizes, strict=False)]
+        return [found[:n] for found, n in zip(received, sizes, strict=False)]
 
     def broadcast(self, value: JSON) -> JSON:
         """Rank 0's value, on every rank."""

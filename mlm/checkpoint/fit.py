@@ -33,7 +33,7 @@ def plan_reading(manifest: Manifest, wanted: Mapping[str, Shard]) -> dict[str, l
         if name not in manifest.tensors or not shard.tensor.numel():
             continue
         entry, covered = manifest.tensors[name], 0
-        for chunk in entry.chunks:
+        for chunk in entry.overlapping(shard.rectangle):
             if region := shard.rectangle.intersect(chunk.rectangle):
                 target = shard.tensor.detach()[region.within(shard.rectangle)]
                 readings[chunk.file].append(Reading(name, entry.dtype, chunk.rectangle, region, target))

@@ -13,7 +13,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from mlm.checkpoint.format import MANIFEST, CheckpointError, Manifest, read_manifest, regular_size
+from mlm.checkpoint.format import (
+    CHUNKS,
+    MANIFEST,
+    CheckpointError,
+    Manifest,
+    Summary,
+    read_chunks,
+    read_manifest,
+    read_summary,
+    regular_size,
+)
 from mlm.checkpoint.lineage import (
     MAX_POINTER_BYTES,
     STEP_NAME,
@@ -177,16 +187,16 @@ def _without_pointer(found: dict[int, Path]) -> Iterator[Path]:
     yield from _past(found, head, lineage.ancestors if lineage else None)
 
 
-def _manifest(path: Path) -> Manifest | None:
+def _manifest(path: Path) -> Summary | None:
     """The manifest of a checkpoint, None when it cannot be read or is not its own."""
     try:
-        manifest = read_manifest(path)
+        manifest = read_summary(path)
     except (UserError, OSError):
         return None
     return None if is_of_another_step(manifest, path) else manifest
 
 
-def is_of_another_step(manifest: Manifest, directory: Path) -> bool:
+def is_of_another_step(manifest: Manifest | Summary, directory: Path) -> bool:
     """True if a manifest does not belong in a directory of this step-… name."""
     name = plain_name(directory)
     return STEP_NAME.fullmatch(name) is not None and name != step_name(manifest.step)
@@ -206,11 +216,13 @@ def is_of_another_branch(path: Path, head: Path) -> bool:
 
 
 def fault_of(directory: Path) -> str | None:
-    """Why a checkpoint is not whole, as far as names and sizes tell: no file but the manifest is read."""
+    """Why a checkpoint is not whole, as far as names and sizes tell: no shard is read."""
     try:
-        manifest = read_manifest(directory)
+        manifest = read_summary(directory)
         if is_of_another_step(manifest, directory):
             return f"{directory / MANIFEST}: of step {manifest.step}, copied here from another checkpoint"
+        if manifest.chunks is not None:
+            read_chunks(directory / CHUNKS, manifest.chunks)
         for name, entry in manifest.files.items():
             if (size := regular_size(directory / name)) != entry.bytes:
                 return f"{directory / name}: {size} bytes, the manifest says {entry.bytes}"
@@ -293,19 +305,22 @@ def _is_moved_aside(path: Path) -> bool:
 def foreign_in(directory: Path) -> str | None:
     """What in the directory of a checkpoint mlm did not write, None if all is ours. Raises OSError.
 
-    A link is not ours, nor is a folder or a file of another name than the manifest or those that it lists.
+    A link is not ours, nor is a folder or a file of another name than the manifest, its chunks or those that
+    it lists.
     """
     if directory.is_symlink():
         return "a link"
     try:
-        listed = set(read_manifest(directory).files)
+        listed = set(read_summary(directory).files)
     except UserError:
         listed = set()
     found = {entry.name: entry.is_file(follow_symlinks=False) for entry in os.scandir(directory)}
     if MANIFEST in found and not listed and not any(map(SHARD.fullmatch, found)):
         return MANIFEST if regular_size(directory / MANIFEST) else None
     for name, is_file in sorted(found.items()):
-        ours = name == MANIFEST or name in listed or SHARD.fullmatch(name) or PARTIAL.fullmatch(name)
+        ours = (
+            name in (MANIFEST, CHUNKS) or name in listed or SHARD.fullmatch(name) or PARTIAL.fullmatch(name)
+        )
         if not (ours and is_file):
             return name
     return None

@@ -7,7 +7,6 @@ import errno
 import os
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mlm.checkpoint.checked_file import CheckedFile, Signature
+from mlm.checkpoint.declaration import declare_shards, file_name, merge_declared
 from mlm.checkpoint.exchange import Ranks
 from mlm.checkpoint.fit import Reading, check_fit, plan_reading
 from mlm.checkpoint.folders import (
@@ -30,25 +30,20 @@ from mlm.checkpoint.folders import (
     step_name,
 )
 from mlm.checkpoint.format import (
-    DTYPE_NAMES,
-    DTYPES,
     JSON,
-    MANIFEST,
     RESTORE,
     CheckpointError,
-    Chunk,
     FileEntry,
     Manifest,
     TensorEntry,
-    decode_manifest,
-    encode_manifest,
     read_manifest,
+    write_manifest,
 )
-from mlm.checkpoint.rectangle import Rectangle, Shard, Split, tiling_fault
+from mlm.checkpoint.rectangle import Shard
 from mlm.checkpoint.shard_file import copy_region, header_of, write_shard_file
 from mlm.checkpoint.staging import StagedFile
 from mlm.config.errors import CorruptFileError, UserError
-from mlm.files import digest_file, write_atomic
+from mlm.files import digest_file
 from mlm.parallel.watch import Watch
 
 __all__ = [
@@ -104,7 +99,9 @@ def save_checkpoint(
     save_id, main_step = ranks.broadcast([save_id or uuid.uuid4().hex, step])
     staging = staging_path(root, step, save_id)
     try:
-        declared = ranks.gather(ranks.together(lambda: declare_shards(shards, step, main_step), explain))
+        declared = ranks.gather_bytes(
+            ranks.together(lambda: declare_shards(shards, step, main_step), explain)
+        )
         # Before a byte is written: what would not load is not worth a disk full of it.
         tensors = ranks.together(
             lambda: _prepare(root, step, save_id, declared) if ranks.is_main else {}, explain
@@ -128,53 +125,9 @@ def file_entry(said: JSON) -> FileEntry:
     return FileEntry(size, digest, tuple(blocks))
 
 
-def file_name(rank: int) -> str:
-    """Name of the shard file of a rank."""
-    return f"rank-{rank:05d}.safetensors"
-
-
-def declare_shards(shards: Mapping[str, Shard], step: int, main_step: int) -> dict[str, JSON]:
-    """What this rank holds: name → [dtype, global shape, offset, size, split]."""
-    if step != main_step:
-        raise CheckpointError(f"ranks save different steps: {step} and {main_step} (rank 0)")
-    for name, shard in shards.items():
-        if shard.tensor.dtype not in DTYPE_NAMES or name == "__metadata__":
-            raise CheckpointError(f"{name} of {shard.tensor.dtype} cannot be stored")
-    return {
-        name: [
-            DTYPE_NAMES[shard.tensor.dtype],
-            shard.global_shape,
-            *shard.rectangle,
-            shard.split and asdict(shard.split),
-        ]
-        for name, shard in shards.items()
-    }
-
-
-def _prepare(root: Path, step: int, save_id: str, declared: list[dict[str, JSON]]) -> dict[str, TensorEntry]:
+def _prepare(root: Path, step: int, save_id: str, declared: list[bytes]) -> dict[str, TensorEntry]:
     tensors = merge_declared(root, declared)
     open_staging(root, step, save_id)
-    return tensors
-
-
-def merge_declared(root: Path, declared: list[dict[str, JSON]]) -> dict[str, TensorEntry]:
-    """The global tensors that the ranks' pieces make. Raises CheckpointError unless they tile them."""
-    tensors: dict[str, TensorEntry] = {}
-    for rank, mine in enumerate(declared):
-        for name, (dtype, shape, offset, size, split) in mine.items():
-            entry = TensorEntry(tuple(shape), DTYPES[dtype], (), Split(**split) if split else None)
-            known = tensors.get(name, entry)
-            if (known.shape, known.dtype) != (entry.shape, entry.dtype):
-                raise CheckpointError(
-                    f"{root}: {name} is {dtype} {shape} on rank {rank}, "
-                    f"{DTYPE_NAMES[known.dtype]} {list(known.shape)} on another: nothing was saved"
-                )
-            piece = Rectangle(tuple(offset), tuple(size))
-            chunks = (*known.chunks, Chunk(file_name(rank), piece)) if piece.volume else known.chunks
-            tensors[name] = replace(known, chunks=chunks)
-    for name, entry in tensors.items():
-        if fault := tiling_fault(entry.shape, [chunk.rectangle for chunk in entry.chunks]):
-            raise CheckpointError(f"{root}: {name}: {fault}: nothing was saved")
     return tensors
 
 
@@ -197,10 +150,7 @@ def write_shards(
 
 def publish_manifest(staging: Path, root: Path, manifest: Manifest) -> None:
     """Complete a directory of shards by its manifest, and make it the latest checkpoint of `root`."""
-    path = staging / MANIFEST
-    encoded = encode_manifest(manifest)
-    decode_manifest(encoded, path)  # what is published can be read
-    write_atomic(path, encoded)
+    write_manifest(staging, manifest)
     publish(staging, root, manifest)
 
 

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from mlm.bounded import parse_json, read_bounded
+from mlm.checkpoint.columns import Chunk
+from mlm.checkpoint.declaration import file_name
 from mlm.checkpoint.folders import (
     checkpoints,
     clear_up,
@@ -28,18 +30,18 @@ from mlm.checkpoint.format import (
     JSON,
     MANIFEST,
     CheckpointError,
-    Chunk,
     FileEntry,
     Manifest,
     TensorEntry,
     canonical,
-    decode_manifest,
     encode_manifest,
     read_manifest,
+    read_summary,
     regular_size,
+    write_manifest,
 )
 from mlm.checkpoint.rectangle import Rectangle, Split, tiling_fault
-from mlm.checkpoint.save_load import REMEDIES, file_name
+from mlm.checkpoint.save_load import REMEDIES
 from mlm.checkpoint.shard_file import Form, read_header, write_stream
 from mlm.config.errors import CorruptFileError, UserError
 from mlm.files import digest_bytes, digest_file, write_atomic
@@ -183,7 +185,7 @@ def _complete_files(staging: Path, names: set[str]) -> dict[str, FileEntry]:
     """The files an earlier try completed, by its notes or its manifest; all else is deleted."""
     known: dict[str, FileEntry] = {}
     try:
-        known = dict(read_manifest(staging).files)
+        known = dict(read_summary(staging).files)
     except UserError:
         for path in staging.glob(f"*{DONE}"):
             try:
@@ -232,10 +234,7 @@ def _write_file(
 
 
 def _publish(staging: Path, root: Path, manifest: Manifest) -> None:
-    path = staging / MANIFEST
-    encoded = encode_manifest(manifest)
-    decode_manifest(encoded, path)  # what is published can be read
-    write_atomic(path, encoded)
+    write_manifest(staging, manifest)
     for note in staging.glob(f"*{DONE}"):
         note.unlink()
     publish(staging, root, manifest)

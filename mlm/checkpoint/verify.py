@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 
 from mlm.checkpoint.folders import REPLACED
-from mlm.checkpoint.format import MANIFEST, RESTORE, Manifest, read_manifest
+from mlm.checkpoint.format import CHUNKS, MANIFEST, RESTORE, Manifest, read_manifest
 from mlm.checkpoint.lineage import STEP_NAME
 from mlm.checkpoint.shard_file import read_header
 from mlm.checkpoint.tokenizer_digest import TOKENIZER, check_beside, file_beside
@@ -57,7 +57,8 @@ def verify_checkpoint(directory: Path, progress: Callable[[int], None] = lambda 
     try:
         manifest = read_manifest(directory)
     except (UserError, OSError) as error:
-        return Verified(directory, None, (_fault(directory / MANIFEST, error),), (), loads=False)
+        path = directory / (CHUNKS if _is_about(directory / CHUNKS, error) else MANIFEST)
+        return Verified(directory, None, (_fault(path, error),), (), loads=False)
     faults: list[Fault] = []
     held = _held(manifest)
     for name in sorted(manifest.files):
@@ -112,13 +113,17 @@ def _strays(directory: Path, manifest: Manifest) -> tuple[list[Fault], list[str]
     except OSError as error:
         return [_fault(directory, error)], []
     for name in found:
-        if name in manifest.files or name == MANIFEST:
+        if name in manifest.files or name in ((MANIFEST,) if manifest.version == 1 else (MANIFEST, CHUNKS)):
             continue
         if name.endswith(".safetensors"):
             faults.append(Fault(name, "not listed in the manifest: a shard of another save"))
         else:
             warnings.append(f"{directory.name}/{name} is no part of the checkpoint")
     return faults, warnings
+
+
+def _is_about(path: Path, error: UserError | OSError) -> bool:
+    return error.filename == str(path) if isinstance(error, OSError) else str(error).startswith(f"{path}: ")
 
 
 def _fault(path: Path, error: UserError | OSError) -> Fault:

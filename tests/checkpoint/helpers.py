@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlm.checkpoint import save_load
+from mlm.checkpoint import declaration, save_load
 from mlm.checkpoint.folders import open_staging, step_name
 from mlm.checkpoint.format import MANIFEST, Manifest, canonical
 from mlm.checkpoint.save_load import Shard, load_checkpoint, save_checkpoint
@@ -40,13 +40,13 @@ def load(path: Path, tensors: Mapping[str, Tensor], **settings: Any) -> Manifest
 def save_pieces(root: Path, step: int, ranks: Sequence[Mapping[str, Shard]]) -> Path:
     """What `save_checkpoint` does on several ranks, done by one process in their place."""
     save_id = uuid.uuid4().hex
-    declared = [save_load.declare_shards(shards, step, step) for shards in ranks]
-    tensors = save_load.merge_declared(root, declared)
+    declared = [declaration.declare_shards(shards, step, step) for shards in ranks]
+    tensors = declaration.merge_declared(root, declared)
     staging = open_staging(root, step, save_id)
     files = {}
     for rank, shards in enumerate(ranks):
         if entry := save_load.write_shards(staging, rank, shards, save_id):
-            files[save_load.file_name(rank)] = save_load.file_entry(entry)
+            files[declaration.file_name(rank)] = save_load.file_entry(entry)
     save_load.publish_manifest(staging, root, Manifest(step, save_id, tensors, files, {"step": step}))
     return root / step_name(step)
 

@@ -128,7 +128,7 @@ def test_manifest_that_is_no_manifest_is_refused(saved: Path, content: bytes) ->
 
 
 def test_manifest_of_a_later_format_says_to_upgrade(saved: Path) -> None:
-    edit_manifest(saved, lambda body: body.update(version=2))
+    edit_manifest(saved, lambda body: body.update(version=3))
     with pytest.raises(UserError, match="Upgrade mlm"):
         read_manifest(saved)
 

@@ -87,7 +87,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "later version": (
         lambda path: edit_manifest(path, lambda body: body.update(version=99)),
         MANIFEST,
-        "format version 99, known up to 1. Upgrade mlm",
+        "format version 99, known up to 2. Upgrade mlm",
     ),
 }
 
