@@ -1,10 +1,10 @@
-"""Bookkeeping of a checkpoint of GPT-2 8.3B at hundreds of ranks, without its tensors: time of rank 0 and of a load.
+"""Bookkeeping of a checkpoint of GPT-2 8.3B at hundreds of ranks: what rank 0 does in a save, and a load.
 
     python scripts/bench_manifest.py --dp 64 128 256 --out scripts/results/bench_manifest-cpu.json
 
-Makes what the ranks of tp=8 with zero=2 declare, merges it, writes and reads back the manifest, as rank 0 does in a
-save; then reads it and plans the reading of one rank, as each does in a load. No shard is written. Seconds are
-of processor time, the least of several rounds.
+Makes what the ranks of tp=8 with zero=2 declare, merges it, writes and reads back the manifest, as rank 0
+does in a save; then reads it and plans the reading of one rank, as each does in a load. No shard is written.
+Seconds are of processor time, the least of several rounds.
 Exit code: 0 a result.
 """
 

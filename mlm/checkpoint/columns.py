@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, overload
 import numpy as np
 import numpy.typing as npt
 
-from mlm.checkpoint.rectangle import MAX_CUT_DIMS, Rectangle, tiling_fault
+from mlm.checkpoint.rectangle import MAX_CUT_DIMS, Rectangle, describe, tiling_fault
 
 Ints: TypeAlias = npt.NDArray[np.integer[Any]]
 Hashes: TypeAlias = npt.NDArray[np.uint64]
@@ -125,6 +125,8 @@ def dims_of(shapes: Sequence[tuple[int, ...]]) -> int:
 
 def padded(numbers: Ints, dims: int, fill: int) -> npt.NDArray[np.int64]:
     """`numbers` [n, d] with `dims` columns."""
+    if numbers.shape[1] == dims:
+        return numbers.astype(np.int64, copy=False)
     wide = np.full((len(numbers), dims), fill, np.int64)
     wide[:, : numbers.shape[1]] = numbers
     return wide
@@ -136,22 +138,26 @@ def encode_columns(
     """The content of chunks.bin: the chunks of each tensor, in the order of `files`."""
     dims, place = dims_of(shapes), {name: number for number, name in enumerate(files)}
     numbers: dict[int, Ints] = {}  # by the identity of a list of names: that of all tensors is one
-    of_tensor, of_file, offsets, sizes = [], [], [], []
-    for number, (shape, mine) in enumerate(zip(shapes, chunks, strict=True)):
+    of_file, offsets, sizes = [], [], []
+    for shape, mine in zip(shapes, chunks, strict=True):
         rows = Chunks.of(mine, len(shape))
         held = numbers.get(id(rows.names)) if isinstance(mine, Chunks) else None
         if held is None:
             held = np.array([place.get(name, -1) for name in rows.names], np.int32)
             if isinstance(mine, Chunks):
                 numbers[id(rows.names)] = held
-        file = held[rows.file]
-        order = np.argsort(file, kind="stable")
-        of_tensor.append(np.full(len(rows), number, "<i4"))
-        of_file.append(file[order])
-        offsets.append(padded(rows.offset[order], dims, 0))
-        sizes.append(padded(rows.size[order], dims, 1))
-    columns = ((of_tensor, "<i4"), (of_file, "<i4"), (offsets, "<i8"), (sizes, "<i8"))
-    return b"".join(np.concatenate(parts).astype(kind).tobytes() for parts, kind in columns if parts)
+        of_file.append(held[rows.file])
+        offsets.append(padded(rows.offset, dims, 0))
+        sizes.append(padded(rows.size, dims, 1))
+    if not chunks:
+        return b""
+    tensor = np.repeat(np.arange(len(chunks)), [len(mine) for mine in chunks])
+    file, offset, size = (np.concatenate(parts) for parts in (of_file, offsets, sizes))
+    if (np.diff(tensor * len(files) + file) <= 0).any():
+        order = np.lexsort((file, tensor))
+        file, offset, size = file[order], offset[order], size[order]
+    columns = ((tensor, "<i4"), (file, "<i4"), (offset, "<i8"), (size, "<i8"))
+    return b"".join(column.astype(kind, copy=False).tobytes() for column, kind in columns)
 
 
 def row_bytes(shapes: Sequence[tuple[int, ...]]) -> int:
@@ -202,6 +208,11 @@ def columns_fault(columns: Columns, names: Sequence[str]) -> str | None:
 
     `names` are those of the tensors. The work is linear in the chunks, however they lie.
     """
+    if (row := _outside(columns)) is not None:
+        found = int(columns.tensor[row])
+        shape = columns.shapes[found]
+        piece = Rectangle(*(tuple(c[row, : len(shape)].tolist()) for c in (columns.offset, columns.size)))
+        return f"{names[found]}: piece {describe(piece)} is not inside shape {list(shape)}"
     found = _untiled(columns)
     if found is None:
         return None
@@ -210,12 +221,21 @@ def columns_fault(columns: Columns, names: Sequence[str]) -> str | None:
         Rectangle(tuple(o), tuple(n))
         for o, n in zip(chunks.offset.tolist(), chunks.size.tolist(), strict=True)
     ]
-    why = tiling_fault(columns.shapes[found], pieces) or "its pieces reach out of its dims"
-    return f"{names[found]}: {why}"
+    return f"{names[found]}: {tiling_fault(columns.shapes[found], pieces)}"
+
+
+def _outside(columns: Columns) -> int | None:
+    """The first chunk that is empty or not inside its tensor."""
+    for rows in columns.blocks():
+        offset, size, whole = columns.offset[rows], columns.size[rows], columns.full[columns.tensor[rows]]
+        inside = ((offset >= 0) & (size >= 1) & (size <= whole) & (offset <= whole - size)).all(1)
+        if not inside.all():
+            return rows.start + int(inside.argmin())
+    return None
 
 
 def _untiled(columns: Columns) -> int | None:
-    """Number of the first tensor that is not tiled.
+    """Number of the first tensor that is not tiled by its chunks, which lie inside it.
 
     How often each element is held is a sum of products of steps (see `tiling_fault`): corners of pieces, up
     and down, that must cancel. Their salted hashes then add up to 0; of corners that do not cancel, they do
@@ -224,13 +244,9 @@ def _untiled(columns: Columns) -> int | None:
     full = columns.full
     cut = np.zeros(full.shape, np.bool_)
     for rows in columns.blocks():
-        tensor, offset, size = columns.tensor[rows], columns.offset[rows], columns.size[rows]
-        whole = full[tensor]
-        inside = ((offset >= 0) & (size >= 1) & (size <= whole) & (offset <= whole - size)).all(1)
-        if not inside.all():
-            return int(tensor[inside.argmin()])
+        tensor = columns.tensor[rows]
         begins = _begins(tensor)
-        cut[tensor[begins]] |= np.logical_or.reduceat(size != whole, begins, axis=0)
+        cut[tensor[begins]] |= np.logical_or.reduceat(columns.size[rows] != full[tensor], begins, axis=0)
     counts = cut.sum(1)
     if (counts > MAX_CUT_DIMS).any():
         return int(counts.argmax())
@@ -286,6 +302,9 @@ class _Corners:
 
 def _mix(x: Hashes) -> Hashes:
     """splitmix64's finaliser: a bijection that flips half of the bits where one is flipped."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    x = x ^ (x >> np.uint64(30))
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return x

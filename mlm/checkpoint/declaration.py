@@ -89,7 +89,8 @@ def merge_declared(root: Path, declared: Sequence[bytes]) -> dict[str, TensorEnt
     shapes = [entry.shape for entry in tensors.entries.values()]
     dims = dims_of(shapes)
     tensor = np.concatenate([mine for mine, *_ in found])
-    order = np.argsort(tensor, kind="stable")  # of a tensor, by rank
+    narrow = tensor.astype(np.uint16) if len(shapes) < 1 << 16 else tensor  # sorted in linear time
+    order = np.argsort(narrow, kind="stable")  # of a tensor, by rank
     columns = Columns(
         shapes,
         tensor[order].astype(np.int32),
