@@ -58,10 +58,13 @@ def tensors() -> Iterator[tuple[str, tuple[int, ...], int | None]]:
         yield f"{prefix}.norm.bias", (h,), None
 
 
+TENSORS = list(tensors())
+
+
 def shards_of(tp: int, tp_rank: int, dp: int, dp_rank: int) -> dict[str, Shard]:
     """What a rank declares: of what its tp rank owns, one of dp parts of the rows."""
     found = {}
-    for name, shape, dim in tensors():
+    for name, shape, dim in TENSORS:
         if dim is None and tp_rank:
             continue
         offset, size = [0] * len(shape), list(shape)
@@ -79,18 +82,16 @@ def shards_of(tp: int, tp_rank: int, dp: int, dp_rank: int) -> dict[str, Shard]:
 def measure(tp: int, dp: int, rounds: int, folder: Path) -> dict[str, Any]:
     """Seconds and sizes at tp * dp ranks."""
     parts = [(d, t) for d in range(dp) for t in range(tp)]
-    declared = [declare_shards(shards_of(tp, t, dp, d), 1, 1) for d, t in parts]
-    held = []
+    declared, held = [], []
     for d, t in parts:
-        held.append(4 * sum(s.tensor.numel() for s in shards_of(tp, t, dp, d).values()))
+        shards = shards_of(tp, t, dp, d)
+        declared.append(declare_shards(shards, 1, 1))
+        held.append(4 * sum(s.tensor.numel() for s in shards.values()))
     files = {
         file_name(rank): FileEntry(size, DIGEST, (DIGEST,) * -(-size // BLOCK))
         for rank, size in enumerate(held)
     }
-    wanted = shards_of(tp, 0, 1, 0)  # zero=2: a rank reads all weights of its tp rank
-    wanted = {name: s for name, s in wanted.items() if name.startswith("model.")}
-    mine = shards_of(tp, 0, dp, 0)
-    wanted |= {name: s for name, s in mine.items() if not name.startswith("model.")}
+    wanted = shards_of(tp, 0, dp, 0)
     times: dict[str, list[float]] = {"merge_s": [], "write_s": [], "look_s": [], "read_s": [], "plan_s": []}
     for _ in range(rounds):
         marks = [time.process_time()]

@@ -209,10 +209,10 @@ def columns_fault(columns: Columns, names: Sequence[str]) -> str | None:
     `names` are those of the tensors. The work is linear in the chunks, however they lie.
     """
     if (row := _outside(columns)) is not None:
-        found = int(columns.tensor[row])
-        shape = columns.shapes[found]
+        number = int(columns.tensor[row])
+        shape = columns.shapes[number]
         piece = Rectangle(*(tuple(c[row, : len(shape)].tolist()) for c in (columns.offset, columns.size)))
-        return f"{names[found]}: piece {describe(piece)} is not inside shape {list(shape)}"
+        return f"{names[number]}: piece {describe(piece)} is not inside shape {list(shape)}"
     found = _untiled(columns)
     if found is None:
         return None

@@ -1,5 +1,7 @@
 """Kills saves at every file operation and at random: `python -m tests.checkpoint.kill_saves FOLDER`.
 
+With a second argument, `columns`, every checkpoint keeps its chunks in columns.
+
 One interpreter forks a child per round, so that torch is imported once. Prints a JSON list of what went
 wrong and the number of rounds.
 """
@@ -16,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from mlm.checkpoint import format as format_module
 from mlm.checkpoint.save_load import latest_checkpoint
 from tests.checkpoint.helpers import load, save, weights
 
@@ -102,4 +105,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[2:] == ["columns"]:
+        format_module.MOST_LISTED = -1
     main(Path(sys.argv[1]))

@@ -24,9 +24,10 @@ from mlm.checkpoint.format import CHUNKS, MANIFEST, read_manifest, read_summary
 from mlm.checkpoint.rectangle import Rectangle, Shard, tiling_fault
 from mlm.checkpoint.save_load import load_checkpoint
 from mlm.checkpoint.verify import verify_checkpoint
-from mlm.config.errors import CorruptFileError
+from mlm.config.errors import CorruptFileError, UserError
 from mlm.files import digest_bytes
 from tests.checkpoint.helpers import ALONE, edit_manifest, load, pieces, save, save_pieces, weights
+from tests.checkpoint.test_stream import write
 
 
 @pytest.fixture
@@ -332,3 +333,15 @@ def test_more_chunks_than_columns_may_hold_are_not_saved(
     monkeypatch.setattr(format_module, "MAX_CHUNKS_BYTES", 100)
     with pytest.raises(ValueError, match="4 chunks need 160 bytes, 100 is the limit"):
         save_pieces(tmp_path, 1, [{"w": p} for p in pieces(weights()["w"], [[2], [1]])])
+
+
+@pytest.mark.usefixtures("lowered")
+def test_a_streamed_checkpoint_in_columns_is_written_once_and_damage_to_it_is_told(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    before = {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in path.iterdir()}
+    assert (verify_checkpoint(path).whole, CHUNKS in before) == (True, True)
+    write(tmp_path)
+    assert {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in path.iterdir()} == before
+    (path / CHUNKS).unlink()
+    with pytest.raises(UserError, match="another checkpoint is there"):
+        write(tmp_path)
