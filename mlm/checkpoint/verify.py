@@ -123,7 +123,9 @@ def _strays(directory: Path, manifest: Manifest) -> tuple[list[Fault], list[str]
 
 
 def _is_about(path: Path, error: UserError | OSError) -> bool:
-    return error.filename == str(path) if isinstance(error, OSError) else str(error).startswith(f"{path}: ")
+    if isinstance(error, OSError):
+        return str(error.filename) == str(path)
+    return str(error).startswith(f"{path}: ")
 
 
 def _fault(path: Path, error: UserError | OSError) -> Fault:
