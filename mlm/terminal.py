@@ -33,8 +33,12 @@ class LastingStream:
     What cannot be written is dropped from then on, and a line on stderr says so.
     """
 
+    stream: TextIO
+
     def __init__(self, stream: TextIO, consequence: str) -> None:
-        self.stream, self.consequence, self.is_lost = stream, consequence, False
+        # The newest of several says what is lost.
+        inner: TextIO = stream.stream if isinstance(stream, LastingStream) else stream
+        self.stream, self.consequence, self.is_lost = inner, consequence, False
 
     def write(self, text: str) -> int:
         """Write, or drop, and return the number of characters."""
@@ -59,6 +63,9 @@ class LastingStream:
             devnull = os.open(os.devnull, os.O_WRONLY)
             os.dup2(devnull, self.stream.fileno())
             os.close(devnull)
+        self._announce(error)
+
+    def _announce(self, error: OSError) -> None:
         with suppress(OSError):
             os.write(2, f"mlm: standard output: {error.strerror}; {self.consequence}\n".encode())
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from mlm.cli.commands import COMMANDS, Command
 from mlm.cli.tasks import takes_task, task_names
 from mlm.config.errors import UserError
+from mlm.config.neighbours import COMMANDS as OTHER_NAMES
 from mlm.config.suggest import did_you_mean
 from mlm.config.tree import leaves
 
@@ -66,7 +67,9 @@ def find_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
     tasks = tasks_of(first, config_dir_of(argv))
     if not tasks:
         names = [command.words[0] for command in COMMANDS]
-        raise UserError(f"mlm: unknown command '{first}'{did_you_mean(first, names)} (list: mlm --help)")
+        theirs = OTHER_NAMES.get(first.lower().replace("-", "_"))
+        hint = f"; did you mean '{theirs}'?" if theirs else did_you_mean(first, names)
+        raise UserError(f"mlm: unknown command '{first}'{hint} (list: mlm --help)")
     if len(argv) > 1 and not argv[1].startswith("-") and "=" not in argv[1]:
         hint = did_you_mean(argv[1], tasks) or f"; choose {', '.join(tasks)}"
         raise UserError(f"mlm {first}: unknown task '{argv[1]}'{hint}")

@@ -30,6 +30,7 @@ from mlm.cli.tasks import takes_task, task_names
 from mlm.config.errors import UserError
 from mlm.config.tree import leaves
 
+ACTIONS = ("install", "uninstall", "query")
 WHERE = (*CONFIG_DIR_FLAGS, *CONFIG_PATH_FLAGS, *CONFIG_NAME_FLAGS)
 """Flags that say where configs are: Hydra wants them beside the query, not in the line."""
 
@@ -40,6 +41,8 @@ def complete(request: Sequence[str]) -> int:
     A query reads the typed line from COMP_LINE, as the shells' scripts set it.
     """
     line = os.environ.get("COMP_LINE")
+    if not any(word.partition("=")[0] in ACTIONS for word in request):
+        raise UserError("-sc needs an action: use -sc install=bash (or zsh, fish), or uninstall=bash")
     if line is None or not any(word.startswith("query=") for word in request):
         return call_hydra(COMMANDS[0], ["-sc", *request])
     words = line.split()[1:]

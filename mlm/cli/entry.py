@@ -17,13 +17,14 @@ from mlm.cli.arguments import (
     parse,
     second_words,
 )
-from mlm.cli.commands import Command
+from mlm.cli.commands import COMMANDS, Command
 from mlm.cli.completion import complete
 from mlm.cli.help import command_help, main_help
 from mlm.cli.hydra_app import call_hydra
 from mlm.cli.overrides import prepare
-from mlm.cli.run import MISTAKE, OK, report
+from mlm.cli.run import FAILED, MISTAKE, OK, report
 from mlm.cli.saved_run import take_saved
+from mlm.cli.streams import writable_streams
 from mlm.config.errors import ConfigError, UserError
 
 
@@ -34,20 +35,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     130 interrupted.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in HELP or words[0] == "help":
+    with writable_streams() as output:
+        code = _main(words)
+    return FAILED if code == OK and output.has_failed else code
+
+
+def _main(words: list[str]) -> int:
+    if words[:1] == ["help"]:
+        words = _helped(words[1:])
+    if not words or words[0] in HELP:
         return _say(main_help())
     if words[0] == VERSION:
         return _say(_version())
     if words[0] in COMPLETION:
-        return complete(words[1:])
+        return report(None, lambda: complete(words[1:]))
     if len(words) == 2 and words[1] in HELP and second_words(words[0]):
         return _say(main_help(words[0]))
     try:
         command, rest = find_command(words)
     except UserError as error:
-        print(error, file=sys.stderr)
+        print("\n".join(error.lines()), file=sys.stderr)
         return MISTAKE
     return report(command, lambda: _act(command, parse(command, rest)))
+
+
+def _helped(words: list[str]) -> list[str]:
+    """`mlm help eval loss` as `mlm eval loss --help`; what follows the command may be a section or key."""
+    command = next((c for c in COMMANDS if tuple(words[: len(c.words)]) == c.words), None)
+    end = len(command.words) if command else len(words)
+    return [*words[:end], HELP[0], *words[end:]] if words else []
 
 
 def _act(command: Command, arguments: Arguments) -> int:

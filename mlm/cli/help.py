@@ -5,12 +5,14 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from mlm.cli.choices import choice_rows
 from mlm.cli.commands import COMMANDS, Command
 from mlm.cli.overrides import command_groups
 from mlm.cli.tasks import takes_task, task_names, task_summaries
-from mlm.config.build import show
+from mlm.config.build import describe_type, show
 from mlm.config.compose import compose_values
 from mlm.config.errors import UserError
+from mlm.config.ranges import BOUNDS
 from mlm.config.suggest import did_you_mean
 from mlm.config.tree import MISSING_VALUE, Leaf, flatten, leaves
 
@@ -22,7 +24,8 @@ FLAGS = (
     ("--multirun, -m", "run every combination of key=a,b,c, each job in its own folder"),
     ("--config-dir DIR", "add a folder of your own YAML, laid out like configs/; Hydra trusts what is in it"),
     ("--config-name NAME", "compose another primary config of DIR; one named config is read as plain data"),
-    ("--info, --hydra-help", "where each value comes from; the rest of Hydra"),
+    ("--info config", "the config and where it was searched; --info defaults: the files, in their order"),
+    ("--hydra-help", "the rest of Hydra"),
 )
 EXIT_CODES = (
     ("0", "done"),
@@ -57,7 +60,7 @@ def command_help(command: Command, config_dir: str | None = None, topics: Sequen
     topics = [topic for topic in topics if "=" not in topic and topic not in tasks]
     groups = command_groups(command, config_dir)
     if topics:
-        return "\n\n".join(_topic(command, topic, groups) for topic in topics)
+        return "\n\n".join(_topic(command, topic, groups, config_dir) for topic in topics)
     known = _composed_leaves(command)
     frequent = [known[key] for key in command.keys or known]
     resume = [("resume=RUN", "continue a run with its own settings; what is typed wins over them")]
@@ -81,7 +84,7 @@ def command_help(command: Command, config_dir: str | None = None, topics: Sequen
     return "\n\n".join(blocks)
 
 
-def _topic(command: Command, topic: str, groups: dict[str, list[str]]) -> str:
+def _topic(command: Command, topic: str, groups: dict[str, list[str]], config_dir: str | None) -> str:
     known = _composed_leaves(command)
     rows = [leaf for leaf in known.values() if leaf.key == topic or leaf.section == topic]
     if not rows and topic not in groups:
@@ -89,8 +92,9 @@ def _topic(command: Command, topic: str, groups: dict[str, list[str]]) -> str:
             topic, [*groups, *known, *(leaf.section for leaf in known.values() if leaf.section)]
         )
         raise UserError(f"--help {topic}: no such section or key{near}")
-    options = [f"{topic}=…:\n" + _table((option, "") for option in groups[topic])] if topic in groups else []
-    return "\n\n".join(options + ([_table(map(_row, rows))] if rows else []))
+    choices = groups.get(topic, [])
+    options = [f"{topic}=…:\n" + _table(choice_rows(topic, choices, config_dir))] if choices else []
+    return "\n\n".join(options + ([_table(map(_full_row, rows))] if rows else []))
 
 
 def _tasks(config_dir: str | None) -> str:
@@ -108,8 +112,21 @@ def _a_section(command: Command) -> str:
 
 
 def _row(leaf: Leaf) -> tuple[str, str]:
-    default = "required" if leaf.default == MISSING_VALUE else f"default {show(leaf.default)}"
-    return leaf.key, f"{leaf.doc} [{default}]"
+    return leaf.key, f"{leaf.doc} [{_default(leaf)}]"
+
+
+def _full_row(leaf: Leaf) -> tuple[str, str]:
+    """With the type, and the bounds of a number."""
+    bound = BOUNDS.get(leaf.key)
+    allowed = f"{describe_type(leaf.type)}, {bound.words}" if bound else describe_type(leaf.type)
+    return leaf.key, f"{leaf.doc} ({allowed}) [{_default(leaf)}]"
+
+
+def _default(leaf: Leaf) -> str:
+    """The default as it would be typed."""
+    if leaf.default == MISSING_VALUE:
+        return "required"
+    return f"default {show(leaf.default) or repr('')}"
 
 
 def _examples(examples: Iterable[tuple[str, str]]) -> str:

@@ -7,17 +7,26 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Override
+from hydra.core.override_parser.types import (
+    ChoiceSweep,
+    Glob,
+    IntervalSweep,
+    Override,
+    QuotedString,
+    RangeSweep,
+)
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from mlm.cli.commands import Command
-from mlm.config.build import concerns, nearest_key, unknown_key
+from mlm.config.build import concerns, describe_type, nearest_key, show, unknown_key
+from mlm.config.neighbours import FLAGS, KEYS
 from mlm.config.paths import CONFIG_DIR, groups
 from mlm.config.schema import PretrainConfig
-from mlm.config.suggest import nearest
-from mlm.config.tree import leaves, sections
+from mlm.config.suggest import nearest, nearest_choice
+from mlm.config.tree import MISSING_VALUE, leaves, sections
 
+MOST_LISTED = 16  # choices that one line names
 QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
 GROUP_SETS = {
     "parallel": {"tp", "pp", "vp", "dp", "recompute", "train"},
@@ -37,6 +46,14 @@ class Prepared:
     doubtful: set[str] = field(default_factory=set)
     """Keys and sections that the faulty overrides were meant for: what the rest of the config says about
     them is not what the user asked for, so further faults about them are no news."""
+
+    def swept(self, overrides: Iterable[str]) -> str:
+        """Those of a job's overrides that the sweep varies: what its folder is named by."""
+        parser = OverridesParser.create()
+        keys = {o.key_or_group for o in parser.parse_overrides(self.overrides) if o.is_sweep_override()}
+        job = parser.parse_overrides(list(overrides))
+        kept = sorted(o.input_line or "" for o in job if o.key_or_group in keys and o.key_or_group != "out")
+        return ",".join(kept)
 
     def all_faults(self, further: Iterable[str]) -> list[str]:
         """The faults of spelling, and those of `further` that do not follow from them."""
@@ -71,9 +88,10 @@ def prepare(
         fault = _spelling(command, text, options)
         if fault is None:
             text = literal(command, text, multirun=multirun)
-            fault = _grammar(parser, text, multirun=multirun)
+            fault = _grammar(command, parser, text, multirun=multirun)
         if fault is None and not own_path:
-            fault = _choice(command, parser.parse_override(text), options, config_dir)
+            override = parser.parse_override(text)
+            fault = _choice(command, override, options, config_dir) or _keys_below(command, override)
         if fault is None:
             prepared.overrides.append(text)
         else:
@@ -122,12 +140,16 @@ def _spelling(command: Command, text: str, options: dict[str, list[str]]) -> str
     key, equals, _ = text.partition("=")
     name = key.lstrip("+~")
     known = [*leaves(command.spec), *options]
+    if key.startswith("+++"):
+        return f"cannot read '{text}': + adds a key, ++ adds or replaces one; use ++{name}=…"
     if not equals and not text.startswith("~"):
         near = nearest(text, known)
         return f"cannot read '{text}': expected key=value" + (f"; did you mean {near}=…?" if near else "")
     left_to_hydra = key[:1] in ("+", "~") or "@" in key or name.split(".")[0].split("/")[0] == "hydra"
     if left_to_hydra or name in leaves(command.spec) or name in options or name in sections(command.spec):
         return None
+    if FLAGS.get(name) or set(KEYS.get(name, ())) & set(known):
+        return unknown_key(command.spec, name)
     if "." not in name and (group := nearest(name, options)) and nearest(name, known) == group:
         return f"unknown key '{name}'; did you mean '{group}'?"
     return unknown_key(command.spec, name)
@@ -142,12 +164,16 @@ def _meant(command: Command, text: str, options: dict[str, list[str]]) -> set[st
     return GROUP_SETS.get(name) or {name}
 
 
-def _grammar(parser: OverridesParser, text: str, *, multirun: bool) -> str | None:
+def _grammar(command: Command, parser: OverridesParser, text: str, *, multirun: bool) -> str | None:
     try:
         override = parser.parse_override(text)
-    except HydraException as error:
-        reason = str(error).strip().splitlines()[0]
-        return f"cannot read '{text}': {reason}; quote the value: \"{text.partition('=')[0]}='…'\""
+    except HydraException:
+        key = text.partition("=")[0]
+        leaf = leaves(command.spec).get(key)
+        if leaf is None or leaf.type in (str, str | None):
+            return f"cannot read '{text}'; quote the value: \"{key}='…'\""
+        example = "" if leaf.default in (None, MISSING_VALUE) else f", such as '{key}={show(leaf.default)}'"
+        return f"cannot read '{text}': {key} must be {describe_type(leaf.type)}{example}"
     if override.is_sweep_override() and not multirun:
         return f"{text} is a sweep: add --multirun, or quote the value"
     return None
@@ -159,18 +185,51 @@ def _choice(
     group = override.key_or_group
     if group not in options:
         return None
-    for choice in _chosen(override.value()):
+    for choice in _chosen(override, is_section=group in sections(command.spec)):
         roots = [CONFIG_DIR, *([Path(config_dir)] if config_dir else [])]
-        if not any((root / group / f"{choice.removesuffix('.yaml')}.yaml").is_file() for root in roots):
-            near = nearest(choice, options[group])
-            hint = f"; did you mean {near}?" if near else ""
-            return f"{group}={choice}: no such choice{hint} (list: mlm {command.name} --help)"
+        name = choice.removesuffix(".yaml") if isinstance(choice, str) else None
+        if name is None or not any((root / group / f"{name}.yaml").is_file() for root in roots):
+            typed = choice if isinstance(choice, str) else show(choice)
+            near = nearest_choice(typed, options[group])
+            hint = f"did you mean {near}? (list: mlm {command.name} --help)"
+            if near is None:
+                hint = _listed(command, options[group])
+            group = f"~{group}" if override.is_delete() else group
+            return f"{group}={typed}: no such choice; {hint}"
     return None
 
 
-def _chosen(value: Any) -> list[str]:
-    values = value.list if isinstance(value, ChoiceSweep) else value if isinstance(value, list) else [value]
-    return [choice for choice in values if isinstance(choice, str)]
+def _listed(command: Command, choices: list[str]) -> str:
+    """All choices where a line holds them, or where they stand."""
+    if len(choices) > MOST_LISTED:
+        return f"list: mlm {command.name} --help"
+    return f"choose {', '.join(choices[:-1])} or {choices[-1]}" if choices[1:] else f"choose {choices[0]}"
+
+
+def _chosen(override: Override, *, is_section: bool) -> list[Any]:
+    """The choices that an override of a group makes. Values of the section that it fills are none."""
+    value = override.value()
+    if isinstance(value, Glob) or (is_section and isinstance(value, dict)):
+        return []
+    if override.is_delete() and value in (None, ""):
+        return []
+    if isinstance(value, RangeSweep | IntervalSweep):
+        return [(override.input_line or "").partition("=")[2]]
+    each = value.list if isinstance(value, ChoiceSweep) else value if isinstance(value, list) else [value]
+    return [_unquoted(choice) for choice in each]
+
+
+def _unquoted(choice: Any) -> Any:
+    return choice.text if isinstance(choice, QuotedString) else choice
+
+
+def _keys_below(command: Command, override: Override) -> str | None:
+    """The first key that a section does not have, of a value that sets several: `optimizer={lr: 0.1}`."""
+    name, value = override.key_or_group, override.value()
+    if name not in sections(command.spec) or not isinstance(value, dict):
+        return None
+    keys = [f"{name}.{_unquoted(key)}" for key in value]
+    return next((unknown_key(command.spec, key) for key in keys if key not in leaves(command.spec)), None)
 
 
 def _parses(text: str) -> bool:

@@ -22,7 +22,7 @@ from mlm.config.saved import Saved
 from mlm.config.tree import MISSING_VALUE
 from mlm.ownership import STDOUT
 
-OK, MISTAKE, INTERRUPTED = 0, 2, 130
+OK, FAILED, MISTAKE, INTERRUPTED = 0, 1, 2, 130
 LAUNCH = "mlm.train.launch"
 HEAD_START_S = 5.0  # a launcher ends all ranks when one ends: the one that reports must not be cut off
 FILES = (".json", ".jsonl", ".svg", ".png")  # an `out` that ends so is one file, any other a folder
@@ -58,7 +58,7 @@ class Job:
             out = f"{self.sweep.sweep.dir}/{self.command.config}.json"
         if not isinstance(out, str) or out in ("", STDOUT, MISSING_VALUE):
             return
-        place, folder = Path(out), folder_name(self.sweep.job.override_dirname)
+        place, folder = Path(out), folder_name(self.typed.swept(self.sweep.overrides.task))
         values["out"] = str(place.parent / folder / place.name if place.suffix in FILES else place / folder)
         print(f"mlm {self.command.name}: job {self.sweep.job.num}: out={values['out']}", file=sys.stderr)
 
@@ -69,8 +69,8 @@ def folder_name(overrides: str) -> str:
     return plain if plain == overrides else f"{plain}-{xxhash.xxh3_64(overrides.encode()).hexdigest()[:8]}"
 
 
-def report(command: Command, work: Callable[[], int]) -> int:
-    """The exit code of `work`, a user's mistake printed as one line per fault and no traceback.
+def report(command: Command | None, work: Callable[[], int]) -> int:
+    """The exit code of `work`, a user's mistake printed as one line per error and no traceback.
 
     2 for a mistake the user can mend, 1 for a damaged file or a failed check, 130 when interrupted. Other
     exceptions pass.
@@ -78,9 +78,10 @@ def report(command: Command, work: Callable[[], int]) -> int:
     try:
         return work()
     except UserError as error:
+        name = "mlm" if command is None else f"mlm {command.name}"
         if speaks_for_host(os.environ):
             for line in error.lines():
-                print(f"mlm {command.name}: {line}", file=sys.stderr)
+                print(f"{name}: {line}", file=sys.stderr)
         else:
             time.sleep(HEAD_START_S)
         return error.exit_code

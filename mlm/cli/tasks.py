@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
+from mlm.cli.choices import first_comment
 from mlm.cli.command import Command
 from mlm.config.paths import CONFIG_DIR
 
 GROUP = "task"
-LONGEST_LINE = 200  # characters of a YAML's first line that help shows
 
 
 def takes_task(command: Command) -> bool:
@@ -27,14 +27,4 @@ def task_names(config_dir: str | None = None) -> list[str]:
 
 def task_summaries(config_dir: str | None = None) -> list[tuple[str, str]]:
     """(name, what is asked) of each: the comment that its YAML begins with."""
-    return [(name, _first_comment(path)) for name, path in task_files(config_dir).items()]
-
-
-def _first_comment(path: Path) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as f:
-            line = f.readline(LONGEST_LINE)
-    except OSError:
-        return ""
-    text = line.removeprefix("#").strip() if line.startswith("#") else ""
-    return "" if text.startswith("@") else "".join(c for c in text if c.isprintable())
+    return [(name, first_comment(path)) for name, path in task_files(config_dir).items()]

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 from pydantic import TypeAdapter, ValidationError
 
 from mlm.config.errors import ConfigError
+from mlm.config.neighbours import FLAGS
 from mlm.config.path_types import expanded, path_fault
 from mlm.config.suggest import nearest
 from mlm.config.tree import HOISTED, MISSING_VALUE, Leaf, flatten, leaves, sections
@@ -71,6 +72,8 @@ def unknown_key(cls: type, key: str) -> str:
         return f"'{key}' is a section: set its keys, such as {key}.{next(iter(leaves(sections(cls)[key])))}=…"
     if key.split(".")[0] in leaves(cls):
         return f"unknown key '{key}': {key.split('.')[0]} has no keys below it"
+    if remedy := FLAGS.get(key):
+        return f"unknown key '{key}'; {remedy}"
     found = nearest_key(cls, key)
     return f"unknown key '{key}'" + (f"; did you mean '{found}'?" if found else "")
 

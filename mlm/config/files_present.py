@@ -45,7 +45,16 @@ def file(key: str, path: str | None) -> str | None:
     """One plain file."""
     if path is None or Path(path).is_file():
         return None
+    if Path(path).is_dir():
+        return f"{key}={path} is a folder; name a file in it: {key}={Path(path, _a_file_in(path))}"
     return f"{key}={path}: no such file; correct the path, or {key}=null"
+
+
+def _a_file_in(folder: str) -> str:
+    try:
+        return next((each.name for each in sorted(Path(folder).iterdir()) if each.is_file()), "FILE")
+    except OSError:
+        return "FILE"
 
 
 def folder(key: str, path: str | None) -> str | None:

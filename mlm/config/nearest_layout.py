@@ -107,9 +107,10 @@ class Layout:
             case "tp":
                 return divisors(values[HEADS]) if HEADS in self.read else self._ranks()
             case "pp":
-                return range(1, values[LAYERS] + 1) if LAYERS in self.read else self._ranks()
-            case "vp":
-                return range(1, values[LAYERS] // values["pp"] + 1) if LAYERS in self.read else (1,)
+                most = min(values[LAYERS], self.launch.most_ranks) if LAYERS in self.read else 0
+                return range(1, most + 1) if most else self._ranks()
+            case "vp":  # interleaving needs pp * vp to divide the layers
+                return divisors(values[LAYERS] // values["pp"]) or (1,) if LAYERS in self.read else (1,)
             case "dp":
                 return self._replicas(values)
             case "data.seq_length":

@@ -1,5 +1,6 @@
 """Bounds of single numbers, by key."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -92,6 +93,14 @@ BOUNDS: dict[str, Bound] = (
 )
 
 
+MOST = 2**31 - 1
+"""Of every whole number but seeds and bytes: what tensors and files count with, and no slip of a finger."""
+
+
+def _limit(key: str) -> float:
+    return math.inf if key == "max_document_bytes" or BOUNDS.get(key) is SEED else MOST
+
+
 def out_of_range(values: dict[str, Any]) -> dict[str, str]:
     """The fault of each key whose number (or list of numbers) breaks its bound; null breaks none."""
     faults = {}
@@ -101,4 +110,6 @@ def out_of_range(values: dict[str, Any]) -> dict[str, str]:
         numbers = [number for number in numbers if isinstance(number, int | float)]  # `samples` may be a path
         if bound and not all(map(bound.holds, numbers)):
             faults[key] = f"{key}={show(value)} must be {bound.words}"
+        elif bound and any(isinstance(number, int) and number > _limit(key) for number in numbers):
+            faults[key] = f"{key}={show(value)} must be at most {MOST}"
     return faults

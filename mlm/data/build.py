@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from mlm.config.build import to_dict
+from mlm.config.corpus_schema import FilterConfig
 from mlm.config.data_schema import DataBuildConfig
 from mlm.config.errors import UserError
 from mlm.data.corpus.benchmarks import read_benchmarks, save_benchmarks
@@ -143,14 +144,19 @@ def delete_work(config: DataBuildConfig) -> str | None:
 
 
 def for_one_text(config: DataBuildConfig, console: Console) -> DataBuildConfig:
-    """The settings for an input of one text, whose parts are no documents that could be too short."""
+    """The settings for an input of one text, whose parts are no documents that could be too short.
+
+    The default of filter.min_tokens is off, and the console says so; any other value holds.
+    """
+    least, default = config.filter.min_tokens, FilterConfig().min_tokens
+    off = f"; filter.min_tokens={default} is off, any other value holds" if least == default else ""
     console.print(
         f"input={config.input} is one text: cut into consecutive parts by split={config.split}, at ends of "
-        f"paragraphs where there are any",
+        f"paragraphs where there are any{off}",
         soft_wrap=True,
         markup=False,
     )
-    return replace(config, filter=replace(config.filter, min_tokens=None))
+    return replace(config, filter=replace(config.filter, min_tokens=None)) if off else config
 
 
 def build(plan: Plan, found: Found, made_of: Receipt, out: Path, console: Console) -> Receipt | None:

@@ -21,6 +21,7 @@ from mlm.config.errors import UserError
 from mlm.config.files_present import hub_id
 from mlm.config.schema import DataConfig, PretrainConfig
 from mlm.files import digest_bytes
+from mlm.hub import expect_hub
 from mlm.models.init import init_shard
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import ParameterShard
@@ -28,6 +29,7 @@ from mlm.tasks.run_folder import parameters, with_filled
 
 EXTRA = "pip install 'mlm[hf]'"
 COMMIT = re.compile(r"[0-9a-f]{40}")
+NOT_CACHED = ("LocalEntryNotFoundError", "OfflineModeIsEnabled")
 TENSOR_FILES = ("model.safetensors", "model-*-of-*.safetensors")
 """Patterns of the tensors we read on the Hub: no pickle, no code."""
 
@@ -55,6 +57,7 @@ def fetch(repository: str, revision: str | None, setting: str) -> Path:
 
 def download(repository: str, revision: str | None, patterns: tuple[str, ...], setting: str) -> Path:
     """The Hub's files that match, in its cache. Raises UserError."""
+    expect_hub()
     try:
         hub: Any = import_module("huggingface_hub")  # optional
     except ImportError as error:
@@ -66,6 +69,8 @@ def download(repository: str, revision: str | None, patterns: tuple[str, ...], s
     except Exception as error:  # the library raises many kinds, those of its HTTP client too
         lines = str(error).strip().splitlines()
         reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        if type(error).__name__ in NOT_CACHED:
+            reason = "out of reach from here, and its cache does not hold it"
         at = "" if revision is None else f" revision={revision}"
         raise UserError(
             f"{setting}={repository}{at}: no such folder, and the Hub does not give it ({reason}). "

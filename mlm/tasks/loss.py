@@ -26,7 +26,8 @@ from rich.table import Table
 import mlm
 from mlm.checkpoint.format import RESTORE
 from mlm.config.errors import CorruptFileError, UserError
-from mlm.config.schema import PretrainConfig
+from mlm.config.path_types import split_weight
+from mlm.config.schema import DataConfig, PretrainConfig
 from mlm.config.task_schema import EvalLossConfig
 from mlm.data.bert_masking import BERTVocab
 from mlm.data.blend_history import trained_on
@@ -69,7 +70,7 @@ def preflight(config: EvalLossConfig) -> list[str]:
     if fault := predicts_fault(config.ckpt, trained.model):
         return [fault]
     try:
-        prefix = corpus_prefix(config, trained)
+        prefix = corpus_prefix(config, trained, path)
         seq_length = window_length(config, trained)
         if trained.model.kind == "bert":
             BERTVocab.of(load_tokenizer(config.tokenizer, path))
@@ -92,17 +93,49 @@ def preflight(config: EvalLossConfig) -> list[str]:
     ]
 
 
-def corpus_prefix(config: EvalLossConfig, trained: PretrainConfig) -> Path:
-    """The corpus to score."""
+def corpus_prefix(config: EvalLossConfig, trained: PretrainConfig, checkpoint: Path) -> Path:
+    """The corpus to score: the one named, or the validation set of the run that wrote the checkpoint."""
     if config.path is not None:
         return Path(config.path)
     prefixes = validation_prefixes(trained.data)
+    if not prefixes and (started_in := start_folder(checkpoint, trained.out)):
+        prefixes = validation_prefixes(seen_from(started_in, trained.data))
     if not prefixes:
-        raise UserError("path=null and the run had no validation set: give path=… (prefix of a .bin/.idx)")
+        raise UserError(_no_validation_set(trained.data))
     if len(prefixes) > 1:
         choice = " or ".join(f"path={prefix}" for prefix in prefixes.values())
         raise UserError(f"path=null and the run mixed several corpora: give {choice}")
     return next(iter(prefixes.values()))
+
+
+def start_folder(checkpoint: Path, out: str) -> Path | None:
+    """The folder that a run with a relative `out` was started in: its paths are relative to that."""
+    parts = Path(out).parts
+    if Path(out).is_absolute() or ".." in parts:
+        return None
+    folders = (checkpoint.resolve(), *checkpoint.resolve().parents)
+    ends = (folder for folder in folders if parts and folder.parts[-len(parts) :] == parts)
+    return next((folder.parents[len(parts) - 1] for folder in ends), None)
+
+
+def seen_from(folder: Path, data: DataConfig) -> DataConfig:
+    """The data with its relative paths below `folder`. An absolute path stays."""
+
+    def below(path: str | None) -> str | None:
+        return None if path is None else str(folder / path)
+
+    blend = tuple(weight + str(folder / path) for weight, path in map(split_weight, data.blend))
+    return replace(data, path=below(data.path), validation=below(data.validation), blend=blend)
+
+
+def _no_validation_set(data: DataConfig) -> str:
+    give = "give path=… (prefix of a .bin/.idx)"
+    if data.path is not None and not Path(data.path).exists():
+        return (
+            f"path=null: the run's data.path={data.path} is not below {Path.cwd()}; start in the folder that "
+            f"the run was started in, or {give}"
+        )
+    return f"path=null and the run had no validation set: {give}"
 
 
 def result_path(config: EvalLossConfig, trained: PretrainConfig, checkpoint: Path, prefix: Path) -> Path:
@@ -116,8 +149,8 @@ def window_length(config: EvalLossConfig, trained: PretrainConfig) -> int:
     length = config.seq_length if config.seq_length is not None else trained.data.seq_length
     if length > trained.model.max_positions:
         raise UserError(
-            f"seq_length={length} is longer than the model reads: use model.max_positions="
-            f"{trained.model.max_positions} or less"
+            f"seq_length={length} is longer than the model reads: use "
+            f"seq_length={trained.model.max_positions} or less"
         )
     return length
 
@@ -125,7 +158,8 @@ def window_length(config: EvalLossConfig, trained: PretrainConfig) -> int:
 def run(config: EvalLossConfig, ctx: ParallelContext) -> None:
     """Score the corpus; rank 0 prints a table and writes a JSON receipt."""
     trained = load_trained(config.ckpt, config.parallel, config.precision, ctx)
-    prefix, seq_length = corpus_prefix(config, trained.config), window_length(config, trained.config)
+    prefix = corpus_prefix(config, trained.config, trained.path)
+    seq_length = window_length(config, trained.config)
     indexed, learnt_from = IndexedDataset(prefix), training_corpora(trained)
     windows = scored_windows(config, trained, prefix, seq_length)
     batches = eval_batches(windows, micro_batch_size=config.batch_size, rank=ctx.dp.rank, size=ctx.dp.size)

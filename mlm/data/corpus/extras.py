@@ -4,6 +4,9 @@ from importlib import import_module
 from typing import Any
 
 from mlm.config.errors import UserError
+from mlm.hub import expect_hub
+
+OF_THE_HUB = ("datasets", "huggingface_hub")
 
 
 def load_extra(module: str, setting: str, extra: str = "data") -> Any:
@@ -11,6 +14,8 @@ def load_extra(module: str, setting: str, extra: str = "data") -> Any:
 
     `setting` is what asks for it, as the user wrote it: `input=text.parquet`.
     """
+    if module in OF_THE_HUB:
+        expect_hub()
     try:
         return import_module(module)
     except ImportError as error:

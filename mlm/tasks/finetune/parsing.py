@@ -72,6 +72,8 @@ def parse_span(task: TaskConfig, record: Mapping[str, Any], id: str) -> Row:
     texts = texts_of(task, record, task.columns)
     answers = answers_of(task, record.get(task.label))
     if answers == () and not task.unanswerable:
+        if record.get("is_impossible"):
+            raise RowError("has no answer, as in SQuAD 2.0: use task=squad_v2, or set task.unanswerable=true")
         answers = None
     for answer in answers or ():
         found = texts[0][answer.start : answer.start + len(answer.text)]

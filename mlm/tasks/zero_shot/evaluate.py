@@ -91,7 +91,7 @@ def window_length(config: ZeroShotConfig, trained: PretrainConfig) -> int:
     length = min(trained.data.seq_length, positions) if config.seq_length is None else config.seq_length
     if length > positions:
         raise UserError(
-            f"seq_length={length} is longer than the model reads: use model.max_positions={positions} or less"
+            f"seq_length={length} is longer than the model reads: use seq_length={positions} or less"
         )
     return length
 

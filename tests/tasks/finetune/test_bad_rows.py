@@ -47,6 +47,10 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "empty question": ("race", RACE | {"question": ""}, "'question' is empty"),
     "unknown answer": ("race", RACE | {"answer": "E"}, r"answer='E' is no label: .*\(A, B, C, D\)"),
     "empty question on a context": ("squad", SQUAD | {"question": " "}, "'question' is empty"),
+    "SQuAD 2.0 as 1.1": (
+        "squad", SQUAD | {"answers": {"text": [], "answer_start": []}, "is_impossible": True},
+        "has no answer, as in SQuAD 2.0: use task=squad_v2",
+    ),
     "answer elsewhere": (
         "squad", SQUAD | {"answers": {"text": ["cat"], "answer_start": [7]}},
         "answer_start=7 of 'answers' is not where 'cat' is: the context has ' ca' there",
