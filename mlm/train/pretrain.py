@@ -106,7 +106,8 @@ def train(trainer: Trainer, out: Path, start: Path | None) -> None:
             reporter.note(changed)
         if left <= 0:
             reporter.note(
-                f"step {trainer.step} of train.steps={config.train.steps} is done: raise train.steps to go on"
+                f"step {trainer.step} of train.steps={config.train.steps} is done: raise train.steps to "
+                "continue, or set another out=… for a new run"
             )
         if warning := warmup_warning(config.optimizer, config.schedule, config.train.steps):
             reporter.note(warning)
