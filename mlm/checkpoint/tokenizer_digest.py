@@ -1,7 +1,8 @@
 """The tokenizer that a checkpoint was trained with, known by its digest.
 
 `state["tokenizer"]` holds the digest of tokenizer.json and, where the file was read, that of its vocabulary
-alone. The file lies in the run directory, beside the folder of checkpoints.
+alone and the id of the end-of-document token, which the file does not tell. The file lies in the run
+directory, beside the folder of checkpoints.
 """
 
 import re
@@ -28,6 +29,8 @@ class TokenizerDigest:
     """Of tokenizer.json."""
     vocabulary: str | None = None
     """Of its tokens, their ids and merges: the same for another file that spells the same vocabulary."""
+    eod_id: int | None = None
+    """The token that ends a document in what was trained on; None in checkpoints of older versions."""
 
     def is_same(self, other: "TokenizerDigest") -> bool:
         """True if both turn text into the same tokens, as far as the digests tell."""
@@ -49,7 +52,8 @@ class TokenizerDigest:
         if not (isinstance(digest, str) and DIGEST.fullmatch(digest)):
             return None
         known = isinstance(vocabulary, str) and DIGEST.fullmatch(vocabulary)
-        return cls(digest, vocabulary if known else None)
+        eod_id = said.get("eod_id")
+        return cls(digest, vocabulary if known else None, eod_id if type(eod_id) is int else None)
 
 
 def file_beside(directory: Path) -> Path:

@@ -119,7 +119,8 @@ MODELS = (
         ),
         keys=(
             *("ckpt", "prompt", "prompts", "num_samples", "out", "max_new_tokens", "min_new_tokens"),
-            *("temperature", "top_k", "top_p", "seed", "batch_size", "tokenizer"),
+            *("stop", "temperature", "top_k", "top_p", "repetition_penalty", "special_tokens", "seed"),
+            *("batch_size", "tokenizer"),
             *("tp", "pp", "dist.device"),
         ),
     ),

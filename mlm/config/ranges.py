@@ -47,7 +47,7 @@ BOUNDS: dict[str, Bound] = (
     | dict.fromkeys(
         [
             *("tp", "pp", "vp", "dp", "batch_size", "seq_length", "max_new_tokens"),
-            "num_samples",
+            *("num_samples", "repetition_penalty"),
             *("overlapping_eval", "limit", "max_length", "max_gen_toks"),
             *("model.num_layers", "model.hidden_size", "model.num_heads", "model.ffn_hidden_size"),
             *("model.max_positions", "model.vocab_size", "model.vocab_multiple", "model.layer_norm_eps"),

@@ -54,15 +54,17 @@ class Tokenizer:
     Raises UserError when no end-of-document token is known.
     """
 
-    def __init__(self, content: str, source: str = "tokenizer", eod: str | None = None) -> None:
+    def __init__(self, content: str, source: str = "tokenizer", eod: str | int | None = None) -> None:
         self._content = content
         self._backend = parse(content, source)
         self._vocabulary = vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         if self.vocab_size > MAX_TOKENS:
             raise CorruptFileError(f"{source}: token id {self.vocab_size - 1}; {MAX_TOKENS - 1} is the limit")
-        eod_id = first_of(EOD_NAMES if eod is None else (eod,), vocabulary)
-        if eod_id is None and eod is not None:
+        eod_id = first_of((eod,) if isinstance(eod, str) else EOD_NAMES, vocabulary)
+        if isinstance(eod, int) and self._backend.id_to_token(eod) is not None:
+            eod_id = eod
+        if eod_id is None and isinstance(eod, str):
             raise UserError(f"eod={eod} is no token of {source}; name one of its vocabulary")
         if eod_id is None:
             raise UserError(
@@ -87,11 +89,24 @@ class Tokenizer:
             return self._backend
         return parse(json.dumps(with_secret_names(content, reserved)), "tokenizer")
 
+    @cached_property
+    def _with_special(self) -> Backend:
+        """The library's tokenizer, which finds special tokens in a text."""
+        backend = parse(self._content, "tokenizer")
+        backend.encode_special_tokens = False
+        return backend
+
     def _reserved(self, content: dict[str, Any]) -> set[str]:
         """Names of special tokens, but for the one that stands for what is unknown."""
         marked = {token["content"] for token in content.get("added_tokens") or () if token["special"]}
         named = {*EOD_NAMES, *BOS_NAMES, *BERT_SPECIAL} & self._vocabulary.keys()
         return (marked | named) - {UNK, content["model"].get("unk_token")}
+
+    @property
+    def prefix_id(self) -> int:
+        """The token that a text without context is scored after: beginning of a sequence, else end of a
+        document."""
+        return self.eod_id if self.bos_id is None else self.bos_id
 
     @cached_property
     def vocabulary_digest(self) -> str:
@@ -121,11 +136,12 @@ class Tokenizer:
         return starts
 
     @classmethod
-    def load(cls, path: str | Path, *, eod: str | None = None) -> "Tokenizer":
+    def load(cls, path: str | Path, *, eod: str | int | None = None) -> "Tokenizer":
         """Read a tokenizer.json, GPT-2's vocab.json and merges.txt or BERT's vocab.txt, or a folder of them.
 
-        `eod` names its end-of-document token; None takes the first it has of EOD_NAMES. Raises UserError when
-        there is none, CorruptFileError when it cannot be read.
+        `eod` names its end-of-document token, or is the id that a receipt or checkpoint records; None, or an
+        id that it lacks, takes the first it has of EOD_NAMES. Raises UserError when there is none,
+        CorruptFileError when it cannot be read.
         """
         file = Path(path)
         if file.is_dir():
@@ -156,6 +172,10 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of a text; nothing is added at its ends."""
         return list(self._encoder.encode(text, add_special_tokens=False).ids)
+
+    def encode_special(self, text: str) -> list[int]:
+        """Token ids of a text in which the names of special tokens are these tokens."""
+        return list(self._with_special.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> "list[array[int]]":
         """Token ids of many texts, on all cores: a uint32 array each."""

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from mlm.config.task_schema import STDIN, GenerateConfig
 from mlm.data.tokenizer import Tokenizer
 from mlm.parallel.mesh import ParallelContext
 from mlm.result_files import is_stream, named, write_result
-from mlm.tasks.generation import Sampling, continuations
+from mlm.tasks.generation import Sampling, continuations, ends_at
 from mlm.tasks.prompts import Prompt, read_prompts, share_prompts
 from mlm.tasks.trained import (
     checkpoint_faults,
@@ -45,6 +45,8 @@ def preflight(config: GenerateConfig) -> list[str]:
         tokenizer = load_tokenizer(config.tokenizer, named.path)
         fault = vocabulary_fault(config.tokenizer, tokenizer, named.config.model)
         faults = [*([fault] if fault else []), *out_faults(config.out)]
+        if "" in config.stop:
+            faults.append('stop="" would end every text at once; give texts of one character or more')
         if config.prompt != STDIN:  # which can be read once
             read_prompts(config, tokenizer)
     except CorruptFileError:
@@ -81,10 +83,12 @@ def run(config: GenerateConfig, ctx: ParallelContext) -> None:
         ctx=ctx,
         eod_id=tokenizer.eod_id,
         numbers=numbers,
+        until=ends_at(tokenizer, config.stop),
     )
     many = ctx.is_main and config.out is not None and len(texts) > 1
     with count_progress("continuing", len(texts), shown=many) as advance:
-        new = show(found, texts, tokenizer, shown=ctx.is_main, alone=config.out is None, advance=advance)
+        alone = config.out is None
+        new = show(found, texts, tokenizer, config.stop, shown=ctx.is_main, alone=alone, advance=advance)
     if not ctx.is_main:
         return
     seconds, count = time.perf_counter() - started, sum(map(len, new))
@@ -105,6 +109,7 @@ def sampling(config: GenerateConfig) -> Sampling:
         temperature=config.temperature,
         top_k=config.top_k,
         top_p=config.top_p,
+        repetition_penalty=config.repetition_penalty,
         seed=config.seed,
         batch_size=config.batch_size,
     )
@@ -125,6 +130,7 @@ def show(
     found: Iterable[tuple[int, int | None]],
     texts: list[tuple[Prompt, int]],
     tokenizer: Tokenizer,
+    stops: Sequence[str] = (),
     *,
     shown: bool,
     alone: bool,
@@ -132,12 +138,13 @@ def show(
 ) -> list[list[int]]:
     """Take in what `continuations` yields and print it; each text's new tokens.
 
-    `alone`: no file takes the texts. `advance` is told of each that has ended.
+    `alone`: no file takes the texts. `advance` is told of each that has ended. What follows one of `stops` is
+    not printed.
     """
     new: list[list[int]] = [[] for _ in texts]
-    stream = Stream(tokenizer, shown=shown) if len(texts) == 1 else None
+    stream = Stream(tokenizer, stops, shown=shown) if len(texts) == 1 else None
     if stream:
-        stream.add(list(texts[0][0].ids))
+        stream.begin(printed_ids(texts[0][0]))
     ended, printed = set(), 0
     for index, token in found:
         if token is None:
@@ -149,54 +156,87 @@ def show(
                 stream.add([token])
         while alone and stream is None and printed in ended:
             if shown:
-                print_whole(texts[printed], new[printed], tokenizer, first=printed == 0)
+                print_whole(texts[printed], new[printed], tokenizer, stops, first=printed == 0)
             printed += 1
     if stream:
         stream.end()
     return new
 
 
-def print_whole(text: tuple[Prompt, int], new: list[int], tokenizer: Tokenizer, *, first: bool) -> None:
+def printed_ids(prompt: Prompt) -> list[int]:
+    """The tokens of a prompt that are its text: none where a document begins."""
+    return list(prompt.ids) if prompt.text else []
+
+
+def print_whole(
+    text: tuple[Prompt, int], new: list[int], tokenizer: Tokenizer, stops: Sequence[str], *, first: bool
+) -> None:
     """A text among several, under where its prompt stands."""
     prompt, sample = text
+    ids = printed_ids(prompt)
     print(f"{'' if first else chr(10)}--- {plain(prompt.place)}, sample {sample + 1}")
-    print(prose(tokenizer.decode([*prompt.ids, *new])), flush=True)
+    print(prose(before_stop(tokenizer.decode([*ids, *new]), stops, len(tokenizer.decode(ids)))), flush=True)
+
+
+def before_stop(text: str, stops: Sequence[str], start: int = 0) -> str:
+    """What comes before the first of `stops` that begins at the character `start` or later; all without."""
+    places = [place for stop in stops if (place := text.find(stop, start)) >= 0]
+    return text[: min(places, default=len(text))]
 
 
 def record(
     prompt: Prompt, sample: int, new: list[int], config: GenerateConfig, tokenizer: Tokenizer
 ) -> dict[str, Any]:
     """A line of the result file."""
+    text = tokenizer.decode(new)
+    continuation = before_stop(text, config.stop)
+    ending = "max_new_tokens" if len(new) == config.max_new_tokens else "eod"
     return {
         "prompt": prompt.text,
         "sample": sample,
-        "continuation": tokenizer.decode(new),
-        "tokens": new,
-        "stop": "max_new_tokens" if len(new) == config.max_new_tokens else "eod",
+        "continuation": continuation,
+        "tokens": new,  # those of the stop too
+        "stop": ending if continuation == text else "stop",
         "seed": config.seed,
     }
 
 
 class Stream:
-    """Prints text as its tokens come; a character split over tokens waits until it is whole."""
+    """Prints text as its tokens come; a character split over tokens waits until it is whole, and so does
+    what may become one of `stops`, before which the text ends."""
 
-    def __init__(self, tokenizer: Tokenizer, *, shown: bool) -> None:
-        self.tokenizer, self.shown = tokenizer, shown
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), *, shown: bool) -> None:
+        self.tokenizer, self.stops, self.shown = tokenizer, stops, shown
         self.ids: list[int] = []
-        self.printed = 0
+        self.printed = self.start = 0
+
+    def begin(self, ids: list[int]) -> None:
+        """The tokens of the prompt, in which stops are text."""
+        self.ids += ids
+        self._print(self.tokenizer.decode(self.ids))
+        self.start = self.printed
 
     def add(self, ids: list[int]) -> None:
         """More tokens."""
         self.ids += ids
         text = self.tokenizer.decode(self.ids)
         if not text.endswith("\ufffd"):
-            self._print(text)
+            text = before_stop(text, self.stops, self.start)
+            self._print(text[: len(text) - self._held(text)])
 
     def end(self) -> None:
         """No more tokens."""
-        self._print(self.tokenizer.decode(self.ids))
+        self._print(before_stop(self.tokenizer.decode(self.ids), self.stops, self.start))
         if self.shown:
             print(flush=True)
+
+    def _held(self, text: str) -> int:
+        """Characters at the end that may be the beginning of a stop."""
+        longest = max(map(len, self.stops), default=1) - 1
+        for count in range(min(longest, len(text) - self.start), 0, -1):
+            if any(stop.startswith(text[-count:]) for stop in self.stops):
+                return count
+        return 0
 
     def _print(self, text: str) -> None:
         if self.shown:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mlm.config.errors import UserError
 from mlm.data.sampler import Batch
+from mlm.data.tokenizer import Tokenizer
 from mlm.models.cache import Fill, KeyValueCache, Reading, Step
 from mlm.models.gpt2 import GPT2
 from mlm.parallel.collectives import broadcast
@@ -21,7 +22,7 @@ from mlm.parallel.mesh import ParallelContext
 from mlm.tasks.sampling import NOT_FINITE, Sampling, next_tokens
 from mlm.tasks.trained import Trained
 
-__all__ = ["Sampling", "continuations", "generate"]
+__all__ = ["Sampling", "continuations", "ends_at", "generate"]
 
 FILL_TOKENS = 4096
 """Tokens of prompts read in one pass, padding included: bounds its memory."""
@@ -38,6 +39,8 @@ class _Text:
     context: list[int]
     """Tokens from position 0 on."""
     new: list[int] = field(default_factory=list)
+    seen: set[int] = field(default_factory=set)
+    """Tokens of the prompt, as far as it is read, and of what has come after it."""
     read: int = 0
     """Tokens of the context that are in the cache: none, or all but the last."""
 
@@ -89,7 +92,7 @@ def continuations(
     reader = _Reader(trained, options, ctx, eod_id)
     most = trained.config.model.max_positions
     waiting = deque(
-        _Text(i, i if numbers is None else numbers[i], list(prompt[-most:]))
+        _Text(i, i if numbers is None else numbers[i], list(prompt[-most:]), seen=set(prompt[-most:]))
         for i, prompt in enumerate(prompts)
     )
     assert all(text.context for text in waiting), "a text begins with a token"
@@ -102,12 +105,26 @@ def continuations(
             if token != eod_id:
                 text.new.append(token)
                 text.context.append(token)
+                text.seen.add(token)
                 yield text.index, token
             full = len(text.new) == options.max_new_tokens
             if token == eod_id or full or (until is not None and until(text.index, text.new)):
                 ended.append(text)
                 yield text.index, None
         reader.drop(active, ended)
+
+
+def ends_at(tokenizer: Tokenizer, stops: Sequence[str]) -> Callable[[int, list[int]], bool] | None:
+    """For `until`: true where one of the texts `stops` has just been completed; None without any."""
+    if not stops:
+        return None
+    tail = max(len(stop.encode()) for stop in stops) + 1  # tokens: each is a byte or more
+
+    def until(_: int, new: list[int]) -> bool:
+        end = tokenizer.decode(new[-tail:])
+        return any(stop in end for stop in stops)
+
+    return until
 
 
 class _Reader:
@@ -184,7 +201,8 @@ class _Reader:
         if logits is not None:
             if self.ctx.tp.rank == 0:
                 numbers, places = [text.number for text in texts], [len(text.new) for text in texts]
-                found = next_tokens(logits.cpu(), numbers, places, self.options, self.eod_id)
+                seen = [text.seen for text in texts]
+                found = next_tokens(logits.cpu(), numbers, places, self.options, self.eod_id, seen)
                 tokens.copy_(torch.tensor(found))
             broadcast(tokens, self.ctx.tp, 0)
         return broadcast(tokens, self.ctx.pp, self.ctx.pp.size - 1).tolist()

@@ -20,7 +20,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
 from tqdm import tqdm
 
 from mlm.config.build import build
@@ -66,10 +66,33 @@ class MlmLM(TemplateLM):
         self.max_length = min(config.max_length or longest, longest)
         self.batch_size, self.model = config.batch_size, start(config)
 
+    @classmethod
+    def create_from_arg_obj(
+        cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
+    ) -> "MlmLM":
+        """The model for model_args and lm-eval's own flags, of which model_args count more.
+
+        lm-eval passes its flags whether they are typed or not, and would fail on a key that is in both.
+        """
+        flags = {key: value for key, value in (additional_config or {}).items() if value is not None}
+        return cls(**(flags | arg_dict))
+
+    @classmethod
+    def create_from_arg_string(
+        cls, arg_string: str, additional_config: dict[str, Any] | None = None
+    ) -> "MlmLM":
+        """As `create_from_arg_obj`, for key=value,key=value."""
+        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
+
     @property
     def eot_token_id(self) -> int:
-        """The end-of-document token, which also stands before a text."""
+        """The end-of-document token."""
         return self.tokenizer.eod_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text without context, the same as in `mlm eval`."""
+        return self.tokenizer.prefix_id
 
     @property
     def tokenizer_name(self) -> str:
@@ -165,12 +188,16 @@ class MlmLM(TemplateLM):
             raise UserError(
                 f"max_gen_toks={most}: use 1 to {self.max_length - 1}, below what the model reads"
             )
+        penalty = said.pop("repetition_penalty", 1.0)
+        if not penalty > 0:
+            raise UserError(f"repetition_penalty={penalty} must be greater than 0; 1 leaves it out")
         temperature, draws = said.pop("temperature", 1.0), said.pop("do_sample")
         options = Sampling(
             max_new_tokens=most,
             temperature=temperature if draws else 0.0,
             top_k=said.pop("top_k", 0),
             top_p=said.pop("top_p", 1.0),
+            repetition_penalty=penalty,
             seed=self.settings.seed,
             batch_size=self.batch_size,
         )
@@ -190,7 +217,7 @@ def settings(arguments: dict[str, Any]) -> LmEvalConfig:
     elif isinstance(size := values.get("batch_size"), str) and size.isdecimal():
         values["batch_size"] = int(size)
     if isinstance(device := values.get("dist.device"), str):
-        values["dist.device"] = "auto" if device == UNSAID else device.partition(":")[0]
+        values["dist.device"] = device_of(device)
     if read_place(os.environ) is not None:
         raise UserError(
             "lm-eval was started as one of several ranks: start it plainly, tp=, pp= and dp= say how many"
@@ -206,6 +233,19 @@ def settings(arguments: dict[str, Any]) -> LmEvalConfig:
     if fault := continues_fault(config.ckpt, named_checkpoint(config.ckpt).config.model):
         raise UserError(fault)
     return config
+
+
+def device_of(said: str) -> str:
+    """dist.device for one of lm-eval's devices. Raises UserError for the index of another than the first."""
+    if said == UNSAID:
+        return "auto"
+    kind, _, index = said.partition(":")
+    if index not in ("", "0"):
+        raise UserError(
+            f"device={said}: ranks take the visible devices in order; use device={kind} with "
+            f"CUDA_VISIBLE_DEVICES={index}"
+        )
+    return kind
 
 
 def start(config: LmEvalConfig) -> Model:

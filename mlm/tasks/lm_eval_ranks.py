@@ -34,7 +34,7 @@ from mlm.parallel.collectives import broadcast
 from mlm.parallel.mesh import ParallelContext
 from mlm.tasks.channel import Channel, read_message
 from mlm.tasks.child_run import kill, plain_environment
-from mlm.tasks.generation import Sampling, continuations
+from mlm.tasks.generation import Sampling, continuations, ends_at
 from mlm.tasks.scoring import Request, Score, score
 from mlm.tasks.trained import Trained, load_tokenizer, load_trained
 from mlm.train.launch import run_job
@@ -82,13 +82,7 @@ class Here:
     def generate(
         self, prompts: Sequence[Sequence[int]], options: Sampling, stops: Sequence[str], advance: Advance
     ) -> list[list[int]]:
-        tail = max((len(stop.encode()) for stop in stops), default=0) + 1  # tokens: each is a byte or more
-
-        def until(_: int, new: list[int]) -> bool:
-            end = self.tokenizer.decode(new[-tail:])
-            return any(stop in end for stop in stops)
-
-        eod_id = self.tokenizer.eod_id
+        eod_id, until = self.tokenizer.eod_id, ends_at(self.tokenizer, stops)
         texts: list[list[int]] = [[] for _ in prompts]
         found = continuations(self.trained, prompts, options, ctx=self.ctx, eod_id=eod_id, until=until)
         for index, token in found:

@@ -27,7 +27,7 @@ class Prompt:
     """Where it stands, for messages: prompt, or FILE:LINE."""
     text: str
     ids: tuple[int, ...] = ()
-    """Its tokens; at least one."""
+    """Its tokens; of an empty text the end-of-document token, behind which a document begins."""
 
 
 def read_prompts(config: GenerateConfig, tokenizer: Tokenizer) -> list[Prompt]:
@@ -37,13 +37,15 @@ def read_prompts(config: GenerateConfig, tokenizer: Tokenizer) -> list[Prompt]:
     elif config.prompt == STDIN:
         text = _text(sys.stdin.buffer.read(MAX_BYTES + 1), "standard input")
         found = [Prompt("standard input", text.removesuffix("\n"))]  # which ends what a shell writes
+        if not found[0].text:  # of a pipe: what should have written it failed
+            raise UserError(f"standard input is empty: {REMEDY}")
     else:
         found = [Prompt("prompt", config.prompt)]
-    encoded = [Prompt(prompt.place, prompt.text, tuple(tokenizer.encode(prompt.text))) for prompt in found]
-    for prompt in encoded:
-        if not prompt.ids:
-            raise UserError(f"{prompt.place} is empty: {REMEDY}")
-    return encoded
+    encode = tokenizer.encode_special if config.special_tokens else tokenizer.encode
+    return [
+        Prompt(prompt.place, prompt.text, tuple(encode(prompt.text) or [tokenizer.eod_id]))
+        for prompt in found
+    ]
 
 
 def share_prompts(config: GenerateConfig, tokenizer: Tokenizer, ctx: ParallelContext) -> list[Prompt]:

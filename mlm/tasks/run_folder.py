@@ -20,6 +20,7 @@ from mlm.checkpoint.format import JSON
 from mlm.checkpoint.lock import LOCK, sole_writer
 from mlm.checkpoint.rectangle import Rectangle
 from mlm.checkpoint.stream import GlobalTensor, derived_id, write_streamed
+from mlm.checkpoint.tokenizer_digest import KEY as TOKENIZER
 from mlm.config.build import to_dict
 from mlm.config.errors import UserError
 from mlm.config.model_schema import ModelConfig
@@ -32,6 +33,7 @@ from mlm.ownership import claim_folder, delete_owned
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import parameter_shards
 from mlm.terminal import byte_progress
+from mlm.train.run_tokenizer import digest_of
 from mlm.train.state import CHECKPOINTS, as_shard
 
 GB = 1e9
@@ -87,7 +89,7 @@ def write_imported(
             The checkpoint is a function of the source, whatever `out` is.
         filled: parameters that the source does not hold: they take the initial values of the configuration's
             seed, and `state["source"]["filled"]` lists them.
-        tokenizer: saved as out/tokenizer.json; None saves none.
+        tokenizer: saved as out/tokenizer.json, its digest in `state["tokenizer"]`; None saves none.
         check: called with the run directory under its working name, before it is published; what it
             raises, this raises, and nothing is left behind.
 
@@ -106,6 +108,7 @@ def write_imported(
         "config": to_dict(config),
         "source": with_filled(source, filled),
         "versions": {"mlm": mlm.__version__, "torch": torch.__version__},
+        **({} if tokenizer is None else {TOKENIZER: digest_of(tokenizer).encode()}),
     }
 
     def piece(name: str, rectangle: Rectangle) -> Tensor:

@@ -7,7 +7,7 @@ Shapes: B texts, V vocabulary.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +32,7 @@ class Sampling:
     temperature: float = 0.8
     top_k: int = 0
     top_p: float = 1.0
+    repetition_penalty: float = 1.0
     seed: int = 1234
     batch_size: int = 8
     """Texts continued at a time. When one ends, the next takes its place."""
@@ -43,12 +44,21 @@ def uniforms(seed: int, numbers: Sequence[int], places: Sequence[int]) -> NDArra
 
 
 def next_tokens(
-    logits: Tensor, numbers: Sequence[int], places: Sequence[int], options: Sampling, eod_id: int | None
+    logits: Tensor,
+    numbers: Sequence[int],
+    places: Sequence[int],
+    options: Sampling,
+    eod_id: int | None,
+    seen: Sequence[Collection[int]] = (),
 ) -> list[int]:
     """A token for each text from logits [B, V], which are overwritten; NOT_FINITE where they are no numbers.
 
-    Of equal logits the one with the lowest id is the most probable.
+    `seen` holds the tokens of each text that options.repetition_penalty is for. Of equal logits the one with
+    the lowest id is the most probable.
     """
+    if options.repetition_penalty != 1:
+        for row, tokens in zip(logits, seen, strict=True):
+            penalise(row, tokens, options.repetition_penalty)
     if eod_id is not None:
         early = torch.tensor([place < options.min_new_tokens for place in places])
         logits[early, eod_id] = -math.inf
@@ -57,6 +67,16 @@ def next_tokens(
     tokens = best.tolist() if options.temperature == 0 else _drawn(logits, numbers, places, options)
     found = zip(tokens, peaks.isfinite().tolist(), strict=True)
     return [token if finite else NOT_FINITE for token, finite in found]
+
+
+def penalise(logits: Tensor, tokens: Collection[int], penalty: float) -> None:
+    """Make tokens less probable in [V]: logits above 0 divided by the penalty, others multiplied by it.
+
+    Source: Keskar et al. 2019 (arXiv:1909.05858), section 4.1; for logits below 0 as `transformers` does.
+    """
+    ids = torch.tensor(sorted(tokens))
+    found = logits[ids]
+    logits[ids] = torch.where(found > 0, found / penalty, found * penalty)
 
 
 def _drawn(logits: Tensor, numbers: Sequence[int], places: Sequence[int], options: Sampling) -> list[int]:

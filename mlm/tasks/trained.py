@@ -196,7 +196,7 @@ def load_tokenizer(
     UserError; CorruptFileError when the saved one is not the one that was trained with.
     """
     if named is not None:
-        tokenizer = Tokenizer.load(named)
+        tokenizer = _named_tokenizer(named, path)
         if not force and (fault := other_tokenizer(named, tokenizer, path, key)):
             raise UserError(fault)
         return tokenizer
@@ -210,8 +210,19 @@ def load_tokenizer(
     saved = run_directory(path) / "tokenizer.json"
     if not saved.exists():
         raise UserError(f"{key}=null and {saved} is not there: give {key}=…/tokenizer.json")
-    check_beside(path, read_manifest(path).state)
-    return Tokenizer.load(saved)
+    state = read_manifest(path).state
+    check_beside(path, state)
+    known = TokenizerDigest.of(state)
+    return Tokenizer.load(saved, eod=known and known.eod_id)
+
+
+def _named_tokenizer(named: str, path: Path) -> Tokenizer:
+    """A tokenizer.json, with the end-of-document token of the checkpoint if it is of its vocabulary."""
+    known = None if is_model_folder(path) else TokenizerDigest.of(read_manifest(path).state)
+    if known is None or known.eod_id is None:
+        return Tokenizer.load(named)
+    tokenizer = Tokenizer.load(named, eod=known.eod_id)
+    return tokenizer if known.is_same(digest_of(tokenizer)) else Tokenizer.load(named)
 
 
 def known_tokenizer(path: Path) -> TokenizerDigest | None:

@@ -26,7 +26,6 @@ from mlm.config.parity_schema import comparable
 from mlm.config.schema import ParallelConfig
 from mlm.config.verify_resume_checks import faults_here, same_layout
 from mlm.config.verify_resume_schema import KillPlan, VerifyResumeConfig
-from mlm.data.tokenizer import Tokenizer
 from mlm.files import write_atomic
 from mlm.ownership import MARKER, claim_folder, delete_owned
 from mlm.tasks.resume_runs import FILES, RESUMED, STRAIGHT, Kill, Rehearsal, Show
@@ -42,9 +41,10 @@ from mlm.tasks.resume_verdict import (
     step_difference,
 )
 from mlm.terminal import byte_progress
-from mlm.train.corpora import corpus_faults, tokenizer_path
+from mlm.train.corpora import corpus_faults
 from mlm.train.history import FILE_NAME, finite
 from mlm.train.launch import launch_facts
+from mlm.train.run_tokenizer import tokenizer_of
 from mlm.train.state import CHECKPOINTS, is_weights_only
 from mlm.train.verdict import Verdict
 
@@ -71,8 +71,7 @@ def preflight(config: VerifyResumeConfig) -> list[str]:
     faults = [*corpus_faults(run), *out_faults(Path(config.out))]
     try:
         first_step(config)
-        if (tokenizer := tokenizer_path(run.data)) is not None:
-            Tokenizer.load(tokenizer)
+        tokenizer_of(run.data)
     except UserError as error:
         faults.append(str(error))
     return faults

@@ -73,6 +73,14 @@ def find_eod(data: DataConfig, switch: str) -> int:
     )
 
 
+def recorded_eod(data: DataConfig) -> int | None:
+    """Id of the end-of-document token by data.eod_id, else by the first receipt that says it."""
+    if data.eod_id is not None:
+        return data.eod_id
+    found = ((read_receipt(folder) or {}).get("eod_id") for folder in corpus_folders(data))
+    return next((eod_id for eod_id in found if type(eod_id) is int), None)
+
+
 def corpus_folders(data: DataConfig) -> list[Path]:
     """Where the training corpora lie, and what was written beside them."""
     if data.kind != "indexed":

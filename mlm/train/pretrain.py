@@ -13,13 +13,11 @@ from mlm.config.build import config_digest, to_dict
 from mlm.config.errors import writing_to
 from mlm.config.schema import PretrainConfig
 from mlm.data.blend_history import trained_on
-from mlm.data.tokenizer import Tokenizer
 from mlm.files import write_atomic
 from mlm.optim.schedule import warmup_warning
 from mlm.parallel.mesh import ParallelContext
 from mlm.train.corpora import (
     corpus_faults,
-    tokenizer_path,
     train_dataset,
     validation_prefixes,
     validation_sets,
@@ -31,7 +29,7 @@ from mlm.train.memory import out_of_memory_is_said, reuse_large_blocks
 from mlm.train.metrics import Reporter, Throughput
 from mlm.train.peak import Peak, peak_flops
 from mlm.train.resume import claim, go_on_with_data, resume, start_faults
-from mlm.train.run_tokenizer import corpus_tokenizer_errors, tokenizer_now
+from mlm.train.run_tokenizer import corpus_tokenizer_errors, tokenizer_now, tokenizer_of
 from mlm.train.saver import Saver
 from mlm.train.stop import StopRequest
 from mlm.train.summary import write_summary
@@ -128,9 +126,9 @@ def prepare_directory(config: PretrainConfig, out: Path) -> None:
     with writing_to(config.out):
         out.mkdir(parents=True, exist_ok=True)
         write_atomic(out / CONFIG, composed_yaml(config).encode())
-        tokenizer = tokenizer_path(config.data)
+        tokenizer = tokenizer_of(config.data)
         if tokenizer is not None:
-            Tokenizer.load(tokenizer).save(out / "tokenizer.json")
+            tokenizer.save(out / "tokenizer.json")
 
 
 def note_tokenizer(trainer: Trainer) -> None:

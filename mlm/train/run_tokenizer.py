@@ -8,14 +8,23 @@ from mlm.checkpoint.tokenizer_digest import TokenizerDigest, file_beside
 from mlm.config.errors import UserError
 from mlm.config.schema import DataConfig
 from mlm.data.blend_history import known_digest
+from mlm.data.corpus_files import tokenizer_beside
 from mlm.data.receipt import read_receipt
 from mlm.data.tokenizer import Tokenizer
 from mlm.train.corpora import Corpus, corpora, source_facts, tokenizer_path
+from mlm.train.documents import recorded_eod
 
 
 def digest_of(tokenizer: Tokenizer) -> TokenizerDigest:
     """A tokenizer as checkpoints know it."""
-    return TokenizerDigest(tokenizer.digest, tokenizer.vocabulary_digest)
+    return TokenizerDigest(tokenizer.digest, tokenizer.vocabulary_digest, tokenizer.eod_id)
+
+
+def tokenizer_of(data: DataConfig) -> Tokenizer | None:
+    """The tokenizer.json that a run spec names or that lies beside its corpora, with the end-of-document
+    token that they were built with; None where there is none. Raises UserError, CorruptFileError."""
+    path = tokenizer_path(data)
+    return None if path is None else Tokenizer.load(path, eod=recorded_eod(data))
 
 
 def tokenizer_now(data: DataConfig) -> TokenizerDigest | None:
@@ -23,9 +32,9 @@ def tokenizer_now(data: DataConfig) -> TokenizerDigest | None:
 
     Raises UserError, CorruptFileError.
     """
-    path = tokenizer_path(data)
-    if path is not None:
-        return digest_of(Tokenizer.load(path))
+    tokenizer = tokenizer_of(data)
+    if tokenizer is not None:
+        return digest_of(tokenizer)
     written = (source_facts(corpus)["tokenizer"] for corpus in corpora(data))
     return next((TokenizerDigest(digest) for digest in written if digest), None)
 
@@ -71,11 +80,11 @@ def tokenizer_errors(data: DataConfig, path: Path, manifest: Manifest) -> list[s
 
 def corpus_tokenizer_errors(data: DataConfig) -> list[str]:
     """Corpora that were written with another tokenizer than the one that would be saved with the run."""
-    path = tokenizer_path(data)
-    if path is None:
-        return []
     try:
-        saved = digest_of(Tokenizer.load(path))
+        path, tokenizer = tokenizer_path(data), tokenizer_of(data)
+        if path is None or tokenizer is None:
+            return []
+        saved = digest_of(tokenizer)
         return [error for corpus in corpora(data) if (error := _unlike(corpus, saved, path))]
     except UserError as error:
         return [str(error)]
@@ -94,10 +103,10 @@ def _unlike(corpus: Corpus, saved: TokenizerDigest, path: Path) -> str | None:
 def written_with(folder: Path, digest: str) -> TokenizerDigest:
     """The tokenizer of a corpus folder with a receipt, its vocabulary too where the file is beside it."""
     try:
-        beside = Tokenizer.load(folder / "tokenizer.json")
+        beside = tokenizer_beside(folder)
     except (UserError, OSError):
         return TokenizerDigest(digest)
-    return digest_of(beside) if beside.digest == digest else TokenizerDigest(digest)
+    return digest_of(beside) if beside and beside.digest == digest else TokenizerDigest(digest)
 
 
 def receipt_tokenizer(prefix: Path) -> TokenizerDigest | None:

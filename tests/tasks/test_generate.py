@@ -2,12 +2,15 @@
 
 import io
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 from mlm.cli.entry import main
 from mlm.data.tokenizer import Tokenizer
@@ -68,8 +71,22 @@ class TestPrompts:
         give_stdin(monkeypatch, b"To be,\nor not\n")
         assert [said["prompt"] for said in generated(model, "prompt=-")] == ["To be,\nor not"]
 
-    def test_an_empty_prompt_is_refused(self, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert "prompt is empty" in refused(capsys, model, "prompt=''")
+    @pytest.mark.parametrize("settings", [["prompt=''"], [], ["prompts=empty.jsonl"]])
+    def test_an_empty_prompt_begins_a_document(self, model: Path, settings: list[str]) -> None:
+        """The model reads the end-of-document token, which is no part of the text."""
+        Path("empty.jsonl").write_text('{"prompt": ""}\n')
+        (said,) = generated(model, *settings)
+        (after_eod,) = generated(model, "prompt=<|endoftext|>", "special_tokens=true")
+        assert said["prompt"] == ""
+        assert said["tokens"] == after_eod["tokens"] != generated(model, "prompt=<|endoftext|>")[0]["tokens"]
+
+    def test_the_token_before_an_empty_prompt_is_not_printed(
+        self, model: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (said,) = generated(model)
+        capsys.readouterr()
+        assert main([*COMMAND, f"ckpt={model}", "max_new_tokens=6", "min_new_tokens=6"]) == 0
+        assert capsys.readouterr().out == said["continuation"] + "\n"
 
     def test_empty_standard_input_is_refused(
         self, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -84,7 +101,6 @@ class TestPrompts:
             ("p.txt", b"a\n\xff", "is not UTF-8"),
             ("p.jsonl", b'{"text": "a"}\n{"text": 3}\n', "p.jsonl:2: holds no prompt"),
             ("p.jsonl", b'{"text": "a"}\n[', "p.jsonl:2: is no JSON"),
-            ("p.jsonl", b'{"prompt": ""}', "p.jsonl:1 is empty"),
         ],
     )
     def test_a_file_without_prompts_is_refused(
@@ -96,7 +112,8 @@ class TestPrompts:
     @pytest.mark.parametrize(
         ("settings", "fault"),
         [
-            ([], "prompt is empty: give prompt="),
+            (["prompt=a", "stop=['']"], 'stop="" would end'),
+            (["prompt=a", "repetition_penalty=0"], "repetition_penalty=0.0 must be greater than 0"),
             (["prompts=none.txt"], "prompts=none.txt: no such file"),
             (["prompt=a", "prompts=b"], "give one of the two"),
             (["prompt=a", "num_samples=0"], "num_samples=0 must be greater than 0"),
@@ -193,6 +210,55 @@ class TestResults:
         make_model(tmp_path / "small", vocab_size=200)
         add_tokenizer(tmp_path / "small")
         assert "model.vocab_size=200" in refused(capsys, tmp_path / "small", "prompt=a")
+
+
+class TestStops:
+    """Texts that end a continuation."""
+
+    def test_a_continuation_is_cut_before_the_first_stop(
+        self, model: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        more = ["max_new_tokens=30", "min_new_tokens=30"]
+        (whole,) = generated(model, "prompt='To be'", *more)
+        stop = re.findall(r"[A-Za-z]{2}", whole["continuation"])[1]
+        Path("p.jsonl").write_text(json.dumps({"text": "To be"}))
+        settings = ["prompts=p.jsonl", f"stop={json.dumps(['nowhere', stop])}", *more]
+        (cut,) = generated(model, *settings)
+        assert cut["continuation"] == whole["continuation"].split(stop)[0]
+        assert cut["stop"] == "stop"
+        assert cut["tokens"] == whole["tokens"][: len(cut["tokens"])] != whole["tokens"]
+        capsys.readouterr()
+        assert main([*COMMAND, f"ckpt={model}", *settings]) == 0
+        assert capsys.readouterr().out == "To be" + cut["continuation"] + "\n"
+
+    def test_nothing_is_printed_that_becomes_a_stop(self, capsys: pytest.CaptureFixture[str]) -> None:
+        letters = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
+        stream = Stream(letters, ["bcd"], shown=True)  # type: ignore[arg-type]
+        stream.begin([ord("b"), ord("c")])  # a prompt is text
+        said = []
+        for letter in "dbcabcd":
+            stream.add([ord(letter)])
+            said.append(capsys.readouterr().out)
+        stream.end()
+        assert said == ["bcd", "", "", "bca", "", "", ""]
+        assert capsys.readouterr().out == "\n"
+
+
+def test_a_repetition_penalty_is_that_of_transformers(model: Path) -> None:
+    """Greedy, 20 tokens: prompt and continuation count, logits below 0 are multiplied."""
+    ids = Tokenizer.load(model).encode("To be")
+    theirs = transformers.GPT2LMHeadModel.from_pretrained(model).generate(
+        torch.tensor([ids]),
+        attention_mask=torch.ones(1, len(ids)),
+        do_sample=False,
+        max_new_tokens=20,
+        min_new_tokens=20,
+        repetition_penalty=1.7,
+        pad_token_id=0,
+    )[0, len(ids) :]
+    more = ["prompt='To be'", "temperature=0", "max_new_tokens=20", "min_new_tokens=20"]
+    (ours,) = generated(model, *more, "repetition_penalty=1.7")
+    assert ours["tokens"] == theirs.tolist() != generated(model, *more)[0]["tokens"]
 
 
 class Terminal(io.StringIO):

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from mlm.config.errors import CheckFailedError, UserError
+from mlm.data.train_tokenizer import train_bpe
 from mlm.tasks import lm_eval_command, lm_eval_ranks
+from mlm.tasks.zero_shot.sources import Texts
+from mlm.tasks.zero_shot.wikitext103 import per_article
 from tests.tasks.hf_models import TEXT, add_tokenizer, export_model, import_model, make_model
 
 lm_eval = pytest.importorskip("lm_eval", reason="pip install 'mlm[lm-eval]'")
@@ -187,7 +190,8 @@ def test_a_continuation_ends_before_the_first_stop(one_rank: MlmLM) -> None:
     "arguments, fault",
     [
         ({"max_gen_toks": 9, "num_beams": 4}, "num_beams"),
-        ({"max_gen_toks": 9, "repetition_penalty": 1.2}, "repetition_penalty"),
+        ({"max_gen_toks": 9, "no_repeat_ngram_size": 2}, "no_repeat_ngram_size"),
+        ({"max_gen_toks": 9, "repetition_penalty": 0}, "repetition_penalty=0 must be"),
         ({"max_gen_toks": 48}, "max_gen_toks=48: use 1 to 47"),
     ],
 )
@@ -205,7 +209,8 @@ def test_generation_we_do_not_have_is_refused(one_rank: MlmLM, arguments: dict[s
         ({"batch_size": 0}, "batch_size=0"),
         ({"batch_size": "many"}, "batch_size"),
         ({"precision": "fp8"}, "precision.dtype"),
-        ({"device": "tpu:1"}, "dist.device"),
+        ({"device": "tpu:0"}, "dist.device"),
+        ({"device": "cuda:1"}, "device=cuda:1: .* CUDA_VISIBLE_DEVICES=1"),
         ({"tokenizer": "nowhere.json"}, "nowhere.json"),
     ],
     ids=str,
@@ -242,6 +247,30 @@ def test_the_device_that_lm_eval_names_by_itself_is_no_choice(folder: Path) -> N
     """Its command passes cuda:0 on machines without a GPU too."""
     named = EvaluatorConfig.__dataclass_fields__["device"].default
     assert settings({"ckpt": str(folder / "run"), "device": named}).dist.device == "auto"
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_model_args_count_more_than_the_flags_of_lm_eval(folder: Path, as_text: bool) -> None:
+    """Its command passes batch_size and device also where model_args hold them."""
+    flags = {"batch_size": 1, "max_batch_size": None, "device": "cuda:0"}
+    if as_text:
+        model = MlmLM.create_from_arg_string(f"ckpt={folder / 'run'},batch_size=4,device=cpu", flags)
+    else:
+        said = {"ckpt": str(folder / "run"), "batch_size": 4, "device": "cpu"}
+        model = MlmLM.create_from_arg_obj(said, flags)
+    assert (model.settings.batch_size, model.settings.dist.device) == (4, "cpu")
+
+
+def test_a_text_without_context_is_scored_after_the_token_that_mlm_eval_takes(tmp_path: Path) -> None:
+    """A vocabulary with a beginning of its own: <s> is not the end of a document."""
+    make_model(tmp_path)
+    content = json.loads(train_bpe([TEXT] * 5, 300).content)
+    content["added_tokens"].append({**content["added_tokens"][0], "id": 300, "content": "<s>"})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    model = MlmLM(ckpt=str(tmp_path), device="cpu")
+    text = Texts("x", "a form", ("To be",), ("x:1",), "xxh3:0")
+    article = per_article(text, model.tokenizer, seq_length=9, limit=None)
+    assert model.prefix_token_id == article.requests[0].tokens[0] == 300 != model.eot_token_id
 
 
 def test_as_a_rank_of_a_launcher_it_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,10 +62,9 @@ def joint_splits(texts: Sequence[str], tokenizer: Tokenizer) -> list[Split]:
         wholes.append(f"{context} {word}" if len(text.split()) > 1 else "")
         contexts.append(context.rstrip() if wholes[-1] else "")
     begins, tokens = encode(contexts, tokenizer), encode(wholes, tokenizer)
-    prefix = tokenizer.eod_id if tokenizer.bos_id is None else tokenizer.bos_id
     return [
         # without a space, as in "one\ntwo", lm-eval takes the whole passage for the word
-        (begin, whole[len(begin) :]) if begin else ([prefix], whole)
+        (begin, whole[len(begin) :]) if begin else ([tokenizer.prefix_id], whole)
         for begin, whole in zip(begins, tokens, strict=True)
     ]
 

@@ -119,9 +119,9 @@ def in_stretches(scores: Sequence[Score], length: int) -> list[tuple[float, int]
 def per_article(source: Texts, tokenizer: Tokenizer, *, seq_length: int, limit: int | None) -> Protocol:
     """Perplexities per word and byte of the articles as they are distributed. Raises UserError."""
     found = articles(source.texts[0])[:limit]
-    prefix = tokenizer.eod_id if tokenizer.bos_id is None else tokenizer.bos_id
     windows = [
-        list(rolling_windows(tokenizer.encode(detokenise(article)), prefix, seq_length)) for article in found
+        list(rolling_windows(tokenizer.encode(detokenise(article)), tokenizer.prefix_id, seq_length))
+        for article in found
     ]
     requests = tuple(request for some in windows for request in some)
     if not requests:
