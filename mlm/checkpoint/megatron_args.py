@@ -5,6 +5,7 @@ and has that version's one behaviour.
 """
 
 import argparse
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,8 @@ FOREIGN = (
     ("qk_layernorm", (None, False)),
     ("qk_l2_norm", (None, False)),
     ("softmax_type", (None, "vanilla")),
+    ("use_mup", (None, False)),  # multiplies embeddings, logits and attention by widths
+    ("scaling_recipe", (None, "none")),
     ("window_size", (None,)),
     ("attention_output_gate", (None, False)),
     ("activation_func_clamp_value", (None,)),
@@ -121,10 +124,22 @@ def check_ours(settings: Settings) -> None:
         if name in values and not any(values[name] is one or _equal(values[name], one) for one in ours)
     ]
     heads = settings.number("num_attention_heads")
+    if not is_usual_softmax_scale(settings, heads):
+        faults.append(f"args.softmax_scale={say(values['softmax_scale'])}, not 1/sqrt(head width): {OURS}")
     if values.get("group_query_attention") is True and settings.number("num_query_groups") != heads:
         faults.append(f"args.group_query_attention=True with fewer groups than heads: {OURS}")
     if faults:
         raise ConfigError([f"{settings.path}: {fault}" for fault in faults])
+
+
+def is_usual_softmax_scale(settings: Settings, heads: int | None) -> bool:
+    """True if attention scores are divided by the square root of a head's width, as ours are."""
+    scale = settings.values.get("softmax_scale")
+    if scale is None:
+        return True
+    hidden = settings.number("hidden_size")
+    width = settings.number("kv_channels") or (hidden // heads if hidden and heads else None)
+    return type(scale) is float and width is not None and math.isclose(scale, width**-0.5, rel_tol=1e-6)
 
 
 def check_layout(settings: Settings, tp: int, pp: int) -> None:

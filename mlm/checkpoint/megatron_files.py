@@ -55,6 +55,8 @@ SET_ASIDE = (
     "signal.Signals",
     "megatron.core.enums.ModelType",
     "megatron.core.transformer.enums.AttnBackend",
+    "megatron.core.transformer.enums.CudaGraphScope",
+    "megatron.core.optimizer.optimizer_config.OptimizerConfig",
     *(
         f"megatron.{module}.enums.{name}"
         for module in ("model", "legacy.model", "core.transformer")

@@ -213,7 +213,7 @@ def load_tokenizer(
     state = read_manifest(path).state
     check_beside(path, state)
     known = TokenizerDigest.of(state)
-    return Tokenizer.load(saved, eod=known and known.eod_id)
+    return Tokenizer.load(saved, eod=None if known is None else known.eod_id)
 
 
 def _named_tokenizer(named: str, path: Path) -> Tokenizer:

@@ -48,6 +48,9 @@ def opened(folder: Path, **settings: Any) -> MegatronModel:
         ("mtp_num_layers", 1),
         ("retro_add_retriever", True),
         ("hybrid_override_pattern", "M-M"),
+        ("softmax_scale", 0.125),
+        ("use_mup", True),
+        ("scaling_recipe", "mup"),
     ],
 )
 def test_settings_of_other_models_are_refused_by_name(tmp_path: Path, setting: str, value: Any) -> None:
@@ -67,6 +70,10 @@ def test_usual_settings_of_newer_versions_pass(tmp_path: Path) -> None:
         "num_experts": None,
         "add_bias_linear": True,
         "kv_channels": HIDDEN // 4,
+        "softmax_scale": (HIDDEN // 4) ** -0.5,
+        "use_mup": False,
+        "mup_attn_scale_power": 1.0,
+        "scaling_recipe": "none",
     }
     assert opened(written(tmp_path, Layout(args=usual))).notes == ()
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from mlm.checkpoint import megatron_files
 from mlm.checkpoint.megatron_files import find_files, is_zip, read_file
 from mlm.config.errors import CorruptFileError
 from tests.checkpoint.megatron_files import (
@@ -248,3 +249,10 @@ def test_compressed_records_are_refused(tmp_path: Path) -> None:
             records.writestr(name, content)
     with pytest.raises(CorruptFileError, match="is compressed"):
         read_file(path)
+
+
+def test_every_class_that_megatron_itself_allows_is_set_aside_or_taken() -> None:
+    """Megatron-LM loads such files by a list of its own (megatron/core/safe_globals.py)."""
+    allowed = pytest.importorskip("megatron.core.safe_globals").SAFE_GLOBALS
+    names = {f"{each.__module__}.{each.__qualname__}" for each in allowed}
+    assert names - {"argparse.Namespace"} <= set(megatron_files.SET_ASIDE)

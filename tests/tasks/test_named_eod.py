@@ -41,7 +41,7 @@ def test_an_import_records_tokenizer_and_end_of_document(tokenizer: Path, tmp_pa
 
 def test_a_run_takes_the_end_of_document_of_its_corpus(tokenizer: Path, tmp_path: Path) -> None:
     eod_id = Tokenizer.load(tokenizer, eod=NAME).eod_id
-    (tmp_path / "corpus.json").write_text(json.dumps({"eod": NAME, "eod_id": eod_id}))
+    (tmp_path / "corpus.json").write_text(json.dumps({"vocab_size": 300, "eod_id": eod_id}))
     for data in (DataConfig(path=str(tmp_path)), DataConfig(tokenizer=str(tokenizer), eod_id=eod_id)):
         found = tokenizer_now(data)
         assert found is not None
