@@ -2,9 +2,12 @@
 
 import os
 import sys
+import time
 import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import partial
 from typing import Any, TextIO
 
 from rich.box import SIMPLE_HEAD
@@ -24,6 +27,8 @@ from rich.text import Text
 from mlm.config.errors import visible
 
 Advance = Callable[[int], None]
+LINE_S = 60.0
+"""Seconds between lines of progress in a log."""
 LONGEST = 300  # characters of a name or value that a file says and a table shows
 
 
@@ -141,14 +146,45 @@ def size(count: int) -> str:
 @contextmanager
 def count_progress(title: str, total: int, *, shown: bool = True) -> Iterator[Advance]:
     """A bar with a count and time left on stderr, gone when done; yields what to call with how many more are
-    done. Nothing is drawn where stderr is no terminal, or not `shown`."""
+    done. Where stderr is no terminal a line is printed each minute instead; nothing if not `shown`."""
+    lines = CountLines(title, total)
     columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(
         *columns, console=console, transient=True, disable=not (shown and console.is_terminal)
     ) as bar:
         task = bar.add_task(title, total=total)
-        yield lambda count: bar.advance(task, count)
+        yield lines.advance if shown and not console.is_terminal else partial(bar.advance, task)
+
+
+class CountLines:
+    """Progress in a log: a line on stderr each minute."""
+
+    def __init__(self, title: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.title, self.total, self.clock = title, total, clock
+        self.done, self.printed = 0, clock()
+        self.first: tuple[float, int] | None = None
+        """When something was done for the first time, and how much: an earlier command may have done it."""
+
+    def advance(self, count: int) -> None:
+        """`count` more are done."""
+        self.done += count
+        now = self.clock()
+        self.first = self.first or (now, self.done)
+        if now - self.printed >= LINE_S:
+            self.printed = now
+            print(
+                f"{self.title}: {self.done:,} of {self.total:,}{self._left(now)}", file=sys.stderr, flush=True
+            )
+
+    def _left(self, now: float) -> str:
+        """The time left, as far as the rate is known."""
+        assert self.first is not None
+        begin, before = self.first
+        if self.done == before:
+            return ""
+        seconds = (self.total - self.done) * (now - begin) / (self.done - before)
+        return f", {timedelta(seconds=round(seconds))} left"
 
 
 @contextmanager

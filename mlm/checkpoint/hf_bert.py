@@ -200,7 +200,7 @@ def write_bert_config(model: ModelConfig, ids: Ids) -> dict[str, JSON]:
         "pad_token_id": ids.pad,
         "tie_word_embeddings": True,
         "dtype": "float32",
-        **(labels(model) if model.head == "classification" else {}),
+        **(labels(model, ids.labels) if model.head == "classification" else {}),
     }
 
 

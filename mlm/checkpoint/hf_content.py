@@ -3,7 +3,7 @@
 `architectures` of config.json names a class, but folders are saved from other classes, and cut down by hand.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +22,8 @@ class Ids:
     eod: int | None = None
     """End of document."""
     pad: int | None = None
+    labels: tuple[str, ...] = ()
+    """Names of the labels by number, where they are known."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,11 @@ def one_head(heads: Mapping[Head, str], found: Mapping[str, object], path: str) 
     return there[0][0] if there else None
 
 
-def labels(model: ModelConfig) -> dict[str, JSON]:
-    """How config.json tells the number of labels."""
+def labels(model: ModelConfig, known: Sequence[str] = ()) -> dict[str, JSON]:
+    """How config.json tells the labels: their names, or transformers' own where they are not known."""
     names = [f"LABEL_{n}" for n in range(model.num_labels)]
+    if len(set(known)) == model.num_labels:
+        names = list(known)
     return {
         "id2label": {str(n): name for n, name in enumerate(names)},
         "label2id": {name: n for n, name in enumerate(names)},

@@ -23,8 +23,11 @@ from mlm.config.errors import CorruptFileError, UserError
 from mlm.config.model_schema import ModelConfig
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-TOKENIZER = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer_config.json")
-"""What tokenizers are in; the last is read beside a vocab.txt only."""
+TOKENIZER = (
+    *("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt"),
+    *("tokenizer_config.json", "added_tokens.json"),
+)
+"""What tokenizers are in; the last two are read where there is no tokenizer.json."""
 SMALL_FILES = (CONFIG, INDEX, *TOKENIZER)
 """All we read besides the tensors."""
 ADAPTER = "adapter_config.json"

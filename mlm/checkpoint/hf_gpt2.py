@@ -99,7 +99,7 @@ def write_gpt2_config(model: ModelConfig, ids: Ids) -> dict[str, JSON]:
         "tie_word_embeddings": True,
         "dtype": "float32",
         # the padding behind which their classifier looks for the last token
-        **(labels(model) | {"pad_token_id": ids.eod} if model.head == "classification" else {}),
+        **(labels(model, ids.labels) | {"pad_token_id": ids.eod} if model.head == "classification" else {}),
     }
 
 

@@ -195,10 +195,13 @@ class Tokenizer:
         return str(self._backend.decode(list(ids), skip_special_tokens=False))
 
 
-def byte_level(model: models.Model) -> Backend:
-    """GPT-2's pipeline around a BPE model: no normaliser, byte-level splitting, no added prefix space."""
+def byte_level(model: models.Model, *, prefix_space: bool = False) -> Backend:
+    """GPT-2's pipeline around a BPE model: no normaliser, byte-level splitting.
+
+    `prefix_space`: a space is added before a text, as `add_prefix_space` of transformers does.
+    """
     backend = Backend(model)
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
     backend.decoder = decoders.ByteLevel()
     backend.post_processor = processors.ByteLevel(trim_offsets=False)
     return backend
@@ -215,21 +218,48 @@ def read_gpt2(folder: Path) -> str:
     for file in (vocabulary, merges):
         check_size(file)
     try:
-        backend = byte_level(models.BPE.from_file(str(vocabulary), str(merges)))
+        model = models.BPE.from_file(str(vocabulary), str(merges))
     except BaseException as error:
         raise damaged(f"{vocabulary} or {merges.name}", error) from error
+    config = read_config(folder / "tokenizer_config.json")
+    backend = byte_level(model, prefix_space=config.get("add_prefix_space") is True)
     if backend.token_to_id(EOD) is not None:
         backend.add_special_tokens([AddedToken(EOD, special=True, normalized=False)])
+    add_tokens(backend, folder)
     return backend.to_str()
 
 
-def word_piece(model: models.WordPiece, *, lowercase: bool, strip_accents: bool | None = None) -> Backend:
+def add_tokens(backend: Backend, folder: Path) -> None:
+    """Add the tokens of added_tokens.json, {name: id}, which follow those of the vocabulary.
+
+    Raises CorruptFileError where they do not.
+    """
+    path = folder / "added_tokens.json"
+    for name, id in sorted(read_config(path).items(), key=lambda item: str(item[1]).zfill(12)):
+        if backend.token_to_id(name) is None:
+            backend.add_special_tokens([AddedToken(name, special=True, normalized=False)])
+        if backend.token_to_id(name) != id:
+            raise CorruptFileError(
+                f"{path}: {name[:40]!r} has id {str(id)[:20]}, {backend.token_to_id(name)} comes next in the "
+                "vocabulary; save the tokenizer as tokenizer.json"
+            )
+
+
+def word_piece(
+    model: models.WordPiece,
+    *,
+    lowercase: bool,
+    strip_accents: bool | None = None,
+    chinese_chars: bool = True,
+) -> Backend:
     """BERT's pipeline around a WordPiece model, its special tokens where the vocabulary has them.
 
-    `strip_accents` None means as `lowercase`.
+    `strip_accents` None means as `lowercase`; `chinese_chars`: each of them is a word.
     """
     backend = Backend(model)
-    backend.normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents)
+    backend.normalizer = normalizers.BertNormalizer(
+        lowercase=lowercase, strip_accents=strip_accents, handle_chinese_chars=chinese_chars
+    )
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece(prefix=CONTINUES)
     present = [name for name in BERT_SPECIAL if backend.token_to_id(name) is not None]
@@ -243,8 +273,9 @@ def word_piece(model: models.WordPiece, *, lowercase: bool, strip_accents: bool 
 def read_bert(file: Path) -> str:
     """A tokenizer.json made of BERT's vocab.txt: one token a line, its id the line's number.
 
-    A tokenizer_config.json beside it says whether case is lowered; without one, a vocabulary without
-    upper-case letters means that it is. Raises UserError, CorruptFileError.
+    A tokenizer_config.json beside it says whether case is lowered and Chinese characters are words; without
+    one, a vocabulary without upper-case letters means that case is lowered. Raises UserError and
+    CorruptFileError.
     """
     check_size(file)
     try:
@@ -257,11 +288,14 @@ def read_bert(file: Path) -> str:
     config = read_config(file.with_name("tokenizer_config.json"))
     cased = any(name != name.lower() for name in names if not name.startswith("["))
     lowercase, strip = config.get("do_lower_case"), config.get("strip_accents")
-    return word_piece(
+    backend = word_piece(
         model,
         lowercase=lowercase if isinstance(lowercase, bool) else not cased,
         strip_accents=strip if isinstance(strip, bool) else None,
-    ).to_str()
+        chinese_chars=config.get("tokenize_chinese_chars") is not False,
+    )
+    add_tokens(backend, file.parent)
+    return backend.to_str()
 
 
 def read_config(file: Path) -> dict[str, Any]:

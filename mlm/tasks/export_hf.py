@@ -29,6 +29,7 @@ from mlm.config.errors import ConfigError, CorruptFileError, UserError
 from mlm.config.model_schema import ModelConfig
 from mlm.data.tokenizer import UNK, Tokenizer
 from mlm.files import write_atomic
+from mlm.tasks.finetune.best import STATE
 from mlm.tasks.hf_verify import NOT_COMPARED, Agreement, compare_logits, extra_faults
 from mlm.tasks.run_folder import GB, new_folder, out_faults
 from mlm.tasks.trained import check_stored, load_tokenizer, run_directory, trained_config
@@ -222,7 +223,8 @@ def folded_bias(source: Source) -> Tensor | None:
 def write_settings(source: Source, folder: Path) -> None:
     """config.json, and the tokenizer with what AutoTokenizer and generate() want to know."""
     tokenizer, model = source.tokenizer, source.model
-    ids = Ids() if tokenizer is None else Ids(tokenizer.eod_id, tokenizer.pad_id)
+    names = label_names(source.manifest)
+    ids = Ids(labels=names) if tokenizer is None else Ids(tokenizer.eod_id, tokenizer.pad_id, names)
     write_json(folder / CONFIG, source.family.write(model, ids))
     if tokenizer is None:
         return
@@ -237,6 +239,15 @@ def write_settings(source: Source, folder: Path) -> None:
     if model.kind == "gpt2" and model.head == "language_model":
         named = {"bos_token_id": ids.eod, "eos_token_id": ids.eod}
         write_json(folder / "generation_config.json", {"_from_model_config": True, **named})
+
+
+def label_names(manifest: Manifest) -> tuple[str, ...]:
+    """The labels of the task that a checkpoint was finetuned on; none where it says none."""
+    state = manifest.state.get(STATE)
+    found = state.get("depends_on") if isinstance(state, dict) else None
+    names = found.get("task.labels") if isinstance(found, dict) else None
+    is_names = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
+    return tuple(names) if is_names else ()
 
 
 def special_tokens(tokenizer: Tokenizer, model: ModelConfig) -> dict[str, JSON]:

@@ -84,6 +84,7 @@ def score(
     kept: Path | None = None,
     identity: str = "",
     advance: Callable[[int], None] = lambda count: None,
+    resumed: Callable[[int], None] = lambda count: None,
 ) -> list[Score]:
     """Score requests. Collective over all ranks; in the order of the requests and the same on each.
 
@@ -95,6 +96,7 @@ def score(
         identity: what scores depend on besides the requests and the dtype, such as the checkpoint's digest.
             A file kept under another identity, or damaged, is written anew.
         advance: told how many more requests are done, on every rank; those that were kept come first.
+        resumed: called on every rank with the number of requests that were kept, if there are any.
 
     Raises UserError for a score that is not finite, and where `kept` cannot be read or written.
     """
@@ -110,6 +112,7 @@ def score(
             table[number] = torch.tensor([loss, greedy, 1.0], dtype=torch.float64)
     all_reduce(table, ctx.world)
     if count := int(table[:, 2].sum()):
+        resumed(count)
         advance(count)
     readings = distinct(requests, (table[:, 2] == 0).nonzero().flatten().tolist())
     budget = batch_size * longest

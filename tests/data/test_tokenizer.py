@@ -264,3 +264,24 @@ def test_special_tokens_of_a_trained_wordpiece_are_berts_five() -> None:
 def test_wordpiece_too_small_for_the_letters_is_refused() -> None:
     with pytest.raises(UserError, match=r"vocab_size=20 .* set vocab_size to \d+ or more"):
         train_wordpiece(lambda: TEXTS, 20)
+
+
+def test_settings_and_added_tokens_beside_a_vocabulary_are_kept(tmp_path: Path) -> None:
+    """As transformers reads the same folders: add_prefix_space, tokenize_chinese_chars, added_tokens.json."""
+    gpt2, bert = tmp_path / "gpt2", tmp_path / "bert"
+    for folder in (gpt2, bert):
+        folder.mkdir()
+    letters = {name: id for id, name in enumerate(["a", "b", "\u0120", "ab", "\u0120ab", EOD])}
+    (gpt2 / "vocab.json").write_text(json.dumps(letters))
+    (gpt2 / "merges.txt").write_text("#version: 0.2\na b\n\u0120 ab\n")
+    (gpt2 / "tokenizer_config.json").write_text('{"add_prefix_space": true}')
+    (gpt2 / "added_tokens.json").write_text('{"<x>": 6, "<y>": 7}')
+    tokenizer = Tokenizer.load(gpt2)
+    assert tokenizer.encode("ab ab") == [4, 4]
+    assert tokenizer.encode_special("<y>")[-1:] == [7]
+    (bert / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n\u65e5\u672c\n")
+    (bert / "tokenizer_config.json").write_text('{"tokenize_chinese_chars": false}')
+    assert Tokenizer.load(bert).encode("\u65e5\u672c") == [5]
+    (bert / "added_tokens.json").write_text('{"<x>": 9}')
+    with pytest.raises(CorruptFileError, match="has id 9, 6 comes next"):
+        Tokenizer.load(bert)

@@ -29,6 +29,8 @@ BEST = "best"
 """Folder of a run directory with the best weights; its own checkpoints and tokenizer lie in it."""
 STATE = "finetuning"
 """Key of what a checkpoint's state says of the task."""
+DATA_PATH = "data.path"
+"""Key in it of the folder with the rows, from the root; null where they are the Hub's."""
 ALL = 1 << 30
 
 Scores = dict[str, dict[str, float]]

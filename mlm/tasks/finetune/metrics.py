@@ -4,6 +4,8 @@ All are shares or correlations, 0.5 where GLUE's and SQuAD's pages print 50. Wha
 defined, such as a correlation when all predictions are equal, is 0.
 """
 
+import re
+import string
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +16,7 @@ from numpy.typing import NDArray
 from mlm.config.downstream_schema import TaskConfig
 from mlm.data.corpus.extras import load_extra
 from mlm.tasks.finetune.answers import Prediction
-from mlm.tasks.finetune.parsing import Answer
+from mlm.tasks.finetune.parsing import Answer, Row
 from mlm.tasks.finetune.rows import Split
 
 Values = NDArray[Any]
@@ -43,7 +45,7 @@ def score(task: TaskConfig, split: Split, predictions: Sequence[Prediction]) -> 
     assert split.has_labels
     assert len(predictions) == len(split)
     if task.kind == "span":
-        found = score_spans(split, predictions)
+        found = score_spans(task, split, predictions)
         return {name: found[name] for name in task.metrics if name in found}
     labels = np.array([row.label for row in split.rows])
     values = np.array([prediction.value for prediction in predictions])
@@ -101,23 +103,16 @@ METRICS: dict[str, Callable[[Values, Values], float]] = {
 """Of labels [rows] and predicted values [rows], by name."""
 
 
-def score_spans(split: Split, predictions: Sequence[Prediction]) -> dict[str, float]:
+def score_spans(task: TaskConfig, split: Split, predictions: Sequence[Prediction]) -> dict[str, float]:
     """SQuAD's exact match and F1: the best over a question's answers, averaged over questions.
 
     A question without answer has the empty text for its answer (arXiv:1806.03822), so that each of the two is
     1 for no answer, else 0.
     """
-    squad = load_extra(NEEDED["span"][0], "task.kind=span", EXTRA).squad
     scores, answerable = list[tuple[float, float]](), list[bool]()
     for row, prediction in zip(split.rows, predictions, strict=True):
-        assert isinstance(row.label, tuple)
-        texts = [answer.text for answer in row.label if isinstance(answer, Answer)]
-        # one at a time: of many, torchmetrics adds up scores in float32
-        found = squad(
-            [{"id": row.id, "prediction_text": str(prediction.value)}],
-            [{"id": row.id, "answers": {"text": texts or [""]}}],
-        )
-        scores.append((float(found["f1"]) / 100, float(found["exact_match"]) / 100))
+        texts = texts_of(row)
+        scores.append(score_span(task, texts, str(prediction.value)))
         answerable.append(bool(texts))
     table, has_answer = np.array(scores), np.array(answerable)
     means = {"f1": table[:, 0].mean(), "exact_match": table[:, 1].mean()}
@@ -126,6 +121,67 @@ def score_spans(split: Split, predictions: Sequence[Prediction]) -> dict[str, fl
     if not has_answer.all():
         means["no_answer_f1"] = table[~has_answer, 0].mean()
     return {name: float(mean) for name, mean in means.items()}
+
+
+def texts_of(row: Row) -> list[str]:
+    """The answers of a row of kind span."""
+    assert isinstance(row.label, tuple)
+    return [answer.text for answer in row.label if isinstance(answer, Answer)]
+
+
+def score_span(task: TaskConfig, texts: Sequence[str], value: str) -> tuple[float, float]:
+    """(F1, exact match) of one answer, also where nothing of a text counts, such as "The!".
+
+    SQuAD 1.1's evaluate-v1.1.py gives F1 = 0 where the answer has no word that counts; SQuAD 2.0's
+    evaluate-v2.0.py leaves such right answers out, and without another the right one is none.
+    """
+    squad = load_extra(NEEDED["span"][0], "task.kind=span", EXTRA).squad
+    if task.unanswerable:
+        texts = [text for text in texts if counted(text)]
+    # one at a time: of many, torchmetrics adds up scores in float32
+    found = squad(
+        [{"id": "", "prediction_text": value}], [{"id": "", "answers": {"text": list(texts) or [""]}}]
+    )
+    f1, exact = float(found["f1"]) / 100, float(found["exact_match"]) / 100
+    return (f1 if task.unanswerable or counted(value) else 0.0), exact
+
+
+def counted(text: str) -> str:
+    """What SQuAD's scripts compare of a text (arXiv:1606.05250, section 6.1)."""
+    letters = "".join(c for c in text.lower() if c not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", letters).split())
+
+
+def best_threshold(
+    task: TaskConfig, split: Split, predictions: Sequence[Prediction]
+) -> dict[str, dict[str, float]]:
+    """By metric the task.null_threshold that scores best on a split, and that score; nothing for other tasks.
+
+    As `find_best_thresh` of SQuAD 2.0's evaluate-v2.0.py, with the best answer of each question and how much
+    the score of none exceeds its score.
+    """
+    if not (task.kind == "span" and task.unanswerable and split.has_labels):
+        return {}
+    answers = [p.n_best[0].text if p.n_best else "" for p in predictions]
+    texts = [texts_of(row) for row in split.rows]
+    scores = [score_span(task, *pair) for pair in zip(texts, answers, strict=True)]
+    order = sorted(range(len(answers)), key=lambda n: excess(predictions[n]))
+    found = {}
+    for place, name in enumerate(("f1", "exact_match")):
+        total = best = float(sum(not each for each in texts))  # all questions unanswered
+        threshold = 0.0
+        for n in order:
+            total += scores[n][place] if texts[n] else -float(answers[n] != "")
+            if total > best:
+                best, threshold = total, excess(predictions[n])
+        found[name] = {"threshold": threshold, "value": best / len(answers)}
+    return found
+
+
+def excess(prediction: Prediction) -> float:
+    """How much the score of no answer exceeds the best answer's: SQuAD 2.0's script seeks its threshold."""
+    best = prediction.n_best[0].score if prediction.n_best else 0.0
+    return (prediction.null_score or 0.0) - best
 
 
 def _sklearn() -> Any:

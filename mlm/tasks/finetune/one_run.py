@@ -1,6 +1,7 @@
 """One finetuning run with one seed, from what its directory holds to its result."""
 
 import math
+import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -18,7 +19,7 @@ from mlm.files import write_atomic
 from mlm.optim.precision import DTYPES
 from mlm.parallel.mesh import ParallelContext
 from mlm.tasks.finetune.batches import Order
-from mlm.tasks.finetune.best import STATE, Progress, best_folder, go_back_to
+from mlm.tasks.finetune.best import DATA_PATH, STATE, Progress, best_folder, go_back_to
 from mlm.tasks.finetune.loop import Loop
 from mlm.tasks.finetune.material import Evaluation, Start, load_body
 from mlm.tasks.finetune.objective import Finetuning
@@ -187,6 +188,7 @@ def begin(session: Session) -> tuple[Path | None, Progress]:
     trainer.extra_state[STATE] = {
         "depends_on": session.settings,
         "progress": Progress().saved(),
+        DATA_PATH: None if session.config.data.path is None else os.path.abspath(session.config.data.path),
     }
     trainer.extra_state[TOKENIZER] = digest_of(start.tokenizer).encode()
     found = resume(trainer)

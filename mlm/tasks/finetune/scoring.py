@@ -1,10 +1,12 @@
 """A split scored by the model as it is now, its predictions written where that is wanted."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mlm.config.downstream_schema import TaskConfig
 from mlm.config.errors import writing_to
+from mlm.tasks.finetune.answers import Prediction
 from mlm.tasks.finetune.batches import Dealing
 from mlm.tasks.finetune.material import Evaluation
 from mlm.tasks.finetune.objective import Finetuning
@@ -22,6 +24,8 @@ class Scored:
     """Empty for a split without labels."""
     files: tuple[str, ...]
     """Files of predictions; the main rank knows them."""
+    predictions: Sequence[Prediction] = ()
+    """One per row."""
 
 
 def score_split(
@@ -39,4 +43,6 @@ def score_split(
     if folder is not None and is_main:
         with writing_to(str(folder)):
             files = write_predictions(task, evaluation.split, predictions, folder)
-    return Scored(evaluation=evaluation, metrics=metrics, files=tuple(map(str, files)))
+    return Scored(
+        evaluation=evaluation, metrics=metrics, files=tuple(map(str, files)), predictions=predictions
+    )

@@ -9,6 +9,7 @@ from mlm.config.downstream_schema import TaskConfig
 from mlm.files import write_atomic
 from mlm.ownership import claim_folder
 from mlm.tasks.finetune.answers import Prediction
+from mlm.tasks.finetune.metrics import excess
 from mlm.tasks.finetune.rows import Split
 
 
@@ -60,12 +61,6 @@ def written(task: TaskConfig, prediction: Prediction) -> str:
     if isinstance(value, int):
         return task.labels[value] if task.submit_names else str(value)
     return value
-
-
-def excess(prediction: Prediction) -> float:
-    """How much the score of no answer exceeds the best answer's: SQuAD 2.0's script seeks its threshold."""
-    best = prediction.n_best[0].score if prediction.n_best else 0.0
-    return (prediction.null_score or 0.0) - best
 
 
 def as_json(content: Any) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +37,7 @@ from mlm.tasks.trained import (
 from mlm.tasks.zero_shot import lambada, sources, wikitext103
 from mlm.tasks.zero_shot.protocol import Outcome, Protocol, distinct
 from mlm.tasks.zero_shot.receipt import receipt, show
-from mlm.terminal import count_progress
+from mlm.terminal import count_progress, plain
 
 TASKS: dict[type[ZeroShotConfig], str] = {
     EvalWikitext103Config: "wikitext103",
@@ -259,6 +260,7 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
             kept=kept,
             identity=identity,
             advance=advance,
+            resumed=lambda count: tell_resumed(count, len(requests), kept) if ctx.is_main else None,
         )
     if not ctx.is_main:
         return
@@ -280,6 +282,16 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
     write_result(out, (json.dumps(result, indent=2) + "\n").encode())
     kept.unlink(missing_ok=True)
     show(result, protocols, out)
+
+
+def tell_resumed(count: int, total: int, kept: Path) -> None:
+    """Say on stderr what an earlier command has scored."""
+    print(
+        f"mlm eval: {count:,} of {total:,} requests were scored before the last stop, in {plain(kept)}; "
+        f"{total - count:,} are left",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def samples(protocols: list[Protocol], outcomes: list[Outcome]) -> str:

@@ -1,5 +1,6 @@
 """`mlm eval TASK`: the same scores at every layout and batch size, splits, predictions, receipts."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,12 +8,15 @@ from typing import Any
 import pytest
 
 from mlm.checkpoint.save_load import read_manifest
+from mlm.config.convert_schema import ExportHFConfig
 from mlm.config.finetune_schema import EvalTaskConfig
 from mlm.config.schema import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
+from mlm.tasks import export_hf
 from mlm.tasks.finetune import evaluate
 from mlm.tasks.finetune.rows import read_split
 from tests.ranks import run_on_ranks
+from tests.tasks.finetune.material import bert
 from tests.tasks.finetune.runs import (
     GPT2,
     evaluation,
@@ -194,3 +198,61 @@ class TestRefused:
         assert self.faults(config) == [
             f"{rows}:10: 'second' is empty: fill or delete it, or set task.allow_empty=true"
         ]
+
+
+def test_the_rows_are_found_where_the_run_found_them(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """data.path=null, from another folder."""
+    monkeypatch.chdir(tmp_path)
+    config = of(folder, "classification", tmp_path / "eval.json", data={"path": None})
+    (entry,) = score(config)["results"]
+    assert {entry["split"]: entry["metrics"]} == read(folder / "out-classification/result.json")["scores"]
+
+
+def test_the_receipt_says_what_the_scores_depend_on(folder: Path, tmp_path: Path) -> None:
+    found = score(of(folder, "classification", tmp_path / "eval.json"))
+    saved = bert()
+    assert found["tokenizer_digest"] == saved.digest
+    assert found["vocabulary_digest"] == saved.vocabulary_digest
+    assert found["config"]["batch_size"] == 8
+    assert found["finetuned_on"]["task.name"] == "mine"
+    assert {"mlm", "torch", "tokenizers", "scikit-learn", "python"} <= found["versions"].keys()
+    (entry,) = found["results"]
+    p = entry["metrics"]["accuracy"]
+    assert entry["standard_errors"] == {"accuracy": pytest.approx((p * (1 - p) / 8) ** 0.5)}
+
+
+def test_probabilities_of_the_labels_are_written_on_request(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    score(
+        of(
+            folder,
+            "classification",
+            tmp_path / "e.json",
+            probabilities=str(path),
+            predictions=str(tmp_path / "a"),
+        )
+    )
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    predicted = [line.split("\t") for line in (tmp_path / "a/validation.tsv").read_text().splitlines()[1:]]
+    assert [row["id"] for row in rows] == [id for id, _ in predicted]
+    for row, (_, label) in zip(rows, predicted, strict=True):
+        assert list(row["probabilities"]) == ["no", "yes", "maybe"]
+        assert sum(row["probabilities"].values()) == pytest.approx(1, abs=1e-12)
+        assert max(row["probabilities"], key=row["probabilities"].get) == label
+
+
+def test_spans_have_no_probabilities(folder: Path, tmp_path: Path) -> None:
+    config = of(folder, "span", tmp_path / "eval.json", probabilities=str(tmp_path / "p.jsonl"))
+    (error,) = evaluate.preflight(config)
+    assert error.endswith("task.kind=span has no labels; remove probabilities=")
+
+
+def test_an_export_keeps_the_names_of_the_labels(folder: Path, tmp_path: Path) -> None:
+    run = folder / "out-classification/best"
+    export_hf.run(ExportHFConfig(ckpt=str(run), out=str(tmp_path / "hf"), verify=False))
+    said = read(tmp_path / "hf/config.json")
+    assert said["id2label"] == {"0": "no", "1": "yes", "2": "maybe"}
+    assert said["label2id"] == {"no": 0, "yes": 1, "maybe": 2}
+    assert said["pad_token_id"] == bert().pad_id

@@ -6,6 +6,7 @@ import re
 import string
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ import pytest
 
 from mlm.config.downstream_checks import METRICS as NAMES
 from mlm.config.errors import UserError
-from mlm.tasks.finetune.answers import Prediction
-from mlm.tasks.finetune.metrics import METRICS, check_installed, score
+from mlm.tasks.finetune.answers import Candidate, Prediction
+from mlm.tasks.finetune.metrics import METRICS, best_threshold, check_installed, excess, score, score_span
 from tests.tasks.finetune.material import SQUAD, pairs, sentence, shipped, split_of
 
 LABELS = [1, 1, 1, 1, 0, 0, 0, 1]
@@ -114,8 +115,9 @@ def test_spans_are_scored_by_the_best_of_their_answers(tmp_path: Path) -> None:
     split = split_of(tmp_path, task, rows)
     found = score(task, split, [Prediction(f"q{n}", value) for n, value in enumerate(values)])
 
-    gold = [row["answers"]["text"] or [""] for row in rows]
-    has_answer = np.array([texts != [""] for texts in gold])
+    # as evaluate-v2.0.py: answers of which nothing counts are left out
+    gold = [[text for text in row["answers"]["text"] if normal(text)] or [""] for row in rows]
+    has_answer = np.array([bool(row["answers"]["text"]) for row in rows])
     f1 = np.array([max(word_f1(v, t) for t in texts) for v, texts in zip(values, gold, strict=True)])
     exact = np.array(
         [max(float(normal(v) == normal(t)) for t in texts) for v, texts in zip(values, gold, strict=True)]
@@ -155,3 +157,44 @@ def test_missing_package_is_told_with_its_extra(
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UserError, match=rf"task={name} needs the package {module}: .*mlm\[finetune\]"):
         check_installed(shipped(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "value", "f1", "exact"),
+    [
+        ("squad", "The", "a!", 0.0, 1.0),
+        ("squad", "The", "", 0.0, 1.0),
+        ("squad_v2", "The", "a!", 1.0, 1.0),
+        ("squad_v2", "The", "cat", 0.0, 0.0),
+        ("squad_v2", "old cat", "the", 0.0, 0.0),
+    ],
+)
+def test_texts_of_which_nothing_counts_are_scored_as_the_official_scripts_do(
+    name: str, right: str, value: str, f1: float, exact: float
+) -> None:
+    """evaluate-v1.1.py counts common words, of which there are none; evaluate-v2.0.py takes them as empty."""
+    assert score_span(shipped(name), [right], value) == (f1, exact)
+
+
+def test_the_best_threshold_is_the_one_that_a_search_finds(tmp_path: Path) -> None:
+    """Every threshold between two scores tried, with the scores of the predictions that it makes."""
+    draw, task, rows, made = random.Random(5), shipped("squad_v2"), [], []
+    for n in range(40):
+        answers = {"text": ["old cat"], "answer_start": [4]} if n % 3 else {"text": [], "answer_start": []}
+        rows.append({"id": f"q{n}", "context": "The old cat sat", "question": "who ?", "answers": answers})
+        text = draw.choice(["old cat", "cat", "sat"])
+        made.append(
+            Prediction(f"q{n}", text, n_best=(Candidate(text, draw.gauss(n % 3, 1)),), null_score=1.0)
+        )
+    split = split_of(tmp_path, task, rows)
+
+    def at(threshold: float) -> dict[str, float]:
+        said = [replace(p, value="" if excess(p) > threshold else p.n_best[0].text) for p in made]
+        return score(task, split, said)
+
+    found = best_threshold(task, split, made)
+    for name in ("f1", "exact_match"):
+        assert found[name]["value"] == pytest.approx(at(found[name]["threshold"])[name], abs=1e-6)
+        best = max(at(excess(p) + 1e-9)[name] for p in made)
+        assert found[name]["value"] == pytest.approx(best, abs=1e-6)
+        assert best > at(0.0)[name] - 1e-9

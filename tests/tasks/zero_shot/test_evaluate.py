@@ -164,7 +164,9 @@ def test_the_table_names_every_number_and_digest(folder: Path, capsys: pytest.Ca
     assert f"stride 5, T = {wikitext['T']}, T_o = {wikitext['T_o']}" in shown
 
 
-def test_a_command_that_was_stopped_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_was_stopped_goes_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What is kept is beside the result until that is written, and is not scored again."""
     config = cloze(folder, out=str(folder / "stopped.json"))
     expected = metrics(run(config))
@@ -181,7 +183,9 @@ def test_a_command_that_was_stopped_goes_on(folder: Path, monkeypatch: pytest.Mo
     run(replace(config, limit=2))
     assert kept.read_bytes() == content  # a trial leaves what is kept of the full evaluation
     Path(config.out or "").unlink()
+    capsys.readouterr()
     assert metrics(run(config)) == expected
+    assert f"requests were scored before the last stop, in {kept}; 0 are left" in capsys.readouterr().err
     assert not kept.exists()
 
 
