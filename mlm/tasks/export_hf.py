@@ -246,8 +246,9 @@ def label_names(manifest: Manifest) -> tuple[str, ...]:
     state = manifest.state.get(STATE)
     found = state.get("depends_on") if isinstance(state, dict) else None
     names = found.get("task.labels") if isinstance(found, dict) else None
-    is_names = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
-    return tuple(names) if is_names else ()
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return ()
+    return tuple(names)
 
 
 def special_tokens(tokenizer: Tokenizer, model: ModelConfig) -> dict[str, JSON]:
