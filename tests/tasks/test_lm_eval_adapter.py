@@ -268,7 +268,7 @@ def test_a_text_without_context_is_scored_after_the_token_that_mlm_eval_takes(tm
     content["added_tokens"].append({**content["added_tokens"][0], "id": 300, "content": "<s>"})
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     model = MlmLM(ckpt=str(tmp_path), device="cpu")
-    text = Texts("x", "a form", ("To be",), ("x:1",), "xxh3:0")
+    text = Texts(name="x", form="a form", texts=("To be",), places=("x:1",), digest="xxh3:0")
     article = per_article(text, model.tokenizer, seq_length=9, limit=None)
     assert model.prefix_token_id == article.requests[0].tokens[0] == 300 != model.eot_token_id
 
