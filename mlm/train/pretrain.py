@@ -99,7 +99,7 @@ def train(trainer: Trainer, out: Path, start: Path | None) -> None:
             reporter.note(f"{begins} {start} (step {trainer.step})")
         since = tuple(c for c in trainer.past.changes if c["step"] == trainer.step)
         if since and left > 0:
-            reporter.note(told(since))
+            reporter.note(f"{told(since)}; for a new run instead, set another out=…")
         if changed is not None:
             reporter.note(changed)
         if left <= 0:

@@ -53,8 +53,13 @@ def test_an_old_checkpoint_is_whole(folder: Path) -> None:
     assert verify_checkpoint(folder / STEP).whole
 
 
-def test_an_old_run_is_resumed_and_its_next_checkpoint_names_the_old_one(folder: Path) -> None:
+def test_an_old_run_is_resumed_and_its_next_checkpoint_names_the_old_one(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*AGAIN, "train.steps=6", "optimizer.lr=5e-4"]) == 0
+    said = capsys.readouterr().out
+    assert "optimizer.lr 0.001 → 0.0005" in said
+    assert "for a new run instead, set another out=" in said
     old, new = read_manifest(OLD / STEP), state_of("run/checkpoints/step-00000006")
     assert new["lineage"]["ancestors"][-1] == [4, old.save_id]
     changed = {change["key"]: change for change in new["lineage"]["changes"]}
