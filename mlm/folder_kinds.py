@@ -126,7 +126,7 @@ KINDS: dict[str, Kind] = {
     "verify-resume": Kind("a verify-resume", ()),
     "unfinished": Kind("an import or export that did not finish", (), older=_is_older_unfinished),
 }
-"""What folders mlm makes. Names in `writes` that a user's folder may hold too are never replaced there."""
+"""Folders that mlm makes. Names in `writes` that a user's folder may hold too are never replaced there."""
 
 
 def read_marker(folder: Path) -> dict[str, Any] | None:

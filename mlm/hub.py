@@ -13,7 +13,7 @@ SETTINGS = {
     "huggingface_hub.constants": (OFFLINE,),
     "datasets.config": (OFFLINE, "HF_DATASETS_OFFLINE"),
 }
-"""Where libraries that are imported already keep the setting."""
+"""Modules in which libraries that are imported already keep the setting."""
 
 
 def expect_hub() -> None:

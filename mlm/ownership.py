@@ -62,7 +62,7 @@ def claim_faults(
     writes: Sequence[str] | None = None,
     same: Mapping[str, bytes] | None = None,
 ) -> list[str]:
-    """What keeps a command from making `path` its own folder of this kind, for its preflight.
+    """Problems that keep a command from making `path` its own folder of this kind, for its preflight.
 
     Args:
         key: the key that named the folder, for messages.
@@ -214,7 +214,7 @@ def _holds_nothing(path: Path, content: bytes | None) -> bool:
 
 
 def _no_place(what: str, path: Path) -> list[str]:
-    """Whether a folder can come to be at a path where nothing is."""
+    """Problem of a path where no folder can be made."""
     parent = next(parent for parent in path.parents if os.path.lexists(parent))
     if parent.is_dir():
         return []
@@ -264,7 +264,7 @@ def place_of(given: str | Path | None) -> Path | None:
 
 
 def described(path: Path) -> str:
-    """What stands at a path, in words: "a FIFO"."""
+    """Description of what stands at a path: "a FIFO"."""
     try:
         mode = path.stat().st_mode
     except OSError:

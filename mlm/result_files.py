@@ -34,7 +34,7 @@ NO_RESULTS = ("mlm-checkpoint", "mlm-corpus", "mlm-folder")
 """Formats of JSON files of mlm that are no results, wherever they are copied to."""
 WRITABLE = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 CREATOR = "mlm"
-"""What our pictures name as their software."""
+"""Software that our pictures name."""
 
 _results: ContextVar[TextIO | None] = ContextVar("results", default=None)
 
@@ -66,7 +66,7 @@ def result_faults(
     inputs: Iterable[str | Path | None] = (),
     content: Content = b"",
 ) -> list[str]:
-    """What keeps a command from writing a result to `path`, for its preflight. None: no result is wanted."""
+    """Problems of writing a result to `path`, for a command's preflight. None: no result is wanted."""
     if path is None or str(path) == STDOUT:
         return []
     what, file = f"{key}={path}", Path(path)
@@ -186,7 +186,7 @@ def _is_same(file: Path, given: str | Path | None) -> bool:
 
 
 def _stream(path: Path) -> int | str | None:
-    """What to write to without replacing it: a device or FIFO by its path, our own streams by number."""
+    """Target to write to without replacing it: a device or FIFO by its path, our own streams by number."""
     try:
         found = path.stat()
     except FileNotFoundError:

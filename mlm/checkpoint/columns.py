@@ -267,7 +267,7 @@ def _untiled(columns: Columns) -> int | None:
 
 
 def _begins(tensor: Ints) -> Ints:
-    """Where the chunks of each tensor begin, in a column that is sorted and not empty."""
+    """Begin of each tensor's chunks in a column that is sorted and not empty."""
     return np.flatnonzero(np.concatenate([[True], tensor[1:] != tensor[:-1]]))
 
 

@@ -1,4 +1,4 @@
-"""What ranks declare before a save, as bytes, and the global tensors that it makes.
+"""Declarations of ranks before a save, as bytes, and the global tensors that they make.
 
 A declaration is a table of tensors, compressed JSON, and columns of numbers, one row per piece. Ranks that
 hold parts of the same tensors send the same table, which is parsed once.

@@ -154,7 +154,7 @@ def candidates(root: Path) -> Iterator[Path]:
 
 
 def _past(found: dict[int, Path], step: int, past: tuple[Save, ...] | None) -> Iterator[Path]:
-    """What is there of the ancestors of a step, the newest first; without knowledge, all older ones."""
+    """Ancestors of a step that are there, the newest first; without knowledge, all older ones."""
     if past is None:
         yield from (path for other, path in reversed(found.items()) if other < step)
         return
@@ -303,7 +303,7 @@ def _is_moved_aside(path: Path) -> bool:
 
 
 def foreign_in(directory: Path) -> str | None:
-    """What in the directory of a checkpoint mlm did not write, None if all is ours. Raises OSError.
+    """First entry of a checkpoint directory that mlm did not write, None if all is ours. Raises OSError.
 
     A link is not ours, nor is a folder or a file of another name than the manifest, its chunks or those that
     it lists.

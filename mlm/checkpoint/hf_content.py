@@ -53,7 +53,7 @@ def one_head(heads: Mapping[Head, str], found: Mapping[str, object], path: str) 
 
 
 def labels(model: ModelConfig, known: Sequence[str] = ()) -> dict[str, JSON]:
-    """How config.json tells the labels: their names, or transformers' own where they are not known."""
+    """Labels as config.json has them: their names, or transformers' own where they are not known."""
     names = [f"LABEL_{n}" for n in range(model.num_labels)]
     if len(set(known)) == model.num_labels:
         names = list(known)

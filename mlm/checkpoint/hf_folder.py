@@ -27,7 +27,7 @@ TOKENIZER = (
     *("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt"),
     *("tokenizer_config.json", "added_tokens.json"),
 )
-"""What tokenizers are in; the last two are read where there is no tokenizer.json."""
+"""Files that hold tokenizers; the last two are read where there is no tokenizer.json."""
 SMALL_FILES = (CONFIG, INDEX, *TOKENIZER)
 """All we read besides the tensors."""
 ADAPTER = "adapter_config.json"

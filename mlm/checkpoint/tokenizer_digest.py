@@ -44,7 +44,7 @@ class TokenizerDigest:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "TokenizerDigest | None":
-        """What a checkpoint's state says; None for one of an older version, or without a tokenizer."""
+        """Entry of a checkpoint's state; None for one of an older version, or without a tokenizer."""
         said = state.get(KEY)
         if not isinstance(said, dict):
             return None

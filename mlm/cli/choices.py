@@ -57,7 +57,7 @@ def effect_of(group: str, path: Path) -> str:
 
 
 def _values(path: Path) -> dict[str, Any]:
-    """What a shipped YAML sets, with the file of its group that it begins with."""
+    """Values that a shipped YAML sets, with the file of its group that it begins with."""
     values: dict[str, Any] = yaml.safe_load(path.read_text("utf-8")) or {}
     for entry in values.get("defaults", []):
         if isinstance(entry, str) and entry != "_self_":

@@ -1,4 +1,4 @@
-"""Which run a command line continues: `resume=RUN`, or the older `--config-dir RUN --config-name config`."""
+"""The run that a command line continues: `resume=RUN`, or `--config-dir RUN --config-name config`."""
 
 from pathlib import Path
 

@@ -24,7 +24,7 @@ class UserError(ValueError):
     """What the command that meets it ends with."""
 
     def lines(self) -> list[str]:
-        """What is printed: lines that hold no control characters."""
+        """Lines to print, which hold no control characters."""
         return [visible(line) for line in str(self).split("\n")]
 
 

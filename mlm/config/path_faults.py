@@ -1,4 +1,4 @@
-"""What stands at the paths of a run spec: asked for every command, before anything is computed."""
+"""Checks of what stands at the paths of a run spec: made for every command, before anything is computed."""
 
 import os
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ def path_faults(config: Any) -> list[str]:
 
 
 def folder_faults(key: str, value: str, inputs: list[str], *, is_cache: bool = False) -> list[str]:
-    """Whether a path can be a folder of ours at all. A cache may lie anywhere: it adds files of its own."""
+    """Problems of a path that can be no folder of ours. A cache may lie anywhere: it adds files."""
     what, folder = f"{key}={value}", Path(value)
     if value == STDOUT:
         return [f"{what}: standard output cannot hold a folder; name a folder"]

@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_args
 
 
 class Role(Enum):
-    """What a path is for."""
+    """Purpose of a path."""
 
     INPUT = "read"
     """A file, folder, glob or prefix to read; or the id of a model or dataset on the Hub."""
@@ -59,7 +59,7 @@ def expand_home(path: str) -> str:
 
 
 def path_fault(key: str, value: Any, role: Role) -> str | None:
-    """What is wrong with an expanded path itself: it is empty, or of a user who is not there."""
+    """Problem of an expanded path itself: it is empty, or of a user who is not there."""
     if isinstance(value, list | tuple):
         return next((fault for item in value if (fault := path_fault(key, item, role))), None)
     if not isinstance(value, str):

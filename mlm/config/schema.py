@@ -29,7 +29,7 @@ class ParallelConfig:
     pipeline: Literal["1f1b", "gpipe", "zb_h1"] = "1f1b"
     """Pipeline schedule. 1f1b interleaves when vp > 1; zb_h1 puts weight gradients into the bubble."""
     zero: Literal[0, 2, 3] = 0
-    """What dp replicas share out: 0 nothing, 2 optimizer state and reduced gradients, 3 weights too."""
+    """Sharded over dp replicas: 0 nothing, 2 optimizer state and reduced gradients, 3 weights too."""
     zero_reduce: Literal["last", "every"] = "last"
     """zero=2|3: reduce-scatter gradients in the last micro-batch of a step, until which the whole gradient is
     kept, or in every micro-batch, which keeps 1/dp of it."""

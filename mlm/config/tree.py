@@ -30,7 +30,7 @@ class Leaf:
     doc: str
     """The string beneath the field."""
     role: Role | None = None
-    """What its path is for; None for what is no path."""
+    """Purpose of its path; None for what is no path."""
 
     @property
     def section(self) -> str:

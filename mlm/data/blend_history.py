@@ -24,7 +24,7 @@ DIGEST = re.compile(r"xxh3:[0-9a-f]{32}|")
 ORDERS = (0, 1)
 DIGESTS = ("digest", "tokens", "sampled", "receipt", "recipe", "tokenizer")
 NEWER = {"sampled": "", "order": 0}
-"""What older versions do not say of a source."""
+"""Values of a source that older versions do not save."""
 
 
 @dataclass(frozen=True, kw_only=True)

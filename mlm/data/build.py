@@ -90,12 +90,12 @@ def run_build(config: DataBuildConfig, console: Console | None = None) -> Receip
 
 
 def work_folder(config: DataBuildConfig) -> Path:
-    """Where what lies between the stages is kept."""
+    """Folder of what lies between the stages."""
     return Path(config.work) if config.work is not None else Path(config.out, WORK)
 
 
 def preflight(config: DataBuildConfig) -> list[str]:
-    """What stands in the way in the folders to write; called before the input is read."""
+    """Problems of the folders to write; called before the input is read."""
     try:
         tokenizer = Tokenizer.load(config.tokenizer, eod=config.eod)
     except UserError as error:

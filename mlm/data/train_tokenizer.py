@@ -56,7 +56,7 @@ def tokenizer_path(out: str) -> Path:
 
 
 def preflight(config: DataTokenizerConfig) -> list[str]:
-    """What stands at `out` and is no tokenizer; called before the input is read."""
+    """Problem of a file at `out` that is no tokenizer; called before the input is read."""
     path = tokenizer_path(config.out)
     if path.is_file() and not is_stream(path):
         return (

@@ -220,7 +220,7 @@ class Scan:
             self.documents_done = stop
 
     def number_of_ends(self, path: Path) -> Iterator[Check]:
-        """Whether there are as many end-of-document tokens as the build put in: a text may hold none."""
+        """Compare the number of end-of-document tokens with that of the build: a text may hold none."""
         said = self.expected.part(path.stem).get("end_tokens")
         if said is not None:
             detail = f"{self.end_tokens:,} end-of-document tokens, {RECEIPT} says {plain(said)}"

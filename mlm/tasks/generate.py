@@ -179,7 +179,7 @@ def print_whole(
 
 
 def before_stop(text: str, stops: Sequence[str], start: int = 0) -> str:
-    """What comes before the first of `stops` that begins at the character `start` or later; all without."""
+    """Text before the first of `stops` that begins at the character `start` or later; all without."""
     places = [place for stop in stops if (place := text.find(stop, start)) >= 0]
     return text[: min(places, default=len(text))]
 

@@ -192,7 +192,7 @@ def run(config: ReshardConfig) -> None:
 
 
 def claimed(plan: Plan) -> dict[str, Any]:
-    """What is written at the top of `out`: a tokenizer that is the source's is not in the way."""
+    """Files at the top of `out`: a tokenizer that is the source's is not in the way."""
     source = run_directory(plan.source) / TOKENIZER
     same = {TOKENIZER: source.read_bytes()} if source.is_file() else {}
     return {"inputs": [plan.source], "writes": (CHECKPOINTS, TOKENIZER), "same": same}

@@ -145,7 +145,7 @@ def faults_between(found: Sequence[Corpus]) -> list[str]:
 
 
 def source_of(corpus: Corpus, weight: float = 1.0) -> Source:
-    """What a checkpoint says of a corpus. Reads its index whole, and samples its tokens."""
+    """Entry of a corpus in a checkpoint. Reads its index whole, and samples its tokens."""
     digest = digest_file(idx_path(corpus.train))
     source = Source(
         name=corpus.name,

@@ -22,7 +22,7 @@ MAX_CHANGES = 1000
 
 
 class Kind(Enum):
-    """What becomes of a key whose value differs from the checkpoint's."""
+    """Treatment of a key whose value differs from the checkpoint's."""
 
     IDENTITY = "error: the run would be another one"
     DATA = "compared by content; data.change=true allows another"
@@ -78,7 +78,7 @@ OF_BERT = ("data.masked_lm_prob", "data.short_seq_prob", "data.max_ngram")
 
 @dataclass(frozen=True)
 class Past:
-    """What a run is the continuation of; checkpoints carry it."""
+    """Past that a run continues; checkpoints carry it."""
 
     lineage: Lineage = field(default_factory=Lineage)
     changes: tuple[dict[str, Any], ...] = ()

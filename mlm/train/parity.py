@@ -190,7 +190,7 @@ class Comparison:
         self.alone_held = {} if alone is None else {shard.name: shard for shard in alone.shards}
         self.is_exact = parameter_dtype(layout.config.precision) == torch.float64
         self.rounding: dict[ParameterShard, Tensor] = {}
-        """Which true elements of a part have had a gradient that holds rounding, see ROUNDING."""
+        """Mask of the true elements of a part whose gradient held rounding, see ROUNDING."""
 
     def differences(
         self, value: Value, *, note_rounding: bool = False, skip_rounding: bool = False

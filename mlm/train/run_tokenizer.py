@@ -57,7 +57,7 @@ def tokenizer_then(path: Path, manifest: Manifest) -> TokenizerDigest | None:
 
 
 def _written_with(manifest: Manifest) -> Iterator[str]:
-    """What the receipts of a checkpoint's corpora said of their tokenizer, as far as they did."""
+    """Digests of the tokenizer in the receipts of a checkpoint's corpora, as far as they have one."""
     try:
         for source in manifest.state["data"]["segments"][-1]["sources"]:
             if digest := known_digest(source["tokenizer"]):

@@ -39,7 +39,7 @@ BYTES_PER_TOKEN = 6  # more than English has on average: most documents are coun
 
 @dataclass
 class Tally:
-    """What became of a task's documents.
+    """Account of a task's documents.
 
     bytes + mended_bytes = kept_bytes + removed_bytes: a text counts as read where it is removed before it is
     compared by its tokens, and as mended from there on.
@@ -101,7 +101,7 @@ class Shortness:
 
 
 class Cleaning:
-    """What a task does with its documents, a few megabytes at a time; a long one on its own."""
+    """Processing of a task's documents, a few megabytes at a time; a long one on its own."""
 
     def __init__(self, plan: Plan, task: int, stack: ExitStack) -> None:
         config, self.folder = plan.config, plan.stages["clean"].folder

@@ -306,7 +306,7 @@ def cut(text: str, matches: Sequence[Match], config: DecontaminateConfig) -> lis
 
 
 def between(cuts: Iterable[tuple[int, int]], letters: int, most: int) -> list[tuple[int, int]]:
-    """What lies before, between and after cuts; nothing when there are more than `most`."""
+    """Pieces before, between and after cuts; nothing when there are more than `most`."""
     apart = list[list[int]]()
     for begin, end in cuts:
         if apart and begin <= apart[-1][1]:

@@ -10,7 +10,7 @@ READABLE = ".jsonl, .ndjson, .txt (also .gz, .zst, .bz2, .xz), .json.gz or .parq
 
 
 def kind_of(path: Path) -> str | None:
-    """How a file is read: jsonl.gz for a.ndjson.gz; None for an unknown format."""
+    """Format of a file: jsonl.gz for a.ndjson.gz; None for an unknown format."""
     return formats(path)[1]
 
 

@@ -1,4 +1,4 @@
-"""What the rules of quality.py ask about a text that comes in pieces: the same numbers.
+"""Numbers for the rules of quality.py, of a text that comes in pieces: those of the whole.
 
 A word of more than a piece counts as one with a letter if its first piece has one.
 """

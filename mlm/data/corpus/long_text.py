@@ -226,7 +226,7 @@ def at_breaks(pieces: Iterator[str], most: int = PIECE) -> Iterator[str]:
 
 
 def last_break(text: str, most: int) -> int:
-    """Where to cut a text of at least 2 * `most` letters: at most `most` letters on."""
+    """Position to cut a text of at least 2 * `most` letters: at most `most` letters on."""
     if (end := text.rfind("\n", 0, most) + 1) > most // 2:
         return end
     for at in range(most, most // 2, -1):

@@ -35,7 +35,7 @@ def long_tokens(tokenizer: Tokenizer, pieces: Iterable[str]) -> Iterator["array[
 
 
 def place_to_cut(tokenizer: Tokenizer, text: str) -> int:
-    """Where to cut a text of at least 2 * PIECE letters: at most PIECE letters on."""
+    """Position to cut a text of at least 2 * PIECE letters: at most PIECE letters on."""
     begin, first = PIECE - WINDOW, PIECE
     for pattern in (BETWEEN_WORDS, BETWEEN_KINDS):
         found = [begin + match.start() for match in pattern.finditer(text[begin:PIECE])][AROUND:]

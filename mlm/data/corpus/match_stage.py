@@ -195,7 +195,7 @@ def removed_in(plan: Plan, task: int) -> tuple[NDArray[np.bool_], NDArray[np.boo
 
 
 def among(documents: Ids, begin: int, end: int) -> NDArray[np.bool_]:
-    """Which of the documents begin … end - 1 are among others, which are sorted: bool [end - begin]."""
+    """Mask of the documents begin … end - 1 that are among others, which are sorted: bool [end - begin]."""
     found = np.zeros(end - begin, dtype=bool)
     first, last = np.searchsorted(documents, [begin, end])
     found[documents[first:last] - begin] = True

@@ -38,7 +38,7 @@ def mend(text: str) -> str:
 
 
 def mend_pieces(pieces: Callable[[], Iterator[str]]) -> Iterator[str]:
-    """What `mend` makes of a text that comes in pieces; they are gone through twice.
+    """Result of `mend` for a text that comes in pieces; they are gone through twice.
 
     A line that is held back grows to a few pieces at the most: a longer one is mended from its beginning, in
     the same pieces of 4,096 letters. That ftfy is shown more of it than `mend` would show it changes nothing.
@@ -88,7 +88,7 @@ def mend_lines(text: str, begin: int, verbatim: int) -> Iterator[str]:
 
 
 def mend_rest(part: str, line: int, verbatim: int) -> Iterator[str]:
-    """What follows in a line whose beginning is mended already."""
+    """Rest of a line whose beginning is fixed already."""
     config = VERBATIM if line >= verbatim else CONFIG
     yield from (
         ftfy.fix_text(piece, config) if UNUSUAL.search(piece) else straight(piece)

@@ -86,7 +86,7 @@ def gzip_blocks(source: Iterator[bytes]) -> Iterator[bytes]:
 
 
 class Unpacker(Protocol):
-    """What bz2 and lzma have in common: one stream."""
+    """Interface that bz2 and lzma share: one stream."""
 
     @property
     def eof(self) -> bool: ...

@@ -163,7 +163,7 @@ class Intake:
     """Longest line or text."""
     on_reject: Callable[[Rejected], None] = field(repr=False)
     keep_ids: bool = False
-    """Where no key of ids is set: take what stands under "id", if anything does."""
+    """Default of the key of ids: what stands under "id", if anything does."""
 
     @property
     def keys(self) -> list[str]:

@@ -47,7 +47,7 @@ def outcome(plan: Plan) -> Facts:
 
 
 def check_balance(facts: Facts) -> None:
-    """What was read is what is kept, removed and cut away, in documents and in bytes.
+    """Check that all that was read is kept, removed or cut away, in documents and in bytes.
 
     A document that is cut goes, and its pieces come in its place; mending changes bytes on the way.
     """

@@ -71,7 +71,7 @@ def long_sentences(pieces: Iterable[str]) -> Iterator[list[str]]:
 
 
 def sentence_limits(paragraph: str, segment: Segment, begins: list[int] | None = None) -> list[int]:
-    """Where the sentences of a paragraph begin, then the paragraph's end. `begins` gets those of blocks."""
+    """Begins of the sentences of a paragraph, then the paragraph's end. `begins` gets those of blocks."""
     limits = [0]
     begin = 0
     while begin < len(paragraph):

@@ -30,7 +30,7 @@ def cut(inputs: Iterable[Input], shard_bytes: int) -> list[Shard]:
 
 
 def group(inputs: Iterable[Input], shards: Sequence[Shard], shard_bytes: int) -> tuple[int, ...]:
-    """Where groups of neighbouring shards begin, then the number of shards: each group is a task.
+    """Begins of groups of neighbouring shards, then the number of shards: each group is a task.
 
     Small files share a task, up to a quarter of `shard_bytes`, so that the number of tasks grows with the
     bytes of the input and not with its files. A group lies in one part.

@@ -21,7 +21,7 @@ class SpilledHashes:
     """A set of hashes in a file without a name."""
 
     nbytes = 1 << 20
-    """What a cache counts it as: an open file."""
+    """Its weight in a cache: one open file."""
 
     def __init__(self, parts: Iterable[Hashes], folder: Path | None) -> None:
         self._file: BinaryIO = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115

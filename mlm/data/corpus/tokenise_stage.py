@@ -61,12 +61,12 @@ class Piece:
     is_cut: bool
     """True for a piece of a document that was cut."""
     origin: bytes | None
-    """Where it came from, as stage `clean` says it; None without keep_ids."""
+    """Origin, as stage `clean` says it; None without keep_ids."""
 
 
 @dataclass
 class Fates:
-    """What became of a task's documents: kept whole, removed by a rule, or cut into pieces.
+    """Account of a task's documents: kept whole, removed by a rule, or cut into pieces.
 
     documents = kept + removed + cut, and pieces = kept + removed in their turn. All bytes of a document that
     is cut are those of its pieces and `cut_bytes`.
@@ -154,7 +154,7 @@ def run(plan: Plan, task: int) -> None:
 
 
 def check_balance(counts: dict[str, Any], documents: int, num_bytes: int) -> None:
-    """What comes in is what is kept and what is removed, in documents and in bytes."""
+    """Check that all that comes in is kept or removed, in documents and in bytes."""
     kept = [sum(part[key] for part in counts["parts"].values()) for key in ("documents", "bytes")]
     cut, pieces = counts["cut"], sum(counts["removed_pieces"].values())
     gone = sum(counts["removed"].values()) + cut["documents"] - cut["pieces"] + pieces
@@ -169,7 +169,7 @@ def pieces(
     contamination: Contamination,
     fates: Fates,
 ) -> Iterator[Piece]:
-    """What is left of the documents of a task."""
+    """Remains of the documents of a task."""
     contaminants = load_contaminants(plan) if plan.evaluation else None
     advance, count = Advance(plan.stages["tokenise"].folder, task), len(texts)
     none = np.zeros(count, dtype=bool)
@@ -283,7 +283,7 @@ def long_sequences(plan: Plan, tokenizer: Tokenizer, text: StoredText) -> Iterat
 
 
 def ends(plan: Plan) -> tuple["array[int]", "array[int]"]:
-    """What every document begins and ends with."""
+    """Tokens that every document begins and ends with."""
     tokenizer, config = plan.load_tokenizer(), plan.config
     bos = [tokenizer.bos_id] if config.prepend_bos and tokenizer.bos_id is not None else []
     return array("I", bos), array("I", [tokenizer.eod_id] if config.append_eod else [])

@@ -67,7 +67,7 @@ def preflight(config: EvalTaskConfig) -> list[str]:
 
 
 def probability_faults(config: EvalTaskConfig) -> list[str]:
-    """What keeps a command from writing the probabilities."""
+    """Problems that keep a command from writing the probabilities."""
     path, kind = config.probabilities, config.task.kind
     if path is None or is_stream(path):
         return []
@@ -79,7 +79,7 @@ def probability_faults(config: EvalTaskConfig) -> list[str]:
 
 
 def saved_state(start: Start) -> dict[str, Any]:
-    """What the checkpoint says of the finetuning that made it; nothing in a model of elsewhere."""
+    """Finetuning that made the checkpoint, as it says; nothing in a model of elsewhere."""
     path = start.named.path
     saved = {} if is_model_folder(path) else read_manifest(path).state.get(STATE, {})
     return saved if isinstance(saved, dict) else {}

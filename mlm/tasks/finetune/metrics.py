@@ -147,7 +147,7 @@ def score_span(task: TaskConfig, texts: Sequence[str], value: str) -> tuple[floa
 
 
 def counted(text: str) -> str:
-    """What SQuAD's scripts compare of a text (arXiv:1606.05250, section 6.1)."""
+    """Part of a text that SQuAD's scripts compare (arXiv:1606.05250, section 6.1)."""
     letters = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", letters).split())
 
@@ -179,7 +179,7 @@ def best_threshold(
 
 
 def excess(prediction: Prediction) -> float:
-    """How much the score of no answer exceeds the best answer's: SQuAD 2.0's script seeks its threshold."""
+    """Excess of the score of no answer over the best answer's: SQuAD 2.0's script seeks its threshold."""
     best = prediction.n_best[0].score if prediction.n_best else 0.0
     return (prediction.null_score or 0.0) - best
 

@@ -26,7 +26,7 @@ MAY_CHANGE = (
     *("precision.initial_loss_scale", "precision.min_loss_scale", "precision.loss_scale_window"),
 )
 MAY_CHANGE_SECTIONS = ("checkpoint.", "log.", "dist.")
-"""What else may change there. Every key of FinetuneConfig is fixed, may change, or counts by content."""
+"""Other keys that may change. Every key of FinetuneConfig is fixed, may change, or counts by content."""
 WEIGHTS, VOCABULARY, ROWS = "ckpt", "data.tokenizer", "data.path"
 
 Settings = dict[str, Any]

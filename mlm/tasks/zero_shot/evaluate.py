@@ -181,7 +181,7 @@ def result_path(config: ZeroShotConfig, checkpoint: Path) -> Path:
 
 
 def default_path(config: ZeroShotConfig, checkpoint: Path) -> Path:
-    """Where it goes without `out`, and what is scored already if `out` is a stream."""
+    """Path without `out`, and of what is scored already if `out` is a stream."""
     trial = "" if config.limit is None else f"-limit{config.limit}"
     return result_file(checkpoint, f"eval-{TASKS[type(config)]}{trial}.json")
 
