@@ -25,6 +25,7 @@ ALLOWED = {
     "tasks/zero_shot/evaluate.py": "the scores kept until the result is there",
 }
 WRITERS = {
+    "cli/streams.py": "/dev/null, where a standard stream is closed",
     "train/agent.py": "job.json in a temporary folder",
     "tasks/lm_eval_ranks.py": "config.json in a temporary folder",
     "data/corpus/markers.py": "progress in the work folder",

@@ -13,7 +13,7 @@ from mlm.config.tree import Leaf, leaves
 
 NO_PATHS = {
     *("name", "prompt", "revision", "split", "text_key", "id_key", "hub_config", "hub_split", "hub_revision"),
-    "eod",
+    *("eod", "stop"),
     *("log.wandb_project", "normalise.languages"),
     *("executor.partition", "executor.time", "executor.environment"),
     *(f"task.{key}" for key in ("name", "columns", "label", "id", "labels", "metrics", "hub", "hub_config")),
