@@ -34,6 +34,12 @@ from mlm.train.trainer import Trainer
 LOWEST_PRIORITY = 19
 
 
+class SaveFailedError(CheckpointError):
+    """The last save of a run failed: no mistake of the command, but a run to start again."""
+
+    exit_code = 1
+
+
 @dataclass
 class Job:
     """A save under way."""
@@ -134,8 +140,10 @@ class Saver:
             self._collect()
 
     def finish(self) -> None:
-        """Wait for the save in flight. Raises CheckpointError on every rank if it failed."""
+        """Wait for the save in flight. Raises SaveFailedError on every rank if it failed."""
         error, self._failed = self._collect() or self._failed, None
+        if isinstance(error, CheckpointError):
+            raise SaveFailedError(str(error)) from error
         if error is not None:
             raise error
 

@@ -177,8 +177,9 @@ def test_the_last_save_s_failure_is_raised(tmp_path: Path, asynchronous: bool) -
     saver, told = saver_of(trainer, tmp_path)
     with saver:
         saver.begin()
-        with pytest.raises(CheckpointError, match=r"checkpoints: could not be saved \(rank 0\)"):
+        with pytest.raises(CheckpointError, match=r"checkpoints: could not be saved \(rank 0\)") as caught:
             saver.finish()
+    assert caught.value.exit_code == 1
     assert [step for step, _ in told.failures] == [0]
 
 
