@@ -43,6 +43,11 @@ PRECISIONS = "choose bf16, fp16, fp32 or fp64"
         ("+++x=1", "cannot read '+++x=1': + adds a key, ++ adds or replaces one; use ++x=…"),
         ("'optimizer={lr: 0.1, foo: 2}'", "unknown key 'optimizer.foo'; did you mean 'optimizer.lr'?"),
         ("-m 'model=range(1,3)'", "model=range(1,3): no such choice; list: mlm pretrain --help"),
+        (f"model={'x' * 300}", f"model={'x' * 300}: no such choice; list: mlm pretrain --help"),
+        (
+            f"data.path={'x' * 300}",
+            f"data.path={'x' * 40}…: a name of 300 bytes is too long for a file system; shorten it",
+        ),
         ("model.num_heads=10000000019", "model.num_heads=10000000019 must be at most 2147483647"),
     ],
 )

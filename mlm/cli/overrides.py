@@ -1,5 +1,6 @@
 """Overrides before Hydra sees them: all faults of spelling at once, and text taken literally."""
 
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -188,7 +189,7 @@ def _choice(
     for choice in _chosen(override, is_section=group in sections(command.spec)):
         roots = [CONFIG_DIR, *([Path(config_dir)] if config_dir else [])]
         name = choice.removesuffix(".yaml") if isinstance(choice, str) else None
-        if name is None or not any((root / group / f"{name}.yaml").is_file() for root in roots):
+        if name is None or not any(os.path.isfile(root / group / f"{name}.yaml") for root in roots):
             typed = choice if isinstance(choice, str) else show(choice)
             near = nearest_choice(typed, options[group])
             hint = f"did you mean {near}? (list: mlm {command.name} --help)"

@@ -4,9 +4,12 @@ A field of a run spec that holds a path is annotated with one of these types; `b
 rejects the empty path, and `path_faults.py` looks at what stands there.
 """
 
+import os
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, get_args
+
+LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, of Linux
 
 
 class Role(Enum):
@@ -72,6 +75,9 @@ def path_fault(key: str, value: Any, role: Role) -> str | None:
         return f"{key}={value}: {user} is no user's home folder; write the path in full, or ./{path}"
     if "\0" in path:
         return f"{key}={value!r}: holds a null byte; correct the path"
+    longest = max((len(os.fsencode(name)) for name in path.split("/")), default=0)
+    if longest > LONGEST_NAME or len(os.fsencode(path)) > LONGEST_PATH:
+        return f"{key}={value[:40]}…: a name of {longest} bytes is too long for a file system; shorten it"
     return None
 
 
