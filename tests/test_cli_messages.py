@@ -43,6 +43,8 @@ PRECISIONS = "choose bf16, fp16, fp32 or fp64"
         ("+++x=1", "cannot read '+++x=1': + adds a key, ++ adds or replaces one; use ++x=…"),
         ("'optimizer={lr: 0.1, foo: 2}'", "unknown key 'optimizer.foo'; did you mean 'optimizer.lr'?"),
         ("-m 'model=range(1,3)'", "model=range(1,3): no such choice; list: mlm pretrain --help"),
+        ("tp={}", "tp={} must be a whole number"),
+        ("optimizer.lr={}", "optimizer.lr={} must be a number"),
         (f"model={'x' * 300}", f"model={'x' * 300}: no such choice; list: mlm pretrain --help"),
         (
             f"data.path={'x' * 300}",

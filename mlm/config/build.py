@@ -31,7 +31,7 @@ def build(cls: type[T], composed: dict[str, Any], check: Check[T] | None = None)
     faults that name an unusable key are left out. Raises ConfigError with all faults.
     """
     spec: type = cls
-    flat = _with_homes(spec, flatten(composed))
+    flat = _with_homes(spec, flatten(composed) | _empty_values(spec, composed))
     faults, unusable = _faults_of_values(spec, flat)
     usable = {key: value for key, value in flat.items() if key in leaves(spec) and key not in unusable}
     try:
@@ -44,6 +44,18 @@ def build(cls: type[T], composed: dict[str, Any], check: Check[T] | None = None)
     if faults:
         raise ConfigError(faults)
     return config
+
+
+def _empty_values(cls: type, composed: dict[str, Any]) -> dict[str, Any]:
+    """Keys to which `{}` was given, which would else be left to their defaults."""
+    found = {}
+    for key in leaves(cls):
+        value: Any = composed
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        if isinstance(value, dict) and not value:
+            found[key] = value
+    return found
 
 
 def to_dict(config: Any) -> dict[str, Any]:
