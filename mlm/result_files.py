@@ -107,7 +107,8 @@ def _is_there(file: Path) -> bool:
 def _part_of_folder(file: Path) -> str | None:
     """The reason why a file is a part of something that mlm keeps, and so no result; None for others."""
     place = file.resolve()
-    if (place.parent / MANIFEST).is_file():
+    manifest = place.parent / MANIFEST  # a common name: other programs' manifests are none of ours
+    if manifest.is_file() and b'"digest":"xxh3:' in read_regular(manifest, HEAD):
         return "lies in a checkpoint"
     kind = kind_of_folder(place.parent)
     if kind in KEPT and matches(place.name, KINDS[kind].writes):

@@ -141,6 +141,11 @@ def test_sockets_folders_and_broken_links_are_rejected(tmp_path: Path) -> None:
     assert "is a socket" in said["socket"]
 
 
+def test_a_manifest_of_another_program_makes_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"name": "an extension", "digest": "sha256-0"}')
+    assert result_faults(tmp_path / "r.json") == []
+
+
 def test_a_write_protected_result_stays(tmp_path: Path) -> None:
     (tmp_path / "r.json").write_bytes(OURS)
     (tmp_path / "r.json").chmod(0o444)
