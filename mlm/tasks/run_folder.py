@@ -85,8 +85,7 @@ def write_imported(
         read: `read(name, rectangle)` gives those elements of a parameter, float32 on CPU, by its name and
             shape in `parameters(model)`, in no promised order; an OSError of it is taken for one of `out`.
         source: what it was made of, for `state["source"]`: "kind"; "name", an id or a folder's last
-            component; "files", the digest of each file by its name; and more.
-            The checkpoint is a function of the source, whatever `out` is.
+            component; "files", the digest of each file by its name; and more. It alone makes the checkpoint.
         filled: parameters that the source does not hold: they take the initial values of the configuration's
             seed, and `state["source"]["filled"]` lists them.
         tokenizer: saved as out/tokenizer.json, its digest in `state["tokenizer"]`; None saves none.
