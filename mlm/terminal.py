@@ -24,7 +24,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from mlm.config.errors import visible
+from mlm.errors import visible
 
 Advance = Callable[[int], None]
 LINE_S = 60.0

@@ -34,8 +34,8 @@ from bench.report import print_shape
 from bench.spec import Spec
 from bench.stats import MIN_PAIRS
 
-from mlm.config.errors import UserError
-from mlm.files import write_atomic
+from mlm.errors import UserError
+from mlm.files.atomic import write_atomic
 
 TARGET = 1.6
 """How many times as fast as `transformers` mlm is to be."""

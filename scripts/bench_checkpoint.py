@@ -35,7 +35,7 @@ from mlm.config.compose import load_config
 from mlm.config.schema import PretrainConfig
 from mlm.data.sampler import Batch, Loader
 from mlm.data.synthetic import SyntheticDataset
-from mlm.files import write_atomic
+from mlm.files.atomic import write_atomic
 from mlm.parallel.mesh import shape_context
 from mlm.train.memory import reuse_large_blocks
 from mlm.train.saver import Saver

@@ -37,7 +37,7 @@ from bench.command import guarded
 from bench.machine import REPOSITORY, commit_of, cpu_model
 from bench.sample_rates import INDEX_TARGET, LOAD_TARGET, index, load
 
-from mlm.files import write_atomic
+from mlm.files.atomic import write_atomic
 
 RUNS = {"tokenise": tokenise, "memory": memory, "index": index, "load": load}
 

@@ -40,9 +40,9 @@ from bench.dedup_corpus import Corpus, Pairs, plant, score, similar_pairs
 from bench.machine import REPOSITORY, commit_of, cpu_model
 from demo_corpus import installed_plays, scenes
 
-from mlm.config.corpus_schema import DedupConfig
-from mlm.config.errors import UserError
-from mlm.files import write_atomic
+from mlm.corpus.sections import DedupConfig
+from mlm.errors import UserError
+from mlm.files.atomic import write_atomic
 
 RECALL, PRECISION = 0.98, 0.99
 REPORTED = 0.3  # similarities below it are not kept

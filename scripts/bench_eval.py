@@ -36,10 +36,10 @@ from bench.command import guarded
 from bench.random_gpt2 import machine_facts, save_random_gpt2
 from bench.stats import Spread
 
-from mlm.config.errors import UserError
+from mlm.errors import UserError
 from mlm.data.tokenizer import Tokenizer
-from mlm.files import write_atomic
-from mlm.tasks.zero_shot import sources
+from mlm.files.atomic import write_atomic
+from mlm.evaluate.zero_shot import sources
 
 TARGETS = {"lambada": 1.5, "wikitext": 1.2}
 """How many times as fast mlm is to be."""
@@ -132,7 +132,7 @@ def open_models(folder: Path) -> tuple[Any, Any]:
     try:
         from lm_eval.models.huggingface import HFLM
 
-        from mlm.tasks.lm_eval_adapter import MlmLM
+        from mlm.evaluate.lm_eval.adapter import MlmLM
     except ModuleNotFoundError as error:
         raise UserError(f"{error}: pip install 'lm-eval[hf]'") from None
     return MlmLM(ckpt=str(folder), device="cpu"), HFLM(pretrained=str(folder), device="cpu", dtype="float32")

@@ -46,8 +46,8 @@ from bench.finetune_runs import (
 from bench.random_gpt2 import machine_facts
 from bench.stats import Spread
 
-from mlm.config.errors import UserError
-from mlm.files import write_atomic
+from mlm.errors import UserError
+from mlm.files.atomic import write_atomic
 
 TARGET = 1.4
 """How many times as fast mlm is to be."""

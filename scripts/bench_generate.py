@@ -30,12 +30,12 @@ from bench.command import guarded
 from bench.random_gpt2 import machine_facts, save_random_gpt2
 from bench.stats import Spread
 
-from mlm.config.errors import UserError
+from mlm.errors import UserError
 from mlm.config.schema import ParallelConfig, PrecisionConfig
-from mlm.files import write_atomic
+from mlm.files.atomic import write_atomic
 from mlm.parallel.mesh import shape_context
-from mlm.tasks.generation import Sampling, generate
-from mlm.tasks.trained import load_trained
+from mlm.inference.generation import Sampling, generate
+from mlm.inference.trained import load_trained
 
 TARGET = 1.2
 """How many times as fast mlm is to be."""

@@ -34,8 +34,8 @@ from bench.spec import Spec
 from bench.stats import MIN_PAIRS
 from bench.timing import Clock, Series
 
-from mlm.config.errors import UserError
-from mlm.files import write_atomic
+from mlm.errors import UserError
+from mlm.files.atomic import write_atomic
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

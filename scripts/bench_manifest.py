@@ -29,12 +29,12 @@ import torch
 from bench.command import guarded
 
 import mlm
-from mlm.checkpoint.declaration import declare_shards, file_name, merge_declared
-from mlm.checkpoint.fit import plan_reading
-from mlm.checkpoint.folders import fault_of
-from mlm.checkpoint.format import CHUNKS, MANIFEST, FileEntry, Manifest, read_manifest, write_manifest
-from mlm.checkpoint.rectangle import Shard, Split
-from mlm.files import write_atomic
+from mlm.checkpoint.native.declaration import declare_shards, file_name, merge_declared
+from mlm.checkpoint.native.fit import plan_reading
+from mlm.checkpoint.native.folders import fault_of
+from mlm.checkpoint.native.format import CHUNKS, MANIFEST, FileEntry, Manifest, read_manifest, write_manifest
+from mlm.checkpoint.native.slices import Shard, Split
+from mlm.files.atomic import write_atomic
 
 LAYERS, HIDDEN, VOCABULARY, POSITIONS = 72, 3072, 51200, 1024
 DIGEST = "xxh3:" + "0" * 32

@@ -32,16 +32,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # mlm of this chec
 from bench.command import guarded
 from bench.machine import REPOSITORY, commit_of, cpu_model
 
-from mlm.checkpoint.rectangle import Rectangle
-from mlm.checkpoint.stream import GlobalTensor, write_streamed
+from mlm.checkpoint.native.slices import Rectangle
+from mlm.checkpoint.native.stream import GlobalTensor, write_streamed
 from mlm.config.build import to_dict
-from mlm.config.checkpoint_schema import ReshardConfig
-from mlm.config.errors import UserError
-from mlm.config.model_schema import ModelConfig
+from mlm.checkpoints.config import ReshardConfig
+from mlm.errors import UserError
+from mlm.models.config import ModelConfig
 from mlm.config.schema import PretrainConfig
-from mlm.files import write_atomic
-from mlm.tasks.reshard import run as reshard
-from mlm.tasks.run_folder import check_space, parameters
+from mlm.files.atomic import write_atomic
+from mlm.convert.reshard import run as reshard
+from mlm.train.run_folder import check_space, parameters
 from mlm.train.state import CHECKPOINTS
 
 MODEL = ModelConfig(num_layers=1, hidden_size=1920, num_heads=20, max_positions=1024)

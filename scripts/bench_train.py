@@ -32,8 +32,8 @@ from bench.shapes import check_shape, shapes_of
 from bench.spec import Spec
 from bench.stats import MIN_PAIRS
 
-from mlm.config.errors import UserError
-from mlm.files import write_atomic
+from mlm.errors import UserError
+from mlm.files.atomic import write_atomic
 
 CONTENDERS = {
     "mlm": "as `mlm pretrain` runs it",

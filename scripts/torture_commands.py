@@ -29,7 +29,7 @@ from bench.command import guarded
 from torture.command_lines import Verdict, mutate, try_line
 from torture.flips import make_template
 
-from mlm.files import write_atomic
+from mlm.files.atomic import write_atomic
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -31,7 +31,7 @@ from bench.command import guarded
 from torture.flips import Flip, make_template, one_flip, references, targets
 
 import mlm
-from mlm.files import write_atomic
+from mlm.files.atomic import write_atomic
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -9,7 +9,7 @@ import pytest
 from mlm.cli import main
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = (".", "mlm/data", "mlm/tasks", "mlm/tasks/finetune")
+FOLDERS = (".", "mlm/corpus", "mlm/evaluate", "mlm/finetune")
 READMES = tuple(ROOT / folder / "README.md" for folder in FOLDERS)
 MISTAKEN = "optimzer.lr"
 """In the one command that shows what is said of mistakes."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import import_module
 
-from mlm.train.stop import requests_noted
+from mlm.launch.stop import requests_noted
 
 TRAINING = ("pretrain", "finetune")
 """Commands that save when they are asked to stop."""

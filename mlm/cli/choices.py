@@ -6,7 +6,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from mlm.config.build import show
-from mlm.config.model_schema import ModelConfig
+from mlm.models.config import ModelConfig
 from mlm.config.paths import CONFIG_DIR
 from mlm.config.tree import flatten
 

@@ -1,11 +1,11 @@
 """All commands, in the order of `mlm --help`."""
 
-from mlm.cli.checkpoint_commands import CHECKPOINTS
-from mlm.cli.command import Command, resolve
-from mlm.cli.data_commands import DATA
-from mlm.cli.finetune_commands import FINETUNE
-from mlm.cli.model_commands import MODELS
-from mlm.cli.training_commands import TRAINING
+from mlm.checkpoints.command import CHECKPOINTS
+from mlm.config.command import Command, resolve
+from mlm.corpus.command import DATA
+from mlm.finetune.command import FINETUNE
+from mlm.evaluate.command import MODELS
+from mlm.pretrain.command import TRAINING
 
 __all__ = ["COMMANDS", "Command", "resolve"]
 

@@ -27,7 +27,7 @@ from mlm.cli.hydra_app import call_hydra
 from mlm.cli.overrides import command_groups
 from mlm.cli.saved_run import take_file, take_resume
 from mlm.cli.tasks import takes_task, task_names
-from mlm.config.errors import UserError
+from mlm.errors import UserError
 from mlm.config.tree import leaves
 
 ACTIONS = ("install", "uninstall", "query")

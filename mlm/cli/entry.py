@@ -25,7 +25,7 @@ from mlm.cli.overrides import prepare
 from mlm.cli.run import FAILED, MISTAKE, OK, report
 from mlm.cli.saved_run import take_saved
 from mlm.cli.streams import writable_streams
-from mlm.config.errors import ConfigError, UserError
+from mlm.errors import ConfigError, UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:

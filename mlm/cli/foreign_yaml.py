@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from mlm.config.errors import ConfigError
+from mlm.errors import ConfigError
 
 FOLDER_FLAGS = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
 GUARDED = (

@@ -11,7 +11,7 @@ from mlm.cli.overrides import command_groups
 from mlm.cli.tasks import takes_task, task_names, task_summaries
 from mlm.config.build import describe_type, show
 from mlm.config.compose import compose_values
-from mlm.config.errors import UserError
+from mlm.errors import UserError
 from mlm.config.ranges import BOUNDS
 from mlm.config.suggest import did_you_mean
 from mlm.config.tree import MISSING_VALUE, Leaf, flatten, leaves

@@ -19,7 +19,7 @@ from mlm.cli.foreign_yaml import check_foreign_yaml
 from mlm.cli.overrides import Prepared
 from mlm.cli.run import Job, report, run, show
 from mlm.config.compose import register_defaults
-from mlm.config.errors import ConfigError
+from mlm.errors import ConfigError
 from mlm.config.paths import CONFIG_DIR
 from mlm.config.saved import Saved, unset_config
 from mlm.config.suggest import did_you_mean

@@ -16,14 +16,14 @@ from mlm.cli.commands import Command, resolve
 from mlm.cli.overrides import Prepared
 from mlm.config.build import build
 from mlm.config.compose import resolved
-from mlm.config.errors import ConfigError, UserError
-from mlm.config.path_faults import path_faults, streams_for
+from mlm.errors import ConfigError, UserError
+from mlm.config.path_errors import path_faults, streams_for
 from mlm.config.saved import Saved
 from mlm.config.tree import MISSING_VALUE
-from mlm.ownership import STDOUT
+from mlm.files.ownership import STDOUT
 
 OK, FAILED, MISTAKE, INTERRUPTED = 0, 1, 2, 130
-LAUNCH = "mlm.train.launch"
+LAUNCH = "mlm.launch.start"
 HEAD_START_S = 5.0  # a launcher ends all ranks when one ends: the one that reports must not be cut off
 FILES = (".json", ".jsonl", ".svg", ".png")  # an `out` that ends so is one file, any other a folder
 LONGEST_FOLDER = 120  # characters of a sweep's job folder; file systems refuse names above 255 bytes

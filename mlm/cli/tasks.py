@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from mlm.cli.choices import first_comment
-from mlm.cli.command import Command
+from mlm.config.command import Command
 from mlm.config.paths import CONFIG_DIR
 
 GROUP = "task"

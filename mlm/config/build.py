@@ -13,12 +13,12 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
-from mlm.config.errors import ConfigError
+from mlm.errors import ConfigError
 from mlm.config.neighbours import FLAGS
 from mlm.config.path_types import expanded, path_fault
 from mlm.config.suggest import nearest
 from mlm.config.tree import HOISTED, MISSING_VALUE, Leaf, flatten, leaves, sections
-from mlm.files import digest_bytes
+from mlm.files.atomic import digest_bytes
 
 T = TypeVar("T")
 Check = Callable[[T], list[str]]  # a built run spec → its faults

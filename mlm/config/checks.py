@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
-from mlm.config import files_present as present
-from mlm.config.blend import blend_faults
-from mlm.config.downstream_checks import check_task
-from mlm.config.errors import has_controls
-from mlm.config.eval_schema import ZeroShotConfig
-from mlm.config.finetune_schema import EvalTaskConfig, FinetuneConfig
-from mlm.config.layout_checks import (
+from mlm.data import files_present as present
+from mlm.data.blend_checks import blend_faults
+from mlm.finetune.task_checks import check_task
+from mlm.errors import has_controls
+from mlm.evaluate.config import ZeroShotConfig
+from mlm.finetune.config import EvalTaskConfig, FinetuneConfig
+from mlm.parallel.layout_checks import (
     FINETUNE_LAYOUT_RULES,
     RANK_RULES,
     TRAIN_RULES,
@@ -23,8 +23,8 @@ from mlm.config.layout_checks import (
     LayoutRule,
     num_replicas,
 )
-from mlm.config.model_checks import bert_data_fault, model_fault, pretraining_fault
-from mlm.config.nearest_layout import layout_faults
+from mlm.models.checks import bert_data_fault, model_fault, pretraining_fault
+from mlm.parallel.nearest_layout import layout_faults
 from mlm.config.ranges import out_of_range
 from mlm.config.schema import ParallelConfig, PretrainConfig
 from mlm.config.task_schema import EvalLossConfig, GenerateConfig, LmEvalConfig

@@ -10,29 +10,29 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from mlm.config.build import build
-from mlm.config.checkpoint_schema import (
+from mlm.checkpoints.config import (
     CkptDiffConfig,
     CkptInspectConfig,
     CkptPruneConfig,
     CkptVerifyConfig,
     ReshardConfig,
 )
-from mlm.config.convert_schema import ExportHFConfig, ImportHFConfig, ImportMegatronConfig
-from mlm.config.data_schema import (
+from mlm.convert.config import ExportHFConfig, ImportHFConfig, ImportMegatronConfig
+from mlm.corpus.config import (
     DataBuildConfig,
     DataInspectConfig,
     DataTokenizerConfig,
     DataVerifyConfig,
 )
-from mlm.config.eval_schema import EvalAllConfig, EvalLambadaConfig, EvalWikitext103Config
-from mlm.config.finetune_schema import EvalTaskConfig, FinetuneConfig
-from mlm.config.parity_schema import ParityConfig
+from mlm.evaluate.config import EvalAllConfig, EvalLambadaConfig, EvalWikitext103Config
+from mlm.finetune.config import EvalTaskConfig, FinetuneConfig
+from mlm.check.parity.config import ParityConfig
 from mlm.config.paths import CONFIG_DIR
-from mlm.config.plan_schema import PlanScheduleConfig
+from mlm.plan.config import PlanScheduleConfig
 from mlm.config.schema import PretrainConfig
 from mlm.config.task_schema import EvalLossConfig, GenerateConfig
 from mlm.config.tree import defaults
-from mlm.config.verify_resume_schema import VerifyResumeConfig
+from mlm.check.verify_resume.config import VerifyResumeConfig
 
 SPECS: dict[str, type] = {
     "pretrain": PretrainConfig,

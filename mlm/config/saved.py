@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from mlm.config.build import show, unknown_key
 from mlm.config.compose import SPECS, register_defaults, resolved
-from mlm.config.errors import ConfigError, UserError, has_controls, visible
+from mlm.errors import ConfigError, UserError, has_controls, visible
 from mlm.config.paths import CONFIG_DIR
 from mlm.config.tree import MISSING_VALUE, flatten, leaves
 

@@ -6,7 +6,7 @@ Values come from the YAML in `configs/` and from the command line; `build.py` ch
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from mlm.config.model_schema import MASKED, Forbid, ModelConfig
+from mlm.models.config import MASKED, Forbid, ModelConfig
 from mlm.config.path_types import BlendEntry, CacheFolder, InputPath, OutFolder
 
 

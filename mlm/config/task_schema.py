@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from mlm.config.model_schema import Forbid
+from mlm.models.config import Forbid
 from mlm.config.path_types import InputPath, ResultFile
 from mlm.config.schema import DistConfig, ParallelConfig, PrecisionConfig
 
@@ -87,7 +87,7 @@ class GenerateConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LmEvalConfig:
-    """What lm-eval's `--model mlm --model_args key=value,…` sets (mlm/tasks/lm_eval_adapter.py)."""
+    """What lm-eval's `--model mlm --model_args key=value,…` sets (mlm/evaluate/lm_eval/adapter.py)."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 

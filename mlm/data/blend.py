@@ -28,7 +28,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mlm.data.bert import BERTDataset, BERTSamples
+from mlm.models.bert.samples import BERTDataset, BERTSamples
 from mlm.data.gpt import GPTDataset
 
 MAX_SAMPLES = 1 << 50

@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-from mlm.config.blend import MAX_SOURCES
+from mlm.data.blend_checks import MAX_SOURCES
 from mlm.data.blend import MAX_SAMPLES, taken
 
 MAX_SEGMENTS = 1000

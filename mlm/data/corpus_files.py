@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import mlm
-from mlm import result_files
-from mlm.config.errors import UserError
+from mlm.files import results as result_files
+from mlm.errors import UserError
 from mlm.data.indexed import bin_path, idx_path
 from mlm.data.parts import SPLITS
 from mlm.data.receipt import Receipt, read_receipt

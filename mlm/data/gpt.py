@@ -21,11 +21,11 @@ import numpy as np
 import xxhash
 from numpy.typing import ArrayLike, NDArray
 
-from mlm.config.errors import UserError
+from mlm.errors import UserError
 from mlm.data.indexed import IndexedDataset
-from mlm.data.one_builder import one_builder
+from mlm.files.one_builder import one_builder
 from mlm.data.vectors import coarse, copy_runs, first_above, stable_argsort
-from mlm.files import digest_bytes, write_atomic
+from mlm.files.atomic import digest_bytes, write_atomic
 
 IGNORED = -100
 """Label of a position that is not scored."""

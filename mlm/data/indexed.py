@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from mlm.config.errors import CorruptFileError, UserError
+from mlm.errors import CorruptFileError, UserError
 from mlm.data.indexed_format import (
     DTYPES,
     HEADER,
@@ -27,7 +27,7 @@ from mlm.data.indexed_format import (
     idx_path,
     token_dtype,
 )
-from mlm.files import copy_bytes, digest_file, fsync_directory, sync
+from mlm.files.atomic import copy_bytes, digest_file, fsync_directory, sync
 
 __all__ = [
     "DTYPES",

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mlm.config.errors import CorruptFileError
+from mlm.errors import CorruptFileError
 
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1

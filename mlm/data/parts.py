@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import xxhash
 
-from mlm.config.errors import UserError
+from mlm.errors import UserError
 
 SPLITS = ("train", "validation", "test")
 

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from mlm.data.bert import BERTSamples
+from mlm.models.bert.samples import BERTSamples
 from mlm.data.gpt import IGNORED
 
 Samples = NDArray[np.int64] | BERTSamples

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mlm.data.bert import BERTSamples
+from mlm.models.bert.samples import BERTSamples
 from mlm.data.gpt import IGNORED
 
 MASKED, SHORT = 0.15, 0.1

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mlm.config.model_schema import ModelConfig
+from mlm.models.config import ModelConfig
 from mlm.models.documents import Spans
 from mlm.models.heads import PlainLinear, gather_outputs
 from mlm.models.stage import Stage, split_layers

@@ -1,7 +1,7 @@
 """The model that a configuration describes."""
 
-from mlm.models.bert import BERT
-from mlm.models.gpt2 import GPT2
+from mlm.models.bert.model import BERT
+from mlm.models.gpt2.model import GPT2
 
 Model = GPT2 | BERT
 

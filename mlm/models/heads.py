@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mlm.config.model_schema import ModelConfig
+from mlm.models.config import ModelConfig
 from mlm.models.transformer import LayerNorm, activate
 from mlm.parallel.collectives import gather_rows
 from mlm.parallel.layers import split

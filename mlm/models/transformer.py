@@ -9,7 +9,7 @@ import math
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mlm.config.model_schema import ModelConfig
+from mlm.models.config import ModelConfig
 from mlm.models.attention import SelfAttention
 from mlm.models.cache import Reading
 from mlm.models.documents import Spans

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mlm.config.plan_schema import PlanScheduleConfig
+from mlm.plan.config import PlanScheduleConfig
 from mlm.parallel.pipeline.actions import Plan, Receive, Send
 
 

@@ -8,15 +8,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mlm.config.errors import UserError
-from mlm.config.plan_schema import PlanScheduleConfig
+from mlm.errors import UserError
+from mlm.plan.config import PlanScheduleConfig
 from mlm.parallel.pipeline.actions import Cost, Plan
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule
 from mlm.plan import picture, terminal
 from mlm.plan.numbers import Formula, closed_bubble, rank_numbers, title
 from mlm.plan.record import record
-from mlm.result_files import named, write_result
+from mlm.files.results import named, write_result
 
 
 def run(config: PlanScheduleConfig, console: Console | None = None) -> Plan:

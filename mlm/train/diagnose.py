@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mlm.config.errors import UserError
+from mlm.errors import UserError
 from mlm.models.build import MODELS
 from mlm.parallel.collectives import all_reduce
 from mlm.train.trainer import Trainer

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-from mlm.config.blend import entry
-from mlm.config.errors import UserError
+from mlm.data.blend_checks import entry
+from mlm.errors import UserError
 from mlm.config.schema import DataConfig, PretrainConfig
 from mlm.data.receipt import RECEIPT, read_receipt
 from mlm.data.tokenizer import Tokenizer

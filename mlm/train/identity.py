@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
 
-from mlm.checkpoint.lineage import LINEAGE, Lineage, Save
+from mlm.checkpoint.native.lineage import LINEAGE, Lineage, Save
 from mlm.config.build import show, to_dict
-from mlm.config.model_schema import ModelConfig
+from mlm.models.config import ModelConfig
 from mlm.config.schema import PretrainConfig
 from mlm.config.tree import HOISTED, flatten
 from mlm.train.documents import SWITCHES, with_eod

@@ -5,15 +5,15 @@ import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mlm.config.blend import shares
+from mlm.data.blend_checks import shares
 from mlm.data.sampler import AnyBatch, Dataset, Loader, eval_batches
 from mlm.train.corpora import ValidationSet
 from mlm.train.diagnose import refuse_exhausted
-from mlm.train.metrics import Rates, Reporter, StepMetrics, Throughput
-from mlm.train.peak import memory_bytes
-from mlm.train.records import Parts
+from mlm.report.metrics import Rates, Reporter, StepMetrics, Throughput
+from mlm.report.peak import memory_bytes
+from mlm.report.records import Parts
 from mlm.train.saver import Saver
-from mlm.train.stop import StopRequest
+from mlm.launch.stop import StopRequest
 from mlm.train.trainer import StepOutcome, StopVote, Trainer
 
 WARMUP = "schedule.warmup_steps"

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from mlm.config.errors import UserError
+from mlm.errors import UserError
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from mlm.config.schema import PretrainConfig
 from mlm.data.sampler import Batch, BERTBatch
 from mlm.models.backbone import Inputs
-from mlm.models.bert import BERT, PARTS, Targets, masked_targets
+from mlm.models.bert.model import BERT, PARTS, Targets, masked_targets
 from mlm.models.documents import Boundaries, Documents, without_padding
-from mlm.models.gpt2 import GPT2
+from mlm.models.gpt2.model import GPT2
 from mlm.parallel.cross_entropy import IGNORE
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.random import DropoutStream
@@ -104,7 +104,7 @@ class NextToken:
 
 
 class MaskedTokens:
-    """BERT's: masked tokens, and the order of the two segments (mlm.models.bert.PARTS)."""
+    """BERT's: masked tokens, and the order of the two segments (mlm.models.bert.model.PARTS)."""
 
     parts: tuple[str, ...] = PARTS
     losses = 2

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mlm.config.model_schema import ModelConfig
+from mlm.models.config import ModelConfig
 from mlm.config.schema import ParallelConfig, PrecisionConfig
 from mlm.models.build import MODELS
 from mlm.models.stage import split_layers

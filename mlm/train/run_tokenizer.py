@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from mlm.checkpoint.format import Manifest
-from mlm.checkpoint.tokenizer_digest import TokenizerDigest, file_beside
-from mlm.config.errors import UserError
+from mlm.checkpoint.native.format import Manifest
+from mlm.checkpoint.native.tokenizer_digest import TokenizerDigest, file_beside
+from mlm.errors import UserError
 from mlm.config.schema import DataConfig
 from mlm.data.blend_history import known_digest
 from mlm.data.corpus_files import tokenizer_beside

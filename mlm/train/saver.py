@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 
-from mlm.checkpoint.exchange import Ranks
-from mlm.checkpoint.lineage import Save
-from mlm.checkpoint.save_load import CheckpointError, Shard, save_checkpoint, stored_tensors
-from mlm.checkpoint.staging import StagedFile
-from mlm.files import digest_bytes
+from mlm.checkpoint.native.exchange import Ranks
+from mlm.checkpoint.native.lineage import Save
+from mlm.checkpoint.native.save_load import CheckpointError, Shard, save_checkpoint, stored_tensors
+from mlm.checkpoint.native.staging import StagedFile
+from mlm.files.atomic import digest_bytes
 from mlm.parallel.mesh import ParallelContext, host_group
 from mlm.parallel.watch import LostPeer, Watch
-from mlm.train.metrics import Reporter
+from mlm.report.metrics import Reporter
 from mlm.train.state import CHECKPOINTS, counters, owned_shards, save
 from mlm.train.trainer import Trainer
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 import mlm
-from mlm.checkpoint.exchange import Ranks
-from mlm.checkpoint.folders import checkpoints
-from mlm.checkpoint.lineage import LINEAGE, Lineage, Save
-from mlm.checkpoint.rectangle import Split
-from mlm.checkpoint.run_state import check_run_state
-from mlm.checkpoint.save_load import (
+from mlm.checkpoint.native.exchange import Ranks
+from mlm.checkpoint.native.folders import checkpoints
+from mlm.checkpoint.native.lineage import LINEAGE, Lineage, Save
+from mlm.checkpoint.native.slices import Split
+from mlm.checkpoint.native.run_state import check_run_state
+from mlm.checkpoint.native.save_load import (
     CheckpointError,
     Manifest,
     Shard,
@@ -25,10 +25,10 @@ from mlm.checkpoint.save_load import (
     read_manifest,
     save_checkpoint,
 )
-from mlm.checkpoint.tokenizer_digest import KEY as TOKENIZER
-from mlm.config.blend import names
+from mlm.checkpoint.native.tokenizer_digest import KEY as TOKENIZER
+from mlm.data.blend_checks import names
 from mlm.config.build import to_dict
-from mlm.config.errors import ConfigError, CorruptFileError, UserError
+from mlm.errors import ConfigError, CorruptFileError, UserError
 from mlm.config.schema import PretrainConfig
 from mlm.data.blend_history import History, Segment, Source, decode, encode
 from mlm.models.stage import home_of

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from bench.shapes import NUM_BATCHES, Shape
-from mlm.config.errors import UserError
-from mlm.config.model_schema import ModelConfig
+from mlm.errors import UserError
+from mlm.models.config import ModelConfig
 from mlm.config.schema import DataConfig
 from mlm.data.sampler import BERTBatch, as_batch
 from mlm.data.synthetic import SyntheticBERT
-from mlm.train.bert_corpora import bert_samples, bert_vocab
+from mlm.models.bert.corpora import bert_samples, bert_vocab
 
 WORDPIECES = 30522
 """Tokens of the vocabulary of bert-base-uncased. `mlm` pads its table to 30,592 rows, others do not."""

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Backend
 from bench.machine import REPOSITORY
 from bench.stats import Spread
 from bench.text_supply import read_passages, write_documents, write_evaluation
-from mlm.config.errors import UserError
+from mlm.errors import UserError
 from mlm.data.tokenizer import Tokenizer
 
 TOKENISE_TARGET = 0.9

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from mlm.config.errors import UserError
+from mlm.errors import UserError
 
 
 def guarded(name: str, run: Callable[[Console], int]) -> int:

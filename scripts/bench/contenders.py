@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from bench.equality import Agreement, Reference, agreement
 from bench.shapes import OPTIMIZER, TRANSPOSED, gpt2_state, make_batches
 from bench.spec import Spec
-from mlm.checkpoint.huggingface import gpt2_from_huggingface
-from mlm.config.errors import UserError
+from mlm.checkpoint.huggingface.names import gpt2_from_huggingface
+from mlm.errors import UserError
 from mlm.config.schema import ParallelConfig, PrecisionConfig, PretrainConfig, ScheduleConfig, TrainConfig
 from mlm.data.sampler import Batch
 from mlm.parallel import matmul

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mlm.config.errors import UserError
+from mlm.errors import UserError
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 """Largest ‖g - r‖ / ‖r‖ of any parameter's gradient g against the reference's r. float32: the order of sums.

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from bench.machine import REPOSITORY
-from mlm.config.errors import UserError
+from mlm.errors import UserError
 from mlm.config.schema import ParallelConfig, PrecisionConfig
 from mlm.models.backbone import Inputs
 from mlm.models.documents import without_padding
 from mlm.parallel.mesh import ParallelContext
-from mlm.tasks.finetune.tokens import encode, frame
-from mlm.tasks.trained import load_tokenizer, load_trained
+from mlm.finetune.tokens import encode, frame
+from mlm.inference.trained import load_tokenizer, load_trained
 
 PEER = Path(__file__).with_name("finetune_peer.py")
 HIDDEN_TOLERANCE = 1e-4

@@ -10,7 +10,7 @@ from bench.contenders import Trainee, run_config
 from bench.shapes import make_batches
 from bench.spec import Spec
 from mlm.config.build import build
-from mlm.config.errors import UserError
+from mlm.errors import UserError
 from mlm.config.schema import ParallelConfig
 from mlm.data.sampler import Batch
 from mlm.parallel import linear

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bench.spec import Spec
-from mlm.files import digest_file
+from mlm.files.atomic import digest_file
 from mlm.parallel.matmul import product
 
 PROBE_S = 0.07

@@ -13,10 +13,10 @@ from matplotlib.figure import Figure
 from bench.norm_runs import ENDED, Trial
 from mlm.config.schema import DataConfig
 from mlm.data.gpt import IGNORED
-from mlm.files import write_atomic
-from mlm.train.bert_corpora import bert_samples, bert_vocab
-from mlm.train.curves import running_mean, tidy
-from mlm.train.history import FILE_NAME, read_records
+from mlm.files.atomic import write_atomic
+from mlm.models.bert.corpora import bert_samples, bert_vocab
+from mlm.report.curves import running_mean, tidy
+from mlm.report.history import FILE_NAME, read_records
 
 TAIL = 0.05
 """Share of the logged steps, the last, whose mean is a final loss."""

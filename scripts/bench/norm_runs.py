@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.machine import REPOSITORY
-from mlm.config.errors import UserError
-from mlm.files import write_atomic
-from mlm.train.history import FILE_NAME, read_records
+from mlm.errors import UserError
+from mlm.files.atomic import write_atomic
+from mlm.report.history import FILE_NAME, read_records
 
 POLL_S = 1.0
 LOGGED = 3000

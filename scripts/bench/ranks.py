@@ -28,7 +28,7 @@ from bench.contenders import MlmTrainee, NanoGptTrainee, Trainee, TransformersTr
 from bench.equality import Agreement, Reference
 from bench.memory import measure_peak
 from bench.spec import Spec
-from mlm.config.errors import UserError
+from mlm.errors import UserError
 from mlm.parallel.mesh import build_mesh
 
 WARM_UP_STEPS = 2

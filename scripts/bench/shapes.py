@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from mlm.config.errors import UserError
-from mlm.config.model_schema import ModelConfig
+from mlm.errors import UserError
+from mlm.models.config import ModelConfig
 from mlm.config.schema import OptimizerConfig
 
 GPT2_TOKENS = 50257

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from mlm.config.errors import UserError
+from mlm.errors import UserError
 
 MAX_DRIFT = 0.10
 """Largest change of the bracketing product, between before and after and from the session's median."""

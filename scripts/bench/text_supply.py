@@ -9,7 +9,7 @@ import demo_corpus
 import numpy as np
 from numpy.typing import NDArray
 
-from mlm.config.errors import UserError
+from mlm.errors import UserError
 
 MEAN_WORDS = 600  # of a document; web text has some hundred
 HELD_OUT = 50  # every so many passages one is an evaluation text, and in no document

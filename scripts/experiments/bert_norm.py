@@ -52,9 +52,9 @@ from bench.norm_report import curve_of, draw, markdown, masked_entropy, row_of, 
 from bench.norm_runs import Runs, Sizes, Trial, about
 from bench.random_gpt2 import machine_facts
 
-from mlm.config.errors import UserError
+from mlm.errors import UserError
 from mlm.data.tokenizer import Tokenizer
-from mlm.files import write_atomic
+from mlm.files.atomic import write_atomic
 
 PAPER_STD, PAPER_WIDTH = 0.02, 1024
 

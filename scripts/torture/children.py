@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlm.checkpoint import lock
-from mlm.train import pretrain, resume, saver
-from mlm.train.rank import die_with_parent
+from mlm.files import lock
+from mlm.train import resume, saver
+from mlm.pretrain import run as pretrain
+from mlm.launch.rank import die_with_parent
 
 HUNG_S = 120.0
 HUNG = 124  # exit code of what took longer, as timeout(1) has it

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mlm.checkpoint.folders import checkpoints
+from mlm.checkpoint.native.folders import checkpoints
 from mlm.cli import main
 from torture.children import start
 from torture.runs import content

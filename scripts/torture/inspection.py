@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mlm.checkpoint.folders import checkpoints, latest_checkpoint, named_latest
-from mlm.checkpoint.verify import verify_checkpoint
-from mlm.config.errors import UserError
+from mlm.checkpoint.native.folders import checkpoints, latest_checkpoint, named_latest
+from mlm.checkpoint.native.verify import verify_checkpoint
+from mlm.errors import UserError
 from mlm.train.state import CHECKPOINTS
 from torture.runs import HALF, KEEP, STEPS, Reference, content
 

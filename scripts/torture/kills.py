@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from mlm.checkpoint.folders import checkpoints, step_name
-from mlm.checkpoint.verify import verify_checkpoint
-from mlm.tasks.child_run import child_run, kill
+from mlm.checkpoint.native.folders import checkpoints, step_name
+from mlm.checkpoint.native.verify import verify_checkpoint
+from mlm.launch.child_run import child_run, kill
 from mlm.train.state import CHECKPOINTS
 from torture.children import LOAD, RESHARD, SAVE, Job
 from torture.inspection import Trial

@@ -15,17 +15,17 @@ import torch
 import xxhash
 from safetensors.torch import load_file
 
-from mlm.checkpoint.folders import checkpoints
-from mlm.checkpoint.format import read_manifest
+from mlm.checkpoint.native.folders import checkpoints
+from mlm.checkpoint.native.format import read_manifest
 from mlm.cli.arguments import find_command
 from mlm.cli.run import report
-from mlm.config.checkpoint_schema import ReshardConfig
+from mlm.checkpoints.config import ReshardConfig
 from mlm.config.compose import load_config
-from mlm.config.errors import ConfigError
+from mlm.errors import ConfigError
 from mlm.config.schema import PretrainConfig
-from mlm.tasks import reshard
-from mlm.train import pretrain
-from mlm.train.launch import run_job
+from mlm.convert import reshard
+from mlm.pretrain import run as pretrain
+from mlm.launch.start import run_job
 from mlm.train.state import CHECKPOINTS
 from torture.children import LOAD, PLAIN, RESHARD, SAVE, Job, Manner, announced, start
 
@@ -113,7 +113,7 @@ def _pretrain(config: PretrainConfig) -> int:
     if faults := pretrain.preflight(config):
         raise ConfigError(faults)
     return run_job(
-        "mlm.train.pretrain:run", config, parallel=config.parallel, dist=config.dist, out=Path(config.out)
+        "mlm.pretrain.run:run", config, parallel=config.parallel, dist=config.dist, out=Path(config.out)
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from mlm.config.build import build, concerns, config_digest, from_dict, to_dict
 from mlm.config.compose import SPECS, load_config
-from mlm.config.errors import ConfigError
+from mlm.errors import ConfigError
 from mlm.config.schema import PretrainConfig
 from mlm.config.task_schema import GenerateConfig
 from mlm.config.tree import defaults

@@ -7,7 +7,7 @@ import pytest
 
 from mlm.config.build import build
 from mlm.config.compose import SPECS
-from mlm.config.errors import ConfigError
+from mlm.errors import ConfigError
 from mlm.config.path_types import Role
 from mlm.config.tree import Leaf, leaves
 

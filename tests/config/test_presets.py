@@ -8,8 +8,8 @@ import pytest
 
 from mlm.config.checks import check_finetune, check_pretrain
 from mlm.config.compose import SPECS, compose_values, load_config
-from mlm.config.data_checks import check_build
-from mlm.config.model_schema import ModelConfig
+from mlm.corpus.checks import check_build
+from mlm.models.config import ModelConfig
 from mlm.config.paths import CONFIG_DIR, groups
 from mlm.config.schema import PretrainConfig
 from mlm.config.tree import flatten, leaves

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from mlm.cli import main
-from mlm.config.errors import UserError
+from mlm.errors import UserError
 from mlm.config.saved import read_run, read_values
 
 HEAD = "defaults: [hydra_quiet, pretrain_defaults, _self_]\n"
@@ -261,7 +261,7 @@ def test_what_a_run_writes_is_read_back(tmp_path: Path) -> None:
     from mlm.config.build import build
     from mlm.config.compose import load_config
     from mlm.config.schema import PretrainConfig
-    from mlm.train.pretrain import composed_yaml
+    from mlm.pretrain.run import composed_yaml
 
     words = ["model=gpt2_tiny", "data.blend=['0.3 a','0.7 b']", "name='2024-01-01'", "optimizer.lr=1e-5"]
     config = load_config("pretrain", [*words, "experiment=v1_8_3b", "out='yes'"])

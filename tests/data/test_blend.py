@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlm.config.blend import shares
+from mlm.data.blend_checks import shares
 from mlm.data.blend import MAX_SAMPLES, BlendedDataset, block, locate, taken
 from mlm.data.gpt import GPTDataset
 from tests.data.corpora import counting_corpus

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlm.config.blend import shares
+from mlm.data.blend_checks import shares
 from mlm.data.blend import block
 from mlm.data.blend_history import (
     History,

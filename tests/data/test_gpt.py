@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlm.config.errors import UserError
+from mlm.errors import UserError
 from mlm.data.gpt import IGNORED, EvalWindows, GPTDataset, permutation, windows_per_epoch
 from mlm.data.indexed import IndexedDataset
 

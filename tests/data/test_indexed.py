@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlm.config.errors import CorruptFileError, UserError
+from mlm.errors import CorruptFileError, UserError
 from mlm.data.indexed import DTYPES, IndexedDataset, IndexedWriter, token_dtype
 
 from .corpora import write_corpus

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from mlm.config.errors import UserError
+from mlm.errors import UserError
 from mlm.data.parts import parse_split, part_of
 
 

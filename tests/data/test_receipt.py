@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mlm.data.receipt import check_corpus
-from mlm.files import digest_file
+from mlm.files.atomic import digest_file
 
 from .corpora import counting_corpus
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlm.config.model_schema import ModelConfig
+from mlm.models.config import ModelConfig
 from mlm.config.schema import ParallelConfig, PrecisionConfig
 from mlm.data.sampler import Batch
 from mlm.models.cache import FIRST_COLUMNS, Fill, KeyValueCache, Reading, Step
-from mlm.models.gpt2 import GPT2
+from mlm.models.gpt2.model import GPT2
 from mlm.models.init import init_parameters
 from mlm.parallel.cross_entropy import full_logits
 from mlm.parallel.mesh import Axis, ParallelContext, shape_context

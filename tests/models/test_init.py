@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from mlm.config.model_schema import ModelConfig
+from mlm.models.config import ModelConfig
 from mlm.models.build import MODELS
 from mlm.models.init import init_parameters
 from mlm.parallel.mesh import Axis

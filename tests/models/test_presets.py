@@ -8,7 +8,7 @@ import torch
 
 import mlm
 from mlm.config.compose import load_config
-from mlm.config.model_schema import ModelConfig
+from mlm.models.config import ModelConfig
 from mlm.models.build import MODELS
 from mlm.parallel.mesh import shape_context
 from mlm.parallel.sharding import parameter_shards

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from mlm.config.model_schema import ModelConfig
-from mlm.models.gpt2 import GPT2
+from mlm.models.config import ModelConfig
+from mlm.models.gpt2.model import GPT2
 from mlm.models.init import init_parameters
 from mlm.models.transformer import TransformerLayer
 from mlm.parallel import collectives, linear

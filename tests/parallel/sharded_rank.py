@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mlm.config.model_schema import ModelConfig
+from mlm.models.config import ModelConfig
 from mlm.config.schema import OptimizerConfig
-from mlm.models.gpt2 import GPT2
+from mlm.models.gpt2.model import GPT2
 from mlm.models.init import init_parameters
 from mlm.models.stage import Stage
 from mlm.optim.adamw import build_optimizer, ensure_state

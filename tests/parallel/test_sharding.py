@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mlm.checkpoint.rectangle import Rectangle, tiling_fault
+from mlm.checkpoint.native.slices import Rectangle, tiling_fault
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import DP_SLICES, DataParallelSlice, ParameterShard, load_whole, parameter_shards

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mlm.config.plan_schema import PlanScheduleConfig
+from mlm.plan.config import PlanScheduleConfig
 from mlm.plan.numbers import closed_bubble, rank_numbers, title
 from mlm.plan.schedule import compared, simulate
 

@@ -12,8 +12,8 @@ import pytest
 from matplotlib.image import imread
 from rich.console import Console
 
-from mlm.config.errors import UserError
-from mlm.config.plan_schema import PlanScheduleConfig
+from mlm.errors import UserError
+from mlm.plan.config import PlanScheduleConfig
 from mlm.parallel.pipeline.actions import Plan, Send
 from mlm.plan import picture
 from mlm.plan.schedule import run, simulate

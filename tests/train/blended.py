@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from mlm.checkpoint.save_load import latest_checkpoint, read_manifest
-from mlm.files import digest_file
+from mlm.checkpoint.native.save_load import latest_checkpoint, read_manifest
+from mlm.files.atomic import digest_file
 from tests.data.corpora import write_corpus
 
 VOCAB = 1000

@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from mlm.config.model_schema import ModelConfig
+from mlm.models.config import ModelConfig
 from mlm.config.schema import DataConfig, ParallelConfig, PrecisionConfig, PretrainConfig, TrainConfig
 from mlm.optim.adamw import MOMENTS, applied_steps, ensure_state, moment
 from mlm.parallel.mesh import ParallelContext

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlm.checkpoint.save_load import latest_checkpoint
-from mlm.config.errors import UserError
+from mlm.checkpoint.native.save_load import latest_checkpoint
+from mlm.errors import UserError
 from mlm.config.schema import DataConfig, PretrainConfig
 from mlm.data.blend_history import seed_of
 from mlm.data.indexed import IndexedDataset
@@ -19,7 +19,7 @@ from mlm.train.corpora import corpus_faults, corpus_samples, sources, train_data
 from mlm.train.resume import go_on_with_data
 from mlm.train.state import load, save
 from mlm.train.trainer import Trainer
-from tests.checkpoint.helpers import edit_manifest
+from tests.checkpoint.native.helpers import edit_manifest
 from tests.data.corpora import counting_corpus
 from tests.ranks import run_on_ranks
 from tests.train.blended import NAMES, VOCAB, add_receipt, segments, write_corpora

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from mlm.checkpoint.save_load import latest_checkpoint, read_manifest
-from mlm.config.errors import CorruptFileError
+from mlm.checkpoint.native.save_load import latest_checkpoint, read_manifest
+from mlm.errors import CorruptFileError
 from mlm.config.schema import ParallelConfig, PretrainConfig
 from mlm.data.sampler import eval_batches
 from mlm.data.synthetic import SyntheticDataset

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mlm.checkpoint.folders import LATEST, latest_checkpoint, outdated, step_name
-from mlm.checkpoint.save_load import read_manifest
-from mlm.config.errors import CorruptFileError
+from mlm.checkpoint.native.folders import LATEST, latest_checkpoint, outdated, step_name
+from mlm.checkpoint.native.save_load import read_manifest
+from mlm.errors import CorruptFileError
 from mlm.config.schema import CheckpointConfig
 from mlm.parallel.mesh import shape_context
 from mlm.train.resume import resume

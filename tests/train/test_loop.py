@@ -11,8 +11,8 @@ from mlm.config.schema import CheckpointConfig, DataConfig, LogConfig, TrainConf
 from mlm.parallel.mesh import ParallelContext
 from mlm.train.corpora import ValidationSet
 from mlm.train.loop import Loop
-from mlm.train.throughput import Throughput
-from tests.train.reporting import Clock
+from mlm.report.throughput import Throughput
+from tests.report.reporting import Clock
 
 Event = tuple[str, int]
 

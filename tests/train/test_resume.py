@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from mlm.checkpoint.lock import sole_writer
-from mlm.checkpoint.save_load import read_manifest, save_checkpoint
-from mlm.config.errors import CorruptFileError, UserError
+from mlm.files.lock import sole_writer
+from mlm.checkpoint.native.save_load import read_manifest, save_checkpoint
+from mlm.errors import CorruptFileError, UserError
 from mlm.config.schema import CheckpointConfig, PretrainConfig
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.train.resume import claim, resume, start_faults, starts
@@ -90,7 +90,7 @@ def test_damaged_columns_of_chunks_give_way_to_the_one_before(
     caplog: pytest.LogCaptureFixture,
     damage: Callable[[Path], object],
 ) -> None:
-    monkeypatch.setattr("mlm.checkpoint.format.MOST_LISTED", -1)
+    monkeypatch.setattr("mlm.checkpoint.native.format.MOST_LISTED", -1)
     trainer = Trainer(spec(out), shape_context())
     resume(trainer)
     assert save(trainer, out).name == STEPS[2]

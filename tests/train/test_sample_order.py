@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import ArrayLike, NDArray
 
-from mlm.checkpoint.save_load import latest_checkpoint
+from mlm.checkpoint.native.save_load import latest_checkpoint
 from mlm.config.schema import PretrainConfig
 from mlm.data.gpt import GPTDataset
 from mlm.data.indexed import IndexedDataset

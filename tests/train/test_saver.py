@@ -12,9 +12,9 @@ from unittest import mock
 import pytest
 import torch
 
-from mlm.checkpoint import save_load
-from mlm.checkpoint.save_load import CheckpointError, read_manifest
-from mlm.checkpoint.staging import StagedFile
+from mlm.checkpoint.native import save_load
+from mlm.checkpoint.native.save_load import CheckpointError, read_manifest
+from mlm.checkpoint.native.staging import StagedFile
 from mlm.config.schema import CheckpointConfig, ParallelConfig, PretrainConfig
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.parallel.watch import LostPeer

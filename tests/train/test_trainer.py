@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from mlm.checkpoint.save_load import latest_checkpoint
-from mlm.config.errors import UserError
-from mlm.config.model_schema import ModelConfig
+from mlm.checkpoint.native.save_load import latest_checkpoint
+from mlm.errors import UserError
+from mlm.models.config import ModelConfig
 from mlm.config.schema import (
     DataConfig,
     OptimizerConfig,

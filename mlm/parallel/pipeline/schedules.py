@@ -6,7 +6,7 @@ micro-batch on one rank. Figures for bubbles and memory are those lower() comput
 
 from difflib import get_close_matches
 
-from mlm.config.errors import UserError
+from mlm.errors import UserError
 from mlm.parallel.pipeline.actions import Action, Op, Schedule
 
 NAMES = ("1f1b", "gpipe", "zb_h1")

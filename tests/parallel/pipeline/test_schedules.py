@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from mlm.config.errors import UserError
+from mlm.errors import UserError
 from mlm.parallel.pipeline.actions import Action, Cost, Plan
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import NAMES, build_schedule, forward_only

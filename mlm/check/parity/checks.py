@@ -1,0 +1,18 @@
+"""What must hold between the settings of `mlm parity`."""
+
+from mlm.config.checks import check_pretrain
+from mlm.check.parity.config import ParityConfig
+
+
+def check_parity(config: ParityConfig, *, world_size: int | None, local_devices: int | None) -> list[str]:
+    """Faults of a comparison: those the pretraining run would have, and dropout in compiled layers.
+
+    Arguments as of `check_pretrain`.
+    """
+    faults = check_pretrain(config.comparable(), world_size=world_size, local_devices=local_devices)
+    if config.compile and (config.model.hidden_dropout or config.model.attention_dropout):
+        faults.append(
+            "compile=true draws dropout masks that no run without it can repeat; use compile=false, or "
+            "model.hidden_dropout=0 model.attention_dropout=0"
+        )
+    return faults

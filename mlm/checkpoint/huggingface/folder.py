@@ -1,0 +1,217 @@
+"""A model folder of `transformers`, read without it: its files, settings and what tensors it holds. Only JSON
+and safetensors.
+
+Nothing in the folder is executed, sizes are bounded before anything is read, and no file outside it is
+opened: links are followed only as the Hub's cache lays them (snapshots/… -> blobs/…).
+"""
+
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlm.files.bounded import parse_json, read_bounded
+from mlm.checkpoint.native.format import JSON
+from mlm.checkpoint.huggingface.config import Family, family_of
+from mlm.checkpoint.huggingface.content import Content
+from mlm.checkpoint.huggingface.keys import show
+from mlm.checkpoint.native.shard_file import Stored, read_safetensors_header
+from mlm.errors import CorruptFileError, UserError
+from mlm.models.config import ModelConfig
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+TOKENIZER = (
+    *("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt"),
+    *("tokenizer_config.json", "added_tokens.json"),
+)
+"""Files that hold tokenizers; the last two are read where there is no tokenizer.json."""
+SMALL_FILES = (CONFIG, INDEX, *TOKENIZER)
+"""All we read besides the tensors."""
+ADAPTER = "adapter_config.json"
+
+MAX_BYTES = {CONFIG: 1 << 20, INDEX: 1 << 26} | dict.fromkeys(TOKENIZER, 1 << 28)
+SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}\.safetensors")  # no separator, not hidden
+OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+AGAIN = "Download or save it again"
+
+
+def find_file(folder: Path, name: str) -> Path | None:
+    """A regular file of the folder, or of the Hub's cache that a snapshot links to; None if it is not there.
+
+    Raises UserError when it is something else, or larger than such a file can be.
+    """
+    path = folder / name
+    if not os.path.lexists(path):
+        return None
+    try:
+        target, root = path.resolve(strict=True), folder.resolve()
+        found = target.stat()
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"{path}: cannot be opened: {error}. Make it readable, or {AGAIN.lower()}") from error
+    allowed = [root]
+    if root.parent.name == "snapshots":  # models--owner--name/snapshots/COMMIT: blobs of it, or of all models
+        allowed += [root.parents[1] / "blobs", root.parents[2] / "blobs"]
+    if not any(target.is_relative_to(place) for place in allowed):
+        raise UserError(f"{path}: a link that leads out of the folder. Put the file itself there")
+    if not stat.S_ISREG(found.st_mode):
+        raise UserError(f"{path}: no plain file. {AGAIN}")
+    most = MAX_BYTES.get(name)
+    if most is not None and found.st_size > most:
+        raise UserError(f"{path}: {found.st_size} bytes, {most} is the limit. {AGAIN}")
+    return target
+
+
+def read_json(folder: Path, name: str) -> dict[str, JSON]:
+    """A JSON object in the folder. Raises UserError without a file, CorruptFileError when it is no object."""
+    path = find_file(folder, name)
+    if path is None:
+        raise UserError(f"{folder}: holds no {name}. Name the folder of a model that transformers saved")
+    try:
+        said = parse_json(read_bounded(path, MAX_BYTES[name], AGAIN), finite=False)
+    except OSError as error:
+        raise UserError(f"{folder / name}: {error.strerror}. Make it readable") from error
+    except CorruptFileError:
+        raise
+    except ValueError as error:
+        raise CorruptFileError(f"{folder / name}: is no JSON ({error}). {AGAIN}") from error
+    if not isinstance(said, dict):
+        raise CorruptFileError(f"{folder / name}: is no JSON object. {AGAIN}")
+    return said
+
+
+@dataclass(frozen=True)
+class HFSettings:
+    """What config.json says."""
+
+    folder: Path
+    family: Family
+    config: ModelConfig
+    """All but the head, which the tensors tell."""
+    notes: tuple[str, ...]
+    """What is taken differently from what it says."""
+    tied: bool
+    """Whether the output layer is the token table even where the file holds no output layer."""
+
+
+@dataclass(frozen=True)
+class HFModel:
+    """A model folder: its settings, and where its tensors lie."""
+
+    settings: HFSettings
+    content: Content
+    files: Mapping[str, Path]
+    """The safetensors files: name -> where its bytes are."""
+    stored: Mapping[str, tuple[str, Stored]]
+    """File and layout of every tensor, under the plain names of the family."""
+
+    @property
+    def folder(self) -> Path:
+        """Where it is."""
+        return self.settings.folder
+
+    @property
+    def family(self) -> Family:
+        """What it is there."""
+        return self.settings.family
+
+    @property
+    def config(self) -> ModelConfig:
+        """What it is here."""
+        return self.content.config
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What people should know: one line each."""
+        return (*self.settings.notes, *self.content.notes)
+
+
+def read_settings(folder: Path) -> HFSettings:
+    """Read config.json of a model folder. Raises UserError (all its faults together)."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: is no folder. Name one with config.json and model.safetensors")
+    said, path = read_json(folder, CONFIG), str(folder / CONFIG)
+    if find_file(folder, ADAPTER):
+        raise UserError(
+            f"{folder}: {ADAPTER}: holds an adapter, whose weights are not in the model. Merge it "
+            f"(merge_and_unload of peft), save the model, and name that folder"
+        )
+    family = family_of(said, path)
+    config, notes = family.read(said, path)
+    return HFSettings(folder, family, config, tuple(notes), said.get("tie_word_embeddings", True) is True)
+
+
+def read_model(folder: Path) -> HFModel:
+    """Read the settings and the tensors' names of a model folder. Raises UserError, and CorruptFileError for
+    damaged files."""
+    settings = read_settings(folder)
+    files = weight_files(folder)
+    stored = _headers(settings, files)
+    shapes = {name: layout.shape for name, (_, layout) in stored.items()}
+    return HFModel(settings, settings.family.content(settings.config, shapes, str(folder)), files, stored)
+
+
+def _headers(settings: HFSettings, files: Mapping[str, Path]) -> dict[str, tuple[str, Stored]]:
+    """File and layout of every tensor, under its plain name."""
+    out: dict[str, tuple[str, Stored]] = {}
+    folder, family = settings.folder, settings.family
+    for file, path in files.items():
+        with reading(folder / file):
+            found = read_safetensors_header(path, AGAIN)[1]
+        for theirs, layout in found.items():
+            name = family.plain(theirs)
+            if name in out:
+                raise CorruptFileError(f"{folder}: {name} is in {out[name][0]} and in {file}. {AGAIN}")
+            out[name] = file, layout
+    for copy, name in family.tied.items():
+        if settings.tied and name not in out and copy in out:  # some writers keep the other of two equal ones
+            out[name] = out.pop(copy)
+    return out
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Within, an OSError is a UserError that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}. {AGAIN}") from error
+
+
+def weight_files(folder: Path) -> dict[str, Path]:
+    """The safetensors files of a model folder: name -> where its bytes are. Raises UserError."""
+    if path := find_file(folder, WEIGHTS):
+        return {WEIGHTS: path}
+    if not find_file(folder, INDEX):
+        raise UserError(_no_weights(folder))
+    listed = read_json(folder, INDEX).get("weight_map")
+    if not isinstance(listed, dict) or not listed or not all(isinstance(f, str) for f in listed.values()):
+        raise CorruptFileError(f"{folder / INDEX}: its weight_map names no files. {AGAIN}")
+    out = {}
+    for name in sorted(set(listed.values())):
+        if not SHARD_NAME.fullmatch(name):
+            raise CorruptFileError(f"{folder / INDEX}: the file name {show(name)} is not allowed. {AGAIN}")
+        path = find_file(folder, name)
+        if path is None:
+            raise UserError(f"{folder / name}: missing, {INDEX} names it. {AGAIN}")
+        out[name] = path
+    return out
+
+
+def _no_weights(folder: Path) -> str:
+    others = sorted(path.name for path in folder.iterdir() if path.suffix in OTHER_WEIGHTS)
+    remedy = (
+        "load it where you trust it, by transformers, and write it with save_pretrained (safetensors is its "
+        "default), then name that folder"
+    )
+    if not others:
+        return f"{folder}: holds neither {WEIGHTS} nor {INDEX}. Name the folder of a model, or {remedy}"
+    if others[0].endswith(PICKLES):
+        return (
+            f"{folder / others[0]}: a pickle, which could run any code when it is read: it is not opened. "
+            f"Is there a safetensors version? Else {remedy}"
+        )
+    return f"{folder / others[0]}: only {WEIGHTS} is read. To convert it, {remedy}"

@@ -1,0 +1,150 @@
+"""The tensors of a model folder of `transformers`, as our parameters: checked, compared, read, digested."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from mlm.checkpoint.native.format import DTYPE_NAMES
+from mlm.checkpoint.huggingface.folder import AGAIN, CONFIG, SMALL_FILES, TOKENIZER, HFModel, find_file, reading
+from mlm.checkpoint.huggingface.keys import show
+from mlm.checkpoint.huggingface.names import Place
+from mlm.checkpoint.native.slices import Rectangle
+from mlm.checkpoint.native.shard_file import copy_region
+from mlm.errors import UserError
+from mlm.files.atomic import digest_file
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+ROWS = 4096  # compared at a time
+
+
+class HFTensors:
+    """The tensors of a model folder, one read at a time, under our names.
+
+    When it is made, names and dtypes are checked: each parameter is there once but those that
+    `content.filled` names, and nothing else but what the family ignores; `check` compares shapes. Raises
+    UserError.
+    """
+
+    def __init__(self, model: HFModel) -> None:
+        self.model = model
+        self._places = self._check_names()
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all files that hold tensors."""
+        return sum(path.stat().st_size for path in self.model.files.values())
+
+    @property
+    def filled(self) -> frozenset[str]:
+        """Parameters of the folder's model that are not there: not for `read`, they take initial values."""
+        return self.model.content.filled
+
+    def holds(self, name: str) -> bool:
+        """Whether `read` can be asked for this parameter."""
+        return name in self._places
+
+    def digests(self, progress: Callable[[int], None]) -> dict[str, str]:
+        """Content digest of each file read, those of the tokenizer too; `progress` hears of tensor bytes."""
+        out, folder = {}, self.model.folder
+        beside_vocabulary, vocabulary = TOKENIZER[-1], TOKENIZER[-2]
+        for name in SMALL_FILES:
+            if name == beside_vocabulary and not find_file(folder, vocabulary):
+                continue
+            if path := find_file(folder, name):
+                with reading(folder / name):
+                    out[name] = digest_file(path)
+        for name, path in self.model.files.items():
+            with reading(folder / name):
+                out[name] = digest_file(path, progress)
+        return dict(sorted(out.items()))
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raises UserError unless every parameter has, there, the shape that it needs here, and what is
+        stored twice is equal."""
+        for name, shape in shapes.items():
+            if name in self.filled:
+                continue
+            want = self._places[name].shape(shape)
+            for theirs in self._places[name].names:
+                file, stored = self.model.stored[theirs]
+                if stored.shape != want:
+                    raise UserError(
+                        f"{self.model.folder / file}: {theirs} is {list(stored.shape)}, {CONFIG} makes it "
+                        f"{list(want)}. Mend {CONFIG}, or save the model again"
+                    )
+        self._check_tied()
+
+    def read(self, name: str, rectangle: Rectangle) -> Tensor:
+        """Those elements of our parameter `name`, float32. What lies as ours is read in part; of others the
+        whole tensor is held, twice at most."""
+        place = self._places[name]
+        if place.is_plain:
+            return self._load(place.names[0], rectangle)
+        whole = place.to_ours([self._load(theirs) for theirs in place.names])
+        return whole[rectangle.within(Rectangle((0,) * whole.ndim, tuple(whole.shape)))]
+
+    def _load(self, theirs: str, region: Rectangle | None = None) -> Tensor:
+        """A tensor as it is stored, or some of its elements, as float32."""
+        file, stored = self.model.stored[theirs]
+        whole = Rectangle((0,) * len(stored.shape), stored.shape)
+        region = region or whole
+        target = torch.empty(region.size, dtype=torch.float32)
+        if region.volume:
+            with reading(self.model.folder / file), open(self.model.files[file], "rb") as f:
+                copy_region(f, stored, region, whole, target)
+        return target
+
+    def _check_names(self) -> dict[str, Place]:
+        model, places, known = self.model, {}, set(self.model.content.left_out)
+        for ours, place in model.family.places(model.config):  # stops at the first that is missing
+            if ours in self.filled:
+                continue
+            for theirs in place.names:
+                if theirs not in model.stored:
+                    raise UserError(
+                        f"{model.folder}: holds no tensor {theirs}, which {CONFIG} asks for. {AGAIN}"
+                    )
+            places[ours] = place
+            known.update(place.names)
+        known_twice = {copy for copy, name in model.family.tied.items() if name in known}
+        for name, (file, stored) in model.stored.items():
+            if name not in known | known_twice and not model.family.ignored.fullmatch(name):
+                wanted = model.family.architectures[model.config.head]
+                raise UserError(
+                    f"{model.folder / file}: {show(name)} is no parameter of {wanted}. Save the model as "
+                    f"{wanted}, without other heads or more layers than {CONFIG} says"
+                )
+            if name in known and stored.dtype not in FLOATS:
+                kinds = ", ".join(DTYPE_NAMES[dtype] for dtype in FLOATS)
+                raise UserError(
+                    f"{model.folder / file}: {name} is {DTYPE_NAMES[stored.dtype]}; supported: {kinds}. Save "
+                    f"the model in one of them"
+                )
+        return places
+
+    def _check_tied(self) -> None:
+        """What is stored once more must be equal: the output layer is our token table."""
+        model = self.model
+        has_output = model.config.head == "language_model"
+        for copy, name in model.family.tied.items():
+            if copy in model.stored:
+                self._check_copy(copy, name)
+            elif has_output and not model.settings.tied and copy.endswith("weight"):
+                raise UserError(
+                    f"{model.folder / CONFIG}: tie_word_embeddings=false, and no {copy} is there. "
+                    f"Supported: an output layer that is the token table"
+                )
+
+    def _check_copy(self, copy: str, name: str) -> None:
+        (_, mine), (_, other) = self.model.stored[name], self.model.stored[copy]
+        equal = mine.shape == other.shape and other.dtype in FLOATS
+        for first in range(0, mine.shape[0] if equal else 0, ROWS):
+            rows = min(ROWS, mine.shape[0] - first)
+            region = Rectangle((first, *(0,) * (len(mine.shape) - 1)), (rows, *mine.shape[1:]))
+            equal = equal and torch.equal(self._load(name, region), self._load(copy, region))
+        if not equal:
+            raise UserError(
+                f"{self.model.folder}: {copy} differs from {name}: an output layer of its own is not "
+                f"supported, ours is the token table"
+            )

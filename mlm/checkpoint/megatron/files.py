@@ -1,0 +1,296 @@
+"""The files of a Megatron-LM checkpoint: where they are, and reading them without running what is in them.
+
+    latest_checkpointed_iteration.txt      an iteration, or "release"
+    iter_0001000/ or release/
+      mp_rank_01/model_optim_rng.pt        tensor-parallel rank 1; where there is pipeline parallelism
+      mp_rank_01_002/model_optim_rng.pt    tensor-parallel rank 1 of pipeline rank 2
+
+The distributed optimizer of 2023 puts the model into model_rng.pt, and moments into folders with one number
+more.
+Source: NVIDIA/Megatron-LM, megatron/checkpointing.py, get_checkpoint_name(s) from 2020 to 2023.
+
+The files are pickles, programs that build objects. They are read by torch's weights-only unpickler, which
+builds tensors and plain containers. Beside these it is given `argparse.Namespace`, and for the classes of
+`SET_ASIDE` a stand-in that keeps nothing: of these files no function is ever looked up or called.
+"""
+
+import argparse
+import re
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import serialization
+
+from mlm.errors import CorruptFileError, UserError
+from mlm.files.atomic import CHUNK
+
+LATEST = "latest_checkpointed_iteration.txt"
+MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
+MOMENTS_FILE = "optim.pt"
+RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+STEP_FOLDER = re.compile(r"iter_(\d{7,})|release")
+DISTRIBUTED = (".metadata", "metadata.json", "common.pt", "*.distcp")
+"""Files of Megatron-LM's newer formats, torch_dist and zarr."""
+ZIP_MAGIC = b"PK\x03\x04"
+
+SET_ASIDE = (
+    # the state of numpy's generator, and numpy numbers in schedules
+    "numpy.core.multiarray._reconstruct",
+    "numpy._core.multiarray._reconstruct",
+    "numpy.core.multiarray.scalar",
+    "numpy._core.multiarray.scalar",
+    "numpy.ndarray",
+    "numpy.dtype",
+    "numpy.dtypes.UInt32DType",
+    # values of args
+    "types.SimpleNamespace",
+    "pathlib.PosixPath",
+    "pathlib._local.PosixPath",
+    "signal.Signals",
+    "megatron.core.enums.ModelType",
+    "megatron.core.transformer.enums.AttnBackend",
+    "megatron.core.transformer.enums.CudaGraphScope",
+    "megatron.core.optimizer.optimizer_config.OptimizerConfig",
+    *(
+        f"megatron.{module}.enums.{name}"
+        for module in ("model", "legacy.model", "core.transformer")
+        for name in ("ModelType", "LayerType", "AttnType", "AttnMaskType")
+    ),
+    # the fp16 optimizer of 2019 and 2020 saved its loss scaler as an object
+    *(
+        f"{module}.loss_scaler.{name}"
+        for module in ("fp16", "megatron.fp16", "megatron.fp16_deprecated")
+        for name in ("LossScaler", "DynamicLossScaler")
+    ),
+    # the re-run state of 2025
+    *(
+        f"megatron.core.rerun_state_machine.{name}"
+        for name in ("RerunDiagnostic", "RerunMode", "RerunState", "RerunValidationStatus")
+    ),
+    # extra state of Transformer Engine's modules
+    "_io.BytesIO",
+    "io.BytesIO",
+    "builtins.bytes",
+)
+"""Classes and functions that such files name and that hold nothing of the model. Of the newer ones
+Megatron-LM keeps a list itself: megatron/core/safe_globals.py."""
+
+RESAVE = (
+    "save it again in Megatron-LM with --no-save-optim --no-save-rng, and trust no file of unknown origin"
+)
+
+
+class SetAside:
+    """Stands in for the classes and functions of `SET_ASIDE`: takes anything, keeps nothing."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "SetAside":
+        return super().__new__(cls)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class RankFiles:
+    """The files of one iteration."""
+
+    path: Path
+    """The folder that holds mp_rank_…"""
+    files: Mapping[tuple[int, int], Path]
+    """(tensor-parallel rank, pipeline rank) -> file; every rank of tp * pp."""
+    tp: int
+    pp: int
+
+
+def find_files(source: str | Path) -> RankFiles:
+    """The rank files of a checkpoint folder, of one iteration in it, or of a folder of mp_rank_…
+
+    Raises UserError when there are none or it is not clear which, CorruptFileError when one is missing.
+    """
+    try:
+        return _rank_files(_step_folder(Path(source)))
+    except OSError as error:
+        raise unreadable(Path(error.filename or source), error) from error
+
+
+def unreadable(path: Path, error: OSError) -> UserError:
+    """What to say about a file that the system does not let us read."""
+    return UserError(f"{path}: {error.strerror or error}: make it readable, or copy it to where it is")
+
+
+def _step_folder(source: Path) -> Path:
+    if not source.is_dir():
+        there = "is no folder" if source.exists() else "no such folder"
+        raise UserError(f"{source}: {there}: name the folder that holds {LATEST}, or mp_rank_00")
+    if RANK_FOLDER.fullmatch(source.name) and any((source / name).exists() for name in MODEL_FILES):
+        raise UserError(f"{source}: one rank of a checkpoint: name its parent, {source.resolve().parent}")
+    if any(RANK_FOLDER.fullmatch(path.name) for path in source.iterdir()):
+        return source
+    steps = sorted(path for path in source.iterdir() if STEP_FOLDER.fullmatch(path.name) and path.is_dir())
+    if (source / LATEST).is_file():
+        return _named_latest(source)
+    if len(steps) > 1:
+        names = ", ".join(path.name for path in steps[:8])
+        raise UserError(f"{source}: no {LATEST} says which of {names} to take: name one, {steps[-1]}")
+    return steps[0] if steps else source
+
+
+def _named_latest(source: Path) -> Path:
+    file = source / LATEST
+    with open(file, "rb") as f:
+        said = f.read(64).strip().decode("ascii", "replace")
+    if said != "release" and not said.isdecimal():
+        raise CorruptFileError(
+            f"{file}: {said!r} is no iteration: name one of the folders in {source} instead"
+        )
+    step = source / (said if said == "release" else f"iter_{int(said):07d}")
+    if not step.is_dir():
+        raise CorruptFileError(
+            f"{file}: names {step.name}, which is not there: copy it too, or name another folder in {source}"
+        )
+    return step
+
+
+def _rank_files(step: Path) -> RankFiles:
+    found: dict[tuple[int, int], Path] = {}
+    with_pipeline: set[bool] = set()
+    for folder in sorted(step.iterdir()):
+        numbers = RANK_FOLDER.fullmatch(folder.name)
+        if not numbers or not folder.is_dir():
+            continue
+        present = [folder / name for name in MODEL_FILES if (folder / name).is_file()]
+        if not present and (folder / MOMENTS_FILE).exists():
+            continue  # the moments of one data-parallel rank
+        if numbers[3] is not None:
+            raise UserError(f"{folder}: a mixture of experts (three rank numbers): mlm has no such model")
+        if not present:
+            raise CorruptFileError(
+                f"{folder}: holds no {MODEL_FILES[0]}: the checkpoint is not whole, copy it again"
+            )
+        if len(present) > 1:
+            raise CorruptFileError(f"{folder}: holds {' and '.join(MODEL_FILES)}: delete the older one")
+        found[int(numbers[1]), int(numbers[2] or 0)] = present[0]
+        with_pipeline.add(numbers[2] is not None)
+    if not found:
+        raise _nothing_found(step)
+    if len(with_pipeline) > 1:
+        raise CorruptFileError(
+            f"{step}: holds mp_rank_XX and mp_rank_XX_YYY, of two layouts: delete the older ones"
+        )
+    tp, pp = (1 + max(numbers) for numbers in zip(*found, strict=True))
+    for t, p in ((t, p) for t in range(tp) for p in range(pp)):
+        if (t, p) not in found:
+            name = f"mp_rank_{t:02d}_{p:03d}" if True in with_pipeline else f"mp_rank_{t:02d}"
+            raise CorruptFileError(
+                f"{step}: {name}/{MODEL_FILES[0]} is missing, of tp={tp} pp={pp} ranks: copy it too"
+            )
+    return RankFiles(step, found, tp, pp)
+
+
+def _nothing_found(step: Path) -> UserError:
+    if any(next(step.glob(pattern), None) for pattern in DISTRIBUTED):
+        return UserError(
+            f"{step}: a checkpoint of format torch_dist or zarr; save it again in Megatron-LM with "
+            f"--ckpt-convert-format torch --ckpt-convert-save=…, and import that"
+        )
+    return UserError(f"{step}: holds no mp_rank_…/{MODEL_FILES[0]}: is it a Megatron-LM checkpoint?")
+
+
+def is_zip(path: Path) -> bool:
+    """Whether a file is of torch's format since 1.6; the one before cannot be mapped into memory."""
+    with open(path, "rb") as f:
+        return f.read(len(ZIP_MAGIC)) == ZIP_MAGIC
+
+
+def check_records(path: Path, progress: Callable[[int], None] = lambda count: None) -> None:
+    """Compare every record of a file with its checksum; the old format has none. Reads all of it.
+
+    Raises CorruptFileError where one differs. `progress` hears of bytes.
+    """
+    if not is_zip(path):
+        return
+    try:
+        with zipfile.ZipFile(path) as records:
+            for info in records.infolist():
+                with records.open(info) as record:
+                    while block := record.read(CHUNK):
+                        progress(len(block))
+    # the last two are zipfile's words for a method it does not know, and for an encrypted record
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
+        raise damaged(path, error) from error
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """What a rank file holds; tensors of torch's present format are mapped into memory, not read.
+
+    Raises CorruptFileError when it is damaged, or names anything that is not data: nothing in it is run.
+    """
+    try:
+        mapped = is_zip(path)
+        if mapped:
+            _check_stored(path)
+        with _only_ours(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the age of the format
+            if mapped and (named := serialization.get_unsafe_globals_in_checkpoint(path)):
+                raise refused(path, ", ".join(sorted(named)[:3]))
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except UserError:
+        raise
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except Exception as error:  # what a damaged or hostile file can raise has no end
+        if named_one := re.search(r"GLOBAL (\S+)", str(error)):
+            raise refused(path, named_one[1]) from None
+        raise damaged(path, error) from error
+    if type(content) is not dict or not all(type(key) is str for key in content):
+        raise CorruptFileError(f"{path}: holds no named parts: is it a Megatron-LM checkpoint?")
+    return content
+
+
+def _check_stored(path: Path) -> None:
+    """torch never compresses; what is compressed could unpack to any size, and cannot be mapped."""
+    with zipfile.ZipFile(path) as records:
+        if any(info.compress_type != zipfile.ZIP_STORED for info in records.infolist()):
+            raise CorruptFileError(f"{path}: is compressed, which torch.save never does: copy the original")
+
+
+@contextmanager
+def _only_ours() -> Iterator[None]:
+    """Within, torch's unpickler knows Namespace and the stand-ins beside its own names, and no others:
+    libraries add classes of theirs when they are imported."""
+    others = serialization.get_safe_globals()
+    serialization.clear_safe_globals()
+    try:
+        serialization.add_safe_globals([argparse.Namespace, *((SetAside, name) for name in SET_ASIDE)])
+        yield
+    finally:
+        serialization.clear_safe_globals()
+        serialization.add_safe_globals(others)
+
+
+def shown(text: str) -> str:
+    """Words of a file for a message: one line, nothing that a terminal obeys."""
+    return (text if text.isprintable() else ascii(text))[:120]
+
+
+def refused(path: Path, name: str) -> CorruptFileError:
+    """What to say about a file that names a class or function it has no need of."""
+    return CorruptFileError(
+        f"{path}: asks for {shown(name)}, which is no data; nothing of it was run: {RESAVE}"
+    )
+
+
+def damaged(path: Path, error: Exception) -> CorruptFileError:
+    """What to say about a file that cannot be read as what it should be."""
+    lines = str(error).split("WeightsUnpickler error: ")[-1].strip().splitlines()
+    reason = shown(lines[0].split(". In PyTorch")[0]) if lines else type(error).__name__
+    return CorruptFileError(f"{path}: damaged, or not written by torch.save ({reason}): copy it again")

@@ -1,0 +1,310 @@
+"""The chunks of a checkpoint's tensors in columns of numbers: stored, checked and searched by numpy.
+
+A checkpoint of many ranks has a million chunks. As Python objects they cost a minute per save; here each
+check is a few passes over arrays, and `Chunk` objects are made only of the chunks somebody asks for.
+"""
+
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, TypeAlias, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from mlm.checkpoint.native.slices import MAX_CUT_DIMS, Rectangle, describe, tiling_fault
+
+Ints: TypeAlias = npt.NDArray[np.integer[Any]]
+Hashes: TypeAlias = npt.NDArray[np.uint64]
+
+ROWS = 1 << 20
+"""Chunks per pass of a check: bounds its memory."""
+LARGEST_SUM = 1 << 62
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A stored piece of a tensor: the entry of the tensor's name in `file`."""
+
+    file: str
+    rectangle: Rectangle
+
+
+class Chunks(Sequence[Chunk]):
+    """The chunks of one tensor, kept in columns: file [n], offset and size [n, dims].
+
+    `file` numbers the names in `names`. A slice is a tuple of Chunk.
+    """
+
+    def __init__(self, names: Sequence[str], file: Ints, offset: Ints, size: Ints) -> None:
+        self.names, self.file, self.offset, self.size = names, file, offset, size
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], dims: int) -> "Chunks":
+        """The columns of some chunks of a tensor of `dims` dims."""
+        if isinstance(chunks, Chunks):
+            return chunks
+        shape = len(chunks), dims
+        offset = np.array([chunk.rectangle.offset for chunk in chunks], np.int64).reshape(shape)
+        size = np.array([chunk.rectangle.size for chunk in chunks], np.int64).reshape(shape)
+        return cls([chunk.file for chunk in chunks], np.arange(len(chunks), dtype=np.int32), offset, size)
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    @overload
+    def __getitem__(self, index: int) -> Chunk: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Chunk, ...]: ...
+    def __getitem__(self, index: int | slice) -> Chunk | tuple[Chunk, ...]:
+        if isinstance(index, slice):
+            return tuple(self._chunks(np.arange(len(self))[index]))
+        return next(self._chunks(np.array([range(len(self))[index]])))
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return self._chunks(np.arange(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def overlapping(self, wanted: Rectangle) -> Iterator[Chunk]:
+        """The chunks that hold an element of `wanted`."""
+        low, count = (np.array(numbers, np.int64) for numbers in wanted)
+        hit = ((self.offset < low + count) & (self.offset + self.size > low)).all(1)
+        return self._chunks(np.flatnonzero(hit))
+
+    def _chunks(self, rows: Ints) -> Iterator[Chunk]:
+        columns = (self.file[rows].tolist(), self.offset[rows].tolist(), self.size[rows].tolist())
+        for file, offset, size in zip(*columns, strict=True):
+            yield Chunk(self.names[file], Rectangle(tuple(offset), tuple(size)))
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The chunks of many tensors, sorted by tensor: tensor and file [n], offset and size [n, dims].
+
+    `dims` is that of the tensor that has the most, at least 1; of the others, offset is 0 and size 1 beyond
+    their own. `shapes` are those of the tensors.
+    """
+
+    shapes: Sequence[tuple[int, ...]]
+    tensor: Ints
+    file: Ints
+    offset: Ints
+    size: Ints
+
+    @cached_property
+    def full(self) -> npt.NDArray[np.int64]:
+        """The shapes, padded with 1: [tensors, dims]."""
+        dims = dims_of(self.shapes)
+        rows = [(*shape, *[1] * (dims - len(shape))) for shape in self.shapes]
+        return np.array(rows, np.int64).reshape(len(rows), dims)
+
+    def by_tensor(self, names: Sequence[str]) -> list[Chunks]:
+        """The chunks of each tensor; `names` are those of the files."""
+        edges = np.searchsorted(self.tensor, np.arange(len(self.shapes) + 1)).tolist()
+        return [
+            Chunks(names, self.file[a:b], self.offset[a:b, : len(shape)], self.size[a:b, : len(shape)])
+            for shape, (a, b) in zip(self.shapes, pairwise(edges), strict=True)
+        ]
+
+    def blocks(self) -> Iterator[slice]:
+        """Slices of at most ROWS chunks."""
+        return (slice(a, a + ROWS) for a in range(0, len(self.tensor), ROWS))
+
+
+def dims_of(shapes: Sequence[tuple[int, ...]]) -> int:
+    """Columns of an offset: the most dims of the shapes, at least 1."""
+    return max(1, *map(len, shapes)) if shapes else 1
+
+
+def padded(numbers: Ints, dims: int, fill: int) -> npt.NDArray[np.int64]:
+    """`numbers` [n, d] with `dims` columns."""
+    if numbers.shape[1] == dims:
+        return numbers.astype(np.int64, copy=False)
+    wide = np.full((len(numbers), dims), fill, np.int64)
+    wide[:, : numbers.shape[1]] = numbers
+    return wide
+
+
+def encode_columns(
+    shapes: Sequence[tuple[int, ...]], chunks: Sequence[Sequence[Chunk]], files: Sequence[str]
+) -> bytes:
+    """The content of chunks.bin: the chunks of each tensor, in the order of `files`."""
+    dims, place = dims_of(shapes), {name: number for number, name in enumerate(files)}
+    numbers: dict[int, Ints] = {}  # by the identity of a list of names: that of all tensors is one
+    of_file, offsets, sizes = [], [], []
+    for shape, mine in zip(shapes, chunks, strict=True):
+        rows = Chunks.of(mine, len(shape))
+        held = numbers.get(id(rows.names)) if isinstance(mine, Chunks) else None
+        if held is None:
+            held = np.array([place.get(name, -1) for name in rows.names], np.int32)
+            if isinstance(mine, Chunks):
+                numbers[id(rows.names)] = held
+        of_file.append(held[rows.file])
+        offsets.append(padded(rows.offset, dims, 0))
+        sizes.append(padded(rows.size, dims, 1))
+    if not chunks:
+        return b""
+    tensor = np.repeat(np.arange(len(chunks)), [len(mine) for mine in chunks])
+    file, offset, size = (np.concatenate(parts) for parts in (of_file, offsets, sizes))
+    if (np.diff(tensor * len(files) + file) <= 0).any():
+        order = np.lexsort((file, tensor))
+        file, offset, size = file[order], offset[order], size[order]
+    columns = ((tensor, "<i4"), (file, "<i4"), (offset, "<i8"), (size, "<i8"))
+    return b"".join(column.astype(kind, copy=False).tobytes() for column, kind in columns)
+
+
+def row_bytes(shapes: Sequence[tuple[int, ...]]) -> int:
+    """Bytes of a chunk in chunks.bin."""
+    return 8 + 16 * dims_of(shapes)
+
+
+def decode_columns(content: bytes, shapes: Sequence[tuple[int, ...]], count: int, files: int) -> Columns:
+    """The inverse of `encode_columns`: `count` chunks in `files` files.
+
+    Raises ValueError unless the chunks name tensors and files that exist, in ascending order, each once.
+    """
+    dims = dims_of(shapes)
+    if count * row_bytes(shapes) != len(content):
+        raise ValueError(f"{len(content)} bytes cannot be {count} chunks of {dims} dims")
+    tensor = np.frombuffer(content, "<i4", count)
+    file = np.frombuffer(content, "<i4", count, 4 * count)
+    offset = np.frombuffer(content, "<i8", count * dims, 8 * count).reshape(count, dims)
+    size = np.frombuffer(content, "<i8", count * dims, 8 * count * (1 + dims)).reshape(count, dims)
+    for column, limit, what in ((tensor, len(shapes), "tensor"), (file, files, "file")):
+        if count and not (column.min() >= 0 and column.max() < limit):
+            raise ValueError(f"a chunk is of a {what} that is not listed")
+    key = tensor.astype(np.int64) * files + file
+    if (np.diff(key) <= 0).any():
+        raise ValueError("chunks are not in order, or a tensor has two in one file")
+    return Columns(shapes, tensor, file, offset, size)
+
+
+def check_sizes(columns: Columns, itemsizes: Sequence[int], files: Mapping[str, int]) -> None:
+    """Raise ValueError where a file (name → bytes) is too small for its chunks: memory is taken for what
+    tensors say. The chunks lie inside their tensors."""
+    names, itemsize = list(files), np.array(itemsizes, np.int64)
+    rough, needed = np.zeros(len(names)), np.zeros(len(names), np.int64)
+    for rows in columns.blocks():
+        volume = columns.size[rows].astype(np.float64).prod(1) * itemsize[columns.tensor[rows]]
+        rough += np.bincount(columns.file[rows], volume, len(names))
+        if (rough > LARGEST_SUM).any():  # would overflow int64
+            raise ValueError(f"{names[int(rough.argmax())]} cannot hold its tensors")
+        exact = columns.size[rows].prod(1) * itemsize[columns.tensor[rows]]
+        np.add.at(needed, columns.file[rows], exact)
+    for name, count in zip(names, needed.tolist(), strict=True):
+        if count > files[name]:
+            raise ValueError(f"{name} of {files[name]} bytes cannot hold {count} bytes of tensors")
+
+
+def columns_fault(columns: Columns, names: Sequence[str]) -> str | None:
+    """The first tensor whose chunks do not hold each element exactly once, and why; None when there is none.
+
+    `names` are those of the tensors. The work is linear in the chunks, however they lie.
+    """
+    if (row := _outside(columns)) is not None:
+        number = int(columns.tensor[row])
+        shape = columns.shapes[number]
+        piece = Rectangle(*(tuple(c[row, : len(shape)].tolist()) for c in (columns.offset, columns.size)))
+        return f"{names[number]}: piece {describe(piece)} is not inside shape {list(shape)}"
+    found = _untiled(columns)
+    if found is None:
+        return None
+    chunks = columns.by_tensor(())[found]
+    pieces = [
+        Rectangle(tuple(o), tuple(n))
+        for o, n in zip(chunks.offset.tolist(), chunks.size.tolist(), strict=True)
+    ]
+    return f"{names[found]}: {tiling_fault(columns.shapes[found], pieces)}"
+
+
+def _outside(columns: Columns) -> int | None:
+    """The first chunk that is empty or not inside its tensor."""
+    for rows in columns.blocks():
+        offset, size, whole = columns.offset[rows], columns.size[rows], columns.full[columns.tensor[rows]]
+        inside = ((offset >= 0) & (size >= 1) & (size <= whole) & (offset <= whole - size)).all(1)
+        if not inside.all():
+            return rows.start + int(inside.argmin())
+    return None
+
+
+def _untiled(columns: Columns) -> int | None:
+    """Number of the first tensor that is not tiled by its chunks, which lie inside it.
+
+    How often each element is held is a sum of products of steps (see `tiling_fault`): corners of pieces, up
+    and down, that must cancel. Their salted hashes then add up to 0; of corners that do not cancel, they do
+    so with a chance of about 2^-64, which nobody can improve on who does not know the salt.
+    """
+    full = columns.full
+    cut = np.zeros(full.shape, np.bool_)
+    for rows in columns.blocks():
+        tensor = columns.tensor[rows]
+        begins = _begins(tensor)
+        cut[tensor[begins]] |= np.logical_or.reduceat(columns.size[rows] != full[tensor], begins, axis=0)
+    counts = cut.sum(1)
+    if (counts > MAX_CUT_DIMS).any():
+        return int(counts.argmax())
+    most = int(counts.max(initial=0))
+    dims = np.argsort(~cut, axis=1, kind="stable")[:, :most]  # [tensors, most]: those cut come first
+    unused = ((np.arange(most) >= counts[:, None]) << np.arange(most)).sum(1)
+    corners = _Corners(dims, unused, secrets.randbits(63))
+    held = np.flatnonzero((full > 0).all(1))
+    sums = np.zeros(len(full), np.uint64)
+    sums[held] -= corners.of(held, np.zeros_like(full[held]), full[held])
+    for rows in columns.blocks():
+        tensor, offset = columns.tensor[rows], columns.offset[rows]
+        begins = _begins(tensor)
+        hashes = corners.of(tensor, offset, offset + columns.size[rows])
+        sums[tensor[begins]] += np.add.reduceat(hashes, begins)
+    wrong = np.flatnonzero(sums)
+    return int(wrong[0]) if len(wrong) else None
+
+
+def _begins(tensor: Ints) -> Ints:
+    """Begin of each tensor's chunks in a column that is sorted and not empty."""
+    return np.flatnonzero(np.concatenate([[True], tensor[1:] != tensor[:-1]]))
+
+
+@dataclass(frozen=True)
+class _Corners:
+    """Signed sums of the hashes of the corners of pieces, along the dims that their tensor is cut along."""
+
+    dims: Ints
+    """[tensors, most]: the dims a tensor is cut along; what comes behind them is unused."""
+    unused: Ints
+    """[tensors]: bit k stands for unused column k."""
+    salt: int
+
+    def of(self, tensor: Ints, low: Ints, high: Ints) -> Hashes:
+        """One sum per piece, modulo 2^64."""
+        unused, dims = self.unused[tensor], self.dims[tensor]
+        hashes = {0: _mix(tensor.astype(np.uint64) + np.uint64(self.salt))}
+        for column in range(self.dims.shape[1]):
+            at = dims[:, column : column + 1]
+            ends = [np.take_along_axis(side, at, 1)[:, 0].astype(np.uint64) for side in (low, high)]
+            hashes = {
+                bits | end << column: _mix((found ^ ends[end]) + np.uint64(column + 1))
+                for bits, found in hashes.items()
+                for end in (0, 1)
+            }
+        total = np.zeros(len(tensor), np.uint64)
+        for bits, found in hashes.items():
+            counted = np.where(unused & bits, np.uint64(0), found)
+            total = total - counted if bits.bit_count() % 2 else total + counted
+        return total
+
+
+def _mix(x: Hashes) -> Hashes:
+    """splitmix64's finaliser: a bijection that flips half of the bits where one is flipped."""
+    x = x ^ (x >> np.uint64(30))
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return x

@@ -1,0 +1,234 @@
+"""How the tensors of two checkpoints differ, whatever layouts wrote them, in a memory of a few blocks."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mlm.checkpoint.native.checked_file import CheckedFile
+from mlm.checkpoint.native.columns import Chunk
+from mlm.checkpoint.native.format import (
+    DTYPE_NAMES,
+    RESTORE,
+    CheckpointError,
+    Manifest,
+    TensorEntry,
+    read_manifest,
+)
+from mlm.checkpoint.native.slices import Rectangle
+from mlm.checkpoint.native.shard_file import Stored, copy_region, read_header
+from mlm.errors import CorruptFileError
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The dtype to look at an element's bits in, by its bytes."""
+
+BLOCK = 1 << 22  # bytes of a tensor compared at a time: 4 MiB, up to four times that in float64
+OPEN_FILES = 64  # of one checkpoint at a time; a process may have 1024 on most systems
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """How a tensor that both hold in one shape and dtype differs."""
+
+    name: str
+    differing: int
+    """Elements whose bits differ: a NaN equals its own bits, 0 and -0 differ."""
+    elements: int
+    largest: float
+    """Largest absolute difference of two elements, in float64; infinite where the bits of a NaN or of an
+    infinity differ from the other's."""
+    scale: float
+    """Largest absolute finite element of the two tensors."""
+
+    @property
+    def relative(self) -> float:
+        """Largest difference in units of the largest element; 0 when no number differs."""
+        if not self.largest:
+            return 0.0
+        return self.largest / self.scale if self.scale else math.inf
+
+
+@dataclass(frozen=True)
+class FormDifference:
+    """A tensor that the two hold in different shapes or dtypes: "F32 [6, 4]"."""
+
+    name: str
+    first: str
+    second: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The tensors of two checkpoints, side by side. Each list is sorted by name."""
+
+    first: Manifest
+    second: Manifest
+    only_first: tuple[str, ...]
+    only_second: tuple[str, ...]
+    forms: tuple[FormDifference, ...]
+    tensors: tuple[TensorDifference, ...]
+    """Every other tensor, equal ones too."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether both hold the same tensors bit for bit."""
+        return not (self.only_first or self.only_second or self.forms or self.differing)
+
+    @property
+    def differing(self) -> tuple[TensorDifference, ...]:
+        """The tensors of which an element differs, the most different first."""
+        found = [tensor for tensor in self.tensors if tensor.differing]
+        return tuple(sorted(found, key=lambda t: (-t.relative, -t.largest, -t.differing, t.name)))
+
+
+def compare_checkpoints(
+    first: Path,
+    second: Path,
+    progress: Callable[[int], None] = lambda count: None,
+    names: Callable[[str], bool] = lambda name: True,
+) -> Comparison:
+    """Compare the tensors of two step-… directories element by element; `names(name)` picks them.
+
+    Reads both by blocks of rows: a dozen times BLOCK bytes, or one row, are held at most.
+    `progress` hears of bytes compared, `compared_bytes` in all. Blocks that are read are compared with their
+    digests, the others are not: `mlm ckpt verify` does that. Raises CorruptFileError when a file is missing,
+    short, damaged, or holds other tensors than listed;
+    UserError when there is no such checkpoint; CheckpointError when one cannot be read.
+    """
+    try:
+        manifests = read_manifest(first), read_manifest(second)
+        mine, theirs = ({name for name in manifest.tensors if names(name)} for manifest in manifests)
+        forms = {name: [_form(manifest.tensors[name]) for manifest in manifests] for name in mine & theirs}
+        with Reader(first, manifests[0]) as a, Reader(second, manifests[1]) as b:
+            alike = sorted(name for name, (here, there) in forms.items() if here == there)
+            tensors = tuple(_compare(a, b, name, progress) for name in alike)
+    except OSError as error:
+        where = error.filename or f"{first} or {second}"
+        raise CheckpointError(f"{where}: cannot be read: {error.strerror}. {RESTORE}") from error
+    return Comparison(
+        *manifests,
+        only_first=tuple(sorted(mine - theirs)),
+        only_second=tuple(sorted(theirs - mine)),
+        forms=tuple(FormDifference(n, *forms[n]) for n in sorted(forms) if len(set(forms[n])) > 1),
+        tensors=tensors,
+    )
+
+
+def compared_bytes(
+    first: Manifest, second: Manifest, names: Callable[[str], bool] = lambda name: True
+) -> int:
+    """Bytes of one of the two that `compare_checkpoints` compares with the other's."""
+    return sum(
+        prod(entry.shape) * entry.dtype.itemsize
+        for name, entry in first.tensors.items()
+        if names(name) and name in second.tensors and _form(second.tensors[name]) == _form(entry)
+    )
+
+
+def _form(entry: TensorEntry) -> str:
+    return f"{DTYPE_NAMES[entry.dtype]} {list(entry.shape)}"
+
+
+class Reader:
+    """Reads any rectangle of any tensor of a checkpoint, with a bounded number of open files.
+
+    Blocks are compared with their digests as they are read; files of older versions have none.
+    A context manager: leaving it closes the files.
+    """
+
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        self.directory = directory
+        self.manifest = manifest
+        self._headers: dict[str, dict[str, Stored]] = {}
+        self._open: dict[str, CheckedFile] = {}
+        self._recent: CheckedFile | None = None
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for file in self._open.values():
+            file.close()
+        self._open.clear()
+
+    def read(self, name: str, wanted: Rectangle) -> Tensor:
+        """Those elements, on CPU, of the stored dtype. Raises CorruptFileError and OSError."""
+        entry = self.manifest.tensors[name]
+        target = torch.empty(wanted.size, dtype=entry.dtype)
+        for chunk in entry.overlapping(wanted):
+            if region := wanted.intersect(chunk.rectangle):
+                stored = self._stored(name, entry, chunk)
+                view = target[region.within(wanted)]
+                copy_region(self._file(chunk.file), stored, region, chunk.rectangle, view)
+        return target
+
+    def _stored(self, name: str, entry: TensorEntry, chunk: Chunk) -> Stored:
+        path = self.directory / chunk.file
+        if chunk.file not in self._headers:
+            listed = self.manifest.files[chunk.file]
+            self._headers[chunk.file] = read_header(path, listed, self.manifest.save_id)
+        stored = self._headers[chunk.file].get(name)
+        if stored is None or (stored.dtype, stored.shape) != (entry.dtype, chunk.rectangle.size):
+            raise CorruptFileError(f"{path}: does not hold {name} as listed. {RESTORE}")
+        return stored
+
+    def _file(self, name: str) -> CheckedFile:
+        if name not in self._open:
+            if len(self._open) >= OPEN_FILES:
+                self._open.pop(next(iter(self._open))).close()
+            self._open[name] = CheckedFile(self.directory / name, self.manifest.files[name])
+        file = self._open[name]
+        if self._recent is not None and self._recent is not file:
+            self._recent.release()  # one block in memory, however many files are open
+        self._recent = file
+        return file
+
+
+def _compare(first: Reader, second: Reader, name: str, progress: Callable[[int], None]) -> TensorDifference:
+    entry = first.manifest.tensors[name]
+    differing, largest, scale = 0, 0.0, 0.0
+    for block in row_blocks(entry.shape, entry.dtype.itemsize):
+        a, b = first.read(name, block), second.read(name, block)
+        count, difference = _difference(a, b)
+        differing, largest = differing + count, max(largest, difference)
+        scale = max(scale, _magnitude(a), _magnitude(b) if count else 0.0)
+        progress(a.numel() * a.element_size())
+    return TensorDifference(name, differing, prod(entry.shape), largest, scale)
+
+
+def row_blocks(shape: tuple[int, ...], itemsize: int) -> Iterator[Rectangle]:
+    """Cut a tensor along dim 0 into rectangles of at most BLOCK bytes, or one row."""
+    if not prod(shape):
+        return
+    if not shape:
+        yield Rectangle((), ())
+        return
+    rest = shape[1:]
+    rows = max(1, BLOCK // (prod(rest) * itemsize))
+    for row in range(0, shape[0], rows):
+        yield Rectangle((row, *(0 for _ in rest)), (min(rows, shape[0] - row), *rest))
+
+
+def _difference(a: Tensor, b: Tensor) -> tuple[int, float]:
+    """Elements whose bits differ, and the largest difference of those."""
+    bits = BITS[a.element_size()]
+    if torch.equal(a.view(bits), b.view(bits)):
+        return 0, 0.0
+    differ = a.view(bits) != b.view(bits)
+    by = (a[differ].double() - b[differ].double()).abs()
+    return by.numel(), float(by.nan_to_num(nan=math.inf, posinf=math.inf).max())
+
+
+def _magnitude(x: Tensor) -> float:
+    """Largest absolute finite element; 0 when there is none."""
+    if x.is_floating_point():
+        low, high = x.aminmax()  # quick, and NaN where there is one
+        found = max(-float(low), float(high))
+        if math.isfinite(found):
+            return found
+    whole = x.double()
+    return float(torch.where(whole.isfinite(), whole, 0.0).abs().max())

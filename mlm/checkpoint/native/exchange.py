@@ -1,0 +1,123 @@
+"""How ranks agree: JSON carried as bytes over gloo (no pickle), and verdicts that all ranks share."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mlm.checkpoint.native.format import JSON, CheckpointError
+from mlm.errors import CorruptFileError, UserError
+from mlm.parallel.watch import Wait, Watch
+
+T = TypeVar("T")
+
+KINDS: dict[str, type[UserError]] = {kind.__name__: kind for kind in (CheckpointError, CorruptFileError)}
+MAX_MESSAGE = 2000  # characters of an error that travel
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that save or load together. `group` is gloo over all of them, None when there is one."""
+
+    rank: int
+    world_size: int
+    group: ProcessGroup | None
+    watch: Watch = field(default_factory=Watch, compare=False)
+    """Names what is waited for when a rank is lost."""
+
+    def __post_init__(self) -> None:
+        assert self.world_size == 1 or self.group is not None, "several ranks need a gloo group"
+        assert self.group is None or (self.group.rank(), self.group.size()) == (self.rank, self.world_size)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes what is written once."""
+        return self.rank == 0
+
+    def all_gather(self, value: JSON) -> list[JSON]:
+        """Every rank's value, on every rank."""
+        return [value] if self.group is None else [_decode(x) for x in self._gather(_encode(value), True)]
+
+    def gather(self, value: JSON) -> list[JSON]:
+        """Every rank's value, on rank 0; an empty list on the others."""
+        return [value] if self.group is None else [_decode(x) for x in self._gather(_encode(value), False)]
+
+    def gather_bytes(self, value: bytes) -> list[bytes]:
+        """Every rank's bytes, not empty, on rank 0; an empty list on the others."""
+        if self.group is None:
+            return [value]
+        mine = torch.frombuffer(bytearray(value), dtype=torch.uint8)
+        return [found.numpy().tobytes() for found in self._gather(mine, False)]
+
+    def _gather(self, mine: Tensor, to_all: bool) -> list[Tensor]:
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        with self._waiting("all_gather"):
+            dist.all_gather(lengths, torch.tensor([mine.numel()]), group=self.group)
+        sizes = [int(n) for n in lengths]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)  # gloo refuses uneven sizes
+        padded[: mine.numel()] = mine
+        received = [torch.empty_like(padded) for _ in sizes] if to_all or self.is_main else []
+        with self._waiting("all_gather" if to_all else "gather"):
+            if to_all:
+                dist.all_gather(received, padded, group=self.group)
+            else:
+                dist.gather(padded, received if self.is_main else None, group=self.group, group_dst=0)
+        return [found[:n] for found, n in zip(received, sizes, strict=False)]
+
+    def broadcast(self, value: JSON) -> JSON:
+        """Rank 0's value, on every rank."""
+        if self.group is None:
+            return value
+        mine = _encode(value)
+        length = torch.tensor([mine.numel()])
+        with self._waiting("broadcast"):
+            dist.broadcast(length, group=self.group, group_src=0)
+            text = mine if self.is_main else torch.empty(int(length), dtype=torch.uint8)
+            dist.broadcast(text, group=self.group, group_src=0)
+        return _decode(text)
+
+    def any_of(self, flags: Sequence[bool]) -> list[bool]:
+        """For each place, whether it is true on some rank. All ranks pass equally many."""
+        seen = torch.tensor(flags, dtype=torch.uint8)
+        if self.group is not None and flags:
+            with self._waiting("all_reduce"):
+                dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self.group)
+        return [bool(flag) for flag in seen.tolist()]
+
+    def _waiting(self, op: str) -> Wait:
+        return self.watch.waiting(f"{op} for a checkpoint", "world", tuple(range(self.world_size)))
+
+    def together(self, work: Callable[[], T], explain: Callable[[Exception], UserError]) -> T:
+        """Run `work` on every rank; if it raises on any, raise the first failing rank's error on all.
+
+        `explain` turns what is not a UserError into one. The exception keeps its class if that is
+        CheckpointError or CorruptFileError, else it is a UserError; on a failing rank it has the original
+        as its cause. `work` must not communicate.
+        """
+        cause: Exception | None = None
+        told: UserError | None = None
+        result: T | None = None
+        try:
+            result = work()
+        except Exception as e:  # whatever it is: unshared, it would leave the other ranks waiting for ever
+            cause, told = e, e if isinstance(e, UserError) else explain(e)
+        verdicts = self.all_gather(told and [type(told).__name__, str(told)[:MAX_MESSAGE]])
+        failed = [verdict for verdict in verdicts if verdict]
+        if not failed:
+            return result  # type: ignore[return-value]
+        kind, message = failed[0]
+        others = f" ({len(failed) - 1} more ranks failed)" if len(failed) > 1 else ""
+        raise KINDS.get(kind, UserError)(message + others) from cause
+
+
+def _encode(value: JSON) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _decode(text: Tensor) -> JSON:
+    return json.loads(text.numpy().tobytes())

@@ -1,0 +1,469 @@
+"""The folder of checkpoints: publication, `latest`, retention, and finding the one to load.
+
+Names that begin with a dot are work in progress: `.saving-…` a save that did not finish, `.replaced-step-N`
+the old step-N while a new one takes its place, `.trash-…` one being deleted. The next save clears them up.
+"""
+
+import errno
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NoReturn
+
+from mlm.checkpoint.native.format import (
+    CHUNKS,
+    MANIFEST,
+    CheckpointError,
+    Manifest,
+    Summary,
+    read_chunks,
+    read_manifest,
+    read_summary,
+    regular_size,
+)
+from mlm.checkpoint.native.lineage import (
+    MAX_POINTER_BYTES,
+    STEP_NAME,
+    Lineage,
+    Pointer,
+    Save,
+    decode_pointer,
+    encode_pointer,
+)
+from mlm.errors import CorruptFileError, UserError
+from mlm.files.atomic import fsync_directory
+
+log = logging.getLogger(__name__)
+
+LATEST = "latest"
+SAVING, REPLACED, TRASH, NEW_LATEST = ".saving-", ".replaced-", ".trash-", ".latest-"
+_STEP = r"step-\d{8,18}"
+LEFT = re.compile(rf"\.(saving-{_STEP}-[\w-]+|replaced-{_STEP}|trash-(saving-|replaced-)?{_STEP}(-[\w-]+)?)")
+"""Folders that killed saves and deletions leave."""
+LEFT_POINTER = re.compile(rf"\.latest-{_STEP}(-[\w-]+)?")
+SHARD = re.compile(r"rank-\d{5,}\.safetensors(\.done)?")
+PARTIAL = re.compile(r"\.nfs\w+|\..+\.\d+\.partial")
+"""Files that a file system or `write_atomic` leaves for a while."""
+
+
+def step_name(step: int) -> str:
+    """Name of the directory of a step: step-00001000."""
+    assert step >= 0
+    return f"step-{step:08d}"
+
+
+def checkpoints(root: Path) -> dict[int, Path]:
+    """Directory of each step in `root`, oldest first, whether whole or not.
+
+    A step that a kill caught between being moved aside and being replaced is found where it was moved to.
+    Raises CheckpointError when `root` cannot be read.
+    """
+    found: dict[int, Path] = {}
+    try:
+        for path in sorted(root.iterdir()) if root.is_dir() else []:  # "." sorts before "s": step-N wins
+            if (match := STEP_NAME.fullmatch(path.name.removeprefix(REPLACED))) and path.is_dir():
+                found[int(match[1])] = path
+    except OSError as e:
+        raise CheckpointError(f"{e.filename}: cannot be read: {e.strerror}. Make it readable") from e
+    return dict(sorted(found.items()))
+
+
+def read_pointer(root: Path) -> Pointer:
+    """Content of the file `latest`, empty when there is none."""
+    path = root / LATEST
+    try:
+        if not path.is_file():  # a pipe would block
+            return Pointer(None)
+        with open(path, "rb") as f:
+            return decode_pointer(f.read(MAX_POINTER_BYTES + 1))
+    except OSError as error:
+        return Pointer(None, fault=f"it cannot be read: {error.strerror}")
+
+
+def named_latest(root: Path) -> str | None:
+    """The directory name that the file `latest` holds; None when it is missing or cannot be believed."""
+    return read_pointer(root).name
+
+
+def latest_checkpoint(root: Path) -> Path | None:
+    """The checkpoint to continue from; None when there is no checkpoint at all.
+
+    The first of `candidates` that is whole as far as names and sizes tell (digests are checked at loading). A
+    warning says so where it is not the one that `latest` names. Raises CorruptFileError when there are
+    checkpoints but none to continue from is whole: starting afresh would be no remedy.
+    """
+    pointer, faults = read_pointer(root), list[str]()
+    if pointer.fault:
+        faults.append(f"{root / LATEST}: {pointer.fault}")
+    tried = set[Path]()
+    for path in candidates(root):
+        tried.add(path)
+        if fault := fault_of(path):
+            faults.append(fault)
+            continue
+        if not faults and pointer.name and plain_name(path) != pointer.name:
+            faults.append(f"{root / LATEST} names {pointer.name}, which is gone")
+        if faults:
+            log.warning("%s; continuing from the newest whole checkpoint, %s", faults[0], path)
+        return path
+    others = [path for path in checkpoints(root).values() if path not in tried]
+    if not (tried or others):
+        return None
+    gone = faults[0] if faults else f"{root / LATEST} names {pointer.name}, which is gone"
+    raise CorruptFileError(f"{root}: no checkpoint is whole. {gone}{hint_of_branches(root, others)}")
+
+
+def hint_of_branches(root: Path, others: list[Path]) -> str:
+    """The remedy where only checkpoints of another branch are left; empty where there are none."""
+    if not others:
+        return ""
+    name = plain_name(others[-1])
+    return f". {name} is of another branch: to continue from it, write its name into {root / LATEST}"
+
+
+def plain_name(path: Path) -> str:
+    """The step-… name of a checkpoint, wherever a save moved it."""
+    return path.name.removeprefix(REPLACED)
+
+
+def candidates(root: Path) -> Iterator[Path]:
+    """The checkpoints to continue from, the best first, whole or not: one, then its ancestors.
+
+    The first is the one that `latest` names; where that file is missing or damaged, the end of the branch
+    that was saved last. Checkpoints of older versions do not know their ancestors: those are all that are
+    older. Manifests are read as far as the caller iterates. Raises CheckpointError when `root` cannot be
+    read.
+    """
+    found, pointer = checkpoints(root), read_pointer(root)
+    if pointer.name is None:
+        yield from _without_pointer(found)
+        return
+    step = int(pointer.name.removeprefix("step-"))
+    if (head := found.get(step)) is not None:
+        yield head
+    manifest = None if head is None else _manifest(head)
+    if pointer.save_id is not None and (manifest is None or manifest.save_id == pointer.save_id):
+        past: tuple[Save, ...] | None = pointer.ancestors
+    else:
+        lineage = Lineage.of(manifest.state) if manifest is not None else None
+        past = lineage.ancestors if lineage is not None else None
+    yield from _past(found, step, past)
+
+
+def _past(found: dict[int, Path], step: int, past: tuple[Save, ...] | None) -> Iterator[Path]:
+    """Ancestors of a step that are there, the newest first; without knowledge, all older ones."""
+    if past is None:
+        yield from (path for other, path in reversed(found.items()) if other < step)
+        return
+    for save in reversed(past):
+        path = found.get(save.step)
+        if path is None or save.step == step:  # a step saved again has taken its place
+            continue
+        manifest = _manifest(path)
+        if manifest is None or manifest.save_id == save.save_id:
+            yield path
+
+
+def _without_pointer(found: dict[int, Path]) -> Iterator[Path]:
+    """Damaged ones that are newer than the end of the branch that was saved last, that end, its ancestors."""
+    known = {step: manifest for step, path in found.items() if (manifest := _manifest(path))}
+    past = {step: Lineage.of(manifest.state) for step, manifest in known.items()}
+    named = {save for lineage in past.values() if lineage for save in lineage.ancestors}
+    ends = [
+        (lineage.saved_at if (lineage := past[step]) else 0.0, step)
+        for step, manifest in known.items()
+        if Save(step, manifest.save_id) not in named
+    ]
+    if not ends:
+        yield from reversed(found.values())
+        return
+    head = max(ends)[1]
+    yield from (path for step, path in reversed(found.items()) if step > head and step not in known)
+    yield found[head]
+    lineage = past[head]
+    yield from _past(found, head, lineage.ancestors if lineage else None)
+
+
+def _manifest(path: Path) -> Summary | None:
+    """The manifest of a checkpoint, None when it cannot be read or is not its own."""
+    try:
+        manifest = read_summary(path)
+    except (UserError, OSError):
+        return None
+    return None if is_of_another_step(manifest, path) else manifest
+
+
+def is_of_another_step(manifest: Manifest | Summary, directory: Path) -> bool:
+    """True if a manifest does not belong in a directory of this step-… name."""
+    name = plain_name(directory)
+    return STEP_NAME.fullmatch(name) is not None and name != step_name(manifest.step)
+
+
+def is_of_another_branch(path: Path, head: Path) -> bool:
+    """True if a checkpoint is neither an ancestor nor a descendant of `head`, by what both say."""
+    mine, live = _manifest(path), _manifest(head)
+    if path == head or mine is None or live is None:
+        return False
+    past, live_past = Lineage.of(mine.state), Lineage.of(live.state)
+    if past is None and live_past is None:
+        return False
+    descends = past is not None and Save(live.step, live.save_id) in past.ancestors
+    leads_here = live_past is not None and Save(mine.step, mine.save_id) in live_past.ancestors
+    return not (descends or leads_here)
+
+
+def fault_of(directory: Path) -> str | None:
+    """Why a checkpoint is not whole, as far as names and sizes tell: no shard is read."""
+    try:
+        manifest = read_summary(directory)
+        if is_of_another_step(manifest, directory):
+            return f"{directory / MANIFEST}: of step {manifest.step}, copied here from another checkpoint"
+        if manifest.chunks is not None:
+            read_chunks(directory / CHUNKS, manifest.chunks)
+        for name, entry in manifest.files.items():
+            if (size := regular_size(directory / name)) != entry.bytes:
+                return f"{directory / name}: {size} bytes, the manifest says {entry.bytes}"
+    except (UserError, OSError) as e:
+        return str(e)
+    return None
+
+
+def resolve(path: str | Path, setting: str = "ckpt") -> Path:
+    """The checkpoint directory that a user means by `ckpt=path`; `setting` is the key for messages.
+
+    Accepts a step-… directory, a folder of them, the `latest` file in it, or a run directory (the folder
+    itself or its `checkpoints`). Raises UserError when there is none, CorruptFileError as
+    `latest_checkpoint` does.
+    """
+    place, alone = locate(path, setting)
+    return place if alone else latest_checkpoint(place) or _refuse_empty(path, setting)
+
+
+def locate(path: str | Path, setting: str = "ckpt") -> tuple[Path, bool]:
+    """What a user means of what `resolve` accepts: a checkpoint and True, or a folder of them and False.
+
+    Raises UserError when there is none. Whether any is whole is not asked.
+    """
+    given = Path(path)
+    try:
+        if given.is_file() and given.name in (LATEST, MANIFEST):
+            given = given.parent
+        if not given.is_dir():
+            raise UserError(
+                f"{setting}={given}: no such directory. Set {setting}=… to a step-… or run directory"
+            )
+        if (given / MANIFEST).exists() or STEP_NAME.fullmatch(given.name):
+            return given, True
+        for folder in (given / "checkpoints", given):
+            if checkpoints(folder):
+                return folder, False
+    except OSError as e:
+        raise CheckpointError(f"{setting}={path}: cannot be read: {e.strerror}. Make it readable") from e
+    _refuse_empty(path, setting)
+
+
+def _refuse_empty(path: str | Path, setting: str) -> NoReturn:
+    raise UserError(
+        f"{setting}={path}: holds no checkpoint (step-…). Set {setting}=… to a step-… or run directory"
+    )
+
+
+def open_staging(root: Path, step: int, save_id: str, *, keep: bool = False) -> Path:
+    """A fresh directory to write a checkpoint into; clears up after killed saves. Raises OSError.
+
+    With `keep` a directory that an earlier try with the same save id left is handed out as it is.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    fsync_directory(root.parent)
+    staging = staging_path(root, step, save_id)
+    clear_up(root, keep=staging if keep else None)
+    staging.mkdir(exist_ok=keep)
+    return staging
+
+
+def leftovers(root: Path) -> list[Path]:
+    """What killed saves left and `clear_up` deletes, sorted by name. Raises OSError."""
+    return sorted(path for path in root.iterdir() if _is_left(path) and not _is_moved_aside(path))
+
+
+def _is_left(path: Path) -> bool:
+    """True for what a killed save left: by its name, and by what it holds."""
+    if LEFT_POINTER.fullmatch(path.name):
+        return path.is_file() and not path.is_symlink()
+    return LEFT.fullmatch(path.name) is not None and path.is_dir() and foreign_in(path) is None
+
+
+def _is_moved_aside(path: Path) -> bool:
+    """True for the old step-N while no new one has taken its place."""
+    name = path.name.removeprefix(REPLACED)
+    return path.name.startswith(REPLACED) and not path.with_name(name).exists()
+
+
+def foreign_in(directory: Path) -> str | None:
+    """First entry of a checkpoint directory that mlm did not write, None if all is ours. Raises OSError.
+
+    A link is not ours, nor is a folder or a file of another name than the manifest, its chunks or those that
+    it lists.
+    """
+    if directory.is_symlink():
+        return "a link"
+    try:
+        listed = set(read_summary(directory).files)
+    except UserError:
+        listed = set()
+    found = {entry.name: entry.is_file(follow_symlinks=False) for entry in os.scandir(directory)}
+    if MANIFEST in found and not listed and not any(map(SHARD.fullmatch, found)):
+        return MANIFEST if regular_size(directory / MANIFEST) else None
+    for name, is_file in sorted(found.items()):
+        ours = (
+            name in (MANIFEST, CHUNKS) or name in listed or SHARD.fullmatch(name) or PARTIAL.fullmatch(name)
+        )
+        if not (ours and is_file):
+            return name
+    return None
+
+
+def clear_up(root: Path, *, keep: Path | None = None) -> None:
+    """Finish or delete what killed saves left, but for the directory `keep`. Raises OSError."""
+    for path in list(root.iterdir()):
+        if path == keep or not _is_left(path):
+            continue
+        if _is_moved_aside(path):
+            os.rename(path, root / path.name.removeprefix(REPLACED))
+        elif path.is_dir():
+            discard(path)
+        else:
+            path.unlink()
+
+
+def staging_path(root: Path, step: int, save_id: str) -> Path:
+    """Where a save is written before it is published. Unique, so two runs never share one."""
+    return root / f"{SAVING}{step_name(step)}-{save_id[:12]}"
+
+
+def publish(staging: Path, root: Path, manifest: Manifest) -> None:
+    """Give a fully written directory its name and point `latest` at it. Raises OSError.
+
+    At every instant either the old checkpoint or the new one is found by `latest_checkpoint`.
+    """
+    name = step_name(manifest.step)
+    final, replaced = root / name, root / f"{REPLACED}{name}"
+    pointer = root / f"{NEW_LATEST}{staging.name.removeprefix(SAVING)}"
+    try:
+        _write_pointer(pointer, manifest)  # first: a full disk shows before anything is renamed
+        fsync_directory(staging)
+        if os.path.lexists(final):
+            if (foreign := foreign_in(final)) is not None:
+                raise OSError(errno.EEXIST, f"holds {foreign}, which mlm did not write", str(final))
+            os.rename(final, replaced)
+        try:
+            os.rename(staging, final)
+        except OSError:
+            if replaced.exists():
+                os.rename(replaced, final)
+            raise
+        fsync_directory(root)
+        os.replace(pointer, root / LATEST)
+        fsync_directory(root)
+    finally:
+        pointer.unlink(missing_ok=True)
+    discard(replaced)
+
+
+def point_latest(root: Path, step: int) -> None:
+    """Point `latest` at a step that is published. Raises OSError, and what `read_manifest` raises."""
+    pointer = root / f"{NEW_LATEST}{step_name(step)}"
+    _write_pointer(pointer, read_manifest(root / step_name(step)))
+    os.replace(pointer, root / LATEST)
+    fsync_directory(root)
+
+
+def _write_pointer(pointer: Path, manifest: Manifest) -> None:
+    content = encode_pointer(step_name(manifest.step), manifest.save_id, Lineage.of(manifest.state))
+    with open(pointer, "xb") as f:
+        f.write(content)
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def prune(root: Path, step: int, *, keep_last: int, keep_every: int) -> None:
+    """Delete old checkpoints after `step` was saved. Never raises: a leftover is no failed save.
+
+    Steps after `step` are kept: they belong to a run that was rolled back, and deleting is the user's call.
+    """
+    try:
+        old = outdated(root, keep_last=keep_last, keep_every=keep_every, upto=step)
+    except CheckpointError as e:
+        log.warning("old checkpoints were not pruned: %s", e)
+        return
+    for path in old:
+        discard(path)
+
+
+def outdated(
+    root: Path,
+    *,
+    keep_last: int,
+    keep_every: int,
+    upto: int | None = None,
+    fault: Callable[[Path], str | None] = fault_of,
+) -> list[Path]:
+    """The checkpoints up to step `upto` (None: all) that retention gives up, oldest first.
+
+    Kept: the `keep_last` newest whole ones, at least one, and whatever is newer; multiples of `keep_every`
+    (0: none); the one `latest` names; and those of another branch than that one, which count for nothing: a
+    user rolled back, and deleting what was abandoned is theirs. A damaged one, of which `fault(directory)`
+    says why, never counts as kept: it goes when `keep_last` whole ones are newer, so where none is whole
+    nothing goes. `fault` is asked from the newest on, as long as it matters. Raises CheckpointError when
+    `root` cannot be read.
+    """
+    named, found, whole, old = named_latest(root), checkpoints(root), 0, []
+    head = next((path for path in found.values() if plain_name(path) == named), None)
+    for step, path in reversed(found.items()):
+        if upto is not None and step > upto:
+            continue
+        if whole < max(keep_last, 1):
+            if head is None or not is_of_another_branch(path, head):
+                whole += fault(path) is None
+        elif (keep_every and step % keep_every == 0) or path == head:
+            continue
+        elif head is None or not is_of_another_branch(path, head):
+            old += [path] if _is_ours(path) else []
+    return old[::-1]
+
+
+def _is_ours(path: Path) -> bool:
+    """True if nothing in a checkpoint's directory is the user's."""
+    try:
+        return foreign_in(path) is None
+    except OSError:
+        return False
+
+
+def discard(path: Path) -> bool:
+    """Delete the directory of a checkpoint, or of a save, unless something in it is not ours.
+
+    It first loses its name, so that half of it is never taken for a checkpoint. Returns True if all of it is
+    gone; never raises: a warning says why not.
+    """
+    trash = path if path.name.startswith(TRASH) else path.with_name(f"{TRASH}{path.name.lstrip('.')}")
+    try:
+        if os.path.lexists(path) and (foreign := foreign_in(path)) is not None:
+            log.warning("%s: not deleted: holds %s, which mlm did not write", path, foreign)
+            return False
+        if trash != path and os.path.lexists(trash) and foreign_in(trash) is not None:
+            trash = trash.with_name(f"{trash.name}-{os.urandom(4).hex()}")  # that one is the user's
+        if trash != path:
+            if trash.exists():
+                shutil.rmtree(trash)
+            os.rename(path, trash)
+        shutil.rmtree(trash)
+    except FileNotFoundError:
+        pass
+    except OSError as e:
+        log.warning("%s: could not be deleted: %s", path, e.strerror)
+        return False
+    return True

@@ -1,0 +1,41 @@
+"""The state of a training run in a manifest: what must hold before any of it is believed."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from mlm.checkpoint.native.format import JSON, RESTORE, Manifest
+from mlm.errors import CorruptFileError
+
+MOST = 1 << 62  # steps, samples
+MOST_COUNTED = (1 << 31) - 1  # of the loss scaler's counters: i32 on the device
+
+
+def check_run_state(manifest: Manifest, path: Path) -> None:
+    """Raise CorruptFileError unless the counters and the loss scale are those of a run at this step."""
+    state = manifest.state
+    problem = (
+        f"its state says step {str(state.get('step'))[:40]}, the manifest {manifest.step}"
+        if state.get("step") != manifest.step or type(state.get("step")) is not int
+        else _out_of_range(state, "consumed_samples", MOST)
+        or _out_of_range(state, "applied_steps", float(MOST))
+        or _scaler_problem(state.get("scaler"))
+    )
+    if problem:
+        raise CorruptFileError(f"{path}: {problem}. {RESTORE}")
+
+
+def _scaler_problem(scaler: JSON) -> str | None:
+    if not isinstance(scaler, dict):
+        return "its scaler is no object"
+    limits = {"scale": 2.0**127, "clean_steps": MOST_COUNTED, "skipped": MOST_COUNTED}
+    found = next((why for key, most in limits.items() if (why := _out_of_range(scaler, key, most))), None)
+    return found or (None if scaler["scale"] > 0 else "its scale=0 is out of range")
+
+
+def _out_of_range(state: Mapping[str, JSON], key: str, most: float) -> str | None:
+    value: JSON = state.get(key)
+    kinds = (int,) if isinstance(most, int) else (int, float)
+    if type(value) in kinds and 0 <= value <= most and math.isfinite(value):
+        return None
+    return f"its {key}={str(value)[:40]} is out of range"

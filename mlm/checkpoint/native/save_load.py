@@ -1,0 +1,268 @@
+"""Save and load checkpoints: any layout writes, any layout reads, whole or not at all.
+
+All ranks call together. What one rank finds wrong, all ranks raise. README.md specifies the format.
+"""
+
+import errno
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mlm.checkpoint.native.checked_file import CheckedFile, Signature
+from mlm.checkpoint.native.declaration import declare_shards, file_name, merge_declared
+from mlm.checkpoint.native.exchange import Ranks
+from mlm.checkpoint.native.fit import Reading, check_fit, plan_reading
+from mlm.checkpoint.native.folders import (
+    discard,
+    latest_checkpoint,
+    named_latest,
+    open_staging,
+    prune,
+    publish,
+    resolve,
+    staging_path,
+    step_name,
+)
+from mlm.checkpoint.native.format import (
+    JSON,
+    RESTORE,
+    CheckpointError,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    read_manifest,
+    write_manifest,
+)
+from mlm.checkpoint.native.slices import Shard
+from mlm.checkpoint.native.shard_file import copy_region, header_of, write_shard_file
+from mlm.checkpoint.native.staging import StagedFile
+from mlm.errors import CorruptFileError, UserError
+from mlm.files.atomic import digest_file
+from mlm.parallel.watch import Watch
+
+__all__ = [
+    "CheckpointError",
+    "Manifest",
+    "Shard",
+    "latest_checkpoint",
+    "load_checkpoint",
+    "read_manifest",
+    "resolve",
+    "save_checkpoint",
+]
+
+REMEDIES = {
+    errno.ENOSPC: "Free space there, or set out=… to another disk",
+    errno.EDQUOT: "Free some of your quota, or set out=… to another disk",
+    errno.EACCES: "Make it writable, or set out=… to a directory that is",
+    errno.EPERM: "Make it writable, or set out=… to a directory that is",
+    errno.EROFS: "Set out=… to a writable disk",
+    errno.ENOENT: "Set out=… to a directory that all ranks share",
+}
+
+
+def save_checkpoint(
+    root: Path,
+    step: int,
+    shards: Mapping[str, Shard],
+    *,
+    state: Mapping[str, JSON],
+    rank: int,
+    world_size: int,
+    group: ProcessGroup | None,
+    keep_last: int,
+    keep_every: int,
+    watch: Watch | None = None,
+    save_id: str | None = None,
+    staged: StagedFile | None = None,
+) -> Path:
+    """Write `root/step-…` from the shards of all ranks, point `latest` at it and prune old ones.
+
+    Collective over `group` (gloo; None when `world_size` is 1). Over all ranks, `shards` must hold each
+    element of each tensor exactly once: a replicated one is passed by one of its owners. `state` is taken
+    from rank 0. Returns the new directory. A kill at any instant leaves the previous checkpoint intact.
+    `watch` is told what is waited for. `staged` holds a copy of `shards` filled under `save_id`, the same on
+    all ranks: it is written, and of `shards` only the shapes count.
+
+    Raises CheckpointError on every rank, leaving nothing behind, if any rank cannot write or the shards
+    do not tile their tensors; LostPeer if a rank does not take part.
+    """
+    ranks = Ranks(rank, world_size, group, watch or Watch(rank))
+    explain = partial(_explain_save, root, rank, named_latest(root))
+    assert staged is None or save_id is not None, "what is staged carries its save id"
+    save_id, main_step = ranks.broadcast([save_id or uuid.uuid4().hex, step])
+    staging = staging_path(root, step, save_id)
+    try:
+        declared = ranks.gather_bytes(
+            ranks.together(lambda: declare_shards(shards, step, main_step), explain)
+        )
+        # Before a byte is written: what would not load is not worth a disk full of it.
+        tensors = ranks.together(
+            lambda: _prepare(root, step, save_id, declared) if ranks.is_main else {}, explain
+        )
+        written = ranks.together(lambda: write_shards(staging, rank, shards, save_id, staged), explain)
+        files = {file_name(r): file_entry(entry) for r, entry in enumerate(ranks.gather(written)) if entry}
+        manifest = Manifest(step, save_id, tensors, files, state)
+        ranks.together(lambda: publish_manifest(staging, root, manifest) if ranks.is_main else None, explain)
+    except BaseException:
+        if ranks.is_main:
+            discard(staging)
+        raise
+    if ranks.is_main:
+        prune(root, step, keep_last=keep_last, keep_every=keep_every)
+    return root / step_name(step)
+
+
+def file_entry(said: JSON) -> FileEntry:
+    """The inverse of what `write_shards` returns."""
+    size, digest, blocks = said
+    return FileEntry(size, digest, tuple(blocks))
+
+
+def _prepare(root: Path, step: int, save_id: str, declared: list[bytes]) -> dict[str, TensorEntry]:
+    tensors = merge_declared(root, declared)
+    open_staging(root, step, save_id)
+    return tensors
+
+
+def stored_tensors(shards: Mapping[str, Shard]) -> dict[str, Tensor]:
+    """What of a rank's shards is written: those that hold an element."""
+    return {name: shard.tensor for name, shard in shards.items() if shard.tensor.numel()}
+
+
+def write_shards(
+    staging: Path, rank: int, shards: Mapping[str, Shard], save_id: str, staged: StagedFile | None = None
+) -> list[JSON] | None:
+    """Write this rank's file; its [bytes, digest, block digests], or None when it holds no element and has no
+    file."""
+    tensors, path = stored_tensors(shards), staging / file_name(rank)
+    if not tensors:
+        return None
+    entry = write_shard_file(path, tensors, save_id) if staged is None else staged.write(path)
+    return [entry.bytes, entry.digest, entry.blocks]
+
+
+def publish_manifest(staging: Path, root: Path, manifest: Manifest) -> None:
+    """Complete a directory of shards by its manifest, and make it the latest checkpoint of `root`."""
+    write_manifest(staging, manifest)
+    publish(staging, root, manifest)
+
+
+def _explain_save(root: Path, rank: int, previous: str | None, error: Exception) -> UserError:
+    path, cause, number = root, f"{type(error).__name__}: {error}", 0
+    if isinstance(error, OSError) and error.errno:
+        path, cause, number = error.filename or root, str(error.strerror), error.errno
+    remedy = REMEDIES.get(number, "Mend it, or set out=… to another directory")
+    there = previous and os.path.isdir(root / previous)  # unlike Path.is_dir, never raises
+    kept = f"the previous checkpoint {previous} is intact" if there else "there is no earlier checkpoint"
+    return CheckpointError(f"{path}: could not be saved (rank {rank}): {cause}. {remedy}; {kept}")
+
+
+def load_checkpoint(
+    path: Path,
+    wanted: Mapping[str, Shard],
+    *,
+    rank: int,
+    world_size: int,
+    group: ProcessGroup | None,
+    allow_missing: Callable[[str], bool] | None = None,
+    allow_extra: Callable[[str], bool] | None = None,
+    cast: bool = False,
+    config: Mapping[str, JSON] | None = None,
+    watch: Watch | None = None,
+) -> Manifest:
+    """Fill the tensors of `wanted` in place from a checkpoint directory written at any layout.
+
+    Collective over `group` (gloo; None when `world_size` is 1). Before a tensor is touched, size, save id and
+    header of every file, names, shapes, dtypes and coverage are checked. Every byte is compared with its
+    digest: those that are used, on the way into the tensors; the others of each file by one rank.
+    A name in the checkpoint that no rank wants is refused unless `allow_extra(name)`; a wanted one that it
+    lacks is refused unless `allow_missing(name)`, and is then left as it is. `cast` converts between
+    floating dtypes. `config` is this run's, used to name the settings that differ from `state["config"]`.
+    `watch` is told what is waited for; LostPeer is raised if a rank does not take part.
+
+    Raises on every rank alike: UserError when the checkpoint is of another model or precision,
+    CorruptFileError when a file is damaged, CheckpointError when one cannot be read. A damaged block, a disk
+    that fails while it is read, or a cast that overflows leaves some tensors filled.
+    """
+    path, ranks = Path(path), Ranks(rank, world_size, group, watch or Watch(rank))
+    explain = partial(_explain_load, path, rank)
+    manifest = ranks.together(lambda: read_manifest(path), explain)
+    if len(set(ranks.all_gather(manifest.digest))) > 1:
+        raise CheckpointError(f"{path}: ranks see different checkpoints there. Load it from a shared disk")
+    claimed = ranks.any_of([name in wanted for name in manifest.tensors])
+    extra = [name for name, someone in zip(manifest.tensors, claimed, strict=True) if not someone]
+    unwanted = [name for name in extra if not (allow_extra and allow_extra(name))]
+
+    def plan() -> dict[str, list[Reading]]:
+        check_fit(path, manifest, wanted, unwanted, allow_missing, cast, config or {})
+        return plan_reading(manifest, wanted)
+
+    readings = ranks.together(plan, explain)
+    known = ranks.together(lambda: _verify(path, manifest, readings, ranks), explain)
+    ranks.together(lambda: _fill(path, manifest, readings, known, ranks), explain)
+    return manifest
+
+
+def _verify(
+    path: Path, manifest: Manifest, readings: Mapping[str, list[Reading]], ranks: Ranks
+) -> dict[str, Signature]:
+    """Check size, save id and header of this rank's share of the files and of those it will read.
+
+    Files without block digests, of older versions, are digested whole: each by one rank, before any reads
+    them. Returns what each file is now, for `_fill` to find the same.
+    """
+    share = _share(manifest, ranks)
+    seen = {}
+    for name in sorted({*share, *readings}):
+        with CheckedFile(path / name, manifest.files[name], raw=True) as f:
+            seen[name] = f.found
+            headers = header_of(f, manifest.save_id)
+        for part in readings.get(name, ()):
+            found = headers.get(part.name)
+            if found is None or (found.dtype, found.shape) != (part.dtype, part.chunk.size):
+                raise CorruptFileError(f"{path / name}: does not hold {part.name} as listed. {RESTORE}")
+    for name in share:
+        entry = manifest.files[name]
+        if not entry.blocks and (digest := digest_file(path / name)) != entry.digest:
+            raise CorruptFileError(f"{path / name}: damaged, digest {digest}, not {entry.digest}. {RESTORE}")
+    return seen
+
+
+def _share(manifest: Manifest, ranks: Ranks) -> list[str]:
+    """The files that this rank answers for."""
+    return sorted(manifest.files)[ranks.rank :: ranks.world_size]
+
+
+def _fill(
+    path: Path,
+    manifest: Manifest,
+    readings: Mapping[str, list[Reading]],
+    known: Mapping[str, Signature],
+    ranks: Ranks,
+) -> None:
+    """Copy what is wanted from blocks compared as they are read, then compare the rest of the share."""
+    share = set(_share(manifest, ranks))
+    with torch.no_grad():
+        for file in sorted({*share, *readings}):
+            with CheckedFile(path / file, manifest.files[file], known[file]) as f:
+                headers = header_of(f, manifest.save_id)
+                parts = readings.get(file, [])
+                for part in sorted(parts, key=lambda part: headers[part.name].begin):
+                    copy_region(f, headers[part.name], part.region, part.chunk, part.target)
+                if file in share:
+                    f.check_all()
+                f.check_unchanged()
+
+
+def _explain_load(path: Path, rank: int, error: Exception) -> UserError:
+    if isinstance(error, OSError):
+        where = error.filename or path
+        return CheckpointError(f"{where}: cannot be read (rank {rank}): {error.strerror}. {RESTORE}")
+    return CheckpointError(f"{path}: could not be loaded (rank {rank}): {type(error).__name__}: {error}")

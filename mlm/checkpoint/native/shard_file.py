@@ -1,0 +1,234 @@
+"""One shard file: safetensors, written as a stream and read in blocks, so that memory stays small.
+
+Layout (https://huggingface.co/docs/safetensors): u64 little-endian header length, JSON header padded with
+spaces to 8 bytes, then the tensors end to end. Ours are ordered by descending element size, so each is
+aligned to its element. `__metadata__` carries the save id.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+import torch
+from torch import Tensor
+
+from mlm.files.bounded import parse_json
+from mlm.checkpoint.native.checked_file import CheckedFile, Digester
+from mlm.checkpoint.native.format import (
+    DTYPE_NAMES,
+    DTYPES,
+    JSON,
+    MAX_DIMS,
+    MAX_NAME,
+    RESTORE,
+    FileEntry,
+)
+from mlm.checkpoint.native.slices import Rectangle
+from mlm.errors import CorruptFileError, UserError
+from mlm.files.atomic import CHUNK
+
+MAX_HEADER_BYTES = 1 << 26  # 64 MiB; parsed JSON takes many times its size (safetensors allows 100 MB)
+BLOCK = 1 << 24  # bytes of rows read at a time: 16 MiB
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor inside a shard file: `begin` is its first byte, counted from the start of the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+
+
+@dataclass(frozen=True)
+class Form:
+    """Dtype and shape of a tensor to write: all that a header needs, before the tensor is there."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+T = TypeVar("T", Tensor, Form)
+
+
+def write_shard_file(path: Path, tensors: Mapping[str, Tensor], save_id: str) -> FileEntry:
+    """Write tensors (any device, any strides) to a new file and fsync it: see `write_stream`."""
+    forms = {name: Form(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return write_stream(path, forms, tensors.__getitem__, {"save_id": save_id})
+
+
+def write_stream(
+    path: Path,
+    forms: Mapping[str, Form],
+    read: Callable[[str], Tensor],
+    metadata: Mapping[str, str],
+    progress: Callable[[int], None] = lambda count: None,
+) -> FileEntry:
+    """Write a new safetensors file and fsync it; `read(name)` gives each tensor when its turn comes.
+
+    Holds one contiguous CPU copy of one tensor at a time; the digest is that of the bytes meant, taken
+    on the way to the disk. `metadata` goes into `__metadata__`; `progress` hears of tensor bytes written.
+    Raises OSError naming `path`, ValueError when there are too many tensors for one header, and what `read`
+    raises.
+    """
+    assert sys.byteorder == "little", "safetensors holds little-endian numbers"
+    ordered = in_order(forms)
+    header = header_bytes([(name, form.dtype, form.shape) for name, form in ordered], metadata)
+    digester = Digester()
+    try:
+        with open(path, "xb") as f:
+            _append(f, digester, memoryview(header), lambda count: None)
+            for name, form in ordered:
+                _append(f, digester, _bytes_of(read(name), form), progress)
+            f.flush()
+            os.fsync(f.fileno())
+    except OSError as e:
+        raise OSError(e.errno, e.strerror, str(path)) from e
+    return digester.entry()
+
+
+def _append(f: BinaryIO, digester: Digester, content: memoryview, progress: Callable[[int], None]) -> None:
+    for start in range(0, len(content), CHUNK):  # hashed and written while it is in the cache
+        block = content[start : start + CHUNK]
+        digester.update(block)
+        f.write(block)
+        progress(len(block))
+
+
+def in_order(tensors: Mapping[str, T]) -> list[tuple[str, T]]:
+    """Names and tensors in the order of a file: descending element size, then by name."""
+    return sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+
+
+def header_bytes(
+    ordered: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> bytes:
+    """All that a file holds before the tensors (name, dtype, shape). Raises ValueError if it is too long."""
+    header: dict[str, JSON] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, dtype, shape in ordered:
+        begin, end = end, end + prod(shape) * dtype.itemsize
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise ValueError(f"the header needs {len(text)} bytes, {MAX_HEADER_BYTES} is the limit")
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bytes_of(tensor: Tensor, form: Form) -> memoryview:
+    assert (tensor.dtype, tuple(tensor.shape)) == (form.dtype, form.shape), "not what was announced"
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def read_header(path: Path, entry: FileEntry, save_id: str) -> dict[str, Stored]:
+    """The tensors of a shard file, every offset checked against the file.
+
+    Raises CorruptFileError when the file is missing, of another size than `entry` says, not safetensors,
+    or of another save.
+    """
+    with CheckedFile(path, entry, raw=True) as f:  # names damage better than a digest would
+        return header_of(f, save_id)
+
+
+def header_of(f: CheckedFile, save_id: str) -> dict[str, Stored]:
+    """The tensors of an open shard file; raises as `read_header` does."""
+    metadata, stored = _parse_header(f, Path(f.name), f.size, RESTORE)
+    if metadata.get("save_id") != save_id:
+        raise CorruptFileError(f"{f.name}: a shard of another save stands in its place. {RESTORE}")
+    return stored
+
+
+def read_safetensors_header(
+    path: Path, remedy: str = RESTORE
+) -> tuple[Mapping[str, JSON], dict[str, Stored]]:
+    """`__metadata__` and the tensors of any safetensors file, every offset checked against its size.
+
+    Raises CorruptFileError, ending in `remedy`, when it is none or holds a dtype we do not know.
+    """
+    with open(path, "rb") as f:
+        return _parse_header(f, path, path.stat().st_size, remedy)
+
+
+def _parse_header(
+    f: BinaryIO | CheckedFile, path: Path, size: int, remedy: str
+) -> tuple[Mapping[str, JSON], dict[str, Stored]]:
+    f.seek(0)
+    length = int.from_bytes(f.read(8), "little")
+    if not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
+        raise CorruptFileError(f"{path}: not a safetensors file, header of {length} bytes. {remedy}")
+    text = f.read(length)
+    try:
+        header = parse_json(text)
+        metadata = header.pop("__metadata__", {})
+        if not isinstance(metadata, dict):
+            raise ValueError("__metadata__ is not an object")
+        return metadata, _stored_tensors(header, start=8 + length, size=size)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+        raise CorruptFileError(f"{path}: damaged safetensors header, {e}. {remedy}") from e
+
+
+def _stored_tensors(header: dict[str, JSON], *, start: int, size: int) -> dict[str, Stored]:
+    stored, end = {}, 0
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        if not name.isprintable() or len(name) > MAX_NAME:
+            raise ValueError(f"tensor name {name[:40]!r} is not allowed")
+        begin, stop = entry["data_offsets"]
+        if entry["dtype"] not in DTYPES:
+            raise ValueError(f"{name} is of the unknown dtype {str(entry['dtype'])[:20]!r}")
+        dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+        if len(shape) > MAX_DIMS or any(type(n) is not int or n < 0 for n in (begin, stop, *shape)):
+            raise ValueError(f"{name} has an impossible offset or shape")
+        if begin != end or stop - begin != prod(shape) * dtype.itemsize:
+            raise ValueError(f"{name} does not lie where its shape puts it")
+        stored[name], end = Stored(dtype, shape, start + begin), stop
+    if start + end != size:
+        raise ValueError(f"tensors end at byte {start + end} of {size}")
+    return stored
+
+
+def copy_region(
+    f: BinaryIO | CheckedFile, stored: Stored, region: Rectangle, chunk: Rectangle, target: Tensor
+) -> None:
+    """Copy the part `region` of a stored `chunk` (both in global coordinates) into `target`, in place.
+
+    `target` has the shape of `region`, any device and strides, and the stored dtype or another floating
+    one. Reads whole rows of dim 0, at most BLOCK bytes (or one row) at a time. Raises CorruptFileError when
+    the file ends early, UserError when a finite number would become infinite in the dtype of `target`.
+    """
+    columns = region.within(chunk)
+    rows, tail = columns[0] if columns else slice(0, 1), stored.shape[1:]
+    if not columns:
+        target = target.unsqueeze(0)
+    row_items = prod(tail)
+    row_bytes = row_items * stored.dtype.itemsize
+    step = max(1, BLOCK // row_bytes)
+    buffer = bytearray(min(step, rows.stop - rows.start) * row_bytes)
+    for first in range(rows.start, rows.stop, step):
+        count = min(step, rows.stop - first)
+        f.seek(stored.begin + first * row_bytes)
+        if f.readinto(memoryview(buffer)[: count * row_bytes]) != count * row_bytes:  # type: ignore[union-attr]
+            raise CorruptFileError(f"{f.name}: ends early. {RESTORE}")
+        block = torch.frombuffer(buffer, dtype=stored.dtype, count=count * row_items).view(count, *tail)
+        piece = block[(slice(None), *columns[1:])]
+        target[first - rows.start : first - rows.start + count].copy_(_converted(piece, target.dtype, f.name))
+
+
+def _converted(piece: Tensor, dtype: torch.dtype, file: str) -> Tensor:
+    if piece.dtype == dtype:
+        return piece
+    converted = piece.to(dtype)
+    if torch.isfinite(piece).sum() != torch.isfinite(converted).sum():
+        raise UserError(f"{file}: holds numbers too large for {dtype}. Load it with a wider precision.dtype")
+    return converted

@@ -1,0 +1,101 @@
+"""A shard file in memory: what a checkpoint copies while training waits, and writes while it goes on.
+
+It is written past the page cache where the file system lets it (O_DIRECT): training then loses neither
+processor time nor cached data to it.
+"""
+
+import errno
+import mmap
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mlm.checkpoint.native.checked_file import Digester
+from mlm.checkpoint.native.format import FileEntry
+from mlm.checkpoint.native.shard_file import header_bytes, in_order
+
+ALIGNMENT = 4096  # of address, offset and length under O_DIRECT
+BLOCK = 1 << 24  # bytes per write: 16 MiB
+
+
+class StagedFile:
+    """The shard file of one rank, held in memory that later saves use again."""
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+        self._size = 0
+        """Bytes of the file that is staged; 0 when none is."""
+        self._failure: Exception | None = None
+
+    def fill(self, tensors: Mapping[str, Tensor], save_id: str) -> None:
+        """Copy the tensors (any device, any strides), with as many threads as torch has. Never raises:
+        `write` raises what went wrong, where the ranks tell each other.
+
+        On CUDA, the caller's current stream orders the copies.
+        """
+        self._size, self._failure = 0, None
+        try:
+            self._fill(tensors, save_id)
+        except Exception as error:
+            self._failure = error
+
+    def _fill(self, tensors: Mapping[str, Tensor], save_id: str) -> None:
+        ordered = in_order(tensors)
+        header = header_bytes([(name, x.dtype, tuple(x.shape)) for name, x in ordered], {"save_id": save_id})
+        size = len(header) + sum(x.numel() * x.element_size() for _, x in ordered)
+        memory = self._allocate(size)
+        memory[: len(header)] = np.frombuffer(header, np.uint8)
+        begin = len(header)
+        for _, x in ordered:
+            end = begin + x.numel() * x.element_size()
+            torch.from_numpy(memory[begin:end]).view(x.dtype).view(x.shape).copy_(x.detach())
+            begin = end
+        self._size = size
+
+    def write(self, path: Path) -> FileEntry:
+        """Write and digest the file, which must be new, and fsync it. Raises OSError naming `path`."""
+        if self._failure is not None:
+            raise self._failure
+        assert self._size, "nothing is staged"
+        try:
+            try:
+                return self._write(path, os.O_DIRECT)
+            except OSError as e:
+                if e.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                    raise
+                path.unlink(missing_ok=True)  # a file system that has no O_DIRECT
+                return self._write(path, 0)
+        except OSError as e:
+            raise OSError(e.errno, e.strerror, str(path)) from e
+
+    def _allocate(self, size: int) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+        padded = max(-(-size // ALIGNMENT), 1) * ALIGNMENT
+        if self._memory is None or len(self._memory) < padded:
+            self._memory = None  # give the old one back first
+            self._memory = mmap.mmap(-1, padded)  # begins at a page
+            with suppress(OSError):  # a kernel without them
+                self._memory.madvise(mmap.MADV_HUGEPAGE)
+        return np.frombuffer(self._memory, np.uint8, padded)
+
+    def _write(self, path: Path, flags: int) -> FileEntry:
+        assert self._memory is not None
+        size, digester = self._size, Digester()
+        padded = -(-size // ALIGNMENT) * ALIGNMENT
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | flags, 0o644)
+        try:
+            with memoryview(self._memory) as content:
+                for start in range(0, size, BLOCK):
+                    digester.update(content[start : min(start + BLOCK, size)])
+                    done, end = start, min(start + BLOCK, padded)
+                    while done < end:
+                        done += os.write(descriptor, content[done:end])
+            os.ftruncate(descriptor, size)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        return digester.entry()

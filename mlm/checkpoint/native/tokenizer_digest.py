@@ -1,0 +1,73 @@
+"""The tokenizer that a checkpoint was trained with, known by its digest.
+
+`state["tokenizer"]` holds the digest of tokenizer.json and, where the file was read, that of its vocabulary
+alone and the id of the end-of-document token, which the file does not tell. The file lies in the run
+directory, beside the folder of checkpoints.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mlm.checkpoint.native.format import RESTORE
+from mlm.errors import CorruptFileError
+from mlm.files.atomic import digest_file
+
+TOKENIZER = "tokenizer.json"
+KEY = "tokenizer"
+"""Key of a checkpoint's state."""
+DIGEST = re.compile(r"xxh3:[0-9a-f]{32}")
+
+
+@dataclass(frozen=True)
+class TokenizerDigest:
+    """A tokenizer as a checkpoint knows it."""
+
+    digest: str
+    """Of tokenizer.json."""
+    vocabulary: str | None = None
+    """Of its tokens, their ids and merges: the same for another file that spells the same vocabulary."""
+    eod_id: int | None = None
+    """The token that ends a document in what was trained on; None in checkpoints of older versions."""
+
+    def is_same(self, other: "TokenizerDigest") -> bool:
+        """True if both turn text into the same tokens, as far as the digests tell."""
+        return self.digest == other.digest or (
+            self.vocabulary is not None and self.vocabulary == other.vocabulary
+        )
+
+    def encode(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> "TokenizerDigest | None":
+        """Entry of a checkpoint's state; None for one of an older version, or without a tokenizer."""
+        said = state.get(KEY)
+        if not isinstance(said, dict):
+            return None
+        digest, vocabulary = said.get("digest"), said.get("vocabulary")
+        if not (isinstance(digest, str) and DIGEST.fullmatch(digest)):
+            return None
+        known = isinstance(vocabulary, str) and DIGEST.fullmatch(vocabulary)
+        eod_id = said.get("eod_id")
+        return cls(digest, vocabulary if known else None, eod_id if type(eod_id) is int else None)
+
+
+def file_beside(directory: Path) -> Path:
+    """tokenizer.json of the run whose checkpoint the step-… `directory` is."""
+    return directory.parent.parent / TOKENIZER
+
+
+def check_beside(directory: Path, state: Mapping[str, Any]) -> None:
+    """Raises CorruptFileError if tokenizer.json is there and not the one the checkpoint was trained with."""
+    known, path = TokenizerDigest.of(state), file_beside(directory)
+    if known is None or not path.is_file():
+        return
+    if (digest := digest_file(path)) != known.digest:
+        raise CorruptFileError(
+            f"{path}: damaged or replaced, digest {digest}, {directory.name} was trained with "
+            f"{known.digest}. {RESTORE}"
+        )

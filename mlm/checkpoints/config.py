@@ -1,0 +1,85 @@
+"""What the commands that look after checkpoints are told: see schema.py."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mlm.models.config import Forbid
+from mlm.config.path_types import InputPath, OutFolder, ResultFile
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReshardConfig:
+    """The run spec of `mlm reshard`: write a checkpoint again as another layout would."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    ckpt: InputPath
+    """Checkpoint (step-…) or run directory (its latest checkpoint) to read."""
+    out: OutFolder
+    """Run directory to write: out/checkpoints/step-… and the tokenizer."""
+    tp: int = 1
+    """Tensor-parallel size, t: every stage becomes t files."""
+    pp: int = 1
+    """Pipeline-parallel size, p."""
+    vp: int = 1
+    """Virtual stages (chunks) per pipeline rank, v."""
+    weights_only: bool = False
+    """Leave the optimizer's moments out: a third of the size, to start runs from or to give away."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CkptInspectConfig:
+    """The run spec of `mlm ckpt inspect`: what is in a checkpoint, from its manifest alone."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    ckpt: InputPath
+    """Checkpoint (step-…) or run directory (its latest checkpoint)."""
+    tensors: bool = False
+    """List every tensor with its shape, dtype and pieces, optimizer state too."""
+    out: ResultFile | None = None
+    """JSON file for all of it; null writes none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CkptVerifyConfig:
+    """The run spec of `mlm ckpt verify`: whether checkpoints are whole, every byte read."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    ckpt: InputPath
+    """Checkpoint (step-…), or run directory: then every checkpoint in it."""
+    out: ResultFile | None = None
+    """JSON file for the result; null writes none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CkptDiffConfig:
+    """The run spec of `mlm ckpt diff`: how two checkpoints differ, whatever their layouts."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    first: InputPath
+    """Checkpoint (step-…) or run directory (its latest checkpoint)."""
+    second: InputPath
+    """The one to compare it with."""
+    out: ResultFile | None = None
+    """JSON file for every tensor's difference; null writes none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CkptPruneConfig:
+    """The run spec of `mlm ckpt prune`: delete old checkpoints of a run."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    ckpt: InputPath
+    """Run directory, or folder of checkpoints."""
+    keep_last: int = 2
+    """Newest whole checkpoints kept; the one to continue from always is."""
+    keep_every: int = 0
+    """Checkpoints at multiples of this step are kept too; 0 keeps none for that."""
+    verify: bool = False
+    """Read every byte of the newest until keep_last are found whole; false goes by names and sizes."""
+    dry_run: bool = False
+    """Only say what would be deleted."""

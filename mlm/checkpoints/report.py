@@ -1,0 +1,21 @@
+"""What the `mlm ckpt` commands share: the result for machines."""
+
+import json
+from typing import Any
+
+import torch
+
+import mlm
+from mlm.files import results as result_files
+from mlm.report.history import finite
+
+
+def versions() -> dict[str, str]:
+    """What wrote a result."""
+    return {"mlm": mlm.__version__, "torch": torch.__version__}
+
+
+def write_result(out: str, result: dict[str, Any]) -> None:
+    """Write the JSON for machines; numbers that are not finite become null. Raises UserError."""
+    text = json.dumps(finite(result), indent=2, allow_nan=False) + "\n"
+    result_files.write_result(out, text.encode())

@@ -1,0 +1,88 @@
+"""`mlm ckpt verify`: whether checkpoints are whole, every byte read and compared with its digest."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mlm.checkpoint.native.folders import LATEST, candidates, checkpoints, locate, read_pointer
+from mlm.checkpoint.native.verify import Verified, shard_bytes, verify_checkpoint
+from mlm.checkpoints.config import CkptVerifyConfig
+from mlm.errors import CorruptFileError
+from mlm.checkpoints.report import versions, write_result
+from mlm.terminal import add_row, byte_progress, console, plain, size, table
+
+
+def run(config: CkptVerifyConfig) -> None:
+    """Verify, print a table, write out. Raises CorruptFileError when a checkpoint is damaged."""
+    place, alone = locate(config.ckpt)
+    paths = [place] if alone else list(checkpoints(place).values())
+    with byte_progress("verifying", sum(map(shard_bytes, paths))) as advance:
+        found = [verify_checkpoint(path, advance) for path in paths]
+    start = None if alone else continued_from(place, found)
+    if config.out is not None:
+        write_result(config.out, result_of(config.ckpt, found, start))
+    show(config.ckpt, found, start, in_run=not alone)
+    damaged = [each for each in found if not each.whole]
+    if damaged:
+        first = damaged[0].faults[0]
+        raise CorruptFileError(
+            f"{len(damaged)} of {len(found)} checkpoints {'is' if len(damaged) == 1 else 'are'} damaged: "
+            f"{damaged[0].path / plain(first.file)}: {plain(first.why)}. Restore it from a copy, or delete it"
+        )
+    fault = None if alone else read_pointer(place).fault
+    if fault:
+        raise CorruptFileError(f"{place / LATEST}: {fault}. Write the name of a step-… there, or delete it")
+
+
+def continued_from(root: Path, found: list[Verified]) -> Path | None:
+    """The checkpoint a run there would continue from: the one `latest` names, else its nearest ancestor."""
+    sound = {each.path for each in found if each.loads}
+    return next((path for path in candidates(root) if path in sound), None)
+
+
+def result_of(ckpt: str, found: list[Verified], start: Path | None) -> dict[str, Any]:
+    """All that was found, for machines."""
+    return {
+        "task": "ckpt verify",
+        "ckpt": ckpt,
+        "whole": all(each.whole for each in found),
+        "continues_from": None if start is None else str(start),
+        "checkpoints": [
+            {
+                "path": str(each.path),
+                "whole": each.whole,
+                "step": each.manifest and each.manifest.step,
+                "files": each.manifest and len(each.manifest.files),
+                "bytes": each.manifest and sum(file.bytes for file in each.manifest.files.values()),
+                "digest": each.manifest and each.manifest.digest,
+                "faults": [asdict(fault) for fault in each.faults],
+                "warnings": list(each.warnings),
+            }
+            for each in found
+        ],
+        "versions": versions(),
+    }
+
+
+def show(ckpt: str, found: list[Verified], start: Path | None, *, in_run: bool) -> None:
+    """The table for people: a line per checkpoint, and one per further fault."""
+    made = table(f"ckpt verify · {ckpt}", "checkpoint", "step#", "files#", "size#", "")
+    for each in found:
+        manifest = each.manifest
+        cells: tuple[object, ...] = ("", "", "")
+        if manifest is not None:
+            total = sum(file.bytes for file in manifest.files.values())
+            cells = (manifest.step, len(manifest.files), size(total))
+        first, *others = [f"damaged: {f.file}: {f.why}" for f in each.faults] or ["whole"]
+        add_row(made, each.path.name, *cells, first)
+        for line in others:
+            add_row(made, "", "", "", "", line)
+    out = console()
+    out.print(made)
+    for each in found:
+        for line in each.warnings:
+            out.print(f"note: {plain(line)}")
+    if in_run:
+        out.print(
+            f"a run continues from {start}" if start else "a run would not start: none of them can be loaded"
+        )

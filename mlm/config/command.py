@@ -1,0 +1,69 @@
+"""What a command is: which config it composes, what it runs, and what its help says.
+
+Targets are import strings, so that help, completion and faults come without importing torch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from mlm.config.compose import SPECS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """One command of `mlm`."""
+
+    words: tuple[str, ...]
+    """As typed: ("eval", "loss")."""
+    config: str
+    """Name of its primary config in configs/, and of its dataclass in SPECS."""
+    target: str
+    """module:function that does the work."""
+    check: Callable[..., list[str]] | None = None
+    """check(config, world_size=…, local_devices=…) -> faults; a command that has one runs on ranks, as
+    target(config, ctx). One without runs in this process, as target(config)."""
+    local_check: Callable[[Any], list[str]] | None = None
+    """local_check(config) -> faults, of a command that runs in this process."""
+    preflight: str | None = None
+    """module:function(config) -> faults found by looking into files, asked when there is no other fault."""
+    out_is_run_folder: bool = False
+    """Whether `out` is a run folder, where failing ranks may leave their logs."""
+    has_runs: bool = False
+    """True if it writes run folders, which `resume=` continues."""
+    summary: str
+    """One line for `mlm --help`."""
+    about: str
+    """A paragraph for its own help."""
+    examples: tuple[tuple[str, str], ...]
+    """(what it does, command line) pairs."""
+    positional: tuple[str, ...] = ()
+    """Keys that words without `=` set, in this order: `mlm ckpt inspect runs/shakespeare`."""
+    aliases: tuple[tuple[str, str], ...] = ()
+    """(as typed, key) pairs: `mlm data build data=text` means input=text."""
+    own_choices: tuple[str, ...] = ()
+    """Choices of groups that experiment=… leaves as they are here; typed ones win."""
+    keys: tuple[str, ...] = ()
+    """Most used keys, for its help; empty means all."""
+
+    @property
+    def name(self) -> str:
+        """`eval loss`."""
+        return " ".join(self.words)
+
+    @property
+    def usage(self) -> str:
+        """With the words that are its keys' values: `ckpt inspect CKPT`."""
+        return " ".join([self.name, *map(str.upper, self.positional)])
+
+    @property
+    def spec(self) -> type:
+        """The dataclass its config becomes."""
+        return SPECS[self.config]
+
+
+def resolve(target: str) -> Any:
+    """The function that an import string names: `mlm.evaluate.loss:run`."""
+    module, _, name = target.partition(":")
+    return getattr(import_module(module), name)

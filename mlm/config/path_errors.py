@@ -1,0 +1,76 @@
+"""Checks of what stands at the paths of a run spec: made for every command, before anything is computed."""
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import is_dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from mlm.config.path_types import Role, split_weight
+from mlm.config.tree import HOISTED, leaves
+from mlm.files.ownership import STDOUT, described, kind_of_folder, rejected_place
+from mlm.files.results import result_faults, results_alone_on_stdout
+
+
+def path_faults(config: Any) -> list[str]:
+    """Results that would replace something of the user's, and folders that no command may take for its own.
+
+    Which names in a folder are in the way, the command knows and asks itself (`claim_faults`).
+    """
+    faults = list[str]()
+    for key, value, role in paths_of(config):
+        if role is Role.RESULT:
+            faults += result_faults(value, key=key, inputs=inputs_of(config))
+        elif role in (Role.FOLDER, Role.CACHE):
+            faults += folder_faults(key, value, protected_from(config), is_cache=role is Role.CACHE)
+    return faults
+
+
+def folder_faults(key: str, value: str, inputs: list[str], *, is_cache: bool = False) -> list[str]:
+    """Problems of a path that can be no folder of ours. A cache may lie anywhere: it adds files."""
+    what, folder = f"{key}={value}", Path(value)
+    if value == STDOUT:
+        return [f"{what}: standard output cannot hold a folder; name a folder"]
+    try:
+        if os.path.lexists(folder) and not folder.is_dir():
+            return [f"{what}: {described(folder)} stands there; name a new folder"]
+        is_ours = is_cache or kind_of_folder(folder) is not None
+        return [] if is_ours else rejected_place(what, folder, inputs)
+    except OSError as error:
+        return [f"{what}: {error.strerror}; name another folder"]
+
+
+def paths_of(config: Any) -> Iterator[tuple[str, str, Role]]:
+    """(key, path, role) of every path that a run spec holds."""
+    spec: type = type(config)
+    for key, leaf in leaves(spec).items():
+        if leaf.role is None:
+            continue
+        value = reduce(getattr, [p for p in key.split(".") if p != HOISTED], config)
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if item is not None:
+                yield key, split_weight(item)[1] if leaf.role is Role.BLEND else item, leaf.role
+
+
+def inputs_of(config: Any) -> list[str]:
+    """Every path that a command reads."""
+    return [path for _, path, role in paths_of(config) if role in (Role.INPUT, Role.BLEND)]
+
+
+def protected_from(config: Any) -> list[str]:
+    """The inputs that no folder to write may be or hold.
+
+    A tokenizer may: `mlm data tokenizer out=corpus`, then `mlm data build tokenizer=corpus out=corpus`.
+    """
+    read = (Role.INPUT, Role.BLEND)
+    return [path for key, path, role in paths_of(config) if role in read and not key.endswith("tokenizer")]
+
+
+def streams_for(config: Any) -> AbstractContextManager[None]:
+    """Around the work of a command: leaves standard output to its results where one is named `-`."""
+    results = (Role.RESULT, Role.PLACE)
+    if is_dataclass(config) and any(p == STDOUT and role in results for _, p, role in paths_of(config)):
+        return results_alone_on_stdout()
+    return nullcontext()

@@ -1,0 +1,59 @@
+"""What `mlm import` and `mlm export` are told: see schema.py."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mlm.models.config import Forbid
+from mlm.config.path_types import InputPath, OutFolder
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImportHFConfig:
+    """The run spec of `mlm import hf`: a Hugging Face model as a checkpoint to train, score or sample."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    source: InputPath
+    """Folder with config.json and model.safetensors, or the id of a model on the Hugging Face Hub."""
+    out: OutFolder
+    """Run directory to write: out/checkpoints/step-00000000 and the tokenizer."""
+    revision: str | None = None
+    """Branch, tag or commit on the Hub; null takes the default branch."""
+    verify: bool = True
+    """Compare logits with those of `transformers` on the same tokens, and refuse where they differ."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportHFConfig:
+    """The run spec of `mlm export hf`: a checkpoint as a folder that `transformers` loads."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    ckpt: InputPath
+    """Checkpoint (step-…) or run directory (its latest checkpoint)."""
+    out: OutFolder
+    """Folder to write: config.json, model.safetensors (or several and their index), the tokenizer."""
+    max_file_gb: float = 5.0
+    """Largest .safetensors file, in 10^9 bytes; a larger model is cut into several."""
+    verify: bool = True
+    """Compare logits with those of `transformers` on the same tokens, and refuse where they differ."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImportMegatronConfig:
+    """The run spec of `mlm import megatron`: a Megatron-LM checkpoint (mp_rank_XX[_YYY]) as one of ours."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    source: InputPath
+    """Its folder (its newest iteration is taken), or an iter_… or release folder in it."""
+    out: OutFolder
+    """Run directory to write: out/checkpoints/step-00000000 and the tokenizer."""
+    vocab_size: int | None = None
+    """Tokens of its tokenizer, without padding; null takes the tokenizer's, else GPT-2's or BERT's
+    (50257; 30522 or 28996) where it fits."""
+    num_heads: int | None = None
+    """Attention heads, for checkpoints of 2019, which do not say; null takes theirs."""
+    tokenizer: InputPath | None = None
+    """tokenizer.json, or a folder with it, vocab.json and merges.txt, or vocab.txt, to put beside the
+    checkpoint."""

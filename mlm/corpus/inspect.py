@@ -1,0 +1,334 @@
+"""`mlm data inspect`: what a corpus holds."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+
+from mlm.corpus.config import DataInspectConfig
+from mlm.errors import CorruptFileError, UserError
+from mlm.data.corpus_files import corpora_at, eod_of, origins_of, size_of, tokenizer_beside, write_result
+from mlm.data.indexed import REBUILD, IndexedDataset, bin_path, idx_path
+from mlm.data.indexed_format import CHUNK, VERSION, Index
+from mlm.data.receipt import Receipt, read_receipt
+from mlm.data.tokenizer import Tokenizer
+from mlm.files.results import named
+from mlm.terminal import add_row, byte_progress, console, plain, size, table
+
+BITS = 16
+BINS = 1 << BITS
+BAR = 40  # characters of the longest bar
+LOOKED_AT = 10_000  # documents whose last token is looked at: each is a page to read
+SAMPLE_TOKENS = 64
+SAMPLE_LETTERS = 200
+
+Count = Callable[[Index, int, int], NDArray[np.int64]]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The beginning of a document."""
+
+    document: int
+    tokens: int
+    """Of the whole document."""
+    text: str | None
+    """None without a tokenizer that knows the ids."""
+    ids: list[int]
+    """Of the beginning."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a count is spread over documents."""
+
+    min: int
+    median: int
+    """The lower of the two in the middle."""
+    mean: float
+    max: int
+    histogram: list[tuple[int, int, int]]
+    """(from, to, documents): 0, 1, 2 to 3, 4 to 7, …"""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What one .bin/.idx pair holds."""
+
+    prefix: str
+    dtype: str
+    version: int
+    sequences: int
+    documents: int
+    tokens: int
+    bytes: int
+    """Of the .bin."""
+    tokens_per_document: Spread
+    sequences_per_document: Spread
+    ends_with_eod: float | None
+    """Share of the documents looked at; None where the end-of-document token is not known."""
+    looked_at: int
+    samples: list[Sample]
+
+
+def run_inspect(config: DataInspectConfig) -> None:
+    """Print tables, write out. Raises UserError, CorruptFileError for a pair that is not what it says."""
+    if config.samples < 0:
+        raise UserError(f"samples={config.samples} is below 0: use 0 to decode none")
+    folder, prefixes = corpora_at(config.path)
+    if config.document is not None or config.token is not None:
+        run_document(config, folder, prefixes[0])
+        return
+    receipt = read_receipt(folder)
+    tokenizer, note = tokenizer_for(config, folder)
+    eod_id = eod_of(receipt, tokenizer)
+    indices = [size_of(prefix.with_name(f"{prefix.name}.idx")) for prefix in prefixes]
+    found = list[Facts]()
+    with byte_progress("reading", sum(indices)) as advance:
+        for prefix, count in zip(prefixes, indices, strict=True):
+            found.append(facts_of(prefix, tokenizer, eod_id, config.samples))
+            advance(count)
+    if config.out is not None:
+        corpora = [asdict(facts) for facts in found]
+        result = {"task": "data inspect", "path": config.path, "corpora": corpora, "receipt": receipt}
+        write_result(config.out, result)
+    show(config, found, receipt, note)
+
+
+def run_document(config: DataInspectConfig, folder: Path, prefix: Path) -> None:
+    """Show one document and where it came from. Raises UserError."""
+    corpus, (tokenizer, _) = IndexedDataset(prefix), tokenizer_for(config, folder)
+    number = document_wanted(config, corpus)
+    origin = origin_of(prefix, number)
+    ids = [int(token) for token in corpus.document(number)]
+    known = tokenizer is not None and all(0 <= token < tokenizer.vocab_size for token in ids)
+    text = tokenizer.decode(ids) if tokenizer is not None and known else None
+    if config.out is not None:
+        facts = {"document": number, "tokens": len(ids), "origin": origin, "ids": ids, "text": text}
+        write_result(config.out, {"task": "data inspect", "path": str(prefix), **facts})
+    out = console()
+    made = table(f"{prefix} · document {number:,}", "", "")
+    for key, value in (
+        {"tokens": f"{len(ids):,}"} | (origin or {"source": "not kept; build with keep_ids=true"})
+    ).items():
+        add_row(made, key, str(value))
+    out.print(made)
+    shown = text if text is not None else " ".join(map(str, ids))
+    for line in shown.split("\n"):
+        out.print(
+            "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line),
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def document_wanted(config: DataInspectConfig, corpus: IndexedDataset) -> int:
+    """The number of the document to show. Raises UserError when there is none of that number."""
+    key, number = ("document", config.document) if config.document is not None else ("token", config.token)
+    assert number is not None
+    count = corpus.num_documents if key == "document" else corpus.num_tokens
+    if not 0 <= number < count:
+        raise UserError(f"{key}={number}: {corpus.prefix} holds {count} {key}s; use 0 to {count - 1}")
+    return number if key == "document" else corpus.index.document_of(number)
+
+
+def origin_of(prefix: Path, number: int) -> dict[str, Any] | None:
+    """Source, line and id of a document; None where they were not kept. Raises CorruptFileError."""
+    kept = origins_of(prefix)
+    if not idx_path(kept).is_file():
+        return None
+    content = IndexedDataset(kept).document(number).tobytes()
+    try:
+        origin = json.loads(content)
+    except (ValueError, RecursionError):
+        origin = None
+    if not isinstance(origin, dict):
+        raise CorruptFileError(f"{bin_path(kept)} does not say where document {number} came from: {REBUILD}")
+    return {plain(str(key)): plain(str(value)) for key, value in origin.items()}
+
+
+def tokenizer_for(config: DataInspectConfig, folder: Path) -> tuple[Tokenizer | None, str | None]:
+    """What decodes the samples, and why nothing does. Raises UserError for a tokenizer that was named."""
+    if config.tokenizer is not None:
+        return Tokenizer.load(config.tokenizer), None
+    try:
+        tokenizer = tokenizer_beside(folder)
+    except UserError as error:
+        return None, str(error)
+    note = "no tokenizer.json beside the corpus: set tokenizer=… to read samples as text"
+    return tokenizer, None if tokenizer else note
+
+
+def facts_of(prefix: Path, tokenizer: Tokenizer | None, eod_id: int | None, samples: int) -> Facts:
+    """Look at one pair, in constant memory. Raises UserError, CorruptFileError."""
+    corpus = IndexedDataset(prefix, allow_empty=True)
+    share, looked_at = ends_with(corpus, eod_id)
+    return Facts(
+        prefix=str(prefix),
+        dtype=corpus.dtype.name,
+        version=VERSION,
+        sequences=corpus.num_sequences,
+        documents=corpus.num_documents,
+        tokens=corpus.num_tokens,
+        bytes=corpus.bin_path.stat().st_size,
+        tokens_per_document=spread(corpus.index, tokens_of),
+        sequences_per_document=spread(corpus.index, sequences_of),
+        ends_with_eod=share,
+        looked_at=looked_at,
+        samples=[sample_of(corpus, number, tokenizer) for number in spaced(corpus.num_documents, samples)],
+    )
+
+
+def tokens_of(index: Index, begin: int, end: int) -> NDArray[np.int64]:
+    """Tokens of documents `begin` to `end`: i64 [end - begin]."""
+    return np.diff(index.document_starts(begin, end))
+
+
+def sequences_of(index: Index, begin: int, end: int) -> NDArray[np.int64]:
+    """Sequences of documents `begin` to `end`: i64 [end - begin]."""
+    return np.diff(index.document_indices[begin : end + 1])
+
+
+def spread(index: Index, count: Count) -> Spread:
+    """Least, median, mean, most and histogram of a count, in constant memory; the median exact below 2**32.
+
+    Two passes find the median: the first its upper 16 bits, the second the lower ones.
+    """
+    documents = index.num_documents
+    if documents == 0:
+        return Spread(0, 0, 0.0, 0, [])
+
+    def chunks() -> Iterator[NDArray[np.int64]]:
+        for begin in range(0, documents, CHUNK):
+            yield count(index, begin, min(begin + CHUNK, documents))
+
+    total, least, most = 0, int(np.iinfo(np.int64).max), 0
+    upper, lower, logs = np.zeros(BINS, np.int64), np.zeros(BINS, np.int64), np.zeros(65, np.int64)
+    for chunk in chunks():
+        total += int(chunk.sum())
+        least, most = min(least, int(chunk.min())), max(most, int(chunk.max()))
+        upper += np.bincount(np.minimum(chunk >> BITS, BINS - 1), minlength=BINS)
+        logs += np.bincount(np.frexp(chunk.astype(np.float64))[1], minlength=65)  # bits of the number
+    middle = (documents - 1) // 2
+    high = int(np.searchsorted(np.cumsum(upper), middle, side="right"))
+    for chunk in chunks():
+        lower += np.bincount(chunk[chunk >> BITS == high] & (BINS - 1), minlength=BINS)
+    low = int(np.searchsorted(np.cumsum(lower), middle - int(upper[:high].sum()), side="right"))
+    met = np.flatnonzero(logs)
+    bins = [(1 << k >> 1, (1 << k) - 1, int(logs[k])) for k in range(met[0], met[-1] + 1)]
+    return Spread(least, (high << BITS) + low, total / documents, most, bins)
+
+
+def ends_with(corpus: IndexedDataset, eod_id: int | None) -> tuple[float | None, int]:
+    """Share of documents whose last token is `eod_id`, and how many were looked at."""
+    if eod_id is None or corpus.num_documents == 0:
+        return None, 0
+    numbers = spaced(corpus.num_documents, LOOKED_AT)
+    itemsize, count = corpus.dtype.itemsize, 0
+    with open(corpus.bin_path, "rb", buffering=0) as f:  # the map would keep the pages around each token
+        for number in numbers:
+            start, end = map(int, corpus.index.document_starts(number, number + 1))
+            if end > start:
+                content = os.pread(f.fileno(), itemsize, (end - 1) * itemsize)
+                count += int.from_bytes(content, "little", signed=corpus.dtype.kind == "i") == eod_id
+    return count / len(numbers), len(numbers)
+
+
+def spaced(count: int, wanted: int) -> list[int]:
+    """At most `wanted` numbers below `count`, evenly spread."""
+    number = min(count, wanted)
+    return [(2 * i + 1) * count // (2 * number) for i in range(number)]
+
+
+def sample_of(corpus: IndexedDataset, number: int, tokenizer: Tokenizer | None) -> Sample:
+    """The beginning of a document."""
+    document = corpus.document(number)
+    ids = [int(token) for token in document[:SAMPLE_TOKENS]]
+    text = None
+    if tokenizer is not None and all(0 <= token < tokenizer.vocab_size for token in ids):
+        text = tokenizer.decode(ids)[:SAMPLE_LETTERS]
+    return Sample(number, len(document), text, ids)
+
+
+def share_of(facts: Facts) -> str:
+    """The share of documents that end as they should, in words."""
+    if facts.ends_with_eod is None:
+        return "unknown"
+    return f"{facts.ends_with_eod:.1%} of {facts.looked_at:,}"
+
+
+HEADER_ROWS: dict[str, Callable[[Facts], str]] = {
+    "tokens are": lambda facts: f"{facts.dtype} (version {facts.version})",
+    "documents": lambda facts: f"{facts.documents:,}",
+    "sequences": lambda facts: f"{facts.sequences:,}",
+    "tokens": lambda facts: f"{facts.tokens:,}",
+    "size of .bin": lambda facts: size(facts.bytes),
+    "end with end-of-document": share_of,
+}
+
+
+def show(config: DataInspectConfig, found: list[Facts], receipt: Receipt | None, note: str | None) -> None:
+    """The tables for people."""
+    out = console()
+    made = table(f"data inspect · {config.path}", "", *(f"{Path(facts.prefix).name}#" for facts in found))
+    for name, cell in HEADER_ROWS.items():
+        add_row(made, name, *map(cell, found))
+    out.print(made)
+    for facts in found:
+        show_spread(out, f"{Path(facts.prefix).name}: tokens per document", facts.tokens_per_document)
+        if facts.sequences != facts.documents:
+            title = f"{Path(facts.prefix).name}: sequences per document"
+            show_spread(out, title, facts.sequences_per_document)
+    if receipt is not None:
+        show_receipt(out, receipt)
+    if config.samples and any(facts.samples for facts in found):
+        made = table("samples", "", "document#", "tokens#", "begins")
+        for facts in found:
+            for sample in facts.samples:
+                begins = sample.text if sample.text is not None else " ".join(map(str, sample.ids[:16]))
+                add_row(made, Path(facts.prefix).name, f"{sample.document:,}", f"{sample.tokens:,}", begins)
+        out.print(made)
+        if note is not None:
+            out.print(f"note: {plain(note)}")
+    if config.out is not None:
+        out.print(f"written to {named(config.out)}")
+
+
+def show_spread(out: Console, title: str, found: Spread) -> None:
+    """A histogram as bars."""
+    summary = f"min {found.min:,} · median {found.median:,} · mean {found.mean:,.1f} · max {found.max:,}"
+    made = table(f"{title}: {summary}", "from#", "to#", "documents#", "")
+    longest = max((documents for *_, documents in found.histogram), default=1)
+    for low, high, documents in found.histogram:
+        bar = "█" * -(-documents * BAR // longest)
+        add_row(made, f"{low:,}", f"{high:,}", f"{documents:,}", bar)
+    out.print(made)
+
+
+def show_receipt(out: Console, receipt: Receipt) -> None:
+    """What the receipt says of how the corpus was made. It may be of any shape."""
+    made = table("receipt", "", "")
+    recipe = receipt.get("recipe")
+    sections = {f"recipe.{key}": value for key, value in recipe.items()} if isinstance(recipe, dict) else {}
+    told = {key: receipt.get(key) for key in ("format", "tokenizer", "vocab_size", "eod_id", "seed", "read")}
+    for key, value in (told | {"rejected": receipt.get("rejected")} | sections).items():
+        if value not in (None, {}):
+            add_row(made, key, in_words(value))
+    removed = receipt.get("removed")
+    for rule, count in removed.items() if isinstance(removed, dict) else ():
+        add_row(made, f"removed by {rule}", in_words(count))
+    out.print(made)
+
+
+def in_words(value: Any) -> str:
+    """A table of the receipt in one line, without what is not set."""
+    if not isinstance(value, dict):
+        return str(value)
+    return " ".join(f"{key}={item}" for key, item in value.items() if item not in (None, [], {}))

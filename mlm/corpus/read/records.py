@@ -1,0 +1,244 @@
+"""What the readers pass on: inputs and shards, documents and their places, why a record is no document."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from mlm.errors import UserError
+from mlm.corpus.read.long_text import LONG, LongText, StringText
+
+ID = "id"
+LONGEST_ID = 1000  # letters of an id that is kept
+COUNT_BLOCK = 1 << 20  # bytes read at a time when lines are counted: 1 MiB
+
+RULES = (
+    "damaged",  # truncated or corrupt: the rest of the file is lost
+    "too_long",
+    "not_utf8",
+    "not_json",
+    "not_object",
+    "no_text",
+    "text_type",
+    "surrogate",
+    "no_id",
+    "id_type",
+)
+"""Why a record is rejected, in no order."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """One file, or one Hub dataset."""
+
+    name: str
+    """Its path below the folder or glob that was given: names are unique in a build."""
+    path: str
+    bytes: int
+    """Size of the file; of a Hub dataset what its card says, 0 when it says nothing."""
+    digest: str
+    """Content digest: empty for files until they are read; a Hub dataset's is its commit."""
+    split: str | None
+    """The part it belongs to, None when its documents are divided."""
+    state: tuple[int, ...] = ()
+    """Size and times of change when it was digested; empty for a Hub dataset."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one task reads of an input. Plain values: JSON holds them."""
+
+    path: str
+    kind: str
+    """jsonl, txt, slice (also .gz, .zst, .bz2, .xz), parquet or hub. A slice is a part of one text."""
+    begin: int
+    """In bytes of a file (of a slice: of its content), rows of a Parquet file (where row groups begin), or
+    shards of a Hub dataset."""
+    end: int
+    split: str | None
+
+
+@contextmanager
+def readable(path: str) -> Iterator[None]:
+    """Around what opens and reads an input. Raises UserError for what the disk refuses."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"input {path}: {reason}: give a file that can be read") from error
+
+
+@dataclass(slots=True)
+class LinesBefore:
+    """Lines of a file before byte `begin`, counted when first asked for: only faults need the number."""
+
+    path: str
+    begin: int
+    known: int | None = None
+
+    def count(self) -> int:
+        """Newlines in the first `begin` bytes. Raises UserError when the file cannot be read any more."""
+        if self.known is None:
+            self.known, left = 0, self.begin
+            with readable(self.path), open(self.path, "rb") as f:
+                while left and (block := f.read(min(left, COUNT_BLOCK))):
+                    self.known += block.count(b"\n")
+                    left -= len(block)
+        return self.known
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a record lies; `str(place)` is what a user is told: `file:12`, or `file:row 12` in a table."""
+
+    source: str
+    number: int
+    """Line or row, from 1 on, after `before`."""
+    unit: str = ""
+    before: LinesBefore | None = None
+
+    @property
+    def line(self) -> int:
+        """Line or row in its file, from 1 on."""
+        return self.number + (self.before.count() if self.before else 0)
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.unit}{self.line}"
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text and where it came from. The text may be empty."""
+
+    content: str | LongText
+    num_bytes: int
+    """Bytes of the text in UTF-8."""
+    place: Place
+    id: str | None = None
+    """Value under `id_key`; None when no key is set."""
+
+    @property
+    def text(self) -> str:
+        """The whole text, also of a long one."""
+        return self.content if isinstance(self.content, str) else "".join(self.content.pieces())
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A record that gives no document."""
+
+    place_text: str
+    """`file:line`, or `file:row 12`."""
+    rule: str
+    """One of RULES."""
+    detail: str
+    """What is wrong, in one line, without the remedy."""
+
+
+def kept_id(value: Any) -> str | None:
+    """An id that nothing depends on, None where there is none."""
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        return None
+    return str(value)[:LONGEST_ID].encode("utf-8", "replace").decode()
+
+
+class BadRecordError(Exception):
+    """A record gives no document."""
+
+    def __init__(self, rule: str, detail: str, place: Place | None = None) -> None:
+        assert rule in RULES, rule
+        super().__init__(rule, detail)
+        self.rule, self.detail, self.place = rule, detail, place
+        """Where exactly, when its reader knows better than by the record's place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """What the readers of all formats share: which keys to take, and whom to tell of what is bad."""
+
+    text_key: str
+    id_key: str | None
+    max_bytes: int
+    """Longest line or text."""
+    on_reject: Callable[[Rejected], None] = field(repr=False)
+    keep_ids: bool = False
+    """Default of the key of ids: what stands under "id", if anything does."""
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys or columns to read."""
+        return [self.text_key] if self.id_key is None else [self.text_key, self.id_key]
+
+    def reject(self, place: Place, fault: BadRecordError) -> None:
+        """Report a record. Whether that ends the build is the caller's affair."""
+        self.on_reject(Rejected(str(fault.place or place), fault.rule, fault.detail))
+
+    def damaged(self, place: Place, reason: object) -> None:
+        """Report that a file cannot be read from here on."""
+        why = " ".join(str(reason).split())
+        self.reject(place, BadRecordError("damaged", f"the file is damaged and its rest is lost ({why})"))
+
+    def document(self, record: Mapping[str, Any], place: Place) -> Document:
+        """The document of a JSON object or table row. Raises BadRecordError."""
+        if self.text_key not in record:
+            raise self.without_text(record)
+        text = record[self.text_key]
+        if not isinstance(text, str):
+            raise BadRecordError(
+                "text_type", f'"{self.text_key}" holds a {type(text).__name__}, not a string'
+            )
+        size = self.measure(text)
+        content = text if size <= LONG else StringText(text)
+        return Document(content, size, place, self.identity(record))
+
+    def long_document(self, text: LongText, record: Mapping[str, Any], place: Place) -> Document:
+        """The document of a long text and the other keys of its record. Raises BadRecordError."""
+        size = letters = 0
+        for piece in text.pieces():
+            size += self.measure(piece, letters)
+            letters += len(piece)
+        if size > self.max_bytes:
+            raise self.too_long("text")
+        return Document(text, size, place, self.identity(record))
+
+    def without_text(self, keys: Iterable[str]) -> BadRecordError:
+        """The fault of a record that has only these keys or columns."""
+        known = ", ".join(islice((" ".join(str(key).split())[:40] for key in keys), 20)) or "none"
+        detail = f'no key "{self.text_key}" (its keys: {known}; text_key names the one with the text)'
+        return BadRecordError("no_text", detail)
+
+    def measure(self, text: str, before: int = 0) -> int:
+        """UTF-8 bytes of a text, or of a piece after `before` letters. Raises BadRecordError."""
+        if text.isascii():
+            size = len(text)
+        else:
+            try:
+                size = len(text.encode("utf-8"))
+            except UnicodeEncodeError as error:  # JSON can spell what no UTF-8 holds
+                detail = f"half a surrogate pair at letter {before + error.start + 1}"
+                raise BadRecordError("surrogate", detail) from error
+        if size > self.max_bytes:
+            raise self.too_long("text")
+        return size
+
+    def too_long(self, what: str) -> BadRecordError:
+        """The fault of a line, text or document above `max_bytes`."""
+        return BadRecordError("too_long", f"a {what} of more than max_document_bytes={self.max_bytes} bytes")
+
+    def identity(self, record: Mapping[str, Any]) -> str | None:
+        """The id of a record, a string or a whole number; None where no key is set. Raises BadRecordError."""
+        if self.id_key is None:
+            return kept_id(record.get(ID)) if self.keep_ids else None
+        value = record.get(self.id_key)
+        if value is None:
+            raise self.without_id()
+        if isinstance(value, bool) or not isinstance(value, str | int):
+            detail = f'"{self.id_key}" holds a {type(value).__name__}; an id is a string or a whole number'
+            raise BadRecordError("id_type", detail)
+        self.measure(str(value))
+        return str(value)
+
+    def without_id(self) -> BadRecordError:
+        """The fault of a record without the key of the id."""
+        return BadRecordError("no_id", f'no "{self.id_key}", which id_key asks for')

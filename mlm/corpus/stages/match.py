@@ -1,0 +1,207 @@
+"""Stages `match`, `group`, `verify` and `gather`: which documents are near-duplicates of an earlier one.
+
+match   task b < bands: documents that agree on band b, as links [m, 2]; the last task: documents whose id an
+        earlier one has
+group   documents that links connect, directly or not, a component each
+verify  in every component, in corpus order: a document goes if its exact Jaccard similarity with an earlier
+        one that stays is above the threshold
+gather  the documents that go, of all tasks, in order: each task of the next stage looks up its own
+
+Documents are numbered over all shards in corpus order. `match` looks at AT_ONCE of their keys at a time, so
+its memory is bounded; that of `group` grows with the documents that have links, about 40 bytes each.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlm.corpus.stages.clean import save
+from mlm.corpus.dedup.duplicates import components, duplicates_in, links_of_band, star_links
+from mlm.corpus.read.long_text import StoredText
+from mlm.corpus.stages.markers import Advance, counts_of, write_marker
+from mlm.corpus.stages.plan import Plan
+from mlm.corpus.stages.stored import StoredTexts
+
+Ids = NDArray[np.int64]
+
+AT_ONCE = 1 << 22
+"""Keys of a band in memory: with what is made of them about 130 MB."""
+PASSES = 64
+"""Most times that the keys of a band are read; past AT_ONCE * PASSES documents memory grows instead."""
+
+
+@lru_cache(maxsize=1)
+def first_documents(folder: Path, tasks: int) -> Ids:
+    """Number of the first document of each task, then of all documents: [tasks + 1].
+
+    Kept between the tasks of a process. A stage's folder is named after all that its counts depend on.
+    """
+    kept = [counts["kept"] for counts in counts_of(folder, tasks)]
+    return np.concatenate([[0], np.cumsum(kept)]).astype(np.int64)
+
+
+class CleanTexts:
+    """The texts that stage `clean` kept, by their number in the corpus."""
+
+    def __init__(self, plan: Plan) -> None:
+        stage = plan.stages["clean"]
+        self.folder = stage.folder
+        self.firsts = first_documents(stage.folder, stage.tasks)
+        """Number of each shard's first document, then of all documents: [shards + 1]."""
+        self._shards: dict[int, tuple[StoredTexts, NDArray[np.uint64]]] = {}
+
+    def __len__(self) -> int:
+        return int(self.firsts[-1])
+
+    def array(self, shard: int, name: str) -> NDArray[np.uint64]:
+        """An array of a shard, mapped: `keys` [bands, documents] or `ids` [documents]."""
+        path = self.folder / f"{shard:05d}.{name}.npy"
+        return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
+
+    def text(self, document: int) -> str | StoredText:
+        """One text."""
+        shard = int(np.searchsorted(self.firsts, document, side="right")) - 1
+        return self._open(shard)[0].text(document - int(self.firsts[shard]))
+
+    def keys(self, documents: Ids) -> NDArray[np.uint64]:
+        """Band keys of documents in ascending order: [k, bands]."""
+        shards = np.searchsorted(self.firsts, documents, side="right") - 1
+        begins = np.flatnonzero(np.diff(shards, prepend=-1))
+        ends = [*begins[1:].tolist(), len(documents)]
+        found = [
+            self._open(int(shards[a]))[1][:, documents[a:b] - self.firsts[shards[a]]].T
+            for a, b in zip(begins.tolist(), ends, strict=True)
+        ]
+        return np.concatenate(found)
+
+    def _open(self, shard: int) -> tuple[StoredTexts, NDArray[np.uint64]]:
+        if shard not in self._shards:
+            while len(self._shards) >= 256:  # open files are few on some systems
+                self._shards.pop(next(iter(self._shards)))[0].close()
+            self._shards[shard] = StoredTexts(self.folder / f"{shard:05d}"), self.array(shard, "keys")
+        return self._shards[shard]
+
+    def close(self) -> None:
+        for texts, _ in self._shards.values():
+            texts.close()
+
+
+def match(plan: Plan, task: int) -> None:
+    """Links of one band; of the last task, the documents whose id was seen before."""
+    texts, folder = CleanTexts(plan), plan.stages["match"].folder
+    path = folder / f"{task:05d}.npy"
+    if task < plan.stages["match"].tasks - 1:
+        found = [documents[links_of_band(keys)] for documents, keys in slices(texts, task)]
+        links = np.concatenate([np.empty((0, 2), dtype=np.int64), *found])
+        write_marker(folder, task, {"links": len(links)}, [save(path, links)])
+        return
+    seen_before = [np.empty(0, dtype=np.int64)]
+    if plan.config.id_key is not None:
+        seen_before += [documents[repeated(ids)] for documents, ids in slices(texts, None)]
+    write_marker(folder, task, {"links": 0}, [save(path, np.sort(np.concatenate(seen_before)))])
+
+
+def slices(texts: CleanTexts, band: int | None) -> Iterator[tuple[Ids, NDArray[np.uint64]]]:
+    """All documents with their keys of a band, or with their ids, in slices of about AT_ONCE.
+
+    Equal keys lie in one slice, in the order of their documents.
+    """
+    count = np.uint64(min(PASSES, max(1, -(-len(texts) // AT_ONCE))))
+    for residue in range(int(count)):
+        documents, keys = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.uint64)]
+        for shard, first in enumerate(texts.firsts[:-1]):
+            of_shard = texts.array(shard, "ids") if band is None else texts.array(shard, "keys")[band]
+            mine = np.flatnonzero(of_shard % count == residue)
+            documents.append(mine + first)
+            keys.append(of_shard[mine])
+        yield np.concatenate(documents), np.concatenate(keys)
+
+
+def repeated(ids: NDArray[np.uint64]) -> Ids:
+    """Where an id stands that stood before: int64 [k]."""
+    order = np.argsort(ids, kind="stable")
+    return order[np.flatnonzero(ids[order][1:] == ids[order][:-1]) + 1]
+
+
+def group(plan: Plan, _: int) -> None:
+    """Components of all links. One band after another is folded in, so that few links are held at a time."""
+    before, folder = plan.stages["match"], plan.stages["group"].folder
+    total, bands = len(CleanTexts(plan)), before.tasks - 1
+    links = np.empty((0, 2), dtype=np.int64)
+    for band in range(bands):
+        links = np.concatenate([links, load(before.folder / f"{band:05d}.npy")])
+        links = star_links(*components(links, total))
+    members, bounds = components(links, total)
+    # A document that goes for its id proposes nothing, but it may be what connects others.
+    stays = ~np.isin(members, load(before.folder / f"{bands:05d}.npy"))
+    bounds = np.append(0, np.cumsum(stays))[bounds]
+    files = [save(folder / "members.npy", members[stays]), save(folder / "bounds.npy", bounds)]
+    write_marker(folder, 0, {"components": len(bounds) - 1, "documents": int(stays.sum())}, files)
+
+
+def verify(plan: Plan, task: int) -> None:
+    """Duplicates among this task's share of the components."""
+    stage, grouped = plan.stages["verify"], plan.stages["group"].folder
+    members, bounds = load(grouped / "members.npy"), load(grouped / "bounds.npy")
+    texts, advance = CleanTexts(plan), Advance(stage.folder, task)
+    begin, end = share(bounds, task, stage.tasks)
+    found = []
+    for i in range(begin, end):
+        component = members[bounds[i] : bounds[i + 1]]
+        if len(component) > 1:
+            found += duplicates_in(component, texts.keys, texts.text, plan.config.dedup, stage.folder)
+        advance(len(component))
+    texts.close()
+    found.sort(key=lambda duplicate: duplicate.document)
+    pairs = np.array([(d.document, d.kept) for d in found], dtype=np.int64).reshape(-1, 2)
+    similarity = np.array([d.jaccard for d in found], dtype=np.float64)
+    files = [
+        save(stage.folder / f"{task:05d}.npy", pairs),
+        save(stage.folder / f"{task:05d}.jaccard.npy", similarity),
+    ]
+    write_marker(stage.folder, task, {"duplicates": len(pairs)}, files)
+
+
+def share(bounds: Ids, task: int, tasks: int) -> tuple[int, int]:
+    """The run of components that a task takes: about as many documents as every other."""
+    limits = np.array([task, task + 1]) * int(bounds[-1]) // tasks
+    begin, end = np.searchsorted(bounds, limits, side="left").tolist()
+    return begin, min(end, len(bounds) - 1)
+
+
+def gather(plan: Plan, _: int) -> None:
+    """The near-duplicates that all tasks of `verify` found, and those of ids, sorted."""
+    verified, matched, stage = (plan.stages[name] for name in ("verify", "match", "gather"))
+    found = [load(verified.folder / f"{task:05d}.npy")[:, 0] for task in range(verified.tasks)]
+    near = np.sort(np.concatenate([np.empty(0, dtype=np.int64), *found]))
+    again = load(matched.folder / f"{matched.tasks - 1:05d}.npy")
+    files = [
+        save(stage.folder / "near.npy", near),
+        save(stage.folder / "again.npy", again),
+        save(stage.folder / "firsts.npy", CleanTexts(plan).firsts),
+    ]
+    write_marker(stage.folder, 0, {"near": len(near), "again": len(again)}, files)
+
+
+def removed_in(plan: Plan, task: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Documents of a task that go: as near-duplicates, and for an id seen before. Both [documents]."""
+    folder = plan.stages["gather"].folder
+    begin, end = load(folder / "firsts.npy")[task : task + 2].tolist()
+    near, again = (among(load(folder / f"{name}.npy"), begin, end) for name in ("near", "again"))
+    return near, again
+
+
+def among(documents: Ids, begin: int, end: int) -> NDArray[np.bool_]:
+    """Mask of the documents begin … end - 1 that are among others, which are sorted: bool [end - begin]."""
+    found = np.zeros(end - begin, dtype=bool)
+    first, last = np.searchsorted(documents, [begin, end])
+    found[documents[first:last] - begin] = True
+    return found
+
+
+def load(path: Path) -> Ids:
+    """A mapped array that `save` wrote."""
+    return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)

@@ -1,0 +1,191 @@
+"""`mlm data tokenizer`: learn a tokenizer from text, or take one over."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from rich.console import Console
+from tokenizers import models, pre_tokenizers, trainers
+
+from mlm.corpus.config import DataBuildConfig, DataTokenizerConfig
+from mlm.errors import UserError
+from mlm.corpus.read.read import Rejected, read_shard
+from mlm.corpus.read.shards import cut, find_inputs, kind_of
+from mlm.data.tokenizer import BERT_SPECIAL, CONTINUES, EOD, FILES, UNK, Tokenizer, byte_level, word_piece
+from mlm.files.results import is_stream, result_faults, write_result
+from mlm.terminal import byte_progress
+
+BYTES = 256
+LETTERS = 1000
+"""Most letters a WordPiece vocabulary spells words with; words with others become [UNK]."""
+SHARD_BYTES = 1 << 26
+Texts = Callable[[], Iterable[str]]
+
+
+def run_tokenizer(config: DataTokenizerConfig, console: Console | None = None) -> Path:
+    """Write tokenizer.json; its path is returned.
+
+    Raises UserError: no text, bad input, or another tokenizer at `out`.
+    """
+    console = console or Console()
+    path = tokenizer_path(config.out)
+    if faults := preflight(config):
+        raise UserError(faults[0])
+    tokenizer = Tokenizer.load(config.input) if is_tokenizer(config.input) else learn(config)
+    if path.is_file() and digest_at(path) != tokenizer.digest:
+        raise UserError(
+            f"out={path} is another tokenizer: corpora may depend on it; set another out=, or delete it"
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"out={config.out}: {error.filename or path}: {error.strerror}: set another out="
+        ) from error
+    if not path.is_file():  # else it is there already: the digests are equal
+        write_result(path, tokenizer.content)
+    console.print(
+        f"{path}: {tokenizer.vocab_size} tokens, {tokenizer.digest}", soft_wrap=True, highlight=False
+    )
+    return path
+
+
+def tokenizer_path(out: str) -> Path:
+    """The file that `out` means: itself, or tokenizer.json in it."""
+    return Path(out) if out.endswith(".json") or is_stream(out) else Path(out) / "tokenizer.json"
+
+
+def preflight(config: DataTokenizerConfig) -> list[str]:
+    """Problem of a file at `out` that is no tokenizer; called before the input is read."""
+    path = tokenizer_path(config.out)
+    if path.is_file() and not is_stream(path):
+        return (
+            []
+            if digest_at(path) is not None
+            else [f"out={path}: exists and is no tokenizer; name another file, or delete it"]
+        )
+    return result_faults(path)
+
+
+def is_tokenizer(path: str) -> bool:
+    """Whether `input` names a tokenizer to take over: its file, or a folder with its files and no text."""
+    place = Path(path)
+    if place.is_dir():
+        parts = {*FILES, "merges.txt"}
+        if not any((place / name).is_file() for name in FILES):
+            return False
+        return not any(kind_of(file) for file in place.iterdir() if file.name not in parts)
+    return place.suffix == ".json" or place.name == "merges.txt" or place.name.endswith("vocab.txt")
+
+
+def digest_at(path: Path) -> str | None:
+    """Digest of the tokenizer in a file; None when it is none, which differs from any."""
+    try:
+        return Tokenizer.load(path).digest
+    except UserError:
+        return None
+
+
+def learn(config: DataTokenizerConfig) -> Tokenizer:
+    """Train on the texts of `input`. Raises UserError."""
+    texts, lowercase = texts_of(config), config.lowercase
+    if config.kind == "wordpiece":
+        return train_wordpiece(texts, config.vocab_size, lowercase=lowercase)
+    return train_bpe(texts(), config.vocab_size)
+
+
+def texts_of(config: DataTokenizerConfig) -> Texts:
+    """What iterates over the texts of `input` that are not held out, with a bar. Raises UserError.
+
+    Iterating raises UserError for a record that is no document, and at the end when all texts were empty.
+    """
+    build = DataBuildConfig(
+        input=config.input, tokenizer="", out="", text_key=config.text_key, unreadable=config.unreadable
+    )
+    inputs = [item for item in find_inputs(build) if item.split in (None, "train")]
+    shards = cut(inputs, SHARD_BYTES)
+
+    def reject(fault: Rejected) -> None:
+        raise UserError(f"{fault.place_text}: {fault.detail}: mend or delete it")
+
+    def texts() -> Iterator[str]:
+        seen = False
+        with byte_progress("reading", sum(item.bytes for item in inputs)) as advance:
+            for shard in shards:
+                documents = read_shard(
+                    shard,
+                    text_key=config.text_key,
+                    id_key=None,
+                    max_bytes=build.max_document_bytes,
+                    reject=reject,
+                    advance=advance,
+                )
+                for document in documents:
+                    seen = seen or bool(document.text)
+                    yield document.text
+        if not seen:
+            raise UserError(
+                f"input={config.input} holds no text: a tokenizer needs some; name a file with documents"
+            )
+
+    return texts
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Learn a byte-level BPE: 256 bytes, <|endoftext|>, and merges up to `vocab_size` tokens.
+
+    A small corpus may have fewer merges to offer. Equal texts give equal bytes, whatever the number of
+    threads. Raises UserError for a vocab_size below 257.
+    """
+    if vocab_size < BYTES + 1:
+        raise UserError(
+            f"vocab_size={vocab_size} is less than 256 bytes and {EOD}: set vocab_size to 257 or more"
+        )
+    backend = byte_level(models.BPE())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer=trainer)
+    return Tokenizer(backend.to_str())
+
+
+def train_wordpiece(texts: Texts, vocab_size: int, *, lowercase: bool = True) -> Tokenizer:
+    """Learn a WordPiece vocabulary as BERT's: special tokens, letters, and pieces up to `vocab_size` tokens.
+
+    Reads the texts twice. Left alone, the library numbers letters inside words in the order of a hash table
+    and breaks ties by those numbers, so that each run learns other pieces: here it is given all letters
+    first. Raises UserError for a vocab_size too small for them.
+    """
+    backend = word_piece(models.WordPiece(unk_token=UNK), lowercase=lowercase)
+    letters = alphabet(texts(), backend.normalizer.normalize_str)
+    first = [*BERT_SPECIAL, *letters, *(CONTINUES + letter for letter in letters)]
+    if vocab_size < len(first):
+        raise UserError(
+            f"vocab_size={vocab_size} is less than {len(BERT_SPECIAL)} special tokens and twice "
+            f"{len(letters)} letters, at the start of a word and inside one: set vocab_size to {len(first)} "
+            f"or more"
+        )
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=first,
+        limit_alphabet=len(letters),
+        initial_alphabet=letters,
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts(), trainer=trainer)
+    # Built anew from the ids alone: to the trainer all letters were special tokens.
+    vocabulary = backend.get_vocab(with_added_tokens=False)
+    return Tokenizer(word_piece(models.WordPiece(vocabulary, unk_token=UNK), lowercase=lowercase).to_str())
+
+
+def alphabet(texts: Iterable[str], normalise: Callable[[str], str]) -> list[str]:
+    """The commonest letters of texts, at most LETTERS of them, sorted."""
+    counts = Counter[str]()
+    for text in texts:
+        counts.update(normalise(text))
+    letters = [letter for letter in counts if not letter.isspace()]
+    return sorted(sorted(letters, key=lambda letter: (-counts[letter], letter))[:LETTERS])

@@ -1,0 +1,133 @@
+"""data.blend: what its entries mean, and what is wrong with them that shows before a corpus is read."""
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlm.data.files_present import WRITE_ONE, absent
+from mlm.config.schema import DataConfig
+
+MAX_SOURCES = 1000
+MIN_SHARE = 1e-12
+"""Least share of a blend that a corpus may have: below it a run never sees a sample."""
+HOW = "write data.blend=[0.3 corpora/wiki,0.7 corpora/web]"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One corpus of a blend, as it was written."""
+
+    text: str
+    weight: float | None
+    """None where it was left out: then the corpus counts by its tokens."""
+    path: str
+    """Folder written by `mlm data build`, or prefix of a .bin/.idx pair."""
+
+    @property
+    def prefix(self) -> Path:
+        """Prefix of its training .bin/.idx."""
+        return Path(self.path, "train") if Path(self.path).is_dir() else Path(self.path)
+
+
+def entry(text: str) -> Entry:
+    """`0.3 corpora/wiki` or `corpora/wiki`. A first word that is no number belongs to the path."""
+    first, _, rest = text.strip().partition(" ")
+    try:
+        weight = float(first)
+    except ValueError:
+        return Entry(text, None, text.strip())
+    return Entry(text, weight, rest.strip())
+
+
+def shares(weights: Sequence[float]) -> list[float]:
+    """Weights scaled to sum to 1. They must be positive and finite."""
+    exponent = math.frexp(max(weights))[1]  # first by a power of two: the sum of large numbers may overflow
+    scaled = [math.ldexp(weight, -exponent) for weight in weights]
+    total = math.fsum(scaled)
+    return [weight / total for weight in scaled]
+
+
+def blend_faults(data: DataConfig) -> list[str]:
+    """What is wrong with data.blend, a line each. Nothing is read but the names of files."""
+    if data.kind != "indexed" or not data.blend:
+        return []
+    entries = [entry(text) for text in data.blend]
+    faults = [
+        f"data.blend and {key}={value} both say what to train on; leave one of them out ({key}=null)"
+        for key, value in (("data.path", data.path), ("data.train", data.train))
+        if value is not None
+    ]
+    if len(entries) > MAX_SOURCES:
+        faults.append(f"data.blend names {len(entries)} corpora, {MAX_SOURCES} is the limit; join some")
+    of_entries = [fault_of_weight(e) or fault_of_path(e) for e in entries]
+    faults += [fault for fault in of_entries if fault]
+    faults += faults_of_repeats(entries)
+    weights = [e.weight for e in entries if e.weight is not None]
+    if weights and len(weights) < len(entries):
+        (bare, *_) = (e for e in entries if e.weight is None)
+        faults.append(
+            f"data.blend: '{bare.text}' has no weight and others have one; give it one, or leave all out: "
+            "then each corpus counts by its tokens"
+        )
+    if len(weights) == len(entries) and not any(of_entries):
+        faults += [
+            f"data.blend: '{e.text}' has a share of {share:.1g}, too small to ever count; leave it out"
+            for e, share in zip(entries, shares(weights), strict=True)
+            if share < MIN_SHARE
+        ]
+    return faults
+
+
+def fault_of_weight(e: Entry) -> str | None:
+    """A weight must be a positive, finite number."""
+    if e.weight is None or (math.isfinite(e.weight) and e.weight > 0):
+        return None
+    remedy = "leave the entry out" if e.weight == 0 else HOW
+    return f"data.blend: '{e.text}' has the weight {e.weight:g}, which must be above 0 and finite; {remedy}"
+
+
+def fault_of_path(e: Entry) -> str | None:
+    """A folder with train.bin/.idx, or the prefix of such a pair."""
+    if not e.path:
+        return f"data.blend: '{e.text}' names no corpus; {HOW}"
+    stem, _, suffix = e.path.rpartition(".")
+    if suffix in ("bin", "idx") and not absent(stem):
+        return f"data.blend: '{e.text}': give the prefix of .bin and .idx, which is {stem}"
+    missing = absent(str(e.prefix))
+    if len(missing) == 2 and not Path(e.path).is_dir():
+        return f"data.blend: '{e.text}': no folder {e.path}, no pair {e.path}.bin/.idx; {WRITE_ONE}"
+    return f"data.blend: '{e.text}': {' and '.join(missing)} is not there; {WRITE_ONE}" if missing else None
+
+
+def faults_of_repeats(entries: Sequence[Entry]) -> list[str]:
+    """A corpus that stands twice would be read twice, sample for sample."""
+    seen: dict[Path, Entry] = {}
+    faults = []
+    for e in entries:
+        first = seen.setdefault(e.prefix.resolve(), e)
+        if first is not e:
+            faults.append(
+                f"data.blend: '{first.text}' and '{e.text}' are the same corpus; name it once, with the "
+                "sum of the weights"
+            )
+    return faults
+
+
+def names(prefixes: Sequence[Path]) -> list[str]:
+    """What to call each corpus in logs: its folder's name, with as much before it as tells them apart."""
+    # the pair train.bin/.idx has the name of its folder
+    paths = [Path(os.path.abspath(p.parent if p.name == "train" else p)) for p in prefixes]
+    parts = [path.parts for path in paths]
+    deepest = max((len(part) for part in parts), default=1)
+    for depth in range(1, deepest + 1):
+        found = ["-".join(_plain(word) for word in part[-depth:]) for part in parts]
+        if len(set(found)) == len(found) and not {"loss", "perplexity"} & set(found):
+            return found
+    return [f"{_plain(part[-1])}-{number}" for number, part in enumerate(parts)]
+
+
+def _plain(word: str) -> str:
+    """A name without what would break a line of a log."""
+    return "".join(c if c.isalnum() or c in "._" else "_" for c in word)[:100]

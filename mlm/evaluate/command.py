@@ -1,0 +1,127 @@
+"""The commands that use a trained model: see command.py."""
+
+from mlm.config.command import Command
+from mlm.config.checks import check_eval_loss, check_generate, check_zero_shot
+
+ZERO_SHOT_KEYS = (
+    *("out", "samples", "batch_size", "seq_length", "limit", "tokenizer", "force"),
+    *("tp", "pp", "vp", "dp", "dist.device"),
+)
+
+MODELS = (
+    Command(
+        words=("eval", "loss"),
+        config="eval_loss",
+        target="mlm.evaluate.loss:run",
+        check=check_eval_loss,
+        preflight="mlm.evaluate.loss:preflight",
+        summary="mean loss, perplexity and bits per byte of a checkpoint on a corpus",
+        about=(
+            "Scores a checkpoint on an indexed corpus, every token once. The score does not depend on tp, "
+            "pp, dp or the batch size. It is printed and saved as JSON."
+        ),
+        examples=(
+            ("The validation set of a run", "mlm eval loss ckpt=runs/shakespeare"),
+            ("Another corpus, on two ranks", "mlm eval loss ckpt=runs/shakespeare path=corpus/test tp=2"),
+        ),
+        keys=(
+            *("ckpt", "path", "out", "batch_size", "seq_length", "tokenizer"),
+            *("tp", "pp", "dp", "dist.device"),
+        ),
+    ),
+    Command(
+        words=("eval", "wikitext103"),
+        config="eval_wikitext103",
+        target="mlm.evaluate.zero_shot.run:run",
+        check=check_zero_shot,
+        preflight="mlm.evaluate.zero_shot.run:preflight",
+        summary="perplexity of a checkpoint on WikiText-103, by two protocols",
+        about=(
+            "Scores a checkpoint on WikiText-103 by Megatron-LM's protocol (adjusted perplexity, overlapping "
+            "windows) and by lm-eval's (per article, word and byte), from the Hub or a local file. The score "
+            "does not depend on tp, pp, dp or the batch size. Stopped and started again, it goes on. It is "
+            "printed and saved as JSON with all it depends on."
+        ),
+        examples=(
+            ("From the Hub", "mlm eval wikitext103 ckpt=runs/shakespeare"),
+            (
+                "A file, on two ranks",
+                "mlm eval wikitext103 ckpt=runs/shakespeare data.path=wiki.test.tokens tp=2",
+            ),
+        ),
+        keys=("ckpt", "data.path", "data.raw_path", "overlapping_eval", *ZERO_SHOT_KEYS),
+    ),
+    Command(
+        words=("eval", "lambada"),
+        config="eval_lambada",
+        target="mlm.evaluate.zero_shot.run:run",
+        check=check_zero_shot,
+        preflight="mlm.evaluate.zero_shot.run:preflight",
+        summary="accuracy of a checkpoint at the last words of LAMBADA, by two protocols",
+        about=(
+            "Scores a checkpoint on LAMBADA by Megatron-LM's protocol (strict cloze accuracy) and by "
+            "lm-eval's (lambada_openai, lambada_standard), from the Hub or a local file. The score does not "
+            "depend on tp, pp, dp or the batch size. Stopped and started again, it goes on. It is printed "
+            "and saved as JSON with all it depends on."
+        ),
+        examples=(
+            ("From the Hub", "mlm eval lambada ckpt=runs/shakespeare"),
+            (
+                "A file, and each passage's result",
+                "mlm eval lambada ckpt=runs/shakespeare data.path=lambada.jsonl samples=passages.jsonl",
+            ),
+        ),
+        keys=("ckpt", "data.path", "data.standard_path", *ZERO_SHOT_KEYS),
+    ),
+    Command(
+        words=("eval", "all"),
+        config="eval_all",
+        target="mlm.evaluate.zero_shot.run:run",
+        check=check_zero_shot,
+        preflight="mlm.evaluate.zero_shot.run:preflight",
+        summary="WikiText-103 and LAMBADA in one pass",
+        about="What `mlm eval wikitext103` and `mlm eval lambada` do, in one pass and one table.",
+        examples=(
+            ("From the Hub", "mlm eval all ckpt=runs/shakespeare"),
+            (
+                "From files",
+                "mlm eval all ckpt=runs/shakespeare data.wikitext103=wiki.test.tokens "
+                "data.lambada=lambada.jsonl",
+            ),
+        ),
+        keys=(
+            *("ckpt", "data.wikitext103", "data.wikitext103_raw", "data.lambada", "data.lambada_standard"),
+            *("overlapping_eval", *ZERO_SHOT_KEYS),
+        ),
+    ),
+    Command(
+        words=("generate",),
+        config="generate",
+        target="mlm.generate.run:run",
+        check=check_generate,
+        preflight="mlm.generate.run:preflight",
+        summary="continue texts with a checkpoint",
+        about=(
+            "Samples continuations of a prompt, or of a file of prompts, and prints them as they come. What "
+            "is drawn depends on the seed and the prompt's number alone, not on tp, pp or batch_size."
+        ),
+        examples=(
+            ("A passage", 'mlm generate ckpt=runs/shakespeare prompt="ROMEO:"'),
+            (
+                "The most probable continuation",
+                'mlm generate --ckpt runs/shakespeare --prompt "To be, or" --temperature 0',
+            ),
+            ("From standard input", "head -3 play.txt | mlm generate ckpt=runs/shakespeare prompt=-"),
+            (
+                "Four continuations of each line of a file, with GPT-2",
+                "mlm generate ckpt=openai-community/gpt2 prompts=prompts.txt num_samples=4 out=texts.jsonl",
+            ),
+        ),
+        keys=(
+            *("ckpt", "prompt", "prompts", "num_samples", "out", "max_new_tokens", "min_new_tokens"),
+            *("stop", "temperature", "top_k", "top_p", "repetition_penalty", "special_tokens", "seed"),
+            *("batch_size", "tokenizer"),
+            *("tp", "pp", "dist.device"),
+        ),
+    ),
+)

@@ -1,0 +1,104 @@
+"""What `mlm eval wikitext103`, `lambada` and `all` need to know; see schema.py."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from mlm.models.config import Forbid
+from mlm.config.path_types import InputPath, ResultFile
+from mlm.config.schema import DistConfig, ParallelConfig, PrecisionConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WikitextDataConfig:
+    """Where WikiText comes from."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    path: InputPath | None = None
+    """wiki.test.tokens, or another file of its form (.tokens, .txt, .raw), or .jsonl or .parquet with `text`
+    (lines) or `page` (articles); null means the Hub's Salesforce/wikitext."""
+    raw_path: InputPath | None = None
+    """File of the raw form for lm-eval's protocol; null takes `path`, or the Hub when that is null too."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LambadaDataConfig:
+    """Where LAMBADA comes from."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    path: InputPath | None = None
+    """Passages: .jsonl or .parquet with `text`, or .txt with one per line; null means the Hub's
+    EleutherAI/lambada_openai, unless standard_path is given."""
+    standard_path: InputPath | None = None
+    """Passages of the lower-case form, for lambada_standard; null means the Hub's cimec/lambada, unless path
+    is given."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AllDataConfig:
+    """Where the texts of `mlm eval all` come from."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    wikitext103: InputPath | None = None
+    """As data.path of `mlm eval wikitext103`."""
+    wikitext103_raw: InputPath | None = None
+    """As its data.raw_path."""
+    lambada: InputPath | None = None
+    """As data.path of `mlm eval lambada`."""
+    lambada_standard: InputPath | None = None
+    """As its data.standard_path."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ZeroShotConfig:
+    """What the evaluations of texts have in common."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    ckpt: InputPath
+    """Checkpoint (step-…), run directory (its latest checkpoint), or Hugging Face folder or id (GPT-2)."""
+    out: ResultFile | None = None
+    """JSON file for the result; null means eval-<task>.json in the run directory."""
+    samples: ResultFile | None = None
+    """JSONL file for the result of each window, article or passage; null writes none."""
+    batch_size: int = 8
+    """Full-length texts per micro-batch on each rank; more of shorter ones. No score depends on it."""
+    seq_length: int | None = None
+    """Tokens that the model reads at a time; null takes the checkpoint's data.seq_length."""
+    limit: int | None = None
+    """Score the first so many articles or passages only, for a trial; null scores all."""
+    tokenizer: InputPath | None = None
+    """tokenizer.json; null takes the one saved with the run."""
+    force: bool = False
+    """Score although `tokenizer` is not the one of the run."""
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    dist: DistConfig = field(default_factory=DistConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalWikitext103Config(ZeroShotConfig):
+    """The run spec of `mlm eval wikitext103`: perplexities on WikiText."""
+
+    data: WikitextDataConfig = field(default_factory=WikitextDataConfig)
+    overlapping_eval: int = 32
+    """Tokens by which a window is moved on: those at its end that it scores (arXiv:1909.08053, appendix E.1).
+    At most seq_length."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalLambadaConfig(ZeroShotConfig):
+    """The run spec of `mlm eval lambada`: predicting the last word of passages."""
+
+    data: LambadaDataConfig = field(default_factory=LambadaDataConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalAllConfig(ZeroShotConfig):
+    """The run spec of `mlm eval all`: wikitext103 and lambada."""
+
+    data: AllDataConfig = field(default_factory=AllDataConfig)
+    overlapping_eval: int = 32
+    """As of `mlm eval wikitext103`."""

@@ -1,0 +1,257 @@
+"""Our checkpoints as a model of EleutherAI's lm-eval (pip install 'mlm[lm-eval]'), at every layout.
+
+    mlm-lm-eval --model mlm --model_args ckpt=runs/shakespeare,tp=2 --tasks lambada_openai
+
+`mlm-lm-eval`, or `python -m mlm.evaluate.lm_eval.command_line`, is lm-eval's own command line with the model `mlm`
+registered: lm-eval (0.4) finds models of other packages only when these are imported. In Python, import this
+module before `lm_eval.simple_evaluate(model="mlm", model_args=…)`.
+
+model_args are the fields of `LmEvalConfig`, with `precision=bf16` for precision.dtype and `device=cpu` for
+dist.device. Texts that spell out an end-of-document token are read as the characters they are.
+"""
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
+from tqdm import tqdm
+
+from mlm.config.build import build
+from mlm.config.checks import check_lm_eval
+from mlm.errors import ConfigError, UserError
+from mlm.config.task_schema import LmEvalConfig
+from mlm.inference.generation import Sampling
+from mlm.evaluate.lm_eval.ranks import Elsewhere, Here, Model
+from mlm.evaluate.scoring import Request
+from mlm.inference.trained import (
+    checkpoint_faults,
+    continues_fault,
+    load_tokenizer,
+    named_checkpoint,
+    vocabulary_fault,
+)
+from mlm.launch.environment import read_place
+from mlm.launch.start import choose_world_size, launch_facts
+
+KEYS = {"precision": "precision.dtype", "device": "dist.device"}
+"""Short names of model_args, and the fields they set."""
+UNSAID = "cuda:0"
+"""What lm-eval's command passes as device when nobody names one, GPU or not."""
+IGNORED = {"num_beams": 1, "use_cache": True, "num_return_sequences": 1}
+"""Settings of tasks for `transformers` that say what we do anyhow."""
+Tokens = list[int]
+Part = tuple[tuple[str, str] | None, Tokens, Tokens]
+"""What lm-eval wants scored: its cache key, the context, and the continuation."""
+
+
+@register_model("mlm")
+class MlmLM(TemplateLM):
+    """A checkpoint, asked by lm-eval. Arguments that do not fit raise UserError before any rank starts."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__()
+        config = self.settings = settings(arguments)
+        named = named_checkpoint(config.ckpt)
+        self.named, self.tokenizer = named, load_tokenizer(config.tokenizer, named.path)
+        if fault := vocabulary_fault(config.tokenizer, self.tokenizer, named.config.model):
+            raise UserError(fault)
+        longest = named.config.model.max_positions
+        self.max_length = min(config.max_length or longest, longest)
+        self.batch_size, self.model = config.batch_size, start(config)
+
+    @classmethod
+    def create_from_arg_obj(
+        cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
+    ) -> "MlmLM":
+        """The model for model_args and lm-eval's own flags, of which model_args count more.
+
+        lm-eval passes its flags whether they are typed or not, and would fail on a key that is in both.
+        """
+        flags = {key: value for key, value in (additional_config or {}).items() if value is not None}
+        return cls(**(flags | arg_dict))
+
+    @classmethod
+    def create_from_arg_string(
+        cls, arg_string: str, additional_config: dict[str, Any] | None = None
+    ) -> "MlmLM":
+        """As `create_from_arg_obj`, for key=value,key=value."""
+        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
+
+    @property
+    def eot_token_id(self) -> int:
+        """The end-of-document token."""
+        return self.tokenizer.eod_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text without context, the same as in `mlm eval`."""
+        return self.tokenizer.prefix_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Under which lm-eval caches tokenised requests."""
+        return self.tokenizer.digest
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> Tokens:
+        """Token ids; nothing is added."""
+        return self.tokenizer.encode(string)
+
+    def get_model_info(self) -> dict[str, Any]:
+        """For lm-eval's results."""
+        config = self.settings
+        return {
+            "mlm_ckpt": str(self.named.path),
+            "model_dtype": config.precision.dtype,
+            "tp": config.parallel.tp,
+            "pp": config.parallel.pp,
+        }
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Part], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """(log-likelihood in nats, is greedy) of each continuation."""
+        asked = [self._request(context, continuation) for _, context, continuation in requests]
+        with tqdm(total=len(asked), desc="Running loglikelihood requests", disable=disable_tqdm) as bar:
+            answers = [(-s.loss, s.is_greedy) for s in self.model.score(asked, bar.update)]
+        for (key, *_), answer in zip(requests, answers, strict=True):
+            if key is not None:
+                self.cache_hook.add_partial("loglikelihood", key, answer)
+        return answers
+
+    def _request(self, context: Tokens, continuation: Tokens) -> Request:
+        """The last max_length + 1 tokens of both: what does not fit is cut from the left."""
+        if not 1 <= len(continuation) <= self.max_length:
+            raise UserError(
+                f"a continuation of {len(continuation)} tokens cannot be scored: give 1 to max_length="
+                f"{self.max_length} of them"
+            )
+        tokens = (context + continuation)[-(self.max_length + 1) :]
+        return Request(np.array(tokens, dtype=np.int64), len(tokens) - len(continuation))
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood of whole texts in nats, each token scored once, in windows of max_length."""
+        windows: list[Part] = []
+        owners: list[int] = []
+        for number, request in enumerate(requests):
+            rolling = get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            parts: list[Part] = [(None, *make_disjoint_window(window)) for window in rolling]
+            windows += parts
+            owners += [number] * len(parts)
+        sums = [0.0] * len(requests)
+        answers = self._loglikelihood_tokens(windows, disable_tqdm)
+        for owner, (value, _) in zip(owners, answers, strict=True):
+            sums[owner] += value
+        for request, value in zip(requests, sums, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, value)
+        return sums
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        """The text that follows each context, up to the first of the task's stops."""
+        texts = [""] * len(requests)
+        kinds: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            kinds.setdefault(repr(request.args[1]), []).append(number)
+        with tqdm(total=len(requests), desc="Running generate_until requests", disable=disable_tqdm) as bar:
+            for numbers in kinds.values():
+                options, stops = self._options(requests[numbers[0]].args[1])
+                room = self.max_length - options.max_new_tokens
+                prompts = [self._prompt(requests[number].args[0], room) for number in numbers]
+                for number, new in zip(
+                    numbers, self.model.generate(prompts, options, stops, bar.update), strict=True
+                ):
+                    texts[number] = postprocess_generated_text(self.tokenizer.decode(new), stops, None)
+                    self.cache_hook.add_partial("generate_until", requests[number].args, texts[number])
+        return texts
+
+    def _prompt(self, context: str, room: int) -> Tokens:
+        """The last tokens of a context that leave room for what comes."""
+        return self.tok_encode(context)[-room:] or [self.prefix_token_id]
+
+    def _options(self, arguments: dict[str, Any]) -> tuple[Sampling, list[str]]:
+        """How to draw, and the texts that end a continuation. Raises UserError."""
+        said = dict(normalize_gen_kwargs(arguments, self.settings.max_gen_toks))
+        stops = handle_stop_sequences(said.pop("until"), eos=self.tokenizer.decode([self.eot_token_id]))
+        most = said.pop("max_gen_toks")
+        if not 1 <= most < self.max_length:
+            raise UserError(
+                f"max_gen_toks={most}: use 1 to {self.max_length - 1}, below what the model reads"
+            )
+        penalty = said.pop("repetition_penalty", 1.0)
+        if not penalty > 0:
+            raise UserError(f"repetition_penalty={penalty} must be greater than 0; 1 leaves it out")
+        temperature, draws = said.pop("temperature", 1.0), said.pop("do_sample")
+        options = Sampling(
+            max_new_tokens=most,
+            temperature=temperature if draws else 0.0,
+            top_k=said.pop("top_k", 0),
+            top_p=said.pop("top_p", 1.0),
+            repetition_penalty=penalty,
+            seed=self.settings.seed,
+            batch_size=self.batch_size,
+        )
+        unknown = {key: value for key, value in said.items() if IGNORED.get(key) != value}
+        if unknown:
+            raise UserError(
+                f"generation arguments {unknown}: the model mlm has none of these, leave them out"
+            )
+        return options, [stop for stop in stops if stop]
+
+
+def settings(arguments: dict[str, Any]) -> LmEvalConfig:
+    """What model_args and lm-eval's own flags mean. Raises ConfigError with all faults."""
+    values = {KEYS.get(key, key): value for key, value in arguments.items() if key != "max_batch_size"}
+    if str(values.get("batch_size", "")).startswith("auto"):  # lm-eval's word for as much as fits
+        del values["batch_size"]
+    elif isinstance(size := values.get("batch_size"), str) and size.isdecimal():
+        values["batch_size"] = int(size)
+    if isinstance(device := values.get("dist.device"), str):
+        values["dist.device"] = device_of(device)
+    if read_place(os.environ) is not None:
+        raise UserError(
+            "lm-eval was started as one of several ranks: start it plainly, tp=, pp= and dp= say how many"
+        )
+
+    def check(config: LmEvalConfig) -> list[str]:
+        facts = launch_facts(config.dist)
+        return check_lm_eval(config, world_size=facts.world_size, local_devices=facts.local_devices)
+
+    config = build(LmEvalConfig, values, check)
+    if faults := checkpoint_faults(config.ckpt, config.parallel):
+        raise ConfigError(faults)
+    if fault := continues_fault(config.ckpt, named_checkpoint(config.ckpt).config.model):
+        raise UserError(fault)
+    return config
+
+
+def device_of(said: str) -> str:
+    """dist.device for one of lm-eval's devices. Raises UserError for the index of another than the first."""
+    if said == UNSAID:
+        return "auto"
+    kind, _, index = said.partition(":")
+    if index not in ("", "0"):
+        raise UserError(
+            f"device={said}: ranks take the visible devices in order; use device={kind} with "
+            f"CUDA_VISIBLE_DEVICES={index}"
+        )
+    return kind
+
+
+def start(config: LmEvalConfig) -> Model:
+    """The model on this process where it needs one rank, else on ranks of its own."""
+    ranks = choose_world_size(config.parallel, launch_facts(config.dist))
+    if ranks == 1:
+        return Here(config)
+    logging.getLogger(__name__).info("starting %d ranks", ranks)
+    return Elsewhere(config)

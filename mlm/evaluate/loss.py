@@ -1,0 +1,272 @@
+"""`mlm eval loss`: mean loss, perplexity and bits per byte of a checkpoint over an indexed corpus.
+
+Protocol of a GPT-2: the corpus's tokens in their order, cut into windows of seq_length; each token but the
+very first is scored once, with the tokens before it in its window as context. Perplexity is exp(mean loss per
+token). Bits per byte is the summed loss in bits over the UTF-8 bytes of the text: comparable across
+tokenizers.
+
+That of a BERT: one pass over the corpus's samples, as in pretraining but masked in one way whatever the seed
+of the run; loss per masked token and per order of two segments, and how many of each are told right.
+
+The score does not depend on layout or batch size.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import mlm
+from mlm.checkpoint.native.format import RESTORE
+from mlm.errors import CorruptFileError, UserError
+from mlm.config.path_types import split_weight
+from mlm.config.schema import DataConfig, PretrainConfig
+from mlm.config.task_schema import EvalLossConfig
+from mlm.models.bert.masking import BERTVocab
+from mlm.data.blend_history import trained_on
+from mlm.data.gpt import EvalWindows
+from mlm.data.indexed import IndexedDataset
+from mlm.data.receipt import RECEIPT, check_corpus, read_receipt
+from mlm.data.sampler import AnyBatch, Dataset, eval_batches
+from mlm.files.atomic import digest_file
+from mlm.models.bert.model import PARTS
+from mlm.parallel.mesh import ParallelContext
+from mlm.files.results import is_stream, named, result_faults, write_result
+from mlm.inference.trained import (
+    Trained,
+    checkpoint_faults,
+    corpus_fault,
+    load_tokenizer,
+    load_trained,
+    named_checkpoint,
+    predicts_fault,
+    result_file,
+)
+from mlm.terminal import count_progress
+from mlm.models.bert.corpora import bert_windows
+from mlm.train.corpora import validation_prefixes
+from mlm.train.objective import pretraining
+from mlm.train.pipelined import evaluate
+from mlm.train.state import saved_history
+
+GPT_PROTOCOL = "consecutive windows, every token but the first scored once"
+BERT_PROTOCOL = "one pass over the samples of pretraining, masks of a fixed seed"
+
+
+def preflight(config: EvalLossConfig) -> list[str]:
+    """Faults that reading the named files shows; called before any rank starts."""
+    faults = checkpoint_faults(config.ckpt, config.parallel)
+    if faults:
+        return faults
+    named = named_checkpoint(config.ckpt)
+    path, trained = named.path, named.config
+    if fault := predicts_fault(config.ckpt, trained.model):
+        return [fault]
+    try:
+        prefix = corpus_prefix(config, trained, path)
+        seq_length = window_length(config, trained)
+        if trained.model.kind == "bert":
+            BERTVocab.of(load_tokenizer(config.tokenizer, path))
+    except CorruptFileError:
+        raise  # damage has an exit code of its own
+    except UserError as error:
+        return [str(error)]
+    if fault := corpus_fault(prefix, path):
+        return [fault]
+    out = result_path(config, trained, path, prefix)
+    folder = out.parent
+    return [
+        *(
+            result_faults(out)
+            if is_stream(out) or os.access(folder, os.W_OK)
+            else [f"out={config.out}: {folder} is no folder that can be written"]
+        ),
+        *check_corpus(prefix, vocab_size=trained.model.vocab_size, seq_length=1, min_samples=1),
+        *([] if seq_length > 0 else [f"seq_length={seq_length}: use at least 1"]),
+    ]
+
+
+def corpus_prefix(config: EvalLossConfig, trained: PretrainConfig, checkpoint: Path) -> Path:
+    """The corpus to score: the one named, or the validation set of the run that wrote the checkpoint."""
+    if config.path is not None:
+        return Path(config.path)
+    prefixes = validation_prefixes(trained.data)
+    if not prefixes and (started_in := start_folder(checkpoint, trained.out)):
+        prefixes = validation_prefixes(seen_from(started_in, trained.data))
+    if not prefixes:
+        raise UserError(_no_validation_set(trained.data))
+    if len(prefixes) > 1:
+        choice = " or ".join(f"path={prefix}" for prefix in prefixes.values())
+        raise UserError(f"path=null and the run mixed several corpora: give {choice}")
+    return next(iter(prefixes.values()))
+
+
+def start_folder(checkpoint: Path, out: str) -> Path | None:
+    """The folder that a run with a relative `out` was started in: its paths are relative to that."""
+    parts = Path(out).parts
+    if Path(out).is_absolute() or ".." in parts:
+        return None
+    folders = (checkpoint.resolve(), *checkpoint.resolve().parents)
+    ends = (folder for folder in folders if parts and folder.parts[-len(parts) :] == parts)
+    return next((folder.parents[len(parts) - 1] for folder in ends), None)
+
+
+def seen_from(folder: Path, data: DataConfig) -> DataConfig:
+    """The data with its relative paths below `folder`. An absolute path stays."""
+
+    def below(path: str | None) -> str | None:
+        return None if path is None else str(folder / path)
+
+    blend = tuple(weight + str(folder / path) for weight, path in map(split_weight, data.blend))
+    return replace(data, path=below(data.path), validation=below(data.validation), blend=blend)
+
+
+def _no_validation_set(data: DataConfig) -> str:
+    give = "give path=… (prefix of a .bin/.idx)"
+    if data.path is not None and not Path(data.path).exists():
+        return (
+            f"path=null: the run's data.path={data.path} is not below {Path.cwd()}; start in the folder that "
+            f"the run was started in, or {give}"
+        )
+    return f"path=null and the run had no validation set: {give}"
+
+
+def result_path(config: EvalLossConfig, trained: PretrainConfig, checkpoint: Path, prefix: Path) -> Path:
+    """Where the JSON receipt goes. The corpora of a blend have validation sets of one name."""
+    name = f"{prefix.parent.name}-{prefix.name}" if trained.data.blend else prefix.name
+    return Path(config.out) if config.out else result_file(checkpoint, f"eval-loss-{name}.json")
+
+
+def window_length(config: EvalLossConfig, trained: PretrainConfig) -> int:
+    """Tokens per window."""
+    length = config.seq_length if config.seq_length is not None else trained.data.seq_length
+    if length > trained.model.max_positions:
+        raise UserError(
+            f"seq_length={length} is longer than the model reads: use "
+            f"seq_length={trained.model.max_positions} or less"
+        )
+    return length
+
+
+def run(config: EvalLossConfig, ctx: ParallelContext) -> None:
+    """Score the corpus; rank 0 prints a table and writes a JSON receipt."""
+    trained = load_trained(config.ckpt, config.parallel, config.precision, ctx)
+    prefix = corpus_prefix(config, trained.config, trained.path)
+    seq_length = window_length(config, trained.config)
+    indexed, learnt_from = IndexedDataset(prefix), training_corpora(trained)
+    windows = scored_windows(config, trained, prefix, seq_length)
+    batches = eval_batches(windows, micro_batch_size=config.batch_size, rank=ctx.dp.rank, size=ctx.dp.size)
+    rounds = -(-len(windows) // (config.batch_size * ctx.dp.size))
+    model, objective = trained.model, pretraining(trained.config, ctx, trained.model.dtype)
+    means, counts = evaluate(model, objective, progress(batches, rounds, ctx.is_main))
+    if not ctx.is_main:
+        return
+    loss, is_bert = math.fsum(means[: objective.losses]), len(means) > 1
+    receipt = prefix.with_name(RECEIPT)
+    result: dict[str, Any] = {
+        "task": "loss",
+        "protocol": BERT_PROTOCOL if is_bert else GPT_PROTOCOL,
+        "loss": loss,
+        **(dict(zip(objective.parts, means, strict=True)) if is_bert else {}),
+        "perplexity": math.exp(min(means[0], 700.0)),
+        "bits_per_byte": None
+        if is_bert
+        else bits_per_byte(loss * counts[0], config, prefix, indexed, trained.path),
+        "tokens": counts[0],
+        **({"samples": counts[1]} if is_bert else {}),
+        "seq_length": seq_length,
+        "corpus": str(prefix),
+        "corpus_digest": digest_file(indexed.bin_path),
+        "corpus_index_digest": indexed.digest,
+        "corpus_receipt_digest": digest_file(receipt) if receipt.is_file() else None,
+        "checkpoint": str(trained.path),
+        "checkpoint_digest": trained.manifest.digest,
+        "trained_on": learnt_from,
+        "step": trained.manifest.step,
+        "precision": config.precision.dtype,
+        "versions": {"mlm": mlm.__version__, "torch": torch.__version__},
+    }
+    out = result_path(config, trained.config, trained.path, prefix)
+    write_result(out, (json.dumps(result, indent=2) + "\n").encode())
+    show(result, out)
+
+
+def scored_windows(config: EvalLossConfig, trained: Trained, prefix: Path, seq_length: int) -> Dataset:
+    """What of the corpus is scored. Raises UserError where it, or the tokenizer, is not a BERT's."""
+    if trained.config.model.kind == "bert":
+        data = replace(trained.config.data, seq_length=seq_length)
+        return bert_windows(data, prefix, BERTVocab.of(load_tokenizer(config.tokenizer, trained.path)))
+    return EvalWindows(IndexedDataset(prefix), seq_length=seq_length)
+
+
+def training_corpora(trained: Trained) -> list[dict[str, Any]]:
+    """What the checkpoint says of the corpora it was trained on; older and imported ones say nothing.
+
+    Raises CorruptFileError.
+    """
+    if "data" not in trained.manifest.state:
+        return []
+    try:
+        return trained_on(saved_history(trained.manifest.state))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptFileError(
+            f"{trained.path}: what it was trained on cannot be read ({error!r}). {RESTORE}"
+        ) from error
+
+
+def bits_per_byte(
+    nats: float, config: EvalLossConfig, prefix: Path, indexed: IndexedDataset, checkpoint: Path
+) -> float | None:
+    """Summed loss in bits over the text's UTF-8 bytes; None where the text cannot be known."""
+    receipt = read_receipt(prefix.parent) or {}
+    size = receipt.get("splits", {}).get(prefix.name, {}).get("bytes")
+    if size is None:
+        try:
+            tokenizer = load_tokenizer(config.tokenizer, checkpoint)
+        except UserError:
+            return None
+        size = sum(
+            len(tokenizer.decode([t for t in indexed[i].tolist() if t != tokenizer.eod_id]).encode())
+            for i in range(len(indexed))
+        )
+    return nats / math.log(2) / size if size else None
+
+
+def progress(batches: Iterable[AnyBatch], rounds: int, shown: bool) -> Iterator[AnyBatch]:
+    """Pass batches through under a progress bar with an ETA, on a terminal."""
+    with count_progress("scoring", rounds, shown=shown) as advance:
+        for batch in batches:
+            yield batch
+            advance(1)
+
+
+def show(result: dict[str, Any], out: Path) -> None:
+    """The table for people."""
+    table = Table(title=f"eval loss · {result['corpus']} · step {result['step']}", title_justify="left")
+    bits = result["bits_per_byte"]
+    columns = {
+        "tokens": f"{result['tokens']:,}",
+        "loss (nats/token)": f"{result['loss']:.4f}",
+        "perplexity": f"{result['perplexity']:.2f}",
+        "bits per byte": "unknown: no tokenizer" if bits is None else f"{bits:.4f}",
+    }
+    if "samples" in result:
+        columns = {
+            "samples": f"{result['samples']:,}",
+            "masked tokens": f"{result['tokens']:,}",
+            **{name.replace("_", " "): f"{result[name]:.4f}" for name in PARTS},
+            "perplexity": f"{result['perplexity']:.2f}",
+        }
+    for name in columns:
+        table.add_column(name, justify="right")
+    table.add_row(*columns.values())
+    console = Console()
+    console.print(table)
+    console.print(f"written to {named(out)}", highlight=False)

@@ -1,0 +1,222 @@
+"""Log-likelihoods of tokens given the ones before them: what every evaluation of texts is made of.
+
+Requests are sorted by length, the longest first, and packed into micro-batches of about equal cost. Texts are
+padded on the right, where a causal model does not look: a score depends neither on what shares its
+micro-batch nor on the layout, but for the rounding of sums. Requests that read the same tokens (choices of a
+task that differ in their last token) are read once.
+
+What a run does where a document ends (data.reset_positions, reset_attention, mask_eod_loss) plays no part
+here: a request is one text, and an end-of-document token in it is a token like any other, to the model and to
+the score. So the protocols mean it, and so an exported model does it.
+
+Shapes: S sequence, B micro-batch, R scored tokens of a micro-batch, N requests.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mlm.errors import UserError
+from mlm.models.gpt2.model import GPT2
+from mlm.parallel.collectives import all_reduce
+from mlm.parallel.mesh import ParallelContext
+from mlm.evaluate.kept_scores import KeptScores
+from mlm.inference.trained import Trained
+from mlm.train.pipelined import EVAL_ROUNDS, PipelinedModel
+
+CPU_TOKENS = 2048
+"""Tokens per micro-batch on a CPU at the most, or one text: GPT-2 124M scores LAMBADA equally fast at 512 to
+2048 tokens, and at 8192, which fall out of the cache, 20 % slower."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """A text of which some tokens are scored."""
+
+    tokens: NDArray[np.int64]
+    """[n] token ids, n >= 2. The model reads all but the last: n - 1 <= max_positions."""
+    first: int
+    """tokens[first:] are scored, each given all before it; 1 <= first < n."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a model makes of a request."""
+
+    loss: float
+    """Summed over the scored tokens, in nats: the negative log-likelihood."""
+    is_greedy: bool
+    """Whether every scored token is the most probable one, given the text's own tokens before it."""
+    tokens: int
+    """How many were scored."""
+
+
+Reading = list[int]
+"""Numbers of the requests that read the same tokens."""
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A micro-batch of texts, and which of their tokens are scored."""
+
+    tokens: Tensor
+    """[B, S] int64."""
+    places: Tensor
+    """[R] int64: s * B + b for row b's token s, whose successor is scored."""
+    labels: Tensor
+    """[R] int64: the successors."""
+    parts: tuple[tuple[int, slice], ...]
+    """Each request's number and its part of the R scored tokens."""
+
+
+def score(
+    trained: Trained,
+    requests: Sequence[Request],
+    *,
+    batch_size: int,
+    ctx: ParallelContext,
+    kept: Path | None = None,
+    identity: str = "",
+    advance: Callable[[int], None] = lambda count: None,
+    resumed: Callable[[int], None] = lambda count: None,
+) -> list[Score]:
+    """Score requests. Collective over all ranks; in the order of the requests and the same on each.
+
+    Args:
+        batch_size: texts of max_positions tokens per micro-batch and rank at the most; the shorter texts are,
+            the more of them go together. Scores do not depend on it.
+        kept: file in which rank 0 keeps what is scored, for a command that is stopped and started again; its
+            folder exists. Whoever has saved the result deletes it.
+        identity: what scores depend on besides the requests and the dtype, such as the checkpoint's digest.
+            A file kept under another identity, or damaged, is written anew.
+        advance: told how many more requests are done, on every rank; those that were kept come first.
+        resumed: called on every rank with the number of requests that were kept, if there are any.
+
+    Raises UserError for a score that is not finite, and where `kept` cannot be read or written.
+    """
+    model, longest = trained.model, trained.config.model.max_positions
+    assert batch_size >= 1
+    assert all(is_valid(request, longest, model.vocab_size) for request in requests)
+    if not requests:
+        return []
+    table, store = torch.zeros(len(requests), 3, dtype=torch.float64), None  # loss, is greedy, is done
+    if kept is not None and ctx.is_main:
+        store = KeptScores(kept, f"{identity} {model.dtype}", requests)
+        for number, (loss, greedy) in store.found.items():
+            table[number] = torch.tensor([loss, greedy, 1.0], dtype=torch.float64)
+    all_reduce(table, ctx.world)
+    if count := int(table[:, 2].sum()):
+        resumed(count)
+        advance(count)
+    readings = distinct(requests, (table[:, 2] == 0).nonzero().flatten().tolist())
+    budget = batch_size * longest
+    if ctx.device.type == "cpu":
+        budget = min(budget, CPU_TOKENS)
+    groups = in_groups(requests, readings, budget=budget, size=ctx.dp.size)
+    while some := list(islice(groups, EVAL_ROUNDS * ctx.pp.size)):
+        numbers = [number for group in some for reading in group for number in reading]
+        table[numbers] = score_groups(model, requests, some, numbers, ctx)
+        check_finite(table, numbers, trained)
+        if store is not None:
+            store.add({number: (table[number, 0].item(), bool(table[number, 1])) for number in numbers})
+        advance(len(numbers))
+    return [
+        Score(loss, bool(greedy), len(request.tokens) - request.first)
+        for (loss, greedy, _), request in zip(table.tolist(), requests, strict=True)
+    ]
+
+
+def is_valid(request: Request, max_positions: int, vocab_size: int) -> bool:
+    """Whether the model can score a request."""
+    tokens = request.tokens
+    fits = 1 <= request.first < len(tokens) <= max_positions + 1
+    return fits and int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size
+
+
+def distinct(requests: Sequence[Request], numbers: Sequence[int]) -> list[Reading]:
+    """The given requests by what the model reads for them, the longest first: too long shows at once."""
+    readings: dict[bytes, Reading] = {}
+    for number in numbers:
+        readings.setdefault(requests[number].tokens[:-1].tobytes(), []).append(number)
+    return sorted(readings.values(), key=lambda reading: -len(requests[reading[0]].tokens))
+
+
+def in_groups(
+    requests: Sequence[Request], readings: Sequence[Reading], *, budget: int, size: int
+) -> Iterator[list[Reading]]:
+    """Readings that the `size` data-parallel ranks share among them, each at most `budget` tokens, padding
+    included; one where it alone is longer."""
+    first = 0
+    while first < len(readings):
+        rows = max(1, budget // (len(requests[readings[first][0]].tokens) - 1))
+        yield list(readings[first : first + rows * size])
+        first += rows * size
+
+
+def score_groups(
+    model: PipelinedModel,
+    requests: Sequence[Request],
+    groups: Sequence[Sequence[Reading]],
+    numbers: Sequence[int],
+    ctx: ParallelContext,
+) -> Tensor:
+    """Rows of the table for the requests in `groups`, which have these numbers; on every rank."""
+    batches = [pack(requests, group, ctx.dp.rank, ctx.dp.size) for group in groups]
+
+    def forward(chunk: GPT2, batch: Packed, x: Tensor | None) -> Tensor:
+        tokens, places, labels = (
+            t.to(ctx.device, non_blocking=True) for t in (batch.tokens, batch.places, batch.labels)
+        )
+        return chunk.scores(tokens, places, labels, x)
+
+    table = torch.zeros(len(requests), 3, dtype=torch.float64)
+    for batch, result in list(model.evaluate(batches, forward)):  # all are under way before the first is read
+        if ctx.tp.rank:
+            continue  # tp ranks know the same; one of them speaks
+        losses, greedy = result.cpu().double()
+        for number, part in batch.parts:
+            table[number, 0] = losses[part].sum()
+            table[number, 1] = greedy[part].all()
+            table[number, 2] = 1.0
+    return all_reduce(table[numbers], ctx.world)  # one rank wrote each row: nothing is rounded
+
+
+def pack(requests: Sequence[Request], group: Sequence[Reading], rank: int, size: int) -> Packed:
+    """One rank's micro-batch of a group. A rank that is left without a reading repeats one, unheard."""
+    mine = group[rank::size]
+    rows = mine or group[:1]
+    longest = max(len(requests[reading[0]].tokens) for reading in rows) - 1
+    tokens = np.zeros((len(rows), longest), dtype=np.int64)
+    places, labels, parts, end = [], [], [], 0
+    for b, reading in enumerate(rows):
+        text = requests[reading[0]].tokens[:-1]
+        tokens[b, : len(text)] = text
+        for number in reading:
+            request = requests[number]
+            places.append(np.arange(request.first - 1, len(text)) * len(rows) + b)
+            labels.append(request.tokens[request.first :])
+            begin, end = end, end + len(labels[-1])
+            parts.append((number, slice(begin, end)))
+    return Packed(
+        torch.from_numpy(tokens),
+        torch.from_numpy(np.concatenate(places)),
+        torch.from_numpy(np.concatenate(labels).astype(np.int64)),
+        tuple(parts) if mine else (),
+    )
+
+
+def check_finite(table: Tensor, numbers: Sequence[int], trained: Trained) -> None:
+    """Raises UserError if a request of `numbers` has a loss that is not finite; on all ranks alike."""
+    for number in sorted(numbers):
+        if not table[number, 0].isfinite():
+            dtype = str(trained.model.dtype).removeprefix("torch.")
+            raise UserError(
+                f"ckpt={trained.path}: request {number} has the loss {table[number, 0].item()} in {dtype}: "
+                "use another checkpoint, or precision=fp32 if this is a lower one"
+            )

@@ -1,0 +1,144 @@
+"""LAMBADA by two protocols: Megatron-LM's strict cloze accuracy, and lm-eval's accuracy and perplexity.
+
+In both, a passage is answered correctly when every token of its last word is the most probable one, given
+the passage's own tokens before it. They differ in what a word is and in how it is tokenised.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+from mlm.errors import UserError
+from mlm.data.tokenizer import Tokenizer
+from mlm.evaluate.scoring import Request, Score
+from mlm.evaluate.zero_shot.protocol import (
+    LM_EVAL,
+    MAX_PLACES,
+    V1,
+    Metric,
+    Outcome,
+    Protocol,
+    listed,
+    rolling_request,
+)
+from mlm.evaluate.zero_shot.sources import Texts
+from mlm.evaluate.zero_shot.statistics import exp, mean, mean_stderr, of_exp
+
+TASK = "lambada"
+Split = tuple[list[int], list[int]]
+"""Tokens of the context, and of the word to be found."""
+
+
+def strict_cloze(source: Texts, tokenizer: Tokenizer, *, seq_length: int, limit: int | None) -> Protocol:
+    """Megatron-LM's (arXiv:1909.08053, appendix E.2): the word is what follows the last white space; context
+    and word are tokenised apart. Raises UserError when no passage can be scored."""
+    return build(TASK, V1, source, strict_splits(source.texts[:limit], tokenizer), seq_length)
+
+
+def cloze(source: Texts, tokenizer: Tokenizer, *, seq_length: int, limit: int | None) -> Protocol:
+    """lm-eval's lambada_openai and lambada_standard (lm_eval/tasks/lambada): the word is what follows the
+    last space; its tokens are those of the whole passage, without as many as the context alone has.
+
+    The two are one protocol on two forms of the data. Raises UserError when no passage can be scored.
+    """
+    task = "lambada_standard" if source.form.startswith("lower") else "lambada_openai"
+    return build(task, LM_EVAL, source, joint_splits(source.texts[:limit], tokenizer), seq_length)
+
+
+def strict_splits(texts: Sequence[str], tokenizer: Tokenizer) -> list[Split]:
+    """Context and last word of each passage, tokenised apart; empty for a passage without either."""
+    contexts, words = list[str](), list[str]()
+    for text in texts:
+        word = (text.split() or [""])[-1]
+        contexts.append(text[: text.rfind(word)].strip())
+        words.append(f" {word}" if contexts[-1] else "")
+    return list(zip(encode(contexts, tokenizer), encode(words, tokenizer), strict=True))
+
+
+def joint_splits(texts: Sequence[str], tokenizer: Tokenizer) -> list[Split]:
+    """Context and what follows it, divided at the number of the context's own tokens."""
+    contexts, wholes = list[str](), list[str]()
+    for text in texts:
+        context, _, word = text.rpartition(" ")
+        wholes.append(f"{context} {word}" if len(text.split()) > 1 else "")
+        contexts.append(context.rstrip() if wholes[-1] else "")
+    begins, tokens = encode(contexts, tokenizer), encode(wholes, tokenizer)
+    return [
+        # without a space, as in "one\ntwo", lm-eval takes the whole passage for the word
+        (begin, whole[len(begin) :]) if begin else ([tokenizer.prefix_id], whole)
+        for begin, whole in zip(begins, tokens, strict=True)
+    ]
+
+
+def encode(texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
+    """Token ids of each text."""
+    return [ids.tolist() for ids in tokenizer.encode_batch(texts)]
+
+
+def build(task: str, name: str, source: Texts, splits: Sequence[Split], seq_length: int) -> Protocol:
+    """Requests for passages of which context and word are known. Raises UserError when there is none.
+
+    A passage longer than the model reads loses tokens at its beginning. One without context or word is left
+    out, and so is one whose word alone is too long. Both are counted.
+    """
+    places, cut, skipped, requests = source.places, list[str](), list[str](), list[Request]()
+    scored = list[str]()
+    for place, (context, word) in zip(places, splits, strict=False):
+        if not context or not word or len(word) > seq_length:
+            skipped.append(place)
+            continue
+        fits = seq_length + 1 - len(word)
+        if len(context) > fits:
+            cut.append(place)
+        requests.append(rolling_request(context[-fits:], word))
+        scored.append(place)
+    if not requests:
+        raise UserError(
+            f"{source.name}: no passage has a context and a word of up to {seq_length} tokens "
+            f"(the first is {places[0]}); give passages of two words or more"
+        )
+    warnings = []
+    if skipped:
+        warnings.append(
+            f"{len(skipped)} passages left out, as they have less than two words or too long a last word: "
+            f"{listed(skipped)}"
+        )
+    if cut:
+        warnings.append(f"{len(cut)} passages cut at their beginning to {seq_length} tokens: {listed(cut)}")
+    return Protocol(
+        task=task,
+        name=name,
+        source=source,
+        requests=tuple(requests),
+        finish=partial(accuracy, places=scored, perplexity=name != V1),
+        facts={
+            "seq_length": seq_length,
+            "N": len(requests),
+            "skipped": len(skipped),
+            "skipped_places": skipped[:MAX_PLACES],
+            "cut": len(cut),
+            "cut_places": cut[:MAX_PLACES],
+            "T": sum(len(r.tokens) - r.first for r in requests),
+            "standard_errors": (
+                "acc: sqrt(p (1 - p) / (n - 1)), as lm-eval; perplexity: to first order, which lm-eval's "
+                "100,000 random resamplings approach"
+            ),
+        },
+        counts=f"{len(requests):,} passages, {len(skipped):,} left out, {len(cut):,} cut on the left",
+        warnings=tuple(warnings),
+    )
+
+
+def accuracy(scores: Sequence[Score], *, places: list[str], perplexity: bool) -> Outcome:
+    """The share of passages answered correctly; exp of the mean loss per passage, where wanted."""
+    correct, losses = [float(s.is_greedy) for s in scores], [s.loss for s in scores]
+    metrics = {"acc" if perplexity else "accuracy": Metric(mean(correct), mean_stderr(correct))}
+    if perplexity:
+        loss = mean(losses)
+        metrics["perplexity"] = Metric(exp(loss), of_exp(loss, mean_stderr(losses)))
+    return Outcome(
+        metrics=metrics,
+        samples=[
+            {"place": place, "correct": s.is_greedy, "loss": s.loss, "tokens": s.tokens}
+            for place, s in zip(places, scores, strict=True)
+        ],
+    )

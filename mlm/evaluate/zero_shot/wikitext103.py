@@ -1,0 +1,204 @@
+"""WikiText-103 by two protocols: Megatron-LM's over the whole file, and lm-eval's article by article.
+
+T is the number of tokens after detokenising, T_o the number of words of the file as it is distributed.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from mlm.errors import UserError
+from mlm.data.tokenizer import Tokenizer
+from mlm.evaluate.scoring import Request, Score
+from mlm.evaluate.zero_shot.detokenise import detokenise
+from mlm.evaluate.zero_shot.protocol import LM_EVAL, V1, Metric, Outcome, Protocol, as_tokens, rolling_request
+from mlm.evaluate.zero_shot.sources import Texts, articles
+from mlm.evaluate.zero_shot.statistics import exp, of_exp, ratio_stderr
+
+TASK, LM_EVAL_TASK = "wikitext103", "wikitext"
+
+
+def first_articles(text: str, limit: int | None) -> str:
+    """The text up to the end of its first so many articles, or all of it."""
+    return text if limit is None else "\n".join(articles(text)[:limit])
+
+
+# ----- Megatron-LM, arXiv:1909.08053, appendix E.1
+
+
+def whole_text(
+    source: Texts, tokenizer: Tokenizer, *, seq_length: int, stride: int, limit: int | None
+) -> Protocol:
+    """Perplexity over one file, adjusted to its own words. Raises UserError for a text that is too short."""
+    text = first_articles(source.texts[0], limit)
+    words = len(text.strip().split(" "))
+    tokens = as_tokens(tokenizer.encode(detokenise(text)))
+    if len(tokens) < 2 or words < 2:
+        raise UserError(
+            f"{source.name}: {len(tokens)} tokens and {words} words are too few to score; use more"
+        )
+    if stride > seq_length:
+        raise UserError(
+            f"overlapping_eval={stride} is more than the {seq_length} tokens read at a time, so some would "
+            f"not be scored; use overlapping_eval={seq_length} or less"
+        )
+    windows = list(overlapping_windows(len(tokens), seq_length, stride))
+    return Protocol(
+        task=TASK,
+        name=V1,
+        source=source,
+        requests=tuple(Request(tokens[begin:end], first - begin) for begin, first, end in windows),
+        finish=partial(adjusted_perplexity, num_tokens=len(tokens), num_words=words, seq_length=seq_length),
+        facts={
+            "seq_length": seq_length,
+            "stride": stride,
+            "T": len(tokens),
+            "T_o": words,
+            "N": len(windows),
+            "scored_tokens": len(tokens) - 1,
+            "standard_errors": "to first order, over stretches of seq_length scored tokens or more",
+        },
+        counts=(
+            f"{len(windows):,} windows of {seq_length:,} tokens, stride {stride:,}, "
+            f"T = {len(tokens):,}, T_o = {words:,}"
+        ),
+        warnings=form_warning(source, wants_unk=True),
+    )
+
+
+def overlapping_windows(num_tokens: int, length: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """(begin, first, end) of each window: tokens begin to end - 1, of which those from `first` on are scored.
+
+    The model reads `length` tokens of a window, all but its last. Each token but the text's first is scored
+    once: the first window's all, of each later window, `stride` tokens on, the last `stride`. The last window
+    may be shorter, with as much less context.
+    """
+    yield 0, 1, min(length + 1, num_tokens)
+    for first in range(length + 1, num_tokens, stride):
+        yield first - 1 - length + stride, first, min(first + stride, num_tokens)
+
+
+def adjusted_perplexity(
+    scores: Sequence[Score], *, num_tokens: int, num_words: int, seq_length: int
+) -> Outcome:
+    """exp(summed loss / (T_o - 1)), and the unadjusted exp(summed loss / (T - 1))."""
+    total = math.fsum(s.loss for s in scores)
+    assert sum(s.tokens for s in scores) == num_tokens - 1
+    loss, per_word = total / (num_tokens - 1), total / (num_words - 1)
+    stretches = in_stretches(scores, seq_length)
+    error = ratio_stderr([loss for loss, _ in stretches], [tokens for _, tokens in stretches])
+    error_per_word = None if error is None else error * (num_tokens - 1) / (num_words - 1)
+    return Outcome(
+        metrics={
+            "adjusted perplexity": Metric(exp(per_word), of_exp(per_word, error_per_word)),
+            "perplexity per token": Metric(exp(loss), of_exp(loss, error)),
+            "loss per token": Metric(loss, error),
+        },
+        samples=[{"window": n, "loss": s.loss, "tokens": s.tokens} for n, s in enumerate(scores)],
+    )
+
+
+def in_stretches(scores: Sequence[Score], length: int) -> list[tuple[float, int]]:
+    """(summed loss, tokens) of runs of neighbouring windows with at least `length` scored tokens each.
+
+    Losses of neighbouring windows go together, being of one passage; those of stretches hardly do.
+    """
+    found, loss, tokens = list[tuple[float, int]](), 0.0, 0
+    for s in scores:
+        loss, tokens = loss + s.loss, tokens + s.tokens
+        if tokens >= length:
+            found.append((loss, tokens))
+            loss, tokens = 0.0, 0
+    return [*found, (loss, tokens)] if tokens else found
+
+
+# ----- lm-eval, lm_eval/tasks/wikitext and lm_eval/utils.py
+
+
+def per_article(source: Texts, tokenizer: Tokenizer, *, seq_length: int, limit: int | None) -> Protocol:
+    """Perplexities per word and byte of the articles as they are distributed. Raises UserError."""
+    found = articles(source.texts[0])[:limit]
+    windows = [
+        list(rolling_windows(tokenizer.encode(detokenise(article)), tokenizer.prefix_id, seq_length))
+        for article in found
+    ]
+    requests = tuple(request for some in windows for request in some)
+    if not requests:
+        raise UserError(f"{source.name}: holds no article with a token in it; use more text")
+    words = [len(re.split(r"\s+", article)) for article in found]
+    sizes = [len(article.encode()) for article in found]
+    scored = sum(len(request.tokens) - request.first for request in requests)
+    return Protocol(
+        task=LM_EVAL_TASK,
+        name=LM_EVAL,
+        source=source,
+        requests=requests,
+        finish=partial(
+            per_word_and_byte, counts=[len(some) for some in windows], words=words, sizes=sizes, texts=found
+        ),
+        facts={
+            "seq_length": seq_length,
+            "stride": seq_length,
+            "T": scored,
+            "T_o": sum(words),
+            "bytes": sum(sizes),
+            "N": len(found),
+            "windows": len(requests),
+            "standard_errors": "to first order, over articles (lm-eval gives none)",
+        },
+        counts=(
+            f"{len(found):,} articles in {len(requests):,} windows of {seq_length:,} tokens, T = {scored:,}, "
+            f"T_o = {sum(words):,}, {sum(sizes):,} bytes"
+        ),
+        warnings=form_warning(source, wants_unk=False),
+    )
+
+
+def rolling_windows(tokens: Sequence[int], prefix: int, length: int) -> Iterator[Request]:
+    """Windows that score every token once, the first one after `prefix`.
+
+    Each begins with the last token of the one before as its context; the last scores what is left, after as
+    many tokens as still fit.
+    """
+    if tokens:
+        yield rolling_request([prefix], tokens[:length])
+    for begin in range(length, len(tokens), length):
+        end = min(begin + length, len(tokens))
+        yield rolling_request(tokens[end - length - 1 : begin], tokens[begin:end])
+
+
+def per_word_and_byte(
+    scores: Sequence[Score], *, counts: list[int], words: list[int], sizes: list[int], texts: list[str]
+) -> Outcome:
+    """Summed loss over words, or over bytes, of the articles before detokenising."""
+    remaining = iter(scores)
+    losses = [math.fsum(next(remaining).loss for _ in range(count)) for count in counts]
+    per_word, per_byte = (math.fsum(losses) / sum(units) for units in (words, sizes))
+    error_word, error_byte = ratio_stderr(losses, words), ratio_stderr(losses, sizes)
+    bit = math.log(2)
+    return Outcome(
+        metrics={
+            "word_perplexity": Metric(exp(per_word), of_exp(per_word, error_word)),
+            "byte_perplexity": Metric(exp(per_byte), of_exp(per_byte, error_byte)),
+            "bits_per_byte": Metric(per_byte / bit, None if error_byte is None else error_byte / bit),
+        },
+        samples=[
+            {"article": title(text), "loss": loss, "words": w, "bytes": b}
+            for text, loss, w, b in zip(texts, losses, words, sizes, strict=True)
+        ],
+    )
+
+
+def title(article: str) -> str:
+    """The first line of an article that is not blank, without its signs."""
+    return next(line for line in article.split("\n") if line.strip()).strip(" =")
+
+
+def form_warning(source: Texts, *, wants_unk: bool) -> tuple[str, ...]:
+    """Whether a text is of the form that published numbers of a protocol are on."""
+    if ("<unk>" in source.texts[0]) == wants_unk:
+        return ()
+    wanted = "wiki.test.tokens (wikitext-103-v1)" if wants_unk else "the raw form (wikitext-103-raw-v1)"
+    name = V1 if wants_unk else LM_EVAL
+    return (f"published numbers by {name}'s protocol are on {wanted}; {source.name} is not: {source.form}",)

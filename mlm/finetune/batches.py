@@ -1,0 +1,186 @@
+"""Which rows a step trains on, and micro-batches of texts of about equal length.
+
+All of it is a function of the rows' lengths, the seed and the step: every rank computes the same plan,
+whatever the layout, and a run that is resumed goes on where it stopped.
+
+Shapes: E examples of a micro-batch, C texts of each, T = E * C texts, S tokens.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mlm.data.splitmix import Bits, draw, root
+from mlm.parallel.cross_entropy import IGNORE
+from mlm.finetune.examples import Example
+
+Ids = NDArray[np.int64]
+
+ORDER, BATCHES = 0, 1
+"""Draws of the seed's stream: the order of an epoch's rows, and that of its batches."""
+
+
+@dataclass(frozen=True, eq=False)
+class TaskBatch:
+    """One micro-batch."""
+
+    tokens: Tensor
+    """[T, S] int64, padded on the right; the C texts of an example lie behind each other."""
+    token_types: Tensor
+    """[T, S] int64: 1 for the second text of a pair."""
+    lengths: Tensor
+    """[T] int64: tokens before the padding."""
+    labels: Tensor
+    """What is right of each example. [E] int64 (classification, choice), IGNORE where that is not scored; [E]
+    float64 (regression), NaN there; [E, 2] int64 (span), first and last token."""
+    first_sample: int
+    """Number of its first example in the whole run: dropout streams are a function of it."""
+    examples: tuple[int, ...] = ()
+    """Numbers of the examples, for the outputs; fewer than E where some only fill up."""
+
+
+class Order:
+    """The batches of every epoch: each example once, those of a batch of about equal length.
+
+    Args:
+        examples: all that are trained on.
+        sort_batches: examples of so many batches are sorted together.
+    """
+
+    def __init__(self, examples: Sequence[Example], *, batch_size: int, sort_batches: int, seed: int) -> None:
+        self.lengths = np.array([max(map(len, example.texts)) for example in examples])
+        self.batch_size, self.sort_batches, self.seed = batch_size, sort_batches, seed
+        self._epoch: tuple[int, list[Ids]] = (-1, [])
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches of an epoch; one of them may be smaller."""
+        return -(-len(self.lengths) // self.batch_size)
+
+    def batch(self, step: int) -> Ids:
+        """Numbers of the examples of a step, counted from 0; the longest first."""
+        epoch, number = divmod(step, self.steps_per_epoch)
+        if self._epoch[0] != epoch:
+            self._epoch = epoch, self.epoch(epoch)
+        return self._epoch[1][number]
+
+    def epoch(self, number: int) -> list[Ids]:
+        """The batches of an epoch in the order that they are trained on."""
+        state, count, b = draw(root(self.seed), number), len(self.lengths), self.batch_size
+        shuffled = permutation(count, draw(state, ORDER))
+        batches: list[Ids] = []
+        for pool in np.split(shuffled, range(b * self.sort_batches, count, b * self.sort_batches)):
+            ordered = pool[np.argsort(-self.lengths[pool], kind="stable")]
+            batches += np.split(ordered, range(b, len(ordered), b))
+        return [batches[i] for i in permutation(len(batches), draw(state, BATCHES))]
+
+
+def permutation(count: int, state: Bits) -> Ids:
+    """The numbers below `count` in an order drawn from `state`."""
+    return np.argsort(draw(state, np.arange(count)), kind="stable")
+
+
+def chosen_rows(count: int, wanted: int, seed: int) -> Ids:
+    """`wanted` of the numbers below `count`, drawn at random, in ascending order."""
+    return np.sort(permutation(count, root(seed))[:wanted])
+
+
+def group_size(examples: Sequence[Example], *, budget: int) -> int:
+    """How many examples as long as the longest of these `budget` tokens hold, padding included: 1 or more."""
+    longest = max(len(text) for example in examples for text in example.texts)
+    return max(1, budget // (longest * max(len(example.texts) for example in examples)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dealing:
+    """How a batch is cut into micro-batches and dealt to data-parallel ranks."""
+
+    budget: int
+    """Tokens of a micro-batch, padding included; one example where it alone is longer."""
+    rank: int
+    size: int
+    """Data-parallel rank and size."""
+    groups_of: int = 1
+    """Micro-batches of a rank are a multiple of it: the pipeline's stages, to keep all of them busy."""
+    multiple: int = 1
+    """Tokens of a text, padding included, are a multiple of it: tp with sequence parallelism."""
+
+    def micro_batches(
+        self, examples: Sequence[Example], numbers: Sequence[int], first_sample: int
+    ) -> list[TaskBatch]:
+        """This rank's micro-batches of the examples of these numbers; equally many on each rank.
+
+        Args:
+            examples: all of a split.
+            numbers: the batch, the longest first.
+            first_sample: number of the batch's first example in the whole run.
+        """
+        rows = min(group_size([examples[n] for n in numbers], budget=self.budget), len(numbers))
+        count = -(-len(numbers) // (rows * self.size))
+        count = -(-count // self.groups_of) * self.groups_of
+        rows = -(-len(numbers) // (count * self.size))
+        made = []
+        for i in range(count):
+            first = i * rows * self.size
+            mine = numbers[first : first + rows * self.size][self.rank :: self.size]
+            sample = first_sample + first + self.rank * rows  # no two micro-batches have the same
+            made.append(self.pack(examples, mine, numbers[0], sample))
+        return made
+
+    def pack(
+        self, examples: Sequence[Example], numbers: Sequence[int], filler: int, first_sample: int
+    ) -> TaskBatch:
+        """A micro-batch; without an example of its own it holds `filler`, not scored."""
+        rows = [examples[n] for n in (numbers if len(numbers) else [filler])]
+        texts = [text for row in rows for text in row.texts]
+        longest = max(map(len, texts))
+        width = -(-longest // self.multiple) * self.multiple
+        tokens = np.zeros((len(texts), width), dtype=np.int64)
+        types = np.zeros_like(tokens)
+        for i, text in enumerate(texts):
+            tokens[i, : len(text)] = text.tokens
+            types[i, text.second : len(text)] = 1
+        labels = labels_of(rows)
+        if not len(numbers):
+            labels = unscored(labels)
+        lengths = torch.tensor([len(text) for text in texts])
+        return TaskBatch(
+            torch.from_numpy(tokens),
+            torch.from_numpy(types),
+            lengths,
+            labels,
+            first_sample,
+            tuple(int(n) for n in numbers),
+        )
+
+    def all_batches(self, examples: Sequence[Example]) -> Iterator[list[TaskBatch]]:
+        """This rank's micro-batches of all examples, the longest first, a step of a few at a time.
+
+        What they are padded to does not depend on chance: too long shows at once.
+        """
+        order = sorted(range(len(examples)), key=lambda n: -max(map(len, examples[n].texts)))
+        first = 0
+        while first < len(order):
+            rows = group_size([examples[order[first]]], budget=self.budget) * self.size * self.groups_of
+            yield self.micro_batches(examples, order[first : first + rows], first)
+            first += rows
+
+
+def labels_of(rows: Sequence[Example]) -> Tensor:
+    """Labels of examples of one kind; not scored where there is none."""
+    labels = [row.label for row in rows]
+    if any(isinstance(label, tuple) for label in labels):
+        return torch.tensor([(IGNORE, IGNORE) if label is None else label for label in labels])
+    if any(isinstance(label, float) for label in labels):
+        numbers = [float("nan") if label is None else label for label in labels]
+        return torch.tensor(numbers, dtype=torch.float64)
+    return torch.tensor([IGNORE if label is None else label for label in labels])
+
+
+def unscored(labels: Tensor) -> Tensor:
+    """Labels of the same shape that are not scored."""
+    return torch.full_like(labels, float("nan") if labels.is_floating_point() else IGNORE)

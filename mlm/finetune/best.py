@@ -1,0 +1,159 @@
+"""What a finetuning run remembers of its validations, and the checkpoint of the best of them.
+
+A run directory has two folders of checkpoints: `checkpoints`, to resume from, and `best/checkpoints`, weights
+alone. A best one goes only when no checkpoint to resume from, on disk or under way, names it: a run that is
+killed at any time finds the best one that it knew of when it goes on.
+"""
+
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlm.checkpoint.native.folders import (
+    checkpoints,
+    discard,
+    latest_checkpoint,
+    named_latest,
+    point_latest,
+    step_name,
+)
+from mlm.checkpoint.native.lineage import LINEAGE
+from mlm.checkpoint.native.save_load import read_manifest, save_checkpoint
+from mlm.config.build import from_dict
+from mlm.errors import CorruptFileError, UserError, writing_to
+from mlm.train.state import CHECKPOINTS, counters, is_stored, model_shards
+from mlm.train.trainer import Trainer
+
+BEST = "best"
+"""Folder of a run directory with the best weights; its own checkpoints and tokenizer lie in it."""
+STATE = "finetuning"
+"""Key of what a checkpoint's state says of the task."""
+DATA_PATH = "data.path"
+"""Key in it of the folder with the rows, from the root; null where they are the Hub's."""
+ALL = 1 << 30
+
+Scores = dict[str, dict[str, float]]
+"""Metrics by split."""
+
+
+@dataclass
+class Progress:
+    """The validations of a run so far."""
+
+    best_step: int | None = None
+    """Step of the best score; None before the first validation."""
+    scores: Scores = field(default_factory=dict)
+    """Metrics of that step."""
+    without_gain: int = 0
+    """Validations since then."""
+    tokens: int = 0
+    """Tokens trained on, padding left out."""
+
+    def add(self, step: int, scores: Scores) -> bool:
+        """Note a validation; returns whether it is the best. The first metric of the first split decides, and
+        of equals the earlier."""
+        if self.best_step is None or first_metric(scores) > first_metric(self.scores):
+            self.best_step, self.scores, self.without_gain = step, scores, 0
+            return True
+        self.without_gain += 1
+        return False
+
+    def saved(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def read(cls, state: Any, path: Path) -> "Progress":
+        """What a checkpoint's state holds. Raises CorruptFileError."""
+        try:
+            return from_dict(cls, state[STATE]["progress"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptFileError(
+                f"{path}: its state is not that of a finetuning run ({error!r})"
+            ) from error
+
+
+def first_metric(scores: Scores) -> float:
+    """What decides which checkpoint is the best."""
+    return next(iter(next(iter(scores.values())).values()))
+
+
+def save_best(trainer: Trainer, out: Path) -> None:
+    """Write out/best/checkpoints/step-…, weights alone; those before stay until `keep_bests`.
+
+    Collective over all ranks; raises CheckpointError on all of them.
+    """
+    ctx = trainer.ctx
+    facts = {key: value for key, value in counters(trainer).items() if key != LINEAGE}  # of the other folder
+    owned = [shard for shard in trainer.shards if is_stored(shard, ctx)]
+    save_checkpoint(
+        best_checkpoints(out),
+        trainer.step,
+        model_shards(owned, trainer.config.model.vocab_multiple),
+        state={**facts, "weights_only": True},
+        rank=ctx.rank,
+        world_size=ctx.world_size,
+        group=ctx.host_group,
+        watch=ctx.watch,
+        keep_last=ALL,
+        keep_every=0,
+    )
+
+
+def keep_bests(out: Path, steps: Collection[int | None]) -> None:
+    """Delete the best checkpoints but those of `steps` and those that a checkpoint to resume from names.
+
+    For one rank. Never raises: a leftover does no harm.
+    """
+    try:
+        named = {best_step_of(path) for path in checkpoints(out / CHECKPOINTS).values()}
+        for step, path in checkpoints(best_checkpoints(out)).items():
+            if step not in {*steps, *named}:
+                discard(path)
+    except UserError:
+        pass  # a folder that cannot be read now: the next validation tidies up
+
+
+def best_step_of(path: Path) -> int | None:
+    """Which step a checkpoint to resume from names as the best; None if it names none, or is damaged."""
+    try:
+        return Progress.read(read_manifest(path).state, path).best_step
+    except (UserError, OSError):
+        return None
+
+
+def go_back_to(out: Path, step: int | None) -> None:
+    """Let the best checkpoint be that of a step again, as a run that goes on knows it. For one rank.
+
+    What was better later is found again: the same steps come again. Raises UserError, CorruptFileError.
+    """
+    root = best_checkpoints(out)
+    found = checkpoints(root)
+    if step is not None and step not in found:
+        raise CorruptFileError(
+            f"{root}: {step_name(step)} is gone, which the newest of {out / CHECKPOINTS} names as the best: "
+            "bring it back, or set another out=…"
+        )
+    with writing_to(str(out)):
+        if step is not None and named_latest(root) != step_name(step):
+            point_latest(root, step)
+        for other, path in found.items():
+            if other != step:
+                discard(path)
+
+
+def best_folder(out: Path) -> Path:
+    """Where a run keeps its best checkpoint."""
+    return out / BEST
+
+
+def best_checkpoints(out: Path) -> Path:
+    """The folder of step-… in it."""
+    return best_folder(out) / CHECKPOINTS
+
+
+def best_of(ckpt: str) -> str:
+    """The folder of the best checkpoint of a finetuning run directory; what else is named stays as it is."""
+    found = latest_checkpoint(best_checkpoints(Path(ckpt)))
+    return ckpt if found is None else str(best_folder(Path(ckpt)))

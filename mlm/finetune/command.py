@@ -1,0 +1,73 @@
+"""The commands of tasks that a model is finetuned on: see command.py."""
+
+from mlm.config.command import Command
+from mlm.config.checks import check_eval_task, check_finetune
+
+FINETUNE = (
+    Command(
+        words=("finetune",),
+        config="finetune",
+        target="mlm.finetune.run:run",
+        check=check_finetune,
+        preflight="mlm.finetune.run:preflight",
+        out_is_run_folder=True,
+        has_runs=True,
+        positional=("task",),
+        summary="train a BERT or GPT-2 on a task: RACE, GLUE, SQuAD, or one of your own",
+        about=(
+            "Puts a new head on a pretrained model and trains both on a task, from the Hub or local files. "
+            "Keeps the checkpoint that scores best on the validation split, and resumes when it is started "
+            "again. Starts from checkpoints of mlm and from BERTs and GPT-2s of Hugging Face. Prints the "
+            "scores, and saves them as result.json; with seeds=5 the medians over five seeds."
+        ),
+        examples=(
+            ("From the Hub", "mlm finetune race ckpt=runs/bert_336m"),
+            ("Files, on two ranks", "mlm finetune sst2 ckpt=runs/bert data.path=glue/sst2 tp=2"),
+            (
+                "The median of five seeds, and predictions to hand in",
+                "mlm finetune mnli ckpt=google-bert/bert-base-uncased seeds=5 data.predict_tests=true",
+            ),
+            (
+                "A sweep: each job in its own folder below `out`",
+                "mlm finetune --multirun rte ckpt=runs/bert optimizer.lr=1e-5,2e-5,3e-5 "
+                "train.global_batch_size=16,32",
+            ),
+            ("A run that was stopped, with its own settings", "mlm finetune resume=runs/race"),
+            (
+                "A task of your own: my_configs/task/reviews.yaml",
+                "mlm finetune reviews --config-dir my_configs ckpt=runs/bert data.path=reviews",
+            ),
+        ),
+        keys=(
+            *("ckpt", "data.path", "out", "seed", "seeds", "dropout", "train.epochs"),
+            *("train.global_batch_size", "train.micro_batch_size", "train.patience", "optimizer.lr"),
+            *("schedule.warmup", "data.train_rows", "data.predict_tests", "task.max_length"),
+            *("tp", "pp", "dp", "sequence_parallel", "zero", "recompute", "dist.device"),
+        ),
+    ),
+    Command(
+        words=("eval",),
+        config="eval_task",
+        target="mlm.finetune.evaluate:run",
+        check=check_eval_task,
+        preflight="mlm.finetune.evaluate:preflight",
+        positional=("task",),
+        summary="score a finetuned checkpoint on its task, or write its predictions",
+        about=(
+            "Scores what `mlm finetune` wrote on a split of the task, with its official metrics, or writes "
+            "predictions in the form that GLUE and SQuAD take. The scores do not depend on tp, pp, dp or the "
+            "batch size. They are printed and saved as JSON."
+        ),
+        examples=(
+            ("The validation split", "mlm eval race ckpt=runs/race"),
+            (
+                "Predictions of the test split, to hand in",
+                "mlm eval sst2 ckpt=runs/sst2 split=test predictions=submission",
+            ),
+        ),
+        keys=(
+            *("ckpt", "split", "predictions", "data.path", "out", "batch_size", "task.max_length"),
+            *("tp", "pp", "dp", "dist.device"),
+        ),
+    ),
+)

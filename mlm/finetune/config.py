@@ -1,0 +1,151 @@
+"""What `mlm finetune` and `mlm eval TASK` are told; see schema.py, and downstream_schema.py for the task."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from mlm.finetune.task_config import TaskConfig
+from mlm.models.config import Forbid
+from mlm.config.path_types import InputPath, OutFolder, ResultFile
+from mlm.config.schema import (
+    DistConfig,
+    LogConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskDataConfig:
+    """Where the rows of a task come from."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    path: InputPath | None = None
+    """Folder with a file per split (train.jsonl, validation.jsonl; also .parquet, .csv, .tsv, .json); null
+    means the Hub's task.hub."""
+    tokenizer: InputPath | None = None
+    """tokenizer.json, or a folder that holds one; null takes the one saved with the checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinetuneDataConfig(TaskDataConfig):
+    """Where the rows of a task come from, and how many of them are trained on."""
+
+    train_rows: int | None = None
+    """Rows of the training split to train on, drawn at random with data.seed; null takes all."""
+    seed: int = 1234
+    """Of that choice. It is no function of `seed`, so that runs of several seeds see the same rows."""
+    predict_tests: bool = False
+    """Write predictions of the task's test splits with the best checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinetuneTrainConfig:
+    """How long and in what batches."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    epochs: int = 3
+    """Passes over the training rows."""
+    global_batch_size: int = 32
+    """Rows per step over all data-parallel ranks; the last step of an epoch takes what is left."""
+    micro_batch_size: int = 8
+    """Texts of task.max_length tokens one rank runs through the model at once; more of shorter ones. The rest
+    of a batch is accumulated."""
+    sort_batches: int = 50
+    """Rows of so many batches are sorted by length before they are cut into batches, so that little is
+    padded; 1 leaves them in random order."""
+    validate_every: int | None = None
+    """Steps between validations; null validates after every epoch. The last step is validated too."""
+    patience: int = 0
+    """Stop after so many validations in a row without a better score; 0 trains to the end."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinetuneScheduleConfig:
+    """Learning rate over steps: linear warm-up to optimizer.lr, then decay to min_lr at the last step."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    decay: Literal["cosine", "linear", "constant"] = "linear"
+    """Shape of the decay."""
+    warmup: float = 0.06
+    """Share of the steps that warm up."""
+    min_lr: float = 0.0
+    """Learning rate at the end."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinetuneCheckpointConfig:
+    """When to save and what to keep. The best by the task's first metric is kept in out/best."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    save_every: int = 0
+    """Steps between checkpoints to resume from; 0 saves after each validation."""
+    keep_last: int = 1
+    """Newest checkpoints kept, besides the best."""
+    resume: bool = True
+    """Continue from the newest whole checkpoint in `out`; false refuses an `out` that already holds one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinetuneConfig:
+    """The run spec of `mlm finetune`."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    name: str
+    """Name of the run; the default of `out` is runs/{name}."""
+    out: OutFolder
+    """Run directory: config, checkpoints, metrics.jsonl, result.json, predictions."""
+    ckpt: InputPath
+    """Model to begin with: checkpoint (step-…), run directory, or Hugging Face folder or id (BERT, GPT-2)."""
+    seed: int = 1234
+    """The new head, dropout and the order of rows are functions of it."""
+    seeds: int = 1
+    """Runs with the seeds seed, seed + 1, …, each in out/seed-…; the median of their scores is reported
+    (arXiv:1909.08053, section 5.3)."""
+    dropout: float | None = None
+    """Dropout of hidden states and of attention; null takes the checkpoint's."""
+    compile: bool = False
+    """torch.compile each transformer layer."""
+    task: TaskConfig
+    data: FinetuneDataConfig = field(default_factory=FinetuneDataConfig)
+    train: FinetuneTrainConfig = field(default_factory=FinetuneTrainConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: FinetuneScheduleConfig = field(default_factory=FinetuneScheduleConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    checkpoint: FinetuneCheckpointConfig = field(default_factory=FinetuneCheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    dist: DistConfig = field(default_factory=DistConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalTaskConfig:
+    """The run spec of `mlm eval TASK`: score a finetuned checkpoint, or write its predictions."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    ckpt: InputPath
+    """What `mlm finetune` wrote: its run directory (the best checkpoint), or a checkpoint (step-…); or a
+    folder or id of Hugging Face with a head for such a task."""
+    out: ResultFile | None = None
+    """JSON file for the scores; null means eval-<task>.json in the run directory."""
+    split: str | None = None
+    """Split to score; null means those of task.validations. One without labels is only predicted."""
+    predictions: OutFolder | None = None
+    """Folder for the predictions, in the form that they are handed in; null writes none, unless the split has
+    no labels: then predictions beside `out`."""
+    probabilities: ResultFile | None = None
+    """JSONL file for the probability of each label or option, a line per row; null writes none."""
+    batch_size: int = 8
+    """Texts of task.max_length tokens per micro-batch on each rank; more of shorter ones. No score depends on
+    it."""
+    task: TaskConfig
+    data: TaskDataConfig = field(default_factory=TaskDataConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    dist: DistConfig = field(default_factory=DistConfig)

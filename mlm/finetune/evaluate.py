@@ -1,0 +1,238 @@
+"""`mlm eval TASK`: score a finetuned checkpoint on a split of its task, or write its predictions."""
+
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import mlm
+from mlm.checkpoint.native.save_load import read_manifest
+from mlm.config.build import show, to_dict
+from mlm.finetune.task_config import TaskConfig
+from mlm.errors import ConfigError, UserError
+from mlm.finetune.config import EvalTaskConfig
+from mlm.data.receipt import version_of
+from mlm.files.ownership import claim_faults
+from mlm.parallel.mesh import ParallelContext
+from mlm.files.results import is_stream, named, result_faults, write_result
+from mlm.finetune.best import DATA_PATH, STATE, best_of
+from mlm.finetune.kinds import KINDS
+from mlm.finetune.material import Start, check_texts, evaluation_of, start_of
+from mlm.finetune.metrics import best_threshold, check_installed
+from mlm.finetune.objective import Finetuning
+from mlm.finetune.outputs import dealing_of
+from mlm.finetune.rows import read_split
+from mlm.finetune.scoring import Scored, score_split
+from mlm.finetune.submission import files_of
+from mlm.inference.trained import Trained, checkpoint_faults, is_model_folder, load_trained, result_file
+from mlm.terminal import add_row, console, plain, table
+
+READ_ALIKE = ("kind", "labels", "max_length", "question_length", "doc_stride")
+"""Settings of a task that a checkpoint was finetuned with and must be scored with."""
+
+
+def preflight(config: EvalTaskConfig) -> list[str]:
+    """Faults that reading the named files shows; called before any rank starts."""
+    if faults := checkpoint_faults(best_of(config.ckpt), config.parallel):
+        return faults
+    try:
+        check_installed(config.task)
+        start = start_of(config)
+        if faults := task_faults(config, start):
+            return faults
+        for name in splits(config):
+            check_texts(config.task, read_split(config.task, name, path=rows_of(config, start)), start)
+    except ConfigError as error:
+        return list(error.faults)
+    except UserError as error:
+        return str(error).splitlines()
+    out = result_path(config, start)
+    folder = out.parent
+    if not is_stream(out) and not (folder.is_dir() and os.access(folder, os.W_OK)):
+        return [f"out={show(config.out)}: {folder} is no folder that can be written: name another file"]
+    faults, task = result_faults(out), config.task
+    faults += probability_faults(config)
+    if config.predictions is not None:
+        names = [file for name in splits(config) for file in files_of(task, name)]
+        faults += claim_faults(config.predictions, "predictions", key="predictions", writes=names)
+    return faults
+
+
+def probability_faults(config: EvalTaskConfig) -> list[str]:
+    """Problems that keep a command from writing the probabilities."""
+    path, kind = config.probabilities, config.task.kind
+    if path is None or is_stream(path):
+        return []
+    if kind not in ("classification", "choice"):
+        return [f"probabilities={path}: task.kind={kind} has no labels; remove probabilities="]
+    if not (Path(path).parent.is_dir() and os.access(Path(path).parent, os.W_OK)) or Path(path).is_dir():
+        return [f"probabilities={path}: cannot be written; name a file in a folder that is there"]
+    return result_faults(path, key="probabilities")
+
+
+def saved_state(start: Start) -> dict[str, Any]:
+    """Finetuning that made the checkpoint, as it says; nothing in a model of elsewhere."""
+    path = start.named.path
+    saved = {} if is_model_folder(path) else read_manifest(path).state.get(STATE, {})
+    return saved if isinstance(saved, dict) else {}
+
+
+def rows_of(config: EvalTaskConfig, start: Start) -> str | None:
+    """data.path, or the one that the checkpoint was finetuned on; None where both are the Hub's."""
+    saved = saved_state(start).get(DATA_PATH)
+    return config.data.path or (saved if isinstance(saved, str) else None)
+
+
+def task_faults(config: EvalTaskConfig, start: Start) -> list[str]:
+    """Whether the model was finetuned on another task, or on this one with other settings."""
+    task, model, kind = config.task, start.model, KINDS[config.task.kind]
+    saved = saved_state(start).get("depends_on", {})
+    other = saved.get("task.name", task.name)
+    if other != task.name:
+        return [f"ckpt={config.ckpt} was finetuned on {other}, not on {task.name}: use `mlm eval {other}`"]
+    remedy = f"finetune it first, with `mlm finetune {task.name} ckpt={config.ckpt}`"
+    if model.head not in ("classification", "span"):
+        return [f"ckpt={config.ckpt} was not finetuned on a task: {remedy}"]
+    if (model.head, model.num_labels) != (kind.head, kind.num_labels(task)):
+        what = "spans" if model.head == "span" else f"{model.num_labels} outputs per text"
+        return [f"ckpt={config.ckpt} has a head for {what}, which is not that of task {task.name}: {remedy}"]
+    mine = {**to_dict(task), "max_length": start.max_length}
+    return [
+        f"task.{key}={show(mine[key])}: ckpt={config.ckpt} was finetuned with {show(then)}; use "
+        f"task.{key}={show(then)}"
+        for key in READ_ALIKE
+        if (then := saved.get(f"task.{key}", mine[key])) != mine[key]
+    ]
+
+
+def splits(config: EvalTaskConfig) -> tuple[str, ...]:
+    """The splits to score."""
+    return config.task.validations if config.split is None else (config.split,)
+
+
+def result_path(config: EvalTaskConfig, start: Start) -> Path:
+    """Where the JSON receipt goes: in the run directory, beside the folder of the best checkpoint."""
+    if config.out is not None:
+        return Path(config.out)
+    name = f"eval-{config.task.name}.json"
+    if best_of(config.ckpt) != config.ckpt:
+        return Path(config.ckpt, name)
+    return result_file(start.named.path, name)
+
+
+def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
+    """Score the splits; rank 0 prints a table and writes a JSON receipt. Raises UserError."""
+    begin, start, task = time.monotonic(), start_of(config), config.task
+    path = rows_of(config, start)
+    trained = load_trained(str(start.named.path), config.parallel, config.precision, ctx)
+    objective = Finetuning(task.kind, ctx, trained.model.dtype)
+    dealing = dealing_of(trained.model, config.batch_size, start.max_length)
+    out = result_path(config, start)
+    place = result_path(replace(config, out=None), start) if is_stream(out) else out
+    found = []
+    for name in splits(config):
+        evaluation = evaluation_of(task, read_split(task, name, path=path), start)
+        beside = None if evaluation.split.has_labels else place.parent / "predictions"
+        folder = beside if config.predictions is None else Path(config.predictions)
+        found.append(score_split(task, evaluation, trained.model, objective, dealing, folder))
+    if not ctx.is_main:
+        return
+    result = receipt(config, start, trained, found, seconds=time.monotonic() - begin)
+    if config.probabilities is not None:
+        write_result(config.probabilities, probabilities(task, found).encode(), key="probabilities")
+    write_result(out, (json.dumps(result, indent=2) + "\n").encode())
+    show_table(result, out)
+
+
+def receipt(
+    config: EvalTaskConfig, start: Start, trained: Trained, found: Sequence[Scored], *, seconds: float
+) -> dict[str, Any]:
+    """Everything that the scores depend on, and the scores."""
+    packages = ("tokenizers", "scikit-learn", "scipy", "torchmetrics")
+    return {
+        "task": config.task.name,
+        "results": [described(config.task, scored) for scored in found],
+        "task_settings": to_dict(config.task),
+        "checkpoint": str(trained.path),
+        "checkpoint_digest": trained.manifest.digest,
+        "finetuned_on": saved_state(start).get("depends_on", {}),
+        "step": trained.manifest.step,
+        "tokenizer_digest": start.tokenizer.digest,
+        "vocabulary_digest": start.tokenizer.vocabulary_digest,
+        "precision": config.precision.dtype,
+        "config": to_dict(config),
+        "seconds": round(seconds, 3),
+        "versions": {
+            "mlm": mlm.__version__,
+            "torch": torch.__version__,
+            **{package: version_of(package) for package in packages},
+            "python": platform.python_version(),
+        },
+    }
+
+
+def probabilities(task: TaskConfig, found: Sequence[Scored]) -> str:
+    """A line of JSON per row: the softmax of the model's outputs, in float64, by the name of the label."""
+    lines = []
+    for scored in found:
+        for each in scored.predictions:
+            outputs = np.array(each.scores, dtype=np.float64)
+            weights = np.exp(outputs - outputs.max())
+            chances = dict(zip(task.labels, (weights / weights.sum()).tolist(), strict=True))
+            row = {"split": scored.evaluation.split.name, "id": each.id, "probabilities": chances}
+            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+    return "".join(lines)
+
+
+def described(task: TaskConfig, scored: Scored) -> dict[str, Any]:
+    """What a receipt says of a split."""
+    thresholds = best_threshold(task, scored.evaluation.split, scored.predictions)
+    split, examples = scored.evaluation.split, scored.evaluation.examples
+    return {
+        "split": split.name,
+        "data": split.source,
+        "rows": len(split),
+        "digest": split.digest,
+        "has_labels": split.has_labels,
+        "metrics": scored.metrics,
+        "standard_errors": standard_errors(scored),
+        **({"best_null_threshold": thresholds} if thresholds else {}),
+        "truncated": examples.truncated,
+        "max_length": examples.max_length,
+        "predictions": list(scored.files),
+    }
+
+
+def standard_errors(scored: Scored) -> dict[str, float]:
+    """Of the metrics that are shares of right rows: sqrt(p (1 - p) / (n - 1)), as of LAMBADA's accuracy."""
+    count = len(scored.evaluation.split)
+    shares = {name: p for name, p in scored.metrics.items() if name in ("accuracy", "exact_match")}
+    return {name: math.sqrt(p * (1 - p) / (count - 1)) for name, p in shares.items() if count > 1}
+
+
+def show_table(result: dict[str, Any], out: Path) -> None:
+    """The table for people."""
+    title = f"eval {result['task']} · {plain(result['checkpoint'])} · step {result['step']}"
+    made = table(title, "split", "rows#", "metric", "value#")
+    for entry in result["results"]:
+        for name, value in entry["metrics"].items():
+            add_row(made, entry["split"], f"{entry['rows']:,}", name, f"{value:.4f}")
+        for name, best in entry.get("best_null_threshold", {}).items():
+            label = f"best {name}, at task.null_threshold={best['threshold']:.3f}"
+            add_row(made, entry["split"], f"{entry['rows']:,}", label, f"{best['value']:.4f}")
+        if not entry["metrics"]:
+            add_row(made, entry["split"], f"{entry['rows']:,}", "no labels: predicted only", "")
+    screen = console()
+    screen.print(made)
+    for entry in result["results"]:
+        for file in entry["predictions"]:
+            screen.print(f"predictions of {entry['split']}: {plain(file)}")
+    screen.print(f"written to {plain(named(out))}")

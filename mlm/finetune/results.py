@@ -1,0 +1,193 @@
+"""What a finetuning run leaves behind: result.json of each seed, the median over seeds, and tables."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+import mlm
+from mlm.files.bounded import parse_json
+from mlm.config.build import config_digest, from_dict, to_dict
+from mlm.errors import UserError, writing_to
+from mlm.finetune.config import FinetuneConfig
+from mlm.files.atomic import write_atomic
+from mlm.files.ownership import claim_folder
+from mlm.finetune.best import Progress, Scores, best_folder, best_of, first_metric
+from mlm.finetune.material import Start
+from mlm.finetune.scoring import Scored
+from mlm.inference.trained import is_model_folder
+from mlm.terminal import add_row, console, plain, table
+from mlm.pretrain.run import layout
+from mlm.train.trainer import Trainer
+
+RESULT = "result.json"
+MAX_BYTES = 1 << 20  # of a result.json
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What came out with one seed."""
+
+    task: str
+    seed: int
+    scores: Scores
+    """Metrics of the best checkpoint, by split; the first metric of the first split chose it."""
+    tests: Scores
+    """Those of the test splits that have labels, with data.predict_tests."""
+    predictions: tuple[str, ...]
+    """Files of predictions of the test splits."""
+    best_step: int
+    steps: int
+    """Steps taken."""
+    steps_per_epoch: int
+    checkpoint: str
+    """Folder of the best checkpoint."""
+    seconds: float
+    """Of the command that ended the run."""
+    precision: str
+    layout: dict[str, Any]
+    depends_on: dict[str, Any]
+    """The settings, and digests of weights, tokenizer and rows (settings.py)."""
+    config_digest: str
+    versions: dict[str, str]
+
+    @classmethod
+    def of(
+        cls,
+        config: FinetuneConfig,
+        trainer: Trainer,
+        progress: Progress,
+        *,
+        settings: dict[str, Any],
+        steps_per_epoch: int,
+        tests: Sequence[Scored],
+        seconds: float,
+    ) -> "Result":
+        """The result of a run that is over."""
+        assert progress.best_step is not None, "the last step is validated"
+        return cls(
+            task=config.task.name,
+            seed=config.seed,
+            scores=progress.scores,
+            tests={test.evaluation.split.name: test.metrics for test in tests if test.metrics},
+            predictions=tuple(file for test in tests for file in test.files),
+            best_step=progress.best_step,
+            steps=trainer.step,
+            steps_per_epoch=steps_per_epoch,
+            checkpoint=str(best_folder(Path(config.out))),
+            seconds=round(seconds, 1),
+            precision=config.precision.dtype,
+            layout={**asdict(config.parallel), "dp": trainer.ctx.dp.size},
+            depends_on=settings,
+            config_digest=config_digest(config),
+            versions={"mlm": mlm.__version__, "torch": torch.__version__},
+        )
+
+    @classmethod
+    def read(cls, saved: Any) -> "Result":
+        """What `asdict` made of one. Raises UserError when it is none of this version."""
+        if not isinstance(saved, dict):
+            raise UserError("no result of a finetuning run")
+        return from_dict(cls, saved)
+
+
+def write_result(out: Path, result: Result) -> None:
+    """Write result.json. Raises OSError."""
+    write_atomic(out / RESULT, (json.dumps(asdict(result), indent=2) + "\n").encode())
+
+
+def finished(config: FinetuneConfig, settings: dict[str, Any]) -> Result | None:
+    """The result of a run that is over, with these settings and all that is asked for; None without one."""
+    path = Path(config.out, RESULT)
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            return None
+        found = Result.read(parse_json(path.read_bytes()))
+        best = best_of(config.out)
+    except (OSError, ValueError, RecursionError):  # none, damaged, or of another version: the run goes on
+        return None
+    predicted = bool(found.predictions) and all(Path(file).exists() for file in found.predictions)
+    is_whole = best != config.out and (predicted or not config.data.predict_tests)
+    return replace(found, checkpoint=best) if found.depends_on == settings and is_whole else None
+
+
+def report(config: FinetuneConfig, results: Sequence[Result], *, is_new: bool) -> None:
+    """The table for people, and of several seeds out/result.json with the medians. Raises UserError."""
+    several = len(results) > 1
+    title = f"finetune {config.task.name} · {plain(config.ckpt)}"
+    made = table(title, *["seed"] * several, "split", "metric", "value#", "best step#")
+    for result in results:
+        rows(made, (result.seed,) * several, {**result.scores, **result.tests}, result.best_step)
+    screen = console()
+    if several:
+        medians = medians_of([result.scores for result in results])
+        tests = medians_of([result.tests for result in results])
+        rows(made, ("median",), {**medians, **tests}, "")
+        document = {
+            "task": config.task.name,
+            "seeds": [result.seed for result in results],
+            "medians": medians,
+            "test_medians": tests,
+            "results": [asdict(result) for result in results],
+        }
+        with writing_to(config.out):
+            claim_folder(config.out, "run", writes=(RESULT,))
+            write_atomic(Path(config.out) / RESULT, (json.dumps(document, indent=2) + "\n").encode())
+    if not is_new:
+        screen.print(f"{plain(config.out)} is finished: set another out=… to train again")
+    screen.print(made)
+    screen.print(f"written to {plain(Path(config.out) / RESULT)}")
+    best = max(results, key=lambda result: first_metric(result.scores))
+    screen.print(f"best checkpoint: {plain(best.checkpoint)}")
+    for result in results:
+        for file in result.predictions:
+            screen.print(f"predictions: {plain(file)}")
+
+
+def rows(made: Any, before: tuple[object, ...], scores: Scores, best_step: object) -> None:
+    """A row of the table for each metric."""
+    for split, metrics in scores.items():
+        for name, value in metrics.items():
+            add_row(made, *before, split, name, f"{value:.4f}", best_step)
+
+
+def medians_of(found: Sequence[Scores]) -> Scores:
+    """Median over the seeds of each metric (arXiv:1909.08053, section 5.3)."""
+    return {
+        split: {name: median(scores[split][name] for scores in found) for name in metrics}
+        for split, metrics in found[0].items()
+    }
+
+
+def composed_yaml(config: FinetuneConfig) -> str:
+    """The configuration as `resume={out}` reads it back (mlm/config/saved.py)."""
+    values = to_dict(config)
+    values.update(values.pop("parallel"))
+    return OmegaConf.to_yaml({"defaults": ["hydra_quiet", "finetune_defaults", "_self_"], **values})
+
+
+def header(config: FinetuneConfig, trainer: Trainer, start: Start, examples: int) -> list[tuple[str, str]]:
+    """Rows shown above the numbers."""
+    model, train = trainer.config.model, config.train
+    steps = trainer.config.train.steps // train.epochs
+    shape = f"{model.num_layers} layers × {model.hidden_size} × {model.num_heads} heads"
+    kind = "transformers" if is_model_folder(start.named.path) else "mlm"
+    return [
+        ("run", config.name),
+        ("task", f"{config.task.name}: {config.task.kind}, {', '.join(config.task.metrics)}"),
+        ("model", f"{model.kind} {model.num_parameters() / 1e6:,.1f}M ({shape}), {kind} weights"),
+        ("layout", layout(trainer, even_batches=False)),
+        (
+            "batches",
+            f"{examples:,} examples in {steps:,} steps of {train.global_batch_size}, {train.epochs} epochs; "
+            f"texts of at most {start.max_length} tokens",
+        ),
+        ("precision", config.precision.dtype),
+        ("seed", str(config.seed)),
+        ("out", config.out),
+    ]

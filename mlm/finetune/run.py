@@ -1,0 +1,115 @@
+"""`mlm finetune TASK`: train a head, and the model below it, on a task; keep what scores best.
+
+See README.md beside the package `mlm.tasks`.
+"""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from mlm.checkpoint.native.exchange import Ranks
+from mlm.checkpoint.native.save_load import CheckpointError
+from mlm.errors import ConfigError, UserError
+from mlm.finetune.config import FinetuneConfig
+from mlm.files.ownership import claim_faults
+from mlm.parallel.mesh import ParallelContext
+from mlm.finetune.best import best_of
+from mlm.finetune.material import (
+    Splits,
+    Start,
+    check_texts,
+    evaluation_of,
+    rows_trained_on,
+    splits_of,
+    start_of,
+)
+from mlm.finetune.metrics import check_installed
+from mlm.finetune.one_run import Material, finetune, spec_of
+from mlm.finetune.results import RESULT, Result, finished, report
+from mlm.finetune.settings import change_faults, depends_on
+from mlm.inference.trained import checkpoint_faults
+from mlm.train.memory import reuse_large_blocks
+from mlm.train.resume import start_faults
+from mlm.report.trackers import missing_extras
+
+
+def preflight(config: FinetuneConfig) -> list[str]:
+    """Faults that reading the named files shows, a line each; called before any rank starts."""
+    faults = [*missing_extras(config.log), *checkpoint_faults(best_of(config.ckpt), config.parallel)]
+    if faults:
+        return faults
+    try:
+        check_installed(config.task)
+        if config.seeds > 1:
+            faults += claim_faults(config.out, "run", writes=(RESULT,))
+        start, splits = start_of(config), splits_of(config)
+        check_texts(config.task, splits.train, start)
+        faults += length_faults(config, start)
+        for one in by_seed(config):
+            faults += start_faults(spec_of(one, start, 1), compares=False)
+            faults += change_faults(one, depends_on(one, start, splits))
+    except ConfigError as error:
+        return list(error.faults)
+    except UserError as error:
+        return str(error).splitlines()
+    return faults
+
+
+def length_faults(config: FinetuneConfig, start: Start) -> list[str]:
+    """Whether the longest text fits the model when it is padded."""
+    tp, limit = config.parallel.tp, start.model.max_positions
+    if not config.parallel.sequence_parallel or -(-start.max_length // tp) * tp <= limit:
+        return []
+    return [
+        f"task.max_length={start.max_length}: sequence_parallel=true pads texts to a multiple of tp={tp}, "
+        f"and the model reads {limit} tokens: use task.max_length={limit // tp * tp} or less"
+    ]
+
+
+def run(config: FinetuneConfig, ctx: ParallelContext) -> None:
+    """Finetune, with each seed; every rank calls this. Raises UserError for what the user can mend."""
+    if ctx.device.type == "cpu":
+        reuse_large_blocks()
+    start, splits, runs = start_of(config), splits_of(config), by_seed(config)
+    ranks = Ranks(ctx.rank, ctx.world_size, ctx.host_group, ctx.watch)
+
+    def look() -> list[Any]:
+        if not ctx.is_main:  # one rank looks, lest two see different things on a shared disk
+            return []
+        wanted = [depends_on(one, start, splits) for one in runs]
+        found = [finished(one, settings) for one, settings in zip(runs, wanted, strict=True)]
+        return [[settings, r and asdict(r)] for settings, r in zip(wanted, found, strict=True)]
+
+    def explain(error: Exception) -> UserError:
+        return CheckpointError(f"ckpt={config.ckpt}, out={config.out}: cannot be read ({error}): mend it")
+
+    seen = ranks.broadcast(ranks.together(look, explain))
+    results = [None if r is None else Result.read(r) for _, r in seen]
+    is_new = None in results
+    material = prepare(config, start, splits) if is_new else None
+    for n, one in enumerate(runs):
+        if results[n] is None and material is not None:
+            results[n], is_stopped = finetune(one, seen[n][0], material, ctx)
+            if results[n] is None or (is_stopped and None in results):
+                return
+    if ctx.is_main:
+        report(config, [r for r in results if r is not None], is_new=is_new)
+
+
+def by_seed(config: FinetuneConfig) -> list[FinetuneConfig]:
+    """The runs of a command: one, or one per seed in a folder of its own."""
+    if config.seeds == 1:
+        return [config]
+    seeds = range(config.seed, config.seed + config.seeds)
+    return [replace(config, seed=s, seeds=1, out=str(Path(config.out, f"seed-{s}"))) for s in seeds]
+
+
+def prepare(config: FinetuneConfig, start: Start, splits: Splits) -> Material:
+    """Tokenise the rows. Raises UserError."""
+    task = config.task
+    return Material(
+        start=start,
+        train=evaluation_of(task, rows_trained_on(config, splits.train), start),
+        validations=[evaluation_of(task, split, start) for split in splits.validations],
+        tests=[evaluation_of(task, split, start) for split in splits.tests],
+    )

@@ -1,0 +1,84 @@
+"""What a task is that a model is finetuned on: its columns, labels, metrics and files; see schema.py.
+
+Everything a task needs is here and in the functions of its kind (mlm/finetune/kinds.py).
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from mlm.models.config import Forbid
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskConfig:
+    """A task: what a row of it is, what is asked, and how answers are scored and handed in."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    name: str
+    """Name of the task, such as sst2."""
+    kind: Literal["classification", "regression", "choice", "span"] = "classification"
+    """What is asked of a row: one of `labels`, a number, which of its options is right, or the words of its
+    text that answer its question."""
+    columns: tuple[str, ...]
+    """Columns of the texts. classification, regression: one or two texts; choice: article, question, options;
+    span: context, question."""
+    label: str = "label"
+    """Column of the label: its number, its name in `labels`, a number in label_range; of kind span the
+    answers: text and answer_start."""
+    id: str | None = "idx"
+    """Column that names a row in files of predictions; rows are counted from 0 where there is none."""
+    labels: tuple[str, ...] = ()
+    """Names of the labels by number; of kind choice those of the options."""
+    label_range: tuple[float, float] | None = None
+    """Least and largest label of kind regression; null admits all numbers."""
+    unanswerable: bool = False
+    """Kind span: a question may have no answer in its context (SQuAD 2.0)."""
+    allow_empty: bool = False
+    """Take rows with an empty text; false names them and stops."""
+    metrics: tuple[str, ...] = ("accuracy",)
+    """Metrics to report; the best checkpoint is chosen by the first. classification: accuracy, f1, macro_f1,
+    accuracy_f1 (mean of both), matthews; regression: pearson, spearman, pearson_spearman (mean of both);
+    choice: accuracy; span: f1, exact_match and, of the questions with and without an answer, has_answer_f1,
+    has_answer_exact_match, no_answer_f1, which is also its exact match."""
+    hub: str | None = None
+    """Hub dataset that rows come from when no path is given: OWNER/NAME."""
+    hub_config: str | None = None
+    """Its configuration."""
+    subsets: tuple[str, ...] = ()
+    """What the ids of the task's rows begin with, such as middle and high of RACE; others are left out. Files
+    may lie in folders of these names. Empty takes all."""
+    train: str = "train"
+    """Split to train on."""
+    validations: tuple[str, ...] = ("validation",)
+    """Splits to validate on; the best checkpoint is chosen on the first."""
+    tests: tuple[str, ...] = ("test",)
+    """Splits to predict. They need no labels."""
+    submission: tuple[str, ...] = ()
+    """Names of the files of predictions of `tests`, in their order, without .tsv; a file is named after its
+    split where there is none."""
+    submit_names: bool = True
+    """Hand in the names of labels; false hands in their numbers."""
+    max_length: int = 512
+    """Tokens of a text with its special tokens; a longer one is cut. At most the model's max_positions."""
+    question_length: int | None = None
+    """Tokens kept of a question (kind span), or of a question with its option (kind choice); null keeps all
+    that leave room for the rest."""
+    doc_stride: int = 128
+    """Kind span: tokens that two neighbouring windows of a context share."""
+    max_answer_length: int = 30
+    """Kind span: tokens of an answer at the most."""
+    n_best: int = 20
+    """Kind span: begins and ends of answers that are tried for each window, and answers that are kept."""
+    null_threshold: float = 0.0
+    """Kind span, unanswerable: how much the score of no answer must exceed that of the best answer."""
+    lr: float = 2.0e-5
+    """Peak learning rate: what optimizer.lr is unless it is given."""
+    weight_decay: float = 0.01
+    """What optimizer.weight_decay is."""
+    epochs: int = 3
+    """What train.epochs is."""
+    batch_size: int = 32
+    """Rows per step: what train.global_batch_size is."""
+    warmup: float = 0.06
+    """What schedule.warmup is."""

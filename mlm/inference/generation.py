@@ -1,0 +1,208 @@
+"""Continue texts with a trained model, several at a time, every token read once.
+
+The last stage chooses each step's tokens, and all ranks learn them. When a text has filled the model's
+max_positions, the newest half of them is read again from position 0 and the text goes on from there: one pass
+for every max_positions / 2 tokens, in place of one for every token.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mlm.errors import UserError
+from mlm.data.sampler import Batch
+from mlm.data.tokenizer import Tokenizer
+from mlm.models.cache import Fill, KeyValueCache, Reading, Step
+from mlm.models.gpt2.model import GPT2
+from mlm.parallel.collectives import broadcast
+from mlm.parallel.mesh import ParallelContext
+from mlm.inference.sampling import NOT_FINITE, Sampling, next_tokens
+from mlm.inference.trained import Trained
+
+__all__ = ["Sampling", "continuations", "ends_at", "generate"]
+
+FILL_TOKENS = 4096
+"""Tokens of prompts read in one pass, padding included: bounds its memory."""
+
+
+@dataclass(eq=False)
+class _Text:
+    """A prompt and what has come after it."""
+
+    index: int
+    """Its place among the prompts."""
+    number: int
+    """Of its draws."""
+    context: list[int]
+    """Tokens from position 0 on."""
+    new: list[int] = field(default_factory=list)
+    seen: set[int] = field(default_factory=set)
+    """Tokens of the prompt, as far as it is read, and of what has come after it."""
+    read: int = 0
+    """Tokens of the context that are in the cache: none, or all but the last."""
+
+
+def generate(
+    trained: Trained,
+    prompts: Sequence[Sequence[int]],
+    options: Sampling,
+    *,
+    ctx: ParallelContext,
+    eod_id: int | None,
+    until: Callable[[int, list[int]], bool] | None = None,
+    on_token: Callable[[int, int], None] | None = None,
+    numbers: Sequence[int] | None = None,
+) -> list[list[int]]:
+    """The new tokens of each prompt, the same on every rank. Collective over all ranks.
+
+    Args:
+        prompts: token ids, at least one each; of more than max_positions the last ones are read.
+        eod_id: the token that ends a text and is not part of it; None ends none.
+        until: until(i, new tokens) ends prompt i's text behind its newest token when true. Every rank asks
+            it, so it must be a function of its arguments.
+        on_token: told of each new token, on every rank: on_token(i, token).
+        numbers: prompt i's draws are a function of (seed, numbers[i], place); null means i.
+
+    Raises UserError when logits are not finite; LostPeer.
+    """
+    new: list[list[int]] = [[] for _ in prompts]
+    found = continuations(trained, prompts, options, ctx=ctx, eod_id=eod_id, until=until, numbers=numbers)
+    for index, token in found:
+        if token is not None:
+            new[index].append(token)
+            if on_token is not None:
+                on_token(index, token)
+    return new
+
+
+def continuations(
+    trained: Trained,
+    prompts: Sequence[Sequence[int]],
+    options: Sampling,
+    *,
+    ctx: ParallelContext,
+    eod_id: int | None,
+    until: Callable[[int, list[int]], bool] | None = None,
+    numbers: Sequence[int] | None = None,
+) -> Iterator[tuple[int, int | None]]:
+    """(prompt, its next token) as they are chosen, (prompt, None) when its text has ended. See `generate`."""
+    reader = _Reader(trained, options, ctx, eod_id)
+    most = trained.config.model.max_positions
+    waiting = deque(
+        _Text(i, i if numbers is None else numbers[i], list(prompt[-most:]), seen=set(prompt[-most:]))
+        for i, prompt in enumerate(prompts)
+    )
+    assert all(text.context for text in waiting), "a text begins with a token"
+    active: list[_Text] = []
+    while waiting or active:
+        while waiting and len(active) < options.batch_size:
+            active.append(waiting.popleft())
+        ended = []
+        for text, token in zip(active, reader.advance(active), strict=True):
+            if token != eod_id:
+                text.new.append(token)
+                text.context.append(token)
+                text.seen.add(token)
+                yield text.index, token
+            full = len(text.new) == options.max_new_tokens
+            if token == eod_id or full or (until is not None and until(text.index, text.new)):
+                ended.append(text)
+                yield text.index, None
+        reader.drop(active, ended)
+
+
+def ends_at(tokenizer: Tokenizer, stops: Sequence[str]) -> Callable[[int, list[int]], bool] | None:
+    """For `until`: true where one of the texts `stops` has just been completed; None without any."""
+    if not stops:
+        return None
+    tail = max(len(stop.encode()) for stop in stops) + 1  # tokens: each is a byte or more
+
+    def until(_: int, new: list[int]) -> bool:
+        end = tokenizer.decode(new[-tail:])
+        return any(stop in end for stop in stops)
+
+    return until
+
+
+class _Reader:
+    """The model with a cache whose row n belongs to the n-th text under way."""
+
+    def __init__(self, trained: Trained, options: Sampling, ctx: ParallelContext, eod_id: int | None) -> None:
+        self.trained, self.model, self.ctx = trained, trained.model, ctx
+        self.options, self.eod_id = options, eod_id
+        self.cache = KeyValueCache(options.batch_size, trained.config.model.max_positions)
+
+    def advance(self, texts: Sequence[_Text]) -> list[int]:
+        """The next token of each text. Raises UserError on all ranks when logits are not finite."""
+        for text in texts:
+            if len(text.context) > self.cache.max_columns:
+                text.context = text.context[-max(1, self.cache.max_columns // 2) :]
+                text.read = 0
+        self._fill(texts)
+        last = torch.tensor([[text.context[-1]] for text in texts], device=self.ctx.device)
+        columns = [len(text.context) - 1 for text in texts]
+        step = Step(self.cache, columns, dtype=self.model.dtype, device=self.ctx.device)
+        results = self._pass([last], [step])
+        for text in texts:
+            text.read = len(text.context)
+        tokens = self._chosen(texts, results[0] if results else None)
+        for text, token in zip(texts, tokens, strict=True):
+            if token == NOT_FINITE:
+                raise UserError(
+                    f"{self.trained.path}: the logits of new token {len(text.new) + 1} of text "
+                    f"{text.index + 1} are not finite: damaged weights, or too large for its precision; "
+                    f"try precision=fp32, or another checkpoint"
+                )
+        return tokens
+
+    def drop(self, texts: list[_Text], ended: Sequence[_Text]) -> None:
+        """Take ended texts out; the last rows move into their places."""
+        for text in ended:
+            row, last = texts.index(text), texts.pop()
+            if last is not text:
+                texts[row] = last
+                self.cache.move(len(texts), row, last.read)
+
+    def _fill(self, texts: Sequence[_Text]) -> None:
+        """Read all but the last token of the texts that are not in the cache."""
+        rows = [row for row, text in enumerate(texts) if not text.read and len(text.context) > 1]
+        rows.sort(key=lambda row: len(texts[row].context), reverse=True)  # like with like: little padding
+        share = -(-len(rows) // self.ctx.pp.size)  # stages work side by side
+        batches: list[Tensor] = []
+        fills: list[Reading] = []
+        while rows:
+            length = len(texts[rows[0]].context) - 1
+            some = rows[: max(1, min(share, FILL_TOKENS // length))]
+            rows = rows[len(some) :]
+            tokens = torch.zeros(len(some), length, dtype=torch.int64)
+            for number, row in enumerate(some):
+                read = texts[row].context[:-1]
+                tokens[number, : len(read)] = torch.tensor(read)
+            batches.append(tokens.to(self.ctx.device))
+            fills.append(Fill(self.cache, some))
+        if batches:
+            self._pass(batches, fills)
+
+    def _pass(self, batches: Sequence[Tensor], readings: Sequence[Reading]) -> list[Tensor]:
+        """What the last stage makes of each batch of tokens [B, S]; nothing on other ranks."""
+
+        def forward(chunk: GPT2, batch: Batch, x: Tensor | None) -> Tensor:
+            return chunk.read(batch.tokens, readings[batch.first_sample], x)
+
+        numbered = [Batch(tokens, tokens, number) for number, tokens in enumerate(batches)]
+        return [result for _, result in self.model.evaluate(numbered, forward)]
+
+    def _chosen(self, texts: Sequence[_Text], logits: Tensor | None) -> list[int]:
+        """The tokens that the last stage's first rank chooses from logits [B, V], on every rank."""
+        tokens = torch.empty(len(texts), dtype=torch.int64, device=self.ctx.device)
+        if logits is not None:
+            if self.ctx.tp.rank == 0:
+                numbers, places = [text.number for text in texts], [len(text.new) for text in texts]
+                seen = [text.seen for text in texts]
+                found = next_tokens(logits.cpu(), numbers, places, self.options, self.eod_id, seen)
+                tokens.copy_(torch.tensor(found))
+            broadcast(tokens, self.ctx.tp, 0)
+        return broadcast(tokens, self.ctx.pp, self.ctx.pp.size - 1).tolist()

@@ -1,0 +1,275 @@
+"""A trained model from a checkpoint, at the layout of this command.
+
+`ckpt=` names a checkpoint or run directory of ours, or a model of `transformers`: its folder or an id of the
+Hub. A model folder is read as it is, and nothing is written to it.
+"""
+
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+
+from mlm.checkpoint.native.folders import locate
+from mlm.checkpoint.native.format import MANIFEST
+from mlm.checkpoint.huggingface.folder import CONFIG, read_model
+from mlm.checkpoint.native.save_load import Manifest, read_manifest, resolve
+from mlm.checkpoint.native.tokenizer_digest import TOKENIZER, TokenizerDigest, check_beside
+from mlm.config.build import from_dict
+from mlm.config.checks import saved_faults
+from mlm.errors import ConfigError, CorruptFileError, UserError
+from mlm.parallel.layout_checks import SPLIT_RULES, Launch
+from mlm.models.config import ModelConfig
+from mlm.parallel.nearest_layout import layout_faults
+from mlm.config.schema import ParallelConfig, PrecisionConfig, PretrainConfig
+from mlm.data.tokenizer import Tokenizer
+from mlm.models.documents import Boundaries
+from mlm.parallel.mesh import ParallelContext
+from mlm.parallel.sharding import parameter_shards
+from mlm.inference.hf_source import find_model, load_model_folder, model_name, open_tensors, run_spec
+from mlm.train.memory import reuse_large_blocks
+from mlm.train.pipelined import PipelinedModel
+from mlm.train.run_tokenizer import digest_of, receipt_tokenizer, tokenizer_then
+from mlm.train.state import load_weights
+
+LISTED = 3  # problems of a saved configuration that a message lists
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model and what it was trained with."""
+
+    model: PipelinedModel
+    config: PretrainConfig
+    manifest: Manifest
+    """Of a model folder, one made up for it: step 0, and the digest of its files."""
+    path: Path
+    """The step-… directory, or the model folder."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """What `ckpt=` names, before a tensor is read."""
+
+    path: Path
+    """The step-… directory, or the model folder."""
+    config: PretrainConfig
+    """Of a model folder: its model, and max_positions as data.seq_length."""
+    notes: tuple[str, ...] = ()
+    """Of a model folder: what is not there and takes initial values, what is left out; one line each."""
+
+
+def named_checkpoint(ckpt: str) -> Named:
+    """Find what `ckpt=` names and read its settings; an id of the Hub is fetched.
+
+    Raises UserError (ConfigError for several faults), CorruptFileError.
+    """
+    folder = _model_folder(ckpt)
+    if folder is not None:
+        model = read_model(folder)
+        return Named(folder, run_spec(model), model.notes)
+    path = resolve(ckpt)
+    manifest = read_manifest(path)
+    config = trained_config(manifest, path)
+    check_stored(manifest, config.model, path)
+    return Named(path, config)
+
+
+def _model_folder(ckpt: str) -> Path | None:
+    """The folder of a model of `transformers`; None for all else. What is ours is taken as ours."""
+    if Path(ckpt).is_dir():
+        try:
+            locate(ckpt)
+        except UserError:
+            return find_model(ckpt)
+        return None
+    return None if Path(ckpt).exists() else find_model(ckpt)
+
+
+def is_model_folder(path: Path) -> bool:
+    """Whether the path of a `Named` is a model folder of `transformers` rather than a checkpoint of ours."""
+    return (path / CONFIG).is_file() and not (path / MANIFEST).exists()
+
+
+def trained_config(manifest: Manifest, path: Path) -> PretrainConfig:
+    """The run spec saved in a checkpoint. Raises CorruptFileError if it is none of this version."""
+    try:
+        config = from_dict(PretrainConfig, dict(manifest.state["config"]))
+        if faults := saved_faults(config):
+            raise ValueError("; ".join(faults[:LISTED]))
+        Boundaries.of(config.data)  # the model will be asked to keep documents apart by it
+        return config
+    except (KeyError, TypeError, ValueError) as error:
+        reason = "; ".join(str(error).split("\n")[:LISTED])
+        raise CorruptFileError(f"{path}: holds no configuration this version can read ({reason})") from error
+
+
+def check_stored(manifest: Manifest, model: ModelConfig, path: Path) -> None:
+    """Raise CorruptFileError unless the tensors stored are as many and as large as those of the model.
+
+    Asked before the model is built: then it takes the memory of tensors that are there, and no more.
+    """
+    stored = [entry for name, entry in manifest.tensors.items() if name.startswith("model.")]
+    held, needed = sum(prod(entry.shape) for entry in stored), model.num_parameters()
+    last = f"model.layers.{model.num_layers - 1}.attention.qkv.weight"
+    if held != needed or last not in manifest.tensors or len(stored) < model.num_layers:
+        raise CorruptFileError(
+            f"{path}: its configuration makes {needed:,} parameters in {model.num_layers:,} layers, "
+            f"other than the {held:,} stored: restore it from a copy, or load another"
+        )
+
+
+def load_trained(
+    ckpt: str, parallel: ParallelConfig, precision: PrecisionConfig, ctx: ParallelContext
+) -> Trained:
+    """Build the model of a checkpoint or run directory and load its weights. Collective over all ranks.
+
+    Of `parallel`, the sizes count; how training saves memory does not.
+    """
+    if ctx.device.type == "cpu":
+        reuse_large_blocks()
+    named = named_checkpoint(ckpt)
+    layout = ParallelConfig(tp=parallel.tp, pp=parallel.pp, vp=parallel.vp)
+    model = PipelinedModel(named.config.model, layout, precision, ctx)
+    shards = tuple(shard for chunk in model.chunks for shard in parameter_shards(chunk, ctx.tp))
+    load = load_model_folder if is_model_folder(named.path) else load_weights
+    return Trained(model, named.config, load(shards, named.path, ctx), named.path)
+
+
+def checkpoint_faults(ckpt: str, parallel: ParallelConfig) -> list[str]:
+    """What is wrong with a checkpoint, or with splitting its model so; read before any rank starts."""
+    try:
+        named = named_checkpoint(ckpt)
+        if is_model_folder(named.path):
+            open_tensors(named.path)
+    except ConfigError as error:
+        return list(error.faults)
+    except UserError as error:
+        return [str(error)]
+    return split_faults(named.config.model, parallel)
+
+
+def continues_fault(ckpt: str, model: ModelConfig) -> str | None:
+    """Whether a model tells from left to right which token comes next."""
+    if model.kind != "gpt2":
+        return (
+            f"ckpt={ckpt} holds a {model.kind} model, which does not read from left to right; give a gpt2 "
+            "checkpoint"
+        )
+    return predicts_fault(ckpt, model)
+
+
+def predicts_fault(ckpt: str, model: ModelConfig) -> str | None:
+    """Whether a model predicts tokens: one that was finetuned does not, nor an encoder alone."""
+    if model.head == "language_model":
+        return None
+    return (
+        f"ckpt={ckpt} holds a {model.kind} with head={model.head}, which predicts no tokens; give a "
+        "pretrained one"
+    )
+
+
+def split_faults(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
+    """What keeps tp from dividing the layers of a trained model, or pp and vp from dealing them out."""
+    values = {f"model.{key}": value for key, value in asdict(model).items()} | asdict(parallel)
+    faults = layout_faults(values, Launch(None, None), SPLIT_RULES)
+    return [fault.replace("model.", "the checkpoint's ") for fault in faults]
+
+
+def run_directory(path: Path) -> Path:
+    """The run directory of a checkpoint: out of out/checkpoints/step-… That of a model folder, where we do
+    not write, is the working directory."""
+    return Path() if is_model_folder(path) else path.parent.parent
+
+
+def result_file(path: Path, name: str) -> Path:
+    """Where a command puts a result without out=…: in the run directory, or for a model folder in the
+    working directory, with the model's name before it."""
+    return run_directory(path) / (f"{model_name(path)}-{name}" if is_model_folder(path) else name)
+
+
+def load_tokenizer(
+    named: str | None, path: Path, key: str = "tokenizer", *, force: bool = False
+) -> Tokenizer:
+    """The tokenizer that `key` names, else the one saved with the run or the model.
+
+    One that is named must be the one the checkpoint was trained with, unless `force` is given. Raises
+    UserError; CorruptFileError when the saved one is not the one that was trained with.
+    """
+    if named is not None:
+        tokenizer = _named_tokenizer(named, path)
+        if not force and (fault := other_tokenizer(named, tokenizer, path, key)):
+            raise UserError(fault)
+        return tokenizer
+    if is_model_folder(path):
+        try:
+            return Tokenizer.load(path)
+        except CorruptFileError:
+            raise
+        except (UserError, OSError) as error:
+            raise UserError(f"{key}=null: {error}: give {key}=…/tokenizer.json") from error
+    saved = run_directory(path) / "tokenizer.json"
+    if not saved.exists():
+        raise UserError(f"{key}=null and {saved} is not there: give {key}=…/tokenizer.json")
+    state = read_manifest(path).state
+    check_beside(path, state)
+    known = TokenizerDigest.of(state)
+    return Tokenizer.load(saved, eod=None if known is None else known.eod_id)
+
+
+def _named_tokenizer(named: str, path: Path) -> Tokenizer:
+    """A tokenizer.json, with the end-of-document token of the checkpoint if it is of its vocabulary."""
+    known = None if is_model_folder(path) else TokenizerDigest.of(read_manifest(path).state)
+    if known is None or known.eod_id is None:
+        return Tokenizer.load(named)
+    tokenizer = Tokenizer.load(named, eod=known.eod_id)
+    return tokenizer if known.is_same(digest_of(tokenizer)) else Tokenizer.load(named)
+
+
+def known_tokenizer(path: Path) -> TokenizerDigest | None:
+    """The tokenizer that a checkpoint or a model folder was trained with; None where nothing says it."""
+    if not is_model_folder(path):
+        return tokenizer_then(path, read_manifest(path))
+    try:
+        return digest_of(Tokenizer.load(path))
+    except (UserError, OSError):
+        return None
+
+
+def other_tokenizer(named: str, tokenizer: Tokenizer, path: Path, key: str) -> str | None:
+    """The error where a tokenizer is not the one that a checkpoint was trained with."""
+    known, given = known_tokenizer(path), digest_of(tokenizer)
+    if known is None or known.is_same(given):
+        return None
+    saved = run_directory(path) / TOKENIZER
+    if saved.is_file() and known.vocabulary is None:  # a receipt knows the file alone
+        with suppress(UserError):
+            found = digest_of(Tokenizer.load(saved))
+            if found.digest == known.digest and found.is_same(given):
+                return None
+    return (
+        f"{key}={named}: has another vocabulary ({given.digest}) than {path} was trained with "
+        f"({known.digest}); remove {key}="
+    )
+
+
+def corpus_fault(prefix: Path, path: Path, key: str = "path") -> str | None:
+    """The error where a corpus was written with another tokenizer than a checkpoint was trained with."""
+    known, written = known_tokenizer(path), receipt_tokenizer(prefix)
+    if known is None or written is None or known.is_same(written):
+        return None
+    return (
+        f"{key}={prefix}: was written with the tokenizer {written.digest}, {path} was trained with "
+        f"{known.digest}; name a corpus that `mlm data build` wrote with the run's tokenizer.json"
+    )
+
+
+def vocabulary_fault(
+    named: str | None, tokenizer: Tokenizer, model: ModelConfig, key: str = "tokenizer"
+) -> str | None:
+    """Whether the tokenizer, that of `key`=`named`, has tokens that the model does not know."""
+    if tokenizer.vocab_size <= model.vocab_size:
+        return None
+    return (
+        f"{key}={named or 'null'} has {tokenizer.vocab_size} tokens, the model model.vocab_size="
+        f"{model.vocab_size}: give the {key}= the model was trained with"
+    )

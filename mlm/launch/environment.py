@@ -1,0 +1,155 @@
+"""Where a rank stands, read from the variables of torchrun or SLURM, and what a rank's own should be.
+
+Pure functions of an environment: nothing here reads or sets `os.environ`.
+"""
+
+import re
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlm.errors import UserError
+from mlm.launch.stop import LAUNCHED
+
+FIRST_SPECIAL_STEP = 0xFFFFFFF0  # SLURM numbers the batch script, `salloc` shells and the like from here
+FIRST_PORT, PORTS = 12_000, 20_000  # below the range from which Linux hands out ports to anyone
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank among all ranks and among those of its host, and the address where all meet."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+    cores: int | None = None
+    """CPU cores the launcher gave this rank alone; None where ranks share the host's."""
+
+
+def by_torchrun(environ: Mapping[str, str]) -> bool:
+    """Whether torchrun, or a launcher that speaks its language, started this process as a rank."""
+    return "RANK" in environ and "WORLD_SIZE" in environ
+
+
+def by_srun(environ: Mapping[str, str]) -> bool:
+    """Whether `srun` started this process as one of several tasks.
+
+    A batch script and an interactive shell hold the allocation's variables too, but are not ranks, and the
+    only task of a step starts its own ranks as on any host.
+    """
+    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
+    in_step = step.isdecimal() and int(step) < FIRST_SPECIAL_STEP
+    return in_step and "SLURM_PROCID" in environ and _slurm_tasks(environ) > 1
+
+
+def read_place(environ: Mapping[str, str]) -> Place | None:
+    """This process's place; None if no launcher started it as a rank.
+
+    Raises UserError for a variable that is missing or no number.
+    """
+    if by_torchrun(environ):
+        rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+        return Place(
+            rank=rank,
+            world_size=world_size,
+            local_rank=_number(environ, "LOCAL_RANK", rank),
+            local_world_size=_number(environ, "LOCAL_WORLD_SIZE", world_size),
+            master_addr=_text(environ, "MASTER_ADDR"),
+            master_port=_number(environ, "MASTER_PORT"),
+        )
+    if not by_srun(environ):
+        return None
+    nodes = environ.get("SLURM_STEP_NODELIST") or _text(environ, "SLURM_JOB_NODELIST")
+    job, step = _number(environ, "SLURM_JOB_ID"), _number(environ, "SLURM_STEP_ID", 0)
+    return Place(
+        rank=_number(environ, "SLURM_PROCID"),
+        world_size=_slurm_tasks(environ),
+        local_rank=_number(environ, "SLURM_LOCALID"),
+        local_world_size=_slurm_tasks_here(environ),
+        master_addr=environ.get("MASTER_ADDR") or first_host(nodes),
+        # Equal on all ranks without talking, and different for jobs that share a host.
+        master_port=_number(environ, "MASTER_PORT", FIRST_PORT + (job + 101 * step) % PORTS),
+        cores=_number(environ, "SLURM_CPUS_PER_TASK", 0) or None,
+    )
+
+
+def place_variables(place: Place) -> dict[str, str]:
+    """A place in the variables that torch's `env://` rendezvous and other libraries read."""
+    return {
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
+        "MASTER_ADDR": place.master_addr,
+        "MASTER_PORT": str(place.master_port),
+    }
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a SLURM node list: `node[007-009,12],gpu3` begins with `node007`."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)
+    if first is None:
+        raise UserError(f"SLURM_JOB_NODELIST={nodelist!r} names no host: set MASTER_ADDR to the first one")
+    return re.sub(r"\[([^-,\]]+)[^\]]*\]", r"\1", first.group())
+
+
+def num_threads(wanted: int | None, *, cores: int, local_ranks: int) -> int:
+    """CPU threads of one rank: dist.threads_per_rank, or an equal share of the host's cores."""
+    return wanted or max(1, cores // local_ranks)
+
+
+def worker_environment(base: Mapping[str, str], *, threads: int) -> dict[str, str]:
+    """Variables that a launched rank gets on top of `base`, the environment of the command.
+
+    OMP_NUM_THREADS follows dist.threads_per_rank; anything else the user has set wins.
+    """
+    ours = {}
+    if any(name == "lo" for _, name in socket.if_nameindex()):
+        ours["GLOO_SOCKET_IFNAME"] = "lo"  # one host: works whatever its name resolves to
+    ours |= {"PYTHONPATH": import_path(), LAUNCHED: "1", "OMP_NUM_THREADS": str(threads)}
+    forced = {"PYTHONPATH", LAUNCHED, "OMP_NUM_THREADS"}
+    return {key: value for key, value in ours.items() if key in forced or key not in base}
+
+
+def import_path() -> str:
+    """The command's own import path: ranks must find the same modules, and no file of the working folder
+    that the command itself would not import (ranks run with `python -P`)."""
+    return ":".join(str(Path(entry).resolve()) if entry else str(Path.cwd()) for entry in sys.path)
+
+
+def _slurm_tasks(environ: Mapping[str, str]) -> int:
+    key = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    return _number(environ, key, 1)
+
+
+def _slurm_tasks_here(environ: Mapping[str, str]) -> int:
+    """Tasks on this host, from a list over hosts such as `8(x63),4`."""
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "1")
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(count)] * int(times or 1)
+    return counts[min(_number(environ, "SLURM_NODEID", 0), len(counts) - 1)] if counts else 1
+
+
+def _text(environ: Mapping[str, str], key: str) -> str:
+    value = environ.get(key)
+    if not value:
+        raise UserError(
+            f"{key} is not set, but this process was started as one of several ranks: set it, or start with "
+            "torchrun or srun (for a plain start on this host, unset RANK and WORLD_SIZE)"
+        )
+    return value
+
+
+def _number(environ: Mapping[str, str], key: str, default: int | None = None) -> int:
+    if default is not None and not environ.get(key):
+        return default
+    value = _text(environ, key)
+    if not value.isdecimal():
+        raise UserError(f"{key}={value} in the environment is not a whole number: correct or unset it")
+    return int(value)

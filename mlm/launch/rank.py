@@ -1,0 +1,90 @@
+"""Entry of a rank that a plain `mlm` command starts: `python -P -m mlm.launch.rank JOB.json`.
+
+Everything up to `start` needs the standard library only, so that the log is in place and the process is
+tied to its parent before torch is imported, which takes seconds and may print.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from mlm.launch.failure import (
+    INTERRUPTED,
+    LAST_WORDS_S,
+    RECORDS,
+    Failure,
+    LastWords,
+    leave,
+    load_failures,
+    log_path,
+    save_failure,
+)
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def main() -> None:
+    """Run this rank of the job and leave: exit code 0, 1, or 2 for a user's mistake."""
+    path = Path(sys.argv[1])
+    folder, job = path.parent, json.loads(path.read_bytes())
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    die_with_parent(job["parent"])
+    if rank:  # rank 0 keeps the terminal
+        write_to(log_path(Path(job["logs"]), rank))
+    words = LastWords(rank, partial(tell, folder), lambda: any(folder.glob(RECORDS)))
+    try:
+        start(job, words)
+    except KeyboardInterrupt:
+        leave(INTERRUPTED)
+    except Exception as error:
+        failure = words.say(error)
+        if failure.is_user_error:  # often the same on all ranks: let each say so before the agent ends them
+            wait_for_peers(folder, world_size)
+        leave(failure.exit_code)
+
+
+def start(job: dict[str, Any], words: LastWords) -> None:
+    """Import what is heavy, rebuild the configuration and run the job's function."""
+    import_module("mlm.launch.agent").run_launched(job, words)
+
+
+def tell(folder: Path, failure: Failure) -> None:
+    """Leave the record where the parent looks for it."""
+    try:
+        save_failure(failure, folder)
+    except OSError:  # no space, or the parent is gone: better twice than lost
+        print(failure.text, file=sys.stderr)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the command that started it dies, even by SIGKILL."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
+
+
+def write_to(log: Path) -> None:
+    """Send stdout and stderr of this process, C++ included, to a file."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def wait_for_peers(folder: Path, world_size: int) -> None:
+    """Stay until every rank has left its failure, or a second is over."""
+    end = time.monotonic() + LAST_WORDS_S
+    while len(load_failures(folder)) < world_size and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Starting a job on all its ranks: in this process, on this host, or as a rank of torchrun or SLURM."""
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mlm.errors import UserError
+from mlm.config.schema import DistConfig, ParallelConfig
+from mlm.launch.agent import launch_ranks
+from mlm.launch.environment import read_place
+from mlm.launch.failure import INTERRUPTED
+from mlm.launch.process import device_kind, run_alone, run_joined
+
+
+@dataclass(frozen=True)
+class LaunchFacts:
+    """What the surroundings say about a launch, for checks before any process starts."""
+
+    joined: bool
+    """Whether torchrun, SLURM or the like started this process as one of its ranks."""
+    world_size: int | None
+    """Ranks the launcher started; None in a plain start."""
+    local_devices: int | None
+    """GPUs of this host; None on CPU."""
+
+
+def launch_facts(dist: DistConfig) -> LaunchFacts:
+    """Read the surroundings. Raises UserError for variables that make no sense, or CUDA without a GPU."""
+    place = read_place(os.environ)
+    return LaunchFacts(
+        joined=place is not None,
+        world_size=None if place is None else place.world_size,
+        local_devices=torch.cuda.device_count() if device_kind(dist) == "cuda" else None,
+    )
+
+
+def run_job(target: str, config: Any, *, parallel: ParallelConfig, dist: DistConfig, out: Path | None) -> int:
+    """Run `module:function` as `run(config, ctx: ParallelContext)` on every rank; the command's exit code.
+
+    `config` is a dataclass of mlm.config. 0: the function returned on all ranks, be it at its end or after
+    a graceful stop. 2: a user's mistake on a rank, 1: any other failure, both already reported. 128 + n:
+    ended by signal n (130: Ctrl-C) without saving.
+
+    With one rank, the function runs in this process and its exceptions pass through. Raises UserError for
+    a layout that does not fit, a port in use, or an `out` that cannot be written.
+    """
+    facts = launch_facts(dist)
+    world_size = choose_world_size(parallel, facts)
+    layout = replace(parallel, dp=world_size // (parallel.tp * parallel.pp))
+    if facts.joined:
+        place = read_place(os.environ)
+        assert place is not None
+        return run_joined(target, config, parallel=layout, dist=dist, place=place, out=out)
+    try:
+        if world_size > 1:
+            return launch_ranks(target, config, parallel=layout, dist=dist, out=out, world_size=world_size)
+        run_alone(target, config, parallel=layout, dist=dist)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return 0
+
+
+def choose_world_size(parallel: ParallelConfig, facts: LaunchFacts) -> int:
+    """Ranks of the job: tp * pp * dp, where dp=null takes what the launcher or the GPUs leave.
+
+    Raises UserError if the ranks that were started, or the GPUs of this host, do not fit.
+    """
+    replica = parallel.tp * parallel.pp
+    named = f"tp={parallel.tp} * pp={parallel.pp}"
+    if facts.world_size is not None:
+        left, rest = divmod(facts.world_size, replica)
+        if rest:
+            raise UserError(
+                f"{named} = {replica} does not divide WORLD_SIZE={facts.world_size}: "
+                f"start a multiple of {replica} ranks, or lower tp or pp"
+            )
+        if parallel.dp not in (None, left):
+            raise UserError(
+                f"{named} * dp={parallel.dp} = {replica * parallel.dp} ranks, but the launcher started "
+                f"WORLD_SIZE={facts.world_size}: set dp={left}, or start {replica * parallel.dp} ranks"
+            )
+        return facts.world_size
+    gpus = facts.local_devices
+    dp = parallel.dp or (max(1, gpus // replica) if gpus is not None else 1)
+    if gpus is not None and replica * dp > gpus:
+        raise UserError(
+            f"{named} * dp={dp} = {replica * dp} ranks need as many GPUs, but this host has {gpus}: "
+            "lower tp, pp or dp, or start on more hosts with torchrun or SLURM"
+        )
+    return replica * dp

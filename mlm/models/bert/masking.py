@@ -1,0 +1,189 @@
+"""Whole-word n-gram masking for BERT samples, a batch at once.
+
+Words are cut at random into n-grams of n = 1 … max_ngram words, P(n) proportional to 1/n; n-grams are taken
+in random order as long as they fit the sample's budget of tokens; each of their tokens becomes [MASK]
+(80%), a random token (10%) or stays (10%). Sources: arXiv:1909.08053 (whole words, n-grams),
+arXiv:1909.11942, section 4.1 (P(n)), arXiv:1810.04805, section 3.1 (80/10/10), Megatron-LM's
+create_masked_lm_predictions (per token).
+
+Shapes: n samples, S sequence; of a batch, laid out flat: P maskable tokens, W words, G n-grams.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlm.errors import UserError
+from mlm.data.gpt import IGNORED
+from mlm.data.splitmix import Bits, below, draw, uniform
+from mlm.data.tokenizer import CLS, MASK, PAD, SEP, Tokenizer
+
+COLUMN_BITS = np.uint64(20)
+"""Bits of a sort key that hold a place in the sample: sequences are shorter than 2**20 tokens."""
+MASKED, RANDOM = 0.8, 0.1
+"""Shares of chosen tokens that become [MASK], and a random token."""
+TOO_LONG = np.int64(1 << 32)
+"""Length of what is no n-gram: it fits no budget."""
+
+Ids = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class BERTVocab:
+    """What BERT samples must know of a tokenizer."""
+
+    cls_id: int
+    sep_id: int
+    mask_id: int
+    pad_id: int
+    word_starts: Flags
+    """bool [vocab_size]: whether a token begins a word (WordPiece: it has no ##)."""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> "BERTVocab":
+        """Raises UserError when the tokenizer lacks one of the four special tokens."""
+        ids = {CLS: tokenizer.cls_id, SEP: tokenizer.sep_id, MASK: tokenizer.mask_id, PAD: tokenizer.pad_id}
+        found = [id for id in ids.values() if id is not None]
+        if len(found) < len(ids):
+            missing = ", ".join(name for name, id in ids.items() if id is None)
+            raise UserError(
+                f"the tokenizer has no {missing}, which BERT samples need: use BERT's, or train one with "
+                "`mlm data tokenizer kind=wordpiece`"
+            )
+        cls_id, sep_id, mask_id, pad_id = found
+        return cls(cls_id, sep_id, mask_id, pad_id, tokenizer.is_word_start)
+
+    @cached_property
+    def is_special(self) -> Flags:
+        """bool [vocab_size]: the four special tokens, which are never masked nor drawn as a random token."""
+        flags = np.zeros(len(self.word_starts), dtype=bool)
+        flags[[self.cls_id, self.sep_id, self.mask_id, self.pad_id]] = True
+        return flags
+
+    @cached_property
+    def ordinary(self) -> Ids:
+        """All other token ids: int64 [vocab_size - 4]."""
+        return np.flatnonzero(~self.is_special)
+
+
+@dataclass(frozen=True, eq=False)
+class Grams:
+    """The n-grams of a batch, sample by sample in order of place.
+
+    tokens   int64 [P]      flat place of each maskable token in [n, S]
+    lengths  int64 [G]      tokens of each n-gram; together they are `tokens` in order
+    rows     int64 [G]      sample of each
+    columns  int64 [G]      number of each in its sample
+    words    int64 [G]      words of each
+    """
+
+    tokens: Ids
+    lengths: Ids
+    rows: Ids
+    columns: Ids
+    words: Ids
+
+
+def mask_tokens(
+    tokens: Ids, lengths: Ids, vocab: BERTVocab, states: Bits, *, masked_lm_prob: float, max_ngram: int
+) -> tuple[Ids, Ids]:
+    """Masked tokens and labels, int64 [n, S] each; labels are IGNORED where nothing is predicted.
+
+    tokens   int64 [n, S]: cls, sep and padding in place
+    lengths  int64 [n]: tokens without padding; max(1, round(masked_lm_prob * length)) are predicted at most
+    states   uint64 [n]: the samples' random streams, of which draws 4 to 6 are used
+    """
+    grams = cut_grams(tokens, vocab, draw(states, 4), max_ngram)
+    budgets = np.maximum(1, np.rint(masked_lm_prob * lengths).astype(np.int64))
+    chosen = choose_grams(grams, budgets, draw(states, 5))
+    places = grams.tokens[np.repeat(chosen, grams.lengths)]
+    labels = np.full_like(tokens, IGNORED)
+    labels.flat[places] = tokens.flat[places]
+    masked = tokens.copy()
+    masked.flat[places] = replacements(tokens, places, vocab, draw(states, 6))
+    return masked, labels
+
+
+def cut_grams(tokens: Ids, vocab: BERTVocab, states: Bits, max_ngram: int) -> Grams:
+    """Cut every run of words into n-grams. A run ends at a special token, so no n-gram leaves its segment.
+
+    The k-th n-gram of a run has the size drawn for the run's k-th word, or what is left of the run.
+    """
+    width = tokens.shape[1]
+    maskable = ~vocab.is_special[tokens]
+    run_starts = maskable.copy()
+    run_starts[:, 1:] &= ~maskable[:, :-1]
+    places = np.flatnonzero(maskable)
+    is_run = run_starts.flat[places]
+    word_begins = np.flatnonzero(vocab.word_starts[tokens.flat[places]] | is_run)  # [W] among places
+    runs = np.flatnonzero(is_run[word_begins])  # first word of each run, among words
+    run_words = np.diff(runs, append=len(word_begins))
+    word_places = places[word_begins]
+    sizes = draw_sizes(draw(states[word_places // width], word_places % width), max_ngram)
+    # Where the n-grams of a run begin, were it endless: running sums of its words' draws.
+    sums = np.cumsum(sizes) - sizes
+    offsets = sums - np.repeat(sums[runs], run_words)
+    inside = offsets < np.repeat(run_words, run_words)
+    begins = (np.repeat(runs, run_words) + offsets)[inside]  # [G] among words
+    rows = word_places[begins] // width
+    per_row = np.bincount(rows, minlength=len(tokens))
+    return Grams(
+        tokens=places,
+        lengths=np.diff(word_begins[begins], append=len(places)),
+        rows=rows,
+        columns=np.arange(len(rows)) - np.repeat(np.cumsum(per_row) - per_row, per_row),
+        words=np.diff(begins, append=len(word_begins)),
+    )
+
+
+def draw_sizes(bits: Bits, max_ngram: int) -> Ids:
+    """Sizes of n-grams: P(n) proportional to 1/n for n = 1 … max_ngram."""
+    shares = np.cumsum(1 / np.arange(1, max_ngram + 1))
+    return 1 + np.searchsorted(shares[:-1] / shares[-1], uniform(bits), side="right")
+
+
+def choose_grams(grams: Grams, budgets: Ids, states: Bits) -> Flags:
+    """Take n-grams in random order, passing over those that no longer fit: bool [G]."""
+    count = int(grams.columns.max(initial=-1)) + 1
+    # The low bits of a key are its column: keys differ, and sorting them sorts the columns along.
+    low = (np.uint64(1) << COLUMN_BITS) - np.uint64(1)
+    keys = np.full((len(budgets), count), ~np.uint64(0))
+    columns = grams.columns.astype(np.uint64)
+    keys[grams.rows, grams.columns] = (draw(states[grams.rows], columns) & ~low) | columns
+    keys.sort(axis=1)
+    # The places that pad a row sort last; they stand for its last column, which is then no n-gram either.
+    order = np.minimum(keys & low, np.uint64(max(0, count - 1))).astype(np.int64)
+    lengths = np.full((len(budgets), count), TOO_LONG)
+    lengths[grams.rows, grams.columns] = grams.lengths
+    in_order = fill(np.take_along_axis(lengths, order, axis=1), budgets)
+    taken = np.zeros((len(budgets), count), dtype=bool)
+    np.put_along_axis(taken, order, in_order, axis=1)
+    return taken[grams.rows, grams.columns]
+
+
+def fill(lengths: Ids, budgets: Ids) -> Flags:
+    """From left to right take what fits the rest of a row's budget: bool [n, k] for int64 [n, k] and [n]."""
+    taken = np.zeros(lengths.shape, dtype=bool)
+    rows, rest = np.arange(len(lengths)), budgets
+    while len(rows):
+        # Up to the first that does not fit with those before it: it never will; those behind are tried again.
+        fits = (lengths <= rest[:, None]) & ~taken[rows]
+        sums = np.cumsum(np.where(fits, lengths, 0), axis=1)
+        new = fits & (sums <= rest[:, None])
+        taken[rows] |= new
+        rest = rest - (new * lengths).sum(axis=1)
+        again = (fits & ~new).any(axis=1) & (rest > 0)
+        rows, rest, lengths = rows[again], rest[again], lengths[again]
+    return taken
+
+
+def replacements(tokens: Ids, places: Ids, vocab: BERTVocab, states: Bits) -> Ids:
+    """What stands in the place of each chosen token: int64, as `places` (flat in [n, S])."""
+    streams = draw(states[places // tokens.shape[1]], places % tokens.shape[1])
+    kind = uniform(streams)
+    random = vocab.ordinary[below(draw(streams, 0), len(vocab.ordinary))]
+    kept = tokens.flat[places]
+    return np.where(kind < MASKED, vocab.mask_id, np.where(kind < MASKED + RANDOM, random, kept))

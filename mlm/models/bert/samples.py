@@ -1,0 +1,238 @@
+"""BERT samples: [CLS] A [SEP] B [SEP], sentence order to be told and masked words to be guessed.
+
+Sources: arXiv:1909.08053 (v1) and Megatron-LM's BERT dataset; mlm/corpus/README.md lists what differs. The
+corpus holds one sequence per sentence.
+
+One pass over the corpus is an epoch: every sentence of every document of two sentences or more lies in
+exactly one of its samples (bert_pairs.py), which are served in an order shuffled within the epoch. Sample i
+is a function of (corpus, settings, seed, i) alone, whatever num_samples is and whichever process reads it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from mlm.errors import UserError
+from mlm.models.bert.masking import BERTVocab, mask_tokens
+from mlm.models.bert.pairs import Pairs, Targets, find_spans, make_pairs
+from mlm.data.gpt import CACHE_FROM, IGNORED, KEPT_EPOCHS, load_checked, permutation, save_checked
+from mlm.data.indexed import IndexedDataset
+from mlm.files.one_builder import one_builder
+from mlm.data.splitmix import draw, root
+from mlm.files.atomic import digest_bytes
+
+SPECIAL = 3
+"""Tokens of a sample that are no text: [CLS] and two [SEP]."""
+BATCH = 1 << 17
+"""Tokens made at a time: larger arrays leave the processor's caches."""
+TARGETS, SAMPLES = 0, 1
+"""Draws of the seed's stream: states of the epochs' target lengths, and of the samples."""
+ORDER_STREAM = 2  # 0 and 1 are GPTDataset's
+RULE = 1  # number of the sampling rule; part of the cache key
+
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class BERTSamples:
+    """n samples of S tokens."""
+
+    tokens: Ids
+    """int64 [n, S]: [CLS] A [SEP] B [SEP], then padding; masked."""
+    token_types: Ids
+    """int64 [n, S]: 1 for B and the [SEP] behind it, else 0."""
+    lengths: Ids
+    """int64 [n]: tokens before the padding."""
+    labels: Ids
+    """int64 [n, S]: the true token where one is to be predicted, else -100."""
+    is_swapped: Ids
+    """int64 [n]: 1 where A follows B in the document (label of sentence-order prediction); -100 where that
+    is not scored."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, rows: "slice | Ids") -> "BERTSamples":
+        """Some of the samples."""
+        return BERTSamples(*(getattr(self, f.name)[rows] for f in fields(self)))
+
+    @staticmethod
+    def joined(parts: "Sequence[BERTSamples]") -> "BERTSamples":
+        """Samples behind each other."""
+        names = [f.name for f in fields(BERTSamples)]
+        return BERTSamples(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
+    def unscored_from(self, first: int) -> "BERTSamples":
+        """The same samples, of which those from `first` on are not scored."""
+        labels, is_swapped = self.labels.copy(), self.is_swapped.copy()
+        labels[first:] = is_swapped[first:] = IGNORED
+        return BERTSamples(self.tokens, self.token_types, self.lengths, labels, is_swapped)
+
+    @property
+    def padding_mask(self) -> NDArray[np.bool_]:
+        """bool [n, S]: whether there is a token."""
+        return np.arange(self.tokens.shape[1]) < self.lengths[:, None]
+
+    @property
+    def masked_positions(self) -> NDArray[np.bool_]:
+        """bool [n, S]: whether a token is to be predicted."""
+        return self.labels != IGNORED
+
+
+class BERTDataset:
+    """Training samples of a corpus with one sequence per sentence. Sample ids run from 0 to num_samples.
+
+    `cache_dir` keeps the samples' sentences of large epochs, as GPTDataset's (None: nowhere).
+
+    Raises UserError when seq_length holds no two sentences or no document has two.
+    """
+
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        *,
+        seq_length: int,
+        num_samples: int,
+        seed: int,
+        vocab: BERTVocab,
+        masked_lm_prob: float = 0.15,
+        short_seq_prob: float = 0.1,
+        max_ngram: int = 3,
+        cache_dir: Path | None = None,
+        cache_from: int = CACHE_FROM,
+    ) -> None:
+        assert 0 < masked_lm_prob <= 1
+        assert 0 <= short_seq_prob <= 1
+        assert max_ngram >= 1
+        if not SPECIAL + 2 <= seq_length < 1 << 20:
+            raise UserError(
+                f"data.seq_length={seq_length}: a BERT sample has [CLS], two [SEP] and two tokens at least: "
+                f"set it from {SPECIAL + 2} to {(1 << 20) - 1}"
+            )
+        self.indexed, self.seq_length, self.num_samples, self.seed = indexed, seq_length, num_samples, seed
+        self.vocab, self.masked_lm_prob, self.max_ngram = vocab, masked_lm_prob, max_ngram
+        self.short_seq_prob, self.cache_dir, self.cache_from = short_seq_prob, cache_dir, cache_from
+        self._epochs: dict[int, Ids] = {}
+        self._firsts = [0]  # first sample of epoch 0, 1, … as far as the epochs before it were looked at
+        if self.epoch(0).shape[1] == 0:
+            raise UserError(
+                f"{indexed.bin_path} has no document of two sentences (sequences): build the corpus with "
+                f"`mlm data build sentences=true`"
+            )
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    @property
+    def epoch_samples(self) -> int:
+        """Samples of the first pass over the corpus."""
+        return int(self.epoch(0).shape[1])
+
+    def gather(self, sample_ids: ArrayLike) -> BERTSamples:
+        """Samples in bulk. The ids must be in range. Raises UserError on a token outside the vocabulary."""
+        ids = np.asarray(sample_ids, dtype=np.int64)
+        assert ids.size == 0 or (ids.min() >= 0 and ids.max() < self.num_samples), "sample id out of range"
+        rows = max(1, BATCH // self.seq_length)
+        return BERTSamples.joined(
+            [self._gather(ids[at : at + rows]) for at in range(0, max(1, len(ids)), rows)]
+        )
+
+    def epoch(self, number: int) -> Ids:
+        """First sequence of each of the epoch's samples and the one behind its last, as served: int64 [2, w].
+
+        From memory, from the cache, or built.
+        """
+        if number not in self._epochs:
+            while len(self._epochs) >= KEPT_EPOCHS:
+                self._epochs.pop(next(iter(self._epochs)), None)
+            self._epochs[number] = self._load_or_build(number)
+        return self._epochs[number]
+
+    def targets(self, epoch: int) -> Targets:
+        """Target lengths of an epoch's samples, [CLS] and [SEP] not counted."""
+        state = draw(draw(root(self.seed), TARGETS), epoch)
+        return Targets(state, self.seq_length - SPECIAL, self.short_seq_prob)
+
+    def _gather(self, ids: Ids) -> BERTSamples:
+        begins, ends, targets = self._spans(ids)
+        states = draw(draw(root(self.seed), SAMPLES), ids)
+        pairs = make_pairs(self.indexed, begins, ends, targets, states)
+        tokens = self._read(pairs)
+        if tokens.size and tokens.view(np.uint64).max() >= len(self.vocab.word_starts):
+            raise UserError(
+                f"{self.indexed.bin_path} holds token ids that the tokenizer's {len(self.vocab.word_starts)} "
+                f"do not cover: name the tokenizer that the corpus was built with"
+            )
+        lengths = pairs.lengths.sum(axis=1) + SPECIAL
+        columns = np.arange(self.seq_length)
+        is_second = (columns >= pairs.lengths[:, :1] + 2) & (columns < lengths[:, None])
+        tokens, labels = mask_tokens(
+            tokens, lengths, self.vocab, states, masked_lm_prob=self.masked_lm_prob, max_ngram=self.max_ngram
+        )
+        return BERTSamples(
+            tokens, is_second.astype(np.int64), lengths, labels, pairs.swapped.astype(np.int64)
+        )
+
+    def _spans(self, ids: Ids) -> tuple[Ids, Ids, Ids]:
+        """First sequence of each sample, the one behind its last, its target length: int64 [n] each."""
+        while self._firsts[-1] <= ids.max(initial=-1):
+            self._firsts.append(self._firsts[-1] + self.epoch(len(self._firsts) - 1).shape[1])
+        begins, ends, targets = np.empty((3, len(ids)), dtype=np.int64)
+        epochs = np.searchsorted(self._firsts, ids, side="right") - 1
+        for epoch in np.unique(epochs).tolist():
+            mine = epochs == epoch
+            begins[mine], ends[mine] = self.epoch(epoch)[:, ids[mine] - self._firsts[epoch]]
+            targets[mine] = self.targets(epoch).of(begins[mine])
+        return begins, ends, targets
+
+    def _read(self, pairs: Pairs) -> Ids:
+        """[CLS] A [SEP] B [SEP] and padding: int64 [n, S]."""
+        tokens = np.full((len(pairs.places), self.seq_length), self.vocab.pad_id, dtype=np.int64)
+        tokens[:, 0] = self.vocab.cls_id
+        source = self.indexed.tokens
+        places, lengths = pairs.places.tolist(), pairs.lengths.tolist()
+        for row, (first, second), (a, b) in zip(tokens, places, lengths, strict=True):
+            row[1 : 1 + a] = source[first : first + a]
+            row[1 + a] = row[2 + a + b] = self.vocab.sep_id
+            row[2 + a : 2 + a + b] = source[second : second + b]
+        return tokens
+
+    def _build(self, number: int) -> Ids:
+        spans = np.stack(find_spans(self.indexed, self.targets(number)))
+        return spans[:, permutation(spans.shape[1], self.seed, number, stream=ORDER_STREAM)]
+
+    def _load_or_build(self, number: int) -> Ids:
+        # How many samples an epoch has is known once it is built.
+        size = self.indexed.num_documents + self.indexed.num_tokens // self.seq_length
+        if self.cache_dir is None or size < self.cache_from:
+            return self._build(number)
+        path = self._cache_path(self.cache_dir, number)
+        found = self._cached(path)
+        if found is None:
+            with one_builder(path):  # which may be another one, and then its work is there
+                found = self._cached(path)
+                if found is None:
+                    found = self._build_into(path, number)
+        return found
+
+    def _cached(self, path: Path) -> Ids | None:
+        stored = load_checked(path)
+        return None if stored is None or len(stored) % 2 else stored.reshape(2, -1)
+
+    def _build_into(self, path: Path, number: int) -> Ids:
+        """An epoch, through the cache: its arrays are then shared by all processes that map them."""
+        built = self._build(number)
+        try:
+            save_checked(path, built.reshape(-1))
+        except OSError:
+            return built  # a read-only or full disk costs time at the next start, nothing else
+        found = self._cached(path)
+        return built if found is None else found
+
+    def _cache_path(self, cache_dir: Path, number: int) -> Path:
+        key = f"{RULE} {self.indexed.digest} {self.seq_length} {self.short_seq_prob!r} {self.seed}"
+        name = digest_bytes(key.encode()).partition(":")[2]
+        return cache_dir / f"bert-{name}-epoch{number:05d}.npy"

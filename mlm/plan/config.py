@@ -1,0 +1,38 @@
+"""What `mlm plan schedule` is told; see schema.py."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from mlm.models.config import Forbid
+from mlm.config.path_types import ResultFile
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanScheduleConfig:
+    """The run spec of `mlm plan schedule`: simulate a pipeline schedule and draw it.
+
+    Costs are durations in any one unit; the defaults are those of arXiv:2104.04473, figures 3 and 4.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    pp: int = 4
+    """Pipeline-parallel size, p: ranks in the pipeline."""
+    vp: int = 1
+    """Virtual stages (chunks) per rank, v; more than 1 interleaves the schedule, with pipeline=1f1b."""
+    micro_batches: int = 8
+    """Micro-batches of one step on each replica, m: global batch / (dp * micro-batch size)."""
+    pipeline: Literal["1f1b", "gpipe", "zb_h1"] = "1f1b"
+    """Schedule: 1f1b (arXiv:2104.04473), gpipe (all forward, then all backward), zb_h1 (arXiv:2401.10241)."""
+    out: ResultFile | None = None
+    """File to write beside the printed picture: .svg, .png, or .json for the whole plan; null writes none."""
+    forward_cost: float = 1.0
+    """Duration of one micro-batch forward through one chunk: 1/vp of a rank's layers."""
+    backward_cost: float = 2.0
+    """Duration of its backward, both gradients (1f1b, gpipe)."""
+    input_gradient_cost: float = 1.0
+    """Duration of the gradient of its input alone (zb_h1)."""
+    weight_gradient_cost: float = 1.0
+    """Duration of the gradient of its weights alone (zb_h1)."""
+    transfer_cost: float = 0.0
+    """Duration of one transfer between ranks; computation goes on meanwhile."""

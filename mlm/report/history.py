@@ -1,0 +1,143 @@
+"""metrics.jsonl: one history of a run, however often it was killed and resumed.
+
+One JSON object per line, each with `kind` (run, step, validation, scores, saved, save_failed) and `time`
+(Unix seconds). Numbers that are not finite are null: JSON has no NaN.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from mlm.files.bounded import read_bounded
+from mlm.errors import UserError
+from mlm.files.atomic import open_regular, write_atomic
+from mlm.report.records import NO_PARTS, Parts, Sink, StepMetrics, flat, of_parts
+
+FILE_NAME = "metrics.jsonl"
+MAX_BYTES = 1 << 30  # a million steps take 300 MB
+MOVE = "move it out of the run folder"
+
+
+class History(Sink):
+    """Appends each report to `path`, a whole line at a time, so a kill loses at most the line being written.
+
+    Lines of an earlier attempt beyond `start_step` are cut off first: that future is trained again.
+    A full disk doesn't stop the training: lines wait in memory, and `warn` is told once.
+    """
+
+    def __init__(self, path: Path, start_step: int, warn: Callable[[str], None]) -> None:
+        self.path = path
+        self.start_step = start_step
+        self.warn = warn
+        self.file: BinaryIO | None = None
+        self.pending = b""
+
+    def start(self, run: dict[str, object]) -> None:
+        """Mend the file and write the run's record. Raises UserError if `path` cannot be written."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            rewind(self.path, self.start_step)
+            # Unbuffered: a write says how much reached the file, so that a full disk tears no line.
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            self.file = open(open_regular(self.path, flags), "ab", buffering=0)  # noqa: SIM115 (see close())
+        except OSError as error:
+            raise UserError(
+                f"out={self.path.parent}: cannot write {self.path.name}: {error.strerror}. "
+                "Free space or permit writing there, or set another out"
+            ) from error
+        self.append("run", run)
+
+    def step(self, metrics: StepMetrics) -> None:
+        self.append("step", flat(metrics))
+
+    def validation(self, step: int, loss: float, perplexity: float, parts: Parts = NO_PARTS) -> None:
+        self.append("validation", {"step": step, "loss": loss, "perplexity": perplexity, **of_parts(parts)})
+
+    def scores(self, step: int, split: str, metrics: Parts, *, is_best: bool) -> None:
+        self.append("scores", {"step": step, "split": split, **metrics, "is_best": is_best})
+
+    def saved(self, step: int, path: Path, seconds: float, waited: float) -> None:
+        times = {"seconds": round(seconds, 3), "waited": round(waited, 3)}
+        self.append("saved", {"step": step, "path": str(path), **times})
+
+    def save_failed(self, step: int, error: str) -> None:
+        self.append("save_failed", {"step": step, "error": error})
+
+    def append(self, kind: str, fields: Mapping[str, object]) -> None:
+        """Write one record, and any that wait."""
+        record = {"kind": kind, "time": round(time.time(), 3), **fields}
+        self.flush(json.dumps(finite(record), allow_nan=False).encode() + b"\n")
+
+    def flush(self, line: bytes = b"") -> None:
+        """Write what waits and `line`; keep what the file system does not take."""
+        assert self.file is not None, "History.start() comes first"
+        waited = bool(self.pending)
+        self.pending += line
+        try:
+            while self.pending:
+                self.pending = self.pending[self.file.write(self.pending) :]
+        except OSError as error:
+            if not waited:
+                self.warn(f"{self.path}: {error.strerror}; its lines wait in memory. Free some space.")
+
+    def close(self) -> None:
+        if self.file is None:
+            return
+        self.flush()
+        if self.pending:
+            lines = self.pending.count(b"\n")
+            self.warn(f"{self.path}: the last {lines} lines could not be written")
+        self.file.close()
+        self.file = None
+
+
+def rewind(path: Path, start_step: int) -> None:
+    """Drop from a metrics file what lies beyond `start_step`, and lines a kill left half written.
+
+    A start from step 0 begins a new history. The file is replaced atomically, and only if it changes.
+    """
+    if not path.exists():
+        return
+    old = read_bounded(path, MAX_BYTES, MOVE)
+    lines = old.split(b"\n")
+    kept = b"".join(line + b"\n" for line in lines if 0 <= step_of(parse(line)) <= start_step and start_step)
+    if kept != old:
+        write_atomic(path, kept)
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """The readable records of a metrics file, in order. Raises OSError."""
+    for line in read_bounded(path, MAX_BYTES, MOVE).split(b"\n"):
+        record = parse(line)
+        if step_of(record) >= 0:
+            yield record
+
+
+def parse(line: bytes) -> dict[str, Any]:
+    """One line's record; empty if it is no JSON object."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):  # half a line, or bytes that are no text
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def step_of(record: Mapping[str, Any]) -> int:
+    """Steps done when `record` was written; -1 if it doesn't say."""
+    step = record.get("start_step" if record.get("kind") == "run" else "step")
+    return step if isinstance(step, int) else -1
+
+
+def finite(value: object) -> object:
+    """`value` with every float that is not finite replaced by None."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value

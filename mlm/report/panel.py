@@ -1,0 +1,256 @@
+"""What the user sees while training: a live panel on a terminal, plain lines elsewhere."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from mlm.report.records import NO_PARTS, Parts, Sink, StepMetrics, of_parts
+from mlm.report.throughput import Eta
+
+MAX_WIDTH = 110  # columns of the panel
+ECHO_WIDTH = 4  # columns left free: room for ^C^C, which would wrap and shift the panel by a line
+REFRESH_HZ = 1  # drawing takes about 4 ms of a core that training wants
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds as h:mm:ss, with days in front where there are any: 0:01:40, 2d03:00:00; -:--:-- for None."""
+    if seconds is None:
+        return "-:--:--"
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    days, h = divmod(hours, 24)
+    return f"{days}d{h:02}:{m:02}:{s:02}" if days else f"{h}:{m:02}:{s:02}"
+
+
+def quantity(value: float) -> str:
+    """A positive number with four digits or so: 0.0712, 3.142, 412.7, 12345."""
+    if not math.isfinite(value) or value <= 0:
+        return f"{value:g}"
+    return f"{value:.{max(0, min(6, 3 - math.floor(math.log10(value))))}f}"
+
+
+def power_of_two(value: float) -> str:
+    """A loss scale as its exponent: 2^32; other numbers as they are."""
+    mantissa, exponent = math.frexp(value)
+    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{value:g}"
+
+
+class Display(Sink):
+    """Common ground of both displays: the header, notes, and the estimate of the time left."""
+
+    def __init__(
+        self,
+        console: Console,
+        *,
+        title: str,
+        header: Sequence[tuple[str, str]],
+        start_step: int,
+        total_steps: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.console = console
+        self.title = title
+        self.header = header
+        self.total_steps = total_steps
+        self.done = start_step
+        self.resumed = start_step > 0
+        self.eta = Eta(total_steps, clock)
+
+    def start(self, run: dict[str, object]) -> None:
+        width = max((len(label) for label, _ in self.header), default=0)
+        for label, value in self.header:
+            self.line(f"{label:<{width}}  {value}")
+        if self.resumed:
+            self.line(f"{'resumed':<{width}}  after step {self.done}")
+
+    def line(self, text: str) -> None:
+        """Print one line as it is: no wrapping, no markup, no colours."""
+        self.console.print(Text(text), soft_wrap=True)
+
+    def note(self, text: str) -> None:
+        self.line(text)
+
+    def saved(self, step: int, path: Path, seconds: float, waited: float) -> None:
+        self.note(f"saved {path} ({seconds:.1f} s, training waited {waited:.1f} s)")
+
+    def save_failed(self, step: int, error: str) -> None:
+        self.note(f"SAVING FAILED at step {step}: {error}. Training goes on; the next save is due as ever")
+
+    def step(self, metrics: StepMetrics) -> None:
+        self.done = metrics.step
+        self.eta.update(metrics.step, metrics.step_time_s)
+
+
+class PlainLines(Display):
+    """One line per report. Its words come in pairs, name then value, so `split()` parses it."""
+
+    def step(self, metrics: StepMetrics) -> None:
+        super().step(metrics)
+        self.line(self.counter(metrics.step) + "  " + self.numbers(metrics))
+
+    def validation(self, step: int, loss: float, perplexity: float, parts: Parts = NO_PARTS) -> None:
+        pairs = [f"validation_loss {loss:.4f}", f"validation_ppl {perplexity:.2f}"]
+        pairs += [f"{name} {part:.4f}" for name, part in of_parts(parts).items()]
+        self.line("  ".join([self.counter(step), *pairs]))
+
+    def scores(self, step: int, split: str, metrics: Parts, *, is_best: bool) -> None:
+        pairs = [f"{name} {value:.4f}" for name, value in metrics.items()]
+        self.line(
+            "  ".join([self.counter(step), f"scored {split}", *pairs, *(["best yes"] if is_best else [])])
+        )
+
+    def counter(self, step: int) -> str:
+        """`step 10/200`, as wide for every step."""
+        total = str(self.total_steps)
+        return f"step {f'{step}/{total}':>{2 * len(total) + 1}}"
+
+    def numbers(self, m: StepMetrics) -> str:
+        """Everything but the step; columns line up from one line to the next."""
+        pairs = [
+            f"loss {m.loss:8.4f}",
+            *(f"{name} {part:.4f}" for name, part in m.parts.items()),
+            f"lr {m.lr:.3e}",
+            f"grad_norm {quantity(m.grad_norm):>7}",
+        ]
+        if m.loss_scale is not None:
+            pairs += [f"loss_scale {m.loss_scale:<10.0f}", f"skipped {m.skipped_steps:>3}"]
+        pairs += [
+            f"tokens/s {m.tokens_per_s:>9.0f}",
+            f"TFLOP/s {quantity(m.tflops):>7}",
+            f"MFU {f'{m.mfu:6.1%}' if m.mfu is not None else '   n/a'}",
+            f"memory {m.memory_bytes / 2**30:7.2f}GiB",
+            f"ETA {duration(self.eta.seconds())}",
+        ]
+        return "  ".join(pairs)
+
+
+class LivePanel(Display):
+    """A panel at the foot of the terminal, drawn by a thread of its own from the last numbers reported."""
+
+    def __init__(
+        self,
+        console: Console,
+        *,
+        title: str,
+        header: Sequence[tuple[str, str]],
+        start_step: int,
+        total_steps: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(
+            console, title=title, header=header, start_step=start_step, total_steps=total_steps, clock=clock
+        )
+        self.clock = clock
+        self.begin = clock()
+        self.end: float | None = None
+        self.metrics: StepMetrics | None = None
+        self.validated: tuple[int, float, float, Parts] | None = None
+        self.scored: dict[str, tuple[int, Parts, bool]] = {}
+        self.announcement: str | None = None
+        self.live = Live(
+            console=console,
+            get_renderable=self.render,
+            refresh_per_second=REFRESH_HZ,
+            vertical_overflow="crop",
+        )
+
+    def start(self, run: dict[str, object]) -> None:
+        super().start(run)
+        self.live.start()
+        self.console.show_cursor(True)  # a kill -9 then leaves nothing to restore
+
+    def step(self, metrics: StepMetrics) -> None:
+        super().step(metrics)
+        self.metrics = metrics
+
+    def validation(self, step: int, loss: float, perplexity: float, parts: Parts = NO_PARTS) -> None:
+        self.validated = (step, loss, perplexity, parts)
+
+    def scores(self, step: int, split: str, metrics: Parts, *, is_best: bool) -> None:
+        self.scored[split] = (step, metrics, is_best)
+
+    def advance(self, step: int) -> None:
+        self.done = step
+
+    def announce(self, text: str) -> bool:
+        """Have the panel's own thread draw the line: written beside the panel it would be overwritten."""
+        self.announcement = text
+        return self.live.is_started
+
+    def close(self) -> None:
+        self.end, self.announcement = self.clock(), None
+        self.live.stop()
+
+    def render(self) -> RenderableType:
+        """The panel as of now."""
+        rows: list[RenderableType] = [self.progress()]
+        if self.metrics is not None:
+            rows.append(Columns(self.cells(self.metrics), equal=True, expand=True, padding=(0, 2)))
+        if self.validated is not None:
+            step, loss, perplexity, parts = self.validated
+            rows.append(cell("validation", f"loss {loss:.4f} · perplexity {perplexity:.2f} · step {step:,}"))
+            if parts:
+                each = [cell(name, f"{part:.4f}") for name, part in parts.items()]
+                rows.append(Columns(each, equal=True, expand=True, padding=(0, 2)))
+        for split, (step, metrics, is_best) in self.scored.items():
+            values = " · ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+            rows.append(cell(split, f"{values} · step {step:,}{' · best' if is_best else ''}"))
+        rows.append(self.times())
+        if self.announcement is not None:
+            rows.append(Text(self.announcement, style="bold yellow"))
+        width = max(20, min(MAX_WIDTH, self.console.width - ECHO_WIDTH))
+        return Panel(Group(*rows), title=Text(self.title, style="bold"), border_style="dim", width=width)
+
+    def progress(self) -> RenderableType:
+        """Step counter, bar, percentage."""
+        row = Table.grid(expand=True, padding=(0, 1))
+        row.add_column(no_wrap=True)
+        row.add_column(ratio=1)
+        row.add_column(no_wrap=True)
+        bar = ProgressBar(total=max(self.total_steps, 1), completed=self.done)
+        share = f"{self.done / max(self.total_steps, 1):.0%}"
+        row.add_row(cell("step", f"{self.done:,}/{self.total_steps:,}"), bar, share)
+        return row
+
+    def cells(self, m: StepMetrics) -> list[Text]:
+        """Label and value of each number."""
+        bad = not math.isfinite(m.loss)
+        cells = [
+            cell("loss", f"{m.loss:.4f}", "bold red" if bad else "bold green"),
+            *(cell(name.replace("_", " "), f"{part:.4f}") for name, part in m.parts.items()),
+            cell("lr", f"{m.lr:.3e}"),
+            cell("gradient norm", quantity(m.grad_norm)),
+        ]
+        if m.loss_scale is not None:
+            cells.append(cell("loss scale", power_of_two(m.loss_scale)))
+        if m.skipped_steps:
+            cells.append(cell("skipped steps", f"{m.skipped_steps:,}", "yellow"))
+        return [
+            *cells,
+            cell("tokens/s", f"{m.tokens_per_s:,.0f}"),
+            cell("TFLOP/s", quantity(m.tflops)),
+            cell("MFU", "n/a" if m.mfu is None else f"{m.mfu:.1%}"),
+            cell("memory", f"{m.memory_bytes / 2**30:.2f} GiB"),
+        ]
+
+    def times(self) -> Text:
+        """Time since the start of this attempt and, while it runs, time left."""
+        now = self.clock() if self.end is None else self.end
+        text = cell("elapsed", duration(now - self.begin))
+        if self.end is None:
+            text.append("   ").append_text(cell("left", duration(self.eta.seconds())))
+        return text
+
+
+def cell(label: str, value: str, style: str = "bold") -> Text:
+    """A dim label and its value."""
+    return Text.assemble((f"{label} ", "dim"), (value, style), no_wrap=True, overflow="ellipsis")

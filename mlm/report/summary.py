@@ -1,0 +1,199 @@
+"""README.md of a run directory: what ran, what came out, how to go on."""
+
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from mlm.files.atomic import write_atomic
+from mlm.files.ownership import SUMMARY_MARK, is_summary
+from mlm.report.history import FILE_NAME, read_records
+from mlm.report.panel import duration, quantity
+
+Rows = Sequence[tuple[str, str]]
+
+FILES = (  # pattern in the run directory, what it holds
+    ("*.yaml", "the composed configuration: every setting of this run"),
+    ("checkpoints", "weights, optimizer state and counters: safetensors and a manifest per step"),
+    (FILE_NAME, "one JSON object per line: every logged step, validation and save"),
+    ("*.png", "the loss curves"),
+    ("tokenizer.json", "the tokenizer of the training text"),
+    ("eval-*.json", "scores, each with its protocol"),
+    ("tensorboard", "events for `tensorboard --logdir`"),
+    ("wandb", "files of Weights & Biases"),
+)
+
+
+def write_summary(
+    out: Path,
+    *,
+    command: Sequence[str],
+    header: Rows,
+    total_steps: int,
+    prompt: str | None = None,
+    validation: Sequence[str] = (),
+) -> Path:
+    """Write `out`/README.md from `out`/metrics.jsonl and return its path (README.mlm.md beside a user's own).
+
+    `command` is what the user typed, as words: `["mlm", "pretrain", "experiment=shakespeare", "tp=2"]`.
+    `header` holds further rows on what ran (model, layout, precision …). `prompt` starts the example of
+    `mlm generate`; None leaves that out (no tokenizer). `validation` names the sets of a blend to be scored.
+    Raises OSError.
+    """
+    records = list(read_records(out / FILE_NAME))
+    steps = [r for r in records if r["kind"] == "step"]
+    done = max((r["step"] for r in records if r["kind"] != "run"), default=0)
+    state = "Finished" if done >= total_steps else "Stopped early"
+    curve = next(iter(sorted(out.glob("*.png"))), None)
+    parts = [
+        SUMMARY_MARK,
+        f"# {out.resolve().name}",
+        f"{state}: {done:,} of {total_steps:,} steps.",
+        f"![Training and validation loss over steps]({curve.name})" if curve else "",
+        "## What ran",
+        table([("command", f"`{shlex.join(command)}`"), *header, *ran(records)]),
+        "## Results",
+        table(results(steps, [r for r in records if r["kind"] == "validation"])) or "Nothing was logged.",
+        "## Files",
+        table(present(out)),
+        "## How to go on",
+        "From the directory the command was typed in:",
+        commands(out, command, done, total_steps, prompt, validation),
+    ]
+    path = out / "README.md"
+    if path.exists() and not is_summary(path):  # the user's, come since the run began
+        path = out / "README.mlm.md"
+    write_atomic(path, "\n\n".join(filter(None, parts)).encode() + b"\n")
+    return path
+
+
+def ran(records: Sequence[dict[str, Any]]) -> Rows:
+    """Rows from the file itself: configuration digest, versions, tokens, time spent."""
+    run: dict[str, Any] = next((r for r in reversed(records) if r["kind"] == "run"), {})
+    rows = []
+    if digest := run.get("config_digest"):
+        rows.append(("configuration", f"`{digest}`"))
+    if versions := run.get("versions"):
+        rows.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
+    for corpus in run.get("corpora", []):
+        digest = f"receipt `{corpus['receipt']}`" if corpus["receipt"] else f"index `{corpus['digest']}`"
+        rows.append((f"corpus {corpus['name']}", f"{corpus['weight']:.2%}, {digest}"))
+    if tokens := max((r["tokens"] for r in records if r["kind"] == "step"), default=0):
+        rows.append(("tokens", f"{tokens:,}"))
+    attempts = sum(r["kind"] == "run" for r in records)
+    spent = duration(wall_time(records))
+    return [*rows, ("time", spent if attempts == 1 else f"{spent} in {attempts} attempts")]
+
+
+def wall_time(records: Sequence[dict[str, Any]]) -> float:
+    """Seconds from each attempt's start to its last record, added up."""
+    total, previous = 0.0, None
+    for record in records:
+        now = record.get("time", 0.0)
+        if previous is not None and record["kind"] != "run":
+            total += max(0.0, now - previous)
+        previous = now
+    return total
+
+
+def results(steps: Sequence[dict[str, Any]], validations: Sequence[dict[str, Any]]) -> Rows:
+    """Final numbers; those that were never logged are left out."""
+    rows = []
+    if steps:
+        rows.append(("training loss", f"{number(steps[-1]['loss'])} at step {steps[-1]['step']:,}"))
+    if validations:
+        last = validations[-1]
+        rows.append(("validation loss", f"{number(last['loss'])} at step {last['step']:,}"))
+        rows.append(("validation perplexity", number(last["perplexity"], digits=2)))
+        parts = {key: loss for key, loss in last.items() if key.startswith("validation/")}
+        rows += [(f"validation loss of {key.partition('/')[2]}", number(loss)) for key, loss in parts.items()]
+        if scored := [v for v in validations if v["loss"] is not None]:
+            best = min(scored, key=lambda v: v["loss"])
+            rows.append(("best validation loss", f"{number(best['loss'])} at step {best['step']:,}"))
+    if rates := values(steps, "tokens_per_s"):
+        rows.append(("tokens/s (median)", f"{median(rates):,.0f}"))
+    if flops := values(steps, "tflops"):
+        rows.append(("model TFLOP/s per device (median)", quantity(median(flops))))
+    if shares := values(steps, "mfu"):
+        rows.append(("MFU (median)", f"{median(shares):.1%}"))
+    if memory := values(steps, "memory_bytes"):
+        rows.append(("memory of rank 0 (most logged)", f"{max(memory) / 2**30:.2f} GiB"))
+    if steps and steps[-1]["skipped_steps"]:
+        rows.append(("steps skipped for overflow", f"{steps[-1]['skipped_steps']:,}"))
+    return rows
+
+
+def values(records: Iterable[dict[str, Any]], name: str) -> list[float]:
+    """The values of one field that are not null."""
+    return [r[name] for r in records if r.get(name) is not None]
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """A loss or perplexity; null stands for what is not finite."""
+    return "not finite" if value is None else f"{value:.{digits}f}"
+
+
+def present(out: Path) -> Rows:
+    """The files of the run directory that exist, each with what it holds."""
+    found = [(path.name, text) for pattern, text in FILES for path in sorted(out.glob(pattern))]
+    return [(f"`{name}`", text) for name, text in found]
+
+
+def commands(
+    out: Path,
+    command: Sequence[str],
+    done: int,
+    total_steps: int,
+    prompt: str | None,
+    validation: Sequence[str],
+) -> str:
+    """A shell block: resume or extend, evaluate, generate."""
+    if done < total_steps:
+        go_on = [f"# resume after step {done}", shlex.join(command)]
+    else:
+        go_on = [
+            f"# train on; schedule.decay_steps={total_steps} keeps the learning rate where it ended",
+            extended(command, total_steps),
+        ]
+    score = f"mlm eval loss {override('ckpt', str(out))}"
+    scores = [f"{score} {override('path', path)}" for path in validation] if len(validation) > 1 else [score]
+    lines = [*go_on, "", "# loss and perplexity on held-out text", *scores]
+    if prompt is not None:
+        sample = f"mlm generate {override('ckpt', str(out))} {override('prompt', prompt)}"
+        lines += ["", "# sample a continuation", sample]
+    return "\n".join(["```sh", *lines, "```"])
+
+
+def extended(command: Sequence[str], total_steps: int) -> str:
+    """`command` for twice the steps, whatever number it asked for."""
+    kept, words = [], iter(command)
+    for word in words:
+        key, equals, _ = word.lstrip("-").lstrip("+").partition("=")
+        if key not in ("train.steps", "schedule.decay_steps"):
+            kept.append(word)
+        elif not equals:  # --train.steps 2000
+            next(words, None)
+    tail = [f"train.steps={2 * total_steps}", f"schedule.decay_steps={total_steps}"]
+    return shlex.join([*kept, *tail])
+
+
+def override(key: str, value: str) -> str:
+    """`key=value` quoted for the shell; the command line takes the text of a text key as it is."""
+    if re.fullmatch(r"[\w.,:;?'-]+( [\w.,:;?'-]+)+", value):
+        return f'{key}="{value}"'  # easier on the eye than quotes around the whole word
+    return shlex.quote(f"{key}={value}")
+
+
+def table(rows: Rows) -> str:
+    """A Markdown table of two columns without a heading; empty for no rows."""
+    if not rows:
+        return ""
+    lines = [f"| {escaped(label)} | {escaped(value)} |" for label, value in rows]
+    return "\n".join(["| | |", "| --- | --- |", *lines])
+
+
+def escaped(text: str) -> str:
+    """Text that stays inside its table cell."""
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,205 @@
+"""A run directory made of another library's weights, whole or not at all.
+
+    out/checkpoints/step-00000000, out/checkpoints/latest, out/tokenizer.json
+
+It is written beside `out` and takes its name when it is whole and checked.
+"""
+
+import errno
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import mlm
+from mlm.checkpoint.native.format import JSON
+from mlm.files.lock import LOCK, sole_writer
+from mlm.checkpoint.native.slices import Rectangle
+from mlm.checkpoint.native.stream import GlobalTensor, derived_id, write_streamed
+from mlm.checkpoint.native.tokenizer_digest import KEY as TOKENIZER
+from mlm.config.build import to_dict
+from mlm.errors import UserError
+from mlm.models.config import ModelConfig
+from mlm.config.schema import DataConfig, PretrainConfig
+from mlm.data.tokenizer import Tokenizer
+from mlm.files.atomic import fsync_directory
+from mlm.models.build import MODELS
+from mlm.models.init import init_shard
+from mlm.files.ownership import claim_folder, delete_owned
+from mlm.parallel.mesh import Axis
+from mlm.parallel.sharding import parameter_shards
+from mlm.terminal import byte_progress
+from mlm.train.run_tokenizer import digest_of
+from mlm.train.state import CHECKPOINTS, as_shard
+
+GB = 1e9
+UNFINISHED = "unfinished"
+SPARE = 64 << 20  # bytes for manifest, tokenizer and what the file system needs itself
+
+
+def unsplit(model: ModelConfig) -> nn.Module:
+    """A whole model in one process, without memory for its parameters."""
+    with torch.device("meta"):
+        return MODELS[model.kind](model, tp=Axis("tp"))
+
+
+def initial_values(model: ModelConfig, names: Collection[str], seed: int) -> dict[str, Tensor]:
+    """What a training run would start from: those parameters, whole, float32 on the CPU."""
+    found = {}
+    for shard in parameter_shards(unsplit(model), Axis("tp")) if names else ():
+        if shard.name in names:
+            found[shard.name] = torch.empty(shard.global_shape)
+            whole = replace(shard, parameter=nn.Parameter(found[shard.name]), true_size=None)
+            init_shard(whole, seed)
+    assert found.keys() == set(names), "no parameters of the model"
+    return found
+
+
+def parameters(model: ModelConfig) -> dict[str, GlobalTensor]:
+    """Every parameter of a model: its name (layers.0.mlp.up.weight), whole shape without padding, float32."""
+    found = {}
+    for shard in parameter_shards(unsplit(model), Axis("tp")):
+        split = as_shard(shard, shard.parameter.detach(), model.vocab_multiple).split
+        assert split is not None
+        found[shard.name] = GlobalTensor(shard.global_shape, torch.float32, split)
+    return found
+
+
+def write_imported(
+    out: Path,
+    model: ModelConfig,
+    read: Callable[[str, Rectangle], Tensor],
+    *,
+    source: Mapping[str, JSON],
+    tokenizer: Tokenizer | None,
+    filled: Collection[str] = (),
+    check: Callable[[Path], None] = lambda run: None,
+) -> Path:
+    """Write weights of another library as the run directory `out`; returns its step-00000000 directory.
+
+    Args:
+        read: `read(name, rectangle)` gives those elements of a parameter, float32 on CPU, by its name and
+            shape in `parameters(model)`, in no promised order; an OSError of it is taken for one of `out`.
+        source: what it was made of, for `state["source"]`: "kind"; "name", an id or a folder's last
+            component; "files", the digest of each file by its name; and more. It alone makes the checkpoint.
+        filled: parameters that the source does not hold: they take the initial values of the configuration's
+            seed, and `state["source"]["filled"]` lists them.
+        tokenizer: saved as out/tokenizer.json, its digest in `state["tokenizer"]`; None saves none.
+        check: called with the run directory under its working name, before it is published; what it
+            raises, this raises, and nothing is left behind.
+
+    Raises UserError when `out` is not free (`out_faults`), when the disk is too small, or cannot be written.
+    """
+    tensors = {f"model.{name}": tensor for name, tensor in parameters(model).items()}
+    count = sum(tensor.num_bytes for tensor in tensors.values())
+    name = str(source["name"]).rpartition("/")[2] or "imported"
+    config = PretrainConfig(
+        name=name, out=f"runs/{name}", model=model, data=DataConfig(seq_length=model.max_positions)
+    )
+    initial = initial_values(model, filled, config.seed)
+    state: dict[str, JSON] = {
+        "step": 0,
+        "weights_only": True,
+        "config": to_dict(config),
+        "source": with_filled(source, filled),
+        "versions": {"mlm": mlm.__version__, "torch": torch.__version__},
+        **({} if tokenizer is None else {TOKENIZER: digest_of(tokenizer).encode()}),
+    }
+
+    def piece(name: str, rectangle: Rectangle) -> Tensor:
+        if name not in initial:
+            return read(name, rectangle)
+        return initial[name][tuple(slice(o, o + n) for o, n in zip(*rectangle, strict=True))]
+
+    with new_folder(out, count) as run, byte_progress(f"writing {out}", count) as advance:
+        written = write_streamed(
+            run / CHECKPOINTS,
+            0,
+            tensors,
+            lambda name, rectangle: piece(name.removeprefix("model."), rectangle),
+            save_id=derived_id(state),
+            state=state,
+            progress=advance,
+        )
+        if tokenizer is not None:
+            tokenizer.save(run / "tokenizer.json")
+        check(run)
+    return out / CHECKPOINTS / written.name
+
+
+def with_filled(source: Mapping[str, JSON], filled: Collection[str]) -> dict[str, JSON]:
+    """`state["source"]` of weights whose source does not hold all parameters."""
+    return {**source, **({"filled": sorted(filled)} if filled else {})}
+
+
+def out_faults(out: str | Path) -> list[str]:
+    """What keeps a command from writing the new folder `out`, for its preflight."""
+    path = Path(out)
+    try:
+        if path.is_dir() and not any(path.iterdir()):
+            return []
+    except OSError as error:
+        return [f"out={out}: {error.strerror}: make it readable, or name another folder"]
+    if os.path.lexists(path):
+        return [f"out={out}: is there already, and nothing is overwritten; name a new folder, or delete it"]
+    return []
+
+
+@contextmanager
+def new_folder(out: Path, count: int, kind: str = "run") -> Iterator[Path]:
+    """An empty folder to fill with about `count` bytes, which becomes `out` when the block ends well.
+
+    When it does not, whatever the exception, nothing is left of it; what a kill leaves is a hidden folder
+    beside `out`, cleared up by the next that writes there. Raises UserError when `out` is not free, when the
+    disk is too small or cannot be written, and in place of an OSError within.
+    """
+    final = out.resolve()
+    work = final.with_name(f".{final.name}.partial")
+    with _faults_of_disk(out):
+        final.parent.mkdir(parents=True, exist_ok=True)
+        claim_folder(work, UNFINISHED)
+        with sole_writer(work):
+            try:
+                if faults := out_faults(out):
+                    raise UserError(faults[0])
+                check_space(final.parent, count, f"out={out}")
+                delete_owned(work, UNFINISHED, names=(final.name,), keep_folder=True)
+                folder = work / final.name
+                folder.mkdir()
+                claim_folder(folder, kind)
+                yield folder
+                fsync_directory(folder)
+                os.rename(folder, final)  # over an empty folder too
+                fsync_directory(final.parent)
+            finally:
+                delete_owned(work, UNFINISHED, names=(final.name, LOCK))
+
+
+def check_space(folder: Path, count: int, setting: str) -> None:
+    """Raises UserError, naming `setting`, unless `count` bytes are free where `folder` is."""
+    found = os.statvfs(folder)
+    free = found.f_bavail * found.f_frsize
+    if free < count + SPARE:
+        raise UserError(
+            f"{setting}: needs {(count + SPARE) / GB:.2f} GB, {free / GB:.2f} GB are free there: "
+            f"free some, or name a folder on another disk"
+        )
+
+
+@contextmanager
+def _faults_of_disk(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        remedy = (
+            "free space there"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT)
+            else "make it writable, if it is"
+        )
+        raise UserError(
+            f"out={out}: {error.filename or out}: {error.strerror}: {remedy}, or name another folder"
+        ) from error

@@ -1,0 +1,261 @@
+"""The layouts that are compared with one process, and the tiny run they are compared on."""
+
+from dataclasses import dataclass, replace
+from itertools import combinations, product
+from typing import Any
+
+from mlm.models.config import ModelConfig
+from mlm.check.parity.config import ParityConfig
+from mlm.config.schema import (
+    DataConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+from mlm.parallel.mesh import ParallelContext
+from mlm.check.parity.runs import Report, compare
+from mlm.check.parity.verdict import Verdict, judge
+
+VOCAB, SEQ, MICRO_BATCH = 61, 16, 2
+VOCAB_OF_DOCUMENTS, EOD = 11, 3
+"""Random tokens of so few kinds end a document or two in every sample."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A way to run the tiny model; the defaults are one process in float64."""
+
+    tp: int = 1
+    sequence_parallel: bool = False
+    pp: int = 1
+    layers: int = 4
+    vp: int = 1
+    dp: int = 1
+    zero: int = 0
+    zero_reduce: str = "last"
+    recompute: str = "none"
+    pipeline: str = "1f1b"
+    precision: str = "fp64"
+    dropout: float = 0.0
+    documents: bool = False
+    """Positions and attention begin anew behind a token, and what follows it is not scored."""
+    micro_batches: int = 2
+    """Of each replica, in a step."""
+    bert: str | None = None
+    """A BERT with its norms there; None is a GPT-2."""
+
+    def __str__(self) -> str:
+        changed = {k: v for k, v in vars(self).items() if v != type(self).__dataclass_fields__[k].default}
+        return " ".join(k if v is True else f"{k}={v}" for k, v in changed.items())
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """For run_on_ranks."""
+        return {"tp": self.tp, "pp": self.pp, "dp": self.dp}
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        """Its place on each axis of AXES."""
+        return {
+            **{name: getattr(self, name) for name in AXES if hasattr(self, name)},
+            "uneven": self.layers % (self.pp * self.vp) > 0,
+            "dropout": self.dropout > 0,
+        }
+
+    def config(self, steps: int = 2) -> ParityConfig:
+        """The tiny run at this layout: hidden 16, 4 heads, a vocabulary with padding."""
+        return ParityConfig(
+            name="test",
+            out="unused",
+            seed=3,
+            steps=steps,
+            model=ModelConfig(
+                kind="gpt2" if self.bert is None else "bert",
+                token_types=0 if self.bert is None else 2,
+                norm=self.bert or "pre",  # type: ignore[arg-type]
+                num_layers=self.layers,
+                hidden_size=16,
+                num_heads=4,
+                max_positions=SEQ + 4,
+                vocab_size=VOCAB_OF_DOCUMENTS if self.documents else VOCAB,
+                vocab_multiple=8,
+                hidden_dropout=self.dropout,
+                attention_dropout=self.dropout,
+            ),
+            parallel=ParallelConfig(
+                tp=self.tp,
+                pp=self.pp,
+                vp=self.vp,
+                dp=self.dp,
+                sequence_parallel=self.sequence_parallel,
+                pipeline=self.pipeline,  # type: ignore[arg-type]
+                zero=self.zero,  # type: ignore[arg-type]
+                zero_reduce=self.zero_reduce,  # type: ignore[arg-type]
+                recompute=self.recompute,  # type: ignore[arg-type]
+            ),
+            optimizer=OptimizerConfig(lr=1e-3, clip_grad_norm=0.1),
+            schedule=ScheduleConfig(decay="constant", warmup_steps=0),
+            precision=PrecisionConfig(dtype=self.precision, initial_loss_scale=2.0**12),  # type: ignore[arg-type]
+            data=DataConfig(
+                kind="synthetic",
+                seq_length=SEQ,
+                reset_positions=self.documents,
+                reset_attention=self.documents,
+                mask_eod_loss=self.documents,
+                eod_id=EOD if self.documents else None,
+            ),
+            train=TrainConfig(
+                global_batch_size=self.micro_batches * self.dp * MICRO_BATCH, micro_batch_size=MICRO_BATCH
+            ),
+        )
+
+
+AXES: dict[str, tuple[Any, ...]] = {
+    "tp": (1, 2, 4),
+    "sequence_parallel": (False, True),
+    "pp": (1, 2, 4),
+    "uneven": (False, True),
+    "vp": (1, 2),
+    "dp": (1, 2),
+    "zero": (0, 2, 3),
+    "recompute": ("none", "selective", "full"),
+    "pipeline": ("1f1b", "gpipe", "zb_h1"),
+    "precision": ("fp64", "fp32", "bf16"),
+    "dropout": (False, True),
+    "documents": (False, True),
+}
+"""What a layout may be. `uneven`: stages of unequal numbers of layers."""
+
+Pair = frozenset[tuple[str, Any]]
+
+
+def is_compatible(axes: dict[str, Any]) -> bool:
+    """Whether the values go together and each of them has an effect, on two to eight ranks."""
+    a = axes
+    return (
+        2 <= a["tp"] * a["pp"] * a["dp"] <= 8
+        and (a["tp"] > 1 or not a["sequence_parallel"])
+        and (a["pp"] > 1 or (a["vp"] == 1 and a["pipeline"] == "1f1b" and not a["uneven"]))
+        and (a["vp"] == 1 or (a["pipeline"] != "zb_h1" and not a["uneven"]))
+        and (a["dp"] > 1 or a["zero"] == 0)
+        and (a["pp"] == 1 or a["zero"] < 3)
+    )
+
+
+def pairs(axes: dict[str, Any], without: str = "") -> set[Pair]:
+    """Every two values that occur together."""
+    return {
+        frozenset(pair) for pair in combinations((item for item in axes.items() if item[0] != without), 2)
+    }
+
+
+def compatible_pairs() -> set[Pair]:
+    """Every two values that any layout can combine."""
+    all_axes = (dict(zip(AXES, values, strict=True)) for values in product(*AXES.values()))
+    return set().union(*(pairs(axes) for axes in all_axes if is_compatible(axes)))
+
+
+def verdict_of(ctx: ParallelContext, layout: Layout, steps: int = 2) -> tuple[Verdict, Report]:
+    """Body of a rank: compare the layout with one process."""
+    report = compare(layout.config(steps), ctx)
+    return judge(report, layout.precision), report
+
+
+LAYOUTS = (
+    Layout(pp=2, vp=2, recompute="selective"),
+    Layout(
+        tp=2,
+        sequence_parallel=True,
+        pp=2,
+        layers=5,
+        dp=2,
+        zero=2,
+        recompute="full",
+        pipeline="zb_h1",
+        dropout=0.1,
+        documents=True,
+        micro_batches=1,
+    ),
+    Layout(tp=4, sequence_parallel=True, dp=2, zero=3, documents=True),
+    Layout(pp=4, layers=5, recompute="full", pipeline="gpipe", dropout=0.1, micro_batches=5),
+    Layout(pp=4, layers=8, vp=2, dp=2, zero=2, dropout=0.1, documents=True, micro_batches=8),
+    Layout(tp=2, sequence_parallel=True, pp=4, recompute="selective", pipeline="zb_h1", micro_batches=5),
+    Layout(tp=4, sequence_parallel=True, pp=2, layers=5, pipeline="gpipe", micro_batches=5),
+    Layout(tp=2, dp=2, zero=3, recompute="selective", dropout=0.1, micro_batches=1),
+    Layout(dp=2, recompute="full", micro_batches=1),
+    Layout(
+        tp=2,
+        sequence_parallel=True,
+        pp=2,
+        layers=5,
+        dp=2,
+        zero=2,
+        recompute="selective",
+        pipeline="gpipe",
+        micro_batches=5,
+    ),
+    Layout(tp=4, pp=2, vp=2, recompute="full", dropout=0.1),
+    Layout(pp=2, layers=5, pipeline="zb_h1", dropout=0.1, micro_batches=5),
+    Layout(tp=2, dropout=0.1),
+    Layout(tp=4, sequence_parallel=True, dp=2, zero=2, recompute="selective", micro_batches=3),
+    Layout(dp=2, zero=3, recompute="full", micro_batches=1),
+    Layout(tp=2, sequence_parallel=True, pp=2, vp=2, recompute="full", dropout=0.1, micro_batches=4),
+    Layout(pp=2, layers=5, recompute="full", micro_batches=3),
+    Layout(pp=2, recompute="selective", pipeline="gpipe", dropout=0.1, documents=True),
+    Layout(tp=4, pp=2, pipeline="zb_h1", micro_batches=1),
+    Layout(pp=2, vp=2, pipeline="gpipe", micro_batches=3),
+    # narrower formats: what is above covers every pair of the other axes already
+    Layout(pp=2, layers=5, recompute="selective", precision="bf16", micro_batches=3),
+    Layout(pp=2, layers=5, recompute="selective", pipeline="gpipe", precision="fp32", micro_batches=1),
+    Layout(
+        tp=2,
+        sequence_parallel=True,
+        dp=2,
+        zero=2,
+        recompute="full",
+        precision="fp32",
+        dropout=0.1,
+        micro_batches=1,
+    ),
+    Layout(tp=2, sequence_parallel=True, dp=2, zero=3, precision="bf16", dropout=0.1, micro_batches=1),
+    Layout(
+        pp=4, layers=7, dp=2, zero=2, recompute="full", pipeline="gpipe", precision="bf16", micro_batches=1
+    ),
+    Layout(pp=2, layers=5, pipeline="zb_h1", precision="fp32", dropout=0.1, documents=True, micro_batches=5),
+    Layout(pp=4, layers=8, vp=2, recompute="selective", precision="fp32", micro_batches=4),
+    Layout(
+        pp=2,
+        layers=5,
+        recompute="full",
+        pipeline="zb_h1",
+        precision="bf16",
+        dropout=0.1,
+        micro_batches=5,
+    ),
+    Layout(pp=2, vp=2, recompute="selective", precision="bf16", dropout=0.1, documents=True),
+    Layout(dp=2, zero=3, recompute="selective", precision="fp32", dropout=0.1, micro_batches=3),
+    Layout(tp=4, precision="bf16", micro_batches=1),
+    Layout(tp=4, recompute="selective", precision="fp32", dropout=0.1),
+    Layout(tp=2, pp=2, dp=2, precision="fp16"),
+    # gradients reduced in every micro-batch
+    Layout(dp=4, zero=2, zero_reduce="every", dropout=0.1, micro_batches=3),
+    Layout(
+        tp=2, sequence_parallel=True, dp=2, zero=3, zero_reduce="every", recompute="full", micro_batches=3
+    ),
+    Layout(pp=2, vp=2, dp=2, zero=2, zero_reduce="every", micro_batches=4),
+    Layout(pp=2, layers=5, dp=2, zero=2, zero_reduce="every", pipeline="zb_h1", micro_batches=5),
+    Layout(dp=2, zero=2, zero_reduce="every", precision="bf16", micro_batches=3),
+)
+"""Every two compatible values of AXES meet somewhere; without those of precision, already in float64."""
+
+BERT_LAYOUTS = (
+    *(
+        replace(layout, bert=norm, documents=False)
+        for layout, norm in zip(LAYOUTS[:20], ("pre", "post") * 10, strict=True)
+    ),
+    Layout(tp=2, sequence_parallel=True, precision="bf16", dropout=0.1, bert="pre"),
+    Layout(pp=2, dp=2, zero=2, precision="fp32", dropout=0.1, bert="post"),
+)
+"""Every feature but documents, with norms in both places."""

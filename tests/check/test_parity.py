@@ -1,0 +1,156 @@
+"""`mlm parity` as a command: its settings, its limits, its exit codes."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mlm.config.compose import load_config
+from mlm.errors import UserError
+from mlm.check.parity.checks import check_parity
+from mlm.check.parity.config import FIRST_LOSS_SCALE, ParityConfig
+from mlm.config.schema import PretrainConfig
+from mlm.config.tree import leaves
+from mlm.parallel.mesh import shape_context
+from mlm.check.parity.command_run import memory_fault, needed_bytes, run
+from tests.cli.doubles import Cli, make_cli
+from tests.check.parity_layouts import LAYOUTS, Layout
+
+cli = pytest.fixture(make_cli)
+
+
+def parity(*overrides: str) -> ParityConfig:
+    config = load_config("parity", overrides)
+    assert isinstance(config, ParityConfig)
+    return config
+
+
+def mlm(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """`mlm parity` of the smallest run, as typed in a shell."""
+    small = ["model.hidden_size=16", "model.vocab_size=61", "data.seq_length=16", "train.global_batch_size=4"]
+    return subprocess.run(
+        [sys.executable, "-m", "mlm", "parity", *small, "steps=2", f"out={folder / 'out'}", *words],
+        cwd=folder,
+        env={
+            key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "RANK", "WORLD"))
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_an_equal_layout_ends_with_0_and_leaves_its_numbers(tmp_path: Path) -> None:
+    done = mlm(tmp_path, "tp=2", "sequence_parallel=true")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "parity of tp=2 pp=1 dp=1 sequence_parallel=true with one process" in done.stdout
+    assert "EQUAL: losses to" in done.stdout
+    result = json.loads((tmp_path / "out/parity.json").read_text())
+    assert result["equal"] is True
+    assert [step["step"] for step in result["steps"]] == [1, 2]
+    assert len(result["weights"]) == len(result["steps"][0]["gradients"]) == 28
+
+
+def test_a_comparison_that_decides_nothing_ends_with_1_and_one_line(tmp_path: Path) -> None:
+    """A loss scale that float16 overflows at, on two ranks: the way out of every verdict but EQUAL."""
+    done = mlm(tmp_path, "tp=2", "precision=fp16", "precision.min_loss_scale=4e9")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "UNDECIDED: nothing could be compared" in line
+    assert json.loads((tmp_path / "out/parity.json").read_text())["equal"] is False
+
+
+def test_a_faulty_key_ends_with_2(cli: Cli) -> None:
+    assert cli("parity tp=2 step=3") == 2
+    assert cli.err == "mlm parity: unknown key 'step'; did you mean 'steps'?\n"
+
+
+@pytest.mark.parametrize("fault", ["tp=3", "steps=0", "train.global_batch_size=3", "vp=2"])
+def test_a_layout_that_cannot_train_is_refused_as_by_pretrain(cli: Cli, fault: str) -> None:
+    assert cli(f"parity {fault}") == 2
+    assert cli.err.startswith(f"mlm parity: {fault}")
+
+
+def test_a_large_run_is_compared_small_and_exactly(cli: Cli) -> None:
+    """The experiment's layout and schedule; float64 and this host unless they are typed."""
+    assert cli("parity experiment=v1_8_3b model=gpt2_tiny tp=2 dp=2") == 0
+    config = cli.launched.config
+    assert (config.parallel.tp, config.parallel.recompute, config.schedule.decay) == (2, "full", "cosine")
+    assert (config.precision.dtype, config.dist.device) == ("fp64", "auto")
+
+
+def test_a_typed_precision_wins(cli: Cli) -> None:
+    cli("parity experiment=v1_8_3b model=gpt2_tiny tp=2 dp=2 precision=bf16")
+    assert cli.launched.config.precision.dtype == "bf16"
+
+
+def test_a_named_corpus_is_read(tmp_path: Path) -> None:
+    assert parity(f"data.path={tmp_path}").comparable().data.kind == "indexed"
+    assert parity().comparable().data.kind == "synthetic"
+
+
+def test_float16_begins_below_its_overflow() -> None:
+    assert parity("precision=fp16").comparable().precision.initial_loss_scale == FIRST_LOSS_SCALE
+
+
+def test_one_process_differs_in_its_layout_alone() -> None:
+    config = parity("tp=2", "recompute=full", "zero=2", "dp=2")
+    alone = config.on_one_process()
+    assert alone.parallel.recompute == "none"
+    assert replace(alone, parallel=config.parallel) == config
+
+
+def test_every_key_of_pretrain_is_known_with_its_help() -> None:
+    missing = leaves(PretrainConfig).keys() - leaves(ParityConfig).keys()
+    assert not missing
+    assert all(leaf.doc for leaf in leaves(ParityConfig).values())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_layouts_that_are_proven_equal_can_be_typed(layout: Layout) -> None:
+    assert check_parity(layout.config(), world_size=None, local_devices=None) == []
+
+
+def test_a_model_beyond_the_memory_is_refused_with_fewer_layers() -> None:
+    config = parity("model=gpt2_8b", "tp=2", "pp=2")
+    fault = memory_fault(config, 64 << 30)
+    assert fault is not None
+    assert fault.startswith("model.num_layers=72: a model of 8.3 billion parameters")
+    layers = int(fault.rpartition("model.num_layers=")[2].partition(",")[0])
+    assert layers % 2 == 0
+    assert needed_bytes(config, layers) <= 64 << 30 < needed_bytes(config, layers + 2)
+
+
+def test_a_model_too_wide_for_any_depth_gets_another_remedy() -> None:
+    fault = memory_fault(parity("model=gpt2_8b"), 1 << 30)
+    assert fault is not None
+    assert "use a smaller model=…" in fault
+
+
+@pytest.mark.parametrize(("dropout", "faults"), [(0.0, 0), (0.1, 1)])
+def test_dropout_in_compiled_layers_cannot_be_compared(dropout: float, faults: int) -> None:
+    """Inductor draws masks of its own: a fault, rather than a verdict that says DIFFERENT."""
+    config = parity(f"model.hidden_dropout={dropout}", "model.attention_dropout=0", "compile=true")
+    found = check_parity(config, world_size=None, local_devices=None)
+    assert len(found) == faults
+    assert all("compile=true" in fault for fault in found)
+
+
+def test_a_disk_that_fills_while_comparing_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder could be written to at the start; the numbers cannot at the end."""
+
+    def full(path: Path, _: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr("mlm.check.parity.command_run.write_result", full)
+    small = ("steps=1", "model.hidden_size=16", "data.seq_length=16", "train.global_batch_size=2")
+    with pytest.raises(UserError, match=r"out=.*No space left on device"):
+        run(parity(f"out={tmp_path}", *small), shape_context())

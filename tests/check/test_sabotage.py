@@ -1,0 +1,233 @@
+"""Each mechanism of a layout, broken on purpose: the comparison with one process must notice, and say where.
+
+A rank replaces a function by a broken one while it compares. Those that act along an axis do nothing on the
+one process they are compared with; the others are written so as to leave it alone.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mlm.data.sampler import Batch, Plan
+from mlm.optim.precision import parameter_dtype
+from mlm.parallel.collectives import Pending, reduce_scatter
+from mlm.parallel.layers import RowParallelLinear
+from mlm.parallel.mesh import Axis, ParallelContext
+from mlm.parallel.random import DropoutStream
+from mlm.train.objective import NextToken
+from mlm.train.trainer import StepOutcome, Trainer
+from mlm.check.parity.verdict import Verdict
+from tests.ranks import run_on_ranks
+from tests.check.parity_layouts import Layout, verdict_of
+
+
+def not_summed(x: Tensor, axis: Axis, *_: Any) -> Pending:
+    """Instead of a sum over the axis, this rank's own."""
+    return Pending("nothing", axis, x, None)
+
+
+def not_summed_but_cut(x: Tensor, axis: Axis) -> Pending:
+    return Pending("nothing", axis, x.chunk(axis.size)[axis.rank].contiguous(), None)
+
+
+def own_rows_only(out: Tensor, x: Tensor, *, group: ProcessGroup, **_: Any) -> None:
+    """Instead of the sum of a reduce-scatter, this rank's part of its own."""
+    out.copy_(x.chunk(group.size())[group.rank()])
+
+
+def same(x: Tensor, *_: Any) -> Tensor:
+    """Instead of a sum in place, or of f: its gradient is not summed."""
+    return x
+
+
+def forgotten(*_: Any) -> None:
+    """Instead of a sum of gradients."""
+
+
+def qkv_before_heads(qkv: Tensor, head_dim: int, p: float, causal: bool) -> Tensor:
+    """Attention that takes rows in the order [q, k, v][head][head_dim]: a cut over tp mixes them up."""
+    s, b, _ = qkv.shape
+    q, k, v = qkv.view(s, b, 3, -1, head_dim).permute(2, 1, 3, 0, 4).unbind(0)
+    y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=causal)
+    return y.permute(2, 0, 1, 3).reshape(s, b, -1)
+
+
+def counted_by_every_rank(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+    """The gradient of the gathered outputs summed over tp, where every rank has the whole of it."""
+    return reduce_scatter(dy.contiguous(), ctx.tp), None
+
+
+TRUE_OUTPUT, TRUE_UPDATE = NextToken.output, Trainer.update
+TRUE_PLAN, TRUE_ROW, TRUE_STREAM = Plan.step, RowParallelLinear.forward, DropoutStream.of_micro_batch
+
+
+def mean_of_micro_batch(objective: NextToken, chunk: Any, batch: Batch, scale: Tensor, *rest: Any) -> Tensor:
+    """Each micro-batch's loss divided by its own tokens, as if the step had no other."""
+    if objective.ctx.world_size > 1:
+        scale = torch.ones_like(scale) / batch.labels.numel()
+    return TRUE_OUTPUT(objective, chunk, batch, scale, *rest)
+
+
+def tokens_of_replica(trainer: Trainer, batches: list[Batch]) -> Tensor:
+    """What the loss is divided by, not summed over dp."""
+    count = sum(batch.labels.numel() for batch in batches)
+    return torch.tensor([float(count)], dtype=parameter_dtype(trainer.config.precision))
+
+
+def decay_on_first_rank_only(trainer: Trainer, loss: Tensor) -> StepOutcome:
+    """Weight decay that other ranks forget."""
+    if trainer.ctx.rank > 0:
+        for group in trainer.optimizer.param_groups:
+            group["weight_decay"] = 0.0
+    return TRUE_UPDATE(trainer, loss)
+
+
+def samples_of_first_replica(plan: Plan, number: int) -> list[Batch] | None:
+    return TRUE_PLAN(replace(plan, rank=0), number)
+
+
+def bias_before_sum(layer: RowParallelLinear, x: Tensor) -> Tensor:
+    """The bias of a row-parallel layer added on each rank, before the sum over tp: t times."""
+    return TRUE_ROW(layer, x) + (layer.tp.size - 1) * layer.bias
+
+
+def masks_of_first_rank(*args: Any, split_parts: tuple[int, ...], **kwargs: Any) -> DropoutStream:
+    """The same dropout mask on every tp rank's heads."""
+    return TRUE_STREAM(*args, split_parts=split_parts if len(split_parts) > 1 else (0,), **kwargs)
+
+
+@dataclass(frozen=True)
+class Sabotage:
+    """What is replaced by what, at which layout, and what the verdict must say of it."""
+
+    target: str
+    broken: Callable[..., Any]
+    layout: Layout
+    place: str
+    suspect: str
+    """In the hint."""
+
+
+TP, SP = Layout(tp=2), Layout(tp=2, sequence_parallel=True)
+PP, DP = Layout(pp=2), Layout(dp=2)
+CASES = {
+    "f without its all-reduce": Sabotage(
+        "mlm.parallel.linear.start_all_reduce", not_summed, TP, "layers.3.mlp_norm.bias", "f, its sum over tp"
+    ),
+    "f of sequence parallelism without its sum": Sabotage(
+        "mlm.parallel.linear.start_reduce_scatter",
+        not_summed_but_cut,
+        SP,
+        "layers.3.mlp_norm.bias",
+        "f, its sum over tp",
+    ),
+    "no f before the head": Sabotage(
+        "mlm.models.gpt2.model.copy_to_tp", same, TP, "gradient of final_norm.bias", "the head"
+    ),
+    "tied embedding not summed": Sabotage(
+        "mlm.train.trainer.sum_tied_gradients",
+        forgotten,
+        PP,
+        "gradient of token.weight at step 1",
+        "over the first and the last stage",
+    ),
+    "replicated gradients not summed over tp": Sabotage(
+        "mlm.train.trainer.sum_replicated_gradients",
+        forgotten,
+        SP,
+        "gradient of final_norm.bias",
+        "every tp rank holds",
+    ),
+    "no f before a BERT's head": Sabotage(
+        "mlm.models.bert.model.copy_to_tp",
+        same,
+        Layout(tp=2, bert="pre"),
+        "gradient of mlm_head.norm.bias",
+        "its own gradient",
+    ),
+    "a pooler that every row's rank counts": Sabotage(
+        "mlm.models.heads._GatherOutputs.backward",
+        counted_by_every_rank,
+        Layout(tp=2, sequence_parallel=True, bert="post"),
+        "gradient of sop_head",
+        "its own gradient",
+    ),
+    "qkv rows in another order": Sabotage(
+        "mlm.models.attention.fused_attention", qkv_before_heads, TP, "loss of step 1", "the qkv rows"
+    ),
+    "bias added before the sum over tp": Sabotage(
+        "mlm.parallel.layers.RowParallelLinear.forward",
+        bias_before_sum,
+        TP,
+        "layers.3.mlp.down.bias",
+        "a bias that each rank adds",
+    ),
+    "loss divided by the tokens of the micro-batch": Sabotage(
+        "mlm.train.objective.NextToken.output",
+        mean_of_micro_batch,
+        PP,
+        "loss of step 1",
+        "all gradients are 2 times",
+    ),
+    "loss divided by the tokens of the replica": Sabotage(
+        "mlm.train.trainer.Trainer.global_counts",
+        tokens_of_replica,
+        DP,
+        "loss of step 1",
+        "all gradients are 2 times",
+    ),
+    "gradients not summed over dp": Sabotage(
+        "mlm.parallel.gradients.start_all_reduce", not_summed, DP, "gradient of final_norm.bias", "over dp"
+    ),
+    "sharded gradients not summed over dp": Sabotage(
+        "mlm.parallel.sharded.scatter_flat",
+        own_rows_only,
+        Layout(dp=2, zero=2),
+        "gradient of final_norm.bias",
+        "over dp",
+    ),
+    "every replica reads the same samples": Sabotage(
+        "mlm.data.sampler.Plan.step", samples_of_first_replica, DP, "loss of step 1", "each replica reads"
+    ),
+    "the same dropout mask on every tp rank": Sabotage(
+        "mlm.parallel.random.DropoutStream.of_micro_batch",
+        masks_of_first_rank,
+        Layout(tp=2, dropout=0.1),
+        "loss of step 1",
+        "dropout masks",
+    ),
+    "gradient norm of one rank's part": Sabotage(
+        "mlm.optim.clip.all_reduce", same, TP, "gradient norm of step 1", "counts in the norm"
+    ),
+    "weight decay on one stage only": Sabotage(
+        "mlm.train.trainer.Trainer.update", decay_on_first_rank_only, PP, "loss of step 2", "the update"
+    ),
+}
+
+
+def compare_sabotaged(ctx: ParallelContext, case: Sabotage) -> Verdict:
+    with patch(case.target, case.broken):
+        return verdict_of(ctx, case.layout)[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sabotage_is_noticed_and_placed(name: str) -> None:
+    case = CASES[name]
+    for verdict in run_on_ranks(compare_sabotaged, case, **case.layout.sizes):  # every rank says the same
+        assert not verdict.equal
+        assert case.place in verdict.sentence
+        assert case.suspect in verdict.hint
+
+
+@pytest.mark.parametrize("layout", {case.layout: None for case in CASES.values()}, ids=str)
+def test_the_same_layout_unharmed_is_equal(layout: Layout) -> None:
+    """The control: what the cases above find is the sabotage."""
+    verdict, _ = run_on_ranks(verdict_of, layout, **layout.sizes)[0]
+    assert verdict.equal, verdict.sentence

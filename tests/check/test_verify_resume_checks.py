@@ -1,0 +1,60 @@
+"""What `mlm verify-resume` refuses before anything starts, and where it asks for equal bits."""
+
+import pytest
+
+from mlm.config.compose import load_config
+from mlm.check.verify_resume.checks import check_verify_resume, same_layout
+from mlm.check.verify_resume.config import VerifyResumeConfig
+
+
+def verify_resume(*overrides: str) -> VerifyResumeConfig:
+    config = load_config("verify_resume", overrides)
+    assert isinstance(config, VerifyResumeConfig)
+    return config
+
+
+def faults(*overrides: str) -> list[str]:
+    return check_verify_resume(verify_resume(*overrides))
+
+
+@pytest.mark.parametrize(
+    "words,begins",
+    [
+        (["tp=3"], "tp=3 does not divide model.num_heads=4; use tp=2"),
+        (["resumed.tp=3"], "resumed.tp=3 does not divide model.num_heads=4; use resumed.tp=2"),
+        (["resumed.tp=0"], "resumed.tp=0 must be"),
+        (["dp=2", "resumed.dp=3"], "train.global_batch_size=16 is not a multiple of resumed.dp=3 *"),
+        (["pp=2", "resumed.zero=3"], "resumed.zero=3 would gather the weights again"),
+        (["resumed.pp=2", "resumed.vp=2"], "resumed.pp=2 * resumed.vp=2 = 4 stages are more than"),
+        (["steps=0"], "steps=0 must be"),
+    ],
+    ids=str,
+)
+def test_a_fault_names_the_half_it_is_in(words: list[str], begins: str) -> None:
+    (fault,) = faults(*words)
+    assert fault.startswith(begins)
+
+
+def test_dropout_masks_that_depend_on_tp_cannot_be_compared() -> None:
+    (fault,) = faults("model.attention_dropout=0.1", "resumed.tp=2")
+    assert fault.startswith("model.attention_dropout=0.1 draws other masks at resumed.tp=2 than at tp=1")
+    (fault,) = faults("model.hidden_dropout=0.1", "tp=2", "resumed.sequence_parallel=true")
+    assert fault.startswith("model.hidden_dropout=0.1 draws other masks")
+    assert faults("model.hidden_dropout=0.1", "resumed.tp=2") == []
+    assert faults("model.attention_dropout=0.1", "dp=2", "resumed.dp=1", "resumed.pp=2") == []
+
+
+@pytest.mark.parametrize(
+    "words,same",
+    [([], True), (["resumed.dp=1"], True), (["dp=2", "resumed.dp=1"], False), (["resumed.tp=2"], False)],
+)
+def test_bits_are_asked_for_where_nothing_of_the_layout_changes(words: list[str], same: bool) -> None:
+    """dp=null is one replica on a CPU."""
+    assert same_layout(verify_resume(*words), local_devices=None) is same
+
+
+def test_other_hosts_are_no_remedy() -> None:
+    """The ranks of a run that is killed are all on this one."""
+    (fault,) = faults("dp=128", "train.global_batch_size=256")
+    assert fault.startswith("tp=1 * pp=1 * dp=128 = 128 ranks, but a CPU host runs at most 64; use dp=")
+    assert "torchrun" not in fault

@@ -1,0 +1,288 @@
+"""Folders of `transformers`: which are read, and what is said about the others."""
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mlm.checkpoint.huggingface.content import Ids
+from mlm.checkpoint.huggingface.folder import read_model, weight_files
+from mlm.models.gpt2.huggingface import read_gpt2_config, write_gpt2_config
+from mlm.checkpoint.huggingface.tensors import HFTensors
+from mlm.checkpoint.huggingface.names import Place, gpt2_places
+from mlm.checkpoint.native.slices import Rectangle
+from mlm.errors import ConfigError, CorruptFileError, UserError
+from mlm.train.run_folder import parameters
+from tests.convert.hf_models import MODEL, SHAPE, edit_config, edit_tensors, hub_cache, make_model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A sound model."""
+    make_model(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def read(folder: Path) -> HFTensors:
+    """All that is checked before a tensor is imported."""
+    tensors = HFTensors(read_model(folder))
+    ours = parameters(tensors.model.config)
+    tensors.check({name: tensor.shape for name, tensor in ours.items()})
+    return tensors
+
+
+def test_every_parameter_has_a_place_of_its_own() -> None:
+    places = dict(gpt2_places(MODEL))
+    assert places.keys() == parameters(MODEL).keys()
+    assert len({place.names for place in places.values()}) == len(places)
+
+
+def test_qkv_is_regrouped_by_head() -> None:
+    """Rows of theirs are numbered part * H + head * D + d; ours are asked for by that formula."""
+    heads, dim = 3, 2
+    hidden = heads * dim
+    ours = Place(("c_attn.bias",), num_heads=heads).to_ours([torch.arange(3 * hidden)])
+    want = [part * hidden + h * dim + d for h in range(heads) for part in range(3) for d in range(dim)]
+    assert ours.tolist() == want
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("heads", [None, 4])
+def test_place_is_undone_bit_for_bit(transposed: bool, heads: int | None) -> None:
+    place = Place(("x",), transposed, heads)
+    theirs = torch.randn(24, 24 if transposed else 5)
+    assert torch.equal(place.to_theirs(place.to_ours([theirs]))[0], theirs)
+
+
+def test_config_is_read(folder: Path) -> None:
+    model = read_model(folder)
+    assert (model.config, model.notes) == (MODEL, ())
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+def test_config_survives_both_ways(activation: Any) -> None:
+    model = replace(MODEL, activation=activation)
+    assert read_gpt2_config(write_gpt2_config(model, Ids(0)), "") == (model, [])
+
+
+def test_missing_keys_have_the_defaults_of_transformers() -> None:
+    model, _ = read_gpt2_config({}, "")
+    assert (model.num_layers, model.hidden_size, model.vocab_size) == (12, 768, 50257)
+    assert (model.max_positions, model.hidden_dropout, model.layer_norm_eps) == (1024, 0.1, 1e-5)
+
+
+def test_dropout_of_embeddings_that_differs_is_noted() -> None:
+    model, notes = read_gpt2_config({"embd_pdrop": 0.3, "resid_pdrop": 0.2}, "")
+    assert model.hidden_dropout == 0.2
+    assert "embd_pdrop=0.3" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("activation_function", "relu"),
+        ("scale_attn_weights", False),
+        ("scale_attn_by_inverse_layer_idx", True),
+        ("add_cross_attention", True),
+        ("pruned_heads", {"0": [1]}),
+        ("quantization_config", {"bits": 4}),
+        ("transformers_weights", "../other.safetensors"),
+        ("n_layer", 0),
+        ("n_layer", 10**15),
+        ("n_embd", True),
+        ("n_inner", 1.5),
+        ("vocab_size", "many"),
+        ("resid_pdrop", 1.0),
+        ("layer_norm_epsilon", float("nan")),
+        ("n_head", 5),
+    ],
+)
+def test_what_our_model_cannot_express_is_refused_by_key_and_value(
+    folder: Path, key: str, value: Any
+) -> None:
+    edit_config(folder, **{key: value})
+    with pytest.raises(ConfigError) as caught:
+        read_model(folder)
+    (fault,) = caught.value.faults
+    assert f"{key}=" in fault
+    assert "config.json" in fault
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("llama", "supported: gpt2, bert"), (3, "supported: gpt2, bert")],
+)
+def test_other_kinds_of_model_are_refused(folder: Path, kind: Any, said: str) -> None:
+    edit_config(folder, model_type=kind)
+    with pytest.raises(UserError, match=f"model_type={kind} .*{said}"):
+        read_model(folder)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"n_layer": 1, "n_layer": 2}', "[" * 100_000, "\x80"])
+def test_config_that_is_no_json_object_is_refused(folder: Path, text: str) -> None:
+    (folder / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(CorruptFileError, match=r"config\.json: is no JSON"):
+        read_model(folder)
+
+
+def test_config_of_absurd_size_is_not_read(folder: Path) -> None:
+    os.truncate(folder / "config.json", 1 << 40)  # sparse
+    with pytest.raises(UserError, match="is the limit"):
+        read_model(folder)
+
+
+def test_adapter_is_refused(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"adapter.*Merge it"):
+        read_model(folder)
+
+
+Tensors = dict[str, Tensor]
+
+
+def duplicate(tensors: Tensors) -> None:
+    tensors["wpe.weight"] = tensors["transformer.wpe.weight"].clone()
+
+
+def untie(tensors: Tensors) -> None:
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
+    tensors["lm_head.weight"][330, 3] += 1
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (lambda t: t.pop("transformer.h.1.ln_2.bias"), r"no tensor h\.1\.ln_2\.bias"),
+        (lambda t: t.update({"v_head.weight": torch.ones(2, 24)}), "v_head.weight is no parameter"),
+        (lambda t: t.update({"transformer.h.3.ln_1.bias": torch.ones(24)}), r"h\.3\.ln_1\.bias is no"),
+        (lambda t: t.update({"transformer.wpe.weight": torch.ones(47, 24)}), r"wpe\.weight is \[47, 24\]"),
+        (lambda t: t.update({"transformer.ln_f.bias": torch.ones(24).double()}), r"ln_f\.bias is F64"),
+        (lambda t: t.update({"transformer.ln_f.bias": torch.ones(24).int()}), r"ln_f\.bias is I32"),
+        (duplicate, r"wpe\.weight is in .* and in"),
+        (untie, r"lm_head\.weight differs from wte\.weight"),
+        (lambda t: t.update({"lm_head.weight": torch.ones(0, 24)}), "differs from"),
+    ],
+)
+def test_tensors_that_are_not_the_model_are_named(
+    folder: Path, edit: Callable[[Tensors], Any], said: str
+) -> None:
+    edit_tensors(folder, edit)
+    with pytest.raises(UserError, match=said):
+        read(folder)
+
+
+def test_old_names_masks_and_an_equal_output_layer_are_accepted(folder: Path) -> None:
+    """As in openai-community/gpt2: no prefix, and the causal masks stored."""
+
+    def old(tensors: Tensors) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+        tensors["h.0.attn.bias"] = torch.ones(1, 1, 48, 48, dtype=torch.uint8)
+        tensors["lm_head.weight"] = tensors["wte.weight"].clone()
+
+    edit_config(folder, tie_word_embeddings=False)
+    edit_tensors(folder, old)
+    want = load_file(folder / "model.safetensors")["lm_head.weight"]
+    assert torch.equal(read(folder).read("token.weight", Rectangle((7, 0), (2, 24))), want[7:9])
+
+
+def test_untied_output_layer_that_is_not_there_is_refused(folder: Path) -> None:
+    edit_config(folder, tie_word_embeddings=False)
+    with pytest.raises(UserError, match="tie_word_embeddings=false"):
+        read(folder)
+
+
+class Bomb:
+    """A pickle that leaves a file when it is loaded."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.marker}",)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "tf_model.h5", "flax_model.msgpack"])
+def test_other_formats_are_refused_unopened_with_a_remedy(folder: Path, tmp_path: Path, name: str) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / name).write_bytes(pickle.dumps(Bomb(tmp_path / "bang")))
+    with pytest.raises(UserError, match=f"{name}: .*save_pretrained"):
+        weight_files(folder)
+    assert not (tmp_path / "bang").exists()
+
+
+def test_pickle_in_place_of_safetensors_is_refused(folder: Path, tmp_path: Path) -> None:
+    (folder / "model.safetensors").write_bytes(pickle.dumps(Bomb(tmp_path / "bang")))
+    with pytest.raises(CorruptFileError, match="not a safetensors file"):
+        read(folder)
+    assert not (tmp_path / "bang").exists()
+
+
+@pytest.mark.parametrize("keep", [4, 1000, -1])
+def test_truncated_weights_are_refused(folder: Path, keep: int) -> None:
+    path = folder / "model.safetensors"
+    os.truncate(path, keep % path.stat().st_size)
+    with pytest.raises(CorruptFileError, match=r"model\.safetensors: .*Download or save it again"):
+        read(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["../model.safetensors", "/etc/passwd", ".hidden.safetensors", "a/b.safetensors", "x.bin", ""]
+)
+def test_index_cannot_name_files_outside_the_folder(folder: Path, name: str) -> None:
+    (folder / "model.safetensors").rename(folder.parent / "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"wte.weight": name}}))
+    with pytest.raises(CorruptFileError, match="is not allowed"):
+        weight_files(folder)
+
+
+def test_shard_that_is_gone_is_named(tmp_path: Path) -> None:
+    make_model(tmp_path, shard=20_000)
+    gone = next(tmp_path.glob("model-00002-of-*.safetensors"))
+    gone.unlink()
+    with pytest.raises(UserError, match=f"{gone.name}: missing"):
+        weight_files(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_link_out_of_the_folder_is_refused(folder: Path, name: str) -> None:
+    (folder / name).rename(folder.parent / name)
+    (folder / name).symlink_to(folder.parent / name)
+    with pytest.raises(UserError, match=f"{name}: a link that leads out of the folder"):
+        read(folder)
+
+
+def test_pipe_in_place_of_a_file_does_not_block(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    with pytest.raises(UserError, match="no plain file"):
+        read_model(folder)
+
+
+def test_snapshot_of_the_hub_links_to_its_blobs(folder: Path) -> None:
+    snapshot = hub_cache(folder)
+    assert (snapshot / "config.json").is_symlink()
+    assert read(snapshot).model.config == MODEL
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_becomes_float32(folder: Path, dtype: torch.dtype) -> None:
+    want = {}
+
+    def halve(tensors: Tensors) -> None:
+        for name, tensor in tensors.items():
+            tensors[name] = tensor.to(dtype)
+        want["bias"] = tensors["transformer.ln_f.bias"].float()
+
+    edit_tensors(folder, halve)
+    found = read(folder).read("final_norm.bias", Rectangle((0,), (SHAPE["n_embd"],)))
+    assert found.dtype == torch.float32
+    assert torch.equal(found, want["bias"])

@@ -1,0 +1,133 @@
+"""What Megatron-LM's settings make of a model, and which are not ours."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlm.checkpoint.megatron.merge import MegatronModel, open_checkpoint
+from mlm.checkpoint.megatron.files import find_files
+from mlm.errors import ConfigError, UserError
+from tests.checkpoint.megatron.written import (
+    HIDDEN,
+    LAYERS,
+    VOCAB,
+    Layout,
+    written,
+)
+
+
+def opened(folder: Path, **settings: Any) -> MegatronModel:
+    return open_checkpoint(find_files(folder), **({"vocab_size": VOCAB} | settings))
+
+
+@pytest.mark.parametrize(
+    "setting, value",
+    [
+        ("use_rotary_position_embeddings", True),
+        ("position_embedding_type", "rope"),
+        ("add_position_embedding", False),
+        ("normalization", "RMSNorm"),
+        ("apply_layernorm_1p", True),
+        ("apply_residual_connection_post_layernorm", True),
+        ("swiglu", True),
+        ("squared_relu", True),
+        ("untie_embeddings_and_output_weights", True),
+        ("add_bias_linear", False),
+        ("num_experts", 8),
+        ("group_query_attention", True),
+        ("quick_geglu", True),
+        ("disable_bias_linear", True),
+        ("multi_latent_attention", True),
+        ("qk_layernorm", True),
+        ("qk_l2_norm", True),
+        ("softmax_type", "learnable"),
+        ("window_size", 128),
+        ("attention_output_gate", True),
+        ("activation_func_clamp_value", 7.0),
+        ("mtp_num_layers", 1),
+        ("retro_add_retriever", True),
+        ("hybrid_override_pattern", "M-M"),
+        ("softmax_scale", 0.125),
+        ("use_mup", True),
+        ("scaling_recipe", "mup"),
+    ],
+)
+def test_settings_of_other_models_are_refused_by_name(tmp_path: Path, setting: str, value: Any) -> None:
+    folder = written(tmp_path, Layout(args={setting: value, "num_query_groups": 2}))
+    with pytest.raises(ConfigError, match=rf"args\.{setting}={value}.*mlm imports GPT-2") as refusal:
+        opened(folder)
+    assert len(refusal.value.faults) == 1
+
+
+def test_usual_settings_of_newer_versions_pass(tmp_path: Path) -> None:
+    usual = {
+        "position_embedding_type": "learned_absolute",
+        "normalization": "LayerNorm",
+        "swiglu": False,
+        "group_query_attention": False,
+        "num_query_groups": 1,
+        "num_experts": None,
+        "add_bias_linear": True,
+        "kv_channels": HIDDEN // 4,
+        "softmax_scale": (HIDDEN // 4) ** -0.5,
+        "use_mup": False,
+        "mup_attn_scale_power": 1.0,
+        "scaling_recipe": "none",
+    }
+    assert opened(written(tmp_path, Layout(args=usual))).notes == ()
+
+
+def test_args_become_the_models_configuration(tmp_path: Path) -> None:
+    args = {
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.2,
+        "init_method_std": 0.006,
+        "layernorm_epsilon": 1e-6,
+    }
+    found = opened(written(tmp_path, Layout(args=args))).model
+    assert (found.hidden_dropout, found.attention_dropout) == (0.0, 0.2)
+    assert (found.init_std, found.layer_norm_eps) == (0.006, 1e-6)
+    assert (found.num_layers, found.hidden_size, found.num_heads) == (LAYERS, HIDDEN, 4)
+    assert (found.max_positions, found.vocab_size, found.ffn_size) == (24, VOCAB, 4 * HIDDEN)
+
+
+@pytest.mark.parametrize(
+    "gelu, exact",
+    [
+        ({}, False),
+        ({"bias_gelu_fusion": False}, True),
+        ({"bias_gelu_fusion": False, "openai_gelu": True}, False),
+        ({"onnx_safe": True}, True),
+        ({"bias_gelu_fusion": ...}, True),  # mid 2020: torch's gelu
+        ({"bias_gelu_fusion": ..., "openai_gelu": ...}, False),  # early 2020: the tanh form
+    ],
+)
+def test_gelu_is_the_one_it_was_trained_with(tmp_path: Path, gelu: dict[str, Any], exact: bool) -> None:
+    found = opened(written(tmp_path, Layout(args=gelu)))
+    assert (found.model.activation == "gelu", found.notes) == (exact, ())
+
+
+@pytest.mark.parametrize(
+    "rows, settings, wanted",
+    [
+        (50304, {}, 50257),
+        (50257, {}, 50257),
+        (50385, {}, None),  # 50257 would have been padded to 50304
+        (50048, {}, None),
+        (64, {"known": 60}, 60),
+        (64, {"known": 65}, None),
+        (64, {"vocab_size": 64, "known": 60}, 64),
+        (64, {"vocab_size": 65}, None),
+        (64, {"vocab_size": 62, "known": 63}, None),
+    ],
+)
+def test_vocabulary_is_told_or_gpt2s(
+    tmp_path: Path, rows: int, settings: dict[str, int], wanted: int | None
+) -> None:
+    folder = written(tmp_path, Layout(rows=rows))
+    if wanted is not None:
+        assert opened(folder, **({"vocab_size": None} | settings)).model.vocab_size == wanted
+    else:
+        with pytest.raises(UserError, match="token"):
+            opened(folder, **({"vocab_size": None} | settings))

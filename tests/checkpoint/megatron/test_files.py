@@ -1,0 +1,258 @@
+"""Reading Megatron-LM's files: hostile ones run nothing, and what is missing or damaged is named."""
+
+import argparse
+import io
+import os
+import pickle
+import shutil
+import sys
+import tarfile
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mlm.checkpoint.megatron import files as megatron_files
+from mlm.checkpoint.megatron.files import find_files, is_zip, read_file
+from mlm.errors import CorruptFileError
+from tests.checkpoint.megatron.written import (
+    FILE,
+    Change,
+    Layout,
+    language_model,
+    megatron_modules,
+    rank_content,
+    same_gpt2,
+    save,
+    written,
+)
+
+
+class Call:
+    """A pickle of it calls a function when it is loaded."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self.function, self.args = function, args
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.function, self.args
+
+
+class Built:
+    """A pickle of it makes an object of some class, then hands it a state that holds a call."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (), {"x": self.call}
+
+
+def put(where: str, bomb: Any) -> Change:
+    """A change that puts a bomb somewhere in a rank file."""
+
+    def change(content: dict[str, Any]) -> None:
+        tensors = language_model(content)["encoder"]
+        name = "layers.0.mlp.dense_4h_to_h.weight"
+        match where:
+            case "beside":
+                content["note"] = bomb
+            case "args":
+                content["args"] = bomb
+            case "in args":
+                content["args"].note = bomb
+            case "iteration":
+                content["iteration"] = bomb
+            case "for a tensor":
+                tensors[name] = bomb
+            case "on a tensor":
+                tensors[name].note = bomb
+            case "for the model":
+                content["model"] = bomb
+            case "as a key":
+                content[bomb] = 1
+            case "in the optimizer":
+                content["optimizer"]["exp_avg"][0] = bomb
+            case "in numpy's state":
+                content["rng_state"][0]["np_rng_state"] = (*content["rng_state"][0]["np_rng_state"], bomb)
+            case "in a state":
+                content["note"] = Built(bomb)
+
+    return change
+
+
+PLACES = [
+    *("beside", "args", "in args", "iteration", "for a tensor", "on a tensor", "for the model", "as a key"),
+    *("in the optimizer", "in numpy's state", "in a state"),
+]
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "old"])
+@pytest.mark.parametrize("where", PLACES)
+def test_pickle_that_calls_is_refused_and_calls_nothing(tmp_path: Path, where: str, zipped: bool) -> None:
+    marker = tmp_path / "marker"
+    content = rank_content(same_gpt2(), Layout(), 0, 0, 1000)
+    put(where, Call(os.mkdir, str(marker)))(content)
+    path = tmp_path / "theirs" / "mp_rank_00" / FILE
+    path.parent.mkdir(parents=True)
+    save(path, content, zipped=zipped)
+    with pytest.raises(CorruptFileError, match=r"asks for posix\.mkdir.*nothing of it was run") as refusal:
+        read_file(find_files(path.parent.parent).files[0, 0])
+    assert not marker.exists()
+    assert str(path) in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    with megatron_modules():
+        torch.load(path, weights_only=False)
+    assert marker.exists()  # the bomb was live
+
+
+@pytest.mark.parametrize(
+    "function, args",
+    [
+        (eval, ("__import__('os').mkdir('marker')",)),
+        (getattr, (os, "mkdir")),
+        (__import__, ("os",)),
+        (torch.hub.load, ("x", "y")),
+        (pickle.loads, (b"x",)),
+        (sys.exit, ()),
+        (shutil.rmtree, ("marker",)),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_any_function_is_refused_by_name(tmp_path: Path, function: Callable[..., Any], args: Any) -> None:
+    path = tmp_path / FILE
+    torch.save({"args": Call(function, *args) if function is not getattr else Loose()}, path)
+    with pytest.raises(CorruptFileError, match=r"asks for \S*" + function.__name__):
+        read_file(path)
+
+
+def test_all_that_is_asked_for_is_named_before_anything_is_built(tmp_path: Path) -> None:
+    torch.save({"a": Call(os.mkdir, "a"), "b": Call(os.rmdir, "b")}, tmp_path / FILE)
+    with pytest.raises(CorruptFileError, match=r"asks for posix\.mkdir, posix\.rmdir, "):
+        read_file(tmp_path / FILE)
+
+
+class Loose:
+    """A pickle of it looks up an attribute of a string."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, ("", "upper")
+
+
+@pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4, 5])
+def test_bare_pickle_is_refused_and_runs_nothing(tmp_path: Path, protocol: int) -> None:
+    """No torch.save around it: what an attacker may put in the file's place."""
+    path, marker = tmp_path / FILE, tmp_path / "marker"
+    path.write_bytes(pickle.dumps(Call(os.mkdir, str(marker)), protocol))
+    with pytest.raises(CorruptFileError):
+        read_file(path)
+    assert not marker.exists()
+
+
+def test_tar_format_is_refused_and_runs_nothing(tmp_path: Path) -> None:
+    """torch's first format, of 2016: three pickles in a tar."""
+    path, marker = tmp_path / FILE, tmp_path / "marker"
+    bomb = pickle.dumps(Call(os.mkdir, str(marker)), 2)
+    with tarfile.open(path, "w") as tar:
+        for name in ("storages", "tensors", "pickle"):
+            entry = tarfile.TarInfo(name)
+            entry.size = len(bomb)
+            tar.addfile(entry, io.BytesIO(bomb))
+    with pytest.raises(CorruptFileError, match=r"legacy \.tar format"):
+        read_file(path)
+    assert not marker.exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_program_in_torchscript_is_refused(tmp_path: Path) -> None:
+    torch.jit.script(torch.nn.Linear(2, 2)).save(tmp_path / FILE)
+    with pytest.raises(CorruptFileError):
+        read_file(tmp_path / FILE)
+
+
+def test_stand_ins_keep_nothing_and_call_nothing(tmp_path: Path) -> None:
+    """numpy's state, a loss scaler, an enumeration and a path are there and empty."""
+    content = read_file(written(tmp_path) / "mp_rank_00" / FILE)
+    state = content["rng_state"][0]["np_rng_state"][1]
+    for value in (
+        state,
+        content["optimizer"]["loss_scaler"],
+        content["args"].model_type,
+        content["args"].save,
+    ):
+        assert type(value).__name__ == "SetAside"
+        assert not vars(value)
+
+
+def test_classes_that_other_libraries_allow_are_not_built(tmp_path: Path) -> None:
+    """torch's list of allowed classes is global: libraries add to it when they are imported."""
+    path = tmp_path / FILE
+    torch.save({"args": Call(Extra)}, path)
+    with torch.serialization.safe_globals([Extra]):
+        with pytest.raises(CorruptFileError, match=r"asks for \S*Extra"):
+            read_file(path)
+        assert Extra in torch.serialization.get_safe_globals()  # theirs is as it was
+    assert not Extra.built
+
+
+class Extra:
+    built = False
+
+    def __init__(self) -> None:
+        Extra.built = True
+
+
+def test_namespace_is_the_only_class_that_is_built(tmp_path: Path) -> None:
+    content = read_file(written(tmp_path) / "mp_rank_00" / FILE)
+    kinds: set[str] = set()
+
+    def walk(node: Any) -> None:
+        kinds.add(f"{type(node).__module__}.{type(node).__name__}")
+        inner = vars(node) if isinstance(node, argparse.Namespace) else node
+        if isinstance(inner, dict):
+            inner = [*inner.keys(), *inner.values()]
+        for value in inner if isinstance(inner, list | tuple) else ():
+            walk(value)
+
+    walk(content)
+    plain = {"dict", "list", "tuple", "str", "int", "float", "bool", "NoneType"}
+    assert kinds - {f"builtins.{name}" for name in plain} == {
+        "argparse.Namespace",
+        "torch.Tensor",
+        "torch.dtype",
+        "mlm.checkpoint.megatron.files.SetAside",
+    }
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "old"])
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 0.999])
+def test_truncated_file_is_refused(tmp_path: Path, share: float, zipped: bool) -> None:
+    path = written(tmp_path, Layout(zipped=zipped)) / "mp_rank_00" / FILE
+    assert is_zip(path) == zipped
+    os.truncate(path, int(share * path.stat().st_size))
+    with pytest.raises(CorruptFileError, match="damaged, or not written by torch") as refusal:
+        read_file(find_files(path.parent.parent).files[0, 0])
+    assert "\n" not in str(refusal.value)
+
+
+def test_compressed_records_are_refused(tmp_path: Path) -> None:
+    """They could unpack to any size, and mapped into memory they would be read as weights."""
+    path = written(tmp_path) / "mp_rank_00" / FILE
+    with zipfile.ZipFile(path) as records:
+        contents = {info.filename: records.read(info) for info in records.infolist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as records:
+        for name, content in contents.items():
+            records.writestr(name, content)
+    with pytest.raises(CorruptFileError, match="is compressed"):
+        read_file(path)
+
+
+def test_every_class_that_megatron_itself_allows_is_set_aside_or_taken() -> None:
+    """Megatron-LM loads such files by a list of its own (megatron/core/safe_globals.py)."""
+    allowed = pytest.importorskip("megatron.core.safe_globals").SAFE_GLOBALS
+    names = {f"{each.__module__}.{each.__qualname__}" for each in allowed}
+    assert names - {"argparse.Namespace"} <= set(megatron_files.SET_ASIDE)

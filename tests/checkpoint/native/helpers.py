@@ -1,0 +1,81 @@
+"""Checkpoints of tests: saved by any number of ranks in one process, loaded whole."""
+
+import json
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mlm.checkpoint.native import declaration
+from mlm.checkpoint.native import save_load
+from mlm.checkpoint.native.folders import open_staging, step_name
+from mlm.checkpoint.native.format import MANIFEST, Manifest, canonical
+from mlm.checkpoint.native.save_load import Shard, load_checkpoint, save_checkpoint
+from mlm.files.atomic import digest_bytes
+
+ALONE: dict[str, Any] = {"rank": 0, "world_size": 1, "group": None}
+
+
+def weights(value: float = 1.0) -> dict[str, Tensor]:
+    """Two small tensors filled with `value`."""
+    return {"w": torch.full((6, 4), value), "b": torch.full((3,), value)}
+
+
+def save(root: Path, step: int, tensors: Mapping[str, Tensor], **settings: Any) -> Path:
+    """One rank saves whole tensors."""
+    shards = {name: Shard.whole(tensor) for name, tensor in tensors.items()}
+    return save_checkpoint(
+        root, step, shards, **({"state": {"step": step}, "keep_last": 2, "keep_every": 0} | ALONE | settings)
+    )
+
+
+def load(path: Path, tensors: Mapping[str, Tensor], **settings: Any) -> Manifest:
+    """One rank loads whole tensors in place."""
+    return load_checkpoint(path, {n: Shard.whole(t) for n, t in tensors.items()}, **(ALONE | settings))
+
+
+def save_pieces(root: Path, step: int, ranks: Sequence[Mapping[str, Shard]]) -> Path:
+    """What `save_checkpoint` does on several ranks, done by one process in their place."""
+    save_id = uuid.uuid4().hex
+    declared = [declaration.declare_shards(shards, step, step) for shards in ranks]
+    tensors = declaration.merge_declared(root, declared)
+    staging = open_staging(root, step, save_id)
+    files = {}
+    for rank, shards in enumerate(ranks):
+        if entry := save_load.write_shards(staging, rank, shards, save_id):
+            files[declaration.file_name(rank)] = save_load.file_entry(entry)
+    save_load.publish_manifest(staging, root, Manifest(step, save_id, tensors, files, {"step": step}))
+    return root / step_name(step)
+
+
+def pieces(full: Tensor, grid: Sequence[Sequence[int]]) -> list[Shard]:
+    """Cut `full` at the given row (and column, …) boundaries; the shards are views, not copies."""
+    shards = [(full, [0] * full.ndim)]
+    for dim, cuts in enumerate(grid):
+        edges = [0, *cuts, full.shape[dim]]
+        shards = [
+            (piece.narrow(dim, a, b - a), [*offset[:dim], a, *offset[dim + 1 :]])
+            for piece, offset in shards
+            for a, b in pairwise(edges)
+        ]
+    return [Shard(piece, tuple(full.shape), tuple(offset)) for piece, offset in shards]
+
+
+def edit_manifest(path: Path, edit: Callable[[dict[str, Any]], Any], *, sign: bool = True) -> None:
+    """Change a manifest as an adversary would: with a digest that matches, unless told not to sign."""
+    body = json.loads((path / MANIFEST).read_bytes())
+    edit(body)
+    if sign:
+        body.pop("digest", None)
+        body["digest"] = digest_bytes(canonical(body))
+    (path / MANIFEST).write_bytes(canonical(body))
+
+
+def without_blocks(body: dict[str, Any]) -> None:
+    """An edit that makes the manifest one of an older version: a digest per file, none per block."""
+    for entry in body["files"].values():
+        entry.pop("blocks")

@@ -1,0 +1,208 @@
+"""How two checkpoints differ is what PyTorch says of their whole tensors, whatever the cuts."""
+
+import math
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mlm.checkpoint.native import compare
+from mlm.checkpoint.native.compare import (
+    Comparison,
+    FormDifference,
+    Reader,
+    TensorDifference,
+    compare_checkpoints,
+    compared_bytes,
+    row_blocks,
+)
+from mlm.checkpoint.native.format import DTYPES
+from mlm.checkpoint.native.slices import Rectangle, tiling_fault
+from mlm.checkpoint.native.save_load import read_manifest
+from mlm.errors import CorruptFileError, UserError
+from tests.checkpoint.native.helpers import edit_manifest, pieces, save, save_pieces, weights
+
+SHARD = "rank-00000.safetensors"
+
+
+def compared(folder: Path, first: dict[str, Tensor], second: dict[str, Tensor]) -> Comparison:
+    return compare_checkpoints(save(folder / "first", 1, first), save(folder / "second", 1, second))
+
+
+def difference(folder: Path, first: Tensor, second: Tensor) -> TensorDifference:
+    (only,) = compared(folder, {"x": first}, {"x": second}).tensors
+    return only
+
+
+def test_same_tensors_at_two_layouts_are_equal(tmp_path: Path) -> None:
+    x, y = torch.randn(6, 8), torch.randn(7)
+    one = save(tmp_path / "one", 3, {"x": x, "y": y})
+    cut = zip(pieces(x, [[3], [2]]), pieces(y, [[1, 2, 5]]), strict=True)
+    many = save_pieces(tmp_path / "many", 3, [{"x": a, "y": b} for a, b in cut])
+    assert compare_checkpoints(one, many).equal
+    assert compare_checkpoints(many, one).equal
+
+
+def test_one_changed_element_is_found_and_measured(tmp_path: Path) -> None:
+    x = torch.tensor([[1.0, -8.0], [0.5, 2.0]])
+    other = x.clone()
+    other[1, 0] = -3.5
+    assert difference(tmp_path, x, other) == TensorDifference("x", 1, 4, largest=4.0, scale=8.0)
+    assert difference(tmp_path, other, x).relative == 0.5
+
+
+cuts = st.lists(st.lists(st.integers(0, 7), max_size=2).map(sorted), min_size=2, max_size=2)
+
+
+@settings(deadline=None, max_examples=20)
+@given(first=cuts, second=cuts, block=st.integers(1, 200), seed=st.integers(0, 999))
+def test_figures_are_those_of_the_whole_tensors(
+    first: list[list[int]], second: list[list[int]], block: int, seed: int
+) -> None:
+    """Cut in up to 3 × 3 pieces by each, read in blocks of any size; a third of the elements differ."""
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.randn(7, 7, generator=generator)
+    b = torch.where(torch.rand(7, 7, generator=generator) < 0.3, torch.randn(7, 7, generator=generator), a)
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compare, "BLOCK", block)
+        patch.setattr(compare, "OPEN_FILES", 2)
+        one = save_pieces(Path(folder, "a"), 1, [{"x": piece} for piece in pieces(a, first)])
+        two = save_pieces(Path(folder, "b"), 1, [{"x": piece} for piece in pieces(b, second)])
+        (found,) = compare_checkpoints(one, two).tensors
+    assert found.differing == int((a != b).sum())
+    assert found.largest == float((a.double() - b.double()).abs().max())
+    if found.differing:
+        assert found.scale == float(torch.stack([a, b]).abs().max())
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+@pytest.mark.parametrize("shape", [(), (5,), (3, 2, 2)])
+def test_every_dtype_is_compared(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x, y = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+    y.view(-1)[-1] = 1
+    assert difference(tmp_path, x, y) == TensorDifference("x", 1, x.numel(), largest=1.0, scale=1.0)
+    assert compared(tmp_path / "same", {"x": y}, {"x": y}).equal
+
+
+def test_nan_equals_its_own_bits(tmp_path: Path) -> None:
+    x = torch.tensor([math.nan, math.inf, 1.0])
+    assert difference(tmp_path, x, x.clone()) == TensorDifference("x", 0, 3, largest=0.0, scale=1.0)
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_nan_and_infinity_differ_infinitely_from_a_number(tmp_path: Path, odd: float) -> None:
+    x = torch.tensor([2.0, 3.0])
+    found = difference(tmp_path, x, torch.tensor([odd, 3.0]))
+    assert (found.differing, found.largest, found.scale, found.relative) == (1, math.inf, 3.0, math.inf)
+
+
+def test_zero_and_minus_zero_differ_in_bits_only(tmp_path: Path) -> None:
+    found = difference(tmp_path, torch.zeros(2), -torch.zeros(2))
+    assert (found.differing, found.largest, found.relative) == (2, 0.0, 0.0)
+
+
+def test_tensor_without_elements_is_equal(tmp_path: Path) -> None:
+    assert compared(tmp_path, {"x": torch.zeros(0, 3)}, {"x": torch.zeros(0, 3)}).equal
+
+
+def test_tensors_of_one_side_and_other_forms_are_listed(tmp_path: Path) -> None:
+    same = torch.ones(2)
+    first = {"same": same, "gone": same, "shape": torch.ones(2, 3), "dtype": same}
+    second = {"same": same, "new": same, "shape": torch.ones(3, 2), "dtype": same.bfloat16()}
+    found = compared(tmp_path, first, second)
+    assert (found.only_first, found.only_second) == (("gone",), ("new",))
+    assert found.forms == (
+        FormDifference("dtype", "F32 [2]", "BF16 [2]"),
+        FormDifference("shape", "F32 [2, 3]", "F32 [3, 2]"),
+    )
+    assert [tensor.name for tensor in found.tensors] == ["same"]
+    assert not found.equal
+
+
+@pytest.mark.parametrize("lacking", ["first", "second"])
+def test_tensor_of_one_side_alone_makes_them_unequal(tmp_path: Path, lacking: str) -> None:
+    sides = {"first": weights(), "second": weights()}
+    del sides[lacking]["b"]
+    assert not compared(tmp_path, **sides).equal
+
+
+def test_most_different_comes_first(tmp_path: Path) -> None:
+    x = torch.tensor([100.0, 1.0])
+    others = {"absolutely": x + 4.0, "relatively": torch.tensor([0.1, 0.3]), "not": x}
+    first = {"absolutely": x, "relatively": torch.tensor([0.1, 0.1]), "not": x}
+    found = compared(tmp_path, first, others)
+    assert [tensor.name for tensor in found.differing] == ["relatively", "absolutely"]
+
+
+def test_names_choose_what_is_compared(tmp_path: Path) -> None:
+    one = save(tmp_path / "one", 1, weights(1.0))
+    two = save(tmp_path / "two", 1, {"w": weights(2.0)["w"], "b": weights(1.0)["b"], "extra": torch.ones(1)})
+    found = compare_checkpoints(one, two, names=lambda name: name == "b")
+    assert found.equal
+    assert [tensor.name for tensor in found.tensors] == ["b"]
+
+
+def test_progress_adds_up_to_the_bytes_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "BLOCK", 30)
+    one = save(tmp_path / "one", 1, weights() | {"here": torch.ones(9)})
+    two = save(tmp_path / "two", 1, weights() | {"there": torch.ones(9)})
+    steps: list[int] = []
+    compare_checkpoints(one, two, steps.append)
+    assert sum(steps) == compared_bytes(read_manifest(one), read_manifest(two)) == (24 + 3) * 4
+    assert max(steps) <= 30
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (9,), (5, 3), (2, 50), (4, 0), (3, 2, 2)])
+def test_row_blocks_tile_a_tensor_and_are_small(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "BLOCK", 40)
+    blocks = list(row_blocks(shape, 4))
+    assert tiling_fault(shape, blocks) is None
+    row = math.prod(shape[1:]) * 4
+    assert all(block.volume * 4 <= max(40, row) for block in blocks)
+
+
+def test_number_of_open_files_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "OPEN_FILES", 2)
+    x = torch.randn(10, 2)
+    path = save_pieces(tmp_path, 1, [{"x": piece} for piece in pieces(x, [[2, 4, 6, 8]])])
+    with Reader(path, read_manifest(path)) as reader:
+        assert torch.equal(reader.read("x", Rectangle((0, 0), (10, 2))), x)
+        assert len(reader._open) == 2
+    assert not reader._open
+
+
+@pytest.mark.parametrize("damage", ["short", "missing", "of another save"])
+def test_file_that_cannot_be_read_is_an_error_that_names_it(tmp_path: Path, damage: str) -> None:
+    one, two = save(tmp_path / "one", 1, weights()), save(tmp_path / "two", 1, weights())
+    if damage == "short":
+        (two / SHARD).write_bytes((two / SHARD).read_bytes()[:-1])
+    elif damage == "missing":
+        (two / SHARD).unlink()
+    else:
+        (two / SHARD).write_bytes((one / SHARD).read_bytes())
+    with pytest.raises(CorruptFileError, match=str(two / SHARD)):
+        compare_checkpoints(one, two)
+
+
+def test_file_that_holds_another_tensor_than_listed_is_an_error(tmp_path: Path) -> None:
+    """The manifest is signed anew: a forgery, or two checkpoints mixed with care."""
+    one, two = save(tmp_path / "one", 1, weights()), save(tmp_path / "two", 1, weights())
+
+    def swap(body: dict[str, dict[str, object]]) -> None:
+        body["tensors"]["w"] = body["tensors"]["b"]
+
+    edit_manifest(two, swap)
+    edit_manifest(one, swap)
+    with pytest.raises(CorruptFileError, match="does not hold w as listed"):
+        compare_checkpoints(one, two)
+
+
+def test_no_checkpoint_there_is_a_users_mistake(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such checkpoint"):
+        compare_checkpoints(save(tmp_path, 1, weights()), tmp_path / "absent")

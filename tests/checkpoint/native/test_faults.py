@@ -1,0 +1,251 @@
+"""Bad days: kills, full and read-only disks, ranks that fail. The previous checkpoint survives each."""
+
+import errno
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from mlm.checkpoint.native import save_load
+from mlm.checkpoint.native.save_load import (
+    CheckpointError,
+    Shard,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from mlm.errors import CorruptFileError, UserError
+from mlm.parallel.mesh import ParallelContext
+from tests.checkpoint.native.helpers import edit_manifest, load, save, weights, without_blocks
+from tests.ranks import run_on_ranks
+
+
+def mean_of(path: Path) -> float:
+    tensors = weights(0.0)
+    load(path, tensors)
+    return float(tensors["w"].mean())
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("form", [[], ["columns"]], ids=["listed", "columns"])
+def test_kill_at_any_instant_leaves_a_whole_checkpoint(tmp_path: Path, form: list[str]) -> None:
+    """Before each file operation of a save, of a new step and of the same one again; and at random."""
+    command = [sys.executable, "-m", "tests.checkpoint.native.kill_saves", str(tmp_path), *form]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["faults"] == []
+    assert min(result["rounds"].values()) > 10
+
+
+def failing_at(number: int, function: Callable[..., Any], calls: list[int]) -> Callable[..., Any]:
+    """`function`, but its `number`-th call finds the disk full."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == number:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+@pytest.mark.parametrize("name", ["fsync", "rename", "replace", "mkdir"])
+@pytest.mark.parametrize("step", [1, 2])
+def test_disk_full_at_any_call_leaves_the_previous_and_no_partials(
+    tmp_path: Path, name: str, step: int
+) -> None:
+    for number in range(1, 20):
+        root, calls = tmp_path / str(number), list[int]()
+        save(root, 1, weights(1.0))
+        with mock.patch.object(os, name, failing_at(number, getattr(os, name), calls)):
+            failed, message = message_of(lambda root=root: save(root, step, weights(2.0)))
+        if failed:
+            assert "No space left on device. Free space there, or set out=" in message
+            assert message.endswith("the previous checkpoint step-00000001 is intact")
+        if len(calls) < number:
+            return  # every call has failed once
+        assert mean_of(root / "step-00000001") in ((1.0,) if step == 2 else (1.0, 2.0))
+        assert not [*root.glob(".saving-*"), *root.glob(".latest-*")]
+        save(root, 3, weights(3.0), keep_last=1)
+        assert sorted(path.name for path in root.iterdir()) == ["latest", "step-00000003"]
+    pytest.fail("more calls than expected")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(tmp_path)]
+    try:
+        mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        mounted = False
+    if not mounted:
+        pytest.skip("mounting needs root")
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_full_disk_is_named_and_training_can_go_on(small_disk: Path) -> None:
+    save(small_disk, 1, {"w": torch.ones(20_000)})
+    with pytest.raises(CheckpointError) as caught:
+        save(small_disk, 2, {"w": torch.ones(60_000)})
+    assert "rank-00000.safetensors: could not be saved (rank 0): No space left on device" in str(caught.value)
+    assert sorted(path.name for path in small_disk.iterdir()) == ["latest", "step-00000001"]
+    target = torch.zeros(20_000)
+    load(small_disk / "step-00000001", {"w": target})
+    assert target.all()
+
+
+def test_file_too_large_for_its_limit_is_an_error(tmp_path: Path) -> None:
+    """The limit of a quota or of ulimit -f, met in the middle of a write."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, old[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"File too large.*there is no earlier checkpoint"):
+            save(tmp_path, 1, {"w": torch.ones(60_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert not list(tmp_path.iterdir())
+
+
+def test_file_in_place_of_the_folder_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="file: could not be saved"):
+        save(tmp_path / "file", 1, weights())
+
+
+def test_unreadable_shard_is_an_error(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, weights())
+    denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path / "rank-00000.safetensors"))
+    with (
+        mock.patch.object(save_load, "CheckedFile", side_effect=denied),
+        pytest.raises(
+            CheckpointError, match=r"rank-00000.safetensors: cannot be read \(rank 0\): Permission"
+        ),
+    ):
+        load(path, weights())
+
+
+# Two ranks. `w` is cut into rows [0:4] and [4:6]; rank 0 owns the replicated `b`.
+
+
+def shards_of(rank: int, value: float) -> dict[str, Shard]:
+    mine = {"w": Shard(torch.full((4 - 2 * rank, 4), value), (6, 4), (4 * rank, 0))}
+    return mine if rank else mine | {"b": Shard.whole(torch.full((3,), value))}
+
+
+def save_on(ctx: ParallelContext, root: Path, step: int, value: float = 1.0) -> Path:
+    settings: dict[str, Any] = {"state": {"rank": ctx.rank}, "keep_last": 2, "keep_every": 0}
+    where = {"rank": ctx.rank, "world_size": ctx.world_size, "group": ctx.host_group}
+    return save_checkpoint(root, step, shards_of(ctx.rank, value), **settings, **where)
+
+
+def load_on(ctx: ParallelContext, path: Path, shards: dict[str, Shard]) -> Any:
+    return load_checkpoint(path, shards, rank=ctx.rank, world_size=ctx.world_size, group=ctx.host_group)
+
+
+def message_of(work: Callable[[], Any]) -> tuple[str, str]:
+    try:
+        work()
+    except UserError as e:
+        return type(e).__name__, str(e)
+    return "", ""
+
+
+def rank_1_fails(ctx: ParallelContext, root: Path) -> tuple[str, str]:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "rank-00001.safetensors")
+    save_on(ctx, root, 1)
+    with mock.patch.object(save_load, "write_shard_file", side_effect=full) if ctx.rank else mock.MagicMock():
+        return message_of(lambda: save_on(ctx, root, 2))
+
+
+def test_rank_that_cannot_write_fails_all_ranks_alike(tmp_path: Path) -> None:
+    first, second = run_on_ranks(rank_1_fails, tmp_path, tp=2)
+    assert first == second
+    assert first[0] == "CheckpointError"
+    assert "rank-00001.safetensors: could not be saved (rank 1): No space left on device" in first[1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-00000001"
+
+
+def rank_1_raises_anything(ctx: ParallelContext, root: Path) -> tuple[str, str]:
+    bug = mock.patch.object(save_load, "write_shard_file", side_effect=RuntimeError("CUDA error"))
+    with bug if ctx.rank else mock.MagicMock():
+        return message_of(lambda: save_on(ctx, root, 1))
+
+
+def test_unexpected_error_of_one_rank_reaches_the_other(tmp_path: Path) -> None:
+    for kind, message in run_on_ranks(rank_1_raises_anything, tmp_path, tp=2):
+        assert kind == "CheckpointError"
+        assert "(rank 1): RuntimeError: CUDA error" in message
+
+
+def different_steps(ctx: ParallelContext, root: Path) -> tuple[str, str]:
+    return message_of(lambda: save_on(ctx, root, 1 + ctx.rank))
+
+
+def test_ranks_at_different_steps_do_not_save(tmp_path: Path) -> None:
+    for _, message in run_on_ranks(different_steps, tmp_path, tp=2):
+        assert "ranks save different steps: 2 and 1" in message
+
+
+def save_then_swap(ctx: ParallelContext, root: Path) -> tuple[list[float], Any]:
+    """Rank 1 loads what rank 0 saved and the other way round."""
+    path = save_on(ctx, root, 3, value=float(ctx.rank + 1))
+    wanted = shards_of(1 - ctx.rank, 0.0)
+    manifest = load_on(ctx, path, wanted)
+    return [float(shard.tensor.mean()) for shard in wanted.values()], manifest.state
+
+
+def test_ranks_load_what_other_ranks_saved(tmp_path: Path) -> None:
+    """Each rank asks for a part of the names only; together they ask for all."""
+    first, second = run_on_ranks(save_then_swap, tmp_path, tp=2)
+    assert first == ([2.0], {"rank": 0})
+    assert second == ([1.0, 1.0], {"rank": 0})
+
+
+def test_one_rank_loads_what_two_saved(tmp_path: Path) -> None:
+    run_on_ranks(save_then_swap, tmp_path, tp=2)
+    tensors = weights(0.0)
+    load(tmp_path / "step-00000003", tensors)
+    assert torch.equal(tensors["w"], torch.cat([torch.full((4, 4), 1.0), torch.full((2, 4), 2.0)]))
+
+
+def load_damaged(ctx: ParallelContext, path: Path) -> tuple[str, str, float]:
+    wanted = shards_of(ctx.rank, 0.0)
+    kind, message = message_of(lambda: load_on(ctx, path, wanted))
+    return kind, message, float(wanted["w"].tensor.abs().sum())
+
+
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00001.safetensors"])
+def test_damaged_file_fails_all_ranks_and_reaches_no_tensor(tmp_path: Path, name: str) -> None:
+    run_on_ranks(save_on, tmp_path, 1, tp=2)
+    path = tmp_path / "step-00000001"
+    content = (path / name).read_bytes()
+    (path / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    for kind, message, touched in run_on_ranks(load_damaged, path, tp=2):
+        assert kind == CorruptFileError.__name__
+        assert f"{name}: damaged" in message
+        assert touched in (0.0, 8.0, 16.0)  # untouched, or a piece that is whole
+
+
+def files_digested(ctx: ParallelContext, path: Path) -> list[str]:
+    with mock.patch.object(save_load, "digest_file", wraps=save_load.digest_file) as digest:
+        load_on(ctx, path, shards_of(ctx.rank, 0.0))
+    return [call.args[0].name for call in digest.call_args_list]
+
+
+def test_each_file_without_block_digests_is_digested_by_one_rank(tmp_path: Path) -> None:
+    run_on_ranks(save_on, tmp_path, 1, tp=2)
+    edit_manifest(tmp_path / "step-00000001", without_blocks)
+    first, second = run_on_ranks(files_digested, tmp_path / "step-00000001", tp=2)
+    assert (first, second) == (["rank-00000.safetensors"], ["rank-00001.safetensors"])

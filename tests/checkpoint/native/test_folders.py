@@ -1,0 +1,202 @@
+"""Which checkpoint is found, which are kept."""
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mlm.checkpoint.native.folders import LATEST, clear_up, leftovers, locate, outdated
+from mlm.checkpoint.native.format import MANIFEST
+from mlm.checkpoint.native.save_load import latest_checkpoint, resolve
+from mlm.errors import CorruptFileError, UserError
+from tests.checkpoint.native.helpers import load, save, weights
+
+
+def steps(root: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in root.glob("step-*"))
+
+
+def test_checkpoint_is_a_directory_of_that_name(tmp_path: Path) -> None:
+    path = save(tmp_path / "deep" / "checkpoints", 1000, weights())
+    assert path == tmp_path / "deep" / "checkpoints" / "step-00001000"
+    assert sorted(p.name for p in path.iterdir()) == ["manifest.json", "rank-00000.safetensors"]
+
+
+def test_latest_is_a_text_file_that_begins_with_the_directory_name(tmp_path: Path) -> None:
+    for step in (5, 6):
+        save(tmp_path, step, weights())
+    assert (tmp_path / LATEST).read_text().splitlines()[0] == "step-00000006"
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-00000006"
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_every", "kept"),
+    [
+        (1, 0, [6]),
+        (2, 0, [5, 6]),
+        (9, 0, [1, 2, 3, 4, 5, 6]),
+        (1, 2, [2, 4, 6]),
+        (2, 3, [3, 5, 6]),
+        (0, 0, [6]),
+    ],
+)
+def test_old_checkpoints_are_pruned(tmp_path: Path, keep_last: int, keep_every: int, kept: list[int]) -> None:
+    for step in range(1, 7):
+        save(tmp_path, step, weights(), keep_last=keep_last, keep_every=keep_every)
+    assert steps(tmp_path) == kept
+
+
+def test_steps_after_the_saved_one_are_never_pruned(tmp_path: Path) -> None:
+    """A user went back to step 1: what the run had beyond is theirs to delete."""
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, weights(), keep_last=9)
+    save(tmp_path, 2, weights(5.0), keep_last=1)
+    assert steps(tmp_path) == [2, 3, 4]
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-00000002"
+
+
+def test_same_step_saved_again_replaces_the_old(tmp_path: Path) -> None:
+    save(tmp_path, 1, weights(1.0))
+    tensors = weights(0.0)
+    load(save(tmp_path, 1, weights(2.0)), tensors)
+    assert tensors["w"].mean() == 2.0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LATEST, "step-00000001"]
+
+
+def test_checkpoint_moved_aside_by_a_killed_save_is_found_and_put_back(tmp_path: Path) -> None:
+    """Killed between moving step 1 aside and giving its name to the new one."""
+    path = save(tmp_path, 1, weights())
+    aside = path.rename(tmp_path / ".replaced-step-00000001")
+    assert latest_checkpoint(tmp_path) == aside
+    save(tmp_path, 2, weights())
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_no_checkpoint_is_none(tmp_path: Path) -> None:
+    assert latest_checkpoint(tmp_path) is None
+    assert latest_checkpoint(tmp_path / "absent") is None
+
+
+@pytest.mark.parametrize("damage", ["directory", MANIFEST, "rank-00000.safetensors", "truncate"])
+def test_latest_that_is_not_whole_gives_way_to_the_newest_whole(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths = [save(tmp_path, step, weights(), keep_last=9) for step in (1, 2, 3)]
+    if damage == "directory":
+        shutil.rmtree(paths[2])
+    elif damage == "truncate":
+        (paths[2] / "rank-00000.safetensors").write_bytes(b"short")
+    else:
+        (paths[2] / damage).unlink()
+    with caplog.at_level(logging.WARNING):
+        assert latest_checkpoint(tmp_path) == paths[1]
+    assert "step-00000003" in caplog.text
+    assert f"continuing from the newest whole checkpoint, {paths[1]}" in caplog.text
+
+
+def test_latest_that_the_user_turned_back_is_followed(tmp_path: Path) -> None:
+    paths = [save(tmp_path, step, weights()) for step in (1, 2)]
+    (tmp_path / LATEST).write_text("step-00000001")
+    assert latest_checkpoint(tmp_path) == paths[0]
+
+
+@pytest.mark.parametrize("content", ["", "../../elsewhere", "step-1/../..", "\0"])
+def test_latest_that_names_no_checkpoint_is_not_followed(tmp_path: Path, content: str) -> None:
+    path = save(tmp_path, 1, weights())
+    (tmp_path / LATEST).write_text(content)
+    assert latest_checkpoint(tmp_path) == path
+
+
+def test_only_damaged_checkpoints_is_an_error(tmp_path: Path) -> None:
+    (save(tmp_path, 1, weights()) / MANIFEST).unlink()
+    with pytest.raises(CorruptFileError, match=r"no checkpoint is whole.*manifest.json: missing"):
+        latest_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("checkpoints", ["out/checkpoints", "out"])
+def test_resolve_takes_what_a_user_would_type(tmp_path: Path, checkpoints: str) -> None:
+    root = tmp_path / checkpoints
+    old, new = save(root, 1, weights()), save(root, 2, weights())
+    given = [old, old / MANIFEST, root, root / LATEST, tmp_path / "out", str(new)]
+    assert [resolve(path) for path in given] == [old, old, new, new, new, new]
+
+
+@pytest.mark.parametrize(("name", "why"), [("absent", "no such directory"), ("empty", "holds no checkpoint")])
+def test_resolve_says_how_to_name_a_checkpoint(tmp_path: Path, name: str, why: str) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=rf"ckpt=.*{name}: {why}.*Set ckpt=… to"):
+        resolve(tmp_path / name)
+
+
+def damage(path: Path) -> None:
+    (path / "rank-00000.safetensors").write_bytes(b"short")
+
+
+def test_damaged_checkpoint_does_not_count_as_kept(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step, weights(), keep_last=9)
+    damage(tmp_path / "step-00000003")
+    save(tmp_path, 4, weights(), keep_last=2)
+    assert steps(tmp_path) == [2, 3, 4]  # 2 and 4 are the two whole ones; 3 is newer than one of them
+
+
+def test_damaged_checkpoint_goes_when_enough_whole_ones_are_newer(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step, weights(), keep_last=9)
+    damage(tmp_path / "step-00000002")
+    save(tmp_path, 4, weights(), keep_last=2)
+    assert steps(tmp_path) == [3, 4]
+
+
+def test_nothing_is_outdated_where_nothing_is_whole(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        damage(save(tmp_path, step, weights(), keep_last=9))
+    assert outdated(tmp_path, keep_last=1, keep_every=0) == []
+
+
+def test_outdated_looks_into_no_more_checkpoints_than_it_keeps(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, weights(), keep_last=9)
+    asked: list[str] = []
+
+    def fault(path: Path) -> str | None:
+        asked.append(path.name)
+        return "damaged" if path.name == "step-00000003" else None
+
+    old = outdated(tmp_path, keep_last=2, keep_every=0, fault=fault)
+    assert [path.name for path in old] == ["step-00000001"]
+    assert asked == ["step-00000004", "step-00000003", "step-00000002"]
+
+
+def test_checkpoint_that_latest_names_is_never_outdated_wherever_it_lies(tmp_path: Path) -> None:
+    """Killed while it was moved aside: it has another name until the next save puts it back."""
+    paths = [save(tmp_path, step, weights(), keep_last=9) for step in (1, 2, 3)]
+    (tmp_path / LATEST).write_text("step-00000001")
+    paths[0].rename(tmp_path / ".replaced-step-00000001")
+    assert outdated(tmp_path, keep_last=1, keep_every=0) == [paths[1]]
+
+
+def test_leftovers_are_what_clearing_up_deletes(tmp_path: Path) -> None:
+    save(tmp_path, 1, weights())
+    for name in (".saving-step-00000002-a", ".trash-step-00000000", ".replaced-step-00000001"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".latest-step-00000002").touch()
+    before = {path.name for path in tmp_path.iterdir()}
+    expected = {path.name for path in leftovers(tmp_path)}
+    clear_up(tmp_path)
+    assert expected == before - {path.name for path in tmp_path.iterdir()}
+    assert len(expected) == 4
+
+
+@pytest.mark.parametrize("checkpoints", ["out/checkpoints", "out"])
+def test_locate_tells_a_checkpoint_from_a_folder_of_them(tmp_path: Path, checkpoints: str) -> None:
+    root = tmp_path / checkpoints
+    path = save(root, 1, weights())
+    assert [locate(given) for given in (path, path / MANIFEST)] == [(path, True)] * 2
+    assert [locate(given) for given in (root, root / LATEST, tmp_path / "out")] == [(root, False)] * 3
+
+
+def test_resolve_names_the_setting_it_is_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^second=.*absent: no such directory. Set second=… to"):
+        resolve(tmp_path / "absent", "second")

@@ -1,0 +1,207 @@
+"""Manifests and shard files that are damaged, forged or hostile are refused, and nothing is run."""
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mlm.checkpoint.native import format as format_module
+from mlm.checkpoint.native.format import MANIFEST, read_manifest
+from mlm.checkpoint.native.save_load import CheckpointError
+from mlm.errors import CorruptFileError, UserError
+from tests.checkpoint.native.helpers import edit_manifest, load, pieces, save, save_pieces, weights
+
+SHARD = "rank-00000.safetensors"
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    return save(tmp_path, 7, weights())
+
+
+def move_shard(name: str) -> Callable[[dict[str, Any]], None]:
+    def edit(body: dict[str, Any]) -> None:
+        body["files"][name] = body["files"].pop(SHARD)
+        for entry in body["tensors"].values():
+            entry["chunks"][0][0] = name
+
+    return edit
+
+
+def test_manifest_says_what_was_saved(saved: Path) -> None:
+    manifest = read_manifest(saved)
+    assert (manifest.step, manifest.state) == (7, {"step": 7})
+    assert {n: (e.shape, e.dtype) for n, e in manifest.tensors.items()} == {
+        "b": ((3,), torch.float32),
+        "w": ((6, 4), torch.float32),
+    }
+    assert manifest.files[SHARD].bytes == (saved / SHARD).stat().st_size
+
+
+def test_shards_are_plain_safetensors(saved: Path) -> None:
+    theirs = load_file(saved / SHARD)
+    assert all(torch.equal(theirs[name], tensor) for name, tensor in weights().items())
+
+
+def test_state_comes_back_as_json_has_it(tmp_path: Path) -> None:
+    state = {"a": [1, 2.5, None, "é"], "b": {"c": True}, "big": 2**60, "numbers": {10: 1, 9: 2}}
+    path = save(tmp_path, 1, weights(), state=state)
+    assert read_manifest(path).state == json.loads(json.dumps(state))
+
+
+def test_state_that_is_no_json_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="not JSON compliant"):
+        save(tmp_path, 1, weights(), state={"loss": float("nan")})
+    assert not list(tmp_path.iterdir())
+
+
+def test_edited_manifest_is_refused(saved: Path) -> None:
+    edit_manifest(saved, lambda body: body.update(step=8), sign=False)
+    with pytest.raises(CorruptFileError, match="it was altered"):
+        read_manifest(saved)
+
+
+@pytest.mark.parametrize(
+    "name", ["../x.safetensors", "/etc/x.safetensors", "a/b.safetensors", "..", "latest"]
+)
+def test_file_name_that_leaves_the_directory_is_refused(saved: Path, name: str) -> None:
+    edit_manifest(saved, move_shard(name))
+    with pytest.raises(CorruptFileError, match="is not allowed"):
+        read_manifest(saved)
+
+
+@pytest.mark.parametrize("name", [SHARD, MANIFEST])
+def test_link_in_place_of_a_file_is_refused(saved: Path, name: str) -> None:
+    (saved / name).rename(saved.parent / "elsewhere")
+    (saved / name).symlink_to(saved.parent / "elsewhere")
+    with pytest.raises(CorruptFileError, match="a link or special file"):
+        load(saved, weights())
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", [SHARD, MANIFEST])
+def test_pipe_in_place_of_a_file_is_refused(saved: Path, name: str) -> None:
+    (saved / name).unlink()
+    os.mkfifo(saved / name)
+    with pytest.raises(CorruptFileError, match="a link or special file"):
+        load(saved, weights())
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda body: body.pop("tensors"),
+        lambda body: body.update(files=[]),
+        lambda body: body.update(step=-1),
+        lambda body: body.update(step=True),
+        lambda body: body.update(version="1"),
+        lambda body: body.update(format="torch"),
+        lambda body: body.update(state=[]),
+        lambda body: body["tensors"]["w"].update(shape=[6, 1e9]),
+        lambda body: body["tensors"]["w"].update(shape=[6] * 40),
+        lambda body: body["tensors"]["w"].update(dtype="PICKLE"),
+        lambda body: body["tensors"]["w"].update(dtype=["F32"]),
+        lambda body: body["tensors"]["w"].update(chunks=[["rank-00009.safetensors", [0, 0], [6, 4]]]),
+        lambda body: body["tensors"]["w"]["chunks"].append(body["tensors"]["w"]["chunks"][0]),
+        lambda body: body["files"][SHARD].update(bytes="12"),
+    ],
+)
+def test_malformed_manifest_is_refused(saved: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+    edit_manifest(saved, edit)
+    with pytest.raises(CorruptFileError, match=f"{MANIFEST}: damaged manifest"):
+        read_manifest(saved)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff\xfe", b"[]", b"{", b'{"format": NaN}', b"[" * 100_000, pickle.dumps(1)]
+)
+def test_manifest_that_is_no_manifest_is_refused(saved: Path, content: bytes) -> None:
+    (saved / MANIFEST).write_bytes(content)
+    with pytest.raises(CorruptFileError, match="damaged manifest"):
+        read_manifest(saved)
+
+
+def test_manifest_of_a_later_format_says_to_upgrade(saved: Path) -> None:
+    edit_manifest(saved, lambda body: body.update(version=3))
+    with pytest.raises(UserError, match="Upgrade mlm"):
+        read_manifest(saved)
+
+
+def test_manifest_over_the_size_limit_is_not_parsed(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(format_module, "MAX_MANIFEST_BYTES", 100)
+    with pytest.raises(CorruptFileError, match="100 is the limit"):
+        read_manifest(saved)
+
+
+def test_manifest_over_the_size_limit_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(format_module, "MAX_MANIFEST_BYTES", 100)
+    with pytest.raises(CheckpointError, match="100 is the limit"):
+        save(tmp_path, 1, weights())
+
+
+@pytest.mark.parametrize("offset", [[1, 0], [3, 0]])
+def test_manifest_whose_chunks_do_not_tile_is_refused(tmp_path: Path, offset: list[int]) -> None:
+    path = save_pieces(tmp_path, 1, [{"w": piece} for piece in pieces(weights()["w"], [[2]])])
+    edit_manifest(path, lambda body: body["tensors"]["w"]["chunks"][1].__setitem__(1, offset))
+    with pytest.raises(CorruptFileError, match="w: "):
+        read_manifest(path)
+
+
+class Bomb:
+    """Unpickling it would create a file."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("bomb",)
+
+
+@pytest.mark.parametrize("protocol", [0, 4])
+def test_pickle_in_place_of_a_shard_is_refused_and_not_run(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, protocol: int
+) -> None:
+    monkeypatch.chdir(saved.parent)
+    content = pickle.dumps(Bomb(), protocol).ljust(200, b"\0")
+    (saved / SHARD).write_bytes(content)
+    edit_manifest(saved, lambda body: body["files"][SHARD].update(bytes=len(content)))
+    with pytest.raises(CorruptFileError, match="not a safetensors file"):
+        load(saved, weights())
+    assert not Path("bomb").exists()
+
+
+@pytest.mark.parametrize("length", [0, 10**6, 2**63])
+def test_impossible_header_length_is_refused(saved: Path, length: int) -> None:
+    content = length.to_bytes(8, "little") + (saved / SHARD).read_bytes()[8:]
+    (saved / SHARD).write_bytes(content)
+    with pytest.raises(CorruptFileError, match=f"header of {length} bytes"):
+        load(saved, weights())
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda header: header["w"].update(data_offsets=[0, 2**40]),
+        lambda header: header["w"].update(data_offsets=[-96, 0]),
+        lambda header: header["w"].update(shape=[6, 3]),
+        lambda header: header["w"].update(shape="64"),
+        lambda header: header["w"].update(dtype="X"),
+        lambda header: header.update(w=1),
+        lambda header: header.update(__metadata__=[]),
+        lambda header: header.pop("b"),
+    ],
+)
+def test_malformed_shard_header_is_refused(saved: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+    content = (saved / SHARD).read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    edit(header)
+    text = json.dumps(header).encode()
+    content = len(text).to_bytes(8, "little") + text + content[8 + length :]
+    (saved / SHARD).write_bytes(content)
+    edit_manifest(saved, lambda body: body["files"][SHARD].update(bytes=len(content)))
+    with pytest.raises(CorruptFileError, match="damaged safetensors header"):
+        load(saved, weights())

@@ -1,0 +1,224 @@
+"""What is saved comes back bit for bit, at any layout, or not at all."""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mlm.checkpoint.native import shard_file
+from mlm.checkpoint.native.format import DTYPES, MANIFEST
+from mlm.checkpoint.native.save_load import CheckpointError, Shard, load_checkpoint
+from mlm.errors import CorruptFileError, UserError
+from tests.checkpoint.native.helpers import ALONE, load, pieces, save, save_pieces, weights
+
+
+def blank(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+
+
+def random_bits(dtype: torch.dtype, *shape: int) -> Tensor:
+    """Any bits at all, NaNs included."""
+    if dtype == torch.bool:
+        return torch.rand(shape) < 0.5
+    size = torch.Size(shape).numel() * dtype.itemsize
+    return torch.randint(0, 256, (size,), dtype=torch.uint8).view(dtype).view(shape)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 1, 3)])
+def test_tensor_comes_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensors = {"x": random_bits(dtype, *shape), "odd": random_bits(torch.uint8, 3)}
+    loaded = blank(tensors)
+    load(save(tmp_path, 1, tensors), loaded)
+    assert all(same_bits(loaded[name], tensor) for name, tensor in tensors.items())
+
+
+def test_tensor_without_elements_is_listed_and_not_stored(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, {"empty": torch.zeros(0, 3)})
+    assert [file.name for file in path.iterdir()] == [MANIFEST]
+    assert load(path, {"empty": torch.zeros(0, 3)}).tensors["empty"].shape == (0, 3)
+
+
+def test_views_of_one_storage_are_saved_and_filled(tmp_path: Path) -> None:
+    base = torch.arange(12.0).view(3, 4)
+    tensors = {"t": base.t(), "tied": base, "column": base[:, 1], "every_other": base[::2, ::2]}
+    target = torch.zeros(4, 3).t()  # filled through its strides too
+    loaded = blank(tensors) | {"tied": target}
+    load(save(tmp_path, 1, tensors), loaded)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+
+
+def test_parameter_that_needs_gradients_is_saved_and_filled(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(6, 4))
+    load(save(tmp_path, 1, {"w": torch.nn.Parameter(torch.ones(6, 4))}), {"w": parameter})
+    assert parameter.requires_grad
+    assert torch.equal(parameter, torch.ones(6, 4))
+
+
+def test_tensor_larger_than_a_read_block_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_file, "BLOCK", 40)  # two rows of four float32 and a bit
+    monkeypatch.setattr(shard_file, "CHUNK", 7)
+    tensors = {"w": torch.randn(9, 4), "wide": torch.randn(2, 50), "scalar": torch.tensor(3.0)}
+    loaded = blank(tensors)
+    load(save(tmp_path, 1, tensors), loaded)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+
+
+cuts = st.lists(st.lists(st.integers(0, 5), max_size=2).map(sorted), min_size=2, max_size=2)
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(before=cuts, after=cuts, seed=st.integers(0, 999))
+def test_any_cut_loads_into_any_cut(before: list[list[int]], after: list[list[int]], seed: int) -> None:
+    """Rows and columns cut in up to 3 × 3 pieces, empty ones included, one per rank."""
+    generator = torch.Generator().manual_seed(seed)
+    full = torch.randn(5, 5, generator=generator)
+    with TemporaryDirectory() as folder:
+        path = save_pieces(Path(folder), 1, [{"x": piece} for piece in pieces(full, before)])
+        loaded = torch.full_like(full, torch.nan)
+        for piece in pieces(loaded, after):
+            load_checkpoint(path, {"x": piece}, **ALONE)
+    assert torch.equal(loaded, full)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [([[2]], [[1, 4]]), ([[], [3]], [[], [1, 2]]), ([[3], [2]], [[1, 5]])]
+)
+def test_two_pieces_to_three_and_back_are_the_same_bits(
+    tmp_path: Path, before: list[list[int]], after: list[list[int]]
+) -> None:
+    full = random_bits(torch.bfloat16, 6, 4)
+    first = save_pieces(tmp_path / "a", 1, [{"x": piece} for piece in pieces(full, before)])
+    middle, last = torch.zeros_like(full), torch.zeros_like(full)
+    for piece in pieces(middle, after):
+        load_checkpoint(first, {"x": piece}, **ALONE)
+    second = save_pieces(tmp_path / "b", 1, [{"x": piece} for piece in pieces(middle, after)])
+    for piece in pieces(last, before):
+        load_checkpoint(second, {"x": piece}, **ALONE)
+    assert same_bits(last, full)
+
+
+def test_pieces_that_leave_a_hole_are_not_saved(tmp_path: Path) -> None:
+    first, _, last = pieces(weights()["w"], [[2, 4]])
+    with pytest.raises(CheckpointError, match="w: 16 of its 24 elements are held: there is a hole"):
+        save_pieces(tmp_path, 1, [{"w": first}, {"w": last}])
+
+
+def test_pieces_that_overlap_are_not_saved(tmp_path: Path) -> None:
+    whole = Shard.whole(weights()["w"])
+    with pytest.raises(CheckpointError, match="overlap"):
+        save_pieces(tmp_path, 1, [{"w": whole}, {"w": whole}])
+
+
+@pytest.mark.parametrize("other", [torch.zeros(2, 4, dtype=torch.float64), torch.zeros(2, 4)])
+def test_ranks_that_disagree_on_a_tensor_are_not_saved(tmp_path: Path, other: Tensor) -> None:
+    mine = Shard(torch.zeros(4, 4), (6, 4), (0, 0))
+    theirs = Shard(other, (6 + (other.dtype == torch.float32), 4), (4, 0))
+    with pytest.raises(CheckpointError, match=r"w is .* on rank 1"):
+        save_pieces(tmp_path, 1, [{"w": mine}, {"w": theirs}])
+
+
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00001.safetensors", MANIFEST])
+def test_flipped_bit_anywhere_in_a_file_is_refused(tmp_path: Path, name: str) -> None:
+    path = save_pieces(tmp_path, 1, [{"w": piece} for piece in pieces(weights()["w"], [[2]])])
+    content = (path / name).read_bytes()
+    for place in range(0, len(content), 5):
+        (path / name).write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        target = {"w": torch.zeros(6, 4)}
+        with pytest.raises(CorruptFileError) as caught:
+            load(path, target)
+        assert name in str(caught.value)
+        assert set(target["w"].unique().tolist()) <= {0.0, 1.0}, "a damaged byte reached a tensor"
+
+
+@pytest.mark.parametrize("kept", [0, 7, 8, 50, -1])
+def test_truncated_shard_is_refused(tmp_path: Path, kept: int) -> None:
+    path = save(tmp_path, 1, weights())
+    shard = path / "rank-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:kept])
+    with pytest.raises(CorruptFileError, match=r"rank-00000.safetensors: \d+ bytes, the manifest says"):
+        load(path, weights())
+
+
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", MANIFEST])
+def test_deleted_file_is_refused(tmp_path: Path, name: str) -> None:
+    path = save(tmp_path, 1, weights())
+    (path / name).unlink()
+    with pytest.raises(CorruptFileError, match=f"{name}: missing"):
+        load(path, weights())
+
+
+def test_shard_of_an_older_step_is_refused(tmp_path: Path) -> None:
+    old, new = save(tmp_path, 1, weights(1.0)), save(tmp_path, 2, weights(2.0))
+    (old / "rank-00000.safetensors").rename(new / "rank-00000.safetensors")
+    with pytest.raises(CorruptFileError, match="a shard of another save"):
+        load(new, weights())
+
+
+def test_checkpoint_of_another_model_names_shapes_and_settings(tmp_path: Path) -> None:
+    there = {"config": {"model": {"hidden_size": 4, "num_layers": 1}}}
+    path = save(tmp_path, 1, weights(), state=there)
+    here = {"w": torch.zeros(6, 8), "b": torch.zeros(3)}
+    with pytest.raises(UserError) as caught:
+        load(path, here, config={"model": {"hidden_size": 8, "num_layers": 1}})
+    assert "checkpoint of another model: w has shape [6, 8] here, [6, 4] there" in str(caught.value)
+    assert "; model.hidden_size is 8 here, 4 there." in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_name_that_the_checkpoint_lacks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="new is not in it"):
+        load(save(tmp_path, 1, weights()), weights() | {"new": torch.zeros(1)})
+
+
+def test_name_that_may_be_missing_is_left_alone(tmp_path: Path) -> None:
+    tensors = weights(0.0) | {"new": torch.ones(1)}
+    load(save(tmp_path, 1, weights(2.0)), tensors, allow_missing=lambda name: name == "new")
+    assert (float(tensors["new"]), float(tensors["w"].mean())) == (1.0, 2.0)
+
+
+def test_name_that_nobody_wants_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="b is in it, not here"):
+        load(save(tmp_path, 1, weights()), {"w": torch.zeros(6, 4)})
+
+
+def test_name_that_may_be_extra_is_skipped(tmp_path: Path) -> None:
+    target = torch.zeros(6, 4)
+    load(save(tmp_path, 1, weights()), {"w": target}, allow_extra=lambda name: name == "b")
+    assert target.all()
+
+
+def test_long_list_of_faults_is_cut(tmp_path: Path) -> None:
+    many = {f"x{i}": torch.zeros(1) for i in range(9)}
+    with pytest.raises(UserError, match="x2 is in it, not here; and 6 more"):
+        load(save(tmp_path, 1, many), {})
+
+
+def test_other_dtype_is_refused_unless_cast(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, {"w": torch.randn(6, 4)})
+    with pytest.raises(UserError, match=r"another precision: w is torch.bfloat16 here, torch.float32 there"):
+        load(path, {"w": torch.zeros(6, 4, dtype=torch.bfloat16)})
+
+
+def test_cast_converts_between_floating_dtypes(tmp_path: Path) -> None:
+    full, target = torch.randn(6, 4), torch.zeros(6, 4, dtype=torch.bfloat16)
+    load(save(tmp_path, 1, {"w": full}), {"w": target}, cast=True)
+    assert torch.equal(target, full.bfloat16())
+
+
+def test_cast_to_integers_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="another precision"):
+        load(save(tmp_path, 1, {"w": torch.ones(3)}), {"w": torch.ones(3, dtype=torch.int64)}, cast=True)
+
+
+def test_cast_that_would_overflow_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"too large for torch.float16"):
+        load(save(tmp_path, 1, {"w": torch.tensor([1e6])}), {"w": torch.zeros(1).half()}, cast=True)

@@ -1,0 +1,67 @@
+"""Checkpoints between layouts that cut parameters over tp, over dp or over both."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from mlm.checkpoint.native.save_load import load_checkpoint, read_manifest, save_checkpoint
+from mlm.parallel.mesh import ParallelContext
+from mlm.train.state import is_stored, parameter_name, training_shards
+from tests.parallel.sharded_rank import Rank, samples_of
+from tests.ranks import run_on_ranks
+
+
+def test_a_checkpoint_moves_between_sharded_and_tensor_parallel_layouts(tmp_path: Path) -> None:
+    """zero=3 dp=4 -> zero=0 tp=2 dp=2 -> zero=2 tp=2 dp=2 -> one process, moments included, bit for bit.
+
+    The second and the third keep their chunks in columns.
+    """
+    run_on_ranks(train_and_save, tmp_path / "a", dp=4)
+    run_on_ranks(load_and_save, tmp_path / "a", tmp_path / "b", 0, tp=2, dp=2)
+    run_on_ranks(load_and_save, tmp_path / "b", tmp_path / "c", 2, tp=2, dp=2)
+    first, last = (run_on_ranks(load_whole_state, tmp_path / name)[0] for name in ("a", "c"))
+    assert first.keys() == last.keys()
+    assert all(torch.equal(first[name], last[name]) for name in first)
+    assert all(x.any() for x in first.values())
+
+
+def train_and_save(ctx: ParallelContext, path: Path) -> None:
+    mine = Rank(ctx, 3, master=torch.float32, dtype=torch.float32)
+    for step in range(2):
+        mine.accumulate(list(samples_of(step, ctx.dp.rank)))
+        mine.optimizer.step()
+    save(mine, path)
+
+
+def save(mine: Rank, path: Path) -> None:
+    stored = {s.name for s in mine.shards if is_stored(s, mine.ctx)}
+    mine_only = {k: v for k, v in training_shards(state_of(mine)).items() if parameter_name(k) in stored}
+    save_checkpoint(path, 1, mine_only, state={}, keep_last=1, keep_every=0, **place(mine.ctx))
+
+
+def state_of(mine: Rank) -> Any:
+    config = SimpleNamespace(model=SimpleNamespace(vocab_multiple=1))
+    return SimpleNamespace(shards=mine.shards, optimizer=mine.optimizer, config=config)
+
+
+def place(ctx: ParallelContext) -> dict[str, Any]:
+    return {"rank": ctx.rank, "world_size": ctx.world_size, "group": ctx.host_group}
+
+
+def load_and_save(ctx: ParallelContext, old: Path, new: Path, zero: int) -> None:
+    mine = Rank(ctx, zero, master=torch.float32, dtype=torch.float32)
+    load_checkpoint(old / "step-00000001", training_shards(state_of(mine)), **place(ctx))
+    with mock.patch("mlm.checkpoint.native.format.MOST_LISTED", -1):
+        save(mine, new)
+    assert read_manifest(new / "step-00000001").version == 2
+
+
+def load_whole_state(ctx: ParallelContext, path: Path) -> dict[str, Tensor]:
+    one = Rank(ctx, master=torch.float32, dtype=torch.float32)
+    shards = training_shards(state_of(one))
+    load_checkpoint(path / "step-00000001", shards, **place(ctx))
+    return {name: shard.tensor.clone() for name, shard in shards.items()}

@@ -1,0 +1,156 @@
+"""Every damage to a checkpoint is found, named, and does not hide the next."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mlm.checkpoint.native.format import MANIFEST
+from mlm.checkpoint.native.verify import Fault, shard_bytes, verify_checkpoint
+from tests.checkpoint.native.helpers import edit_manifest, pieces, save, save_pieces, weights
+
+SHARDS = [f"rank-{rank:05d}.safetensors" for rank in range(3)]
+
+
+def three_files(root: Path, step: int = 1) -> Path:
+    """A checkpoint of one tensor in three files."""
+    return save_pieces(root, step, [{"w": piece} for piece in pieces(weights(step)["w"], [[2, 4]])])
+
+
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def test_checkpoint_as_saved_is_whole(tmp_path: Path) -> None:
+    found = verify_checkpoint(three_files(tmp_path))
+    assert (found.whole, found.loads, found.faults, found.warnings) == (True, True, (), ())
+
+
+@pytest.mark.parametrize("name", SHARDS)
+def test_flipped_bit_in_any_place_is_found(tmp_path: Path, name: str) -> None:
+    path = three_files(tmp_path) / name
+    for place in range(0, len(path.read_bytes()), 7):
+        flip(path, place)
+        (fault,) = verify_checkpoint(path.parent).faults
+        assert fault.file == name, place
+        flip(path, place)
+    assert verify_checkpoint(path.parent).whole
+
+
+def test_flipped_bit_of_the_manifest_is_found(tmp_path: Path) -> None:
+    path = three_files(tmp_path) / MANIFEST
+    for place in range(0, len(path.read_bytes()), 13):
+        flip(path, place)
+        found = verify_checkpoint(path.parent)
+        assert (found.manifest, found.loads) == (None, False)
+        assert [fault.file for fault in found.faults] == [MANIFEST], place
+        flip(path, place)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "flipped": (lambda path: flip(path / SHARDS[1], -1), SHARDS[1], "its digest is xxh3:.*the manifest says"),
+    "truncated": (
+        lambda path: (path / SHARDS[1]).write_bytes(b"short"),
+        SHARDS[1],
+        r"^5 bytes, the manifest says \d+$",
+    ),
+    "deleted": (
+        lambda path: (path / SHARDS[1]).unlink(),
+        SHARDS[1],
+        "^missing, the checkpoint is not whole$",
+    ),
+    "a link": (lambda path: relink(path / SHARDS[1]), SHARDS[1], "^a link or special file stands"),
+    "of an older step": (
+        lambda path: (path.parent / "step-00000001" / SHARDS[1]).rename(path / SHARDS[1]),
+        SHARDS[1],
+        "^a shard of another save stands in its place$",
+    ),
+    "left over": (
+        lambda path: (path / "rank-00003.safetensors").write_bytes((path / SHARDS[1]).read_bytes()),
+        "rank-00003.safetensors",
+        "^not listed in the manifest",
+    ),
+    "manifest altered": (
+        lambda path: edit_manifest(path, lambda body: body.update(step=9), sign=False),
+        MANIFEST,
+        "digest does not match its content",
+    ),
+    "manifest deleted": (lambda path: (path / MANIFEST).unlink(), MANIFEST, "^missing"),
+    "hole": (
+        lambda path: edit_manifest(path, lambda body: body["tensors"]["w"]["chunks"].pop()),
+        MANIFEST,
+        "there is a hole",
+    ),
+    "later version": (
+        lambda path: edit_manifest(path, lambda body: body.update(version=99)),
+        MANIFEST,
+        "format version 99, known up to 2. Upgrade mlm",
+    ),
+}
+
+
+def relink(path: Path) -> None:
+    path.rename(path.parent.parent / "elsewhere")
+    path.symlink_to(path.parent.parent / "elsewhere")
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_found_and_named(tmp_path: Path, damage: str) -> None:
+    do, file, why = DAMAGES[damage]
+    three_files(tmp_path, 1)
+    path = three_files(tmp_path, 2)
+    do(path)
+    (fault,) = verify_checkpoint(path).faults
+    assert fault.file == file
+    assert re.search(why, fault.why)
+
+
+def test_all_faults_are_found_not_the_first_alone(tmp_path: Path) -> None:
+    path = three_files(tmp_path)
+    (path / SHARDS[0]).unlink()
+    flip(path / SHARDS[2], -1)
+    (path / "stale.safetensors").touch()
+    found = verify_checkpoint(path)
+    assert [fault.file for fault in found.faults] == [SHARDS[0], SHARDS[2], "stale.safetensors"]
+
+
+def test_tensor_that_is_not_as_listed_is_found_though_the_digest_is_right(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, weights())
+    edit_manifest(path, lambda body: body["tensors"]["w"].update(dtype="I32"))
+    assert verify_checkpoint(path).faults == (Fault(SHARDS[0], "does not hold w as listed"),)
+
+
+def test_tensor_that_the_manifest_does_not_list_is_found(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, weights())
+    edit_manifest(path, lambda body: body["tensors"].pop("b"))
+    assert verify_checkpoint(path).faults == (Fault(SHARDS[0], "does not hold b as listed"),)
+
+
+def test_stale_shard_is_a_fault_that_no_loading_meets(tmp_path: Path) -> None:
+    path = three_files(tmp_path)
+    (path / "rank-00009.safetensors").touch()
+    found = verify_checkpoint(path)
+    assert (found.whole, found.loads) == (False, True)
+
+
+def test_other_file_is_a_warning(tmp_path: Path) -> None:
+    path = three_files(tmp_path)
+    (path / "notes.txt").touch()
+    found = verify_checkpoint(path)
+    assert found.whole
+    assert found.warnings == ("step-00000001/notes.txt is no part of the checkpoint",)
+
+
+def test_renamed_checkpoint_is_a_warning(tmp_path: Path) -> None:
+    found = verify_checkpoint(three_files(tmp_path).rename(tmp_path / "step-00000007"))
+    assert found.whole
+    assert found.warnings == ("step-00000007 holds step 1: it was renamed",)
+
+
+def test_progress_hears_of_every_byte(tmp_path: Path) -> None:
+    path, steps = three_files(tmp_path), list[int]()
+    verify_checkpoint(path, steps.append)
+    assert sum(steps) == shard_bytes(path) == sum((path / name).stat().st_size for name in SHARDS)

@@ -1,0 +1,118 @@
+"""`mlm ckpt inspect`: what the manifest says, and what it does not."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mlm.checkpoint.native.slices import Split
+from mlm.checkpoint.native.save_load import Shard, save_checkpoint
+from tests.checkpoint.native.helpers import ALONE, save
+from tests.checkpoints_on_disk import checkpoint, mlm, read, training_state, write_run
+
+Output = pytest.CaptureFixture[str]
+
+
+def test_result_has_these_keys(tmp_path: Path) -> None:
+    """Frozen: scripts read them."""
+    assert mlm("ckpt", "inspect", write_run(tmp_path / "run"), f"out={tmp_path}/x.json") == 0
+    result = read(tmp_path / "x.json")
+    assert list(result) == [
+        *("task", "path", "format", "format_version", "step", "consumed_samples", "consumed_tokens"),
+        *("weights_only", "optimizer_state", "missing", "model", "layout", "resharded_to", "loss_scale"),
+        *("bytes", "dtypes", "groups", "files", "tensors", "state", "config", "written_by", "save_id"),
+        *("digest", "versions"),
+    ]
+    assert list(result["model"]) == [
+        *("kind", "num_layers", "hidden_size", "num_heads", "vocab_size", "parameters")
+    ]
+    assert list(result["tensors"]["model.w"]) == ["shape", "dtype", "split", "pieces"]
+
+
+def test_facts_of_a_training_run(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    mlm("ckpt", "inspect", run, f"out={tmp_path}/x.json")
+    result = read(tmp_path / "x.json")
+    assert result["path"] == str(checkpoint(run, 3))
+    assert (result["step"], result["consumed_samples"], result["consumed_tokens"]) == (3, 24, 24 * 16)
+    assert (result["layout"]["tp"], result["loss_scale"], result["missing"]) == (2, 2.0, [])
+    assert result["groups"]["optimizer.exp_avg"] == {
+        **{"tensors": 1, "elements": 24, "bytes": 96},
+        "dtypes": ["F32"],
+    }
+    assert result["model"]["parameters"] == 24
+    assert result["config"] == training_state(3)["config"]
+    assert result["bytes"] == (checkpoint(run, 3) / "rank-00000.safetensors").stat().st_size
+
+
+def test_table_says_what_people_ask(tmp_path: Path, capsys: Output) -> None:
+    mlm("ckpt", "inspect", write_run(tmp_path / "run"))
+    out = capsys.readouterr().out
+    assert "24 samples, 384 tokens" in out
+    assert "tp=2 pp=1" in out
+    assert "model.w" not in out
+
+
+def test_every_tensor_is_listed_when_asked_for(tmp_path: Path, capsys: Output) -> None:
+    shard = Shard(torch.ones(6, 4), (6, 4), (0, 0), Split(0, "first", 2))
+    save_checkpoint(tmp_path, 1, {"model.w": shard}, state={}, keep_last=1, keep_every=0, **ALONE)
+    mlm("ckpt", "inspect", tmp_path, "--tensors")
+    out = capsys.readouterr().out
+    assert "model.w" in out
+    assert "dim 0 over tp by 2 rows, first stage" in out
+    assert "rank-00000[0:6, 0:4]" in out
+
+
+def test_checkpoint_of_weights_alone_is_no_broken_run(tmp_path: Path, capsys: Output) -> None:
+    state = {"step": 0, "weights_only": True, "config": training_state(0)["config"]}
+    state["source"] = {"kind": "huggingface", "name": "openai-community/gpt2"}
+    save(tmp_path, 0, {"model.w": torch.ones(6, 4)}, state=state)
+    assert mlm("ckpt", "inspect", tmp_path, f"out={tmp_path}/x.json") == 0
+    result = read(tmp_path / "x.json")
+    assert (result["weights_only"], result["optimizer_state"], result["missing"]) == (True, False, [])
+    out = capsys.readouterr().out
+    assert "no: weights alone" in out
+    assert "huggingface openai-community/gpt2" in out
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{}, {"config": None}, {"config": [1], "consumed_samples": "many", "scaler": 3, "versions": "x"}],
+    ids=str,
+)
+def test_state_of_no_training_run_is_told_not_raised(tmp_path: Path, state: dict[str, object]) -> None:
+    save(tmp_path, 1, {"x": torch.ones(2)}, state=state)
+    assert mlm("ckpt", "inspect", tmp_path, f"out={tmp_path}/x.json", "--tensors") == 0
+    result = read(tmp_path / "x.json")
+    assert "applied_steps" in result["missing"]
+    assert (result["consumed_tokens"], result["layout"]) == (None, None)
+
+
+def test_name_from_a_checkpoint_cannot_steer_the_terminal(tmp_path: Path, capsys: Output) -> None:
+    versions = {"mlm": "\x1b[31mred\n\ud800"}
+    save(tmp_path, 1, {"model.[bold]w": torch.ones(2)}, state={"versions": versions})
+    assert mlm("ckpt", "inspect", tmp_path, "--tensors") == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert r"mlm=\x1b[31mred\n\ud800" in out
+    assert "model.[bold]w" in out
+
+
+def test_no_tensor_is_read(tmp_path: Path) -> None:
+    path = checkpoint(write_run(tmp_path / "run"), 3)
+    (path / "rank-00000.safetensors").unlink()
+    assert mlm("ckpt", "inspect", path) == 0
+
+
+def test_damaged_manifest_ends_with_1(tmp_path: Path, capsys: Output) -> None:
+    path = checkpoint(write_run(tmp_path / "run"), 3)
+    (path / "manifest.json").write_text("{}")
+    assert mlm("ckpt", "inspect", path) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("out", ["absent/x.json", "run"])
+def test_out_that_cannot_be_written_is_found_first(tmp_path: Path, capsys: Output, out: str) -> None:
+    run = write_run(tmp_path / "run")
+    assert mlm("ckpt", "inspect", run, f"out={tmp_path / out}") == 2
+    assert capsys.readouterr().err.startswith(f"mlm ckpt inspect: out={tmp_path / out}: ")

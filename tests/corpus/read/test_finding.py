@@ -1,0 +1,174 @@
+"""What an input holds is read, stops the build, or is listed with its reason; our own files are not read."""
+
+import json
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mlm.errors import UserError
+from mlm.corpus import build as build_module
+from mlm.corpus.build import run_build
+from mlm.corpus.read.shards import Found, search
+from tests.corpus.read.test_shards import names, put
+from tests.corpus.texts import documents, output, plain, quiet, write_jsonl
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def unprivileged() -> Iterator[Path]:
+    """A folder, and permissions that hold in it: nothing stops root from reading."""
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    before = os.geteuid()
+    try:
+        if before == 0:
+            os.chown(folder, NOBODY, NOBODY)
+            os.seteuid(NOBODY)
+        yield folder
+    finally:
+        os.seteuid(before)
+        for path, _, _ in os.walk(folder):
+            os.chmod(path, 0o700)
+        shutil.rmtree(folder)
+
+
+def reasons(found: Found) -> dict[str, str]:
+    return {entry.path.name: entry.reason for entry in found.unread}
+
+
+def check_stops_and_can_be_skipped(root: Path, name: str, reason: str, path: str | None = None) -> None:
+    with pytest.raises(UserError, match=rf"{name} \({reason}\).*unreadable=skip") as fault:
+        search(path or str(root))
+    assert "\n" not in str(fault.value)
+    found = search(path or str(root), unreadable="skip")
+    assert [item.name for item in found.inputs] == ["a.jsonl"]
+    assert reasons(found)[name] == reason
+
+
+def test_folder_that_cannot_be_listed_stops_the_build(unprivileged: Path) -> None:
+    put(unprivileged, "a.jsonl", "shut/b.jsonl")
+    (unprivileged / "shut").chmod(0)
+    check_stops_and_can_be_skipped(unprivileged, "shut", "permission denied")
+    check_stops_and_can_be_skipped(unprivileged, "shut", "permission denied", f"{unprivileged}/**/*.jsonl")
+
+
+def test_file_that_cannot_be_opened_stops_the_build(unprivileged: Path) -> None:
+    put(unprivileged, "a.jsonl", "b.txt")
+    (unprivileged / "b.txt").chmod(0)
+    check_stops_and_can_be_skipped(unprivileged, "b.txt", "permission denied")
+
+
+@pytest.mark.parametrize("pattern", ["", "*"])
+def test_broken_and_circular_links_stop_the_build(tmp_path: Path, pattern: str) -> None:
+    for target, reason in (("gone", "broken link"), ("b.jsonl", "circular link")):
+        put(root := tmp_path / reason, "a.jsonl")
+        (root / "b.jsonl").symlink_to(root / target)
+        check_stops_and_can_be_skipped(root, "b.jsonl", reason, str(root / pattern) if pattern else None)
+
+
+def test_link_to_a_folder_that_is_gone_stops_the_build(tmp_path: Path) -> None:
+    (put(tmp_path, "a.jsonl") / "part2").symlink_to(tmp_path / "gone")
+    check_stops_and_can_be_skipped(tmp_path, "part2", "broken link")
+
+
+def test_fifos_and_sockets_stop_the_build_unopened(tmp_path: Path) -> None:
+    os.mkfifo(put(tmp_path / "f", "a.jsonl") / "b.jsonl")
+    check_stops_and_can_be_skipped(tmp_path / "f", "b.jsonl", "FIFO")
+    with socket.socket(socket.AF_UNIX) as s:
+        s.bind(str(put(tmp_path / "s", "a.jsonl") / "b.txt"))
+        check_stops_and_can_be_skipped(tmp_path / "s", "b.txt", "socket")
+    with pytest.raises(UserError, match=r"input=.*b\.jsonl cannot be read \(FIFO\)"):
+        search(str(tmp_path / "f/b.jsonl"))
+
+
+def test_receipt_lists_all_that_is_not_read(tmp_path: Path) -> None:
+    source = put(tmp_path / "text", *(f"image{i}.png" for i in range(150)), ".hidden.txt")
+    write_jsonl(source / "a.jsonl", ["one"])
+    (source / "b.jsonl").symlink_to(source / "gone")
+    (source / "again").symlink_to(source)
+    receipt = run_build(plain(source, unreadable="skip"), quiet())
+    assert receipt is not None
+    assert {reason: entry["count"] for reason, entry in receipt["not_read"].items()} == {
+        "broken link": 1,
+        "hidden": 1,
+        "link to a folder that is read already": 1,
+        "unknown format": 150,
+    }
+    assert receipt["not_read"]["broken link"]["files"] == [str(source / "b.jsonl")]
+    assert len(receipt["not_read"]["unknown format"]["files"]) == 100
+
+
+def test_more_names_of_the_formats_are_read(tmp_path: Path) -> None:
+    some = [
+        f"{stem}{packing}" for stem in ("a.ndjson", "b.jsonl", "c.txt") for packing in ("", ".bz2", ".xz")
+    ]
+    put(tmp_path, *some, "d.json.gz", "e.ndjson.zst", "f.json")
+    assert [name for name, _ in names(tmp_path)] == sorted([*some, "d.json.gz", "e.ndjson.zst"])
+    assert names(put(tmp_path / "parts", "train.json.gz", "validation.ndjson")) == [
+        ("train.json.gz", "train"),
+        ("validation.ndjson", "validation"),
+    ]
+
+
+def test_corpus_inside_its_input_is_not_read(tmp_path: Path) -> None:
+    """Neither by a second build nor by one of another corpus."""
+    source = write_jsonl(tmp_path / "text/a.jsonl", ["one"]).parent
+    (source / "bad.jsonl").write_text("no JSON\n")
+    config = plain(source, out=str(source / "out"), bad_input="skip", keep_work=True)
+    receipt = run_build(config, quiet())
+    assert (source / "out/rejected.jsonl").is_file()
+    console = quiet()
+    assert run_build(config, console) == receipt
+    assert "up to date" in console.file.getvalue()  # type: ignore[attr-defined]
+    for path in (source, f"{source}/**/*.jsonl"):
+        assert [item.name for item in search(str(path)).inputs] == ["a.jsonl", "bad.jsonl"]
+
+
+@pytest.mark.parametrize("work", [None, "text/scratch"])
+def test_killed_build_into_its_input_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: str | None
+) -> None:
+    source = write_jsonl(tmp_path / "text/a.jsonl", ["one", "two"]).parent
+    (source / "bad.jsonl").write_text("no JSON\n")
+    config = plain(
+        source,
+        out=str(source / "out"),
+        work=work and str(tmp_path / work),
+        bad_input="skip",
+        keep_work=True,
+    )
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build_module, "publish", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run_build(config, quiet())
+    assert run_build(config, quiet()) is not None
+    assert documents(source / "out/train") == ["one<|endoftext|>", "two<|endoftext|>"]
+    apart = plain(source, out=str(tmp_path / "apart"), bad_input="skip")
+    run_build(apart, quiet())
+    ours, theirs = output(source / "out"), output(tmp_path / "apart")
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name] == theirs[name] for name in ours if name != "corpus.json")
+
+
+def test_input_that_the_build_would_replace_is_rejected(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "text/rejected.jsonl", ["mine"])
+    for path in (source, source.parent):
+        with pytest.raises(UserError, match=r"out=.* would replace the input .*rejected\.jsonl"):
+            run_build(plain(path, out=str(source.parent)), quiet())
+    assert json.loads(source.read_text()) == {"text": "mine"}
+
+
+def test_text_of_the_users_in_out_is_told_from_ours_by_the_user(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "text/a.jsonl", ["one"])
+    write_jsonl(tmp_path / "text/out/notes.jsonl", ["mine"])
+    with pytest.raises(UserError, match=r"out=.*notes\.jsonl, which no build wrote"):
+        run_build(plain(tmp_path / "text", out=str(tmp_path / "text/out")), quiet())

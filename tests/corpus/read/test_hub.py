@@ -1,0 +1,168 @@
+"""Hub datasets through `datasets`: a local stand-in for the loader, streamed by the real library."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from mlm.corpus.config import DataBuildConfig
+from mlm.errors import UserError
+from mlm.corpus.read.hub import HubSource, open_hub
+from mlm.corpus.read.shards import cut, find_inputs
+from tests.corpus.reading import Outcome, read_shards, write
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+Loader = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def _no_dataset_is_open() -> Iterator[None]:
+    open_hub.cache_clear()
+    yield
+    open_hub.cache_clear()
+
+
+def local(folder: Path, monkeypatch: pytest.MonkeyPatch, rows: list[list[Any]]) -> list[tuple[Any, ...]]:
+    """Let hub:us/books be .jsonl files of these rows; the calls for it are returned."""
+    files = [
+        str(write(folder / f"{i}.jsonl", "".join(json.dumps(row) + "\n" for row in part).encode()))
+        for i, part in enumerate(rows)
+    ]
+    real, calls = datasets.load_dataset_builder, list[tuple[Any, ...]]()
+
+    def stand_in(path: str, name: str | None = None, revision: str | None = None) -> Any:
+        calls.append((path, name, revision))
+        builder = real("json", data_files={"train": files}, cache_dir=str(folder / "cache"))
+        builder.hash = COMMIT
+        return builder
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", stand_in)
+    return calls
+
+
+def config(**changes: Any) -> DataBuildConfig:
+    return DataBuildConfig(**{"input": "hub:us/books", "tokenizer": "t", "out": "o"} | changes)
+
+
+def read(**changes: Any) -> Outcome:
+    wanted = config(**changes)
+    shards = cut(find_inputs(wanted), 1)
+    return read_shards(shards, text_key=wanted.text_key, id_key=wanted.id_key, max_bytes=1000)
+
+
+def test_rows_of_all_its_shards_are_documents_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local(tmp_path, monkeypatch, [[{"text": f"{i} {j}"} for j in range(5)] for i in range(3)])
+    found = read()
+    assert found.texts == [f"{i} {j}" for i in range(3) for j in range(5)]
+    assert str(found.documents[6].place) == "hub:us/books:shard 1 row 2"
+    assert sum(found.advanced) == 3
+
+
+def test_digest_is_the_commit_and_later_stages_read_that_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = local(tmp_path, monkeypatch, [[{"text": "x"}]])
+    [item] = find_inputs(config(hub_config="old", hub_revision="main"))
+    assert (item.name, item.digest) == ("hub:us/books", f"hub:{COMMIT}:old:train")
+    cut([item], 1)
+    assert calls == [("hf://datasets/us/books", "old", "main"), ("hf://datasets/us/books", "old", COMMIT)]
+
+
+def test_pinned_path_keeps_what_was_asked_for() -> None:
+    source = HubSource("hub:us/books", "a&b=c", "train[:1%]", COMMIT)
+    assert HubSource.of(source.pinned(COMMIT)) == source
+
+
+def test_bad_rows_are_named_and_the_next_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        {"text": "x", "id": 1},
+        {"text": None, "id": 2},
+        {"text": "x" * 2000, "id": 3},
+        {"text": "y", "id": 4},
+    ]
+    local(tmp_path, monkeypatch, [rows])
+    found = read(id_key="id")
+    assert [(document.text, document.id) for document in found.documents] == [("x", "1"), ("y", "4")]
+    assert found.faults == [("books:shard 0 row 2", "text_type"), ("books:shard 0 row 3", "too_long")]
+
+
+def test_damaged_file_of_a_dataset_is_one_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    local(tmp_path, monkeypatch, [[{"text": "x"}], [{"text": "y"}]])
+    write(tmp_path / "1.jsonl", b'{"text": "y"}\n{"text": \n')
+    found = read()
+    assert found.texts[:1] == ["x"]
+    assert [rule for _, rule in found.faults] == ["damaged"]
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ConnectionError("Couldn't reach 'us/books' on the Hub"), "Couldn't reach.*give the files as input"),
+        (datasets.exceptions.DatasetNotFoundError("no\nsuch set"), "no such set: check name"),
+        (
+            RuntimeError("Dataset scripts are no longer supported, but found books.py"),
+            "scripts are no longer",
+        ),
+    ],
+)
+def test_dataset_that_cannot_be_had_says_why(
+    error: Exception, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", fail)
+    with pytest.raises(UserError, match=rf"^input=hub:us/books .*{message}") as fault:
+        find_inputs(config())
+    assert "\n" not in str(fault.value)
+
+
+def test_lost_network_ends_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    local(tmp_path, monkeypatch, [[{"text": "x"}]])
+    shards = cut(find_inputs(config()), 1)
+
+    def fail(self: object) -> Iterator[None]:
+        raise ConnectionError("gone")
+        yield
+
+    monkeypatch.setattr(datasets.IterableDataset, "__iter__", fail)
+    with pytest.raises(UserError, match="ConnectionError: gone"):
+        read_shards(shards, text_key="text", id_key=None, max_bytes=9)
+
+
+def test_split_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    local(tmp_path, monkeypatch, [[{"text": "x"}]])
+    with pytest.raises(UserError, match=r"hub_split=dev.*Bad split: dev"):
+        find_inputs(config(hub_split="dev"))
+
+
+@pytest.mark.parametrize("name", ["hub:", "hub:books", "hub:us/books/more", "hub:../books?x"])
+def test_name_that_is_none_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match="hub:OWNER/NAME"):
+        find_inputs(config(input=name))
+
+
+def test_format_that_holds_no_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    local(tmp_path, monkeypatch, [[{"text": "x"}]])
+    monkeypatch.setattr("mlm.corpus.read.hub.FORMATS", ("parquet",))
+    with pytest.raises(UserError, match="holds json, not text"):
+        find_inputs(config())
+
+
+def test_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match=r"needs the package datasets: pip install 'mlm\[data\]'"):
+        find_inputs(config())
+
+
+def test_dataset_with_a_script_is_refused_by_the_library(tmp_path: Path) -> None:
+    """What the docstring of hub.py says of `datasets`: no code of a dataset runs."""
+    write(tmp_path / "books/books.py", b"raise SystemExit('ran')\n")
+    with pytest.raises(RuntimeError, match="scripts are no longer supported"):
+        datasets.load_dataset_builder(str(tmp_path / "books"))

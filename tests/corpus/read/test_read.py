@@ -1,0 +1,209 @@
+"""Documents of .jsonl and .txt files, whole and cut; faults by file and line."""
+
+import gzip
+import json
+import tracemalloc
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from mlm.errors import UserError
+from mlm.corpus.read.read import RULES, Rejected, read_shard
+from mlm.corpus.read.shards import cut, search
+from tests.corpus.reading import Outcome, read, write
+
+GOOD = b'{"text": "x"}\n'
+
+
+def jsonl(folder: Path, content: bytes) -> Path:
+    return write(folder / "a.jsonl", content)
+
+
+def test_jsonl_gives_a_document_per_line(tmp_path: Path) -> None:
+    assert read(jsonl(tmp_path, b'{"text": "one\\ntwo"}\n\n{"text": "\xc3\xa9"}')).texts == ["one\ntwo", "é"]
+
+
+def test_document_counts_utf8_bytes(tmp_path: Path) -> None:
+    found = read(jsonl(tmp_path, b'{"text": "\\u00e9a"}\n{"text": "\\ud83d\\ude00"}\n{"text": ""}\n'))
+    assert [document.num_bytes for document in found.documents] == [3, 4, 0]
+
+
+def test_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", b"\xef\xbb\xbf" + GOOD)
+    write(tmp_path / "b.txt", b"\xef\xbb\xbfx")
+    assert read(tmp_path).texts == ["x", "x"]
+
+
+def test_nul_is_a_letter(tmp_path: Path) -> None:
+    assert read(jsonl(tmp_path, b'{"text": "a\\u0000b"}')).texts == ["a\0b"]
+
+
+@pytest.mark.parametrize("shard_bytes", [1, 2, 13, 14, 15, 16, 29, 64, 1000])
+def test_documents_do_not_depend_on_where_a_file_is_cut(tmp_path: Path, shard_bytes: int) -> None:
+    """Lines of 14 bytes with their newline: cuts fall before, on and after one; also CRLF and empty lines."""
+    content = b'{"text": "1"}\n{"text": "2"}\r\n\n\r\n{"text": "a longer one"}\n\n\n[]\n'
+    content += b'{"text": "4"}\n{"text": "5"}'
+    path = jsonl(tmp_path, content)
+    found = read(path, shard_bytes=shard_bytes)
+    assert found.texts == ["1", "2", "a longer one", "4", "5"]
+    assert [str(document.place).rpartition(":")[2] for document in found.documents] == [
+        "1",
+        "2",
+        "5",
+        "9",
+        "10",
+    ]
+    assert found.faults == [("a.jsonl:8", "not_object")]
+    assert sum(found.advanced) == len(content)
+
+
+def test_cut_file_has_no_shard_beyond_its_end(tmp_path: Path) -> None:
+    shards = cut(search(str(jsonl(tmp_path, GOOD * 10))).inputs, 50)
+    assert [(shard.begin, shard.end) for shard in shards] == [(0, 50), (50, 100), (100, 140)]
+
+
+@pytest.mark.parametrize("shard_bytes", [10, 1 << 20])
+@pytest.mark.parametrize(
+    ("line", "rule", "detail"),
+    [
+        (b'{"text": "x"', "not_json", "not a line of JSON"),
+        (b'{"text": "\xff"}', "not_utf8", "byte 11"),
+        ('{"text": "x"}'.encode("utf-16"), "not_utf8", "byte 1"),
+        (b"[" * 100_000, "not_json", "RecursionError"),
+        (b'{"text": ' + b"1" * 5000 + b"}", "not_json", "ValueError"),
+        (b"[1]", "not_object", "a JSON list"),
+        (b'{"body": "x", "id": 1}', "no_text", "its keys: body, id; text_key"),
+        (b"{}", "no_text", "its keys: none"),
+        (b'{"text": 3}', "text_type", "holds a int"),
+        (b'{"text": null}', "text_type", "holds a NoneType"),
+        (b'{"text": "a\\ud800"}', "surrogate", "letter 2"),
+        (b'{"text": "' + b"x" * (1 << 20) + b'"}', "too_long", "max_document_bytes=1048576"),
+    ],
+)
+def test_bad_line_is_named_and_the_next_is_read(
+    tmp_path: Path, line: bytes, rule: str, detail: str, shard_bytes: int
+) -> None:
+    if len(line) > 1000:
+        shard_bytes = max(shard_bytes, 1000)  # not a hundred thousand shards
+    found = read(jsonl(tmp_path, GOOD + b"\n" + line + b"\n" + GOOD), shard_bytes=shard_bytes)
+    assert found.texts == ["x", "x"]
+    assert found.faults == [("a.jsonl:3", rule)]
+    assert detail in found.rejected[0].detail
+    assert "\n" not in found.rejected[0].detail
+    assert rule in RULES
+
+
+def test_fault_ends_the_reading_when_it_is_refused(tmp_path: Path) -> None:
+    def refuse(fault: Rejected) -> None:
+        raise UserError(f"{fault.place_text}: {fault.detail}")
+
+    [shard] = cut(search(str(jsonl(tmp_path, GOOD + b"[]\n" + GOOD))).inputs, 1000)
+    found = read_shard(shard, text_key="text", id_key=None, max_bytes=99, reject=refuse, advance=print)
+    assert next(found).text == "x"
+    with pytest.raises(UserError, match=r"a\.jsonl:2: a JSON list"):
+        next(found)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+def test_compressed_file_reads_as_the_plain_one(tmp_path: Path, name: str, suffix: str) -> None:
+    content = b'{"text": "one"}\n{"text": "two"}\n[]\n<|endoftext|>\nthree\n'
+    pack = gzip.compress if suffix == ".gz" else zstandard.compress
+    plain = read(write(tmp_path / name, content))
+    packed = read(write(tmp_path / f"{name}{suffix}", pack(content[:20]) + pack(content[20:])), shard_bytes=5)
+    assert packed.texts == plain.texts != []
+    assert [rule for _, rule in packed.faults] == [rule for _, rule in plain.faults]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.gz"])
+def test_truncated_file_is_one_fault_and_its_beginning_stands(tmp_path: Path, name: str) -> None:
+    pieces = [json.dumps({"text": str(i) * 50}) for i in range(1000)]
+    content = "\n".join(pieces if "jsonl" in name else "\n<|endoftext|>\n".join(pieces).split("\n")).encode()
+    whole = read(write(tmp_path / "whole" / name, gzip.compress(content)))
+    file = (tmp_path / "whole" / name).read_bytes()
+    found = read(write(tmp_path / name, file[: len(file) // 2]))
+    assert 10 < len(found.texts) < 1000
+    assert found.texts == whole.texts[: len(found.texts)]
+    [(place, rule)] = found.faults
+    assert rule == "damaged"
+    reached = len(found.texts) + 1
+    assert int(place.rpartition(":")[2]) in (
+        (reached,) if "jsonl" in name else (2 * reached - 1, 2 * reached)
+    )
+    assert sum(found.advanced) == len(file) // 2
+
+
+def test_text_is_one_document_without_separators(tmp_path: Path) -> None:
+    assert read(write(tmp_path / "a.txt", b"one\n\ntwo\n")).texts == ["one\n\ntwo\n"]
+
+
+def test_text_documents_end_at_separator_lines(tmp_path: Path) -> None:
+    content = b"one\n<|endoftext|>\n <|endoftext|> \r\ntwo\n<|endoftext|>\n"
+    found = read(write(tmp_path / "a.txt", content))
+    assert found.texts == ["one\n", "", "two\n"]
+    assert [document.place.number for document in found.documents] == [1, 3, 4]
+
+
+def test_text_that_is_no_utf8_is_named_by_file_and_line(tmp_path: Path) -> None:
+    found = read(write(tmp_path / "a.txt", b"one\n<|endoftext|>\ntwo\n\xff\n<|endoftext|>\nthree"))
+    assert found.texts == ["one\n", "three"]
+    assert found.faults == [("a.txt:4", "not_utf8")]
+
+
+@pytest.mark.parametrize("long", [b"x" * 101, b"x\n" * 51])
+def test_text_document_above_the_bound_is_rejected(tmp_path: Path, long: bytes) -> None:
+    content = b"one\n<|endoftext|>\n" + long + b"\n<|endoftext|>\ntwo"
+    found = read(write(tmp_path / "a.txt", content), max_bytes=100)
+    assert found.texts == ["one\n", "two"]
+    assert found.faults == [("a.txt:3", "too_long")]
+
+
+def test_text_document_above_the_bound_is_not_held(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", b"a short line\n" * 300_000)
+    tracemalloc.start()
+    try:
+        assert read(path, max_bytes=1000).faults == [("a.txt:1", "too_long")]
+        assert tracemalloc.get_traced_memory()[1] < 3 << 20  # a block and its lines; the file has 3.9 MB
+    finally:
+        tracemalloc.stop()
+
+
+def test_id_is_a_string_or_a_whole_number(tmp_path: Path) -> None:
+    lines = b'{"text": "x", "id": "a"}\n{"text": "x", "id": 7}\n'
+    assert [document.id for document in read(jsonl(tmp_path, lines), id_key="id").documents] == ["a", "7"]
+
+
+@pytest.mark.parametrize(
+    ("value", "rule"),
+    [
+        ("", "no_id"),
+        (', "id": null', "no_id"),
+        (', "id": 1.5', "id_type"),
+        (', "id": true', "id_type"),
+        (', "id": "\\ud800"', "surrogate"),
+    ],
+)
+def test_bad_id_is_rejected(tmp_path: Path, value: str, rule: str) -> None:
+    found = read(jsonl(tmp_path, b'{"text": "x"%s}\n' % value.encode()), id_key="id")
+    assert (found.texts, found.faults) == ([], [("a.jsonl:1", rule)])
+
+
+def test_plain_text_has_no_id(tmp_path: Path) -> None:
+    assert read(write(tmp_path / "a.txt", b"x"), id_key="id").faults == [("a.txt:1", "no_id")]
+
+
+def test_lines_before_a_shard_are_counted_for_faults_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unwanted(self: object) -> int:
+        raise AssertionError("counted")
+
+    monkeypatch.setattr("mlm.corpus.read.records.LinesBefore.count", unwanted)
+    assert len(read(jsonl(tmp_path, GOOD * 10), shard_bytes=50).texts) == 10
+
+
+def test_empty_files_are_no_fault(tmp_path: Path) -> None:
+    write(tmp_path / "b.txt", b"")
+    found: Outcome = read(jsonl(tmp_path, b"").parent)
+    assert (found.documents, found.rejected) == ([], [])

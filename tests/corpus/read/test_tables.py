@@ -1,0 +1,141 @@
+"""Documents of Parquet files, whole and by row groups; faults by file and row."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mlm.corpus.read.shards import cut, search
+from tests.corpus.reading import read, write
+
+TEXTS = [f"document {i} " * 20 for i in range(100)]
+
+
+def table(path: Path, columns: dict[str, Any], **options: Any) -> Path:
+    pq.write_table(pa.table(columns), path, **options)
+    return path
+
+
+@pytest.mark.parametrize("compression", ["none", "snappy", "zstd", "gzip"])
+@pytest.mark.parametrize("use_dictionary", [True, False])
+def test_rows_are_documents(tmp_path: Path, compression: str, use_dictionary: bool) -> None:
+    columns = {"other": list(range(100)), "text": TEXTS}
+    path = table(tmp_path / "a.parquet", columns, compression=compression, use_dictionary=use_dictionary)
+    assert read(path).texts == TEXTS
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.string_view()])
+def test_every_kind_of_string_is_text(tmp_path: Path, kind: pa.DataType) -> None:
+    assert read(table(tmp_path / "a.parquet", {"text": pa.array(["é", ""], kind)})).texts == ["é", ""]
+
+
+def test_dictionaries_of_strings_are_text(tmp_path: Path) -> None:
+    column = pa.array(["one", "two", "one"]).dictionary_encode()
+    assert read(table(tmp_path / "a.parquet", {"text": column})).texts == ["one", "two", "one"]
+
+
+@pytest.mark.parametrize("shard_bytes", [1, 5000, 1 << 30])
+def test_documents_do_not_depend_on_where_a_file_is_cut(tmp_path: Path, shard_bytes: int) -> None:
+    path = table(tmp_path / "a.parquet", {"text": TEXTS}, row_group_size=7)
+    found = read(path, shard_bytes=shard_bytes)
+    assert found.texts == TEXTS
+    assert [str(document.place) for document in found.documents] == [f"{path}:row {i}" for i in range(1, 101)]
+    assert sum(found.advanced) == 100
+
+
+def test_file_is_cut_where_row_groups_begin(tmp_path: Path) -> None:
+    path = table(tmp_path / "a.parquet", {"text": TEXTS}, row_group_size=30)
+    shards = cut(search(str(path)).inputs, 1)
+    assert [(shard.begin, shard.end) for shard in shards] == [(0, 30), (30, 60), (60, 90), (90, 100)]
+
+
+def test_faults_name_the_row(tmp_path: Path) -> None:
+    broken = pa.Array.from_buffers(pa.string(), 1, pa.array([b"a\xff"]).buffers())
+    texts = pa.concat_arrays([pa.array(["one", None, "x" * 200, "two"]), broken, pa.array(["three"])])
+    path = table(tmp_path / "a.parquet", {"text": texts}, row_group_size=2)
+    found = read(path, shard_bytes=1, max_bytes=100)
+    assert found.texts == ["one", "two", "three"]
+    faults = [
+        ("a.parquet:row 2", "text_type"),
+        ("a.parquet:row 3", "too_long"),
+        ("a.parquet:row 5", "not_utf8"),
+    ]
+    assert found.faults == faults
+
+
+def test_ids_are_strings_or_whole_numbers(tmp_path: Path) -> None:
+    for name, ids in {"a": ["x", "y"], "b": [1, 2]}.items():
+        table(tmp_path / f"{name}.parquet", {"text": ["1", "2"], "id": ids})
+    assert [document.id for document in read(tmp_path, id_key="id").documents] == ["x", "y", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "rule", "detail"),
+    [
+        ({"body": TEXTS, "id": TEXTS}, "no_text", "its keys: body, id"),
+        ({"text": list(range(100)), "id": TEXTS}, "text_type", "int64"),
+        ({"text": [text.encode() for text in TEXTS], "id": TEXTS}, "text_type", "binary"),
+        ({"text": TEXTS}, "no_id", '"id"'),
+    ],
+)
+def test_columns_that_do_not_fit_are_one_fault_of_the_file(
+    tmp_path: Path, columns: dict[str, Any], rule: str, detail: str
+) -> None:
+    path = table(tmp_path / "a.parquet", columns, row_group_size=10)
+    found = read(path, shard_bytes=1, id_key="id")
+    assert (found.texts, found.faults) == ([], [("a.parquet:row 1", rule)])
+    assert detail in found.rejected[0].detail
+
+
+@pytest.mark.parametrize("keep", [0, 3, 100, 0.9])
+def test_truncated_file_is_one_fault(tmp_path: Path, keep: float) -> None:
+    file = table(tmp_path / "a.parquet", {"text": TEXTS}).read_bytes()
+    path = write(tmp_path / "b.parquet", file[: int(keep * len(file)) if keep == 0.9 else int(keep)])
+    assert read(path).faults == [("b.parquet:row 1", "damaged")]
+
+
+def test_documents_before_damaged_rows_stand(tmp_path: Path) -> None:
+    path = table(tmp_path / "a.parquet", {"text": TEXTS}, row_group_size=50, compression="gzip")
+    column = pq.ParquetFile(path).metadata.row_group(1).column(0)
+    begin = column.dictionary_page_offset or column.data_page_offset
+    content = bytearray(path.read_bytes())
+    content[begin : begin + column.total_compressed_size] = bytes(column.total_compressed_size)
+    found = read(write(path, bytes(content)))
+    assert found.texts == TEXTS[:50]
+    assert found.faults == [("a.parquet:row 51", "damaged")]
+
+
+def test_table_without_rows_is_no_fault(tmp_path: Path) -> None:
+    found = read(table(tmp_path / "a.parquet", {"text": pa.array([], pa.string())}))
+    assert (found.texts, found.faults) == ([], [])
+
+
+MEMORY = """
+import resource, sys
+from tests.corpus.reading import read
+from mlm.corpus.read.shards import cut, search
+from mlm.corpus.read.read import read_shard
+import pyarrow.parquet
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+before, total = peak(), 0
+[shard] = cut(search(sys.argv[1]).inputs, 1 << 30)
+for document in read_shard(shard, text_key="text", id_key=None, max_bytes=1 << 30, reject=print, advance=id):
+    total += document.num_bytes
+print(total >> 20, peak() - before)
+"""
+
+
+def test_one_text_said_many_times_is_held_once(tmp_path: Path) -> None:
+    """A file of a kilobyte whose 200 rows say the same 16 MB: 3.2 GB of text."""
+    column = pa.DictionaryArray.from_arrays(pa.array([0] * 200), pa.array(["x" * (1 << 24)]))
+    path = table(tmp_path / "a.parquet", {"text": column}, compression="zstd", store_schema=False)
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(path)], capture_output=True, text=True, check=True
+    )
+    total, grown = map(int, done.stdout.split())
+    assert total == 3200
+    assert grown < 400

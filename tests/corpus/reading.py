@@ -1,0 +1,59 @@
+"""Reading files whole, as the tests of every format do."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mlm.corpus.read.read import Document, Rejected, read_shard
+from mlm.corpus.read.shards import Shard, cut, search
+
+
+@dataclass
+class Outcome:
+    """What reading gave."""
+
+    documents: list[Document] = field(default_factory=list)
+    rejected: list[Rejected] = field(default_factory=list)
+    advanced: list[int] = field(default_factory=list)
+
+    @property
+    def texts(self) -> list[str]:
+        return [document.text for document in self.documents]
+
+    @property
+    def faults(self) -> list[tuple[str, str]]:
+        """File name with line, and rule."""
+        return [(fault.place_text.rpartition("/")[2], fault.rule) for fault in self.rejected]
+
+
+def read(
+    path: Path | str,
+    *,
+    shard_bytes: int = 1 << 20,
+    text_key: str = "text",
+    id_key: str | None = None,
+    max_bytes: int = 1 << 20,
+) -> Outcome:
+    """Read all that an input names."""
+    shards = cut(search(str(path)).inputs, shard_bytes)
+    return read_shards(shards, text_key=text_key, id_key=id_key, max_bytes=max_bytes)
+
+
+def read_shards(shards: list[Shard], *, text_key: str, id_key: str | None, max_bytes: int) -> Outcome:
+    """Read shards one after the other."""
+    outcome = Outcome()
+    for shard in shards:
+        outcome.documents += read_shard(
+            shard,
+            text_key=text_key,
+            id_key=id_key,
+            max_bytes=max_bytes,
+            reject=outcome.rejected.append,
+            advance=outcome.advanced.append,
+        )
+    return outcome
+
+
+def write(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path

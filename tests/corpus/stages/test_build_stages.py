@@ -1,0 +1,251 @@
+"""`mlm data build` from end to end: what stays, what goes, and that nothing but the input decides it."""
+
+import gzip
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mlm.corpus.sections import DedupConfig, ExecutorConfig, FilterConfig
+from mlm.errors import UserError
+from mlm.corpus.build import run_build
+from mlm.corpus.stages import match as match_stage
+from mlm.data.indexed import IndexedDataset
+from tests.corpus.texts import (
+    documents,
+    output,
+    plain,
+    quiet,
+    thorough,
+    with_changes,
+    words,
+    write_jsonl,
+)
+
+END = "<|endoftext|>"
+STAGES = ("clean", "match", "group", "verify", "gather", "tokenise", "merge")
+
+
+@pytest.fixture(autouse=True)
+def a_task_for_each_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files here are so small that one task would take all of them."""
+    monkeypatch.setattr("mlm.corpus.read.shards.shared_bytes", lambda size: 0)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A folder of two files: 60 documents, near-duplicates within and across the files, a leaked passage."""
+    rng = random.Random(1)
+    originals = [words(rng, 60) for _ in range(30)]
+    evaluation = words(rng, 40)
+    texts = [" ".join(text) for text in originals]
+    texts += [" ".join(with_changes(text, 50)) for text in originals[:10]]  # J about 0.85
+    texts += [" ".join(with_changes(text, 6)) for text in originals[10:20]]  # J about 0
+    texts += [" ".join([*words(rng, 40), *evaluation[10:30], *words(rng, 40)]) for _ in range(3)]
+    texts += ["too short"] * 7
+    (tmp_path / "evaluation.txt").write_text(" ".join(evaluation) + "\n")
+    write_jsonl(tmp_path / "text/a.jsonl", texts[:35])
+    (tmp_path / "text/b.jsonl.gz").write_bytes(
+        gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in texts[35:]).encode())
+    )
+    return tmp_path / "text"
+
+
+def test_rules_remove_what_they_should(source: Path) -> None:
+    receipt = run_build(thorough(source), quiet())
+    assert receipt is not None
+    removed = {rule: count["documents"] for rule, count in receipt["removed"].items()}
+    assert removed == {"min_tokens": 7, "near_duplicate": 10}
+    assert receipt["read"]["documents"] == 60
+    assert receipt["contamination"]["documents_cut"] == 3
+    # a cut leaves two pieces
+    assert sum(count["documents"] for count in receipt["splits"].values()) == 60 - 7 - 10 + 3
+
+
+def test_evaluation_text_is_gone(source: Path) -> None:
+    leaked = " ".join((source.parent / "evaluation.txt").read_text().split()[10:30])
+    run_build(thorough(source), quiet())
+    kept = [
+        text for part in ("train", "validation", "test") for text in documents(source.parent / "out" / part)
+    ]
+    assert not any(leaked in text for text in kept)
+    run_build(plain(source, out=str(source.parent / "leaky")), quiet())
+    assert any(leaked in text for text in documents(source.parent / "leaky/train"))
+
+
+def test_first_of_near_duplicates_stays(tmp_path: Path) -> None:
+    text = words(random.Random(2), 80)
+    texts = [" ".join(with_changes(text, 70)), " ".join(text), "something else entirely"]
+    source = write_jsonl(tmp_path / "text.jsonl", texts)
+    run_build(plain(source, dedup=DedupConfig()), quiet())
+    assert documents(tmp_path / "out/train") == [texts[0] + END, texts[2] + END]
+
+
+def test_second_document_of_an_id_goes(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "t.jsonl", ["one", "two", "three", "four"], key=["a", "b", "a", 7])
+    receipt = run_build(plain(source, id_key="key"), quiet())
+    assert documents(tmp_path / "out/train") == [f"one{END}", f"two{END}", f"four{END}"]
+    assert receipt is not None
+    assert receipt["removed"] == {"duplicate_id": {"documents": 1, "bytes": 5}}
+
+
+def test_workers_do_not_change_a_byte(source: Path) -> None:
+    run_build(thorough(source), quiet())
+    two = replace(thorough(source, out=str(source.parent / "two")), executor=ExecutorConfig(workers=2))
+    run_build(two, quiet())
+    assert output(source.parent / "out") == output(source.parent / "two")
+
+
+@pytest.mark.parametrize("size", [700, 5000])
+def test_shards_do_not_change_a_byte(source: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_build(thorough(source), quiet())
+    monkeypatch.setattr("mlm.corpus.build.shard_bytes", lambda total: size)
+    config = thorough(source, out=str(source.parent / "cut"), keep_work=True)
+    run_build(config, quiet())
+    assert output(source.parent / "out") == output(source.parent / "cut")
+    assert len(list((source.parent / "cut/work").glob("clean-*/*.done.json"))) > 2
+
+
+def test_keys_looked_at_a_few_at_a_time_change_nothing(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither near-duplicates nor ids seen before are missed for lying in other slices."""
+    texts = [words(random.Random(100 + i), 60) for i in range(40)]
+    texts += [with_changes(text, 50) for text in texts[:8]]
+    lines = [
+        json.dumps({"text": " ".join(text), "key": i % 33 if i < 40 else i}) for i, text in enumerate(texts)
+    ]
+    (source.parent / "c.jsonl").write_text("\n".join(lines))
+    config = thorough(source.parent / "c.jsonl", id_key="key", executor=ExecutorConfig(workers=1))
+    receipt = run_build(config, quiet())
+    monkeypatch.setattr(match_stage, "AT_ONCE", 5)
+    run_build(replace(config, out=str(source / "sliced")), quiet())
+    assert output(Path(config.out)) == output(source / "sliced")
+    assert receipt is not None
+    removed = {rule: count["documents"] for rule, count in receipt["removed"].items()}
+    assert removed == {"duplicate_id": 7, "near_duplicate": 8}
+
+
+KILL = """
+import os, signal, sys
+from mlm.corpus.stages import task
+from mlm.corpus.stages import markers
+import mlm.corpus.stages.{module} as module
+def kill(folder, number, *rest):
+    if folder.name.startswith("{stage}-") and number == {task}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return markers.write_marker(folder, number, *rest)
+module.write_marker = kill
+import mlm.corpus.read.shards as shards
+shards.shared_bytes = lambda size: 0
+from tests.corpus.texts import quiet, thorough
+from mlm.corpus.build import run_build
+from pathlib import Path
+run_build(thorough(Path(sys.argv[1])), quiet())
+"""
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_kill_in_a_stage_changes_nothing_and_loses_no_finished_task(source: Path, stage: str) -> None:
+    module = {"clean": "clean_stage", "tokenise": "tokenise_stage", "merge": "merge_stage"}.get(
+        stage, "match_stage"
+    )
+    number = 0 if stage in ("group", "gather") else 1
+    code = KILL.format(module=module, stage=stage, task=number)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(source)], check=False, env=os.environ | {"PYTHONPATH": "."}
+    )
+    assert done.returncode == -signal.SIGKILL
+    work = source.parent / "out/work"
+    before = {path: path.stat().st_mtime_ns for path in work.glob("*/*.done.json")}
+    assert len(before) >= number
+    kept = run_build(thorough(source, keep_work=True), quiet())
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert run_build(thorough(source, out=str(source.parent / "calm")), quiet()) == kept
+    assert output(source.parent / "out") == output(source.parent / "calm")
+
+
+def test_damaged_work_is_done_again(source: Path) -> None:
+    run_build(thorough(source, keep_work=True, out=str(source.parent / "first")), quiet())
+    work = source.parent / "first/work"
+    victim = next(work.glob("clean-*/00000.bin"))
+    victim.write_bytes(b"!" + victim.read_bytes()[1:])
+    (source.parent / "first/corpus.json").unlink()
+    (source.parent / "first/.building").touch()
+    run_build(thorough(source, out=str(source.parent / "first")), quiet())
+    run_build(thorough(source), quiet())
+    assert output(source.parent / "first") == output(source.parent / "out")
+
+
+def test_other_tokenizer_reuses_the_cleaning(source: Path) -> None:
+    config = thorough(
+        source, filter=FilterConfig(min_tokens=None), keep_work=True, work=str(source.parent / "work")
+    )
+    run_build(config, quiet())
+    before = {path.name for path in (source.parent / "work").iterdir()}
+    (source.parent / "second").mkdir()
+    other = plain(source.parent / "second/x").tokenizer
+    content = json.loads(Path(other).read_text())
+    content["version"] = "1.0"
+    Path(other).write_text(json.dumps(content, indent=1))
+    run_build(replace(config, tokenizer=other, out=str(source.parent / "other")), quiet())
+    fresh = {path.name for path in (source.parent / "work").iterdir()} - before
+    assert {name.partition("-")[0] for name in fresh} == {"tokenise", "merge"}
+
+
+def test_bad_input_stops_the_build_and_keeps_what_is_done(source: Path) -> None:
+    (source / "c.jsonl").write_text('{"body": "x"}\n')
+    with pytest.raises(UserError, match=r'c\.jsonl:1: no key "text".*bad_input=skip'):
+        run_build(thorough(source), quiet())
+    done = list((source.parent / "out/work").glob("clean-*/*.done.json"))
+    assert len(done) == 2
+    assert not (source.parent / "out/train.bin").exists()
+
+
+def test_bad_input_is_counted_and_listed_where_it_is_skipped(source: Path) -> None:
+    (source / "c.jsonl").write_bytes(b'{"body": "x"}\n{"text": "\xff"}\n')
+    receipt = run_build(thorough(source, bad_input="skip"), quiet())
+    assert receipt is not None
+    assert sum(receipt["rejected"].values()) == 2
+    rejected = [json.loads(line) for line in (source.parent / "out/rejected.jsonl").read_text().splitlines()]
+    assert [line["place"].rpartition("/")[2] for line in rejected] == ["c.jsonl:1", "c.jsonl:2"]
+    assert "rejected.jsonl" in receipt["files"]
+
+
+def test_rules_that_leave_nothing_are_named(source: Path) -> None:
+    with pytest.raises(UserError, match=r"the rules left no document \(min_tokens 60.*recipe=plain"):
+        run_build(thorough(source, filter=FilterConfig(min_tokens=10_000)), quiet())
+
+
+def test_ends_and_beginnings_of_documents_are_optional(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "t.jsonl", ["one", "two"])
+    run_build(plain(source, append_eod=False), quiet())
+    assert documents(tmp_path / "out/train") == ["one", "two"]
+
+
+def test_sentences_become_sequences(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "t.jsonl", ["It rains. The sun is gone. Nobody cares.", "One only."])
+    run_build(plain(source, sentences=True), quiet())
+    corpus = IndexedDataset(tmp_path / "out/train")
+    assert corpus.document_indices.tolist() == [0, 3, 4]
+    assert documents(tmp_path / "out/train")[0].replace(" ", "") == f"Itrains.Thesunisgone.Nobodycares.{END}"
+
+
+def test_same_folder_is_not_built_in_twice(source: Path) -> None:
+    code = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.lockf(f, 2); print(flush=True)"
+    code += "; time.sleep(60)"
+    work = source.parent / "out/work"
+    work.mkdir(parents=True)
+    (source.parent / "out/.building").touch()
+    with subprocess.Popen([sys.executable, "-c", code, work / "lock"], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        try:
+            with pytest.raises(UserError, match="in use by another"):
+                run_build(thorough(source), quiet())
+        finally:
+            holder.kill()

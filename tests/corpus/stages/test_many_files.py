@@ -1,0 +1,116 @@
+"""The work of a build grows with the bytes of its input, not with the square of its files or tasks."""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlm.corpus.build import run_build
+from mlm.corpus.read import inputs
+from mlm.corpus.stages import markers
+from mlm.corpus.stages import plan
+from mlm.corpus.read.shards import Input, cut, group
+from mlm.data.receipt import read_receipt
+from tests.corpus.texts import documents, output, plain, quiet, thorough, words, write_jsonl
+
+
+def many_files(folder: Path, count: int) -> Path:
+    import random
+
+    for i in range(count):
+        rng = random.Random(i % (count - 2))  # the last two repeat the first two
+        write_jsonl(folder / f"{i:03d}.jsonl", [" ".join(words(rng, 40))])
+    return folder
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Files of earlier stages that are opened, by what opens them."""
+    counts = Counter[str]()
+
+    def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return call(*args, **kwargs)
+
+        return wrapper
+
+    monkeypatch.setattr(markers, "read_marker", counted("markers", markers.read_marker))
+    monkeypatch.setattr(np, "load", counted("arrays", np.load))
+    from_dict = plan.from_dict
+    monkeypatch.setattr(plan, "from_dict", counted("plans", from_dict))
+    return counts
+
+
+def test_files_opened_grow_with_the_number_of_tasks(
+    tmp_path: Path, calls: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task for each file, so that what each task opens shows."""
+    monkeypatch.setattr("mlm.corpus.read.shards.shared_bytes", lambda size: 0)
+    (tmp_path / "evaluation.txt").write_text("none of this is in the text " * 3)
+    found = []
+    for count in (8, 32):
+        calls.clear()
+        source = many_files(tmp_path / f"text{count}", count)
+        receipt = run_build(thorough(source, split="1,0,0", out=str(tmp_path / f"out{count}")), quiet())
+        assert receipt is not None
+        assert receipt["removed"]["near_duplicate"]["documents"] == 2
+        found.append(dict(calls))
+    assert found[1]["plans"] == found[0]["plans"] == 1
+    for name in ("markers", "arrays"):
+        assert found[1][name] <= 4.5 * found[0][name], found
+
+
+def test_small_files_share_tasks() -> None:
+    files = [Input(f"{i}.txt", f"{i}.txt", 100, "", None) for i in range(20_000)]
+    bounds = group(files, cut(files, 1 << 23), 1 << 23)
+    assert len(bounds) - 1 == 40  # 20,000 files at 4 KiB each in tasks of 2 MiB
+    assert (bounds[0], bounds[-1]) == (0, 20_000)
+
+
+def test_groups_keep_parts_apart_and_large_files_alone() -> None:
+    sizes = {"train": [10, 20, 5_000_000, 7], "validation": [1, 2]}
+    files = [
+        Input(f"{part}{i}.txt", f"{part}{i}.txt", size, "", part)
+        for part, some in sizes.items()
+        for i, size in enumerate(some)
+    ]
+    assert group(files, cut(files, 1 << 23), 1 << 23) == (0, 2, 3, 4, 6)
+
+
+def test_files_that_share_a_task_give_the_same_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "evaluation.txt").write_text("none of this is in the text " * 3)
+    source = many_files(tmp_path / "text", 12)
+    config = thorough(source, split="1,0,0")
+    run_build(config, quiet())
+    monkeypatch.setattr("mlm.corpus.read.shards.shared_bytes", lambda size: 0)
+    run_build(replace(config, out=str(tmp_path / "apart")), quiet())
+    assert output(tmp_path / "out") == output(tmp_path / "apart")
+
+
+def test_receipt_of_many_files_names_them_in_a_file_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = many_files(tmp_path / "text", 5)
+    config = plain(source)
+    monkeypatch.setattr(inputs, "IN_RECEIPT", 10)
+    whole = run_build(config, quiet())
+    assert whole is not None
+    monkeypatch.setattr(inputs, "IN_RECEIPT", 3)
+    console = quiet()
+    assert run_build(config, console) == whole, "a corpus whose receipt names all files is still up to date"
+    receipt = run_build(replace(config, out=str(tmp_path / "many")), quiet())
+    assert receipt is not None
+    assert receipt["inputs"].keys() == {"files", "digest"}
+    lines = (tmp_path / "many/corpus-inputs.jsonl").read_text().splitlines()
+    assert {line["name"]: line["digest"] for line in map(json.loads, lines)} == whole["inputs"]
+    assert "corpus-inputs.jsonl" in receipt["files"]
+    assert read_receipt(tmp_path / "many") == receipt
+    assert documents(tmp_path / "many/train") == documents(tmp_path / "out/train")

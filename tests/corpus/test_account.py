@@ -1,0 +1,185 @@
+"""The account of a build: what came in, what went out and why, and where every document came from."""
+
+import bz2
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlm.corpus.sections import DecontaminateConfig, FilterConfig
+from mlm.corpus.config import DataInspectConfig, DataVerifyConfig
+from mlm.errors import UserError
+from mlm.corpus.build import run_build
+from mlm.corpus.stages import clean as clean_stage
+from mlm.data.corpus_files import corpora_at
+from mlm.data.indexed import IndexedDataset
+from mlm.corpus.inspect import run_inspect
+from mlm.data.receipt import Receipt
+from mlm.data.tokenizer import Tokenizer
+from mlm.corpus.train_tokenizer import train_bpe
+from mlm.corpus.verify import run_verify
+from tests.corpus.texts import documents, plain, quiet, thorough, with_changes, words, write_jsonl
+
+END = "<|endoftext|>"
+
+
+def build(config: Any) -> Receipt:
+    receipt = run_build(config, quiet())
+    assert receipt is not None
+    return receipt
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Documents that every rule has something to do with; of one that is cut a piece is too short."""
+    rng = random.Random(1)
+    leak = words(rng, 40)
+    originals = [words(rng, 60) for _ in range(8)]
+    texts = [" ".join(text) + " “quoted”" for text in originals]
+    texts += [" ".join(with_changes(text, 50)) for text in originals[:2]]
+    texts += ["too short", "", "  "]
+    texts += [" ".join([*words(rng, 50), *leak[:20], *words(rng, 8), *leak[20:], *words(rng, 40)])]
+    texts += [" ".join(leak)]
+    (tmp_path / "evaluation.txt").write_text(" ".join(leak[:20]) + "\n" + " ".join(leak[20:]) + "\n")
+    write_jsonl(tmp_path / "text/a.jsonl", texts, id=range(100, 100 + len(texts)))
+    return tmp_path / "text"
+
+
+def test_receipt_balances_in_documents_and_bytes(source: Path) -> None:
+    receipt = build(thorough(source, split="1,0,0"))
+    removed, kept, cut = receipt["removed"].values(), receipt["splits"]["train"], receipt["cut"]
+    assert {"near_duplicate", "min_tokens", "empty", "contaminated"} <= receipt["removed"].keys()
+    assert (cut["documents"], cut["pieces"]) == (1, 3)
+    assert receipt["removed"]["min_tokens"]["pieces"] == 1
+    documents = sum(count["documents"] for count in removed)
+    pieces = sum(count.get("pieces", 0) for count in removed)
+    whole = kept["documents"] - (cut["pieces"] - pieces)
+    assert receipt["read"]["documents"] == documents + cut["documents"] + whole
+    assert receipt["mended"]["bytes"] == -32  # curly quotes take three bytes each
+    assert (
+        receipt["read"]["bytes"] + receipt["mended"]["bytes"]
+        == sum(count["bytes"] for count in removed) + cut["bytes"] + kept["bytes"]
+    )
+
+
+def rewrite_while_read(path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch, *, after: int) -> None:
+    """Replace a file once `after` documents of the build are read, times of change and all."""
+    read_shard, before = clean_stage.read_shard, path.stat()
+
+    def read(*args: Any, **kwargs: Any) -> Any:
+        for number, document in enumerate(read_shard(*args, **kwargs)):
+            yield document
+            if number + 1 == after:
+                path.write_bytes(content)
+                os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+    monkeypatch.setattr(clean_stage, "read_shard", read)
+
+
+@pytest.mark.parametrize("size", ["equal", "shorter"])
+def test_file_rewritten_while_it_is_read_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: str
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["one", "two", "six"])
+    content = path.read_bytes().replace(b"six", b"ten" if size == "equal" else b"")
+    with monkeypatch.context() as patch:
+        rewrite_while_read(path, content, patch, after=1)
+        with pytest.raises(UserError, match=r"a\.jsonl changed while the build read it"):
+            run_build(plain(path), quiet())
+    build(plain(path))
+    assert documents(tmp_path / "out/train")[:2] == [f"one{END}", f"two{END}"]
+
+
+def test_file_that_is_touched_while_it_is_read_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["one", "two", "six"])
+    rewrite_while_read(path, path.read_bytes(), monkeypatch, after=1)
+    build(plain(path))
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.bz2"])
+@pytest.mark.parametrize("between", ["\n\n", "\n", " "])
+def test_one_text_file_builds(tmp_path: Path, name: str, between: str) -> None:
+    """Into consecutive parts that make it up, cut where a paragraph, a line or a word ends."""
+    text = between.join(" ".join(words(random.Random(i), 20)) for i in range(60))
+    content = text.encode()
+    (tmp_path / name).write_bytes(bz2.compress(content) if name.endswith("bz2") else content)
+    small = plain(tmp_path / name, split="0.98,0.01,0.01", filter=FilterConfig())
+    receipt = build(small)
+    parts = [documents(tmp_path / "out" / part) for part in ("train", "validation", "test")]
+    assert "".join(piece.removesuffix(END) for part in parts for piece in part) == text
+    assert all(len(part) == 1 for part in parts)
+    for piece in (parts[0][0], parts[1][0]):
+        assert piece.removesuffix(END).endswith(between)
+    held_out = [receipt["splits"][part]["bytes"] for part in ("validation", "test")]
+    assert all(len(text) * 0.09 < size < len(text) * 0.13 for size in held_out)
+
+
+def test_text_file_of_several_documents_is_divided_by_them(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("".join(f"document {i}\n{END}\n" for i in range(60)))
+    build(plain(tmp_path / "a.txt", split="0.6,0.2,0.2"))
+    parts = [documents(tmp_path / "out" / part) for part in ("train", "validation", "test")]
+    assert sum(map(len, parts)) == 60
+
+
+def test_end_of_document_token_can_be_named(tmp_path: Path) -> None:
+    path = tmp_path / "named.json"
+    train_bpe([" ".join(words(random.Random(0), 500))], 300).save(path)
+    path.write_text(path.read_text().replace(END, "<stop>"))
+    source = write_jsonl(tmp_path / "t.jsonl", ["one", "two"])
+    with pytest.raises(UserError, match="no end-of-document token"):
+        run_build(plain(source, tokenizer=str(path)), quiet())
+    with pytest.raises(UserError, match="eod=<end> is no token of"):
+        run_build(plain(source, tokenizer=str(path), eod="<end>"), quiet())
+    receipt = build(plain(source, tokenizer=str(path), eod="<stop>"))
+    tokens = IndexedDataset(tmp_path / "out/train").document(0).tolist()
+    assert tokens[-1] == receipt["eod_id"] == Tokenizer.load(path, eod="<stop>").eod_id
+    run_verify(DataVerifyConfig(path=str(tmp_path / "out")))
+
+
+def test_documents_lead_back_to_their_source(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (source / "b.txt").write_text(f"first\n{END}\n" + " ".join(words(random.Random(77), 60)) + "\n")
+    build(thorough(source, split="1,0,0", keep_ids=True))
+    out = source.parent / "out"
+    origins, corpus = IndexedDataset(out / "train.origins"), IndexedDataset(out / "train")
+    assert len(origins) == corpus.num_documents
+    lines = [json.loads(line) for line in (source / "a.jsonl").read_text().splitlines()]
+    texts = documents(out / "train")
+    for number in range(len(origins)):
+        origin = json.loads(origins[number].tobytes())
+        if origin["source"] == "a.jsonl":
+            line = lines[origin["line"] - 1]
+            assert origin["id"] == str(line["id"])
+            assert texts[number].removesuffix(END)[:50] in line["text"]
+    assert json.loads(origins[len(origins) - 1].tobytes()) == {"source": "b.txt", "line": 3}
+    assert [prefix.name for prefix in corpora_at(str(out))[1]] == ["train"]
+    found = out.parent / "found.json"
+    run_inspect(DataInspectConfig(path=str(out), token=corpus.num_tokens - 1, out=str(found)))
+    assert "b.txt" in capsys.readouterr().out
+    assert json.loads(found.read_text())["origin"] == {"source": "b.txt", "line": "3"}
+    with pytest.raises(UserError, match=r"document=99: .* holds \d+ documents; use 0 to"):
+        run_inspect(DataInspectConfig(path=str(out), document=99))
+
+
+@pytest.mark.parametrize(
+    "hide",
+    [
+        lambda text: "\u00ad".join((text[:7], text[7:30], text[30:])),
+        lambda text: "".join(letter + "\u200b\ufeff" * (i % 5 == 0) for i, letter in enumerate(text)),
+        lambda text: "".join(chr(ord(c) + 0xFEE0) if c.isalpha() else c for c in text),
+    ],
+    ids=["soft hyphens", "zero width", "full width"],
+)
+def test_evaluation_text_in_disguise_is_cut_out(tmp_path: Path, hide: Any) -> None:
+    rng = random.Random(3)
+    leak = " ".join(words(rng, 20))
+    (tmp_path / "evaluation.txt").write_text(leak + "\n")
+    before, after = " ".join(words(rng, 20)) + "…", "½ " + " ".join(words(rng, 20))
+    source = write_jsonl(tmp_path / "t.jsonl", [f"{before} {hide(leak)} {after}"])
+    against = DecontaminateConfig(against=(str(tmp_path / "evaluation.txt"),), margin=0, min_piece=1)
+    build(plain(source, decontaminate=against))
+    assert documents(tmp_path / "out/train") == [before + END, after + END]

@@ -1,0 +1,184 @@
+"""`mlm data build` of small files that are clean already: what it writes, refuses and leaves alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from mlm.errors import UserError
+from mlm.corpus.build import run_build
+from mlm.data.indexed import IndexedDataset
+from mlm.files.atomic import digest_file
+from tests.corpus.texts import documents, plain, quiet, write_jsonl
+
+TEXTS = ["the cat sat", "é on the mat", "a hat", "the rat", "sat in the hat", "that cat"]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A folder with two parts."""
+    folder = tmp_path / "text"
+    write_jsonl(folder / "train.jsonl", TEXTS)
+    write_jsonl(folder / "validation.jsonl", ["a held-out cat", ""])
+    return folder
+
+
+def build(source: Path, console: Console | None = None, **options: Any) -> dict[str, Any]:
+    receipt = run_build(plain(source, **options), console or quiet())
+    assert receipt is not None
+    return receipt
+
+
+def test_build_writes_every_document_with_its_end(source: Path) -> None:
+    build(source)
+    assert documents(source.parent / "out" / "train") == [f"{text}<|endoftext|>" for text in TEXTS]
+
+
+def test_receipt_counts_documents_tokens_and_bytes(source: Path) -> None:
+    build(source)
+    out = source.parent / "out"
+    receipt = json.loads((out / "corpus.json").read_text())
+    assert receipt["splits"]["train"] == {
+        "documents": 6,
+        "sequences": 6,
+        "tokens": IndexedDataset(out / "train").num_tokens,
+        "bytes": sum(len(text.encode()) for text in TEXTS),
+        "end_tokens": 6,
+    }
+    assert receipt["splits"]["validation"]["documents"] == 1
+    assert receipt["removed"] == {"empty": {"documents": 1, "bytes": 0}}
+
+
+def test_receipt_names_files_by_digest(source: Path) -> None:
+    receipt = build(source)
+    out = source.parent / "out"
+    files = [path for path in out.iterdir() if path.name not in ("corpus.json", ".mlm.json")]
+    expected = {path.name: digest_file(path) for path in files}
+    assert {name: entry["digest"] for name, entry in receipt["files"].items()} == expected
+
+
+def test_tokenizer_travels_with_the_corpus(source: Path) -> None:
+    receipt = build(source)
+    copied = source.parent / "out" / "tokenizer.json"
+    assert copied.read_bytes() == (source.parent / "tokenizer.json").read_bytes()
+    assert receipt["tokenizer"] == digest_file(copied)
+
+
+def test_one_file_is_divided_by_document(source: Path) -> None:
+    write_jsonl(source / "all.jsonl", [f"document {i}" for i in range(60)])
+    build(source / "all.jsonl", out=str(source / "out"), split="0.6,0.2,0.2")
+    parts = [documents(source / "out" / part) for part in ("train", "validation", "test")]
+    assert sorted(text for part in parts for text in part) == sorted(
+        f"document {i}<|endoftext|>" for i in range(60)
+    )
+    assert all(parts)
+
+
+def test_part_with_share_zero_is_left_out(source: Path) -> None:
+    build(source / "train.jsonl", out=str(source / "out"), split="1,0,0")
+    assert sorted(path.name for path in (source / "out").glob("*.bin")) == ["train.bin"]
+
+
+def test_part_that_gets_no_document_is_named(source: Path) -> None:
+    with pytest.raises(UserError, match=r"test got none of the 6 documents.*split=1,0,0.0000001"):
+        build(source / "train.jsonl", split="1,0,0.0000001")
+
+
+def test_batches_do_not_change_the_output(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = build(source)
+    for stage in ("clean", "tokenise"):
+        monkeypatch.setattr(f"mlm.corpus.stages.{stage}.BATCH_DOCUMENTS", 1)
+    assert build(source, out=str(source.parent / "again"))["files"] == whole["files"]
+
+
+def test_equal_build_is_up_to_date(source: Path) -> None:
+    build(source)
+    before = (source.parent / "out" / "corpus.json").stat().st_mtime_ns
+    console = quiet()
+    build(source, console)
+    assert "up to date" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert (source.parent / "out" / "corpus.json").stat().st_mtime_ns == before
+
+
+def test_other_build_in_the_same_folder_is_refused(source: Path) -> None:
+    build(source)
+    write_jsonl(source / "train.jsonl", [*TEXTS, "one more"])
+    with pytest.raises(UserError, match=r"made with other inputs.*another out="):
+        build(source)
+
+
+def test_damaged_corpus_is_not_called_up_to_date(source: Path) -> None:
+    build(source)
+    (source.parent / "out" / "train.bin").write_bytes(b"")
+    with pytest.raises(UserError, match=r"train\.bin is not what corpus\.json says"):
+        build(source)
+
+
+def test_corpus_of_someone_else_is_not_replaced(source: Path) -> None:
+    (source.parent / "out").mkdir()
+    (source.parent / "out" / "train.bin").write_bytes(b"precious")
+    with pytest.raises(UserError, match=r"holds train\.bin, which mlm did not write"):
+        build(source)
+    assert (source.parent / "out" / "train.bin").read_bytes() == b"precious"
+
+
+def test_bad_line_is_named_and_no_corpus_appears(source: Path) -> None:
+    with (source / "train.jsonl").open("a") as f:
+        f.write('{"body": "x"}\n')
+    with pytest.raises(UserError, match=r'train\.jsonl:7: no key "text"'):
+        build(source)
+    assert sorted(path.name for path in (source.parent / "out").iterdir()) == [
+        ".building",
+        ".mlm.json",
+        "work",
+    ]
+
+
+@pytest.mark.parametrize("content", ["", "\n", '{"text": ""}\n'])
+def test_empty_corpus_is_a_users_mistake(source: Path, content: str) -> None:
+    (source / "train.jsonl").write_text(content)
+    with pytest.raises(UserError, match="holds no text: the corpus is empty"):
+        build(source)
+
+
+def test_full_disk_is_a_users_mistake(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("mlm.data.indexed.IndexedWriter.add_document", fail)
+    with pytest.raises(UserError, match=r"out=.*No space left on device: free space"):
+        build(source)
+
+
+def test_build_ends_with_a_table(source: Path) -> None:
+    console = quiet()
+    build(source, console)
+    assert "validation" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_work_is_gone_when_the_corpus_is_there(source: Path) -> None:
+    build(source)
+    names = sorted(path.name for path in (source.parent / "out").iterdir())
+    assert names == [
+        ".mlm.json",
+        "corpus.json",
+        "tokenizer.json",
+        "train.bin",
+        "train.idx",
+        "validation.bin",
+        "validation.idx",
+    ]
+
+
+def test_document_keeps_its_part_when_others_come(source: Path) -> None:
+    texts = [f"document {i}" for i in range(60)]
+    parts = []
+    for name, some in (("all", texts), ("half", texts[::2])):
+        path = write_jsonl(source.parent / name / "text.jsonl", some)
+        build(path, split="0.5,0.5,0")
+        parts.append(
+            {text: part for part in ("train", "validation") for text in documents(path.parent / "out" / part)}
+        )
+    assert parts[1].items() <= parts[0].items()

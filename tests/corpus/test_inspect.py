@@ -1,0 +1,152 @@
+"""`mlm data inspect`: counts against NumPy's, and what is safe to print."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlm.corpus.config import DataInspectConfig
+from mlm.errors import CorruptFileError, UserError
+from mlm.data.indexed import IndexedWriter, token_dtype
+from mlm.corpus.inspect import run_inspect
+from mlm.corpus.train_tokenizer import train_bpe
+
+from .corpora import write_corpus
+
+
+def inspected(path: Path, **keys: Any) -> dict[str, Any]:
+    """The facts of the only corpus at `path`."""
+    out = path.parent / "facts.json"
+    run_inspect(DataInspectConfig(path=str(path), out=str(out), **keys))
+    (facts,) = json.loads(out.read_text())["corpora"]
+    return dict(facts)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 100])
+def test_lengths_are_those_of_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr("mlm.corpus.inspect.CHUNK", 3)
+    lengths = np.random.default_rng(count).integers(0, 90, count).tolist()
+    lengths[0] = 70_000  # above 16 bits
+    write_corpus(tmp_path / "c", [[5] * length for length in lengths])
+    found = inspected(tmp_path / "c")["tokens_per_document"]
+    assert (found["min"], found["max"]) == (min(lengths), max(lengths))
+    assert found["median"] == sorted(lengths)[(count - 1) // 2]
+    assert found["mean"] == pytest.approx(np.mean(lengths))
+
+
+def test_histogram_counts_every_length_once(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "c", [[5] * length for length in (0, 1, 2, 3, 4, 7, 8)])
+    histogram = inspected(tmp_path / "c")["tokens_per_document"]["histogram"]
+    assert histogram == [[0, 0, 1], [1, 1, 1], [2, 3, 2], [4, 7, 2], [8, 15, 1]]
+
+
+def test_sequences_are_counted_per_document(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "c", token_dtype(100)) as writer:
+        writer.add_document([1, 2, 3], [1, 2])
+        writer.add_document([4])
+        writer.add_document([5, 6, 7], [1, 1, 1])
+    found = inspected(tmp_path / "c")
+    assert (found["sequences"], found["documents"], found["tokens"]) == (6, 3, 7)
+    spread = found["sequences_per_document"]
+    assert (spread["min"], spread["median"], spread["max"]) == (1, 2, 3)
+
+
+def test_share_of_documents_with_an_end_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "corpus.json").write_text('{"vocab_size": 400, "eod_id": 300}')
+    write_corpus(tmp_path / "c", [[1, 300], [300, 2], [], [300]])
+    found = inspected(tmp_path / "c")
+    assert (found["ends_with_eod"], found["looked_at"]) == (0.5, 4)
+
+
+def test_samples_are_text_and_cannot_steer_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = train_bpe(["a b c"], 260)
+    tokenizer.save(tmp_path / "tokenizer.json")
+    write_corpus(tmp_path / "c", [tokenizer.encode("red \x1b[31m [bold] text")])
+    (sample,) = inspected(tmp_path / "c")["samples"]
+    shown = capsys.readouterr().out
+    assert sample["text"] == "red \x1b[31m [bold] text"
+    assert "\x1b" not in shown
+    assert r"red \x1b[31m [bold] text" in shown
+
+
+def test_samples_are_spread_evenly(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "c", [[i] for i in range(100)])
+    assert [sample["document"] for sample in inspected(tmp_path / "c")["samples"]] == [16, 50, 83]
+
+
+def test_corpus_without_a_tokenizer_shows_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_corpus(tmp_path / "c", [[11, 22, 33]])
+    (sample,) = inspected(tmp_path / "c")["samples"]
+    assert (sample["text"], sample["ids"]) == (None, [11, 22, 33])
+    assert "set tokenizer=" in capsys.readouterr().out
+
+
+def test_ids_outside_the_tokenizer_are_shown_as_ids(tmp_path: Path) -> None:
+    train_bpe(["a b c"], 260).save(tmp_path / "tokenizer.json")
+    write_corpus(tmp_path / "c", [[50_000]])
+    (sample,) = inspected(tmp_path / "c")["samples"]
+    assert (sample["text"], sample["ids"]) == (None, [50_000])
+
+
+def test_folder_shows_its_parts_in_their_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("extra", "test", "train", "validation"):
+        write_corpus(tmp_path / name, [[1]])
+    run_inspect(DataInspectConfig(path=str(tmp_path), samples=0))
+    heading = capsys.readouterr().out.splitlines()[2]
+    assert heading.split() == ["train", "validation", "test", "extra"]
+
+
+@pytest.mark.parametrize("name", ["c_text_document", "c_text_document.bin", "c_text_document.idx"])
+def test_prefix_may_be_written_as_either_file(tmp_path: Path, name: str) -> None:
+    write_corpus(tmp_path / "c_text_document", [[1, 2]])
+    assert inspected(tmp_path / name)["tokens"] == 2
+
+
+def test_empty_corpus_is_shown(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "c", token_dtype(100)):
+        pass
+    assert inspected(tmp_path / "c")["documents"] == 0
+
+
+def test_negative_number_of_samples_is_a_users_mistake(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "c", [[1]])
+    with pytest.raises(UserError, match="samples=-1 is below 0"):
+        run_inspect(DataInspectConfig(path=str(tmp_path), samples=-1))
+
+
+def test_rules_that_removed_documents_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_corpus(tmp_path / "train", [[1]])
+    receipt = {
+        "vocab_size": 10,
+        "removed": {"min_tokens": {"documents": 3, "bytes": 70}},
+        "recipe": {"dedup": 0},
+    }
+    (tmp_path / "corpus.json").write_text(json.dumps(receipt))
+    run_inspect(DataInspectConfig(path=str(tmp_path)))
+    assert "removed by min_tokens   documents=3 bytes=70" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("removed", ["null", "[1]", '"x"', '{"a": [null]}', '{"a": {"b": "\\u001b[2J"}}'])
+def test_receipt_of_any_shape_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], removed: str
+) -> None:
+    write_corpus(tmp_path / "train", [[1]])
+    (tmp_path / "corpus.json").write_text(f'{{"vocab_size": 10, "removed": {removed}, "recipe": {removed}}}')
+    run_inspect(DataInspectConfig(path=str(tmp_path)))
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_nothing_there_is_a_users_mistake(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"holds no \.bin and \.idx"):
+        run_inspect(DataInspectConfig(path=str(tmp_path)))
+
+
+def test_damaged_corpus_is_named(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "c", [[1, 2]])
+    (tmp_path / "c.bin").write_bytes(b"1")
+    with pytest.raises(CorruptFileError, match=r"c\.bin is truncated"):
+        run_inspect(DataInspectConfig(path=str(tmp_path)))

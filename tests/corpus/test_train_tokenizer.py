@@ -1,0 +1,116 @@
+"""`mlm data tokenizer`: what is read, what is taken over, and that training is a function of the text."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from mlm.corpus.config import DataTokenizerConfig
+from mlm.errors import UserError
+from mlm.data.tokenizer import BERT_SPECIAL, Tokenizer
+from mlm.corpus.train_tokenizer import run_tokenizer, train_bpe
+
+LEARN = """
+import sys
+from mlm.corpus.train_tokenizer import train_bpe, train_wordpiece
+texts = open(sys.argv[1], encoding="utf-8").read().splitlines()
+print(train_bpe(texts, 400).digest, train_wordpiece(lambda: texts, 400).digest)
+"""
+
+
+def made(source: Path, out: Path, **keys: Any) -> Tokenizer:
+    config = DataTokenizerConfig(input=str(source), out=str(out), **{"vocab_size": 300, **keys})
+    return Tokenizer.load(run_tokenizer(config, Console(quiet=True)))
+
+
+def write_lines(path: Path, texts: list[str]) -> None:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def test_training_is_a_function_of_the_text_alone(tmp_path: Path) -> None:
+    """In processes of their own: each has hash tables of another order, and other threads."""
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghijkléö", k=rng.randint(1, 7))) for _ in range(300)]
+    text = tmp_path / "text"
+    text.write_text("\n".join(" ".join(rng.choices(words, k=20)) for _ in range(200)), encoding="utf-8")
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", LEARN, str(text)],
+            env={**os.environ, "RAYON_NUM_THREADS": threads, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for threads in ("1", "2", "2")
+    ]
+    assert len(set(runs)) == 1
+
+
+def test_held_out_parts_are_not_read(tmp_path: Path) -> None:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    write_lines(folder / "train.jsonl", ["aa aa aa"] * 9)
+    write_lines(folder / "validation.jsonl", ["zz zz zz"] * 9)
+    assert len(made(folder, tmp_path / "out").encode("zz")) == 2
+    assert len(made(folder, tmp_path / "out").encode("aa")) == 1
+
+
+def test_texts_of_files_are_trained_as_given(tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl", ["the cat sat"] * 5)
+    expected = train_bpe(["the cat sat"] * 5, 300)
+    assert made(tmp_path / "a.jsonl", tmp_path / "out").digest == expected.digest
+
+
+def test_wordpiece_is_trained_where_asked(tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl", ["The Cat sat"] * 5)
+    cased = made(tmp_path / "a.jsonl", tmp_path / "cased", kind="wordpiece", lowercase=False)
+    lower = made(tmp_path / "a.jsonl", tmp_path / "lower", kind="wordpiece")
+    assert cased.decode(cased.encode("The Cat")) == "The Cat"
+    assert lower.decode(lower.encode("The Cat")) == "the cat"
+
+
+@pytest.mark.parametrize("name", ["vocab.txt", ""])
+def test_vocabulary_of_bert_is_taken_over(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "bert"
+    folder.mkdir()
+    (folder / "vocab.txt").write_text("\n".join([*BERT_SPECIAL, "the", "cat"]) + "\n")
+    assert made(folder / name, tmp_path / "out").encode("the cat") == [5, 6]
+
+
+def test_tokenizer_json_is_taken_over_byte_for_byte(tmp_path: Path) -> None:
+    trained = train_bpe(["the cat sat"] * 5, 300)
+    trained.save(tmp_path / "tokenizer.json")
+    assert made(tmp_path / "tokenizer.json", tmp_path / "out").digest == trained.digest
+
+
+def test_text_beside_a_tokenizer_is_trained_on(tmp_path: Path) -> None:
+    train_bpe(["zz"] * 9, 258).save(tmp_path / "tokenizer.json")
+    write_lines(tmp_path / "train.jsonl", ["the cat sat"] * 5)
+    assert len(made(tmp_path, tmp_path / "out").encode("the")) == 1
+
+
+@pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
+def test_faulty_line_is_named_by_file_and_line(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\nnonsense\n')
+    with pytest.raises(UserError, match=r"a\.jsonl:2"):
+        made(tmp_path / "a.jsonl", tmp_path / "out", kind=kind)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
+def test_input_without_text_is_a_users_mistake(tmp_path: Path, kind: str) -> None:
+    write_lines(tmp_path / "a.jsonl", ["", ""])
+    with pytest.raises(UserError, match="holds no text"):
+        made(tmp_path / "a.jsonl", tmp_path / "out", kind=kind)
+
+
+def test_another_tokenizer_is_not_overwritten(tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl", ["the cat sat"] * 5)
+    made(tmp_path / "a.jsonl", tmp_path / "out")
+    with pytest.raises(UserError, match="is another tokenizer"):
+        made(tmp_path / "a.jsonl", tmp_path / "out", vocab_size=258)

@@ -1,0 +1,202 @@
+"""`mlm data verify`: what damage is found, and that the rest is harmless."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlm.corpus.config import DataVerifyConfig
+from mlm.errors import CheckFailedError, UserError
+from mlm.data.indexed import DTYPES, IndexedDataset, IndexedWriter, bin_path, idx_path
+from mlm.data.receipt import RECEIPT, read_receipt
+from mlm.corpus.verify import Check, Expected, run_verify, verify_pair
+from mlm.files.atomic import digest_file
+
+from .corpora import write_corpus
+
+DOCUMENTS = [[1, 2, 9], [], [7, 9], [5, 6, 9]]
+EOD = 9
+
+
+def with_receipt(folder: Path, *names: str) -> None:
+    """A receipt of corpora in a folder."""
+    files = [path(folder / name) for name in names for path in (bin_path, idx_path)]
+    receipt = {
+        "vocab_size": 10,
+        "eod_id": EOD,
+        "splits": {name: {"documents": 4, "tokens": 8} for name in names},
+        "files": {f.name: {"bytes": f.stat().st_size, "digest": digest_file(f)} for f in files},
+    }
+    (folder / RECEIPT).write_text(json.dumps(receipt))
+
+
+def verified(path: Path, **keys: Any) -> list[dict[str, str]]:
+    """All checks, of a corpus that may be damaged."""
+    out = path.parent / "verdict.json"
+    try:
+        run_verify(DataVerifyConfig(path=str(path), out=str(out), **keys))
+    except CheckFailedError:
+        assert not json.loads(out.read_text())["whole"]
+    return list(json.loads(out.read_text())["checks"])
+
+
+def states(checks: list[dict[str, str]], name: str) -> list[str]:
+    return [check["state"] for check in checks if check["name"] == name]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """A folder with the corpus `train` and its receipt."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    write_corpus(folder / "train", DOCUMENTS)
+    with_receipt(folder, "train")
+    return folder
+
+
+def test_whole_corpus_passes(corpus: Path) -> None:
+    checks = verified(corpus)
+    assert {check["state"] for check in checks if check["name"] != "empty documents"} == {"ok"}
+
+
+def test_empty_documents_are_counted_as_a_note(corpus: Path) -> None:
+    (check,) = [check for check in verified(corpus) if check["name"] == "empty documents"]
+    assert (check["state"], check["detail"]) == ("note", "1 documents hold no token")
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 8, 1 << 22])
+def test_first_id_out_of_range_is_named_by_document(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    monkeypatch.setattr("mlm.corpus.verify.BLOCK", 2 * block)
+    write_corpus(corpus / "train", [[1, 2, 3], [], [4, 7], [5, 8]])
+    with pytest.raises(CheckFailedError, match="document 2, token 1 of it, is 7, not below vocab_size=7"):
+        run_verify(DataVerifyConfig(path=str(corpus), vocab_size=7))
+
+
+def test_negative_id_is_named(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "c", [[1], [2, -3]], DTYPES[4])
+    with pytest.raises(CheckFailedError, match="document 1, token 1 of it, is -3, negative"):
+        run_verify(DataVerifyConfig(path=str(tmp_path / "c")))
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 8, 1 << 22])
+def test_documents_without_an_end_are_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    monkeypatch.setattr("mlm.corpus.verify.BLOCK", 2 * block)
+    monkeypatch.setattr("mlm.corpus.verify.CHUNK", 2)
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, 10, n).tolist() for n in (3, 0, 1, 5, 0, 0, 2, 1)]
+    write_corpus(tmp_path / "train", documents)
+    (tmp_path / RECEIPT).write_text(json.dumps({"vocab_size": 10, "eod_id": EOD}))
+    missing = sum(document[-1] != EOD for document in documents if document)
+    (check,) = [check for check in verified(tmp_path) if check["name"] == "ends of documents"]
+    assert check["state"] == "note"
+    assert check["detail"].startswith(f"{missing} of 8 ")
+
+
+def test_truncated_bin_is_named_with_both_sizes(corpus: Path) -> None:
+    (corpus / "train.bin").write_bytes(b"12345")
+    with pytest.raises(CheckFailedError, match=r"train\.bin: 5 bytes where the index says 16"):
+        run_verify(DataVerifyConfig(path=str(corpus)))
+
+
+def test_changed_token_is_found_by_the_receipt(corpus: Path) -> None:
+    content = bytearray((corpus / "train.bin").read_bytes())
+    content[0] ^= 3  # 1 becomes 2: a token id like any other
+    (corpus / "train.bin").write_bytes(content)
+    with pytest.raises(CheckFailedError, match=r"train\.bin: is not the file that corpus\.json describes"):
+        run_verify(DataVerifyConfig(path=str(corpus)))
+
+
+def test_counts_are_held_against_the_receipt(corpus: Path) -> None:
+    receipt = json.loads((corpus / RECEIPT).read_text())
+    receipt["splits"]["train"]["tokens"] = 7
+    (corpus / RECEIPT).write_text(json.dumps(receipt))
+    with pytest.raises(CheckFailedError, match=r"8 tokens, corpus\.json says 7"):
+        run_verify(DataVerifyConfig(path=str(corpus)))
+
+
+@pytest.mark.parametrize("name", ["train.bin", "train.idx"])
+def test_missing_half_is_named(corpus: Path, name: str) -> None:
+    (corpus / name).unlink()
+    with pytest.raises(CheckFailedError, match=rf"{name}: is missing"):
+        run_verify(DataVerifyConfig(path=str(corpus)))
+
+
+def test_part_that_the_receipt_lists_is_missed(corpus: Path) -> None:
+    write_corpus(corpus / "validation", DOCUMENTS)
+    with_receipt(corpus, "train", "validation")
+    for suffix in ("bin", "idx"):
+        (corpus / f"validation.{suffix}").unlink()
+    with pytest.raises(CheckFailedError, match=r"validation\.bin: is missing"):
+        run_verify(DataVerifyConfig(path=str(corpus)))
+
+
+@pytest.mark.parametrize("name", [".building", ".train.bin.7.partial"])
+def test_what_a_killed_writer_left_is_noted(corpus: Path, name: str) -> None:
+    (corpus / name).write_bytes(b"")
+    (check,) = [check for check in verified(corpus) if check["name"] == "stray files"]
+    assert (check["file"], check["state"]) == (name, "note")
+
+
+def test_corpus_the_receipt_does_not_list_is_noted(corpus: Path) -> None:
+    write_corpus(corpus / "other", DOCUMENTS)
+    found = {check["file"] for check in verified(corpus) if check["name"] == "stray files"}
+    assert found == {"other.bin", "other.idx"}
+
+
+def test_damaged_receipt_is_a_fault(corpus: Path) -> None:
+    (corpus / RECEIPT).write_text("{")
+    assert states(verified(corpus), "receipt") == ["fault"]
+
+
+def test_foreign_corpus_without_receipt_passes_with_notes(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "c_text_document", DOCUMENTS)
+    checks = verified(tmp_path / "c_text_document")
+    assert not [check for check in checks if check["state"] == "fault"]
+    assert states(checks, "token ids") == ["note"]
+
+
+def test_absent_corpus_is_a_users_mistake(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no corpus at path="):
+        run_verify(DataVerifyConfig(path=str(tmp_path / "absent")))
+
+
+def contents(prefix: Path) -> list[list[int]]:
+    """Every document of a corpus."""
+    corpus = IndexedDataset(prefix)
+    return [corpus.document(i).tolist() for i in range(corpus.num_documents)]
+
+
+def faults(prefix: Path, expected: Expected) -> list[Check]:
+    return [check for check in verify_pair(prefix, expected, lambda count: None) if check.state == "fault"]
+
+
+@pytest.mark.parametrize("change", [1, 2, 4, 8, 11, 16, 32, 64, 128, 255])
+def test_changed_byte_of_header_lengths_or_pointers_is_found_or_harmless(tmp_path: Path, change: int) -> None:
+    """Without a receipt. Harmless: all documents read as before, as where u16 becomes i16 (8 xor 11 = 3)."""
+    prefix = tmp_path / "c"
+    with IndexedWriter(prefix, DTYPES[8]) as writer:
+        writer.add_document([1, 2, 3], [1, 2])
+        writer.add_document([4, 5])
+    index, before = idx_path(prefix).read_bytes(), contents(prefix)
+    for at in range(34 + 12 * 3):
+        damaged = bytearray(index)
+        damaged[at] ^= change
+        idx_path(prefix).write_bytes(damaged)
+        if not faults(prefix, Expected(None, None, None)):
+            assert contents(prefix) == before, f"byte {at} of the index"
+
+
+def test_every_changed_byte_is_found_with_a_receipt(corpus: Path) -> None:
+    expected = Expected(read_receipt(corpus), 10, EOD)
+    for name in ("train.idx", "train.bin"):
+        content = (corpus / name).read_bytes()
+        for at in range(len(content)):
+            (corpus / name).write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+            assert faults(corpus / "train", expected), f"byte {at} of {name}"
+        (corpus / name).write_bytes(content)

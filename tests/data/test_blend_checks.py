@@ -1,0 +1,103 @@
+"""data.blend: entries, names, and every fault with its remedy."""
+
+from pathlib import Path
+
+import pytest
+
+from mlm.data.blend_checks import entry, names
+from mlm.config.checks import check_pretrain
+from mlm.config.compose import load_config
+
+
+@pytest.fixture(autouse=True)
+def corpora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folders a, b, c with the files of a corpus, and a pair x.bin/.idx; the working folder."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a/train", "b/train", "c/train", "half/train", "x"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(f"{name}.bin").touch()
+        Path(f"{name}.idx").touch()
+    Path("half/train.bin").unlink()
+    Path("link").symlink_to("a")
+    return tmp_path
+
+
+def faults(blend: str, *overrides: str) -> list[str]:
+    config = load_config("pretrain", ["model=gpt2_tiny", f"data.blend={blend}", *overrides])
+    return check_pretrain(config, world_size=None, local_devices=None)
+
+
+@pytest.mark.parametrize("blend", ["[0.3 a,0.7 b]", "[a,b,x]", "[1e-3 ./a,7 x]", "[2 a]"])
+def test_a_sound_blend_has_no_fault(blend: str) -> None:
+    assert faults(blend) == []
+
+
+@pytest.mark.parametrize(
+    "blend, said",
+    [
+        ("[0.3 nowhere,0.7 b]", "'0.3 nowhere': no folder nowhere, no pair nowhere.bin/.idx; write one"),
+        ("[1 half,1 b]", "'1 half': half/train.bin is not there; write one"),
+        ("[1 x.bin,1 b]", "'1 x.bin': give the prefix of .bin and .idx, which is x"),
+        ("[0 a,1 b]", "'0 a' has the weight 0, which must be above 0 and finite; leave the entry out"),
+        ("[-1 a,1 b]", "'-1 a' has the weight -1, which must be above 0 and finite; write data.blend="),
+        ("[nan a,1 b]", "'nan a' has the weight nan, which must be above 0"),
+        ("[inf a,1 b]", "'inf a' has the weight inf, which must be above 0"),
+        ("[1e-13 a,1 b]", "'1e-13 a' has a share of 1e-13, too small to ever count; leave it out"),
+        ("[1 a,b]", "'b' has no weight and others have one; give it one, or leave all out"),
+        ("['0.5',1 b]", "'0.5' names no corpus; write data.blend=[0.3 corpora/wiki,0.7 corpora/web]"),
+        ("[1 a,2 ./a]", "'1 a' and '2 ./a' are the same corpus; name it once, with the sum of the weights"),
+        ("[1 a,2 link]", "'1 a' and '2 link' are the same corpus"),
+        ("[1 a,2 a/train]", "'1 a' and '2 a/train' are the same corpus"),
+    ],
+)
+def test_a_fault_names_entry_and_remedy(blend: str, said: str) -> None:
+    (fault,) = faults(blend)
+    assert fault.startswith("data.blend: ")
+    assert said in fault
+    assert "\n" not in fault
+
+
+def test_all_faults_are_told_at_once() -> None:
+    assert len(faults("[0 a,-1 b,1 nowhere]", "train.global_batch_size=0")) == 4
+
+
+@pytest.mark.parametrize("key", ["data.path", "data.train"])
+def test_a_blend_and_a_corpus_are_too_much(key: str) -> None:
+    (fault,) = faults("[1 a,1 b]", f"{key}=a")
+    assert fault.startswith(f"data.blend and {key}=a both say what to train on; leave one")
+
+
+@pytest.mark.parametrize(
+    "text, weight, path",
+    [
+        ("0.3 a/b", 0.3, "a/b"),
+        ("1e-3   a", 1e-3, "a"),
+        ("a/b", None, "a/b"),
+        ("my corpora/b", None, "my corpora/b"),
+        ("2 my corpora/b", 2.0, "my corpora/b"),
+    ],
+)
+def test_an_entry_is_a_weight_and_a_path(text: str, weight: float | None, path: str) -> None:
+    found = entry(text)
+    assert (found.weight, found.path) == (weight, path)
+
+
+def test_a_folder_stands_for_its_training_part() -> None:
+    assert [str(entry(text).prefix) for text in ("1 a", "1 x")] == ["a/train", "x"]
+
+
+@pytest.mark.parametrize(
+    "prefixes, expected",
+    [
+        (["corpora/wiki/train", "corpora/web/train"], ["wiki", "web"]),
+        (["one/wiki/train", "two/wiki/train"], ["one-wiki", "two-wiki"]),
+        (["wiki_text_document", "a b/train"], ["wiki_text_document", "a_b"]),
+        (["c/loss/train", "c/web/train"], ["c-loss", "c-web"]),  # validation/loss is that of the blend
+    ],
+)
+def test_names_are_those_of_the_folders_and_differ(prefixes: list[str], expected: list[str]) -> None:
+    assert names([Path(prefix) for prefix in prefixes]) == expected
+
+
+def test_names_that_cannot_be_told_apart_are_numbered() -> None:
+    assert names([Path("/a b/train"), Path("/a_b/train")]) == ["a_b-0", "a_b-1"]

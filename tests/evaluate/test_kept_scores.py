@@ -1,0 +1,158 @@
+"""What a scoring run that stops leaves on disk, and which of it the next one takes."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlm.errors import UserError
+from mlm.parallel.mesh import ParallelContext
+from mlm.evaluate import scoring
+from mlm.evaluate.scoring import Request, Score, score
+from tests.ranks import run_on_ranks
+from tests.evaluate.scored_texts import (
+    ALONE,
+    Reference,
+    assert_close,
+    by_transformers,
+    load,
+    make_reference,
+    random_requests,
+)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return make_reference(tmp_path_factory.mktemp("scoring"))
+
+
+def stop_after(count: int) -> Callable[[int], None]:
+    """Ctrl-C when that many requests are done."""
+    done = 0
+
+    def advance(more: int) -> None:
+        nonlocal done
+        done += more
+        if done >= count:
+            raise KeyboardInterrupt
+
+    return advance
+
+
+@pytest.fixture
+def stopped(reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What a run leaves that was stopped after about half of the requests, one text per micro-batch."""
+    monkeypatch.setattr(scoring, "CPU_TOKENS", 1)
+    kept = tmp_path / "kept.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        score(
+            load(reference[1]),
+            random_requests(reference[0]),
+            batch_size=1,
+            ctx=ALONE,
+            kept=kept,
+            identity="one",
+            advance=stop_after(15),
+        )
+    return kept
+
+
+def go_on(reference: Reference, kept: Path, **changes: Any) -> list[int]:
+    """Score again; what `advance` was told. The scores must be right, and all kept."""
+    model, run = reference
+    told: list[int] = []
+    requests = changes.pop("requests", None) or random_requests(model)
+    found = score(
+        load(run),
+        requests,
+        batch_size=1,
+        ctx=ALONE,
+        kept=kept,
+        advance=told.append,
+        **({"identity": "one"} | changes),
+    )
+    assert_close(found, by_transformers(model, requests))
+    assert sum(told) == len(requests)
+    assert len(kept.read_bytes().splitlines()) == 1 + len(requests)
+    return told
+
+
+def test_a_stopped_run_goes_on_where_it_was(reference: Reference, stopped: Path) -> None:
+    assert go_on(reference, stopped)[0] == 18  # four texts at a time; three requests read the longest
+    assert go_on(reference, stopped) == [29]
+
+
+def test_a_torn_last_line_is_scored_again(reference: Reference, stopped: Path) -> None:
+    stopped.write_bytes(stopped.read_bytes()[:-5])
+    assert go_on(reference, stopped)[0] == 17
+
+
+def test_another_identity_starts_anew(reference: Reference, stopped: Path) -> None:
+    assert go_on(reference, stopped, identity="two")[0] == 6
+
+
+def test_other_requests_start_anew(reference: Reference, stopped: Path) -> None:
+    requests = random_requests(reference[0])
+    requests[-1] = Request(requests[-1].tokens, requests[-1].first - 1)
+    assert go_on(reference, stopped, requests=requests)[0] == 6
+
+
+def edited(line: bytes, **changes: Any) -> bytes:
+    return json.dumps(json.loads(line) | changes).encode()
+
+
+DAMAGE: dict[str, Callable[[list[bytes]], list[bytes]]] = {
+    "no JSON": lambda lines: [*lines[:3], b"\xff{", *lines[3:]],
+    "nested": lambda lines: [*lines[:3], b"[" * 100 + b"]" * 100, *lines[3:]],
+    "twice": lambda lines: [*lines, lines[1]],
+    "beyond": lambda lines: [*lines, edited(lines[1], request=29)],
+    "negative": lambda lines: [*lines, edited(lines[1], request=-1)],
+    "text": lambda lines: [*lines, edited(lines[1], request="28")],
+    "infinite": lambda lines: [lines[0], edited(lines[1], loss=float("inf")), *lines[2:]],
+    "number": lambda lines: [lines[0], edited(lines[1], greedy=1), *lines[2:]],
+    "no header": lambda lines: lines[1:],
+    "empty": lambda lines: [],
+    "huge": lambda lines: [*lines, b" " * 10_000],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_written_anew(reference: Reference, stopped: Path, damage: str) -> None:
+    lines = DAMAGE[damage](stopped.read_bytes().splitlines())
+    stopped.write_bytes(b"".join(line + b"\n" for line in lines))
+    assert go_on(reference, stopped)[0] == 6
+
+
+def kept_on_rank(
+    ctx: ParallelContext, run: Path, requests: Sequence[Request], kept: Path
+) -> tuple[list[Score], list[int]]:
+    told: list[int] = []
+    found = score(
+        load(run, ctx),
+        requests,
+        batch_size=1,
+        ctx=ctx,
+        kept=kept,
+        identity="one",
+        advance=told.append,
+    )
+    return found, told
+
+
+def test_every_rank_goes_on_from_what_the_first_one_reads(reference: Reference, stopped: Path) -> None:
+    """At another layout than it was stopped at."""
+    model, run = reference
+    requests = random_requests(model)
+    results = run_on_ranks(kept_on_rank, run, requests, stopped, tp=2, dp=2)
+    assert all(result == results[0] for result in results)
+    assert results[0][1][0] == 18
+    assert_close(results[0][0], by_transformers(model, requests))
+
+
+def test_a_place_that_cannot_be_written_is_a_mistake(reference: Reference, tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    with pytest.raises(UserError, match="kept: Is a directory"):
+        score(load(reference[1]), [Request(np.arange(3), 1)], batch_size=1, ctx=ALONE, kept=tmp_path / "kept")

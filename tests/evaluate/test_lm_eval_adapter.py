@@ -1,0 +1,305 @@
+"""Our checkpoints in lm-eval: the numbers of its own `hf` model, at one rank and at several."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mlm.errors import CheckFailedError, UserError
+from mlm.corpus.train_tokenizer import train_bpe
+from mlm.evaluate.lm_eval import command_line as lm_eval_command
+from mlm.evaluate.lm_eval import ranks as lm_eval_ranks
+from mlm.evaluate.zero_shot.sources import Texts
+from mlm.evaluate.zero_shot.wikitext103 import per_article
+from tests.convert.hf_models import TEXT, add_tokenizer, export_model, import_model, make_model
+
+lm_eval = pytest.importorskip("lm_eval", reason="pip install 'mlm[lm-eval]'")
+
+from lm_eval.config.evaluate_config import EvaluatorConfig  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
+
+from mlm.evaluate.lm_eval.adapter import MlmLM, settings  # noqa: E402
+
+WORDS = TEXT.replace("\n", " ").split(" ")
+DOCUMENTS = [
+    {"text": " ".join(WORDS[i:] * (1 + i % 4)), "choices": [" question", " end", " be"], "gold": i % 3}
+    for i in range(7)
+] + [{"text": "To be", "choices": [" end", " or not", "x"], "gold": 1}]
+COMMON = """
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}, cache_dir: {cache}}}
+test_split: test
+"""
+TASKS = {
+    "cloze": """
+output_type: loglikelihood
+doc_to_text: "{{text.split(' ')[:-1]|join(' ')}}"
+doc_to_target: "{{' '+text.split(' ')[-1]}}"
+metric_list: [{metric: perplexity, aggregation: perplexity, higher_is_better: false}, {metric: acc}]
+""",
+    "choice": """
+output_type: multiple_choice
+doc_to_text: "{{text}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: gold
+metric_list: [{metric: acc}, {metric: acc_norm}, {metric: brier_score, higher_is_better: false}]
+""",
+    "rolling": """
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list:
+  - {metric: word_perplexity, aggregation: weighted_perplexity, higher_is_better: false}
+  - {metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}
+""",
+    "generation": """
+output_type: generate_until
+doc_to_text: "{{text}}"
+doc_to_target: "be"
+generation_kwargs: {until: ["be", "not"], max_gen_toks: 12, do_sample: false}
+metric_list: [{metric: exact_match}]
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """run: a checkpoint; model: the same for `transformers`; tasks: tasks over a local file."""
+    folder = tmp_path_factory.mktemp("lm-eval")
+    make_model(folder / "source")
+    add_tokenizer(folder / "source")
+    import_model(folder / "source", folder / "run", verify=False)
+    export_model(folder / "run", folder / "model")
+    (folder / "tasks").mkdir()
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps(document) + "\n" for document in DOCUMENTS))
+    for name, text in TASKS.items():
+        common = COMMON.format(data=data, cache=folder / "cache")
+        (folder / "tasks" / f"{name}.yaml").write_text(f"task: {name}{common}{text}")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv("RANK", raising=False)
+
+
+def evaluate(model: Any, folder: Path, **arguments: Any) -> tuple[dict[str, float], list[Any]]:
+    """Every metric of every task, and what the model answered."""
+    found = lm_eval.simple_evaluate(
+        model=model,
+        model_args=arguments or None,
+        tasks=list(TASKS),
+        task_manager=TaskManager(include_path=str(folder / "tasks"), include_defaults=False),
+        bootstrap_iters=0,
+        log_samples=True,
+        device="cpu" if arguments else None,
+    )
+    numbers = {
+        f"{task}/{metric}": value
+        for task, metrics in found["results"].items()
+        for metric, value in metrics.items()
+        if isinstance(value, float) and "stderr" not in metric
+    }
+    answers = [sample["resps"] for task in TASKS for sample in found["samples"][task]]
+    return numbers, answers
+
+
+def test_numbers_are_those_of_the_hf_model(folder: Path) -> None:
+    """Texts of 2 to 100 tokens for a model that reads 48; float32 sums in another order."""
+    pytest.importorskip("accelerate", reason="lm-eval's own hf model needs it: pip install 'lm-eval[hf]'")
+    ours, texts = evaluate("mlm", folder, ckpt=str(folder / "run"), batch_size=3)
+    theirs, their_texts = evaluate("hf", folder, pretrained=str(folder / "model"), batch_size=3)
+    assert len(ours) == 8
+    assert ours == pytest.approx(theirs, rel=1e-4)
+    count = len(DOCUMENTS)
+    assert texts[-count:] == their_texts[-count:]  # generated
+
+
+@pytest.fixture(scope="module")
+def one_rank(folder: Path) -> MlmLM:
+    return MlmLM(ckpt=str(folder / "run"), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder: Path) -> Iterator[MlmLM]:
+    model = MlmLM(ckpt=str(folder / "run"), device="cpu", tp=2)
+    yield model
+    model.model.close()
+
+
+def instances(*arguments: tuple[Any, ...]) -> list[Any]:
+    return [SimpleNamespace(args=one) for one in arguments]
+
+
+def test_two_ranks_of_their_own_answer_as_one(one_rank: MlmLM, two_ranks: MlmLM) -> None:
+    assert isinstance(two_ranks.model, lm_eval_ranks.Elsewhere)
+    texts = [str(document["text"]) for document in DOCUMENTS]
+    pairs = instances(*((text, " end") for text in texts))
+    for one, two in zip(*(model.loglikelihood(pairs) for model in (one_rank, two_ranks)), strict=True):
+        assert two == pytest.approx(one, rel=1e-5)
+    prompts = instances(*((text, {"until": ["be"], "max_gen_toks": 9}) for text in texts))
+    assert two_ranks.generate_until(prompts) == one_rank.generate_until(prompts)
+    assert two_ranks.loglikelihood([]) == []
+
+
+def test_ranks_leave_when_nothing_more_is_asked(two_ranks: MlmLM) -> None:
+    model = two_ranks.model
+    assert isinstance(model, lm_eval_ranks.Elsewhere)
+    model.close()
+    assert model.process.returncode == 0
+
+
+def test_ranks_that_do_not_come_up_are_a_fault(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(CheckFailedError, match="have ended with code 1"):
+        MlmLM(ckpt=str(folder / "run"), device="cpu", tp=2)
+
+
+def test_an_empty_context_is_the_end_of_a_document(one_rank: MlmLM) -> None:
+    (empty, spelled) = one_rank._loglikelihood_tokens(
+        [(None, [one_rank.eot_token_id], one_rank.tok_encode("To be")), (None, [0], [1])]
+    )
+    assert one_rank.loglikelihood(instances(("", "To be")), disable_tqdm=True) == [empty]
+    assert spelled != empty
+
+
+def test_a_text_without_tokens_has_no_loss(one_rank: MlmLM) -> None:
+    assert one_rank.loglikelihood_rolling(instances(("",), ("",)), disable_tqdm=True) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("count", [0, 49])
+def test_a_continuation_the_model_cannot_read_is_refused(one_rank: MlmLM, count: int) -> None:
+    with pytest.raises(UserError, match=rf"a continuation of {count} tokens .* max_length=48"):
+        one_rank._loglikelihood_tokens([(None, [3], [5] * count)])
+
+
+def test_a_continuation_ends_before_the_first_stop(one_rank: MlmLM) -> None:
+    arguments = {"max_gen_toks": 20, "do_sample": False}
+    (whole,) = one_rank.generate_until(instances(("To be", arguments | {"until": []})), disable_tqdm=True)
+    stop = whole[len(whole) // 2 :][:2]
+    asked = instances(("To be", arguments | {"until": [stop, ""]}))
+    assert one_rank.generate_until(asked, disable_tqdm=True) == [whole.split(stop)[0]]
+
+
+@pytest.mark.parametrize(
+    "arguments, fault",
+    [
+        ({"max_gen_toks": 9, "num_beams": 4}, "num_beams"),
+        ({"max_gen_toks": 9, "no_repeat_ngram_size": 2}, "no_repeat_ngram_size"),
+        ({"max_gen_toks": 9, "repetition_penalty": 0}, "repetition_penalty=0 must be"),
+        ({"max_gen_toks": 48}, "max_gen_toks=48: use 1 to 47"),
+    ],
+)
+def test_generation_we_do_not_have_is_refused(one_rank: MlmLM, arguments: dict[str, Any], fault: str) -> None:
+    with pytest.raises(UserError, match=fault):
+        one_rank.generate_until(instances(("To be", {"until": ["x"]} | arguments)), disable_tqdm=True)
+
+
+@pytest.mark.parametrize(
+    "arguments, fault",
+    [
+        ({"tp": 3}, "tp=3 does not divide the checkpoint's num_heads=4"),
+        ({"tp": 0}, "tp=0 must be greater than 0"),
+        ({"tpp": 2}, "tpp"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"batch_size": "many"}, "batch_size"),
+        ({"precision": "fp8"}, "precision.dtype"),
+        ({"device": "tpu:0"}, "dist.device"),
+        ({"device": "cuda:1"}, "device=cuda:1: .* CUDA_VISIBLE_DEVICES=1"),
+        ({"tokenizer": "nowhere.json"}, "nowhere.json"),
+    ],
+    ids=str,
+)
+def test_a_mistake_in_the_arguments_names_its_key(
+    folder: Path, arguments: dict[str, Any], fault: str
+) -> None:
+    with pytest.raises(UserError, match=fault):
+        settings({"ckpt": str(folder / "run")} | arguments)
+
+
+def test_a_checkpoint_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nothing"):
+        settings({"ckpt": str(tmp_path / "nothing")})
+
+
+def test_arguments_say_what_the_flags_of_lm_eval_mean(folder: Path) -> None:
+    config = settings(
+        {
+            "ckpt": str(folder / "run"),
+            "tp": 2,
+            "precision": "bf16",
+            "batch_size": "16",
+            "max_batch_size": 64,
+            "device": "cpu:0",
+        }
+    )
+    assert (config.parallel.tp, config.precision.dtype, config.batch_size) == (2, "bf16", 16)
+    assert config.dist.device == "cpu"
+    assert settings({"ckpt": str(folder / "run"), "batch_size": "auto:4"}).batch_size == 8
+
+
+def test_the_device_that_lm_eval_names_by_itself_is_no_choice(folder: Path) -> None:
+    """Its command passes cuda:0 on machines without a GPU too."""
+    named = EvaluatorConfig.__dataclass_fields__["device"].default
+    assert settings({"ckpt": str(folder / "run"), "device": named}).dist.device == "auto"
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_model_args_count_more_than_the_flags_of_lm_eval(folder: Path, as_text: bool) -> None:
+    """Its command passes batch_size and device also where model_args hold them."""
+    flags = {"batch_size": 1, "max_batch_size": None, "device": "cuda:0"}
+    if as_text:
+        model = MlmLM.create_from_arg_string(f"ckpt={folder / 'run'},batch_size=4,device=cpu", flags)
+    else:
+        said = {"ckpt": str(folder / "run"), "batch_size": 4, "device": "cpu"}
+        model = MlmLM.create_from_arg_obj(said, flags)
+    assert (model.settings.batch_size, model.settings.dist.device) == (4, "cpu")
+
+
+def test_a_text_without_context_is_scored_after_the_token_that_mlm_eval_takes(tmp_path: Path) -> None:
+    """A vocabulary with a beginning of its own: <s> is not the end of a document."""
+    make_model(tmp_path)
+    content = json.loads(train_bpe([TEXT] * 5, 300).content)
+    content["added_tokens"].append({**content["added_tokens"][0], "id": 300, "content": "<s>"})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    model = MlmLM(ckpt=str(tmp_path), device="cpu")
+    text = Texts(name="x", form="a form", texts=("To be",), places=("x:1",), digest="xxh3:0")
+    article = per_article(text, model.tokenizer, seq_length=9, limit=None)
+    assert model.prefix_token_id == article.requests[0].tokens[0] == 300 != model.eot_token_id
+
+
+def test_as_a_rank_of_a_launcher_it_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(UserError, match="start it plainly"):
+        settings({"ckpt": str(folder / "run")})
+
+
+def test_without_lm_eval_the_command_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name="lm_eval.api")
+
+    monkeypatch.setattr(lm_eval_command, "import_module", missing)
+    assert lm_eval_command.main() == 2
+    assert "pip install 'mlm[lm-eval]'" in capsys.readouterr().err
+
+
+def test_a_mistake_ends_the_command_with_2_and_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    def cli_evaluate() -> None:
+        MlmLM(ckpt=str(folder / "run"), tp=3)
+
+    command = SimpleNamespace(cli_evaluate=cli_evaluate)
+    monkeypatch.setattr(lm_eval_command, "import_module", lambda name: command)
+    assert lm_eval_command.main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("mlm-lm-eval: tp=3 does not divide")

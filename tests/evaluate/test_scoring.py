@@ -1,0 +1,153 @@
+"""Log-likelihoods: against `transformers` in float64, at every layout."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mlm.errors import UserError
+from mlm.models.documents import Boundaries
+from mlm.parallel.mesh import ParallelContext
+from mlm.evaluate.scoring import Request, Score, distinct, in_groups, pack, score
+from tests.ranks import run_on_ranks
+from tests.evaluate.scored_texts import (
+    ALONE,
+    Reference,
+    assert_close,
+    by_transformers,
+    load,
+    make_reference,
+    random_requests,
+)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return make_reference(tmp_path_factory.mktemp("scoring"))
+
+
+def scores_on_rank(
+    ctx: ParallelContext, run: Path, requests: Sequence[Request], vp: int, batch_size: int
+) -> list[Score]:
+    return score(load(run, ctx, vp=vp), requests, batch_size=batch_size, ctx=ctx)
+
+
+@pytest.mark.parametrize("batch_size", [1, 7])
+def test_scores_are_those_of_transformers(reference: Reference, batch_size: int) -> None:
+    model, run = reference
+    requests = random_requests(model)
+    want = by_transformers(model, requests)
+    assert 3 <= sum(s.is_greedy for s in want) < len(want)
+    assert_close(score(load(run), requests, batch_size=batch_size, ctx=ALONE), want)
+
+
+@pytest.mark.parametrize(
+    "layout, vp, batch_size",
+    [
+        ({"tp": 2}, 1, 7),
+        ({"pp": 2}, 1, 1),
+        ({"dp": 3}, 1, 1),
+        ({"dp": 3}, 1, 7),
+        ({"tp": 2, "dp": 2}, 1, 7),
+        ({"tp": 2, "pp": 2}, 1, 1),
+        ({"pp": 3}, 1, 7),
+        ({"pp": 2}, 2, 1),
+    ],
+    ids=str,
+)
+def test_scores_do_not_depend_on_layout_or_batch(
+    reference: Reference, layout: dict[str, int], vp: int, batch_size: int
+) -> None:
+    model, run = reference
+    requests = random_requests(model)
+    results = run_on_ranks(scores_on_rank, run, requests, vp, batch_size, **layout)
+    assert all(result == results[0] for result in results)
+    assert_close(results[0], by_transformers(model, requests))
+
+
+def test_one_request_is_scored_by_three_replicas(reference: Reference) -> None:
+    model, run = reference
+    requests = [Request(np.array([5, 3]), 1)]
+    results = run_on_ranks(scores_on_rank, run, requests, 1, 2, dp=3)
+    assert all(result == results[0] for result in results)
+    assert_close(results[0], by_transformers(model, requests))
+
+
+def test_no_requests_have_no_scores(reference: Reference) -> None:
+    assert score(load(reference[1]), [], batch_size=1, ctx=ALONE) == []
+
+
+@pytest.mark.parametrize("dtype, rtol", [("bf16", 2e-2), ("fp64", 1e-12)])
+def test_scores_of_other_precisions_are_near(reference: Reference, dtype: str, rtol: float) -> None:
+    """bf16: a few of its epsilons of 2^-8, summed over up to 48 tokens of a loss of about 6 each."""
+    model, run = reference
+    requests = random_requests(model)
+    found = score(load(run, dtype=dtype), requests, batch_size=2, ctx=ALONE)
+    want = by_transformers(model, requests)
+    np.testing.assert_allclose([s.loss for s in found], [s.loss for s in want], rtol=rtol)
+
+
+def test_only_scored_positions_are_projected(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = []
+    real = torch.nn.functional.linear
+    trained = load(reference[1])
+    table = trained.model.chunks[0].token.weight
+
+    def product(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if weight.shape == table.shape:
+            rows.append(x.shape[0])
+        return real(x, weight, *rest)
+
+    monkeypatch.setattr("mlm.parallel.cross_entropy.product", product)
+    requests = [Request(np.arange(40), 37), Request(np.arange(5), 1)]
+    score(trained, requests, batch_size=4, ctx=ALONE)
+    assert sum(rows) == 3 + 4
+
+
+def test_texts_that_are_read_alike_are_read_once(reference: Reference) -> None:
+    """The choices of a task: one context, another last token each."""
+    model, run = reference
+    context = np.arange(9)
+    requests = [Request(np.append(context, choice), 9) for choice in (4, 200, 17)]
+    requests.insert(1, Request(np.arange(4), 1))
+    assert distinct(requests, range(4)) == [[0, 2, 3], [1]]
+    batch = pack(requests, [[0, 2, 3], [1]], 0, 1)
+    assert batch.tokens.shape == (2, 9)
+    assert batch.labels.tolist() == [4, 200, 17, 1, 2, 3]
+    found = score(load(run), requests, batch_size=1, ctx=ALONE)
+    assert_close(found, by_transformers(model, requests))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_groups_hold_every_text_once_within_the_budget(size: int) -> None:
+    requests = [Request(np.arange(n), 1) for n in (9, 2, 30, 5, 5, 17, 2, 3, 40, 11, 4)]
+    readings = distinct(requests, range(len(requests)))
+    groups = list(in_groups(requests, readings, budget=32, size=size))
+    assert sorted(n for group in groups for reading in group for n in reading) == list(range(len(requests)))
+    lengths = [[len(requests[reading[0]].tokens) - 1 for reading in group] for group in groups]
+    assert [n for group in lengths for n in group] == sorted((n for g in lengths for n in g), reverse=True)
+    for group, texts in zip(groups, lengths, strict=True):
+        for rank in range(size):
+            shape = pack(requests, group, rank, size).tokens.shape
+            assert shape[0] == 1 or shape[0] * texts[0] <= 32
+
+
+def test_the_end_of_a_document_is_a_token_like_any_other(reference: Reference) -> None:
+    """Also to a model trained with all that can begin anew behind it."""
+    model, run = reference
+    requests = [Request(np.array([7, 0, 9, 11, 0, 3, 0]), 1)]
+    trained = load(run)
+    trained.model.boundaries = Boundaries(0, True, True, True)
+    assert_close(score(trained, requests, batch_size=1, ctx=ALONE), by_transformers(model, requests))
+
+
+def test_a_loss_that_is_not_finite_names_request_and_checkpoint(reference: Reference) -> None:
+    trained = load(reference[1])
+    with torch.no_grad():
+        trained.model.chunks[0].position.weight[20] = float("nan")
+    requests = [Request(np.arange(9), 3), Request(np.arange(30), 3), Request(np.arange(21), 3)]
+    with pytest.raises(UserError, match=r"step-00000000: request 1 has the loss nan in float32"):
+        score(trained, requests, batch_size=1, ctx=ALONE)

@@ -1,0 +1,53 @@
+"""WikiText's artefacts: each rule, and all of them together."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlm.evaluate.zero_shot.detokenise import detokenise
+from tests.evaluate.zero_shot.texts import WIKITEXT
+
+
+@pytest.mark.parametrize(
+    ("apart", "together"),
+    [
+        ("dogs ' tails", "dogs' tails"),
+        ("well @-@ known", "well-known"),
+        ("1 @,@ 500", "1,500"),
+        ("3 @.@ 3", "3.3"),
+        ("so : this ; that . here ! there ? or , now", "so: this; that. here! there? or, now"),
+        ("a : ; b", "a:; b"),  # each mark finds the spaces that the one before left
+        ("( 24 in )", "(24 in)"),
+        ("[ sic ] { x }", "[sic] {x}"),
+        ('a " quoted " word', 'a "quoted" word'),
+        ("a ' quoted ' word", "a 'quoted' word"),
+        ("( over \n two lines )", "(over\ntwo lines)"),
+        ("= = = = Four = = = =", "==== Four ===="),
+        ("= = = Three = = =", "=== Three ==="),
+        ("= = Two = =", "== Two =="),
+        ("= One =", "= One ="),
+        ("5 ° C", "5°C"),
+        ("end . \n Next", "end.\nNext"),
+        ("about N of them", "about 1 of them"),
+        ("the sea 's floor", "the sea's floor"),
+    ],
+)
+def test_an_artefact_is_undone(apart: str, together: str) -> None:
+    assert detokenise(apart) == together
+
+
+def test_marks_at_the_end_of_a_line_lose_the_space_before_the_newline_only() -> None:
+    """Both sources have it so: the rule for " . " has taken the space that the rule for newlines leaves."""
+    assert detokenise("end . \nNext") == "end.\nNext"
+
+
+def test_it_is_what_lm_eval_makes_of_a_text() -> None:
+    theirs = pytest.importorskip("lm_eval.tasks.wikitext.preprocess_wikitext").wikitext_detokenizer
+    assert detokenise(WIKITEXT) == theirs({"page": WIKITEXT})
+
+
+@given(st.lists(st.sampled_from([*" '\"()[]{}=:;.!?,@-\n°Ns1a", " 's", " @-@ ", "= = "]), max_size=40))
+def test_it_is_what_lm_eval_makes_of_any_text(parts: list[str]) -> None:
+    theirs = pytest.importorskip("lm_eval.tasks.wikitext.preprocess_wikitext").wikitext_detokenizer
+    text = "".join(parts)
+    assert detokenise(text) == theirs({"page": text})

@@ -1,0 +1,327 @@
+"""The commands: layouts and batch sizes, receipts, going on after a stop, and what is refused."""
+
+import io
+import json
+import math
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlm.config.checks import check_zero_shot
+from mlm.evaluate.config import (
+    AllDataConfig,
+    EvalAllConfig,
+    EvalLambadaConfig,
+    EvalWikitext103Config,
+    LambadaDataConfig,
+    WikitextDataConfig,
+)
+from mlm.config.schema import ParallelConfig
+from mlm.data.tokenizer import Tokenizer
+from mlm.corpus.train_tokenizer import train_bpe
+from mlm.files.atomic import digest_file
+from mlm.parallel.mesh import ParallelContext
+from mlm.inference.trained import named_checkpoint
+from mlm.evaluate.zero_shot import run as evaluate
+from tests.ranks import run_on_ranks
+from tests.convert.hf_models import import_model
+from tests.evaluate.zero_shot.texts import (
+    PASSAGES,
+    SEQ_LENGTH,
+    tokenizer,
+    write_lambada,
+    write_model,
+    write_trained_model,
+    write_wikitext,
+)
+
+LAYOUTS = [(1, 1, 1, 7), (2, 1, 1, 1), (1, 2, 1, 7), (1, 1, 3, 1), (2, 1, 2, 7)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory of a model that has learnt some of the passages, and the files."""
+    made = tmp_path_factory.mktemp("zero_shot")
+    write_trained_model(made / "model", PASSAGES[::2])
+    import_model(made / "model", made / "run")
+    write_wikitext(made)
+    write_lambada(made)
+    return made
+
+
+def everything(folder: Path, **changes: Any) -> EvalAllConfig:
+    config = EvalAllConfig(
+        ckpt=str(folder / "run"),
+        out=str(folder / "eval-all.json"),
+        seq_length=SEQ_LENGTH,
+        overlapping_eval=5,
+        data=AllDataConfig(
+            wikitext103=str(folder / "wiki.test.tokens"), lambada=str(folder / "lambada.jsonl")
+        ),
+    )
+    return replace(config, **changes)
+
+
+def cloze(folder: Path, **changes: Any) -> EvalLambadaConfig:
+    config = EvalLambadaConfig(
+        ckpt=str(folder / "run"),
+        out=str(folder / "eval-lambada.json"),
+        data=LambadaDataConfig(path=str(folder / "lambada.jsonl")),
+    )
+    return replace(config, **changes)
+
+
+def run(config: Any, ctx: ParallelContext | None = None) -> dict[str, Any]:
+    """What a command writes."""
+    assert evaluate.preflight(config) == []
+    evaluate.run(config, ctx or ParallelContext())
+    out = evaluate.result_path(config, named_checkpoint(config.ckpt).path)
+    result: dict[str, Any] = json.loads(out.read_text())
+    return result
+
+
+def metrics(result: dict[str, Any]) -> dict[str, float]:
+    """Every number, by protocol and name."""
+    return {
+        f"{entry['protocol']} {name}": metric["value"]
+        for entry in result["results"]
+        for name, metric in entry["metrics"].items()
+    }
+
+
+def check_layout(ctx: ParallelContext, config: EvalAllConfig) -> str:
+    """What a rank prints."""
+    with redirect_stdout(io.StringIO()) as printed:
+        evaluate.run(config, ctx)
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize(("tp", "pp", "dp", "batch_size"), LAYOUTS)
+def test_scores_are_the_same_at_every_layout_and_batch_size(
+    folder: Path, tp: int, pp: int, dp: int, batch_size: int
+) -> None:
+    alone = run(everything(folder, out=str(folder / "alone.json")))
+    out = folder / f"{tp}-{pp}-{dp}.json"
+    layout = ParallelConfig(tp=tp, pp=pp, dp=dp)
+    config = everything(folder, out=str(out), parallel=layout, batch_size=batch_size)
+    printed = run_on_ranks(check_layout, config, tp=tp, pp=pp, dp=dp)
+    assert [bool(text) for text in printed] == [True] + [False] * (tp * pp * dp - 1)
+    assert metrics(json.loads(out.read_text())) == pytest.approx(metrics(alone), rel=1e-5)
+    assert 0 < metrics(alone)["Megatron-LM accuracy"] < 1
+
+
+def test_a_model_folder_of_transformers_scores_as_its_import(folder: Path) -> None:
+    imported = run(cloze(folder))
+    direct = run(cloze(folder, ckpt=str(folder / "model")))
+    assert metrics(direct) == pytest.approx(metrics(imported), rel=1e-9)
+
+
+def test_a_receipt_says_what_the_scores_depend_on(folder: Path) -> None:
+    result = run(everything(folder))
+    named = {"checkpoint", "checkpoint_digest", "trained_on", "step", "tokenizer_digest", "precision"}
+    assert {*named, "config", "versions", "seconds", "vocabulary_digest"} <= result.keys()
+    wikitext, _, strict, _ = result["results"]
+    windows = 1 + math.ceil((wikitext["T"] - 1 - SEQ_LENGTH) / 5)
+    assert (wikitext["stride"], wikitext["seq_length"], wikitext["N"]) == (5, SEQ_LENGTH, windows)
+    assert wikitext["file_digest"] == digest_file(folder / "wiki.test.tokens")
+    assert strict["N"] == len(PASSAGES)
+    assert all(m["standard_error"] > 0 for r in result["results"] for m in r["metrics"].values())
+
+
+def test_all_is_both_of_its_parts(folder: Path) -> None:
+    together = metrics(run(everything(folder)))
+    apart = metrics(run(cloze(folder, seq_length=SEQ_LENGTH)))
+    wikitext = EvalWikitext103Config(
+        ckpt=str(folder / "run"),
+        out=str(folder / "eval-wikitext103.json"),
+        seq_length=SEQ_LENGTH,
+        overlapping_eval=5,
+        data=WikitextDataConfig(path=str(folder / "wiki.test.tokens")),
+    )
+    assert together == pytest.approx(apart | metrics(run(wikitext)), rel=1e-6)
+
+
+def test_samples_are_written_one_a_line(folder: Path) -> None:
+    result = run(cloze(folder, samples=str(folder / "samples.jsonl")))
+    lines = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    strict = [line for line in lines if line["protocol"] == "Megatron-LM"]
+    assert [line["place"] for line in strict] == [f"{folder}/lambada.jsonl:{n}" for n in range(1, 8)]
+    accuracy = sum(line["correct"] for line in strict) / len(strict)
+    assert accuracy == metrics(result)["Megatron-LM accuracy"]
+
+
+def test_the_table_names_every_number_and_digest(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = run(everything(folder))
+    shown = capsys.readouterr().out
+    for entry in result["results"]:
+        assert all(name in shown for name in entry["metrics"])
+        assert entry["digest"] in shown
+    assert result["checkpoint_digest"] in shown
+    wikitext = result["results"][0]
+    assert f"stride 5, T = {wikitext['T']}, T_o = {wikitext['T_o']}" in shown
+
+
+def test_a_command_that_was_stopped_goes_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is kept is beside the result until that is written, and is not scored again."""
+    config = cloze(folder, out=str(folder / "stopped.json"))
+    expected = metrics(run(config))
+    Path(config.out or "").unlink()
+    assert not partial(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "receipt", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(config)
+    (kept,) = partial(folder)
+    assert not Path(config.out or "").exists()
+    content = kept.read_bytes()
+    run(replace(config, limit=3, out=str(folder / "trial.json")))
+    run(replace(config, limit=2))
+    assert kept.read_bytes() == content  # a trial leaves what is kept of the full evaluation
+    Path(config.out or "").unlink()
+    capsys.readouterr()
+    assert metrics(run(config)) == expected
+    assert f"requests were scored before the last stop, in {kept}; 0 are left" in capsys.readouterr().err
+    assert not kept.exists()
+
+
+def partial(folder: Path) -> list[Path]:
+    """Scores kept of evaluations that were stopped, to `stopped.json`."""
+    return list(folder.glob(".stopped.*.partial.jsonl"))
+
+
+def test_a_trial_does_not_replace_a_full_result(folder: Path) -> None:
+    config = cloze(folder, out=None)
+    full = folder / "run" / "eval-lambada.json"
+    run(config)
+    before = full.read_bytes()
+    run(replace(config, limit=2))
+    assert full.read_bytes() == before
+    assert (folder / "run" / "eval-lambada-limit2.json").exists()
+    (fault,) = evaluate.preflight(replace(config, limit=2, out=str(full)))
+    assert fault.startswith(f"out={full}: holds the result of a full evaluation")
+
+
+def test_the_result_of_another_evaluation_is_kept_under_a_name_with_its_digest(folder: Path) -> None:
+    config = cloze(folder, out=None)
+    run(config)
+    before = (folder / "run" / "eval-lambada.json").read_bytes()
+    run(replace(config, seq_length=SEQ_LENGTH))
+    assert before in [path.read_bytes() for path in (folder / "run").glob("eval-lambada.*.json")]
+
+
+def interrupted(*args: Any, **kwargs: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_limit_scores_the_first_passages_and_says_so(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trial = cloze(folder, limit=3, out=str(folder / "trial.json"))
+    assert {entry["N"] for entry in run(trial)["results"]} == {3}
+    assert "limit=3" in capsys.readouterr().out
+
+
+def test_the_context_is_that_of_the_checkpoint_by_default(folder: Path) -> None:
+    assert run(cloze(folder))["results"][0]["seq_length"] == 48
+
+
+# ----- what is refused, before any rank starts
+
+
+def test_another_tokenizer_is_refused_unless_forced(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
+    train_bpe(["quite another text, of other words"] * 9, 280).save(other)
+    (fault,) = evaluate.preflight(cloze(folder, tokenizer=str(other)))
+    assert "has another vocabulary" in fault
+    assert "force=true" in fault
+    assert evaluate.preflight(cloze(folder, tokenizer=str(other), force=True)) == []
+
+
+def test_a_copy_of_the_tokenizer_is_not_another(folder: Path, tmp_path: Path) -> None:
+    """Spelt otherwise: merges as lists or as strings, keys in another order."""
+    saved = json.loads((folder / "run" / "tokenizer.json").read_text())
+    merges = saved["model"]["merges"]
+    saved["model"]["merges"] = [" ".join(m) if isinstance(m, list) else m.split(" ") for m in merges]
+    copy = tmp_path / "copy.json"
+    copy.write_text(json.dumps(saved, indent=1, sort_keys=True))
+    assert Tokenizer.load(copy).digest != tokenizer().digest
+    assert evaluate.preflight(cloze(folder, tokenizer=str(copy))) == []
+
+
+@pytest.mark.parametrize("change", ["merges", "vocab"])
+def test_a_tokenizer_with_one_change_is_another(folder: Path, tmp_path: Path, change: str) -> None:
+    saved = json.loads((folder / "run" / "tokenizer.json").read_text())
+    if change == "merges":
+        saved["model"]["merges"][-2:] = saved["model"]["merges"][:-3:-1]
+    else:
+        vocab = saved["model"]["vocab"]
+        vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(saved))
+    (fault,) = evaluate.preflight(cloze(folder, tokenizer=str(other)))
+    assert "has another vocabulary" in fault
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_tokenizer_larger_than_the_model_is_refused(folder: Path, tmp_path: Path, force: bool) -> None:
+    large = tmp_path / "large.json"
+    words = [f"w{n:03}" for n in range(300)]
+    train_bpe([" ".join(words)] * 9, 400).save(large)
+    (fault,) = evaluate.preflight(cloze(folder, tokenizer=str(large), force=force))
+    assert "model.vocab_size=331" in fault
+
+
+def test_a_run_without_a_tokenizer_asks_for_one(folder: Path, tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    (fault,) = evaluate.preflight(cloze(folder, ckpt=str(tmp_path / "model")))
+    assert "tokenizer=" in fault
+
+
+def test_more_than_the_model_reads_is_refused(folder: Path) -> None:
+    (fault,) = evaluate.preflight(cloze(folder, seq_length=49))
+    assert "seq_length=49" in fault
+    assert "48" in fault
+
+
+def test_a_stride_longer_than_the_window_is_refused(folder: Path) -> None:
+    (fault,) = evaluate.preflight(everything(folder, overlapping_eval=25))
+    assert "overlapping_eval=25" in fault
+    faults = check_zero_shot(everything(folder, overlapping_eval=25), world_size=None, local_devices=None)
+    assert any("overlapping_eval=25" in fault for fault in faults)
+
+
+@pytest.mark.parametrize(
+    ("changes", "setting"),
+    [
+        ({"out": "missing/folder/x.json"}, "out=missing/folder/x.json"),
+        ({"samples": "missing/folder/x.jsonl"}, "samples=missing/folder/x.jsonl"),
+        ({"out": "."}, "out=."),
+        ({"ckpt": "missing"}, "ckpt=missing"),
+        ({"data": LambadaDataConfig(path="missing.jsonl")}, "missing.jsonl"),
+    ],
+)
+def test_a_wrong_path_is_named(folder: Path, changes: dict[str, Any], setting: str) -> None:
+    (fault,) = evaluate.preflight(cloze(folder, **changes))
+    assert setting in fault
+    assert "\n" not in fault
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"limit": 0}, "limit=0 must be greater than 0"),
+        ({"batch_size": 0}, "batch_size=0 must be greater than 0"),
+        ({"data": LambadaDataConfig(path="missing.jsonl")}, "data.path=missing.jsonl: no such file"),
+        ({"tokenizer": "missing.json"}, "tokenizer=missing.json: no such file"),
+        ({"samples": "samples.jsonl"}, ""),
+    ],
+)
+def test_settings_are_checked(folder: Path, changes: dict[str, Any], fault: str) -> None:
+    faults = check_zero_shot(cloze(folder, **changes), world_size=None, local_devices=None)
+    assert [found[: len(fault)] for found in faults] == ([fault] if fault else [])

@@ -1,0 +1,127 @@
+"""LAMBADA's two protocols: words, tokens, what is left out and cut, and the numbers of a reference."""
+
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlm.errors import UserError
+from mlm.parallel.mesh import ParallelContext
+from mlm.evaluate.scoring import Request, Score, score
+from mlm.evaluate.zero_shot import lambada
+from mlm.evaluate.zero_shot import sources
+from mlm.evaluate.zero_shot.protocol import Protocol, distinct
+from tests.evaluate.zero_shot import reference
+from tests.evaluate.zero_shot.texts import PASSAGES, load, tokenizer, write_lambada, write_trained_model
+
+LENGTH = 24
+
+
+def built(folder: Path, texts: tuple[str, ...] = PASSAGES, *, strict: bool, length: int = LENGTH) -> Protocol:
+    source = sources.lambada(str(write_lambada(folder, texts)), standard=False)
+    build = lambada.strict_cloze if strict else lambada.cloze
+    return build(source, tokenizer(), seq_length=length, limit=None)
+
+
+def word(protocol: Protocol, number: int = 0) -> str:
+    """What a passage is asked for."""
+    request = protocol.requests[number]
+    return tokenizer().decode(request.tokens[request.first :].tolist())
+
+
+def test_strict_accuracy_is_that_of_the_protocols_text(tmp_path: Path) -> None:
+    """By a model that has learnt some of the passages."""
+    model = write_trained_model(tmp_path / "model", PASSAGES[::2])
+    protocol, ctx = built(tmp_path, strict=True), ParallelContext()
+    outcome = protocol.finish(score(load(tmp_path / "model", ctx), protocol.requests, batch_size=1, ctx=ctx))
+    expected = reference.strict_cloze(model, tokenizer(), list(PASSAGES), length=LENGTH)
+    assert [sample["correct"] for sample in outcome.samples] == expected
+    assert 0 < sum(expected) < len(expected)
+    assert outcome.metrics["accuracy"].value == sum(expected) / len(expected)
+
+
+def test_the_word_is_what_follows_white_space_or_a_space(tmp_path: Path) -> None:
+    """lm-eval divides at spaces alone."""
+    text = ('It was late.\n\n"Go home.\n\nNow"',)
+    assert word(built(tmp_path, text, strict=True)) == ' Now"'
+    assert word(built(tmp_path, text, strict=False)) == ' home.\n\nNow"'
+
+
+def test_context_and_word_are_tokenised_apart_or_together() -> None:
+    """A tokenizer that merges over the end of the context shows which."""
+
+    class Merging:
+        """Letters are tokens, but `x y` is one."""
+
+        bos_id, eod_id = 0, 0
+
+        def encode_batch(self, texts: Sequence[str]) -> "list[array[int]]":
+            return [array("I", [ord(c) for c in text.replace("x y", "\u0100")]) for text in texts]
+
+    apart = lambada.strict_splits(["wx yz"], Merging())  # type: ignore[arg-type]
+    together = lambada.joint_splits(["wx yz"], Merging())  # type: ignore[arg-type]
+    assert apart == [([ord("w"), ord("x")], [ord(" "), ord("y"), ord("z")])]
+    assert together == [([ord("w"), ord("x")], [ord("z")])]
+
+
+def test_protocols_that_agree_on_tokens_share_a_request(tmp_path: Path) -> None:
+    requests = [*built(tmp_path, strict=True).requests, *built(tmp_path, strict=False).requests]
+    kept, where = distinct(requests)
+    assert len(kept) < len(requests)
+    for request, place in zip(requests, where, strict=True):
+        assert kept[place].tokens.tolist() == request.tokens.tolist()
+        assert kept[place].first == request.first
+
+
+def test_requests_that_score_other_tokens_of_a_text_are_two() -> None:
+    tokens = np.arange(5)
+    kept, where = distinct([Request(tokens, 2), Request(tokens, 3), Request(tokens.copy(), 2)])
+    assert ([request.first for request in kept], where) == ([2, 3], [0, 1, 0])
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_long_passage_is_cut_at_its_beginning_and_counted(tmp_path: Path, strict: bool) -> None:
+    protocol = built(tmp_path, strict=strict)
+    assert max(len(request.tokens) for request in protocol.requests) == LENGTH + 1
+    whole = built(tmp_path, strict=strict, length=48 * 9)
+    cut = [len(r.tokens) > LENGTH + 1 for r in whole.requests]
+    assert protocol.facts["cut"] == sum(cut) > 0
+    for short, long in zip(protocol.requests, whole.requests, strict=True):
+        assert short.tokens.tolist() == long.tokens.tolist()[-LENGTH - 1 :]
+        assert len(short.tokens) - short.first == len(long.tokens) - long.first
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_passages_without_context_or_word_are_left_out_counted_and_named(
+    tmp_path: Path, strict: bool
+) -> None:
+    texts = ("two words", "", "one", "  \n ", "two more", "long " + "x" * 99)
+    protocol = built(tmp_path, texts, strict=strict)
+    assert (protocol.facts["N"], protocol.facts["skipped"]) == (2, 4)
+    assert f"{tmp_path}/lambada.jsonl:2" in protocol.warnings[0]
+    assert len(protocol.finish([Score(1.0, True, 1)] * 2).samples) == 2
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_passages_that_are_all_unfit_are_refused(tmp_path: Path, strict: bool) -> None:
+    with pytest.raises(UserError, match=r"lambada\.jsonl:1"):
+        built(tmp_path, ("one", ""), strict=strict)
+
+
+def test_accuracy_and_perplexity_have_errors(tmp_path: Path) -> None:
+    """acc 1/4: sqrt(1/4 * 3/4 / 3) = 0.25; perplexity e^2 times sqrt(5/3 / 4)."""
+    protocol = built(tmp_path, PASSAGES[:4], strict=False)
+    scores = [Score(loss, loss == 1, 1) for loss in (1.0, 2.0, 3.0, 4.0)]
+    metrics = protocol.finish(scores).metrics
+    assert (metrics["acc"].value, metrics["acc"].stderr) == (0.25, pytest.approx(0.25))
+    assert metrics["perplexity"].value == pytest.approx(2.718281828**2.5)
+    assert metrics["perplexity"].stderr == pytest.approx(2.718281828**2.5 * (5 / 3 / 4) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    ("texts", "task"), [(PASSAGES, "lambada_openai"), (("a b", "c d"), "lambada_standard")]
+)
+def test_the_form_of_the_data_names_the_task(tmp_path: Path, texts: tuple[str, ...], task: str) -> None:
+    assert built(tmp_path, texts, strict=False).task == task

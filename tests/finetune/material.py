@@ -1,0 +1,126 @@
+"""Tasks, files of rows and tokenizers for the tests."""
+
+import csv
+import json
+import random
+import string
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+from transformers import BertTokenizerFast
+
+from mlm.config.build import build
+from mlm.finetune.task_config import TaskConfig
+from mlm.config.paths import CONFIG_DIR
+from mlm.data.tokenizer import Tokenizer
+from mlm.corpus.train_tokenizer import train_bpe
+from mlm.finetune.rows import Split, read_split
+
+VOCABULARY = (
+    "the a cat dog sea sat saw ran on mat tree who when what answer near far old new moon river stone quick "
+    "slow bright café naïve it was is not . , ? ! ' ( ) -"
+)
+WORDS = VOCABULARY.split()
+ENDINGS = "##s ##ed ##ing ##er"
+PAIR = {"first": "A cat sat .", "second": "The cat was not far .", "label": 1, "idx": 0}
+RACE = {
+    "example_id": "high7.txt",
+    "article": "A cat sat .",
+    "question": "Who sat ?",
+    "options": ["cat", "dog", "sea", "tree"],
+    "answer": "A",
+}
+SQUAD = {
+    "id": "q1",
+    "context": "The old cat sat.",
+    "question": "Who sat?",
+    "answers": {"text": ["The old cat", "cat"], "answer_start": [0, 8]},
+}
+STS = {"sentence1": "a cat", "sentence2": "the cat", "label": 3.8, "idx": 0}
+
+
+def shipped(name: str, **changes: Any) -> TaskConfig:
+    """The task of configs/task, some of its keys changed."""
+    content = yaml.safe_load((CONFIG_DIR / "task" / f"{name}.yaml").read_text())
+    return build(TaskConfig, content | changes)
+
+
+def pairs(**changes: Any) -> TaskConfig:
+    """A task of one's own: two texts and two labels."""
+    values = {"name": "mine", "columns": ["first", "second"], "labels": ["no", "yes"]}
+    return build(TaskConfig, values | changes)
+
+
+def split_of(
+    folder: Path, task: TaskConfig, records: Iterable[Mapping[str, Any]], name: str = "train"
+) -> Split:
+    """These records as a split, by way of a file."""
+    return read_split(task, name, path=str(write_rows(folder / f"{name}.jsonl", records)))
+
+
+def write_rows(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Rows in the form that the file's name says."""
+    match path.suffix:
+        case ".jsonl":
+            write_rows(path, rows)
+        case ".json":
+            path.write_text(json.dumps(rows))
+        case ".parquet":
+            pq.write_table(pa.Table.from_pylist(rows), path)
+        case ".csv" | ".tsv":
+            with open(path, "w", newline="") as f:
+                if path.suffix == ".tsv":
+                    table = [list(rows[0]), *(list(row.values()) for row in rows)]
+                    f.writelines("\t".join(map(str, line)) + "\n" for line in table)
+                else:
+                    writer = csv.DictWriter(f, list(rows[0]))
+                    writer.writeheader()
+                    writer.writerows(rows)
+
+
+def sentence(draw: random.Random, words: int) -> str:
+    """Words known and unknown, with accents, capitals and punctuation."""
+    picks = [draw.choice(WORDS) for _ in range(words)]
+    changed = [pick.title() + draw.choice(["", "s", "ing", "?"]) for pick in picks]
+    return " ".join(c if draw.random() < 0.3 else p for p, c in zip(picks, changed, strict=True))
+
+
+@cache
+def _vocabulary() -> Path:
+    file = Path(mkdtemp()) / "vocab.txt"
+    letters = [*string.ascii_lowercase, *(f"##{c}" for c in string.ascii_lowercase)]
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    file.write_text("\n".join(dict.fromkeys([*special, *letters, "cafe", "naive", *ENDINGS.split(), *WORDS])))
+    return file
+
+
+@cache
+def bert() -> Tokenizer:
+    """Our BERT tokenizer of a small vocabulary."""
+    return Tokenizer.load(_vocabulary())
+
+
+@cache
+def their_bert() -> BertTokenizerFast:
+    """The one of transformers, of the same vocabulary."""
+    tokenizer = BertTokenizerFast.from_pretrained(str(_vocabulary().parent))
+    assert len(tokenizer) == bert().vocab_size
+    return tokenizer
+
+
+@cache
+def gpt2() -> Tokenizer:
+    """Our byte-level tokenizer."""
+    return train_bpe([VOCABULARY] * 9, 320)

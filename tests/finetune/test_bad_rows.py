@@ -1,0 +1,188 @@
+"""What is wrong is named by file and row, what is read is bounded, and nothing is run."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mlm.errors import CorruptFileError, UserError
+from mlm.finetune.rows import read_split
+from mlm.finetune.sources import MAX_LINE
+from tests.hostile.files import payloads
+from tests.finetune.material import (
+    PAIR,
+    RACE,
+    SQUAD,
+    STS,
+    pairs,
+    shipped,
+    split_of,
+    write_rows,
+    write_table,
+)
+
+BAD: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no label": ("mine", PAIR | {"label": None}, "no label"),
+    "no column of labels": ("mine", {k: v for k, v in PAIR.items() if k != "label"}, "no label"),
+    "label withheld": ("mine", PAIR | {"label": -1}, "no label"),
+    "unknown number": ("mine", PAIR | {"label": 2}, "label=2 is no label: use 0 to 1 or a name"),
+    "unknown name": ("mine", PAIR | {"label": "maybe"}, "label='maybe' is no label"),
+    "true for a label": ("mine", PAIR | {"label": True}, "label=True is no label"),
+    "fraction for a label": ("mine", PAIR | {"label": 0.5}, "label=0.5 is no label"),
+    "empty text": ("mine", PAIR | {"second": " \n"}, "'second' is empty"),
+    "number for a text": ("mine", PAIR | {"first": 3}, "'first' holds a int, not a text"),
+    "half a surrogate": ("mine", PAIR | {"first": "\ud800"}, "'first' holds half a surrogate pair"),
+    "a list for an id": ("mine", PAIR | {"idx": [1]}, "'idx' holds a list"),
+    "score too high": ("stsb", STS | {"label": 5.1}, "label=5.1 is not in 0 to 5"),
+    "score too low": ("stsb", STS | {"label": -0.5}, "label=-0.5 is not in 0 to 5"),
+    "score no number": ("stsb", STS | {"label": "high"}, "label='high' is no number"),
+    "true for a score": ("stsb", STS | {"label": True}, "label=True is no number"),
+    "score not finite": ("stsb", STS | {"label": "nan"}, "label='nan' is no number"),
+    "no score": ("stsb", STS | {"label": -1}, "no label"),
+    "five options": ("race", RACE | {"options": list("abcde")}, "'options' holds 5 options, task.labels 4"),
+    "three options": ("race", RACE | {"options": list("abc")}, "'options' holds 3 options, task.labels 4"),
+    "a text for options": ("race", RACE | {"options": "abcd"}, "'options' holds a str, not a list of texts"),
+    "empty question": ("race", RACE | {"question": ""}, "'question' is empty"),
+    "unknown answer": ("race", RACE | {"answer": "E"}, r"answer='E' is no label: .*\(A, B, C, D\)"),
+    "empty question on a context": ("squad", SQUAD | {"question": " "}, "'question' is empty"),
+    "SQuAD 2.0 as 1.1": (
+        "squad", SQUAD | {"answers": {"text": [], "answer_start": []}, "is_impossible": True},
+        "has no answer, as in SQuAD 2.0: use task=squad_v2",
+    ),
+    "answer elsewhere": (
+        "squad", SQUAD | {"answers": {"text": ["cat"], "answer_start": [7]}},
+        "answer_start=7 of 'answers' is not where 'cat' is: the context has ' ca' there",
+    ),
+    "answer before the text": (
+        "squad", SQUAD | {"answers": {"text": ["."], "answer_start": [-1]}}, "answer_start=-1",
+    ),
+    "answers without starts": (
+        "squad", SQUAD | {"answers": {"text": ["cat"], "answer_start": []}}, "not as many text as",
+    ),
+    "text for answers": ("squad", SQUAD | {"answers": "cat"}, "'answers' holds a str"),
+    "no answer": ("squad", SQUAD | {"answers": {"text": [], "answer_start": []}}, "no label"),
+}  # fmt: skip
+GOOD = {"mine": PAIR, "stsb": STS, "race": RACE, "squad": SQUAD}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_row_is_named_by_file_and_row(tmp_path: Path, case: str) -> None:
+    name, record, message = BAD[case]
+    task = pairs() if name == "mine" else shipped(name)
+    rows = [row | {"id": f"q{n}"} for n, row in enumerate([GOOD[name], record, GOOD[name]])]
+    path = write_rows(tmp_path / "train.jsonl", rows)
+    with pytest.raises(UserError, match=rf"^{path}:2: .*{message}") as caught:
+        read_split(task, "train", path=str(tmp_path))
+    assert len(str(caught.value).splitlines()) == 1
+    assert caught.value.exit_code == 2
+
+
+def test_question_with_the_id_of_another_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"train\.jsonl:2: id='q1' is another row's too"):
+        split_of(tmp_path, shipped("squad"), [SQUAD, SQUAD])
+
+
+def test_many_bad_rows_are_ten_lines_and_a_count(tmp_path: Path) -> None:
+    rows = [PAIR | {"label": 7 if n % 2 else 1} for n in range(64)]
+    with pytest.raises(UserError) as caught:
+        split_of(tmp_path, pairs(), rows)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 11
+    assert lines[-1] == "and 22 more rows like these"
+    assert "train.jsonl:20: label=7" in lines[9]
+
+
+def test_missing_column_names_those_there_once(tmp_path: Path) -> None:
+    rows = [{"text": "a", "label": 0}] * 30
+    with pytest.raises(UserError, match=r"no column 'first' \(those there: text, label\)") as caught:
+        split_of(tmp_path, pairs(), rows)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_empty_text_is_taken_when_the_task_says_so(tmp_path: Path) -> None:
+    split = split_of(tmp_path, pairs(allow_empty=True), [PAIR | {"second": ""}])
+    assert split.rows[0].texts[1] == ""
+
+
+@pytest.mark.parametrize("withheld", [-1, None])
+def test_test_split_without_labels_can_only_be_predicted(tmp_path: Path, withheld: Any) -> None:
+    split = split_of(tmp_path, pairs(), [PAIR | {"label": withheld}] * 3, name="test")
+    assert not split.has_labels
+    assert [row.label for row in split.rows] == [None] * 3
+
+
+@pytest.mark.parametrize("name", ["train", "validation"])
+def test_split_to_train_or_validate_on_needs_labels(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match=f"no row of split {name} has a label"):
+        split_of(tmp_path, pairs(), [PAIR | {"label": -1}] * 3, name=name)
+
+
+def test_test_split_with_some_labels_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"test\.jsonl:2: no label"):
+        split_of(tmp_path, pairs(), [PAIR, PAIR | {"label": -1}], name="test")
+
+
+# ----- what is wrong with a file
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train.json", "train.parquet", "train.csv", "train.tsv"])
+def test_no_payload_is_run(tmp_path: Path, name: str) -> None:
+    marker = tmp_path / "marker"
+    for payload, content in payloads(marker).items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError) as caught:
+            read_split(pairs(), "train", path=str(tmp_path))
+        assert len(str(caught.value).splitlines()) == 1, payload
+        assert not marker.exists(), payload
+
+
+FILES: dict[str, tuple[str, bytes, str]] = {
+    "deep": ("train.jsonl", b"[" * 200_000, "train.jsonl:1: not a line of JSON"),
+    "deep as a whole": ("train.json", b"[" * 200_000, "is not JSON"),
+    "not UTF-8": ("train.jsonl", b'{"first": "\xff"}', "train.jsonl:1: not a line of JSON"),
+    "not UTF-8 in a table": ("train.tsv", b"first\tsecond\n\xff\tb\n", "is not UTF-8"),
+    "no object": ("train.jsonl", b"[1]\n", "train.jsonl:1: not a JSON object"),
+    "no rows": ("train.jsonl", b"\n\n", "split train holds no row"),
+    "a long line": ("train.jsonl", b" " * (MAX_LINE + 1), "a line of more than"),
+    "no SQuAD": ("train.json", b'{"data": 3}', "has no list of objects under 'data'"),
+    "no RACE": ("train/1.txt", b'{"article": "a"}', "is no article of RACE"),
+    "fewer answers": (
+        "train/1.txt", b'{"article": "a", "questions": ["q"], "options": [[]], "answers": []}',
+        "not as many questions as options",
+    ),
+    "a field too long": ("train.csv", b"first,second\n" + b"a" * 200_000 + b",b\n", "field larger than"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_bad_file_is_named(tmp_path: Path, case: str) -> None:
+    name, content, message = FILES[case]
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message) as caught:
+        read_split(pairs(), "train", path=str(tmp_path))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_damaged_parquet_file_is_told(tmp_path: Path) -> None:
+    write_table(tmp_path / "train.parquet", [PAIR, PAIR])
+    path = tmp_path / "train.parquet"
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(CorruptFileError, match="is no Parquet file, or a damaged one"):
+        read_split(pairs(), "train", path=str(tmp_path))
+
+
+def test_small_parquet_file_that_unpacks_to_gigabytes_is_refused(tmp_path: Path) -> None:
+    one = pa.DictionaryArray.from_arrays(pa.array([0] * 5000, pa.int32()), pa.array(["a" * (1 << 22)]))
+    pq.write_table(pa.table({"first": one}), tmp_path / "train.parquet", compression="zstd")
+    assert (tmp_path / "train.parquet").stat().st_size < 1 << 20
+    with pytest.raises(UserError, match="more text than"):
+        read_split(pairs(), "train", path=str(tmp_path))
+
+
+@pytest.mark.parametrize("path", ["nowhere", "."])
+def test_missing_split_is_told(tmp_path: Path, path: str) -> None:
+    with pytest.raises(UserError, match=r"data\.path=.*train\.jsonl"):
+        read_split(pairs(), "train", path=str(tmp_path / path))

@@ -1,0 +1,135 @@
+"""Which rows a step trains on, and how a batch is cut: each example once, whatever the layout."""
+
+import random
+from collections import Counter
+from itertools import chain
+
+import numpy as np
+import pytest
+
+from mlm.parallel.cross_entropy import IGNORE
+from mlm.finetune.batches import Dealing, Order, TaskBatch, chosen_rows
+from mlm.finetune.making import Example
+from mlm.finetune.tokens import Text
+
+
+def examples_of(count: int, texts: int = 1, longest: int = 30, seed: int = 0) -> list[Example]:
+    """Examples of random lengths; the tokens of a text are the number of its example, from 1."""
+    draw = random.Random(seed)
+
+    def text(number: int) -> Text:
+        length = draw.randint(1, longest)
+        return Text(np.full(length, number + 1, dtype=np.int32), draw.randint(0, length))
+
+    return [Example(n, tuple(text(n) for _ in range(texts)), n % 3) for n in range(count)]
+
+
+@pytest.mark.parametrize("count, batch_size, sort_batches", [(1, 4, 50), (7, 7, 1), (23, 4, 2), (64, 8, 50)])
+def test_an_epoch_has_each_example_once(count: int, batch_size: int, sort_batches: int) -> None:
+    order = Order(examples_of(count), batch_size=batch_size, sort_batches=sort_batches, seed=3)
+    steps = order.steps_per_epoch
+    assert steps == -(-count // batch_size)
+    for epoch in range(3):
+        batches = [order.batch(epoch * steps + n).tolist() for n in range(steps)]
+        assert sorted(chain.from_iterable(batches)) == list(range(count))
+        assert sorted(map(len, batches), reverse=True)[:-1] == [batch_size] * (steps - 1)
+
+
+def test_epochs_and_seeds_have_other_orders() -> None:
+    orders = [
+        [order.batch(n).tolist() for n in range(first, first + 6)]
+        for order in (Order(examples_of(23), batch_size=4, sort_batches=2, seed=s) for s in (1, 2))
+        for first in (0, 6)
+    ]
+    assert all(orders.count(order) == 1 for order in orders)
+
+
+def test_a_step_is_the_same_whatever_was_asked_before() -> None:
+    made = [Order(examples_of(23), batch_size=4, sort_batches=2, seed=1) for _ in range(2)]
+    before = [made[0].batch(n).tolist() for n in range(18)]
+    assert [made[1].batch(n).tolist() for n in reversed(range(18))] == before[::-1]
+
+
+def test_texts_of_a_batch_are_about_as_long() -> None:
+    examples = examples_of(400)
+    waste = {}
+    for sort_batches in (1, 50):
+        order = Order(examples, batch_size=8, sort_batches=sort_batches, seed=0)
+        batches = [[len(examples[n].texts[0]) for n in order.batch(step)] for step in range(50)]
+        assert all(lengths == sorted(lengths, reverse=True) for lengths in batches)
+        waste[sort_batches] = sum(max(b) * len(b) - sum(b) for b in batches)
+    assert waste[50] * 10 < waste[1]
+
+
+@pytest.mark.parametrize("texts", [1, 4])
+@pytest.mark.parametrize(
+    "count, budget, size, groups_of, multiple",
+    [
+        (9, 64, 1, 1, 1),
+        (9, 64, 2, 1, 1),
+        (1, 64, 4, 1, 2),
+        (10, 90, 3, 2, 2),
+        (5, 7, 2, 4, 4),
+        (17, 10**6, 2, 2, 1),
+    ],
+)
+def test_a_batch_is_dealt_out_whole(
+    count: int, budget: int, size: int, groups_of: int, multiple: int, texts: int
+) -> None:
+    """Also where ranks are more than rows, and where the longest text alone is more than the budget."""
+    examples = examples_of(count, texts)
+    numbers = sorted(range(count), key=lambda n: -max(map(len, examples[n].texts)))
+    dealt = [
+        Dealing(budget=budget, rank=rank, size=size, groups_of=groups_of, multiple=multiple).micro_batches(
+            examples, numbers, first_sample=1 << 32
+        )
+        for rank in range(size)
+    ]
+    assert {len(batches) for batches in dealt} == {len(dealt[0])}
+    assert len(dealt[0]) % groups_of == 0
+    every = [batch for batches in dealt for batch in batches]
+    assert sorted(n for batch in every for n in batch.examples) == list(range(count))
+    assert max(Counter(batch.first_sample for batch in every).values()) == 1
+    for batch in every:
+        check_batch(batch, examples, budget, multiple, texts)
+
+
+def check_batch(batch: TaskBatch, examples: list[Example], budget: int, multiple: int, texts: int) -> None:
+    """Each text behind the other, padded to the longest; nothing scored that is not of this rank."""
+    width = batch.tokens.shape[1]
+    assert width % multiple == 0
+    assert width - int(batch.lengths.max()) < multiple
+    rows = max(1, len(batch.examples))
+    assert rows == 1 or rows * texts * int(batch.lengths.max()) <= budget
+    assert len(batch.tokens) == rows * texts
+    if not batch.examples:
+        assert set(batch.labels.tolist()) == {IGNORE}
+        return
+    assert batch.labels.tolist() == [examples[n].label for n in batch.examples]
+    there = [text for n in batch.examples for text in examples[n].texts]
+    for row, types, length, text in zip(batch.tokens, batch.token_types, batch.lengths, there, strict=True):
+        padding = [0] * (width - len(text))
+        assert row.tolist() == [*text.tokens.tolist(), *padding]
+        assert types.tolist() == [*(int(n >= text.second) for n in range(len(text))), *padding]
+        assert length == len(text)
+
+
+@pytest.mark.parametrize("size, groups_of", [(1, 1), (3, 1), (2, 4), (16, 1)])
+def test_an_evaluation_has_each_example_once(size: int, groups_of: int) -> None:
+    examples = examples_of(11)
+    dealt = [
+        list(Dealing(budget=60, rank=rank, size=size, groups_of=groups_of).all_batches(examples))
+        for rank in range(size)
+    ]
+    every = [n for steps in dealt for batches in steps for batch in batches for n in batch.examples]
+    assert sorted(every) == list(range(11))
+    assert {tuple(map(len, steps)) for steps in dealt} == {tuple(map(len, dealt[0]))}
+
+
+def test_chosen_rows_are_drawn_at_random_and_in_order() -> None:
+    rows = chosen_rows(1000, 100, seed=5).tolist()
+    assert rows == sorted(set(rows))
+    assert len(rows) == 100
+    assert 400 < sum(rows) / 100 < 600
+    assert rows == chosen_rows(1000, 100, seed=5).tolist() != chosen_rows(1000, 100, seed=6).tolist()
+    assert chosen_rows(7, 7, seed=1).tolist() == list(range(7))

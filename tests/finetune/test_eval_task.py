@@ -1,0 +1,258 @@
+"""`mlm eval TASK`: the same scores at every layout and batch size, splits, predictions, receipts."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlm.checkpoint.native.save_load import read_manifest
+from mlm.convert.config import ExportHFConfig
+from mlm.finetune.config import EvalTaskConfig
+from mlm.config.schema import ParallelConfig
+from mlm.parallel.mesh import ParallelContext
+from mlm.convert import export_hf
+from mlm.finetune import evaluate
+from mlm.finetune.rows import read_split
+from tests.ranks import run_on_ranks
+from tests.finetune.material import bert
+from tests.finetune.runs import (
+    GPT2,
+    evaluation,
+    finetune,
+    finetuning,
+    read,
+    score,
+    task_of,
+    write_data,
+    write_model,
+)
+
+KINDS = ("classification", "span")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finetuned run of two kinds, `out-KIND`."""
+    made = tmp_path_factory.mktemp("eval_task")
+    write_model(made / "bert")
+    write_model(made / "gpt2", GPT2)
+    for kind in KINDS:
+        write_data(made / kind, kind)
+        finetune(finetuning(made, kind, out=str(made / f"out-{kind}")))
+    return made
+
+
+def of(folder: Path, kind: str, out: Path, **changes: Any) -> EvalTaskConfig:
+    return evaluation(folder, kind, ckpt=str(folder / f"out-{kind}"), out=str(out), **changes)
+
+
+def on_ranks(ctx: ParallelContext, config: EvalTaskConfig) -> None:
+    evaluate.run(config, ctx)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_are_those_of_the_run(folder: Path, tmp_path: Path, kind: str) -> None:
+    found = score(of(folder, kind, tmp_path / "eval.json"))
+    (entry,) = found["results"]
+    assert {entry["split"]: entry["metrics"]} == read(folder / f"out-{kind}/result.json")["scores"]
+    best = next((folder / f"out-{kind}/best/checkpoints").glob("step-*"))
+    assert (found["checkpoint"], found["checkpoint_digest"]) == (str(best), read_manifest(best).digest)
+    split = read_split(task_of(kind), "validation", path=str(folder / kind))
+    assert (entry["rows"], entry["digest"], entry["has_labels"]) == (9, split.digest, True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("batch_size", "parallel"),
+    [
+        (1, ParallelConfig()),
+        (100, ParallelConfig()),
+        (3, ParallelConfig(tp=2)),
+        (2, ParallelConfig(pp=2, vp=2)),
+        (1, ParallelConfig(dp=3)),
+    ],
+)
+def test_predictions_do_not_depend_on_layout_and_batch_size(
+    folder: Path, tmp_path: Path, kind: str, batch_size: int, parallel: ParallelConfig
+) -> None:
+    whole, split = tmp_path / "whole", tmp_path / "split"
+    one = score(of(folder, kind, tmp_path / "one.json", predictions=str(whole)))
+    changes = {"batch_size": batch_size, "parallel": parallel, "predictions": str(split)}
+    config = of(folder, kind, tmp_path / "other.json", **changes)
+    assert evaluate.preflight(config) == []
+    run_on_ranks(on_ranks, config, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp or 1)
+    other = read(tmp_path / "other.json")
+    assert one["results"][0]["metrics"] == other["results"][0]["metrics"]
+    name = {"classification": "validation.tsv", "span": "validation.json"}[kind]
+    assert (whole / name).read_bytes() == (split / name).read_bytes()
+
+
+def test_a_split_without_labels_is_predicted(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside the receipt, unless a folder is named."""
+    found = score(of(folder, "classification", tmp_path / "eval.json", split="test"))
+    (entry,) = found["results"]
+    assert (entry["metrics"], entry["has_labels"]) == ({}, False)
+    assert entry["predictions"] == [str(tmp_path / "predictions/test.tsv")]
+    table = (tmp_path / "predictions/test.tsv").read_text().splitlines()
+    assert [line.split("\t")[0] for line in table] == ["index", *map(str, range(5))]
+    assert "no labels: predicted only" in capsys.readouterr().out
+    named = of(
+        folder, "classification", tmp_path / "eval.json", split="test", predictions=str(tmp_path / "a")
+    )
+    assert score(named)["results"][0]["predictions"] == [str(tmp_path / "a/test.tsv")]
+
+
+def test_a_split_with_labels_leaves_no_predictions_unless_asked(folder: Path, tmp_path: Path) -> None:
+    score(of(folder, "classification", tmp_path / "eval.json"))
+    assert [path.name for path in tmp_path.iterdir()] == ["eval.json"]
+
+
+def test_the_receipt_lies_in_the_run_directory(folder: Path) -> None:
+    score(evaluation(folder, ckpt=str(folder / "out-classification")))
+    assert (folder / "out-classification/eval-mine.json").exists()
+
+
+def test_a_checkpoint_that_is_not_the_best_can_be_named(folder: Path, tmp_path: Path) -> None:
+    last = next((folder / "out-classification/checkpoints").glob("step-*"))
+    found = score(evaluation(folder, ckpt=str(last), out=str(tmp_path / "eval.json")))
+    assert found["checkpoint"] == str(last)
+
+
+class TestRefused:
+    """What does not go together, in one line before any rank starts."""
+
+    def faults(self, config: EvalTaskConfig) -> list[str]:
+        return evaluate.preflight(config)
+
+    def test_a_checkpoint_without_a_head(self, folder: Path) -> None:
+        for model in ("bert", "gpt2"):
+            ckpt = folder / model
+            assert self.faults(evaluation(folder, ckpt=str(ckpt))) == [
+                f"ckpt={ckpt} was not finetuned on a task: finetune it first, with `mlm finetune mine "
+                f"ckpt={ckpt}`"
+            ]
+
+    def test_a_checkpoint_of_another_task(self, folder: Path) -> None:
+        ckpt = folder / "out-span"
+        assert self.faults(evaluation(folder, ckpt=str(ckpt))) == [
+            f"ckpt={ckpt} was finetuned on squad, not on mine: use `mlm eval squad`"
+        ]
+
+    def test_a_head_of_other_labels(self, folder: Path) -> None:
+        ckpt = folder / "out-classification"
+        task = replace(task_of("classification"), labels=("no", "yes"))
+        assert self.faults(evaluation(folder, ckpt=str(ckpt), task=task)) == [
+            f"ckpt={ckpt} has a head for 3 outputs per text, which is not that of task mine: finetune it "
+            f"first, with `mlm finetune mine ckpt={ckpt}`"
+        ]
+
+    @pytest.mark.parametrize(
+        "changes, said",
+        [
+            ({"max_length": 30}, "task.max_length=30: {} was finetuned with 40; use task.max_length=40"),
+            (
+                {"labels": ("a", "b", "c")},
+                'task.labels=["a","b","c"]: {} was finetuned with ["no","yes","maybe"]; use '
+                'task.labels=["no","yes","maybe"]',
+            ),
+        ],
+    )
+    def test_other_settings_than_in_finetuning(
+        self, folder: Path, changes: dict[str, Any], said: str
+    ) -> None:
+        ckpt = folder / "out-classification"
+        task = replace(task_of("classification"), **changes)
+        assert self.faults(evaluation(folder, ckpt=str(ckpt), task=task)) == [said.format(f"ckpt={ckpt}")]
+
+    def test_no_more_is_read_than_the_model_can(self, folder: Path, tmp_path: Path) -> None:
+        """Both commands take task.max_length=512 for the model's 48."""
+        task = replace(task_of("classification"), max_length=512)
+        finetune(finetuning(folder, task=task, out=str(tmp_path / "out")))
+        found = score(evaluation(folder, task=task, ckpt=str(tmp_path / "out")))
+        assert found["results"][0]["max_length"] == 48
+
+    def test_a_split_that_is_not_there(self, folder: Path, tmp_path: Path) -> None:
+        config = of(folder, "classification", tmp_path / "eval.json", split="tset")
+        assert self.faults(config) == [
+            f"data.path={folder / 'classification'}: has no split tset: give a folder with tset.jsonl, or a "
+            "file"
+        ]
+
+    def test_a_folder_that_cannot_be_written(self, folder: Path, tmp_path: Path) -> None:
+        out = tmp_path / "nowhere/eval.json"
+        assert self.faults(of(folder, "classification", out)) == [
+            f"out={out}: {out.parent} is no folder that can be written: name another file"
+        ]
+
+    def test_rows_of_a_later_split_are_looked_at_too(self, folder: Path, tmp_path: Path) -> None:
+        write_data(tmp_path / "classification", "classification")
+        rows = tmp_path / "classification/validation.jsonl"
+        rows.write_text(rows.read_text() + '{"first": "a", "second": "", "label": 1}\n')
+        config = of(
+            folder, "classification", tmp_path / "e.json", data={"path": str(tmp_path / "classification")}
+        )
+        assert self.faults(config) == [
+            f"{rows}:10: 'second' is empty: fill or delete it, or set task.allow_empty=true"
+        ]
+
+
+def test_the_rows_are_found_where_the_run_found_them(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """data.path=null, from another folder."""
+    monkeypatch.chdir(tmp_path)
+    config = of(folder, "classification", tmp_path / "eval.json", data={"path": None})
+    (entry,) = score(config)["results"]
+    assert {entry["split"]: entry["metrics"]} == read(folder / "out-classification/result.json")["scores"]
+
+
+def test_the_receipt_says_what_the_scores_depend_on(folder: Path, tmp_path: Path) -> None:
+    found = score(of(folder, "classification", tmp_path / "eval.json"))
+    saved = bert()
+    assert found["tokenizer_digest"] == saved.digest
+    assert found["vocabulary_digest"] == saved.vocabulary_digest
+    assert found["config"]["batch_size"] == 8
+    assert found["finetuned_on"]["task.name"] == "mine"
+    assert {"mlm", "torch", "tokenizers", "scikit-learn", "python"} <= found["versions"].keys()
+    (entry,) = found["results"]
+    p = entry["metrics"]["accuracy"]
+    assert entry["standard_errors"] == {"accuracy": pytest.approx((p * (1 - p) / 8) ** 0.5)}
+
+
+def test_probabilities_of_the_labels_are_written_on_request(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    score(
+        of(
+            folder,
+            "classification",
+            tmp_path / "e.json",
+            probabilities=str(path),
+            predictions=str(tmp_path / "a"),
+        )
+    )
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    predicted = [line.split("\t") for line in (tmp_path / "a/validation.tsv").read_text().splitlines()[1:]]
+    assert [row["id"] for row in rows] == [id for id, _ in predicted]
+    for row, (_, label) in zip(rows, predicted, strict=True):
+        assert list(row["probabilities"]) == ["no", "yes", "maybe"]
+        assert sum(row["probabilities"].values()) == pytest.approx(1, abs=1e-12)
+        assert max(row["probabilities"], key=row["probabilities"].get) == label
+
+
+def test_spans_have_no_probabilities(folder: Path, tmp_path: Path) -> None:
+    config = of(folder, "span", tmp_path / "eval.json", probabilities=str(tmp_path / "p.jsonl"))
+    (error,) = evaluate.preflight(config)
+    assert error.endswith("task.kind=span has no labels; remove probabilities=")
+
+
+def test_an_export_keeps_the_names_of_the_labels(folder: Path, tmp_path: Path) -> None:
+    run = folder / "out-classification/best"
+    export_hf.run(ExportHFConfig(ckpt=str(run), out=str(tmp_path / "hf"), verify=False))
+    said = read(tmp_path / "hf/config.json")
+    assert said["id2label"] == {"0": "no", "1": "yes", "2": "maybe"}
+    assert said["label2id"] == {"no": 0, "yes": 1, "maybe": 2}
+    assert said["pad_token_id"] == bert().pad_id

@@ -1,0 +1,188 @@
+"""Tokenised examples equal those of transformers' tokenizers; RACE's those of a reference written here."""
+
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlm.errors import UserError
+from mlm.finetune.examples import Examples, make_examples
+from mlm.finetune.tokens import Text
+from tests.finetune.material import bert, gpt2, pairs, sentence, shipped, split_of, their_bert
+
+ARTICLE = "The cat sat near the river . It was old . Who saw it ? The dog ran on ."
+
+
+def rows_of_pairs(count: int, longest: int) -> list[dict[str, Any]]:
+    draw = random.Random(7)
+    lengths = [(draw.randint(1, longest), draw.randint(1, longest)) for _ in range(count)]
+    return [
+        {"first": sentence(draw, a), "second": sentence(draw, b), "label": n % 2}
+        for n, (a, b) in enumerate(lengths)
+    ]
+
+
+def types_of(text: Text) -> list[int]:
+    return [0] * text.second + [1] * (len(text) - text.second)
+
+
+def assert_same(text: Text, theirs: Any) -> None:
+    assert text.tokens.dtype == np.int32
+    assert text.tokens.tolist() == theirs["input_ids"]
+    assert types_of(text) == theirs["token_type_ids"]
+
+
+@pytest.mark.parametrize("max_length", [17, 24, 512])
+def test_pairs_are_those_of_transformers(tmp_path: Path, max_length: int) -> None:
+    rows = rows_of_pairs(60, 20)
+    examples = make_examples(
+        pairs(), split_of(tmp_path, pairs(), rows), bert(), kind="bert", max_length=max_length
+    )
+    for row, example in zip(rows, examples, strict=True):
+        theirs = their_bert()(row["first"], row["second"], truncation=True, max_length=max_length)
+        assert_same(example.texts[0], theirs)
+        assert example.label == row["label"]
+
+
+@pytest.mark.parametrize("max_length", [9, 512])
+def test_single_texts_are_those_of_transformers(tmp_path: Path, max_length: int) -> None:
+    task, rows = pairs(columns=["first"]), rows_of_pairs(40, 12)
+    examples = make_examples(task, split_of(tmp_path, task, rows), bert(), kind="bert", max_length=max_length)
+    for row, example in zip(rows, examples, strict=True):
+        assert_same(example.texts[0], their_bert()(row["first"], truncation=True, max_length=max_length))
+
+
+def test_every_row_has_its_example_and_cut_rows_are_counted(tmp_path: Path) -> None:
+    rows = rows_of_pairs(50, 20)
+    split = split_of(tmp_path, pairs(), rows)
+    examples = make_examples(pairs(), split, bert(), kind="bert", max_length=24)
+    assert [example.row for example in examples] == list(range(50))
+    long = [r for r in rows if len(their_bert()(r["first"], r["second"])["input_ids"]) > 24]
+    assert 0 < examples.truncated == len(long) < 50
+    assert f"{len(long)} of 50 rows of train were cut to 24 tokens" in examples.note(split)
+
+
+def test_gpt2_reads_pairs_with_an_end_behind_each_and_no_types(tmp_path: Path) -> None:
+    rows = rows_of_pairs(5, 4)
+    tokenizer = gpt2()
+    examples = make_examples(
+        pairs(), split_of(tmp_path, pairs(), rows), tokenizer, kind="gpt2", max_length=512
+    )
+    for row, example in zip(rows, examples, strict=True):
+        a, b = tokenizer.encode(row["first"]), tokenizer.encode(row["second"])
+        assert example.texts[0].tokens.tolist() == [*a, tokenizer.eod_id, *b, tokenizer.eod_id]
+        assert example.texts[0].second == len(example.texts[0])
+
+
+def test_gpt2_keeps_its_last_token_when_a_text_is_cut(tmp_path: Path) -> None:
+    split = split_of(tmp_path, pairs(), rows_of_pairs(9, 20))
+    examples = make_examples(pairs(), split, gpt2(), kind="gpt2", max_length=12)
+    assert examples.truncated
+    assert all(len(e.texts[0]) <= 12 and e.texts[0].tokens[-1] == gpt2().eod_id for e in examples)
+
+
+def test_special_tokens_written_out_are_letters(tmp_path: Path) -> None:
+    row = {"first": "the cat [SEP] sat", "second": "[CLS] on", "label": 0}
+    (example,) = make_examples(
+        pairs(), split_of(tmp_path, pairs(), [row]), bert(), kind="bert", max_length=512
+    )
+    tokens = example.texts[0].tokens.tolist()
+    assert (tokens.count(bert().sep_id), tokens.count(bert().cls_id)) == (2, 1)
+
+
+# ----- RACE
+
+
+def race_row(question: str, article: str = ARTICLE, label: str = "C") -> dict[str, Any]:
+    options = ["a cat", "the old dog .", "nobody", "it was not said"]
+    return {
+        "example_id": "high1.txt",
+        "article": article,
+        "question": question,
+        "options": options,
+        "answer": label,
+    }
+
+
+def reference(row: dict[str, Any], option: str, max_length: int = 512) -> list[int]:
+    """[CLS] question+option [SEP] article [SEP], the first to 128 tokens and all to `max_length`."""
+
+    def clean(text: str) -> str:
+        return re.sub(r"\s+", " ", text.replace("\n", " "))
+
+    def ids(text: str) -> list[int]:
+        return their_bert()(clean(text), add_special_tokens=False)["input_ids"]
+
+    asked = row["question"].replace("_", option) if "_" in row["question"] else f"{row['question']} {option}"
+    cls, sep = their_bert().cls_token_id, their_bert().sep_token_id
+    whole = [cls, *ids(asked)[:128], sep, *ids(row["article"])]
+    return [*whole[: max_length - 1], sep]
+
+
+def race(folder: Path, rows: list[dict[str, Any]], **how: Any) -> Examples:
+    task = shipped("race")
+    how = {"kind": "bert", "max_length": 512} | how
+    return make_examples(
+        task, split_of(folder, task, rows), gpt2() if how["kind"] == "gpt2" else bert(), **how
+    )
+
+
+LONG = " ".join([ARTICLE] * 700)  # more than 10,000 words
+RACE_ROWS = {
+    "question": race_row("Who was near the river ?"),
+    "blank": race_row("It was _ that ran ."),
+    "two blanks": race_row("When _ saw the _ ?"),
+    "lines": race_row("Who\n sat ?", article="The  cat\nsat . \n It ran ."),
+    "long question": race_row("Who saw it " * 90),
+    "long article": race_row("Who saw it ?", article=LONG),
+}
+
+
+@pytest.mark.parametrize("name", RACE_ROWS)
+def test_race_is_put_together_as_the_protocol_says(tmp_path: Path, name: str) -> None:
+    row = RACE_ROWS[name]
+    (example,) = race(tmp_path, [row])
+    assert example.label == 2
+    for text, option in zip(example.texts, row["options"], strict=True):
+        assert text.tokens.tolist() == reference(row, option)
+        first = text.tokens.tolist().index(bert().sep_id)
+        assert text.second == first + 1
+
+
+def test_article_of_ten_thousand_words_is_cut_and_counted(tmp_path: Path) -> None:
+    assert len(LONG.split()) > 10_000
+    examples = race(tmp_path, list(RACE_ROWS.values()))
+    assert examples.truncated == 2
+    assert max(len(text) for example in examples for text in example.texts) == 512
+
+
+def test_gpt2_reads_the_question_and_its_option_last(tmp_path: Path) -> None:
+    row = race_row("Who saw it ?", article=LONG)
+    (example,) = race(tmp_path, [row], kind="gpt2", max_length=64)
+    eod = gpt2().eod_id
+    for text, option in zip(example.texts, row["options"], strict=True):
+        asked = gpt2().encode(f"Who saw it ? {option}".replace(" . ", ". "))
+        assert len(text) == 64
+        assert text.tokens.tolist()[-len(asked) - 2 :] == [eod, *asked, eod]
+
+
+# ----- what cannot be
+
+
+def test_tokenizer_without_cls_is_refused_for_bert(tmp_path: Path) -> None:
+    split = split_of(tmp_path, pairs(), rows_of_pairs(1, 3))
+    with pytest.raises(UserError, match=r"no \[CLS\] and \[SEP\]"):
+        make_examples(pairs(), split, gpt2(), kind="bert", max_length=64)
+
+
+@pytest.mark.parametrize("name, least", [("rte", 5), ("squad", 133)])
+def test_length_without_room_is_refused_with_one_that_has(tmp_path: Path, name: str, least: int) -> None:
+    task = shipped(name)
+    row = {"sentence1": "a", "sentence2": "a", "label": 0, "context": "the cat sat", "question": "who ?"}
+    split = split_of(tmp_path, task, [row | {"answers": {"text": ["cat"], "answer_start": [4]}}])
+    with pytest.raises(UserError, match=f"set {least} or more"):
+        make_examples(task, split, bert(), kind="bert", max_length=least - 1)
+    assert len(make_examples(task, split, bert(), kind="bert", max_length=least)) == 1

@@ -1,0 +1,257 @@
+"""`mlm finetune` from its settings to what it leaves behind: the best checkpoint, early stop, tests."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mlm.checkpoint.native.folders import checkpoints
+from mlm.checkpoint.native.save_load import read_manifest
+from mlm.finetune.config import FinetuneCheckpointConfig, FinetuneConfig
+from mlm.config.schema import ParallelConfig
+from mlm.parallel.mesh import ParallelContext
+from mlm.finetune import loop
+from mlm.finetune import run
+from mlm.finetune.best import best_of
+from tests.ranks import run_on_ranks
+from tests.finetune.runs import (
+    BERT,
+    GPT2,
+    evaluation,
+    finetune,
+    finetuning,
+    read,
+    records,
+    score,
+    task_of,
+    weights,
+    write_data,
+    write_model,
+)
+
+STEPS = 6  # 11 rows in batches of 4, 2 epochs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("finetune")
+    write_model(made / "bert")
+    write_model(made / "gpt2", GPT2)
+    for kind in ("classification", "choice", "span"):
+        write_data(made / kind, kind)
+    return made
+
+
+def scoring(monkeypatch: pytest.MonkeyPatch, *accuracies: float) -> None:
+    """Let validations come out so, one after the other; all after them are 0."""
+    found = iter(accuracies)
+    monkeypatch.setattr(loop, "evaluate", lambda *a, **k: ({"accuracy": next(found, 0.0), "f1": 1.0}, []))
+
+
+class TestBest:
+    """The checkpoint that is kept."""
+
+    def test_is_that_of_the_best_validation(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        scoring(monkeypatch, 0.3, 0.7, 0.6, 0.5)
+        result = finetune(finetuning(folder, out=str(tmp_path), train={"validate_every": 1}))
+        assert (result["best_step"], result["steps"]) == (2, STEPS)
+        assert result["scores"] == {"validation": {"accuracy": 0.7, "f1": 1.0}}
+        assert set(checkpoints(tmp_path / "best/checkpoints")) == {2}
+        assert set(checkpoints(tmp_path / "checkpoints")) == {STEPS}
+
+    def test_of_equals_the_earlier_is_kept(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        scoring(monkeypatch, 0.5, 0.7, 0.7, 0.7)
+        config = finetuning(folder, out=str(tmp_path), train={"validate_every": 1})
+        assert finetune(config)["best_step"] == 2
+
+    def test_what_is_below_zero_can_be_the_best(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Correlations can."""
+        scoring(monkeypatch, -0.5, -0.2, -0.3, -0.4, -0.5, -0.6)
+        config = finetuning(folder, out=str(tmp_path), train={"validate_every": 1})
+        assert finetune(config)["best_step"] == 2
+
+    def test_holds_the_weights_of_its_step_and_nothing_of_the_optimizer(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        scoring(monkeypatch, 0.3, 0.7)
+        finetune(finetuning(folder, out=str(tmp_path / "a"), train={"validate_every": 1}))
+        keep = FinetuneCheckpointConfig(save_every=1, keep_last=99)
+        scoring(monkeypatch, 0.3)
+        finetune(finetuning(folder, out=str(tmp_path / "b"), checkpoint=keep))
+        (tmp_path / "c").mkdir()
+        (tmp_path / "b/checkpoints/step-00000002").rename(tmp_path / "c/step-00000002")
+        best, whole = weights(tmp_path / "a/best/checkpoints"), weights(tmp_path / "c")
+        assert set(best) == {name for name in whole if name.startswith("model.")}
+        assert all(torch.equal(best[name], whole[name]) for name in best)
+
+    def test_the_first_split_and_its_first_metric_decide(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made = {"one": iter([0.1, 0.2, 0.1]), "two": iter([0.9, 0.1, 0.95])}
+
+        def scored(model: Any, objective: Any, task: Any, evaluation: Any, *a: Any, **k: Any) -> Any:
+            value = next(made[evaluation.split.name])
+            return {"accuracy": value, "macro_f1": 1 - value}, []
+
+        monkeypatch.setattr(loop, "evaluate", scored)
+        data = tmp_path / "data"
+        write_data(data, "classification")
+        for name in made:
+            (data / f"{name}.jsonl").write_bytes((data / "validation.jsonl").read_bytes())
+        task = replace(
+            task_of("classification"), validations=("one", "two"), metrics=("accuracy", "macro_f1")
+        )
+        config = finetuning(
+            folder, task=task, out=str(tmp_path / "o"), data={"path": str(data)}, train={"validate_every": 2}
+        )
+        result = finetune(config)
+        assert result["best_step"] == 4
+        assert result["scores"]["two"] == {"accuracy": 0.1, "macro_f1": 0.9}
+
+
+class TestWhen:
+    """When a run validates, saves and ends."""
+
+    def validated(self, out: Path) -> list[int]:
+        return [record["step"] for record in records(out, "scores")]
+
+    @pytest.mark.parametrize("every, steps", [(None, [3, 6]), (2, [2, 4, 6]), (4, [4, 6]), (100, [6])])
+    def test_validates(self, folder: Path, tmp_path: Path, every: int | None, steps: list[int]) -> None:
+        finetune(finetuning(folder, out=str(tmp_path), train={"validate_every": every}))
+        assert self.validated(tmp_path) == steps
+
+    @pytest.mark.parametrize("save_every, steps", [(0, [3, 6]), (2, [2, 4, 6]), (4, [4, 6])])
+    def test_saves(self, folder: Path, tmp_path: Path, save_every: int, steps: list[int]) -> None:
+        keep = FinetuneCheckpointConfig(save_every=save_every, keep_last=2)
+        finetune(finetuning(folder, out=str(tmp_path), checkpoint=keep))
+        assert [record["step"] for record in records(tmp_path, "saved")] == steps
+        assert sorted(checkpoints(tmp_path / "checkpoints")) == steps[-2:]
+
+    @pytest.mark.parametrize(
+        "patience, accuracies, end",
+        [
+            (1, (0.5, 0.5), 2),
+            (2, (0.5, 0.4, 0.6, 0.5, 0.6), 5),
+            (2, (0.5, 0.4, 0.6, 0.5, 0.7, 0.7), STEPS),
+            (0, (0.5,), STEPS),
+        ],
+    )
+    def test_ends_when_patience_does(
+        self,
+        folder: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        patience: int,
+        accuracies: tuple[float, ...],
+        end: int,
+    ) -> None:
+        scoring(monkeypatch, *accuracies)
+        train = {"validate_every": 1, "patience": patience}
+        rarely = FinetuneCheckpointConfig(save_every=100)
+        result = finetune(finetuning(folder, out=str(tmp_path), train=train, checkpoint=rarely))
+        assert result["steps"] == end
+        assert set(checkpoints(tmp_path / "checkpoints")) == {end}
+
+
+class TestRows:
+    """data.train_rows and data.predict_tests."""
+
+    def test_train_rows_are_as_many_as_asked_for(self, folder: Path, tmp_path: Path) -> None:
+        result = finetune(finetuning(folder, out=str(tmp_path), data={"train_rows": 5}))
+        assert (result["steps_per_epoch"], result["steps"]) == (2, 4)
+
+    def test_train_rows_are_the_same_for_every_seed(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        seen = []
+        monkeypatch.setattr(
+            run, "finetune", lambda config, settings, material, ctx: seen.append(material) or (None, True)
+        )
+        for seed, of_rows in ((1, 1), (2, 1), (1, 2)):
+            data = {"train_rows": 5, "seed": of_rows}
+            run.run(finetuning(folder, out=str(tmp_path), seed=seed, data=data), ParallelContext())
+        ids = [[row.id for row in material.train.split.rows] for material in seen]
+        assert ids[0] == ids[1] != ids[2]
+        assert len(set(ids[0])) == 5
+
+    def test_tests_are_predicted_with_the_best_weights(self, folder: Path, tmp_path: Path) -> None:
+        """A test split with labels is scored too."""
+        predict = {"predict_tests": True}
+        result = finetune(finetuning(folder, "choice", out=str(tmp_path / "out"), data=predict))
+        assert result["predictions"] == [str(tmp_path / "out/predictions/test.json")]
+        answers = {f"{r['example_id']}-0": r["answer"] for r in rows_of(folder / "choice/test.jsonl")}
+        said = read(tmp_path / "out/predictions/test.json")
+        assert result["tests"] == {"test": {"accuracy": sum(said[k] == v for k, v in answers.items()) / 5}}
+        saved = evaluation(
+            folder, "choice", ckpt=str(tmp_path / "out"), split="test", predictions=str(tmp_path)
+        )
+        assert score(saved)["results"][0]["metrics"] == result["tests"]["test"]
+        assert read(tmp_path / "test.json") == said
+
+    @pytest.mark.parametrize(
+        "parallel", [ParallelConfig(tp=2, sequence_parallel=True), ParallelConfig(dp=2, zero=3)]
+    )
+    def test_tests_are_predicted_on_every_layout(
+        self, folder: Path, tmp_path: Path, parallel: ParallelConfig
+    ) -> None:
+        config = finetuning(folder, out=str(tmp_path / "one"), data={"predict_tests": True})
+        finetune(config)
+        split = replace(config, out=str(tmp_path / "split"), parallel=parallel)
+        run_on_ranks(on_ranks, split, tp=parallel.tp, dp=parallel.dp or 1)
+        predictions = [(tmp_path / out / "predictions/test.tsv").read_text() for out in ("one", "split")]
+        assert predictions[0] == predictions[1]
+
+
+def on_ranks(ctx: ParallelContext, config: FinetuneConfig) -> None:
+    run.run(config, ctx)
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+class TestStart:
+    """What a run begins from."""
+
+    def test_a_finetuned_run_gives_its_best_weights(self, folder: Path, tmp_path: Path) -> None:
+        """First one task, then another: the body is that of the best checkpoint, the head is new."""
+        finetune(finetuning(folder, out=str(tmp_path / "first")))
+        second = finetuning(folder, "choice", ckpt=str(tmp_path / "first"), out=str(tmp_path / "second"))
+        finetune(second)
+        best = read_manifest(next((tmp_path / "first/best/checkpoints").glob("step-*")))
+        assert read(tmp_path / "second/result.json")["depends_on"]["ckpt"] == best.digest
+
+    def test_dropout_null_is_that_of_the_checkpoint(self, folder: Path, tmp_path: Path) -> None:
+        write_model(tmp_path / "bert", replace(BERT, hidden_dropout=0.3))
+        for dropout, expected in ((None, (0.3, 0.0)), (0.1, (0.1, 0.1))):
+            config = finetuning(folder, ckpt=str(tmp_path / "bert"), dropout=dropout)
+            model = run.start_of(config).model
+            assert (model.hidden_dropout, model.attention_dropout) == expected
+
+    def test_seeds_differ_in_head_order_and_dropout_alone(self, folder: Path, tmp_path: Path) -> None:
+        """The body is that of the checkpoint."""
+        tiny = {"optimizer": replace(finetuning(folder).optimizer, lr=1e-30), "train": {"epochs": 1}}
+        made = []
+        for seed in (1, 2):
+            finetune(finetuning(folder, out=str(tmp_path / f"{seed}"), seed=seed, **tiny))
+            made.append(weights(tmp_path / f"{seed}/best/checkpoints"))
+        start = weights(folder / "bert/checkpoints")
+        heads = [name for name in made[0] if not torch.allclose(made[0][name], made[1][name])]
+        assert heads == ["model.classifier.weight"]
+        assert all(torch.allclose(made[0][n], start[n]) for n in made[0] if n in start)
+
+
+def test_best_of_a_run_is_its_best_folder(folder: Path, tmp_path: Path) -> None:
+    finetune(finetuning(folder, out=str(tmp_path / "out")))
+    assert best_of(str(tmp_path / "out")) == str(tmp_path / "out/best")
+    for other in (folder / "bert", tmp_path / "nothing", "owner/name"):
+        assert best_of(str(other)) == str(other)

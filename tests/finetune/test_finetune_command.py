@@ -1,0 +1,183 @@
+"""`mlm finetune` as it is typed: several seeds, a sweep, a task of one's own, stops and kills."""
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mlm.cli import main
+from mlm.finetune.config import FinetuneConfig
+from mlm.parallel.mesh import ParallelContext
+from mlm.launch.child_run import child_run
+from mlm.finetune import loop
+from mlm.finetune import run
+from tests.finetune.material import WORDS, write_table
+from tests.finetune.runs import (
+    GPT2,
+    finetune,
+    finetuning,
+    losses,
+    read,
+    records,
+    weights,
+    write_data,
+    write_model,
+)
+
+REVIEWS = """# Is a book liked?
+name: reviews
+columns: [body]
+label: stars
+id: number
+labels: [bad, good]
+max_length: 24
+epochs: 1
+batch_size: 4
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("finetune_command")
+    write_model(made / "bert")
+    write_model(made / "gpt2", GPT2)
+    write_data(made / "classification", "classification")
+    write_data(made / "race", "choice", train=40)
+    return made
+
+
+class TestSeeds:
+    """seeds=3."""
+
+    def config(self, folder: Path, out: Path, **changes: Any) -> FinetuneConfig:
+        return finetuning(folder, out=str(out), seed=5, seeds=3, train={"epochs": 1}, **changes)
+
+    def test_each_has_a_folder_and_the_medians_are_reported(
+        self, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        result = finetune(self.config(folder, tmp_path))
+        assert result["seeds"] == [5, 6, 7]
+        each = [read(tmp_path / f"seed-{seed}/result.json") for seed in (5, 6, 7)]
+        assert result["results"] == each
+        values = sorted(one["scores"]["validation"]["accuracy"] for one in each)
+        assert result["medians"] == {"validation": {"accuracy": values[1]}}
+        assert len({tuple(losses(tmp_path / f"seed-{seed}")) for seed in (5, 6, 7)}) == 3
+        assert "median" in capsys.readouterr().out
+
+    def test_a_seed_is_the_same_run_alone(self, folder: Path, tmp_path: Path) -> None:
+        finetune(self.config(folder, tmp_path / "all"))
+        finetune(finetuning(folder, out=str(tmp_path / "one"), seed=6, train={"epochs": 1}))
+        assert losses(tmp_path / "one") == losses(tmp_path / "all/seed-6")
+
+    def test_goes_on_with_the_seed_that_is_not_done(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        begun, whole = [], run.finetune
+
+        def stopped(config: FinetuneConfig, *args: Any) -> Any:
+            begun.append(config.seed)
+            if config.seed == 6:
+                raise KeyboardInterrupt
+            return whole(config, *args)
+
+        monkeypatch.setattr(run, "finetune", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            run.run(self.config(folder, tmp_path), ParallelContext())
+        monkeypatch.setattr(run, "finetune", lambda c, *args: (begun.append(c.seed), whole(c, *args))[1])
+        assert len(finetune(self.config(folder, tmp_path))["results"]) == 3
+        assert begun == [5, 6, 6, 7]
+
+    def test_a_stop_at_the_end_of_one_begins_no_other(
+        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        whole = loop.Loop.count
+
+        def count(self: loop.Loop) -> None:
+            whole(self)
+            if self.trainer.step == 2:
+                self.stop.request("Ctrl-C")
+
+        monkeypatch.setattr(loop.Loop, "count", count)
+        run.run(self.config(folder, tmp_path), ParallelContext())
+        assert (tmp_path / "seed-5/result.json").exists()
+        assert not (tmp_path / "seed-6").exists()
+        assert not (tmp_path / "result.json").exists()
+
+
+def test_a_task_of_ones_own_by_csv_on_the_command_line(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its own columns and labels; predictions bear the labels' names."""
+    (tmp_path / "my_configs/task").mkdir(parents=True)
+    (tmp_path / "my_configs/task/reviews.yaml").write_text(REVIEWS)
+    rows = [
+        {"number": f"n{n}", "body": " ".join(WORDS[n : n + 4]), "stars": ["good", "bad"][n % 2]}
+        for n in range(9)
+    ]
+    (tmp_path / "rows").mkdir()
+    for name in ("train", "validation", "test"):
+        write_table(tmp_path / f"rows/{name}.csv", rows)
+    monkeypatch.chdir(tmp_path)
+    words = ["reviews", "--config-dir", "my_configs", "data.path=rows", "dist.device=cpu"]
+    assert main(["finetune", *words, f"ckpt={folder / 'bert'}", "data.predict_tests=true"]) == 0
+    result = read(tmp_path / "runs/reviews/result.json")
+    assert (result["steps"], result["task"], list(result["tests"])) == (3, "reviews", ["test"])
+    table = (tmp_path / "runs/reviews/predictions/test.tsv").read_text().splitlines()
+    assert [line.split("\t")[0] for line in table] == ["index", *(row["number"] for row in rows)]
+    assert {line.split("\t")[1] for line in table[1:]} <= {"bad", "good"}
+    assert main(["eval", *words, "ckpt=runs/reviews"]) == 0
+    scores = read(tmp_path / "runs/reviews/eval-reviews.json")["results"][0]["metrics"]
+    assert scores == result["scores"]["validation"]
+    capsys.readouterr()
+    assert main(["finetune", "resume=runs/reviews"]) == 0
+    assert "is finished" in capsys.readouterr().out
+
+
+def test_a_sweep_has_a_folder_for_each_job(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_data(tmp_path / "race", "choice")
+    words = ["race", f"ckpt={folder / 'gpt2'}", "data.path=race", "task.max_length=32", "train.epochs=1"]
+    assert main(["finetune", "--multirun", *words, "optimizer.lr=1e-5,2e-5", "dist.device=cpu", "out=o"]) == 0
+    found = [read(path)["depends_on"]["optimizer.lr"] for path in sorted(Path("o").glob("*/result.json"))]
+    assert found == [1e-5, 2e-5]
+
+
+def test_killed_and_interrupted_by_the_system(folder: Path, tmp_path: Path) -> None:
+    """SIGKILL, then Ctrl-C, which ends well; the third start ends the run as one that nothing disturbed."""
+    words = ["finetune", "race", f"ckpt={folder / 'bert'}", f"data.path={folder / 'race'}", "precision=fp64"]
+    words += ["task.max_length=32", "train.epochs=12", "train.global_batch_size=4", "train.validate_every=5"]
+    words += ["log.every=1", "dist.device=cpu", "dist.threads_per_rank=1", "optimizer.lr=1e-4"]
+    out = tmp_path / "out"
+    for sign, step in ((signal.SIGKILL, 12), (signal.SIGINT, 30)):
+        with child_run([*words, f"out={out}"], tmp_path / "log") as process:
+            wait_for_step(out, step, process)
+            process.send_signal(sign)
+            code = process.wait(60)
+        assert code == (-signal.SIGKILL if sign is signal.SIGKILL else 0), (tmp_path / "log").read_text()
+    assert "stopped by Ctrl-C after step" in (tmp_path / "log").read_text()
+    assert not (out / "result.json").exists()
+    assert main([*words, f"out={out}"]) == 0
+    assert main([*words, f"out={tmp_path / 'whole'}"]) == 0
+    for key in ("scores", "best_step", "steps", "depends_on"):
+        assert read(out / "result.json")[key] == read(tmp_path / "whole/result.json")[key]
+    assert losses(out) == losses(tmp_path / "whole")
+    found, wanted = (weights(each / "checkpoints") for each in (out, tmp_path / "whole"))
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def wait_for_step(out: Path, step: int, process: "subprocess.Popen[bytes]") -> None:
+    """Until a run has logged a step."""
+    end = time.monotonic() + 90
+    while (
+        not (out / "metrics.jsonl").exists()
+        or max((r["step"] for r in records(out, "step")), default=0) < step
+    ):
+        assert process.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.01)

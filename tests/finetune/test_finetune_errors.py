@@ -1,0 +1,284 @@
+"""Mistakes of `mlm finetune`: one line each, with setting, value and remedy, before any rank starts."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlm.config.checks import check_finetune
+from mlm.errors import CorruptFileError, UserError
+from mlm.finetune.config import FinetuneCheckpointConfig, FinetuneConfig, FinetuneScheduleConfig
+from mlm.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig
+from mlm.corpus.train_tokenizer import train_bpe
+from mlm.parallel.mesh import ParallelContext
+from mlm.finetune import run
+from tests.finetune.material import VOCABULARY, gpt2
+from tests.finetune.runs import (
+    BERT,
+    GPT2,
+    finetune,
+    finetuning,
+    losses,
+    read,
+    task_of,
+    write_data,
+    write_model,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models, rows, and in `out` a finished run."""
+    made = tmp_path_factory.mktemp("faults")
+    write_model(made / "bert")
+    write_model(made / "other", seed=1)
+    for kind in ("classification", "span"):
+        write_data(made / kind, kind)
+    finetune(finetuning(made))
+    return made
+
+
+class TestGoingOn:
+    """A folder is of one run: other settings need another folder."""
+
+    @pytest.mark.parametrize(
+        "changes, key, value, then",
+        [
+            ({"train": {"epochs": 3}}, "train.epochs", "3", "2"),
+            ({"train": {"global_batch_size": 5}}, "train.global_batch_size", "5", "4"),
+            ({"train": {"patience": 1}}, "train.patience", "1", "0"),
+            ({"data": {"train_rows": 7}}, "data.train_rows", "7", "null"),
+            ({"seed": 5}, "seed", "5", "1234"),
+            ({"dropout": 0.1}, "dropout", "0.1", "null"),
+            ({"optimizer": OptimizerConfig(lr=1e-4)}, "optimizer.lr", "0.0001", "0.001"),
+            ({"schedule": FinetuneScheduleConfig(warmup=0.1)}, "schedule.warmup", "0.1", "0.2"),
+            ({"precision": PrecisionConfig(dtype="fp32")}, "precision.dtype", "fp32", "fp64"),
+            ({"task": replace(task_of("classification"), max_length=20)}, "task.max_length", "20", "40"),
+        ],
+    )
+    def test_another_setting_is_refused(
+        self, folder: Path, changes: dict[str, Any], key: str, value: str, then: str
+    ) -> None:
+        config = finetuning(folder, **changes)
+        assert run.preflight(config) == [
+            f"{key}={value}: out={config.out} was begun with {then}: use {key}={then}, or set another out=…"
+        ]
+
+    def test_other_weights_are_refused(self, folder: Path) -> None:
+        config = finetuning(folder, ckpt=str(folder / "other"))
+        assert run.preflight(config) == [
+            f"ckpt={config.ckpt}: out={config.out} was begun with other weights: name those, or set another "
+            "out=…"
+        ]
+
+    def test_other_rows_are_refused(self, folder: Path, tmp_path: Path) -> None:
+        shutil.copytree(folder / "classification", tmp_path / "rows")
+        (tmp_path / "rows/validation.jsonl").write_text((tmp_path / "rows/train.jsonl").read_text())
+        config = finetuning(folder, data={"path": str(tmp_path / "rows")})
+        assert run.preflight(config) == [
+            f"data.path={tmp_path / 'rows'}: out={config.out} was begun with other rows of split validation: "
+            "bring them back, or set another out=…"
+        ]
+
+    def test_files_may_be_moved(self, folder: Path, tmp_path: Path) -> None:
+        shutil.copytree(folder / "classification", tmp_path / "rows")
+        shutil.copytree(folder / "bert", tmp_path / "bert")
+        assert (
+            run.preflight(
+                finetuning(folder, ckpt=str(tmp_path / "bert"), data={"path": str(tmp_path / "rows")})
+            )
+            == []
+        )
+
+    def test_another_vocabulary_is_refused(self, folder: Path, tmp_path: Path) -> None:
+        """That of a model which was saved without a tokenizer."""
+        write_model(tmp_path / "gpt2", GPT2)
+        (tmp_path / "gpt2/tokenizer.json").unlink()
+        gpt2().save(tmp_path / "one.json")
+        train_bpe([VOCABULARY * 2, "xyz"] * 9, 300).save(tmp_path / "other.json")
+        places = {"ckpt": str(tmp_path / "gpt2"), "out": str(tmp_path / "out")}
+        one, other = (
+            finetuning(folder, data={"tokenizer": str(tmp_path / name)}, **places)
+            for name in ("one.json", "other.json")
+        )
+        finetune(one)
+        assert run.preflight(one) == []
+        assert run.preflight(other) == [
+            f"data.tokenizer={tmp_path}/other.json: out={one.out} was begun with another vocabulary: name "
+            "that tokenizer, or set another out=…"
+        ]
+
+    def test_what_no_score_depends_on_may_change(self, folder: Path) -> None:
+        config = finetuning(
+            folder,
+            train={"micro_batch_size": 1},
+            parallel=ParallelConfig(tp=2, recompute="full"),
+            checkpoint=FinetuneCheckpointConfig(save_every=1),
+            task=replace(task_of("classification"), submission=("mine",), lr=1.0),
+        )
+        assert run.preflight(config) == []
+
+    def test_all_that_differs_is_named(self, folder: Path) -> None:
+        found = run.preflight(finetuning(folder, seed=5, train={"epochs": 3}))
+        assert [fault.split("=")[0] for fault in found] == ["seed", "train.epochs"]
+
+    @pytest.mark.parametrize("to", ["bert", "other"])
+    def test_a_folder_of_another_kind_of_run_is_refused(self, folder: Path, to: str) -> None:
+        config = finetuning(folder, out=str(folder / to))
+        assert run.preflight(config) == [
+            f"out={config.out}: holds checkpoints of another kind of run: set another out=…"
+        ]
+
+    def test_resume_false_refuses_a_folder_in_use(self, folder: Path) -> None:
+        config = finetuning(folder, checkpoint=FinetuneCheckpointConfig(resume=False))
+        (fault,) = run.preflight(config)
+        assert fault.startswith(f"out={config.out} already holds step-00000006: set checkpoint.resume=true")
+
+    def test_a_finished_run_is_left_alone(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        def files() -> dict[Path, int]:
+            found = [path for path in (folder / "out").rglob("*") if path.name != ".lock"]
+            return {path: path.stat().st_mtime_ns for path in found}
+
+        before = files()
+        finetune(finetuning(folder, parallel=ParallelConfig(recompute="full")))
+        assert files() == before
+        assert f"{folder / 'out'} is finished: set another out=… to train again" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("damage", ['{"scores": 5}', "[]", "{", "null", '{"task": ' * 3000])
+    def test_a_damaged_result_is_made_anew_from_the_checkpoints(
+        self, folder: Path, tmp_path: Path, damage: str
+    ) -> None:
+        shutil.copytree(folder / "out", tmp_path / "out")
+        config = finetuning(folder, out=str(tmp_path / "out"))
+        (tmp_path / "out/result.json").write_text(damage)
+        found, wanted = finetune(config), read(folder / "out/result.json")
+        for key in ("scores", "best_step", "steps", "depends_on"):
+            assert found[key] == wanted[key]
+        assert losses(tmp_path / "out") == losses(folder / "out")
+
+    def test_a_best_checkpoint_that_is_gone_is_said(self, folder: Path, tmp_path: Path) -> None:
+        shutil.copytree(folder / "out", tmp_path / "out")
+        shutil.rmtree(tmp_path / "out/best/checkpoints")
+        with pytest.raises(CorruptFileError, match=r"is gone, which the newest of .* names as the best"):
+            run.run(finetuning(folder, out=str(tmp_path / "out")), ParallelContext())
+
+    def test_predictions_can_be_asked_for_later(self, folder: Path, tmp_path: Path) -> None:
+        """Nothing is trained for them."""
+        shutil.copytree(folder / "out", tmp_path / "out")
+        config = finetuning(folder, out=str(tmp_path / "out"), data={"predict_tests": True})
+        assert finetune(config)["predictions"] == [str(tmp_path / "out/predictions/test.tsv")]
+        assert losses(tmp_path / "out") == losses(folder / "out")
+
+
+class TestRefused:
+    """What does not go together."""
+
+    def test_a_checkpoint_without_a_tokenizer(self, folder: Path, tmp_path: Path) -> None:
+        write_model(tmp_path / "bert")
+        (tmp_path / "bert/tokenizer.json").unlink()
+        assert run.preflight(finetuning(folder, ckpt=str(tmp_path / "bert"))) == [
+            f"data.tokenizer=null and {tmp_path}/bert/tokenizer.json is not there: give "
+            "data.tokenizer=…/tokenizer.json"
+        ]
+
+    def test_a_tokenizer_of_more_tokens_than_the_model(self, folder: Path, tmp_path: Path) -> None:
+        gpt2().save(tmp_path / "tokenizer.json")
+        config = finetuning(folder, data={"tokenizer": str(tmp_path / "tokenizer.json")})
+        assert run.preflight(config) == [
+            f"data.tokenizer={tmp_path}/tokenizer.json has 320 tokens, the model model.vocab_size=128: give "
+            "the data.tokenizer= the model was trained with"
+        ]
+
+    def test_another_tokenizer_than_the_checkpoints(self, folder: Path, tmp_path: Path) -> None:
+        write_model(tmp_path / "gpt2", GPT2)
+        train_bpe([VOCABULARY * 2, "xyz"] * 9, 300).save(tmp_path / "tokenizer.json")
+        config = finetuning(
+            folder, ckpt=str(tmp_path / "gpt2"), data={"tokenizer": str(tmp_path / "tokenizer.json")}
+        )
+        assert run.preflight(config) == [
+            f"data.tokenizer={tmp_path}/tokenizer.json has another vocabulary than the one saved with "
+            f"ckpt={tmp_path}/gpt2: leave data.tokenizer out"
+        ]
+
+    def test_a_tokenizer_without_the_special_tokens_of_bert(self, folder: Path, tmp_path: Path) -> None:
+        write_model(tmp_path / "bert", replace(BERT, vocab_size=384))
+        gpt2().save(tmp_path / "bert/tokenizer.json")
+        (fault,) = run.preflight(finetuning(folder, ckpt=str(tmp_path / "bert")))
+        assert fault.startswith("the tokenizer has no [CLS] and [SEP]")
+
+    def test_texts_without_room(self, folder: Path) -> None:
+        task = replace(task_of("classification"), max_length=4)
+        (fault,) = run.preflight(finetuning(folder, task=task, out=str(folder / "new")))
+        assert fault == "task.max_length=4 leaves no room for texts: set 5 or more"
+
+    def test_more_rows_than_there_are(self, folder: Path) -> None:
+        (fault,) = run.preflight(finetuning(folder, data={"train_rows": 12}))
+        assert fault == (
+            f"data.train_rows=12 is more than the 11 rows of {folder / 'classification'}, split train; use "
+            "data.train_rows=11 or less, or null for all"
+        )
+
+    def test_tests_that_are_not_there(self, folder: Path, tmp_path: Path) -> None:
+        """Before hours of training, not behind them."""
+        shutil.copytree(folder / "classification", tmp_path / "rows")
+        (tmp_path / "rows/test.jsonl").unlink()
+        data = {"path": str(tmp_path / "rows"), "predict_tests": True}
+        (fault,) = run.preflight(finetuning(folder, out=str(tmp_path / "out"), data=data))
+        assert fault.startswith(f"data.path={tmp_path / 'rows'}: has no split test")
+
+    def test_a_layout_that_does_not_split_the_model(self, folder: Path) -> None:
+        (fault,) = run.preflight(finetuning(folder, parallel=ParallelConfig(tp=3)))
+        assert fault.startswith("tp=3 does not divide the checkpoint's num_heads=2")
+
+    def test_padding_that_the_model_cannot_read(self, folder: Path, tmp_path: Path) -> None:
+        write_model(tmp_path / "bert", replace(BERT, max_positions=47))
+        task = replace(task_of("classification"), max_length=47)
+        parallel = ParallelConfig(tp=2, sequence_parallel=True)
+        config = finetuning(
+            folder, ckpt=str(tmp_path / "bert"), out=str(tmp_path / "o"), task=task, parallel=parallel
+        )
+        assert run.preflight(config) == [
+            "task.max_length=47: sequence_parallel=true pads texts to a multiple of tp=2, and the model "
+            "reads 47 tokens: use task.max_length=46 or less"
+        ]
+
+    def test_bad_rows_are_named(self, folder: Path, tmp_path: Path) -> None:
+        shutil.copytree(folder / "classification", tmp_path / "rows")
+        rows = tmp_path / "rows/validation.jsonl"
+        rows.write_text(rows.read_text() + '{"first": "a", "second": "b", "label": 9}\n')
+        (fault,) = run.preflight(finetuning(folder, data={"path": str(tmp_path / "rows")}))
+        assert fault.startswith(f"{rows}:10: label=9 is no label")
+
+    def test_outputs_that_are_no_numbers(self, folder: Path, tmp_path: Path) -> None:
+        config = finetuning(folder, out=str(tmp_path), optimizer=OptimizerConfig(lr=1e300))
+        with pytest.raises(UserError, match="not finite in precision=") as error:
+            run.run(config, ParallelContext())
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "changes, fault",
+    [
+        ({"seeds": 0}, "seeds=0 must be greater than 0"),
+        ({"dropout": 1.0}, "dropout=1.0 must be at least 0 and below 1"),
+        ({"train": {"epochs": 0}}, "train.epochs=0 must be greater than 0"),
+        ({"train": {"sort_batches": 0}}, "train.sort_batches=0 must be greater than 0"),
+        ({"train": {"patience": -1}}, "train.patience=-1 must be 0 or more"),
+        ({"train": {"micro_batch_size": 0}}, "train.micro_batch_size=0 must be greater than 0"),
+        ({"data": {"train_rows": 0}}, "data.train_rows=0 must be greater than 0"),
+        ({"data": {"seed": -1}}, "data.seed=-1 must be 0 to 2**63 - 1"),
+        (
+            {"schedule": FinetuneScheduleConfig(warmup=1.0)},
+            "schedule.warmup=1.0 must be at least 0 and below 1",
+        ),
+        (
+            {"task": replace(task_of("span"), tests=()), "data": {"predict_tests": True}},
+            "data.predict_tests=true: task squad has no task.tests; use data.predict_tests=false",
+        ),
+    ],
+)
+def test_numbers_out_of_range(folder: Path, changes: dict[str, Any], fault: str) -> None:
+    config: FinetuneConfig = finetuning(folder, **changes)
+    assert check_finetune(config, world_size=None, local_devices=None) == [fault]

@@ -1,0 +1,117 @@
+"""A run is the same at every layout and micro-batch size: losses, weights, scores and outputs, in float64."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mlm.finetune.config import FinetuneConfig
+from mlm.config.schema import ParallelConfig
+from mlm.parallel.mesh import ParallelContext
+from mlm.finetune.answers import Output
+from tests.ranks import run_on_ranks
+from tests.finetune.runs import (
+    BERT,
+    GPT2,
+    KINDS,
+    finetuning,
+    losses,
+    read,
+    run_and_look,
+    weights,
+    write_data,
+    write_model,
+)
+
+LAYOUTS = {
+    "tp2": ParallelConfig(tp=2),
+    "tp2-sp": ParallelConfig(tp=2, sequence_parallel=True),
+    "pp2": ParallelConfig(pp=2),
+    "pp2-vp2": ParallelConfig(pp=2, vp=2),
+    "dp2": ParallelConfig(dp=2),
+    "dp2-zero2": ParallelConfig(dp=2, zero=2),
+    "dp3-zero3": ParallelConfig(dp=3, zero=3),
+    "recompute": ParallelConfig(recompute="full"),
+    "tp2-pp2-sp": ParallelConfig(tp=2, pp=2, sequence_parallel=True),
+    "pp2-dp2-zero2": ParallelConfig(pp=2, dp=2, zero=2),
+}
+SOME = {
+    ("classification", "gpt2"): ("tp2-sp", "pp2"),
+    ("regression", "bert"): ("tp2-sp", "dp3-zero3"),
+    ("regression", "gpt2"): ("pp2-dp2-zero2",),
+    ("choice", "bert"): ("tp2-pp2-sp", "dp3-zero3"),
+    ("choice", "gpt2"): ("tp2-sp",),
+    ("span", "bert"): ("tp2-sp", "pp2-dp2-zero2"),
+    ("span", "gpt2"): ("tp2-pp2-sp",),
+}
+"""Where not all are tried: classification by BERT has them."""
+CASES = [("classification", "bert", layout) for layout in LAYOUTS] + [
+    (kind, model, layout) for (kind, model), layouts in SOME.items() for layout in layouts
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("layouts")
+    write_model(made / "bert", BERT)
+    write_model(made / "gpt2", GPT2)
+    for kind in KINDS:
+        write_data(made / kind, kind)
+    return made
+
+
+class Alone:
+    """Runs of one process, each done once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.done = folder, dict[tuple[str, str], list[Output]]()
+
+    def config(self, kind: str, model: str) -> FinetuneConfig:
+        return finetuning(
+            self.folder, kind, ckpt=str(self.folder / model), out=str(self.folder / f"{kind}-{model}")
+        )
+
+    def outputs(self, kind: str, model: str) -> list[Output]:
+        if (kind, model) not in self.done:
+            self.done[kind, model] = run_and_look(ParallelContext(), self.config(kind, model))
+        return self.done[kind, model]
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Alone:
+    return Alone(folder)
+
+
+def check_same(one: Path, other: Path, outputs: list[Output], others: list[Output]) -> None:
+    """Two runs, but for rounding."""
+    np.testing.assert_allclose(losses(one), losses(other), rtol=0, atol=1e-9)
+    torch.testing.assert_close(
+        weights(one / "checkpoints"), weights(other / "checkpoints"), rtol=0, atol=1e-7
+    )
+    assert read(one / "result.json")["scores"] == read(other / "result.json")["scores"]
+    for mine, theirs in zip(outputs, others, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "model", "layout"), CASES)
+def test_a_run_is_the_same_at_every_layout(
+    alone: Alone, tmp_path: Path, kind: str, model: str, layout: str
+) -> None:
+    parallel = LAYOUTS[layout]
+    config, want = alone.config(kind, model), alone.outputs(kind, model)
+    split = replace(config, parallel=parallel, out=str(tmp_path / "out"))
+    sizes = {"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp or 1}
+    for outputs in run_on_ranks(run_and_look, split, **sizes):
+        check_same(Path(config.out), tmp_path / "out", want, outputs)
+
+
+@pytest.mark.parametrize(("kind", "size"), [*((kind, 1) for kind in KINDS), ("span", 100)])
+def test_a_run_is_the_same_at_every_micro_batch_size(
+    alone: Alone, tmp_path: Path, kind: str, size: int
+) -> None:
+    config, want = alone.config(kind, "bert"), alone.outputs(kind, "bert")
+    train = replace(config.train, micro_batch_size=size)
+    outputs = run_and_look(ParallelContext(), replace(config, train=train, out=str(tmp_path / "out")))
+    check_same(Path(config.out), tmp_path / "out", want, outputs)

@@ -1,0 +1,200 @@
+"""Metrics against values worked out by hand, formulas written here, and SQuAD's rules for a text."""
+
+import math
+import random
+import re
+import string
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlm.finetune.task_checks import METRICS as NAMES
+from mlm.errors import UserError
+from mlm.finetune.answers import Candidate, Prediction
+from mlm.finetune.metrics import METRICS, best_threshold, check_installed, excess, score, score_span
+from tests.finetune.material import SQUAD, pairs, sentence, shipped, split_of
+
+LABELS = [1, 1, 1, 1, 0, 0, 0, 1]
+VALUES = [1, 1, 0, 1, 1, 0, 0, 1]  # 4 true positives, 1 false, 1 missed, 2 true negatives
+
+
+def scores(folder: Path, task: Any, labels: list[Any], values: list[Any]) -> dict[str, float]:
+    columns = dict.fromkeys(task.columns, "a")
+    split = split_of(folder, task, [columns | {"label": label} for label in labels])
+    return score(task, split, [Prediction(str(n), value) for n, value in enumerate(values)])
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("accuracy", 6 / 8),
+        ("f1", 4 / 5),
+        ("accuracy_f1", (6 / 8 + 4 / 5) / 2),
+        ("macro_f1", (4 / 5 + 2 / 3) / 2),
+        ("matthews", (4 * 2 - 1 * 1) / math.sqrt(5 * 5 * 3 * 3)),
+    ],
+)
+def test_scores_of_labels_are_those_worked_out_by_hand(tmp_path: Path, name: str, value: float) -> None:
+    found = scores(tmp_path, pairs(metrics=[name]), LABELS, VALUES)
+    assert found == {name: pytest.approx(value, abs=1e-12)}
+
+
+def test_scores_of_numbers_are_the_formulas(tmp_path: Path) -> None:
+    draw = np.random.default_rng(2)
+    labels = draw.integers(0, 26, 40) / 5
+    values = labels + draw.normal(size=40)
+
+    def pearson(a: Any, b: Any) -> float:
+        return float(((a - a.mean()) * (b - b.mean())).sum() / (len(a) * a.std() * b.std()))
+
+    def ranks(a: Any) -> Any:  # equal values share the mean of their ranks
+        return np.array([(a < x).sum() + ((a == x).sum() + 1) / 2 for x in a])
+
+    found = scores(tmp_path, shipped("stsb"), labels.tolist(), values.tolist())
+    p, s = pearson(labels, values), pearson(ranks(labels), ranks(values))
+    assert list(found) == ["pearson_spearman", "pearson", "spearman"]
+    assert list(found.values()) == pytest.approx([(p + s) / 2, p, s], abs=1e-12)
+
+
+@pytest.mark.parametrize("labels", [[1.0, 2.0, 3.0], [1.0]])
+def test_correlation_that_is_not_defined_is_zero(tmp_path: Path, labels: list[float]) -> None:
+    assert set(scores(tmp_path, shipped("stsb"), labels, [2.5] * len(labels)).values()) == {0.0}
+
+
+def test_f1_without_any_positive_is_zero(tmp_path: Path) -> None:
+    assert scores(tmp_path, pairs(metrics=["f1", "matthews"]), [0, 0], [0, 0]) == {"f1": 0.0, "matthews": 0.0}
+
+
+def test_every_metric_that_a_task_may_name_is_there() -> None:
+    for kind in ("classification", "regression", "choice"):
+        assert set(NAMES[kind]) <= METRICS.keys()
+
+
+def test_scores_are_numbers_that_json_can_hold(tmp_path: Path) -> None:
+    found = scores(tmp_path, pairs(metrics=list(NAMES["classification"])), LABELS, VALUES)
+    assert {type(value) for value in found.values()} == {float}
+
+
+# ----- SQuAD
+
+
+def normal(text: str) -> str:
+    """Lower case, without punctuation, articles and spare white space (arXiv:1606.05250, section 6.1)."""
+    text = "".join(c for c in text.lower() if c not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def word_f1(answer: str, wanted: str) -> float:
+    found, gold = normal(answer).split(), normal(wanted).split()
+    if not found or not gold:
+        return float(found == gold)
+    common = sum((Counter(found) & Counter(gold)).values())
+    return 2 * common / (len(found) + len(gold))
+
+
+def test_spans_are_scored_by_the_best_of_their_answers(tmp_path: Path) -> None:
+    draw, rows, values = random.Random(4), [], []
+    for number in range(60):
+        context = sentence(draw, 12)
+        pieces = context.split(" ")
+        answers = {"text": [], "answer_start": []}  # type: ignore[var-annotated]
+        for _ in range(draw.randint(0, 3)):
+            begin = draw.randrange(12)
+            answers["text"].append(" ".join(pieces[begin : begin + 3]))
+            answers["answer_start"].append(len(" ".join(pieces[:begin])) + (begin > 0))
+        rows.append({"id": f"q{number}", "context": context, "question": "who ?", "answers": answers})
+        at = draw.randrange(12)
+        near = answers["text"][-1] if answers["text"] and draw.random() < 0.4 else ""
+        values.append(draw.choice(["", " ".join(pieces[at : at + 2]), near.upper() + " ."]))
+    task = shipped("squad_v2")
+    split = split_of(tmp_path, task, rows)
+    found = score(task, split, [Prediction(f"q{n}", value) for n, value in enumerate(values)])
+
+    # as evaluate-v2.0.py: answers of which nothing counts are left out
+    gold = [[text for text in row["answers"]["text"] if normal(text)] or [""] for row in rows]
+    has_answer = np.array([bool(row["answers"]["text"]) for row in rows])
+    f1 = np.array([max(word_f1(v, t) for t in texts) for v, texts in zip(values, gold, strict=True)])
+    exact = np.array(
+        [max(float(normal(v) == normal(t)) for t in texts) for v, texts in zip(values, gold, strict=True)]
+    )
+    assert 0 < exact.mean() < f1.mean() < 1
+    assert found == {
+        "f1": pytest.approx(f1.mean(), abs=1e-6),
+        "exact_match": pytest.approx(exact.mean(), abs=1e-6),
+        "has_answer_f1": pytest.approx(f1[has_answer].mean(), abs=1e-6),
+        "has_answer_exact_match": pytest.approx(exact[has_answer].mean(), abs=1e-6),
+        "no_answer_f1": pytest.approx(f1[~has_answer].mean(), abs=1e-6),
+    }
+
+
+@pytest.mark.parametrize(
+    "value, expected", [("cat", 1.0), ("The old cat!", 1.0), ("old dog", 0.5), ("", 0.0)]
+)
+def test_squad_answer_is_scored_as_by_hand(tmp_path: Path, value: str, expected: float) -> None:
+    task = shipped("squad")
+    split = split_of(tmp_path, task, [SQUAD])  # answers: The old cat, cat
+    assert score(task, split, [Prediction("q1", value)])["f1"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_metrics_of_questions_that_are_not_there_are_left_out(tmp_path: Path) -> None:
+    task = shipped("squad_v2")
+    split = split_of(tmp_path, task, [SQUAD])
+    found = score(task, split, [Prediction("q1", "cat")])
+    assert list(found) == ["f1", "exact_match", "has_answer_f1", "has_answer_exact_match"]
+
+
+@pytest.mark.parametrize("name, module", [("sst2", "sklearn"), ("stsb", "scipy"), ("squad", "torchmetrics")])
+def test_missing_package_is_told_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch, name: str, module: str
+) -> None:
+    for known in [key for key in sys.modules if key.split(".")[0] == module]:
+        monkeypatch.delitem(sys.modules, known)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UserError, match=rf"task={name} needs the package {module}: .*mlm\[finetune\]"):
+        check_installed(shipped(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "value", "f1", "exact"),
+    [
+        ("squad", "The", "a!", 0.0, 1.0),
+        ("squad", "The", "", 0.0, 1.0),
+        ("squad_v2", "The", "a!", 1.0, 1.0),
+        ("squad_v2", "The", "cat", 0.0, 0.0),
+        ("squad_v2", "old cat", "the", 0.0, 0.0),
+    ],
+)
+def test_texts_of_which_nothing_counts_are_scored_as_the_official_scripts_do(
+    name: str, right: str, value: str, f1: float, exact: float
+) -> None:
+    """evaluate-v1.1.py counts common words, of which there are none; evaluate-v2.0.py takes them as empty."""
+    assert score_span(shipped(name), [right], value) == (f1, exact)
+
+
+def test_the_best_threshold_is_the_one_that_a_search_finds(tmp_path: Path) -> None:
+    """Every threshold between two scores tried, with the scores of the predictions that it makes."""
+    draw, task, rows, made = random.Random(5), shipped("squad_v2"), [], []
+    for n in range(40):
+        answers = {"text": ["old cat"], "answer_start": [4]} if n % 3 else {"text": [], "answer_start": []}
+        rows.append({"id": f"q{n}", "context": "The old cat sat", "question": "who ?", "answers": answers})
+        text = draw.choice(["old cat", "cat", "sat"])
+        made.append(
+            Prediction(f"q{n}", text, n_best=(Candidate(text, draw.gauss(n % 3, 1)),), null_score=1.0)
+        )
+    split = split_of(tmp_path, task, rows)
+
+    def at(threshold: float) -> dict[str, float]:
+        said = [replace(p, value="" if excess(p) > threshold else p.n_best[0].text) for p in made]
+        return score(task, split, said)
+
+    found = best_threshold(task, split, made)
+    for name in ("f1", "exact_match"):
+        assert found[name]["value"] == pytest.approx(at(found[name]["threshold"])[name], abs=1e-6)
+        best = max(at(excess(p) + 1e-9)[name] for p in made)
+        assert found[name]["value"] == pytest.approx(best, abs=1e-6)
+        assert best > at(0.0)[name] - 1e-9

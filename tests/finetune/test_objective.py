@@ -1,0 +1,183 @@
+"""Loss and gradients of each kind of task against transformers, same weights and no dropout, in float64."""
+
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from mlm.checkpoint.huggingface.names import gpt2_from_huggingface
+from mlm.models.config import ModelConfig
+from mlm.models.build import MODELS
+from mlm.parallel.cross_entropy import IGNORE
+from mlm.parallel.mesh import Axis, ParallelContext
+from mlm.parallel.sharding import load_whole, parameter_shards
+from mlm.finetune.batches import TaskBatch, labels_of, unscored
+from mlm.finetune.making import Example
+from mlm.finetune.objective import Finetuning
+from tests.models.bert.reference import as_ours
+
+VOCAB, ONE = 61, Axis("tp")
+BERT = ModelConfig(
+    kind="bert",
+    norm="post",
+    num_layers=2,
+    hidden_size=16,
+    num_heads=2,
+    max_positions=16,
+    vocab_size=VOCAB,
+    token_types=2,
+    activation="gelu",
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+)
+HEADS = {
+    "classification": ("ForSequenceClassification", "classification", 3),
+    "regression": ("ForSequenceClassification", "classification", 1),
+    "choice": ("ForMultipleChoice", "classification", 1),
+    "span": ("ForQuestionAnswering", "span", 0),
+}
+"""transformers' class, our head and num_labels."""
+LABELS = {
+    "classification": torch.tensor([2, 0, 1]),
+    "regression": torch.tensor([3.8, 0.0, -1.5], dtype=torch.float64),
+    "choice": torch.tensor([3, 0]),
+    "span": torch.tensor([[2, 5], [0, 0], [7, 7]]),
+}
+
+
+def batch_of(kind: str, model: str) -> TaskBatch:
+    """Texts of unequal lengths; of kind span of equal ones, since transformers scores padding too."""
+    draw = torch.Generator().manual_seed(1)
+    texts = {"choice": 8}.get(kind, 3)
+    lengths = torch.full((texts,), 8) if kind == "span" else torch.randint(2, 9, (texts,), generator=draw)
+    lengths[0] = 8
+    inside = torch.arange(8) < lengths[:, None]
+    tokens = torch.randint(1, VOCAB, (texts, 8), generator=draw) * inside
+    types = ((torch.arange(8) > 3) & inside).long() * (model == "Bert")
+    return TaskBatch(tokens, types, lengths, LABELS[kind], 0)
+
+
+def theirs(kind: str, model: str, batch: TaskBatch) -> tuple[ModelConfig, Any]:
+    """transformers' model with its loss and gradients."""
+    name, head, num_labels = HEADS[kind]
+    torch.manual_seed(0)
+    if model == "Bert":
+        settings = transformers.BertConfig(
+            vocab_size=VOCAB,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=64,
+            max_position_embeddings=16,
+            layer_norm_eps=BERT.layer_norm_eps,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            num_labels=num_labels or 2,
+        )
+        config = BERT
+    else:
+        settings = transformers.GPT2Config(
+            vocab_size=VOCAB,
+            n_embd=16,
+            n_layer=2,
+            n_head=2,
+            n_positions=16,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            pad_token_id=0,
+            num_labels=num_labels,
+        )
+        config = replace(BERT, kind="gpt2", norm="pre", activation="gelu_tanh", token_types=0)
+    found = getattr(transformers, f"{model}{name}")(settings).double().eval()
+    with torch.no_grad():
+        for p in found.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    shape = (len(LABELS[kind]), -1, 8) if kind == "choice" else (-1, 8)
+    mask = (torch.arange(8) < batch.lengths[:, None]).long()
+    inputs: dict[str, Any] = {"input_ids": batch.tokens.view(shape), "attention_mask": mask.view(shape)}
+    if model == "Bert":
+        inputs["token_type_ids"] = batch.token_types.view(shape)
+    if kind == "span":
+        inputs |= {"start_positions": batch.labels[:, 0], "end_positions": batch.labels[:, 1]}
+    else:
+        inputs["labels"] = batch.labels
+    found.loss = found(**inputs).loss
+    found.loss.backward()
+    return replace(config, head=head, num_labels=num_labels), found
+
+
+def in_our_names(tensors: dict[str, Tensor | None], config: ModelConfig) -> dict[str, Tensor]:
+    """Parameters or gradients of theirs by the names of our model."""
+    if config.kind == "gpt2":
+        score = tensors.pop("score.weight")
+        ours = gpt2_from_huggingface(tensors, config.num_heads)
+        return {**ours, "classifier.weight": score, "classifier.bias": torch.zeros(len(score))}
+    for prefix in ("classifier", "qa_outputs"):
+        if f"{prefix}.weight" in tensors:
+            head = {f"classifier.{end}": tensors[f"{prefix}.{end}"] for end in ("weight", "bias")}
+    ours = as_ours(defaultdict(lambda: torch.zeros(1), tensors), config)
+    beside = ("mlm_head.", "sop_head.", *(["pooler."] if config.head == "span" else []))
+    return {name: value for name, value in ours.items() if not name.startswith(beside)} | head
+
+
+@pytest.mark.parametrize(
+    ("kind", "model"),
+    [*((kind, "Bert") for kind in HEADS), ("classification", "GPT2"), ("regression", "GPT2")],
+)
+def test_loss_and_gradients_are_those_of_transformers(kind: str, model: str) -> None:
+    batch = batch_of(kind, model)
+    config, other = theirs(kind, model, batch)
+    mine = MODELS[config.kind](config, tp=ONE, dtype=torch.float64).double()
+    load_whole(mine, in_our_names(dict(other.state_dict()), config), ONE)
+    objective = Finetuning(kind, ParallelContext(), torch.float64)
+    scale = torch.ones(1, dtype=torch.float64) / objective.counts(batch)[0]
+    loss = objective.output(mine, batch, scale, None, None)
+    loss.sum().backward()
+    torch.testing.assert_close(loss[0], other.loss, rtol=0, atol=1e-12)
+    wanted = in_our_names({name: p.grad for name, p in other.named_parameters()}, config)
+    for shard in parameter_shards(mine, ONE):
+        if (shard.name, model) != ("classifier.bias", "GPT2"):  # transformers' head has none
+            grad = shard.without_padding(shard.parameter.grad)
+            torch.testing.assert_close(grad, wanted[shard.name], rtol=0, atol=1e-12, msg=shard.name)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_what_is_not_scored_changes_nothing(kind: str) -> None:
+    """A micro-batch that only fills up has no loss, no gradient, and counts for nothing."""
+    batch = batch_of(kind, "Bert")
+    batch = replace(batch, labels=unscored(batch.labels))
+    config = replace(BERT, head=HEADS[kind][1], num_labels=HEADS[kind][2])
+    model = MODELS["bert"](config, tp=ONE, dtype=torch.float64).double()
+    torch.nn.init.normal_(model.classifier.weight)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.1)
+    objective = Finetuning(kind, ParallelContext(), torch.float64)
+    assert objective.counts(batch) == (0,)
+    loss = objective.output(model, batch, torch.ones(1, dtype=torch.float64), None, None)
+    loss.sum().backward()
+    assert loss.tolist() == [0.0]
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+def test_the_loss_of_a_span_does_not_depend_on_padding() -> None:
+    """Positions behind a text can be no answer."""
+    objective = Finetuning("span", ParallelContext(), torch.float64)
+    outputs = torch.randn(2, 8, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    labels, lengths = torch.tensor([[1, 2], [0, 3]]), torch.tensor([5, 4])
+    losses = [objective.loss(outputs[:, :width], labels, lengths) for width in (5, 8)]
+    assert losses[0] == losses[1]
+
+
+def test_labels_keep_their_digits() -> None:
+    rows = [Example(0, (), 3.8), Example(1, (), None)]
+    labels = labels_of(rows)
+    assert labels.dtype == torch.float64
+    np.testing.assert_array_equal(labels.numpy(), [3.8, np.nan])
+    assert labels_of([Example(0, (), 2), Example(1, (), None)]).tolist() == [2, IGNORE]
+    assert labels_of([Example(0, (), (1, 2)), Example(1, (), None)]).tolist() == [[1, 2], [IGNORE, IGNORE]]

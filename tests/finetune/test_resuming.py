@@ -1,0 +1,170 @@
+"""A run that was killed or stopped goes on as if nothing had happened; a finished one is left alone."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mlm.checkpoint.native.folders import checkpoints, named_latest
+from mlm.finetune.config import FinetuneCheckpointConfig, FinetuneConfig
+from mlm.parallel.mesh import ParallelContext
+from mlm.finetune import loop
+from mlm.finetune import run
+from mlm.finetune.best import STATE, best_of
+from mlm.train.trainer import Trainer
+from tests.finetune.runs import (
+    finetune,
+    finetuning,
+    losses,
+    read,
+    weights,
+    write_data,
+    write_model,
+)
+
+STEPS = 6  # 11 rows in batches of 4, 2 epochs
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, rows, and in `out` a run that nothing disturbed."""
+    made = tmp_path_factory.mktemp("resuming")
+    write_model(made / "bert")
+    write_data(made / "classification", "classification")
+    finetune(config_of(made))
+    return made
+
+
+def config_of(folder: Path, **changes: Any) -> FinetuneConfig:
+    """A run that validates and saves after every step."""
+    train = {"validate_every": 1} | changes.pop("train", {})
+    return finetuning(folder, train=train, **changes)
+
+
+def dies(config: FinetuneConfig, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int) -> None:
+    """Run it and die behind the call of a function that is the `at`-th."""
+    calls, whole = [], getattr(owner, name)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        result = whole(*args, **kwargs)
+        calls.append(1)
+        if len(calls) == at:
+            raise Killed
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, called)
+        with pytest.raises(Killed):
+            run.run(config, ParallelContext())
+
+
+def check_same(folder: Path, out: Path) -> None:
+    """A run like the undisturbed one, bit for bit, and its best checkpoint alone."""
+    mine, theirs = (read(each / "result.json") for each in (out, folder / "out"))
+    for key in ("scores", "best_step", "steps", "depends_on"):
+        assert mine[key] == theirs[key]
+    assert losses(out) == losses(folder / "out")
+    for place in ("checkpoints", "best/checkpoints"):
+        (one,), (other,) = (checkpoints(each / place) for each in (out, folder / "out"))
+        assert one == other
+        found, wanted = (weights(each / place) for each in (out, folder / "out"))
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize(("at", "save_every"), [(1, 0), (3, 2), (4, 3), (STEPS, 4)])
+def test_killed_between_saves(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, save_every: int
+) -> None:
+    config = config_of(
+        folder, out=str(tmp_path / "out"), checkpoint=FinetuneCheckpointConfig(save_every=save_every)
+    )
+    dies(config, monkeypatch, Trainer, "train_step", at)
+    finetune(config)
+    check_same(folder, tmp_path / "out")
+
+
+def test_dropout_goes_on_too(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its masks are functions of the seed and of numbers that no two micro-batches of a run share."""
+    numbers, whole = [], Trainer.dropout
+
+    def dropout(self: Trainer, batch: Any) -> Any:
+        numbers.append(batch.first_sample)
+        return whole(self, batch)
+
+    small: dict[str, Any] = {"dropout": 0.2, "train": {"micro_batch_size": 1}}
+    finetune(config_of(folder, out=str(tmp_path / "whole"), **small))
+    assert losses(tmp_path / "whole") != losses(folder / "out")
+    config = config_of(folder, out=str(tmp_path / "out"), **small)
+    dies(config, monkeypatch, Trainer, "train_step", 3)
+    monkeypatch.setattr(Trainer, "dropout", dropout)
+    finetune(config)
+    assert losses(tmp_path / "out") == losses(tmp_path / "whole")
+    assert len(set(numbers)) == len(numbers) > 4
+
+
+@pytest.mark.parametrize(("at", "save_every"), [(1, 0), (2, 0), (2, 4), (2, 100)])
+def test_killed_behind_a_best_checkpoint_that_no_other_knows_of(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, save_every: int
+) -> None:
+    config = config_of(
+        folder, out=str(tmp_path / "out"), checkpoint=FinetuneCheckpointConfig(save_every=save_every)
+    )
+    dies(config, monkeypatch, loop, "save_best", at)
+    finetune(config)
+    check_same(folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize(("keep_last", "at", "left"), [(1, 3, {2, 3}), (2, 6, {2, 4, 5, 6})])
+def test_the_best_that_a_checkpoint_names_outlives_better_ones(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_last: int, at: int, left: set[int]
+) -> None:
+    """Each validation is better than the one before; steps 2 and 4 are saved to go on from."""
+    out, scores = tmp_path / "out", iter(range(1, 10))
+    monkeypatch.setattr(loop, "evaluate", lambda *args, **kwargs: ({"accuracy": float(next(scores))}, []))
+    keep = FinetuneCheckpointConfig(save_every=2, keep_last=keep_last)
+    dies(config_of(folder, out=str(out), checkpoint=keep), monkeypatch, loop, "save_best", at)
+    assert set(checkpoints(out / "best/checkpoints")) == left
+
+
+def test_a_best_checkpoint_is_gone_when_all_begins_anew(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing was saved to go on from: until the next validation the run has no best."""
+    out = tmp_path / "out"
+    config = config_of(folder, out=str(out), checkpoint=FinetuneCheckpointConfig(save_every=100))
+    dies(config, monkeypatch, loop, "save_best", 1)
+    dies(config, monkeypatch, Trainer, "train_step", 1)
+    assert best_of(str(out)) == str(out)
+
+
+def test_going_on_from_before_a_best_checkpoint_forgets_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the steps that come again score otherwise: the best is one that this run has seen."""
+    out, scores = tmp_path / "out", iter([1.0, 2.0, 9.0, 1.5, 1.5, 1.5, 1.5])
+    monkeypatch.setattr(loop, "evaluate", lambda *args, **kwargs: ({"accuracy": next(scores)}, []))
+    config = config_of(folder, out=str(out), checkpoint=FinetuneCheckpointConfig(save_every=2))
+    dies(config, monkeypatch, loop, "save_best", 3)
+    result = finetune(config)
+    assert (result["best_step"], result["scores"]) == (2, {"validation": {"accuracy": 2.0}})
+    assert (set(checkpoints(out / "best/checkpoints")), named_latest(out / "best/checkpoints")) == (
+        {2},
+        "step-00000002",
+    )
+
+
+def test_a_save_under_way_does_not_see_later_validations(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = type("T", (), {"extra_state": {STATE: {"progress": "old"}}})()
+    one = object.__new__(loop.Loop)
+    one.trainer, one.progress = trainer, loop.Progress(best_step=3)
+    before = trainer.extra_state[STATE]
+    one.remember()
+    assert before == {"progress": "old"}
+    assert trainer.extra_state[STATE]["progress"]["best_step"] == 3

@@ -1,0 +1,212 @@
+"""Splits: the same rows from every form of file, and from the Hub."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mlm.errors import UserError
+from mlm.finetune.rows import read_split
+from tests.finetune.material import (
+    PAIR,
+    RACE,
+    SQUAD,
+    STS,
+    pairs,
+    shipped,
+    split_of,
+    write_rows,
+    write_table,
+)
+
+ROWS = [PAIR, PAIR | {"first": '"Who" sat naïve ?', "label": 0, "idx": 1}]
+
+
+# ----- forms of files
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["train.jsonl", "train.json", "train.parquet", "train.csv", "train.tsv", "train-00000-of-00001.parquet"],
+)
+def test_rows_and_digest_are_the_same_from_every_form(tmp_path: Path, name: str) -> None:
+    wanted = split_of(tmp_path / "wanted", pairs(), ROWS)
+    write_table(tmp_path / name, ROWS)
+    found = read_split(pairs(), "train", path=str(tmp_path))
+    assert list(found.rows) == list(wanted.rows)
+    assert found.digest == wanted.digest
+    assert found.has_labels
+    assert len(found.places) == 2
+    assert found.places[1].startswith(f"{tmp_path / name}:")
+
+
+def test_digest_of_scores_does_not_depend_on_bytes_per_number(tmp_path: Path) -> None:
+    task = shipped("stsb")
+    wanted = split_of(tmp_path / "a", task, [STS])
+    schema = pa.schema(
+        [("sentence1", pa.string()), ("sentence2", pa.string()), ("label", pa.float32()), ("idx", pa.int32())]
+    )
+    pq.write_table(pa.Table.from_pylist([STS], schema=schema), tmp_path / "train.parquet")
+    assert read_split(task, "train", path=str(tmp_path)).digest == wanted.digest
+
+
+def test_digest_changes_with_text_label_and_order(tmp_path: Path) -> None:
+    first, second = ROWS
+    changed = [ROWS, ROWS[::-1], [first], [first | {"label": 0}, second], [first | {"first": "b"}, second]]
+    assert len({split_of(tmp_path / str(n), pairs(), rows).digest for n, rows in enumerate(changed)}) == 5
+
+
+def test_limit_takes_the_first_rows(tmp_path: Path) -> None:
+    write_rows(tmp_path / "train.jsonl", [PAIR | {"idx": n} for n in range(5)])
+    found = read_split(pairs(), "train", path=str(tmp_path), limit=2)
+    assert [row.id for row in found.rows] == ["0", "1"]
+
+
+def test_validation_is_found_as_dev(tmp_path: Path) -> None:
+    write_rows(tmp_path / "dev_matched.jsonl", [PAIR])
+    assert len(read_split(pairs(), "validation_matched", path=str(tmp_path))) == 1
+
+
+def test_two_files_of_one_split_are_refused(tmp_path: Path) -> None:
+    write_table(tmp_path / "train.jsonl", ROWS)
+    write_table(tmp_path / "train.csv", ROWS)
+    with pytest.raises(UserError, match=r"both .*train\.jsonl and .*train\.csv hold the split train"):
+        read_split(pairs(), "train", path=str(tmp_path))
+
+
+def test_labels_are_read_by_name_and_number(tmp_path: Path) -> None:
+    rows = [PAIR | {"label": label} for label in ("yes", 1, "1", 1.0, "no", 0)]
+    assert [row.label for row in split_of(tmp_path, pairs(), rows).rows] == [1, 1, 1, 1, 0, 0]
+
+
+def test_columns_and_labels_of_ones_own(tmp_path: Path) -> None:
+    task = pairs(columns=["body"], label="topic", labels=["sport", "art", "law"], id=None)
+    split = split_of(tmp_path, task, [{"body": "a cat", "topic": "law"}, {"body": "a dog", "topic": 0}])
+    assert [(row.id, row.texts, row.label) for row in split.rows] == [
+        ("0", ("a cat",), 2),
+        ("1", ("a dog",), 0),
+    ]
+
+
+# ----- RACE
+
+
+def race_folder(folder: Path, *subsets: str) -> Path:
+    """RACE as it is published: an article with its questions in each .txt."""
+    for subset in subsets:
+        article = {
+            "id": f"{subset}7.txt",
+            "article": RACE["article"],
+            "questions": ["Who sat ?", "Who _ ?"],
+            "options": [RACE["options"], RACE["options"]],
+            "answers": ["A", "D"],
+        }
+        (folder / "dev" / subset).mkdir(parents=True)
+        (folder / "dev" / subset / "7.txt").write_text(json.dumps(article))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name, ids",
+    [
+        ("race", ["middle7.txt-0", "middle7.txt-1", "high7.txt-0", "high7.txt-1"]),
+        ("race_middle", ["middle7.txt-0", "middle7.txt-1"]),
+        ("race_high", ["high7.txt-0", "high7.txt-1"]),
+    ],
+)
+def test_race_as_published(tmp_path: Path, name: str, ids: list[str]) -> None:
+    split = read_split(shipped(name), "validation", path=str(race_folder(tmp_path, "middle", "high")))
+    assert [row.id for row in split.rows] == ids
+    assert [row.label for row in split.rows[:2]] == [0, 3]
+    assert split.rows[0].texts == ("A cat sat .", "Who sat ?")
+    assert split.places[1].endswith("7.txt:question 2")
+
+
+def test_race_of_one_file_leaves_out_the_other_school(tmp_path: Path) -> None:
+    rows = [RACE, RACE | {"example_id": "middle1.txt"}, RACE]
+    split = split_of(tmp_path, shipped("race_high"), rows)
+    assert [row.id for row in split.rows] == ["high7.txt-0", "high7.txt-1"]
+    assert split.left_out == 1
+
+
+def test_race_by_folders_as_on_the_hub(tmp_path: Path) -> None:
+    for subset in ("middle", "high"):
+        write_rows(tmp_path / subset / "test.jsonl", [RACE | {"example_id": f"{subset}1.txt"}])
+    assert len(read_split(shipped("race"), "test", path=str(tmp_path))) == 2
+    assert len(read_split(shipped("race_high"), "test", path=str(tmp_path))) == 1
+
+
+def test_race_without_one_of_its_schools_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has no folder middle"):
+        read_split(shipped("race"), "validation", path=str(race_folder(tmp_path, "high")))
+
+
+def test_race_of_ids_that_name_no_school_says_what_to_set(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"1 have an example_id .* see task\.subsets"):
+        split_of(tmp_path, shipped("race"), [RACE | {"example_id": "7"}])
+
+
+# ----- SQuAD
+
+
+def test_squad_as_published(tmp_path: Path) -> None:
+    qa = {"id": "q1", "question": SQUAD["question"], "answers": [{"text": "cat", "answer_start": 8}]}
+    qas = [qa, qa | {"id": "q2", "answers": [], "is_impossible": True}]
+    paragraph = {"context": SQUAD["context"], "qas": qas}
+    content = {"version": "v2.0", "data": [{"title": "t", "paragraphs": [paragraph]}]}
+    (tmp_path / "dev-v2.0.json").write_text(json.dumps(content))
+    split = read_split(shipped("squad_v2"), "validation", path=str(tmp_path))
+    assert [(row.id, row.label) for row in split.rows] == [("q1", (("cat", 8),)), ("q2", ())]
+    assert split.places[1].endswith("dev-v2.0.json:article 1 paragraph 1 question 2")
+
+
+def test_squad_as_on_the_hub(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist([SQUAD]), tmp_path / "train-00000-of-00001.parquet")
+    (row,) = read_split(shipped("squad"), "train", path=str(tmp_path)).rows
+    assert row.texts == (SQUAD["context"], SQUAD["question"])
+    assert row.label == (("The old cat", 0), ("cat", 8))
+
+
+# ----- the Hub
+
+
+def test_hub_is_read_by_name_and_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"sentence": "a cat", "label": 1, "idx": 0}, {"sentence": "a dog", "label": 0, "idx": 1}]
+    file = str(write_rows(tmp_path / "rows.jsonl", rows))
+    real, calls = datasets.load_dataset_builder, []
+
+    def stand_in(path: str, name: str | None = None) -> Any:
+        calls.append((path, name))
+        return real("json", data_files={"validation": file}, cache_dir=str(tmp_path / "cache"))
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", stand_in)
+    found = read_split(shipped("sst2"), "validation", path=None)
+    assert calls == [("hf://datasets/nyu-mll/glue", "sst2")]
+    assert found.digest == split_of(tmp_path / "local", shipped("sst2"), rows, name="validation").digest
+    assert found.places[1] == "nyu-mll/glue sst2 validation row 2"
+    assert found.source == "nyu-mll/glue sst2"
+
+
+def test_hub_out_of_reach_says_what_to_bring(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: str, name: str | None = None) -> Any:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", fail)
+    with pytest.raises(UserError, match=r"ConnectionError: no route.*train\.jsonl .* give data\.path=FOLDER"):
+        read_split(shipped("rte"), "train", path=None)
+
+
+def test_task_of_ones_own_without_a_path_is_told() -> None:
+    with pytest.raises(UserError, match=r"task mine has no data set on the Hub"):
+        read_split(pairs(), "train", path=None)
+
+
+def test_rows_of_another_task_lack_its_columns(tmp_path: Path) -> None:
+    """Not: rows of other subsets."""
+    file = write_rows(tmp_path / "train.jsonl", [{"sentence": "a cat", "label": 1}])
+    with pytest.raises(UserError, match=r"train\.jsonl:1: no column '"):
+        read_split(shipped("race"), "train", path=str(file))

@@ -1,0 +1,200 @@
+"""Windows over a context equal those of transformers' tokenizers, and answers are found where they are."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlm.finetune.answers import decode_spans
+from mlm.finetune.examples import make_examples
+from mlm.finetune.predictions import predict
+from mlm.finetune.spans import Window
+from tests.finetune.material import bert, gpt2, sentence, shipped, split_of, their_bert
+
+SMALL = {"max_length": 40, "doc_stride": 9, "question_length": 8, "max_answer_length": 5, "n_best": 6}
+
+
+def question_row(draw: random.Random, number: int, words: int) -> dict[str, Any]:
+    context = sentence(draw, words)
+    pieces = context.split(" ")
+    begin = draw.randrange(len(pieces))
+    answer = " ".join(pieces[begin : begin + draw.randint(1, 4)])
+    start = len(" ".join(pieces[:begin])) + (begin > 0)
+    return {
+        "id": f"q{number}",
+        "context": context,
+        "question": sentence(draw, 3),
+        "answers": {"text": [answer], "answer_start": [start]},
+    }
+
+
+def question_rows(count: int = 30) -> list[dict[str, Any]]:
+    draw = random.Random(3)
+    return [question_row(draw, n, draw.randint(2, 60)) for n in range(count)]
+
+
+def windows_of(
+    folder: Path, rows: list[dict[str, Any]], *, kind: Any = "bert"
+) -> tuple[Any, Any, list[Window]]:
+    task = shipped("squad", **SMALL)
+    split = split_of(folder, task, rows)
+    tokenizer = gpt2() if kind == "gpt2" else bert()
+    examples = make_examples(task, split, tokenizer, kind=kind, max_length=task.max_length)
+    return task, split, [example for example in examples if isinstance(example, Window)]
+
+
+def test_windows_are_those_of_transformers(tmp_path: Path) -> None:
+    rows = question_rows()
+    _, _, windows = windows_of(tmp_path, rows)
+    theirs = their_bert()(
+        [row["question"] for row in rows],
+        [row["context"] for row in rows],
+        truncation="only_second",
+        max_length=40,
+        stride=9,
+        return_overflowing_tokens=True,
+        return_offsets_mapping=True,
+    )
+    assert [window.row for window in windows] == theirs["overflow_to_sample_mapping"]
+    assert len(windows) > len(rows)
+    for number, window in enumerate(windows):
+        assert window.texts[0].tokens.tolist() == theirs["input_ids"][number]
+        assert window.texts[0].second == window.first
+        of_context = [n == 1 for n in theirs.sequence_ids(number)]
+        offsets = np.array(theirs["offset_mapping"][number])[of_context]
+        assert window.offsets.tolist() == offsets.tolist()
+        assert of_context.index(True) == window.first
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_labels_are_the_answers_tokens_in_every_window_that_holds_it(tmp_path: Path, kind: Any) -> None:
+    rows = question_rows()
+    _, _, windows = windows_of(tmp_path, rows, kind=kind)
+    found = set[int]()
+    for window in windows:
+        row, (begin, end) = rows[window.row], window.label  # type: ignore[misc]
+        text, start = row["answers"]["text"][0], row["answers"]["answer_start"][0]
+        inside = window.offsets[0, 0] <= start and start + len(text) <= window.offsets[-1, 1]
+        if inside:
+            letters = row["context"][
+                window.offsets[begin - window.first, 0] : window.offsets[end - window.first, 1]
+            ]
+            assert letters.strip() == text
+            found.add(window.row)
+        else:
+            assert begin == end == window.null
+    tokenizer = gpt2() if kind == "gpt2" else bert()
+    # an answer of more tokens than windows share may be in none of them
+    assert found >= {
+        n for n, row in enumerate(rows) if len(tokenizer.encode(" " + row["answers"]["text"][0])) <= 9
+    }
+    assert len(found) > 25
+
+
+def test_no_answer_is_cls_for_bert_and_the_last_token_for_gpt2(tmp_path: Path) -> None:
+    rows = question_rows(5)
+    _, _, windows = windows_of(tmp_path, rows)
+    assert {window.null for window in windows} == {0}
+    _, _, windows = windows_of(tmp_path, rows, kind="gpt2")
+    assert all(window.null == len(window.texts[0]) - 1 for window in windows)
+
+
+def test_question_is_cut_to_its_length(tmp_path: Path) -> None:
+    (row,) = question_rows(1)
+    row["question"] = "who saw the old cat near the river when it sat on a stone ?"
+    task, split, windows = windows_of(tmp_path, [row])
+    asked = their_bert()(row["question"], add_special_tokens=False)["input_ids"]
+    assert windows[0].texts[0].tokens.tolist()[1:10] == [*asked[:8], bert().sep_id]
+    assert make_examples(task, split, bert(), kind="bert", max_length=40).truncated == 1
+
+
+def test_right_scores_give_the_right_answer_over_all_windows(tmp_path: Path) -> None:
+    rows = question_rows()
+    task, split, windows = windows_of(tmp_path, rows)
+    outputs = []
+    for window in windows:
+        scores = np.zeros((len(window.texts[0]), 2), dtype=np.float32)
+        assert isinstance(window.label, tuple)
+        scores[list(window.label), [0, 1]] = 4.0
+        outputs.append(scores)
+    examples = make_examples(task, split, bert(), kind="bert", max_length=40)
+    found = predict(task, split, examples, outputs)
+    wanted = [row["answers"]["text"][0] for row in rows]
+    short = [len(bert().encode(text)) <= 5 for text in wanted]
+    assert [p.value for p, ok in zip(found, short, strict=True) if ok] == [
+        text for text, ok in zip(wanted, short, strict=True) if ok
+    ]
+    assert sum(short) > 15
+
+
+def brute_force(
+    task: Any, windows: list[Window], outputs: list[Any], context: str
+) -> tuple[str, float, float]:
+    """Every pair of tokens, one by one: the best answer, its score and that of no answer."""
+    best, null = ("", -np.inf), np.inf
+    for window, scores in zip(windows, outputs, strict=True):
+        null = min(null, float(scores[window.null, 0]) + float(scores[window.null, 1]))
+        for i, (begin, _) in enumerate(window.offsets):
+            for j, (_, end) in enumerate(window.offsets):
+                score = float(scores[window.first + i, 0]) + float(scores[window.first + j, 1])
+                if 0 <= j - i < task.max_answer_length and score > best[1]:
+                    best = (context[begin:end], score)
+    return (*best, null)
+
+
+def test_best_answer_is_that_of_trying_all_pairs(tmp_path: Path) -> None:
+    rows = question_rows(12)
+    task, split, windows = windows_of(tmp_path, rows)
+    draw = np.random.default_rng(5)
+    for number, row in enumerate(split.rows):
+        mine = [window for window in windows if window.row == number]
+        outputs = [draw.normal(size=(len(w.texts[0]), 2)).astype(np.float32) for w in mine]
+        wide = task.__class__(**{f: getattr(task, f) for f in task.__slots__} | {"n_best": 100})
+        found = decode_spans(wide, row, mine, outputs)
+        text, score, null = brute_force(task, mine, outputs, row.texts[0])
+        assert (found.value, found.null_score) == (text, pytest.approx(null, abs=1e-6))
+        assert found.n_best[0].score == pytest.approx(score, abs=1e-6)
+        assert [c.score for c in found.n_best] == sorted((c.score for c in found.n_best), reverse=True)
+        assert len({c.text for c in found.n_best}) == len(found.n_best)
+
+
+def test_pairs_that_end_before_they_begin_take_no_place_among_the_best(tmp_path: Path) -> None:
+    (row,) = question_rows(1)
+    row["context"], row["answers"] = "the cat sat on the old mat", None
+    task = shipped("squad", **SMALL | {"n_best": 2})
+    split = split_of(tmp_path, task, [row], name="test")
+    examples = make_examples(task, split, bert(), kind="bert", max_length=40)
+    (window,) = examples
+    assert isinstance(window, Window)
+    scores = np.zeros((len(window.texts[0]), 2), dtype=np.float32)
+    scores[window.first + np.array([5, 1]), 0] = 10, 1
+    scores[window.first + np.array([2, 6]), 1] = 10, 1
+    (found,) = predict(task, split, examples, [scores])
+    assert [(c.text, c.score) for c in found.n_best] == [("cat sat", 11.0), ("old mat", 11.0)]
+
+
+@pytest.mark.parametrize("threshold, answered", [(0.0, False), (2.5, True)])
+def test_no_answer_is_given_when_its_score_exceeds_the_best_by_the_threshold(
+    tmp_path: Path, threshold: float, answered: bool
+) -> None:
+    task = shipped("squad_v2", **SMALL, null_threshold=threshold)
+    (row,) = question_rows(1)
+    split = split_of(tmp_path, task, [row])
+    examples = make_examples(task, split, bert(), kind="bert", max_length=40)
+    outputs = [np.zeros((len(e.texts[0]), 2), dtype=np.float32) for e in examples]
+    for output in outputs:
+        output[0] = 1.0  # no answer has 2, the best answer 0
+    (found,) = predict(task, split, examples, outputs)
+    assert (found.value != "") == answered
+    assert found.null_score == 2.0
+
+
+def test_least_null_score_over_the_windows_counts(tmp_path: Path) -> None:
+    row = question_row(random.Random(1), 0, 60)
+    task, split, windows = windows_of(tmp_path, [row])
+    assert len(windows) > 1
+    outputs = [np.zeros((len(w.texts[0]), 2), dtype=np.float32) for w in windows]
+    outputs[1][0] = -3.0
+    assert decode_spans(task, split.rows[0], windows, outputs).null_score == -6.0

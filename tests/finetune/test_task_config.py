@@ -1,0 +1,90 @@
+"""Every shipped task builds without fault; faults of one's own are named."""
+
+from typing import Any
+
+import pytest
+import yaml
+
+from mlm.config.build import build
+from mlm.finetune.task_checks import METRICS, check_task
+from mlm.finetune.task_config import TaskConfig
+from mlm.errors import ConfigError
+from mlm.config.paths import CONFIG_DIR, groups
+from mlm.config.tree import leaves
+
+TASKS = groups(CONFIG_DIR)["task"]
+MINE = {"name": "mine", "columns": ["text"], "labels": ["no", "yes"]}
+SPAN = {"name": "mine", "kind": "span", "columns": ["context", "question"], "metrics": ["f1"]}
+
+
+def content(name: str) -> dict[str, Any]:
+    return yaml.safe_load((CONFIG_DIR / "task" / f"{name}.yaml").read_text())
+
+
+def test_all_of_glue_and_race_and_squad_are_there() -> None:
+    glue = {"cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli"}
+    assert set(TASKS) == glue | {"race", "race_middle", "race_high", "squad", "squad_v2"}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_shipped_task_has_no_fault(name: str) -> None:
+    task = build(TaskConfig, content(name))
+    assert check_task(task) == []
+    assert task.name == name
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_shipped_task_brings_its_settings(name: str) -> None:
+    text = content(name)
+    assert {"lr", "weight_decay", "epochs", "batch_size", "warmup"} <= text.keys()
+    assert 1e-6 < text["lr"] <= 5e-5
+    assert 0 < text["warmup"] < 0.1
+
+
+@pytest.mark.parametrize(
+    "name, lr, epochs, batch",
+    [("mnli", 1e-5, 10, 128), ("qqp", 5e-5, 12, 128), ("race", 2e-5, 3, 32), ("squad", 3e-5, 2, 64)],
+)
+def test_tasks_of_v1_have_its_settings_for_336m(name: str, lr: float, epochs: int, batch: int) -> None:
+    """arXiv:1909.08053, table 6."""
+    text = content(name)
+    assert (text["lr"], text["epochs"], text["batch_size"]) == (lr, epochs, batch)
+
+
+@pytest.mark.parametrize("kind", METRICS)
+def test_every_metric_is_in_the_help(kind: str) -> None:
+    assert all(name in leaves(TaskConfig)["metrics"].doc for name in METRICS[kind])
+
+
+FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "three texts": (MINE | {"columns": ["a", "b", "c"]}, "kind classification has one or two columns"),
+    "one column of a choice": (MINE | {"kind": "choice"}, "the columns of article, question and options"),
+    "one label": (MINE | {"labels": ["no"]}, "two or more names"),
+    "a label twice": (MINE | {"labels": ["no", "no"]}, "two or more names, all different"),
+    "labels of numbers": (MINE | {"kind": "regression", "metrics": ["pearson"]}, "kind regression has none"),
+    "a range upside down": (
+        {"name": "m", "kind": "regression", "columns": ["a"], "metrics": ["pearson"], "label_range": [5, 0]},
+        r"task.label_range=\[5.0,0.0\] must be",
+    ),
+    "unknown metric": (MINE | {"metrics": ["acuracy"]}, r"'acuracy' is none .*; did you mean 'accuracy'\?"),
+    "metric of another kind": (MINE | {"metrics": ["exact_match"]}, "is none of kind classification's"),
+    "no metric": (MINE | {"metrics": []}, "one or more"),
+    "f1 of three": (MINE | {"labels": ["a", "b", "c"], "metrics": ["f1"]}, "of 3 use macro_f1"),
+    "no answers": (SPAN | {"metrics": ["no_answer_f1"]}, "needs task.unanswerable=true"),
+    "a hub of one word": (MINE | {"hub": "glue"}, "write OWNER/NAME"),
+    "a split that is a path": (MINE | {"tests": ["../test"]}, r"task.tests: '../test' is no name"),
+    "a file that is a path": (MINE | {"submission": ["/etc/x"]}, r"task.submission: '/etc/x' is no name"),
+    "no validation": (MINE | {"validations": []}, "name a split to choose the best checkpoint on"),
+    "too many files": (MINE | {"submission": ["A", "B"]}, "more names than task.tests"),
+    "no length": (MINE | {"max_length": 0}, "task.max_length=0 must be greater than 0"),
+    "windows that stand": (SPAN | {"max_length": 256}, "task.doc_stride=128 must be less than half"),
+}
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_fault_of_a_task_names_its_key(case: str) -> None:
+    values, message = FAULTS[case]
+    faults = check_task(build(TaskConfig, values))
+    assert len(faults) == 1
+    with pytest.raises(ConfigError, match=message):
+        raise ConfigError(faults)

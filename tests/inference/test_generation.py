@@ -1,0 +1,172 @@
+"""Continuations of many texts at a time: those of `transformers`, at every layout and batch size."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2LMHeadModel
+
+from mlm.errors import UserError
+from mlm.config.schema import ParallelConfig, PrecisionConfig
+from mlm.parallel.mesh import ParallelContext, shape_context
+from mlm.inference.generation import Sampling, generate
+from mlm.inference.sampling import choose, uniforms
+from mlm.inference.trained import Trained, load_trained
+from tests.ranks import run_on_ranks
+from tests.convert.hf_models import SHAPE, make_model
+
+GREEDY = Sampling(temperature=0.0, max_new_tokens=12)
+DRAWN = Sampling(temperature=0.9, top_k=50, top_p=0.95, max_new_tokens=12, seed=3)
+MOST = SHAPE["n_positions"]
+
+
+@cache
+def prompts() -> list[list[int]]:
+    """Of different lengths, one of a single token."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(1, 331, (n,), generator=generator).tolist() for n in (5, 1, 17, 9, 20)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> GPT2LMHeadModel:
+    """Weights so large that continuations differ from text to text."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    made = make_model(folder, initializer_range=0.3)
+    made.folder = folder
+    return made
+
+
+@pytest.fixture(scope="module")
+def trained(model: GPT2LMHeadModel) -> Trained:
+    return load_trained(str(model.folder), ParallelConfig(), PrecisionConfig(), shape_context())
+
+
+def ours(trained: Trained, options: Sampling, texts: list[list[int]] | None = None, **how: Any) -> Any:
+    texts = prompts() if texts is None else texts
+    return generate(trained, texts, options, **({"ctx": shape_context(), "eod_id": None} | how))
+
+
+def on_ranks(ctx: ParallelContext, folder: Path, options: Sampling, vp: int) -> list[list[int]]:
+    layout = ParallelConfig(tp=ctx.tp.size, pp=ctx.pp.size, vp=vp)
+    trained = load_trained(str(folder), layout, PrecisionConfig(), ctx)
+    return ours(trained, options, ctx=ctx)
+
+
+def theirs(model: GPT2LMHeadModel, prompt: list[int], count: int) -> list[int]:
+    """The greedy continuation by transformers, alone and without a cache."""
+    tokens = torch.tensor([prompt])
+    how: dict[str, Any] = {"do_sample": False, "use_cache": False, "eos_token_id": None, "pad_token_id": 0}
+    out = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, **how)
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 8])
+def test_greedy_continuations_equal_those_of_transformers(
+    model: GPT2LMHeadModel, trained: Trained, batch_size: int
+) -> None:
+    want = [theirs(model, prompt, 12) for prompt in prompts()]
+    assert len({tuple(tokens) for tokens in want}) == len(want)
+    assert ours(trained, Sampling(temperature=0.0, max_new_tokens=12, batch_size=batch_size)) == want
+
+
+@pytest.mark.parametrize(("tp", "pp", "vp"), [(2, 1, 1), (1, 2, 1), (1, 1, 3), (2, 2, 1)], ids=str)
+@pytest.mark.parametrize("options", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_every_rank_of_every_layout_has_the_tokens_of_one_process(
+    model: GPT2LMHeadModel, trained: Trained, tp: int, pp: int, vp: int, options: Sampling
+) -> None:
+    got = run_on_ranks(on_ranks, model.folder, options, vp, tp=tp, pp=pp)
+    assert got == [ours(trained, options)] * (tp * pp)
+
+
+def test_draws_do_not_depend_on_what_shares_the_batch(trained: Trained) -> None:
+    whole = ours(trained, DRAWN)
+    assert len({tuple(tokens) for tokens in whole}) == len(whole)
+    some = [prompts()[i] for i in (3, 1)]
+    assert ours(trained, DRAWN, some, numbers=[3, 1]) == [whole[3], whole[1]]
+
+
+def test_each_token_is_drawn_from_the_logits_of_transformers_at_its_place(
+    model: GPT2LMHeadModel, trained: Trained
+) -> None:
+    for index, (prompt, new) in enumerate(zip(prompts(), ours(trained, DRAWN), strict=True)):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + new])).logits[0, len(prompt) - 1 : -1]
+        chances = uniforms(DRAWN.seed, [index] * len(new), range(len(new))).tolist()
+        assert new == [choose(row, chance, DRAWN) for row, chance in zip(logits, chances, strict=True)]
+
+
+def assert_windows(model: GPT2LMHeadModel, prompt: list[int], new: list[int]) -> None:
+    """Each new token is transformers' most probable one after the context that the rule for a full one says:
+    from the newest half of MOST on, until there are MOST again."""
+    text, start, done = prompt + new, max(0, len(prompt) - MOST), len(prompt)
+    while done < len(text):
+        if done - start > MOST:
+            start = done - MOST // 2
+        end = min(start + MOST + 1, len(text))
+        with torch.no_grad():
+            best = model(torch.tensor([text[start : end - 1]])).logits[0].argmax(-1).tolist()
+        assert best[done - start - 1 :] == text[done:end]
+        done = end
+
+
+def test_a_full_context_is_halved_and_the_text_goes_on(model: GPT2LMHeadModel, trained: Trained) -> None:
+    """Rows fill up at different steps; the last prompt is longer than the model reads."""
+    texts = [*prompts(), [token for prompt in prompts() for token in prompt] * 2]
+    assert len(texts[-1]) > MOST
+    got = ours(trained, Sampling(temperature=0.0, max_new_tokens=80, batch_size=4), texts)
+    assert [len(new) for new in got] == [80] * len(texts)
+    for text, new in zip(texts, got, strict=True):
+        assert_windows(model, text, new)
+
+
+def test_a_text_ends_before_its_end_token(trained: Trained) -> None:
+    whole = ours(trained, GREEDY)
+    end = whole[2][4]
+    want = [tokens[: tokens.index(end)] if end in tokens else tokens for tokens in whole]
+    assert want != whole
+    assert ours(trained, GREEDY, eod_id=end) == want
+
+
+def test_a_text_does_not_end_before_min_new_tokens(trained: Trained) -> None:
+    end = ours(trained, GREEDY)[0][0]
+    least = Sampling(temperature=0.0, max_new_tokens=12, min_new_tokens=5)
+    assert all(len(tokens) >= 5 and end not in tokens[:5] for tokens in ours(trained, least, eod_id=end))
+
+
+def test_until_ends_a_text_behind_its_newest_token(trained: Trained) -> None:
+    whole = ours(trained, GREEDY)
+    got = ours(trained, GREEDY, until=lambda i, tokens: len(tokens) == i + 1)
+    assert got == [tokens[: i + 1] for i, tokens in enumerate(whole)]
+
+
+def test_on_token_hears_of_each_token_in_its_order(trained: Trained) -> None:
+    heard: list[list[int]] = [[] for _ in prompts()]
+    new = ours(trained, GREEDY, on_token=lambda i, token: heard[i].append(token))
+    assert heard == new
+
+
+def test_no_prompts_have_no_continuations(trained: Trained) -> None:
+    assert ours(trained, GREEDY, []) == []
+
+
+def spoilt(ctx: ParallelContext, folder: Path) -> str:
+    """The error of a model whose table holds a NaN at token 7."""
+    layout = ParallelConfig(tp=ctx.tp.size, pp=ctx.pp.size)
+    trained = load_trained(str(folder), layout, PrecisionConfig(), ctx)
+    for chunk in trained.model.chunks:
+        if chunk.stage.is_last and ctx.tp.rank == 0:
+            with torch.no_grad():
+                chunk.final_norm.bias[0] = torch.nan
+    with pytest.raises(UserError) as caught:
+        ours(trained, GREEDY, ctx=ctx)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)])
+def test_logits_that_are_no_numbers_stop_every_rank_and_name_the_step(
+    model: GPT2LMHeadModel, tp: int, pp: int
+) -> None:
+    for message in run_on_ranks(spoilt, model.folder, tp=tp, pp=pp):
+        assert "the logits of new token 1 of text 1 are not finite" in message

@@ -1,0 +1,201 @@
+"""`ckpt=` as a model of `transformers`: the same logits, read where it lies, and nothing written there."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from torch import Tensor
+
+from mlm.checkpoint.native.format import canonical
+from mlm.checkpoint.huggingface.folder import read_model
+from mlm.cli.entry import main
+from mlm.errors import CorruptFileError, UserError
+from mlm.data.files_present import hub_id
+from mlm.config.schema import ParallelConfig, PrecisionConfig
+from mlm.files.atomic import digest_bytes, digest_file
+from mlm.parallel.mesh import ParallelContext, shape_context
+from mlm.convert.hf_probe import our_outputs
+from mlm.inference.hf_source import model_name
+from mlm.convert.hf_verify import reference_outputs
+from mlm.inference.trained import checkpoint_faults, load_tokenizer, load_trained, named_checkpoint, result_file
+from tests.data.corpora import write_corpus
+from tests.ranks import run_on_ranks
+from tests.checkpoints_on_disk import write_run
+from tests.convert.hf_models import MODEL, add_tokenizer, edit_config, edit_tensors, hub_cache, make_model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_model(tmp_path / "model")
+    add_tokenizer(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def logits(ctx: ParallelContext, folder: Path) -> Tensor:
+    return our_outputs(folder, ctx).get("logits", torch.empty(0))
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 1), (1, 2)])
+def test_logits_equal_those_of_transformers_at_every_layout(folder: Path, tp: int, pp: int) -> None:
+    want = reference_outputs(read_model(folder))["logits"]
+    got = run_on_ranks(logits, folder, tp=tp, pp=pp)[-1]
+    assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+def digest(ctx: ParallelContext, folder: Path) -> str:
+    layout = ParallelConfig(tp=ctx.tp.size, pp=ctx.pp.size)
+    return load_trained(str(folder), layout, PrecisionConfig(), ctx).manifest.digest
+
+
+def test_every_rank_has_the_digest_of_the_files(folder: Path) -> None:
+    names = ("config.json", "model.safetensors", "tokenizer.json")
+    want = digest_bytes(canonical({name: digest_file(folder / name) for name in names}))
+    assert run_on_ranks(digest, folder, tp=2) == [want, want]
+
+
+def damaged(ctx: ParallelContext, folder: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        digest(ctx, folder)
+    return str(caught.value)
+
+
+def test_what_is_wrong_with_the_weights_is_told_on_every_rank(folder: Path) -> None:
+    edit_config(folder, n_inner=64)
+    for message in run_on_ranks(damaged, folder, tp=2):
+        assert "config.json makes it" in message
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"model_type": "llama"}, "model_type=llama is not a model of ours"),
+        ({"activation_function": "relu"}, "activation_function=relu is not what our GPT-2 computes"),
+        ({"n_layer": 2}, "is no parameter of GPT2LMHeadModel"),
+        ({"n_positions": 50}, "config.json makes it"),
+    ],
+)
+def test_a_model_that_is_not_ours_is_refused_before_ranks_start(
+    folder: Path, settings: dict[str, Any], fault: str
+) -> None:
+    edit_config(folder, **settings)
+    assert any(fault in said for said in checkpoint_faults(str(folder), ParallelConfig()))
+
+
+def test_a_pickle_is_refused(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    (said,) = checkpoint_faults(str(folder), ParallelConfig())
+    assert "a pickle" in said
+
+
+def test_a_layout_that_does_not_divide_the_model_is_refused(folder: Path) -> None:
+    (said,) = checkpoint_faults(str(folder), ParallelConfig(tp=3))
+    assert said.startswith("tp=3 does not divide the checkpoint's num_heads=4")
+
+
+def test_a_run_directory_with_a_config_json_is_still_ours(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    (run / "config.json").write_text("{}")
+    with pytest.raises(CorruptFileError, match=r"step-00000003: .* the 24 stored"):  # ours, of two tensors
+        named_checkpoint(str(run))
+
+
+def test_the_tokenizer_is_the_models(folder: Path) -> None:
+    assert load_tokenizer(None, folder).digest == digest_file(folder / "tokenizer.json")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"tokenizer=null: .*give tokenizer="):
+        load_tokenizer(None, folder)
+
+
+def test_eval_loss_scores_it_and_writes_nothing_beside_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = torch.randint(331, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    write_corpus(tmp_path / "test", [tokens])
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    before = sorted(path.name for path in folder.iterdir())
+    words = [f"ckpt={folder}", f"path={tmp_path / 'test'}", "seq_length=48", "dist.threads_per_rank=1"]
+    assert main(["eval", "loss", *words]) == 0
+    said = json.loads((tmp_path / "work/model-eval-loss-test.json").read_text())
+    assert said["checkpoint_digest"] == digest(shape_context(), folder)
+    assert (said["tokens"], said["step"]) == (199, 0)
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("typed", "found"),
+    [
+        ("openai-community/gpt2", "openai-community/gpt2"),
+        ("hub:gpt2", "gpt2"),
+        ("hub:there/gpt2", "there/gpt2"),
+        ("gpt2", None),
+        ("runs/shakespear", None),
+        ("there/gpt2", None),  # the folder is there: a misspelled path below it
+        ("a/b/c", None),
+        ("../gpt2", None),
+        ("/models/gpt2", None),
+        ("hub:../gpt2", None),
+    ],
+)
+def test_an_id_of_the_hub_is_told_from_a_misspelled_path(
+    typed: str, found: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("there").mkdir()
+    assert hub_id(typed) == found
+
+
+def test_a_model_of_the_hub_is_read_from_its_cache(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot, asked = hub_cache(folder), []
+
+    def download(repository: str, **_: Any) -> str:
+        asked.append(repository)
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.chdir(tmp_path)
+    trained = load_trained("someone/tiny", ParallelConfig(), PrecisionConfig(), shape_context())
+    assert (set(asked), trained.path, trained.config.name) == ({"someone/tiny"}, snapshot, "tiny")
+    assert trained.manifest.state["source"]["revision"] == snapshot.name
+    assert result_file(trained.path, "score.json") == Path("tiny-score.json")
+
+
+def test_a_hub_that_does_not_answer_is_one_line_with_a_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def download(*_: Any, **__: Any) -> str:
+        raise ConnectionError("no route\nto host")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.chdir(tmp_path)
+    assert main(["generate", "ckpt=someone/tiny", "prompt=a"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "ckpt=someone/tiny: no such folder, and the Hub does not give it (ConnectionError" in said
+
+
+def test_a_folder_is_called_by_its_last_component(folder: Path) -> None:
+    assert model_name(folder) == "model"
+
+
+def test_padding_rows_are_zero(folder: Path) -> None:
+    """The vocabulary's padding must not hold what the memory held before."""
+    trained = load_trained(str(folder), ParallelConfig(), PrecisionConfig(), shape_context())
+    assert not trained.model.chunks[0].token.weight[MODEL.vocab_size :].any()
+
+
+def test_a_truncated_file_is_refused(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+    assert checkpoint_faults(str(folder), ParallelConfig())
+
+
+def test_other_weights_have_another_digest(folder: Path) -> None:
+    before = digest(shape_context(), folder)
+    edit_tensors(folder, lambda tensors: tensors["transformer.ln_f.bias"].add_(1.0))
+    assert digest(shape_context(), folder) != before

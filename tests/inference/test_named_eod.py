@@ -1,0 +1,48 @@
+"""The end-of-document token of a run whose vocabulary has none of the usual names."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mlm.checkpoint.native.save_load import read_manifest
+from mlm.config.schema import DataConfig
+from mlm.data.tokenizer import EOD, Tokenizer
+from mlm.corpus.train_tokenizer import train_bpe
+from mlm.train.run_folder import write_imported
+from mlm.inference.trained import load_tokenizer
+from mlm.train.run_tokenizer import digest_of, tokenizer_now
+from tests.convert.hf_models import MODEL, TEXT
+
+NAME = "[DOC]"
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    """A tokenizer.json whose only special token is [DOC]."""
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(train_bpe([TEXT] * 5, 300).content.replace(EOD.encode(), NAME.encode()))
+    return path
+
+
+def test_an_import_records_tokenizer_and_end_of_document(tokenizer: Path, tmp_path: Path) -> None:
+    named = Tokenizer.load(tokenizer, eod=NAME)
+    run = write_imported(
+        tmp_path / "run",
+        MODEL,
+        lambda name, part: torch.zeros(part.size),
+        source={"kind": "test", "name": "zeros", "files": {}},
+        tokenizer=named,
+    )
+    assert read_manifest(run).state["tokenizer"] == digest_of(named).encode()
+    assert load_tokenizer(None, run).eod_id == load_tokenizer(str(tokenizer), run).eod_id == named.eod_id
+
+
+def test_a_run_takes_the_end_of_document_of_its_corpus(tokenizer: Path, tmp_path: Path) -> None:
+    eod_id = Tokenizer.load(tokenizer, eod=NAME).eod_id
+    (tmp_path / "corpus.json").write_text(json.dumps({"vocab_size": 300, "eod_id": eod_id}))
+    for data in (DataConfig(path=str(tmp_path)), DataConfig(tokenizer=str(tokenizer), eod_id=eod_id)):
+        found = tokenizer_now(data)
+        assert found is not None
+        assert found.eod_id == eod_id

@@ -1,0 +1,63 @@
+"""Whether a trained model can be split as a command asks."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mlm.checkpoint.native.save_load import Manifest
+from mlm.config.build import to_dict
+from mlm.errors import CorruptFileError
+from mlm.models.config import ModelConfig
+from mlm.config.schema import DataConfig, ParallelConfig
+from mlm.inference.trained import continues_fault, split_faults, trained_config
+from tests.checkpoints_on_disk import CONFIG
+
+MODEL = ModelConfig(num_layers=6, hidden_size=24, num_heads=4, ffn_hidden_size=60)
+
+
+@pytest.mark.parametrize(
+    "layout, faults",
+    [
+        (ParallelConfig(tp=2, pp=6), []),
+        (ParallelConfig(pp=4), []),  # stages need not be equal
+        (ParallelConfig(pp=2, vp=3), []),
+        (ParallelConfig(pp=2, zero=3, pipeline="zb_h1", vp=3, sequence_parallel=True), []),
+        (
+            ParallelConfig(tp=3),
+            [
+                "tp=3 does not divide the checkpoint's num_heads=4; use tp=2 or tp=4 (its divisors: 1, 2, 4)",
+            ],
+        ),
+        (ParallelConfig(pp=7), ["pp=7 stages are more than the checkpoint's num_layers=6; use pp=6"]),
+        (
+            ParallelConfig(pp=2, vp=2),
+            [
+                "pp=2 * vp=2 = 4 stages do not divide the checkpoint's num_layers=6, as interleaving "
+                "(vp > 1) needs; use vp=1 or vp=3"
+            ],
+        ),
+    ],
+)
+def test_split_of_a_trained_model_names_the_nearest_that_works(
+    layout: ParallelConfig, faults: list[str]
+) -> None:
+    assert split_faults(MODEL, layout) == faults
+
+
+@pytest.mark.parametrize("eod_id", [None, -1, 1 << 80])
+def test_a_checkpoint_whose_documents_have_no_end_is_damaged(eod_id: int | None) -> None:
+    """A run fills data.eod_id in before its first step."""
+    config = replace(CONFIG, data=DataConfig(kind="synthetic", reset_attention=True, eod_id=eod_id))
+    manifest = Manifest(1, "", {}, {}, {"config": to_dict(config)})
+    with pytest.raises(CorruptFileError, match=r"data\.eod_id"):
+        trained_config(manifest, Path("step-00000001"))
+
+
+def test_a_model_of_another_kind_is_refused() -> None:
+    model = ModelConfig(num_layers=1, hidden_size=4, num_heads=1)
+    assert continues_fault("runs/gpt", model) is None
+    bert = replace(model, kind="bert", token_types=2)
+    assert "does not read from left to right" in (continues_fault("runs/bert", bert) or "")
+    finetuned = replace(model, head="classification", num_labels=2)
+    assert "predicts no tokens" in (continues_fault("runs/gpt", finetuned) or "")

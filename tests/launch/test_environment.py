@@ -1,0 +1,114 @@
+"""Places of ranks, read from made-up environments of torchrun and SLURM."""
+
+import os
+import sys
+
+import pytest
+
+from mlm.errors import UserError
+from mlm.launch.environment import Place, first_host, num_threads, read_place, worker_environment
+
+ALLOCATION = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n[01-64]", "SLURM_NTASKS": "512"}
+STEP = {
+    **ALLOCATION,
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "512",
+    "SLURM_STEP_NODELIST": "n[01-64]",
+    "SLURM_STEP_TASKS_PER_NODE": "8(x64)",
+    "SLURM_PROCID": "17",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+}
+
+
+def test_srun_task_has_its_place() -> None:
+    place = read_place({**STEP, "SLURM_CPUS_PER_TASK": "12"})
+    assert place == Place(
+        rank=17,
+        world_size=512,
+        local_rank=1,
+        local_world_size=8,
+        master_addr="n01",
+        master_port=12_077,
+        cores=12,
+    )
+
+
+def test_torchrun_wins_over_slurm() -> None:
+    torchrun = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "h", "MASTER_PORT": "9", "LOCAL_RANK": "1"}
+    place = read_place({**STEP, **torchrun, "LOCAL_WORLD_SIZE": "4"})
+    assert place == Place(
+        rank=5, world_size=8, local_rank=1, local_world_size=4, master_addr="h", master_port=9
+    )
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {**ALLOCATION, "SLURM_PROCID": "0"},  # the batch script
+        {**STEP, "SLURM_STEP_ID": "4294967291"},  # the batch script, numbered
+        {**STEP, "SLURM_STEP_ID": "4294967290"},  # a shell of salloc
+        {**STEP, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},  # srun --pty bash
+    ],
+)
+def test_shell_in_an_allocation_is_no_rank(environ: dict[str, str]) -> None:
+    assert read_place(environ) is None
+
+
+def test_ranks_of_two_steps_meet_on_different_ports() -> None:
+    first, second = read_place(STEP), read_place({**STEP, "SLURM_STEP_ID": "1"})
+    assert first is not None
+    assert second is not None
+    assert first.master_port != second.master_port
+
+
+def test_tasks_of_an_uneven_node_are_counted() -> None:
+    place = read_place({**STEP, "SLURM_STEP_TASKS_PER_NODE": "8(x2),4,8(x61)"})
+    assert place is not None
+    assert place.local_world_size == 4
+
+
+@pytest.mark.parametrize(
+    "nodelist, first",
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("node[007-009,12],gpu3", "node007"),
+        ("gpu[3,5-9]", "gpu3"),
+        ("rack[2-3]-n[10-12].x", "rack2-n10.x"),
+    ],
+)
+def test_first_host_of_a_node_list(nodelist: str, first: str) -> None:
+    assert first_host(nodelist) == first
+
+
+def test_missing_master_address_is_a_user_error() -> None:
+    with pytest.raises(UserError, match=r"MASTER_ADDR is not set.*unset RANK and WORLD_SIZE"):
+        read_place({"RANK": "0", "WORLD_SIZE": "2"})
+
+
+def test_rank_that_is_no_number_is_a_user_error() -> None:
+    with pytest.raises(UserError, match="RANK=one in the environment is not a whole number"):
+        read_place({"RANK": "one", "WORLD_SIZE": "2"})
+
+
+@pytest.mark.parametrize(
+    "wanted, cores, local_ranks, expected", [(None, 8, 2, 4), (None, 2, 4, 1), (3, 2, 4, 3)]
+)
+def test_threads_are_shared_unless_set(
+    wanted: int | None, cores: int, local_ranks: int, expected: int
+) -> None:
+    assert num_threads(wanted, cores=cores, local_ranks=local_ranks) == expected
+
+
+def test_settings_of_the_user_reach_a_launched_rank() -> None:
+    ours = worker_environment({"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "64"}, threads=2)
+    assert "GLOO_SOCKET_IFNAME" not in ours
+    assert ours["OMP_NUM_THREADS"] == "2"
+
+
+def test_launched_rank_imports_what_the_command_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", ["/lib/a", "", "/lib/b"])
+    expected = f"{os.path.realpath('/lib/a')}:{os.getcwd()}:{os.path.realpath('/lib/b')}"
+    assert worker_environment({}, threads=1)["PYTHONPATH"] == expected

@@ -1,0 +1,61 @@
+"""Which of several failures is reported as the cause."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from torch.distributed import DistBackendError
+
+from mlm.errors import ConfigError, UserError
+from mlm.launch.failure import Death, describe, is_lost_peer, load_failures, report, save_failure
+
+CRASH = replace(describe(KeyError("bug"), 1), time=2.0)
+LOST = replace(describe(RuntimeError("[gloo/pair.cc:537] Connection reset by peer"), 0), time=1.0)
+MISTAKE = replace(describe(UserError("seed=x"), 3), time=3.0)
+KILLED = Death(rank=2, pid=99, exit_code=-9)
+
+
+def test_exception_is_the_cause_before_deaths_and_lost_peers(tmp_path: Path) -> None:
+    text, code = report([LOST, CRASH, MISTAKE], [KILLED], world_size=4, logs=tmp_path)
+    assert (text.splitlines()[0], code) == ("mlm: rank 1 failed:", 1)
+
+
+def test_death_is_the_cause_before_a_lost_peer(tmp_path: Path) -> None:
+    text, code = report([LOST], [Death(0, 98, 1), KILLED], world_size=4, logs=tmp_path)
+    assert text.startswith("mlm: rank 2 (pid 99) was killed by signal 9 (SIGKILL)")
+    assert code == 1
+
+
+def test_lost_peer_is_reported_if_there_is_nothing_else(tmp_path: Path) -> None:
+    text, _ = report([LOST], [Death(0, 98, 1)], world_size=4, logs=tmp_path)
+    assert text.splitlines()[0] == "mlm: rank 0 failed, probably because another rank is gone:"
+
+
+def test_rank_that_leaves_silently_is_named_with_its_exit_code(tmp_path: Path) -> None:
+    text, code = report([], [Death(rank=1, pid=99, exit_code=7)], world_size=2, logs=tmp_path)
+    assert text == "mlm: rank 1 (pid 99) left with exit code 7; the last checkpoint is intact"
+    assert code == 1
+
+
+def test_user_error_gives_exit_code_2(tmp_path: Path) -> None:
+    assert report([MISTAKE], [], world_size=4, logs=tmp_path) == ("mlm: rank 3: seed=x", 2)
+
+
+def test_failure_survives_the_way_to_the_parent(tmp_path: Path) -> None:
+    failure = describe(ConfigError(["tp=3", "dp=0"]), 7)
+    save_failure(failure, tmp_path)
+    assert load_failures(tmp_path) == [failure]
+
+
+@pytest.mark.parametrize(
+    "error, lost",
+    [
+        (DistBackendError("NCCL error"), True),
+        (RuntimeError("Connection closed by peer [127.0.0.1]:1"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("no gloo here"), False),
+        (UserError("nccl is not available: set dist.backend=gloo"), False),
+    ],
+)
+def test_lost_peer_is_told_by_type_and_text(error: Exception, lost: bool) -> None:
+    assert is_lost_peer(error) is lost

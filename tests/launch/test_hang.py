@@ -1,0 +1,195 @@
+"""No silent hang: one rank of a 2x2 job is stopped or killed while the others communicate with it."""
+
+import json
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from mlm.config.schema import DistConfig, ParallelConfig
+from mlm.config.task_schema import GenerateConfig
+from mlm.parallel.mesh import ParallelContext
+from mlm.parallel.watch import LostPeer, Watch
+from mlm.launch import watchdog
+from mlm.launch.failure import Death, Failure, LastWords, describe, end_stopped, report
+from mlm.launch.process import ALONE, run_rank
+from mlm.launch.watchdog import Watchdog, flight_recorder
+from tests.launch import jobs as launch_jobs
+from tests.launch.test_launch import wait_gone
+
+TIMEOUT_S = 3
+GONE = threading.Event()
+LOST = replace(
+    describe(LostPeer("rank 2: step 5: all_reduce over tp (ranks 2, 3) did not finish"), 2), time=1.0
+)
+
+
+def lose_rank_1(axis: str, signal_name: str, folder: Path) -> tuple[int, list[dict[str, Any]]]:
+    """Exit code of a 2x2 job whose rank 1 gets the signal, and what its ranks told."""
+    layout = {"pp": 2} if axis == "pp" else {"dp": 2}
+    prompt = f"{axis} {signal_name}"
+    code = launch_jobs.start("lose_rank_1", folder, **layout, timeout_s=TIMEOUT_S, prompt=prompt)
+    return code, [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "axis, rank, op, ranks",
+    [
+        ("tp", 0, "all_reduce", "0, 1"),
+        ("dp", 3, "all_reduce", "1, 3"),
+        ("pp", 3, "receive from rank 1", "1, 3"),
+    ],
+)
+def test_stopped_rank_ends_the_job_with_a_line_on_what_waited_for_it(
+    axis: str, rank: int, op: str, ranks: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, facts = lose_rank_1(axis, "SIGSTOP", tmp_path)
+    assert code == 1
+    assert capfd.readouterr().err == (
+        f"mlm: rank {rank}: step 2: {op} over {axis} (ranks {ranks}) did not finish in {TIMEOUT_S} s "
+        "(dist.timeout_s): rank 1 is stuck, gone or waiting for another\n"
+        f"mlm: found stopped, by SIGSTOP, SIGTSTP or a debugger: rank 1 (pid {facts[1]['pid']}); "
+        "the last checkpoint is intact\n"
+    )
+    wait_gone(facts)
+
+
+@pytest.mark.timeout(60)
+def test_killed_rank_is_named_with_what_broke(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, facts = lose_rank_1("pp", "SIGKILL", tmp_path)
+    lines = capfd.readouterr().err.splitlines()
+    assert code == 1
+    assert lines[0].startswith(f"mlm: rank 1 (pid {facts[1]['pid']}) was killed by signal 9 (SIGKILL)")
+    assert lines[1:] == [
+        "mlm: rank 3: step 2: receive from rank 1 over pp (ranks 1, 3) broke: rank 1 is gone"
+    ]
+    wait_gone(facts)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Failure]]:
+    """Run a watchdog over a watch until it ends its rank, or for half a second: what it told."""
+    monkeypatch.setattr(watchdog, "POLL_S", 0.01)
+    monkeypatch.setattr(watchdog, "GRACE_S", 0.0)
+    left = threading.Event()
+
+    monkeypatch.setattr(watchdog, "leave", lambda code: left.set())
+
+    def run(watch: Watch, others_failed: bool = False) -> list[Failure]:
+        told: list[Failure] = []
+        with Watchdog(watch, LastWords(watch.rank, told.append, lambda: others_failed)):
+            left.wait(0.5)
+        return told
+
+    return run
+
+
+def test_watchdog_ends_a_rank_whose_wait_is_overdue(watched: Callable[..., list[Failure]]) -> None:
+    watch = Watch(rank=1, timeout_s=0.05)
+    with watch.waiting("all_gather", "dp", (1, 3)):
+        told = watched(watch)
+    assert [failure.message.split(" did ")[0] for failure in told] == [
+        "rank 1: all_gather over dp (ranks 1, 3)"
+    ]
+
+
+def test_watchdog_leaves_a_rank_alone_that_computes(watched: Callable[..., list[Failure]]) -> None:
+    assert watched(Watch(timeout_s=0.05)) == []
+
+
+def test_watchdog_leaves_a_rank_alone_that_computes_when_another_failed(
+    watched: Callable[..., list[Failure]],
+) -> None:
+    assert watched(Watch(), others_failed=True) == []
+
+
+def test_watchdog_tells_what_a_rank_waits_for_when_another_failed(
+    watched: Callable[..., list[Failure]],
+) -> None:
+    watch = Watch(rank=1)
+    with watch.waiting("barrier", "world", (0, 1)):
+        told = watched(watch, others_failed=True)
+    assert [failure.lost_peer for failure in told] == [True]
+
+
+def wait_long(config: GenerateConfig, ctx: ParallelContext) -> None:
+    """Be inside a wait until the watchdog has ended the rank."""
+    with ctx.watch.waiting("all_reduce", "tp", (0, 1)):
+        assert GONE.wait(10)
+
+
+def test_rank_runs_under_a_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "GRACE_S", 0.0)
+    monkeypatch.setattr(watchdog, "leave", lambda code: GONE.set())
+    told: list[Failure] = []
+    run_rank(
+        f"{__name__}:wait_long",
+        GenerateConfig(ckpt="", prompt=""),
+        parallel=ParallelConfig(dp=1),
+        dist=DistConfig(device="cpu", timeout_s=0.1),
+        place=ALONE,
+        store=HashStore(),
+        words=LastWords(0, told.append),
+    )
+    assert [failure.lost_peer for failure in told] == [True]
+
+
+def test_stopped_process_is_found_and_killed_but_no_other() -> None:
+    sleepers = [subprocess.Popen(["sleep", "60"], start_new_session=True) for _ in range(2)]
+    try:
+        sleepers[1].send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, sleepers[1].pid, os.WSTOPPED | os.WNOWAIT)
+        assert end_stopped({5: sleepers[0].pid, 6: sleepers[1].pid}) == {6: sleepers[1].pid}
+        assert sleepers[1].wait(10) == -signal.SIGKILL
+        assert sleepers[0].poll() is None
+    finally:
+        for sleeper in sleepers:
+            sleeper.kill()
+            sleeper.wait()
+
+
+def test_rank_that_waited_for_nobody_is_suspected(tmp_path: Path) -> None:
+    waiting = [replace(LOST, rank=rank, time=2.0) for rank in (0, 1)]
+    text, code = report([*waiting, LOST], [Death(2, 99, 1)], world_size=4, logs=tmp_path)
+    assert code == 1
+    assert text.splitlines() == [
+        f"mlm: {LOST.message}",
+        f"mlm: rank 3 waited for nobody: look there first, and in {tmp_path}; the last checkpoint is intact",
+    ]
+
+
+def test_deadlock_shows_the_waits_of_all(tmp_path: Path) -> None:
+    others = [
+        replace(LOST, rank=rank, time=2.0, message=f"rank {rank}: barrier over world") for rank in (0, 1)
+    ]
+    text, _ = report([*others, LOST], [], world_size=3, logs=tmp_path)
+    assert text.splitlines()[:3] == [f"mlm: {f.message}" for f in (LOST, *others)]
+    assert "every rank was waiting" in text
+
+
+def test_lost_peer_is_a_line_and_no_traceback() -> None:
+    assert LOST.text == f"mlm: {LOST.message}"
+
+
+def test_flight_recorder_writes_beside_the_logs(tmp_path: Path) -> None:
+    variables = flight_recorder({}, tmp_path)
+    assert variables["TORCH_FR_DUMP_TEMP_FILE"] == variables["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]
+    assert Path(variables["TORCH_FR_DUMP_TEMP_FILE"]).parent == tmp_path
+    assert variables["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+
+
+def test_flight_recorder_leaves_what_the_user_set(tmp_path: Path) -> None:
+    set_by_user = {
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "9",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/elsewhere/",
+    }
+    assert flight_recorder(set_by_user, tmp_path) == {}

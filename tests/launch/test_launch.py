@@ -1,0 +1,300 @@
+"""Jobs on two real ranks: started plainly, by torchrun and by SLURM; stopped, broken and killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlm.errors import UserError
+from mlm.config.schema import DistConfig, ParallelConfig
+from mlm.launch.agent import listen
+from mlm.launch.start import LaunchFacts, choose_world_size, launch_facts
+from tests.launch import jobs as launch_jobs
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 60.0
+Start = Callable[..., subprocess.Popen[str]]
+Job = tuple[int, Path, list[dict[str, Any]]]
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests may themselves run under a launcher."""
+    for key in [key for key in os.environ if key.startswith("SLURM_")] + ["RANK", "WORLD_SIZE", "LOCAL_RANK"]:
+        monkeypatch.delenv(key, raising=False)
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start a job of launch_jobs.py in a process of its own, as a shell would start `mlm`."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start_one(job: str, folder: Path, *before: str, **variables: str) -> subprocess.Popen[str]:
+        command = [sys.executable, *before, "-m", "tests.launch.jobs", job, str(folder)]
+        started.append(
+            subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env={**os.environ, "TMPDIR": str(folder), **variables},  # a killed job leaves its files here
+                text=True,
+                stderr=subprocess.PIPE,
+            )
+        )
+        return started[-1]
+
+    yield start_one
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def told(folder: Path, when: Callable[[dict[str, Any]], bool] = lambda facts: True) -> list[dict[str, Any]]:
+    """What two ranks have told, once both have told what is waited for."""
+    end = time.monotonic() + DEADLINE_S
+    while time.monotonic() < end:
+        facts = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
+        if len(facts) == 2 and all(map(when, facts)):
+            return facts
+        time.sleep(0.05)
+    raise AssertionError(f"ranks did not come that far: {facts}")
+
+
+def wait_gone(facts: list[dict[str, Any]]) -> None:
+    """Return once no rank that told these facts is left."""
+    end, pids = time.monotonic() + 10.0, [rank["pid"] for rank in facts]
+    while time.monotonic() < end:
+        if not any(map(_is_rank, pids)):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"ranks {pids} are still there")
+
+
+def _is_rank(pid: int) -> bool:
+    try:
+        return b"mlm.launch.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """Exit code, folder and what the ranks told of a job that ends well."""
+    folder = tmp_path_factory.mktemp("plain")
+    code = launch_jobs.start("facts", folder, threads=None)
+    return code, folder, told(folder) if code == 0 else []
+
+
+def test_ranks_of_a_job_that_ends_well_give_exit_code_0(job: Job) -> None:
+    assert job[0] == 0
+
+
+def test_ranks_reduce_over_their_tensor_parallel_group(job: Job) -> None:
+    assert [rank["total"] for rank in job[2]] == [3.0, 3.0]
+
+
+def test_ranks_see_the_layout(job: Job) -> None:
+    assert [rank["axes"] for rank in job[2]] == [[2, 1, 1]] * 2
+
+
+def test_ranks_share_the_cores(job: Job) -> None:
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert [rank["threads"] for rank in job[2]] == [share] * 2
+    assert [rank["environment"]["OMP_NUM_THREADS"] for rank in job[2]] == [str(share)] * 2
+
+
+def test_ranks_are_numbered_in_the_usual_variables(job: Job) -> None:
+    keys = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    numbers = [[rank["environment"][key] for key in keys] for rank in job[2]]
+    assert numbers == [["0", "0", "2"], ["1", "1", "2"]]
+
+
+def test_config_reaches_the_ranks_as_it_was(job: Job) -> None:
+    assert [rank["config"] for rank in job[2]] == [["GenerateConfig", "two\nlines", 0.25]] * 2
+
+
+def test_rank_1_speaks_into_its_log(job: Job) -> None:
+    assert (job[1] / "logs" / "rank-00001.log").read_text() == "spoken by rank 1\n"
+    assert not (job[1] / "logs" / "rank-00000.log").exists()
+
+
+def test_one_rank_runs_in_this_process(tmp_path: Path) -> None:
+    assert launch_jobs.start("facts", tmp_path, tp=1) == 0
+    facts = json.loads((tmp_path / "rank-0.json").read_text())
+    assert (facts["pid"], facts["world_size"], facts["total"]) == (os.getpid(), 1, 1.0)
+
+
+def test_user_error_on_one_rank_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code = launch_jobs.start("user_error", tmp_path)
+    expected = "mlm: rank 1: data.path=nowhere is missing: build it with `mlm data build`\n"
+    assert (code, capfd.readouterr().err) == (2, expected)
+
+
+def test_user_error_on_all_ranks_names_no_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code = launch_jobs.start("same_user_error", tmp_path)
+    expected = "mlm: data.path=nowhere is missing: build it with `mlm data build`\n"
+    assert (code, capfd.readouterr().err) == (2, expected)
+
+
+def test_crash_of_a_rank_shows_its_traceback_once_and_ends_the_rest(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = launch_jobs.start("crash", tmp_path)
+    lines = capfd.readouterr().err.splitlines()
+    assert code == 1
+    assert lines[:2] == ["mlm: rank 1 failed:", "Traceback (most recent call last):"]
+    assert lines[-1] == "ZeroDivisionError: a bug"
+    assert sum("Traceback" in line for line in lines) == 1
+    wait_gone(told(tmp_path))
+
+
+def test_killed_rank_is_named_with_its_signal_and_ends_the_rest(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = launch_jobs.start("killed", tmp_path)
+    facts = told(tmp_path)
+    error = capfd.readouterr().err
+    assert code == 1
+    assert error.startswith(f"mlm: rank 1 (pid {facts[1]['pid']}) was killed by signal 9 (SIGKILL);")
+    assert "about to allocate too much" in error  # the end of its log
+    assert "Traceback" not in error  # rank 0 lost its peer: no cause
+    wait_gone(facts)
+
+
+def test_ctrl_c_lets_all_ranks_save(tmp_path: Path, start: Start) -> None:
+    command = start("save_on_request", tmp_path)
+    told(tmp_path)
+    command.send_signal(signal.SIGINT)
+    _, error = command.communicate(timeout=DEADLINE_S)
+    assert command.returncode == 0
+    assert [rank["reason"] for rank in told(tmp_path)] == ["Ctrl-C"] * 2
+    assert error == "mlm: Ctrl-C: finishing the step, then saving; Ctrl-C again stops at once\n"
+
+
+def test_second_ctrl_c_stops_at_once(tmp_path: Path, start: Start) -> None:
+    command = start("never_save", tmp_path)
+    told(tmp_path)
+    command.send_signal(signal.SIGTERM)  # reaches the ranks as a request, too
+    facts = told(tmp_path, lambda rank: rank["requested"])
+    command.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert command.poll() is None  # the first Ctrl-C
+    command.send_signal(signal.SIGINT)
+    _, error = command.communicate(timeout=DEADLINE_S)
+    assert command.returncode == 130
+    assert error == "mlm: Ctrl-C: stopped at once; the last checkpoint is intact\n"  # and no word of torch's
+    wait_gone(facts)
+
+
+def test_ctrl_c_stops_ranks_that_would_not_save(tmp_path: Path, start: Start) -> None:
+    command = start("wait", tmp_path)
+    facts = told(tmp_path)
+    command.send_signal(signal.SIGINT)
+    command.communicate(timeout=DEADLINE_S)
+    assert command.returncode == 130
+    wait_gone(facts)
+
+
+def test_ranks_die_with_a_killed_command(tmp_path: Path, start: Start) -> None:
+    command = start("wait", tmp_path)
+    facts = told(tmp_path)
+    command.kill()
+    wait_gone(facts)
+
+
+def test_torchrun_ranks_join(tmp_path: Path, start: Start) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+    command = start("facts", tmp_path, *torchrun)
+    _, error = command.communicate(timeout=DEADLINE_S)
+    assert command.returncode == 0, error
+    assert [rank["total"] for rank in told(tmp_path)] == [3.0, 3.0]
+
+
+def test_slurm_tasks_join_and_report_a_mistake_once(tmp_path: Path, start: Start) -> None:
+    step = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_NODEID": "0",
+    }
+    tasks = [
+        start("same_user_error", tmp_path, SLURM_PROCID=str(i), SLURM_LOCALID=str(i), **step)
+        for i in range(2)
+    ]
+    errors = [task.communicate(timeout=DEADLINE_S)[1] for task in tasks]
+    assert [task.returncode for task in tasks] == [2, 2]
+    line = "data.path=nowhere is missing: build it with `mlm data build`\n"
+    assert "".join(errors) in (f"mlm: rank 0: {line}", f"mlm: rank 1: {line}")
+
+
+def test_port_in_use_is_reported_before_any_rank_starts(tmp_path: Path) -> None:
+    with listen(0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"dist.master_port={port} is in use on this host: set another"):
+            launch_jobs.start("facts", tmp_path, master_port=port)
+
+
+def test_listener_is_closed_to_other_hosts() -> None:
+    with listen(0) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+
+
+def test_out_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
+    (tmp_path / "logs").write_text("a file where the folder of logs should be")
+    with pytest.raises(UserError, match=r"out=.*choose another out"):
+        launch_jobs.start("facts", tmp_path)
+
+
+def test_plain_start_is_not_joined() -> None:
+    facts = launch_facts(DistConfig(device="cpu"))
+    assert facts == LaunchFacts(joined=False, world_size=None, local_devices=None)
+
+
+def test_start_as_a_rank_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    for key, value in place.items():
+        monkeypatch.setenv(key, value)
+    facts = launch_facts(DistConfig(device="cpu"))
+    assert facts == LaunchFacts(joined=True, world_size=8, local_devices=None)
+
+
+@pytest.mark.parametrize(
+    "dp, started, gpus, expected",
+    [
+        (None, None, None, 2),  # plain on CPU: one replica
+        (3, None, None, 6),
+        (None, None, 8, 8),  # plain on CUDA: all GPUs
+        (None, None, 7, 6),
+        (None, 16, 8, 16),  # joined: all ranks that were started
+        (8, 16, 8, 16),
+    ],
+)
+def test_dp_takes_what_is_left(dp: int | None, started: int | None, gpus: int | None, expected: int) -> None:
+    facts = LaunchFacts(joined=started is not None, world_size=started, local_devices=gpus)
+    assert choose_world_size(ParallelConfig(tp=2, dp=dp), facts) == expected
+
+
+@pytest.mark.parametrize(
+    "dp, started, gpus, message",
+    [
+        (None, 7, None, r"tp=2 \* pp=1 = 2 does not divide WORLD_SIZE=7: start a multiple of 2"),
+        (3, 8, None, r"dp=3 = 6 ranks, but the launcher started WORLD_SIZE=8: set dp=4"),
+        (None, None, 1, r"dp=1 = 2 ranks need as many GPUs, but this host has 1: lower tp"),
+        (4, None, 4, r"dp=4 = 8 ranks need as many GPUs, but this host has 4"),
+    ],
+)
+def test_layout_that_does_not_fit_is_a_user_error(
+    dp: int | None, started: int | None, gpus: int | None, message: str
+) -> None:
+    facts = LaunchFacts(joined=started is not None, world_size=started, local_devices=gpus)
+    with pytest.raises(UserError, match=message):
+        choose_world_size(ParallelConfig(tp=2, dp=dp), facts)

@@ -1,0 +1,151 @@
+"""Signals sent to this very process."""
+
+import signal
+import threading
+
+import pytest
+
+from mlm.launch.relay import Relay, handlers_restored
+from mlm.launch.stop import LAUNCHED, WORDS, StopRequest, requests_noted
+
+
+@pytest.fixture(autouse=True)
+def _started_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(LAUNCHED, raising=False)
+
+
+@pytest.mark.parametrize(
+    "number, reason",
+    [
+        (signal.SIGINT, "Ctrl-C"),
+        (signal.SIGTERM, "SIGTERM"),
+        (signal.SIGUSR1, "SIGUSR1"),
+        (signal.SIGHUP, "SIGHUP"),
+    ],
+)
+def test_first_signal_is_a_request(number: signal.Signals, reason: str) -> None:
+    with StopRequest() as stop:
+        assert not stop.requested
+        signal.raise_signal(number)
+        assert (stop.requested, stop.reason) == (True, reason)
+
+
+def test_second_interrupt_stops_at_once() -> None:
+    with StopRequest():
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_interrupt_after_another_signal_is_the_first_one() -> None:
+    with StopRequest() as stop:
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGINT)
+        assert stop.reason == "SIGUSR1"
+
+
+def test_handlers_are_restored() -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in numbers]
+    with StopRequest():
+        assert [signal.getsignal(number) for number in numbers] != before
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
+def test_request_made_while_blocked_arrives_on_entering() -> None:
+    """Launched ranks start with the signals blocked: a request during their start is not lost."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    try:
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)  # to this thread: others do not block it
+        with StopRequest() as stop:
+            assert stop.requested
+        assert signal.SIGUSR1 in signal.pthread_sigmask(signal.SIG_BLOCK, set())
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def test_launched_rank_leaves_sigterm_deadly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The elastic agent ends the remaining ranks with it; SIGUSR2 carries the request instead."""
+    monkeypatch.setenv(LAUNCHED, "1")
+    before = signal.getsignal(signal.SIGTERM)
+    with StopRequest() as stop:
+        assert signal.getsignal(signal.SIGTERM) is before
+        signal.raise_signal(signal.SIGUSR2)
+        assert stop.reason == "SIGTERM"
+
+
+def test_announcement_is_one_line_on_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+    stop = StopRequest(announce=True)
+    stop.request("validation diverged")
+    stop.request("again")
+    expected = "mlm: validation diverged: finishing the step, then saving; Ctrl-C again stops at once\n"
+    assert capfd.readouterr().err == expected
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_a_signal_before_the_training_loop_is_obeyed_by_it(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with requests_noted():
+        signal.raise_signal(number)
+        with StopRequest() as stop:
+            assert stop.reason == WORDS[number]
+        with StopRequest() as later:
+            assert not later.requested
+    assert signal.getsignal(number) is before
+
+
+def test_a_second_interrupt_before_the_training_loop_stops_at_once() -> None:
+    with requests_noted():
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_after_the_training_loop_is_not_noted() -> None:
+    with requests_noted():
+        with StopRequest():
+            pass
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_noted_signal_is_passed_on_to_ranks() -> None:
+    with requests_noted():
+        signal.raise_signal(signal.SIGTERM)
+        assert Relay(saves=True)._received == [signal.SIGTERM]
+
+
+def test_a_hang_up_that_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with requests_noted(), StopRequest() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.requested
+        with handlers_restored():
+            Relay().install()
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_panel_shows_the_announcement_in_place_of_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+    drawn: list[str] = []
+    stop = StopRequest(announce=True)
+    stop.show = lambda text: not drawn.append(text)  # type: ignore[func-returns-value]
+    stop.request("Ctrl-C")
+    assert drawn == ["Ctrl-C: finishing the step, then saving; Ctrl-C again stops at once"]
+    assert capfd.readouterr().err == ""
+
+
+def test_outside_the_main_thread_only_explicit_requests_count() -> None:
+    seen = []
+
+    def loop() -> None:
+        with StopRequest() as stop:
+            stop.request("enough")
+            seen.append(stop.reason)
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    thread.join()
+    assert seen == ["enough"]

@@ -1,0 +1,268 @@
+"""BERT folders of `transformers`: what is read of each class, and what is refused."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mlm.models.bert.huggingface import bert_from_huggingface, bert_places, read_bert_config, write_bert_config
+from mlm.checkpoint.huggingface.content import Ids
+from mlm.checkpoint.huggingface.folder import HFModel, read_model
+from mlm.checkpoint.huggingface.tensors import HFTensors
+from mlm.checkpoint.huggingface.names import Place
+from mlm.checkpoint.native.slices import Rectangle
+from mlm.errors import ConfigError, CorruptFileError, UserError
+from mlm.train.run_folder import parameters
+from tests.convert.hf_berts import FAMILIES, MODEL, make_bert
+from tests.convert.hf_models import edit_config, edit_tensors
+
+Tensors = dict[str, Tensor]
+POOLER = {"pooler.weight", "pooler.bias"}
+ORDER = {"sop_head.weight", "sop_head.bias"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A sound model with both pretraining heads."""
+    make_bert(tmp_path / "model", "bert", "ForPreTraining")
+    return tmp_path / "model"
+
+
+def read(folder: Path) -> HFModel:
+    """All that is checked before a tensor is imported."""
+    tensors = HFTensors(read_model(folder))
+    ours = parameters(tensors.model.config)
+    tensors.check({name: tensor.shape for name, tensor in ours.items()})
+    return tensors.model
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("head", ["language_model", "none", "classification", "span"])
+def test_every_parameter_has_a_place_of_its_own(norm: Any, head: Any) -> None:
+    model = replace(MODEL, norm=norm, head=head, num_labels=3 if head == "classification" else 0)
+    places = dict(bert_places(model))
+    assert places.keys() == parameters(model).keys()
+    names = [name for place in places.values() for name in place.names]
+    assert len(set(names)) == len(names)
+
+
+def test_query_key_and_value_are_joined_by_head() -> None:
+    """Rows of each of theirs are numbered part * H + head * D + d; ours are asked for by that formula."""
+    heads, dim = 3, 2
+    hidden = heads * dim
+    place = Place(("query", "key", "value"), num_heads=heads)
+    theirs = torch.arange(3 * hidden).chunk(3)
+    want = [part * hidden + h * dim + d for h in range(heads) for part in range(3) for d in range(dim)]
+    assert place.to_ours(theirs).tolist() == want
+
+
+def test_joining_is_undone_bit_for_bit() -> None:
+    place = Place(("query", "key", "value"), num_heads=4)
+    theirs = torch.randn(24, 8).chunk(3)
+    parts = place.to_theirs(place.to_ours(theirs))
+    assert place.shape((24, 8)) == (8, 8)
+    assert all(torch.equal(found, want) for found, want in zip(parts, theirs, strict=True))
+
+
+CLASSES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
+    ("ForPreTraining", {}, {"head": "language_model"}, set()),
+    ("ForMaskedLM", {}, {"head": "language_model"}, POOLER | ORDER),
+    ("Model", {}, {"head": "none"}, set()),
+    ("ModelWithoutPooler", {}, {"head": "none"}, POOLER),
+    ("ForNextSentencePrediction", {}, {"head": "none"}, set()),
+    ("ForSequenceClassification", {"num_labels": 5}, {"head": "classification", "num_labels": 5}, set()),
+    ("ForMultipleChoice", {}, {"head": "classification", "num_labels": 1}, set()),
+    ("ForQuestionAnswering", {}, {"head": "span"}, set()),
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("name", "settings", "changes", "filled"), CLASSES, ids=[c[0] for c in CLASSES])
+def test_each_class_is_known_by_its_tensors(
+    tmp_path: Path,
+    family: str,
+    name: str,
+    settings: dict[str, Any],
+    changes: dict[str, Any],
+    filled: set[str],
+) -> None:
+    make_bert(tmp_path, family, name, **settings)
+    edit_config(tmp_path, architectures=["Something"])
+    found = read(tmp_path)
+    norm = "post" if family == "bert" else "pre"
+    assert found.config == replace(MODEL, norm=norm, **changes)
+    assert found.content.filled == filled
+
+
+def test_what_is_not_there_is_told(tmp_path: Path) -> None:
+    make_bert(tmp_path, "bert", "ForMaskedLM")
+    assert [note.partition(" is there")[0] for note in read(tmp_path).notes] == [
+        "no pooler.dense",
+        "no cls.seq_relationship",
+    ]
+
+
+def test_what_is_left_out_is_told(tmp_path: Path) -> None:
+    make_bert(tmp_path, "bert", "ForNextSentencePrediction")
+    (note,) = read(tmp_path).notes
+    assert note.startswith("left out: cls.seq_relationship")
+
+
+def test_pooler_beside_an_answer_head_is_left_out(tmp_path: Path) -> None:
+    """Versions before 3.5 saved one."""
+    make_bert(tmp_path, "bert", "ForQuestionAnswering")
+    edit_tensors(tmp_path, lambda t: t.update({"bert.pooler.dense.weight": torch.ones(24, 24)}))
+    (note,) = read(tmp_path).notes
+    assert note.startswith("left out: pooler.dense")
+
+
+def test_names_of_tensorflow_buffers_and_equal_copies_are_accepted(folder: Path) -> None:
+    """As in google-bert/bert-base-uncased and older."""
+    want = {}
+
+    def old(tensors: Tensors) -> None:
+        for name in [name for name in tensors if "LayerNorm" in name]:
+            older = name.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta")
+            tensors[older] = tensors.pop(name)
+        want["norm"] = tensors["bert.embeddings.LayerNorm.gamma"].clone()
+        tensors["bert.embeddings.position_ids"] = torch.arange(48).unsqueeze(0)
+        tensors["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"].clone()
+        tensors["cls.predictions.decoder.bias"] = tensors["cls.predictions.bias"].clone()
+
+    edit_tensors(folder, old)
+    tensors = HFTensors(read(folder))
+    assert torch.equal(tensors.read("embedding_norm.weight", Rectangle((0,), (24,))), want["norm"])
+
+
+def test_bias_of_the_output_layer_may_stand_under_its_other_name(folder: Path) -> None:
+    edit_tensors(folder, lambda t: t.update({"cls.predictions.decoder.bias": t.pop("cls.predictions.bias")}))
+    assert read(folder).config.head == "language_model"
+
+
+def test_a_rectangle_of_joined_tensors_is_read(folder: Path) -> None:
+    state = make_bert(folder, "bert", "ForPreTraining").state_dict()
+    key = state["bert.encoder.layer.1.attention.self.key.weight"]
+    second_head = Rectangle((3 * 6 + 6, 2), (6, 5))  # rows of k, D = 6
+    found = HFTensors(read(folder)).read("layers.1.attention.qkv.weight", second_head)
+    assert torch.equal(found, key[6:12, 2:7])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_state_becomes_whole_parameters(tmp_path: Path, family: str) -> None:
+    model = make_bert(tmp_path, family, "ForPreTraining")
+    config = read(tmp_path).config
+    found = bert_from_huggingface(model.state_dict(), config)
+    assert {name: tuple(value.shape) for name, value in found.items()} == {
+        name: tensor.shape for name, tensor in parameters(config).items()
+    }
+    with pytest.raises(KeyError, match="surprise"):
+        bert_from_huggingface(model.state_dict() | {"surprise": torch.ones(1)}, config)
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+def test_config_survives_both_ways(norm: Any, activation: Any) -> None:
+    model = replace(MODEL, norm=norm, activation=activation)
+    assert read_bert_config(write_bert_config(model, Ids(pad=0)), "") == (model, [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"), [("bert", (12, 768, 12, 30522)), ("megatron-bert", (24, 1024, 16, 29056))]
+)
+def test_missing_keys_have_the_defaults_of_transformers(kind: str, size: tuple[int, ...]) -> None:
+    model, _ = read_bert_config({"model_type": kind}, "")
+    assert (model.num_layers, model.hidden_size, model.num_heads, model.vocab_size) == size
+    assert (model.max_positions, model.layer_norm_eps, model.ffn_hidden_size) == (512, 1e-12, None)
+    assert (model.token_types, model.activation) == (2, "gelu")
+
+
+def test_dropout_of_the_classifier_that_differs_is_noted() -> None:
+    model, notes = read_bert_config({"classifier_dropout": 0.3}, "")
+    assert model.hidden_dropout == 0.1
+    assert "classifier_dropout=0.3" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_act", "relu"),
+        ("position_embedding_type", "relative_key"),
+        ("is_decoder", True),
+        ("add_cross_attention", True),
+        ("pruned_heads", {"0": [1]}),
+        ("quantization_config", {"bits": 4}),
+        ("num_hidden_layers", 10**15),
+        ("hidden_size", True),
+        ("type_vocab_size", 0),
+        ("intermediate_size", None),
+        ("vocab_size", "many"),
+        ("hidden_dropout_prob", 1.0),
+        ("layer_norm_eps", float("nan")),
+        ("num_attention_heads", 5),
+    ],
+)
+def test_what_our_model_cannot_express_is_refused_by_key_and_value(
+    folder: Path, key: str, value: Any
+) -> None:
+    edit_config(folder, **{key: value})
+    with pytest.raises(ConfigError) as caught:
+        read_model(folder)
+    (fault,) = caught.value.faults
+    assert f"{key}=" in fault
+    assert "config.json" in fault
+
+
+def token_labels(tensors: Tensors) -> None:
+    for name in [name for name in tensors if "pooler" in name or name.startswith("cls.")]:
+        del tensors[name]
+    tensors["classifier.weight"] = torch.ones(2, 24)
+
+
+def untie(tensors: Tensors) -> None:
+    tensors["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"] + 1
+
+
+QUERY = "bert.encoder.layer.1.attention.self.query.weight"
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (lambda t: t.pop(QUERY), r"no tensor encoder\.layer\.1\.attention\.self\.query\.weight"),
+        (lambda t: t.pop("bert.pooler.dense.bias"), r"no tensor pooler\.dense\.bias"),
+        (lambda t: t.pop("cls.predictions.bias"), r"no tensor cls\.predictions\.bias"),
+        (lambda t: t.update({QUERY: torch.ones(48, 24)}), r"query\.weight is \[48, 24\]"),
+        (lambda t: t.update({QUERY: torch.ones(24, 24).int()}), r"query\.weight is I32"),
+        (lambda t: t.update({"classifier.weight": torch.ones(2, 24)}), "of two heads"),
+        (lambda t: t.update({"bert.encoder.layer.3.ln.bias": torch.ones(24)}), r"layer\.3\.ln\.bias is no"),
+        (lambda t: t.update({"cls.seq_relationship.weight": torch.ones(3, 24)}), r"is \[3, 24\]"),
+        (token_labels, "a label for each token"),
+        (untie, "differs from"),
+    ],
+)
+def test_tensors_that_are_not_the_model_are_named(
+    folder: Path, edit: Callable[[Tensors], Any], said: str
+) -> None:
+    edit_tensors(folder, edit)
+    with pytest.raises(UserError, match=said):
+        read(folder)
+
+
+def test_a_name_that_stands_twice_is_refused(folder: Path) -> None:
+    def old_and_new(tensors: Tensors) -> None:
+        tensors["bert.embeddings.LayerNorm.gamma"] = torch.ones(24)
+
+    edit_tensors(folder, old_and_new)
+    with pytest.raises(CorruptFileError, match=r"embeddings\.LayerNorm\.weight is in"):
+        read(folder)
+
+
+def test_label_count_is_bounded_by_what_is_there(tmp_path: Path) -> None:
+    """Labels named in config.json build nothing."""
+    make_bert(tmp_path, "bert", "ForSequenceClassification", num_labels=3)
+    edit_config(tmp_path, num_labels=10**12, id2label={"0": "a"})
+    assert read(tmp_path).config.num_labels == 3

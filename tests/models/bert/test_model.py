@@ -1,0 +1,183 @@
+"""BERT against transformers' BertForPreTraining and MegatronBertForPreTraining, at several layouts."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mlm.models.config import ModelConfig
+from mlm.models.backbone import Inputs
+from mlm.models.bert.model import BERT, masked_targets
+from mlm.models.documents import without_padding
+from mlm.models.init import init_parameters
+from mlm.parallel.collectives import all_reduce
+from mlm.parallel.cross_entropy import IGNORE
+from mlm.parallel.gradients import sum_replicated_gradients
+from mlm.parallel.mesh import Axis, ParallelContext
+from mlm.parallel.sharding import load_whole, parameter_shards
+from tests.models.bert.reference import as_ours, pretraining_model
+from tests.ranks import run_on_ranks
+
+VOCAB, SEQ, BATCH = 997, 24, 4
+MODEL = ModelConfig(
+    kind="bert",
+    num_layers=3,
+    hidden_size=64,
+    num_heads=4,
+    max_positions=32,
+    vocab_size=VOCAB,
+    token_types=2,
+    activation="gelu",
+    layer_norm_eps=1e-12,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+)
+ONE = Axis("tp")
+
+
+@cache
+def reference(norm: str, activation: str, padded: bool) -> dict[str, Any]:
+    """A micro-batch, and what transformers makes of it: both losses and accuracies, gradients.
+
+    Every other label is what the model thinks most probable, so that it is right about some.
+    """
+    config = replace(MODEL, norm=norm, activation=activation)
+    model = pretraining_model(config)
+    tokens = torch.randint(0, VOCAB, (BATCH, SEQ))
+    lengths = torch.tensor([SEQ, SEQ - 5, SEQ - 9, SEQ] if padded else [SEQ] * BATCH)
+    inside = torch.arange(SEQ) < lengths[:, None]
+    labels = torch.where(inside & (torch.rand(BATCH, SEQ) < 0.3), tokens.flip(0), IGNORE)
+    token_types = ((torch.arange(SEQ) > SEQ // 3) & inside).long()
+    is_swapped = torch.tensor([0, 1, 1, 0])
+    out = model(tokens, attention_mask=inside.long(), token_type_ids=token_types)
+    is_likely = (labels != IGNORE) & (torch.arange(SEQ) % 2 == 0)
+    labels = torch.where(is_likely, out.prediction_logits.argmax(-1), labels)
+    mlm = F.cross_entropy(out.prediction_logits.flatten(0, 1), labels.flatten())
+    sop = F.cross_entropy(out.seq_relationship_logits, is_swapped)
+    (mlm + sop).backward()
+    is_masked = labels != IGNORE
+    hits = (out.prediction_logits.argmax(-1) == labels)[is_masked].float().mean()
+    told = (out.seq_relationship_logits.argmax(-1) == is_swapped).float().mean()
+    return {
+        "config": config,
+        "weights": as_ours(model.state_dict(), config),
+        "grads": as_ours({name: p.grad for name, p in model.named_parameters()}, config),
+        "batch": (tokens, lengths, token_types, labels, is_swapped),
+        "parts": torch.stack([mlm, sop, hits, told]).detach(),
+        "counts": torch.tensor([is_masked.sum(), BATCH, is_masked.sum(), BATCH]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("norm", "activation", "tp", "sequence_parallel", "recompute"),
+    [
+        ("pre", "gelu", 1, False, "none"),
+        ("post", "gelu", 1, False, "none"),
+        ("pre", "gelu_tanh", 1, False, "selective"),
+        ("post", "gelu", 2, False, "full"),
+        ("pre", "gelu", 2, True, "none"),
+        ("post", "gelu", 4, True, "none"),
+    ],
+)
+def test_bert_matches_transformers(
+    norm: str, activation: str, tp: int, sequence_parallel: bool, recompute: str
+) -> None:
+    """Losses and accuracies within 1e-5; each gradient within 1e-4 of its own largest value (float32)."""
+    want = reference(norm, activation, padded=recompute == "none")
+    run_on_ranks(check_against_transformers, want, sequence_parallel, recompute, tp=tp)
+
+
+def check_against_transformers(
+    ctx: ParallelContext, want: dict[str, Any], sequence_parallel: bool, recompute: str
+) -> None:
+    config, (tokens, lengths, token_types, labels, is_swapped) = want["config"], want["batch"]
+    model = BERT(config, tp=ctx.tp, recompute=recompute, sequence_parallel=sequence_parallel)
+    load_whole(model, want["weights"], ctx.tp)
+    spans = without_padding(lengths, SEQ, torch.float32, torch.device("cpu"))
+    inputs = Inputs(tokens, lengths, token_types, spans)
+    cut = {"parts": ctx.tp.size, "part": ctx.tp.rank} if sequence_parallel else {}
+    targets = masked_targets(labels, is_swapped, **cut)
+    parts = model(inputs, targets, 1 / want["counts"])
+    torch.testing.assert_close(parts.detach(), want["parts"], rtol=0, atol=1e-5)
+    sums = model.sums(inputs, targets) / want["counts"]
+    torch.testing.assert_close(sums, want["parts"].double(), rtol=0, atol=1e-5)
+    parts.backward(torch.ones_like(parts))
+    shards = list(parameter_shards(model, ctx.tp))
+    if sequence_parallel:
+        sum_replicated_gradients(shards, ctx.tp)
+    assert {s.name for s in shards} == set(want["grads"])
+    assert 0 < want["parts"][2] < 1
+    for shard in shards:
+        grad = shard.without_padding(shard.parameter.grad)
+        rectangle = tuple(slice(o, o + n) for o, n in zip(shard.offset, grad.shape, strict=True))
+        expected = want["grads"][shard.name]
+        torch.testing.assert_close(
+            grad, expected[rectangle], rtol=0, atol=1e-4 * float(expected.abs().max()) + 1e-9
+        )
+
+
+def test_padding_changes_nothing() -> None:
+    """A text alone and the same text beside a longer one."""
+    model = BERT(replace(MODEL, head="classification", num_labels=3), tp=ONE)
+    init_parameters(model, 0, ONE)
+    tokens, device = torch.randint(0, VOCAB, (2, SEQ)), torch.device("cpu")
+    lengths = torch.tensor([SEQ, 7])
+    types = torch.zeros_like(tokens)
+    padding = without_padding(lengths, SEQ, torch.float32, device)
+    both = model.outputs(Inputs(tokens, lengths, types, padding))
+    alone = model.outputs(Inputs(tokens[1:, :7], lengths[1:], types[1:, :7]))
+    torch.testing.assert_close(both[1:], alone, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("head", ["language_model", "none", "classification", "span"])
+def test_num_parameters_counts_what_is_built(norm: str, head: str) -> None:
+    config = replace(MODEL, norm=norm, head=head, num_labels=3)
+    model = BERT(config, tp=ONE)
+    shards = parameter_shards(model, ONE)
+    assert config.num_parameters() == sum(torch.Size(s.global_shape).numel() for s in shards)
+
+
+def check_head_on_ranks(ctx: ParallelContext, config: ModelConfig, sequence_parallel: bool) -> None:
+    """Outputs and gradients of a finetuning head against one process, in float64."""
+    from mlm.models.build import MODELS
+
+    def built(tp: Axis, sp: bool) -> Any:
+        model = MODELS[config.kind](config, tp=tp, dtype=torch.float64, sequence_parallel=sp).double()
+        init_parameters(model, 3, tp)
+        return model
+
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, VOCAB, (3, 8), generator=generator)
+    lengths = torch.tensor([8, 3, 5])
+    spans = without_padding(lengths, 8, torch.float64, torch.device("cpu")) if config.kind == "bert" else None
+    types = (torch.arange(8) > 2).long().expand(3, 8) if config.token_types else None
+    inputs = Inputs(tokens, lengths, types, spans)
+    alone, layout = built(ONE, False), built(ctx.tp, sequence_parallel)
+    want, got = alone.outputs(inputs), layout.outputs(inputs)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    seed = torch.randn(want.shape, dtype=torch.float64, generator=generator)
+    want.backward(seed)
+    got.backward(seed)
+    shards = list(parameter_shards(layout, ctx.tp))
+    if sequence_parallel:
+        sum_replicated_gradients(shards, ctx.tp)
+    whole = {s.name: s.parameter.grad for s in parameter_shards(alone, ONE)}
+    for shard in shards:
+        if whole[shard.name] is None:
+            continue
+        mine = shard.without_padding(shard.parameter.grad)
+        rectangle = tuple(slice(o, o + n) for o, n in zip(shard.offset, mine.shape, strict=True))
+        torch.testing.assert_close(mine, whole[shard.name][rectangle], rtol=0, atol=1e-11)
+    assert all_reduce(torch.tensor(len(shards)), ctx.tp) == ctx.tp.size * len(whole)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("head", ["classification", "span"])
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_finetuning_heads_are_the_same_on_ranks(kind: str, head: str, sequence_parallel: bool) -> None:
+    config = replace(MODEL, kind=kind, head=head, num_labels=3, token_types=2 if kind == "bert" else 0)
+    run_on_ranks(check_head_on_ranks, config, sequence_parallel, tp=2)

@@ -1,0 +1,84 @@
+"""Remedies of layout faults: applied, they leave no fault."""
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from mlm.parallel.layout_checks import RANK_RULES, SPLIT_RULES, TRAIN_RULES, Launch
+from mlm.parallel.nearest_layout import layout_faults
+
+SIZE = st.integers(1, 12)
+LAYOUTS = st.fixed_dictionaries(
+    {
+        "tp": SIZE,
+        "pp": SIZE,
+        "vp": st.integers(1, 4),
+        "dp": st.none() | SIZE,
+        "sequence_parallel": st.booleans(),
+        "pipeline": st.sampled_from(["1f1b", "gpipe", "zb_h1"]),
+        "zero": st.sampled_from([0, 2, 3]),
+        "model.num_layers": st.integers(1, 24),
+        "model.num_heads": SIZE,
+        "model.hidden_size": st.sampled_from([24, 32, 60]),
+        "model.ffn_hidden_size": st.none() | st.sampled_from([30, 96]),
+        "model.max_positions": st.integers(1, 40),
+        "data.seq_length": st.integers(1, 48),
+        "train.global_batch_size": st.integers(1, 100),
+        "train.micro_batch_size": st.integers(1, 4),
+    }
+)
+LAUNCHES = st.builds(Launch, st.none() | st.integers(1, 48), st.none() | st.integers(1, 16))
+HERE = "or start them with torchrun or SLURM"
+
+
+def remedies(fault: str) -> list[dict[str, Any]]:
+    """The alternatives that a fault offers, as changes."""
+    offered = re.split(r" \(|, or ", fault.split("; use ")[1])[0]
+    return [dict(map(typed, words.split())) for words in offered.split(" or ")]
+
+
+def typed(word: str) -> tuple[str, Any]:
+    key, value = word.split("=")
+    return key, {"true": True, "false": False, "null": None}.get(
+        value, int(value) if value.isdigit() else value
+    )
+
+
+@pytest.mark.parametrize("rules", [TRAIN_RULES, RANK_RULES, SPLIT_RULES])
+@settings(max_examples=60, deadline=None)
+@given(layout=LAYOUTS, launch=LAUNCHES, data=st.data())
+def test_remedies_of_all_faults_together_leave_none(
+    rules: Any, layout: dict[str, Any], launch: Launch, data: st.DataObject
+) -> None:
+    faults = layout_faults(layout, launch, rules)
+    assume(faults)
+    mended = dict(layout)
+    for fault in faults:
+        if HERE not in fault:
+            mended |= data.draw(st.sampled_from(remedies(fault)))
+    left = layout_faults(mended, launch, rules)
+    assert left == [fault for fault in left if HERE in fault]
+    assert len(left) <= sum(HERE in fault for fault in faults)
+
+
+@settings(max_examples=60, deadline=None)
+@given(layout=LAYOUTS, launch=LAUNCHES)
+def test_model_is_not_changed_to_suit_its_layout(layout: dict[str, Any], launch: Launch) -> None:
+    assume(layout["model.hidden_size"] % layout["model.num_heads"] == 0)
+    changed = [change for fault in layout_faults(layout, launch, TRAIN_RULES) for change in remedies(fault)]
+    assert not any(key.startswith("model.") for change in changed for key in change)
+
+
+@settings(max_examples=40, deadline=None)
+@given(layout=LAYOUTS, devices=st.none() | st.integers(1, 16), data=st.data())
+def test_remedy_of_too_many_ranks_is_a_layout_that_fits_here(
+    layout: dict[str, Any], devices: int | None, data: st.DataObject
+) -> None:
+    launch = Launch(None, devices)
+    too_many = [fault for fault in layout_faults(layout, launch, TRAIN_RULES) if HERE in fault]
+    assume(too_many)
+    change = data.draw(st.sampled_from(remedies(too_many[0])))
+    assert layout_faults({**layout, **change}, launch, TRAIN_RULES) == []

@@ -1,0 +1,107 @@
+"""Faults of `mlm plan schedule`: key, value, remedy."""
+
+from pathlib import Path
+
+import pytest
+
+from mlm.config.compose import load_config
+from mlm.plan.checks import MAX_COMPUTATIONS, check_plan_schedule
+
+
+def faults_of(*overrides: str) -> list[str]:
+    return check_plan_schedule(load_config("plan_schedule", overrides))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["vp=2"],
+        ["micro_batches=3"],
+        ["pp=1", "vp=2", "micro_batches=3"],
+        ["pipeline=gpipe", "vp=2", "micro_batches=7"],
+        ["pipeline=zb_h1", "micro_batches=7"],
+        ["transfer_cost=0"],
+    ],
+)
+def test_sound_settings_have_no_fault(overrides: list[str]) -> None:
+    assert faults_of(*overrides) == []
+
+
+@pytest.mark.parametrize(
+    "overrides, fault",
+    [
+        (["pp=0"], "pp=0 must be greater than 0"),
+        (["micro_batches=-1"], "micro_batches=-1 must be greater than 0"),
+        (["forward_cost=0"], "forward_cost=0.0 must be greater than 0"),
+        (["transfer_cost=-1"], "transfer_cost=-1.0 must be 0 or more"),
+        (
+            ["vp=2", "micro_batches=10"],
+            "micro_batches=10 is not a multiple of pp=4, as vp=2 needs; "
+            "use micro_batches=8 or micro_batches=12, or vp=1",
+        ),
+        (
+            ["vp=2", "micro_batches=3"],
+            "micro_batches=3 is not a multiple of pp=4, as vp=2 needs; use micro_batches=4, or vp=1",
+        ),
+        (
+            ["vp=2", "pipeline=zb_h1"],
+            "vp=2: pipeline=zb_h1 has one chunk per rank; use vp=1, or pipeline=1f1b",
+        ),
+        (
+            ["micro_batches=100000"],
+            "micro_batches=100000 * pp=4 * vp=1 make 800,000 computations, more than the 500,000 "
+            "that can be simulated here; use micro_batches=62500 or fewer",
+        ),
+    ],
+)
+def test_fault_names_value_and_remedy(overrides: list[str], fault: str) -> None:
+    assert faults_of(*overrides) == [fault]
+
+
+def test_remedy_for_a_long_schedule_has_no_fault_itself() -> None:
+    (fault,) = faults_of("pp=96", "vp=7", "micro_batches=9600")
+    remedy = fault.rpartition("use ")[2].split()[0]
+    assert faults_of("pp=96", "vp=7", remedy) == []
+
+
+def test_pipeline_too_wide_for_any_micro_batch_has_another_remedy() -> None:
+    (fault,) = faults_of(f"pp={MAX_COMPUTATIONS}")
+    assert fault.endswith("use a smaller pp or vp")
+
+
+@pytest.mark.parametrize(
+    "out, remedy",
+    [
+        ("a.pgn", "a.png"),
+        ("a.pdf", "a.svg"),
+        ("a", "a.svg"),
+        (".png", "schedule.png"),
+        ("x/.", "x.svg"),
+        ("..", "schedule.svg"),
+    ],
+)
+def test_unknown_ending_gets_the_nearest(out: str, remedy: str) -> None:
+    assert faults_of(f"out='{out}'") == [f"out={out} must end in .svg, .png or .json; use out={remedy}"]
+
+
+def test_folder_that_does_not_exist_yet_is_no_fault(tmp_path: Path) -> None:
+    assert faults_of(f"out={tmp_path}/new/folder/a.svg") == []
+
+
+def test_file_in_the_place_of_a_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (fault,) = faults_of(f"out={tmp_path}/file/b/a.svg")
+    assert fault.endswith(f"{tmp_path}/file is no folder that can be written; use out=a.svg")
+
+
+def test_folder_in_the_place_of_the_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.svg").mkdir()
+    assert faults_of(f"out={tmp_path}/a.svg") == [
+        f"out={tmp_path}/a.svg is a folder; use out={tmp_path}/a.svg/schedule.svg"
+    ]
+
+
+def test_faults_come_together() -> None:
+    faults = faults_of("pp=0", "vp=2", "pipeline=zb_h1", "transfer_cost=-1", "out=a")
+    assert [fault.split("=")[0] for fault in faults] == ["pp", "transfer_cost", "vp", "out"]

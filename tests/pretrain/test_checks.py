@@ -1,0 +1,194 @@
+"""Cross-checks: each fault names key, value, remedy and the nearest valid setting."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlm.config.checks import check_eval_loss, check_generate, check_pretrain, data_parallel_size
+from mlm.config.compose import load_config
+from mlm.data.files_present import tokenizer
+from mlm.config.schema import ParallelConfig
+
+SOUND = ["model=gpt2_tiny", "data=synthetic"]
+
+
+def faults_of(*overrides: str, world_size: int | None = None, local_devices: int | None = None) -> list[str]:
+    config = load_config("pretrain", [*SOUND, *overrides])
+    return check_pretrain(config, world_size=world_size, local_devices=local_devices)
+
+
+def test_sound_config_has_no_fault() -> None:
+    assert faults_of() == []
+
+
+@pytest.mark.parametrize(
+    "overrides, fault",
+    [
+        (
+            ["model.num_heads=7", "tp=7"],
+            "model.num_heads=7 does not divide model.hidden_size=64; use model.num_heads=8 tp=8",
+        ),
+        (
+            ["model.num_heads=7"],
+            "model.num_heads=7 does not divide model.hidden_size=64; "
+            "use model.num_heads=4 or model.num_heads=8",
+        ),
+        (["tp=3"], "tp=3 does not divide model.num_heads=4; use tp=2 or tp=4 (its divisors: 1, 2, 4)"),
+        (
+            ["tp=4", "model.ffn_hidden_size=10"],
+            "tp=4 does not divide model.ffn_hidden_size=10; use tp=2 (its divisors: 1, 2, 5, 10)",
+        ),
+        (
+            ["dp=3", "train.global_batch_size=100"],
+            "train.global_batch_size=100 is not a multiple of dp=3 * train.micro_batch_size=8 = 24; "
+            "use train.global_batch_size=96 or train.global_batch_size=120",
+        ),
+        (
+            ["data.seq_length=512"],
+            "data.seq_length=512 is more than model.max_positions=128; "
+            "use data.seq_length=128, or model.max_positions=512",
+        ),
+        (
+            ["schedule.warmup_steps=3000", "train.steps=100"],
+            "schedule.warmup_steps=3000 must be below train.steps=100, where the decay ends; "
+            "use schedule.warmup_steps=99 or fewer",
+        ),
+        (
+            ["schedule.decay_steps=3000", "schedule.warmup_steps=3000"],
+            "schedule.warmup_steps=3000 must be below schedule.decay_steps=3000, where the decay ends; "
+            "use schedule.warmup_steps=2999 or fewer",
+        ),
+        (
+            ["schedule.min_lr=0.1"],
+            "schedule.min_lr=0.1 is more than optimizer.lr=0.00015, the peak; use schedule.min_lr=1.5e-05",
+        ),
+        (
+            ["precision=fp16", "precision.initial_loss_scale=0.5"],
+            "precision.min_loss_scale=1 is more than precision.initial_loss_scale=0.5; "
+            "use precision.min_loss_scale=1",
+        ),
+        (["tp=0"], "tp=0 must be greater than 0"),
+        (["train.steps=-1"], "train.steps=-1 must be greater than 0"),
+        (["model.vocab_multiple=0"], "model.vocab_multiple=0 must be greater than 0"),
+        (["model.hidden_dropout=1.0"], "model.hidden_dropout=1.0 must be at least 0 and below 1"),
+        (["optimizer.betas=[0.9,1.0]"], "optimizer.betas=[0.9,1.0] must be at least 0 and below 1"),
+        (["optimizer.weight_decay=-0.1"], "optimizer.weight_decay=-0.1 must be 0 or more"),
+        (["dist.master_port=70000"], "dist.master_port=70000 must be 0 (any free port) to 65535"),
+        (
+            ["dist.backend=nccl"],
+            "dist.backend=nccl runs on GPUs, and this run is on CPU; use dist.backend=auto or gloo",
+        ),
+        (
+            ["ckpt=no/where"],
+            "ckpt=no/where: no such folder; give a run folder (runs/…) or one of its checkpoints "
+            "(…/step-00001000)",
+        ),
+    ],
+)
+def test_fault_names_value_and_remedy(overrides: list[str], fault: str) -> None:
+    assert faults_of(*overrides) == [fault]
+
+
+def test_constant_schedule_has_no_decay_to_check() -> None:
+    assert (
+        faults_of("schedule=constant", "schedule.warmup_steps=9", "train.steps=5", "schedule.min_lr=1") == []
+    )
+
+
+def test_every_fault_is_reported_at_once() -> None:
+    assert len(faults_of("tp=3", "train.steps=0", "data.seq_length=999", "train.global_batch_size=7")) == 4
+
+
+def test_number_out_of_range_hides_no_other_fault_and_divides_nothing() -> None:
+    faults = faults_of("model.num_heads=0", "tp=3", "train.micro_batch_size=0", "data.seq_length=999")
+    assert [fault.split()[0] for fault in faults] == [
+        "model.num_heads=0",
+        "train.micro_batch_size=0",
+        "data.seq_length=999",
+    ]
+
+
+@pytest.mark.parametrize(
+    "dp, world_size, local_devices, expected",
+    [(3, 8, None, 3), (None, 8, 4, 4), (None, None, 8, 4), (None, None, None, 1), (None, None, 1, 1)],
+)
+def test_dp_takes_what_is_left(
+    dp: int | None, world_size: int | None, local_devices: int | None, expected: int
+) -> None:
+    parallel = ParallelConfig(tp=2, dp=dp)
+    assert data_parallel_size(parallel, world_size=world_size, local_devices=local_devices) == expected
+
+
+class TestFiles:
+    """Files that a run spec names."""
+
+    def fault(self, *overrides: str) -> str:
+        config = load_config("pretrain", ["model=gpt2_tiny", *overrides])
+        (fault,) = check_pretrain(config, world_size=None, local_devices=None)
+        return fault
+
+    def test_missing_data_names_the_command_that_writes_it(self) -> None:
+        assert self.fault().startswith(
+            "data.path is not set: give a corpus folder, write one with `mlm data build`"
+        )
+
+    def test_absent_corpus_folder_is_named(self) -> None:
+        assert self.fault("data.path=no/where").startswith("data.path=no/where: no such folder; write one")
+
+    def test_absent_half_of_a_corpus_is_named(self, tmp_path: Path) -> None:
+        (tmp_path / "train.bin").touch()
+        assert f"{tmp_path}/train.idx is not there" in self.fault(f"data.path={tmp_path}")
+
+    def test_corpus_that_is_there_is_no_fault(self, tmp_path: Path) -> None:
+        touch(tmp_path / "train.bin", tmp_path / "train.idx")
+        config = load_config("pretrain", ["model=gpt2_tiny", f"data.path={tmp_path}"])
+        assert check_pretrain(config, world_size=None, local_devices=None) == []
+
+    def test_prefix_with_its_suffix_is_corrected(self, tmp_path: Path) -> None:
+        touch(tmp_path / "x.bin", tmp_path / "x.idx")
+        assert self.fault(f"data.train={tmp_path}/x.bin").endswith(f"use data.train={tmp_path}/x")
+
+    def test_absent_tokenizer_is_named(self, tmp_path: Path) -> None:
+        touch(tmp_path / "train.bin", tmp_path / "train.idx")
+        fault = self.fault(f"data.path={tmp_path}", "data.tokenizer=t.json")
+        assert fault == "data.tokenizer=t.json: no such file; correct the path, or data.tokenizer=null"
+
+    def test_a_tokenizer_may_be_a_folder(self, tmp_path: Path) -> None:
+        """That of GPT-2's two files."""
+        assert tokenizer("tokenizer", str(tmp_path)) is None
+        assert tokenizer("tokenizer", str(tmp_path / "gone")) is not None
+
+
+@pytest.mark.parametrize(
+    "name, check, overrides, expected",
+    [
+        ("eval_loss", check_eval_loss, ["batch_size=0"], ["batch_size=0 must be greater than 0"]),
+        ("eval_loss", check_eval_loss, ["path=no/x"], ["path=no/x: no/x.bin and no/x.idx is not there"]),
+        ("eval_loss", check_eval_loss, ["vp=2"], ["vp=2 interleaves the stages of a pipeline"]),
+        ("generate", check_generate, ["prompt=x", "tp=70"], ["tp=70 * pp=1 * dp=1 = 70 ranks, but a CPU"]),
+        ("generate", check_generate, ["prompt=x", "top_p=0.0"], ["top_p=0.0 must be above 0 and at most 1"]),
+        ("generate", check_generate, ["prompt=x", "temperature=-1"], ["temperature=-1.0 must be 0 or more"]),
+        ("generate", check_generate, ["prompt=x", "max_new_tokens=0"], ["max_new_tokens=0 must be greater"]),
+        ("generate", check_generate, ["prompt=x", "tokenizer=t"], ["tokenizer=t: no such file"]),
+    ],
+)
+def test_other_commands_check_theirs(
+    name: str, check: Any, overrides: list[str], expected: list[str], tmp_path: Path
+) -> None:
+    config = load_config(name, [f"ckpt={tmp_path}", *overrides])
+    faults = check(config, world_size=None, local_devices=None)
+    assert len(faults) == len(expected)
+    assert all(fault.startswith(start) for fault, start in zip(faults, expected, strict=True))
+
+
+@pytest.mark.parametrize("name, check", [("eval_loss", check_eval_loss), ("generate", check_generate)])
+def test_layout_of_a_training_run_goes_with_other_commands(name: str, check: Any, tmp_path: Path) -> None:
+    layout = ["tp=2", "sequence_parallel=true", "pipeline=zb_h1", "zero=3", "recompute=selective"]
+    required = [f"ckpt={tmp_path}", *(["prompt=x"] if name == "generate" else [])]
+    assert check(load_config(name, [*required, *layout]), world_size=2, local_devices=None) == []
+
+
+def touch(*files: Path) -> None:
+    for file in files:
+        file.touch()

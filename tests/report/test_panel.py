@@ -1,0 +1,202 @@
+"""What the eye gets: plain lines a program can split, and a panel that fits."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mlm.config.schema import LogConfig
+from mlm.report.metrics import training_console
+from mlm.report.panel import LivePanel, duration, quantity
+from tests.report.reporting import Clock, read_metrics, reporter, shown, step_metrics, terminal
+
+
+def pairs(line: str) -> dict[str, str]:
+    """Names and values of a plain line."""
+    words = line.split()
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
+def lines_of(tmp_path: Path, *metrics_of_steps: dict[str, object]) -> list[str]:
+    """The plain lines of steps 10, 20, …, with the clock moving 5 s from one to the next."""
+    clock, console = Clock(), terminal(width=40)
+    with reporter(tmp_path, console, clock=clock, header=[]) as report:
+        for index, changed in enumerate(metrics_of_steps, start=1):
+            report.step(step_metrics(10 * index, **changed))
+            clock.now += 5
+    return shown(console).splitlines()
+
+
+def test_a_plain_line_is_names_and_values(tmp_path: Path) -> None:
+    (line,) = lines_of(tmp_path, {})
+    assert pairs(line) == {
+        "step": "10/100",
+        "loss": "4.2500",
+        "lr": "3.000e-04",
+        "grad_norm": "0.7500",
+        "tokens/s": "2000",
+        "TFLOP/s": "0.1230",
+        "MFU": "42.0%",
+        "memory": "1.50GiB",
+        "ETA": "0:00:45",
+    }
+
+
+def test_plain_lines_line_up(tmp_path: Path) -> None:
+    wild = {"loss": 12.5, "grad_norm": 1234.5, "tokens_per_s": 912345.6, "tflops": 412.3, "mfu": None}
+    first, second, third = lines_of(tmp_path, {}, wild, {"loss": float("nan"), "grad_norm": float("inf")})
+    assert first.index("ETA") == second.index("ETA") == third.index("ETA")
+
+
+def test_loss_scale_shows_in_fp16_only(tmp_path: Path) -> None:
+    other, fp16 = lines_of(tmp_path, {}, {"loss_scale": 65536.0, "skipped_steps": 2})
+    assert "loss_scale" not in pairs(other)
+    assert pairs(fp16)["loss_scale"] == "65536"
+    assert pairs(fp16)["skipped"] == "2"
+
+
+def test_validation_line_is_names_and_values(tmp_path: Path) -> None:
+    console = terminal()
+    with reporter(tmp_path, console, header=[]) as report:
+        report.validation(20, 3.5, 33.1155)
+    expected = {"step": "20/100", "validation_loss": "3.5000", "validation_ppl": "33.12"}
+    assert pairs(shown(console)) == expected
+
+
+def test_header_and_resumed_step_come_first(tmp_path: Path) -> None:
+    console = terminal()
+    with reporter(tmp_path, console, start_step=40):
+        pass
+    assert shown(console).splitlines() == [
+        "run     try",
+        "layout  tp=2 pp=1 dp=1",
+        "resumed  after step 40",
+    ]
+
+
+def test_a_note_is_printed_as_it_is(tmp_path: Path) -> None:
+    console = terminal(width=20)
+    with reporter(tmp_path, console, header=[]) as report:
+        report.note("saved [bold]runs/a-long-name/step-00000010[/bold] (1.2 s)")
+    assert shown(console) == "saved [bold]runs/a-long-name/step-00000010[/bold] (1.2 s)\n"
+
+
+def panel_text(width: int = 100, **changed: object) -> str:
+    """The panel after step 30 of 100 in 60 s, validated at 20."""
+    clock, console = Clock(), terminal(is_terminal=True, width=width)
+    panel = LivePanel(console, title="try", header=[], start_step=0, total_steps=100, clock=clock)
+    panel.step(step_metrics(10))
+    clock.now += 60
+    panel.validation(20, 3.5, 33.1155)
+    panel.step(step_metrics(30, **changed))
+    with console.capture() as capture:
+        console.print(panel.render())
+    return capture.get()
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "step 30/100",
+        "30%",
+        "loss 4.2500",
+        "lr 3.000e-04",
+        "gradient norm 0.7500",
+        "tokens/s 2,000",
+        "TFLOP/s 0.1230",
+        "MFU 42.0%",
+        "memory 1.50 GiB",
+        "loss 3.5000 · perplexity 33.12 · step 20",
+        "elapsed 0:01:00",
+        "left 0:03:30",  # 20 steps took 60 s, 70 remain
+    ],
+)
+def test_the_panel_shows(part: str) -> None:
+    assert part in panel_text()
+
+
+PARTS = {"wiki": 3.25, "web": 3.75}
+
+
+def test_a_plain_line_names_the_loss_of_every_corpus(tmp_path: Path) -> None:
+    console = terminal(width=40)
+    with reporter(tmp_path, console, header=[]) as report:
+        report.validation(20, 3.5, 33.1155, PARTS)
+        report.validation(30, 3.5, 33.1155)
+    blended, single = map(pairs, shown(console).splitlines())
+    assert (blended["validation/wiki"], blended["validation/web"]) == ("3.2500", "3.7500")
+    assert list(single) == ["step", "validation_loss", "validation_ppl"]
+
+
+def test_the_panel_shows_the_loss_of_every_corpus() -> None:
+    console = terminal(is_terminal=True)
+    panel = LivePanel(console, title="try", header=[], start_step=0, total_steps=100, clock=Clock())
+    panel.validation(20, 3.5, 33.1155, PARTS)
+    with console.capture() as capture:
+        console.print(panel.render())
+    shown_parts = capture.get()
+    assert "wiki 3.2500" in shown_parts
+    assert "web 3.7500" in shown_parts
+
+
+def test_the_panel_shows_the_loss_scale_in_fp16_only() -> None:
+    assert "loss scale 2^16" in panel_text(loss_scale=65536.0)
+    assert "loss scale" not in panel_text()
+
+
+@pytest.mark.parametrize("width", [30, 60, 100, 250])
+def test_the_panel_leaves_room_for_an_echoed_control_c(width: int) -> None:
+    """A ^C typed behind the panel must not wrap: the next drawing would be a line off."""
+    assert max(map(len, panel_text(width).splitlines())) <= width - 4
+
+
+def test_a_stop_that_was_asked_for_is_a_row_of_the_panel(tmp_path: Path) -> None:
+    console = terminal(is_terminal=True)
+    with reporter(tmp_path, console, config=LogConfig(live="on")) as report:
+        assert report.announce("Ctrl-C: finishing the step")
+        (panel,) = (sink for sink in report.sinks if isinstance(sink, LivePanel))
+        with console.capture() as capture:
+            console.print(panel.render())
+    assert "Ctrl-C: finishing the step" in capture.get()
+    with reporter(tmp_path / "plain", terminal()) as report:
+        assert not report.announce("plain lines leave it to stderr")
+
+
+def test_training_outlives_the_reader_of_its_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As behind `| head`: lines are dropped, numbers stay in metrics.jsonl, one line on stderr says so."""
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as pipe:
+        monkeypatch.setattr("sys.stdout", pipe)
+        made = training_console("auto", tmp_path / "metrics.jsonl")
+        with reporter(tmp_path, made) as report:
+            for step in (10, 20):
+                report.step(step_metrics(step))
+    assert [record["step"] for record in read_metrics(tmp_path) if record["kind"] == "step"] == [10, 20]
+    path = tmp_path / "metrics.jsonl"
+    expected = f"mlm: standard output: Broken pipe; training continues, its numbers are in {path}\n"
+    assert capfd.readouterr().err == expected
+
+
+def test_advance_moves_the_bar_between_logged_steps() -> None:
+    panel = LivePanel(terminal(), title="try", header=[], start_step=0, total_steps=100, clock=Clock())
+    panel.step(step_metrics(10))
+    panel.advance(17)
+    assert panel.done == 17
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [(None, "-:--:--"), (0, "0:00:00"), (59.6, "0:01:00"), (3725, "1:02:05"), (2 * 86400 + 61, "2d00:01:01")],
+)
+def test_duration(seconds: float | None, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    "value, text", [(0.0712, "0.07120"), (3.14159, "3.142"), (412.66, "412.7"), (12345.6, "12346"), (0, "0")]
+)
+def test_quantity(value: float, text: str) -> None:
+    assert quantity(value) == text

@@ -1,0 +1,39 @@
+"""The layout benchmark: what its words mean, and that a tiny run ends with numbers."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+import bench_layouts
+from bench.layouts import Layout, parse_layout
+
+from mlm.errors import UserError
+from mlm.config.schema import ParallelConfig
+
+
+def test_words_make_a_layout() -> None:
+    words = "tp=2,pp=2,sequence_parallel=true,pipeline=zb_h1,micro_batches=8,overlap=false"
+    parallel = ParallelConfig(tp=2, pp=2, sequence_parallel=True, pipeline="zb_h1")
+    assert parse_layout(words) == Layout(parallel, micro_batches=8, overlap=False)
+    assert parse_layout(words).processes == 4
+
+
+@pytest.mark.parametrize("words", ["tp", "tq=2", "tp=two", "pipeline=1f2b", "tp=2,,pp=2"])
+def test_a_word_that_means_nothing_is_refused(words: str) -> None:
+    with pytest.raises(UserError):
+        parse_layout(words)
+
+
+def test_a_tiny_run_writes_ratios(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    shape = ["--shape", "2,32,2,16,64,4", "--pairs", "1", "--attempts", "1", "--min-sample-s", "0.01"]
+    layouts = ["micro_batches=2", "micro_batches=2,recompute=full"]
+    code = bench_layouts.main([*layouts, *shape, "--out", str(out)])
+    (series,) = json.loads(out.read_text())["series"]
+    assert [series["reference"], series["other"]] == layouts
+    assert series["kept"] + series["dropped"] == 1
+    assert code == (0 if series["kept"] else 1)
