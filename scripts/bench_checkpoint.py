@@ -31,12 +31,12 @@ import torch
 from bench.command import guarded
 
 import mlm
-from mlm.config.compose import load_config
-from mlm.config.schema import PretrainConfig
+from mlm.cli.compose import load_config
 from mlm.data.sampler import Batch, Loader
 from mlm.data.synthetic import SyntheticDataset
 from mlm.files.atomic import write_atomic
 from mlm.parallel.mesh import shape_context
+from mlm.train.config import PretrainConfig
 from mlm.train.memory import reuse_large_blocks
 from mlm.train.saver import Saver
 from mlm.train.trainer import Trainer

@@ -36,10 +36,10 @@ from bench.command import guarded
 from bench.random_gpt2 import machine_facts, save_random_gpt2
 from bench.stats import Spread
 
-from mlm.errors import UserError
 from mlm.data.tokenizer import Tokenizer
-from mlm.files.atomic import write_atomic
+from mlm.errors import UserError
 from mlm.evaluate.zero_shot import sources
+from mlm.files.atomic import write_atomic
 
 TARGETS = {"lambada": 1.5, "wikitext": 1.2}
 """How many times as fast mlm is to be."""

@@ -31,11 +31,12 @@ from bench.random_gpt2 import machine_facts, save_random_gpt2
 from bench.stats import Spread
 
 from mlm.errors import UserError
-from mlm.config.schema import ParallelConfig, PrecisionConfig
 from mlm.files.atomic import write_atomic
-from mlm.parallel.mesh import shape_context
 from mlm.inference.generation import Sampling, generate
 from mlm.inference.trained import load_trained
+from mlm.optim.config import PrecisionConfig
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.mesh import shape_context
 
 TARGET = 1.2
 """How many times as fast mlm is to be."""

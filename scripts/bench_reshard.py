@@ -35,12 +35,12 @@ from bench.machine import REPOSITORY, commit_of, cpu_model
 from mlm.checkpoint.native.slices import Rectangle
 from mlm.checkpoint.native.stream import GlobalTensor, write_streamed
 from mlm.config.build import to_dict
-from mlm.checkpoints.config import ReshardConfig
-from mlm.errors import UserError
-from mlm.models.config import ModelConfig
-from mlm.config.schema import PretrainConfig
-from mlm.files.atomic import write_atomic
+from mlm.convert.config import ReshardConfig
 from mlm.convert.reshard import run as reshard
+from mlm.errors import UserError
+from mlm.files.atomic import write_atomic
+from mlm.models.config import ModelConfig
+from mlm.train.config import PretrainConfig
 from mlm.train.run_folder import check_space, parameters
 from mlm.train.state import CHECKPOINTS
 

@@ -13,8 +13,10 @@ from torch import Tensor
 from mlm.cli.commands import COMMANDS, resolve
 from mlm.cli.run import report
 from mlm.config.build import build, to_dict
+from mlm.data.config import DataConfig
 from mlm.models.config import ModelConfig
-from mlm.config.schema import DataConfig, ParallelConfig, PretrainConfig
+from mlm.parallel.config import ParallelConfig
+from mlm.train.config import PretrainConfig
 from tests.checkpoint.native.helpers import save
 
 MODEL = ModelConfig(num_layers=2, hidden_size=8, num_heads=2, vocab_size=32, max_positions=16)

@@ -1,17 +1,10 @@
 """What must hold of the settings of the commands that look after checkpoints."""
 
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mlm.config.ranges import out_of_range
 from mlm.files.results import is_stream
-
-
-def check_numbers(config: Any) -> list[str]:
-    """Numbers out of their bounds."""
-    return list(out_of_range(asdict(config)).values())
 
 
 def check_out_file(config: Any) -> list[str]:

@@ -1,33 +1,15 @@
-"""The commands that look after checkpoints: see command.py. They run in this process, on files."""
+"""The commands `mlm ckpt …`, which look after checkpoints. They run in this process, on files."""
 
+from mlm.checkpoints.checks import check_out_file
+from mlm.checkpoints.config import CkptDiffConfig, CkptInspectConfig, CkptPruneConfig, CkptVerifyConfig
 from mlm.config.command import Command
-from mlm.checkpoints.checks import check_numbers, check_out_file
+from mlm.config.ranges import check_numbers
 
-CHECKPOINTS = (
-    Command(
-        words=("reshard",),
-        config="reshard",
-        target="mlm.convert.reshard:run",
-        local_check=check_numbers,
-        preflight="mlm.convert.reshard:preflight",
-        positional=("ckpt",),
-        summary="write a checkpoint again as another layout would, weights and optimizer state",
-        about=(
-            "Cuts a checkpoint anew for tp, pp and vp, in one process and a memory that its largest tensor "
-            "bounds: each rank of that layout then reads one file. Training needs no such step: any layout "
-            "loads any checkpoint. The source is verified on the way; killed, the same command goes on."
-        ),
-        examples=(
-            ("For 4 x 2 ranks", "mlm reshard --tp 4 --pp 2 ckpt=runs/shakespeare out=runs/resharded"),
-            (
-                "Weights alone, in one file, to give away",
-                "mlm reshard runs/shakespeare out=runs/weights --weights-only",
-            ),
-        ),
-    ),
+COMMANDS = (
     Command(
         words=("ckpt", "inspect"),
         config="ckpt_inspect",
+        spec=CkptInspectConfig,
         target="mlm.checkpoints.inspect:run",
         local_check=check_out_file,
         positional=("ckpt",),
@@ -41,6 +23,7 @@ CHECKPOINTS = (
     Command(
         words=("ckpt", "verify"),
         config="ckpt_verify",
+        spec=CkptVerifyConfig,
         target="mlm.checkpoints.verify:run",
         local_check=check_out_file,
         positional=("ckpt",),
@@ -51,6 +34,7 @@ CHECKPOINTS = (
     Command(
         words=("ckpt", "diff"),
         config="ckpt_diff",
+        spec=CkptDiffConfig,
         target="mlm.checkpoints.diff:run",
         local_check=check_out_file,
         positional=("first", "second"),
@@ -64,6 +48,7 @@ CHECKPOINTS = (
     Command(
         words=("ckpt", "prune"),
         config="ckpt_prune",
+        spec=CkptPruneConfig,
         target="mlm.checkpoints.prune:run",
         local_check=check_numbers,
         positional=("ckpt",),
@@ -78,54 +63,5 @@ CHECKPOINTS = (
             ("Every ten thousandth, and the last", "mlm ckpt prune runs/longer keep_last=1 keep_every=10000"),
             ("Every byte of the two it keeps is read first", "mlm ckpt prune runs/shakespeare --verify"),
         ),
-    ),
-    Command(
-        words=("import", "hf"),
-        config="import_hf",
-        target="mlm.convert.import_hf:run",
-        preflight="mlm.convert.import_hf:preflight",
-        positional=("source",),
-        summary="a Hugging Face GPT-2 or BERT as a checkpoint",
-        about=(
-            "Reads config.json, safetensors and the tokenizer of a folder or a Hub id, and writes a "
-            "checkpoint of weights: any layout trains, scores or samples it. The logits of `transformers` "
-            "and ours are compared on the same tokens (needs the extra mlm[hf])."
-        ),
-        examples=(
-            ("From the Hub", "mlm import hf openai-community/gpt2 out=runs/gpt2"),
-            ("From a folder", "mlm import hf models/gpt2 out=runs/gpt2"),
-        ),
-    ),
-    Command(
-        words=("import", "megatron"),
-        config="import_megatron",
-        target="mlm.convert.import_megatron:run",
-        preflight="mlm.convert.import_megatron:preflight",
-        positional=("source",),
-        summary="a Megatron-LM GPT-2 or BERT (mp_rank_XX/model_optim_rng.pt) as a checkpoint",
-        about=(
-            "Merges the tensor and pipeline parts of a classic Megatron-LM checkpoint into one of weights: "
-            "any layout trains, scores or samples it. The optimizer's state is left out. Its files are "
-            "pickles: torch's weights-only reader reads them, and what is not data in them is never run."
-        ),
-        examples=(
-            (
-                "Its newest iteration",
-                "mlm import megatron checkpoints/gpt2_345m out=runs/gpt2_345m tokenizer=gpt2",
-            ),
-        ),
-    ),
-    Command(
-        words=("export", "hf"),
-        config="export_hf",
-        target="mlm.convert.export_hf:run",
-        preflight="mlm.convert.export_hf:preflight",
-        positional=("ckpt",),
-        summary="a checkpoint as a folder that transformers loads",
-        about=(
-            "Writes config.json, safetensors (several with an index where one would be too large) and the "
-            "tokenizer, loads them with `transformers` and compares logits (needs the extra mlm[hf])."
-        ),
-        examples=(("A run's latest checkpoint", "mlm export hf ckpt=runs/shakespeare out=exported"),),
     ),
 )

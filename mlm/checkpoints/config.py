@@ -3,28 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mlm.models.config import Forbid
-from mlm.config.path_types import InputPath, OutFolder, ResultFile
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReshardConfig:
-    """The run spec of `mlm reshard`: write a checkpoint again as another layout would."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
-
-    ckpt: InputPath
-    """Checkpoint (step-…) or run directory (its latest checkpoint) to read."""
-    out: OutFolder
-    """Run directory to write: out/checkpoints/step-… and the tokenizer."""
-    tp: int = 1
-    """Tensor-parallel size, t: every stage becomes t files."""
-    pp: int = 1
-    """Pipeline-parallel size, p."""
-    vp: int = 1
-    """Virtual stages (chunks) per pipeline rank, v."""
-    weights_only: bool = False
-    """Leave the optimizer's moments out: a third of the size, to start runs from or to give away."""
+from mlm.config.fields import Forbid, InputPath, ResultFile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,9 +12,9 @@ from mlm.checkpoint.native.format import JSON, Manifest, read_manifest
 from mlm.checkpoint.native.lineage import LINEAGE
 from mlm.checkpoint.native.save_load import resolve
 from mlm.checkpoints.config import CkptDiffConfig
-from mlm.errors import CheckFailedError
-from mlm.config.tree import flatten
 from mlm.checkpoints.report import versions, write_result
+from mlm.config.tree import flatten
+from mlm.errors import CheckFailedError
 from mlm.terminal import add_row, byte_progress, console, plain, table
 
 SHOWN = 10  # tensors a table lists

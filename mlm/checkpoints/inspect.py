@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 
 from mlm.checkpoint.native.format import DTYPE_NAMES, FORMAT, JSON, Manifest, TensorEntry, read_manifest
-from mlm.checkpoint.native.slices import describe
 from mlm.checkpoint.native.save_load import resolve
+from mlm.checkpoint.native.slices import describe
 from mlm.checkpoints.config import CkptInspectConfig
 from mlm.checkpoints.report import versions, write_result
 from mlm.terminal import add_row, console, plain, size, table

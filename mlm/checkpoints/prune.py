@@ -27,10 +27,10 @@ from mlm.checkpoint.native.folders import (
     plain_name,
 )
 from mlm.checkpoint.native.format import RESTORE, CheckpointError
-from mlm.files.lock import sole_writer
 from mlm.checkpoint.native.verify import shard_bytes, verify_checkpoint
 from mlm.checkpoints.config import CkptPruneConfig
 from mlm.errors import UserError
+from mlm.files.lock import sole_writer
 from mlm.terminal import add_row, byte_progress, console, plain, size, table
 
 

@@ -7,8 +7,8 @@ from typing import Any
 from mlm.checkpoint.native.folders import LATEST, candidates, checkpoints, locate, read_pointer
 from mlm.checkpoint.native.verify import Verified, shard_bytes, verify_checkpoint
 from mlm.checkpoints.config import CkptVerifyConfig
-from mlm.errors import CorruptFileError
 from mlm.checkpoints.report import versions, write_result
+from mlm.errors import CorruptFileError
 from mlm.terminal import add_row, byte_progress, console, plain, size, table
 
 

@@ -6,9 +6,9 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from mlm.config.build import show
-from mlm.models.config import ModelConfig
 from mlm.config.paths import CONFIG_DIR
 from mlm.config.tree import flatten
+from mlm.models.config import ModelConfig
 
 LONGEST_LINE = 200  # characters of a YAML's comment that help shows
 

@@ -1,12 +1,29 @@
-"""All commands, in the order of `mlm --help`."""
+"""All commands, in the order of `mlm --help`, collected from the features."""
 
-from mlm.checkpoints.command import CHECKPOINTS
+from mlm.check.command import COMMANDS as CHECK
+from mlm.checkpoints.command import COMMANDS as CHECKPOINTS
 from mlm.config.command import Command, resolve
-from mlm.corpus.command import DATA
-from mlm.finetune.command import FINETUNE
-from mlm.evaluate.command import MODELS
-from mlm.pretrain.command import TRAINING
+from mlm.convert.command import COMMANDS as CONVERT
+from mlm.corpus.command import COMMANDS as CORPUS
+from mlm.evaluate.command import COMMANDS as EVALUATE
+from mlm.finetune.command import COMMANDS as FINETUNE
+from mlm.generate.command import COMMANDS as GENERATE
+from mlm.plan.command import COMMANDS as PLAN
+from mlm.pretrain.command import COMMANDS as PRETRAIN
 
-__all__ = ["COMMANDS", "Command", "resolve"]
+__all__ = ["COMMANDS", "SPECS", "Command", "resolve"]
 
-COMMANDS: tuple[Command, ...] = (*TRAINING, *MODELS, *FINETUNE, *CHECKPOINTS, *DATA)
+COMMANDS: tuple[Command, ...] = (
+    *PRETRAIN,
+    *CHECK,
+    *PLAN,
+    *EVALUATE,
+    *GENERATE,
+    *FINETUNE,
+    *CONVERT,
+    *CHECKPOINTS,
+    *CORPUS,
+)
+
+SPECS: dict[str, type] = {command.config: command.spec for command in COMMANDS}
+"""The primary config in configs/ of each command, and the dataclass it becomes."""

@@ -27,8 +27,8 @@ from mlm.cli.hydra_app import call_hydra
 from mlm.cli.overrides import command_groups
 from mlm.cli.saved_run import take_file, take_resume
 from mlm.cli.tasks import takes_task, task_names
-from mlm.errors import UserError
 from mlm.config.tree import leaves
+from mlm.errors import UserError
 
 ACTIONS = ("install", "uninstall", "query")
 WHERE = (*CONFIG_DIR_FLAGS, *CONFIG_PATH_FLAGS, *CONFIG_NAME_FLAGS)

@@ -1,7 +1,7 @@
 """YAML of a folder that is not ours (--config-dir): a second look at what Hydra is about to compose.
 
 Who types --config-dir trusts the folder: Hydra composes it. (A run's own config.yaml is never composed:
-mlm/config/saved.py.) Still, an experiment is easily copied unread. Hydra calls whatever the `_target_` of
+mlm/cli/saved.py.) Still, an experiment is easily copied unread. Hydra calls whatever the `_target_` of
 a callback, launcher or sweeper names and whatever logging handlers name, and sets environment variables;
 aliases of YAML can unfold to any size. So before Hydra runs, its own part of the config is composed with and
 without the folder: where something could be called, it must be what mlm ships, Hydra's default, or typed.

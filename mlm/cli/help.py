@@ -7,14 +7,14 @@ from dataclasses import replace
 
 from mlm.cli.choices import choice_rows
 from mlm.cli.commands import COMMANDS, Command
+from mlm.cli.compose import compose_values
 from mlm.cli.overrides import command_groups
 from mlm.cli.tasks import takes_task, task_names, task_summaries
 from mlm.config.build import describe_type, show
-from mlm.config.compose import compose_values
-from mlm.errors import UserError
 from mlm.config.ranges import BOUNDS
 from mlm.config.suggest import did_you_mean
 from mlm.config.tree import MISSING_VALUE, Leaf, flatten, leaves
+from mlm.errors import UserError
 
 USAGE = "mlm COMMAND [TASK] [key=value …]"
 SPELLINGS = "key=value, --key=value and --key value mean the same. Values you type win over every group."

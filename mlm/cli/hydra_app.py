@@ -15,14 +15,14 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from mlm.cli.commands import Command
+from mlm.cli.compose import register_defaults
 from mlm.cli.foreign_yaml import check_foreign_yaml
 from mlm.cli.overrides import Prepared
 from mlm.cli.run import Job, report, run, show
-from mlm.config.compose import register_defaults
-from mlm.errors import ConfigError
+from mlm.cli.saved import Saved, unset_config
 from mlm.config.paths import CONFIG_DIR
-from mlm.config.saved import Saved, unset_config
 from mlm.config.suggest import did_you_mean
+from mlm.errors import ConfigError
 
 
 class JobFailedError(Exception):

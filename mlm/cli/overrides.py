@@ -23,9 +23,9 @@ from mlm.cli.commands import Command
 from mlm.config.build import concerns, describe_type, nearest_key, show, unknown_key
 from mlm.config.neighbours import FLAGS, KEYS
 from mlm.config.paths import CONFIG_DIR, groups
-from mlm.config.schema import PretrainConfig
 from mlm.config.suggest import nearest, nearest_choice
 from mlm.config.tree import MISSING_VALUE, leaves, sections
+from mlm.train.config import PretrainConfig
 
 MOST_LISTED = 16  # choices that one line names
 QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)

@@ -13,13 +13,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mlm.cli.commands import Command, resolve
+from mlm.cli.compose import resolved
 from mlm.cli.overrides import Prepared
+from mlm.cli.saved import Saved
 from mlm.config.build import build
-from mlm.config.compose import resolved
-from mlm.errors import ConfigError, UserError
 from mlm.config.path_errors import path_faults, streams_for
-from mlm.config.saved import Saved
 from mlm.config.tree import MISSING_VALUE
+from mlm.errors import ConfigError, UserError
 from mlm.files.ownership import STDOUT
 
 OK, FAILED, MISTAKE, INTERRUPTED = 0, 1, 2, 130

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from mlm.cli.arguments import CONFIG_DIR_FLAGS, CONFIG_NAME_FLAGS, CONFIG_PATH_FLAGS, MULTIRUN, Arguments
 from mlm.cli.commands import Command
+from mlm.cli.saved import CONFIG, CONFIG_NAMES, Saved, read_run, read_values
 from mlm.errors import UserError
-from mlm.config.saved import CONFIG, CONFIG_NAMES, Saved, read_run, read_values
 
 RESUME = "resume"
 SWEEPS = "hydra.mode="

@@ -13,11 +13,11 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
-from mlm.errors import ConfigError
+from mlm.config.fields import expanded, path_fault
 from mlm.config.neighbours import FLAGS
-from mlm.config.path_types import expanded, path_fault
 from mlm.config.suggest import nearest
 from mlm.config.tree import HOISTED, MISSING_VALUE, Leaf, flatten, leaves, sections
+from mlm.errors import ConfigError
 from mlm.files.atomic import digest_bytes
 
 T = TypeVar("T")

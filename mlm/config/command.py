@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from mlm.config.compose import SPECS
-
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
@@ -18,7 +16,9 @@ class Command:
     words: tuple[str, ...]
     """As typed: ("eval", "loss")."""
     config: str
-    """Name of its primary config in configs/, and of its dataclass in SPECS."""
+    """Name of its primary config in configs/."""
+    spec: type
+    """The dataclass that its config becomes."""
     target: str
     """module:function that does the work."""
     check: Callable[..., list[str]] | None = None
@@ -56,11 +56,6 @@ class Command:
     def usage(self) -> str:
         """With the words that are its keys' values: `ckpt inspect CKPT`."""
         return " ".join([self.name, *map(str.upper, self.positional)])
-
-    @property
-    def spec(self) -> type:
-        """The dataclass its config becomes."""
-        return SPECS[self.config]
 
 
 def resolve(target: str) -> Any:

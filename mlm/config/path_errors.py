@@ -8,7 +8,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from mlm.config.path_types import Role, split_weight
+from mlm.config.fields import Role, split_weight
 from mlm.config.tree import HOISTED, leaves
 from mlm.files.ownership import STDOUT, described, kind_of_folder, rejected_place
 from mlm.files.results import result_faults, results_alone_on_stdout

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from mlm.config.build import show
@@ -113,3 +113,8 @@ def out_of_range(values: dict[str, Any]) -> dict[str, str]:
         elif bound and any(isinstance(number, int) and number > _limit(key) for number in numbers):
             faults[key] = f"{key}={show(value)} must be at most {MOST}"
     return faults
+
+
+def check_numbers(config: Any) -> list[str]:
+    """Numbers out of their bounds."""
+    return list(out_of_range(asdict(config)).values())

@@ -11,7 +11,7 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, get_type_hints
 
-from mlm.config.path_types import Role, role_of
+from mlm.config.fields import Role, role_of
 
 HOISTED = "parallel"  # the section whose fields are top-level keys
 MISSING_VALUE = "???"  # how OmegaConf writes a value that must be given

@@ -1,10 +1,9 @@
-"""What `mlm import` and `mlm export` are told: see schema.py."""
+"""Settings of `mlm reshard`, `mlm import` and `mlm export`."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mlm.models.config import Forbid
-from mlm.config.path_types import InputPath, OutFolder
+from mlm.config.fields import Forbid, InputPath, OutFolder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,3 +56,23 @@ class ImportMegatronConfig:
     tokenizer: InputPath | None = None
     """tokenizer.json, or a folder with it, vocab.json and merges.txt, or vocab.txt, to put beside the
     checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReshardConfig:
+    """The run spec of `mlm reshard`: write a checkpoint again as another layout would."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    ckpt: InputPath
+    """Checkpoint (step-…) or run directory (its latest checkpoint) to read."""
+    out: OutFolder
+    """Run directory to write: out/checkpoints/step-… and the tokenizer."""
+    tp: int = 1
+    """Tensor-parallel size, t: every stage becomes t files."""
+    pp: int = 1
+    """Pipeline-parallel size, p."""
+    vp: int = 1
+    """Virtual stages (chunks) per pipeline rank, v."""
+    weights_only: bool = False
+    """Leave the optimizer's moments out: a third of the size, to start runs from or to give away."""

@@ -14,26 +14,26 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from mlm.checkpoint.native.compare import Reader
-from mlm.checkpoint.native.format import JSON, RESTORE, Manifest, read_manifest
 from mlm.checkpoint.huggingface.config import Family, family_for
 from mlm.checkpoint.huggingface.content import Ids
 from mlm.checkpoint.huggingface.folder import CONFIG, INDEX, WEIGHTS
 from mlm.checkpoint.huggingface.names import Place
-from mlm.checkpoint.native.slices import Rectangle
+from mlm.checkpoint.native.compare import Reader
+from mlm.checkpoint.native.format import JSON, RESTORE, Manifest, read_manifest
 from mlm.checkpoint.native.save_load import resolve
 from mlm.checkpoint.native.shard_file import Form, write_stream
+from mlm.checkpoint.native.slices import Rectangle
 from mlm.checkpoint.native.verify import shard_bytes, verify_checkpoint
 from mlm.convert.config import ExportHFConfig
-from mlm.errors import ConfigError, CorruptFileError, UserError
-from mlm.models.config import ModelConfig
+from mlm.convert.hf_verify import NOT_COMPARED, Agreement, compare_logits, extra_faults
 from mlm.data.tokenizer import UNK, Tokenizer
+from mlm.errors import ConfigError, CorruptFileError, UserError
 from mlm.files.atomic import write_atomic
 from mlm.finetune.best import STATE
-from mlm.convert.hf_verify import NOT_COMPARED, Agreement, compare_logits, extra_faults
-from mlm.train.run_folder import GB, new_folder, out_faults
 from mlm.inference.trained import check_stored, load_tokenizer, run_directory, trained_config
+from mlm.models.config import ModelConfig
 from mlm.terminal import Advance, byte_progress
+from mlm.train.run_folder import GB, new_folder, out_faults
 
 SAFETENSORS_FOR = {"format": "pt"}
 """`__metadata__` without which transformers refuses a file."""

@@ -9,16 +9,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mlm.models.config import ModelConfig
-from mlm.config.schema import ParallelConfig, PrecisionConfig
+from mlm.inference.trained import load_trained
 from mlm.models.backbone import Inputs
 from mlm.models.build import Model
+from mlm.models.config import ModelConfig
 from mlm.models.documents import without_padding
 from mlm.models.gpt2.model import GPT2
+from mlm.optim.config import PrecisionConfig
 from mlm.parallel.collectives import gather_rows
+from mlm.parallel.config import ParallelConfig
 from mlm.parallel.cross_entropy import full_logits
 from mlm.parallel.mesh import ParallelContext, shape_context
-from mlm.inference.trained import load_trained
 
 BATCH, LENGTH = 2, 64
 SEED = 0

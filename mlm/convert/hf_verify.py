@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mlm.checkpoint.huggingface.folder import HFModel, read_model
-from mlm.errors import CheckFailedError, UserError
 from mlm.convert.hf_probe import Outputs, Probe, our_outputs
+from mlm.errors import CheckFailedError, UserError
 from mlm.inference.hf_source import EXTRA
 
 TOLERANCE = 1e-4

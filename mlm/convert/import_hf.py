@@ -10,17 +10,17 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from mlm.checkpoint.native.format import JSON
 from mlm.checkpoint.huggingface.folder import AGAIN, TOKENIZER, HFModel, find_file, read_model
 from mlm.checkpoint.huggingface.tensors import HFTensors
+from mlm.checkpoint.native.format import JSON
 from mlm.convert.config import ImportHFConfig
-from mlm.errors import ConfigError, CorruptFileError, UserError
+from mlm.convert.hf_verify import NOT_COMPARED, Agreement, compare_logits, extra_faults
 from mlm.data.files_present import HUB_NAME
 from mlm.data.tokenizer import Tokenizer
+from mlm.errors import ConfigError, CorruptFileError, UserError
 from mlm.inference.hf_source import commit_of, fetch
-from mlm.convert.hf_verify import NOT_COMPARED, Agreement, compare_logits, extra_faults
-from mlm.train.run_folder import out_faults, parameters, write_imported
 from mlm.terminal import byte_progress
+from mlm.train.run_folder import out_faults, parameters, write_imported
 
 
 def preflight(config: ImportHFConfig) -> list[str]:

@@ -5,15 +5,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from mlm.checkpoint.native.format import JSON
-from mlm.checkpoint.megatron.merge import MegatronModel, open_checkpoint
 from mlm.checkpoint.megatron.files import RankFiles, check_records, find_files, is_zip, unreadable
+from mlm.checkpoint.megatron.merge import MegatronModel, open_checkpoint
+from mlm.checkpoint.native.format import JSON
 from mlm.convert.config import ImportMegatronConfig
-from mlm.errors import UserError
 from mlm.data.tokenizer import Tokenizer
+from mlm.errors import UserError
 from mlm.files.atomic import digest_file
-from mlm.train.run_folder import out_faults, parameters, write_imported
 from mlm.terminal import byte_progress
+from mlm.train.run_folder import out_faults, parameters, write_imported
 
 
 def preflight(config: ImportMegatronConfig) -> list[str]:

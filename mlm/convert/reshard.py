@@ -17,27 +17,28 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from mlm.files.bounded import read_bounded
 from mlm.checkpoint.native.compare import Reader
 from mlm.checkpoint.native.folders import staging_path
 from mlm.checkpoint.native.format import JSON, RESTORE, CheckpointError, Manifest
 from mlm.checkpoint.native.lineage import LINEAGE
-from mlm.files.lock import sole_writer
-from mlm.checkpoint.native.slices import Rectangle
 from mlm.checkpoint.native.save_load import read_manifest, resolve
 from mlm.checkpoint.native.shard_file import read_header
+from mlm.checkpoint.native.slices import Rectangle
 from mlm.checkpoint.native.stream import GlobalTensor, derived_id, published, write_streamed
 from mlm.checkpoint.native.tokenizer_digest import check_beside
-from mlm.checkpoints.config import ReshardConfig
-from mlm.errors import ConfigError, CorruptFileError, UserError, writing_to
-from mlm.config.schema import ParallelConfig, PretrainConfig
+from mlm.convert.config import ReshardConfig
 from mlm.data.tokenizer import MAX_BYTES
+from mlm.errors import ConfigError, CorruptFileError, UserError, writing_to
 from mlm.files.atomic import digest_file, write_atomic
-from mlm.models.stage import split_layers
+from mlm.files.bounded import read_bounded
+from mlm.files.lock import sole_writer
 from mlm.files.ownership import claim_faults, claim_folder
-from mlm.train.run_folder import check_space
 from mlm.inference.trained import run_directory, split_faults, trained_config
+from mlm.models.stage import split_layers
+from mlm.parallel.config import ParallelConfig
 from mlm.terminal import Advance, byte_progress, size
+from mlm.train.config import PretrainConfig
+from mlm.train.run_folder import check_space
 from mlm.train.state import CHECKPOINTS
 
 TOKENIZER = "tokenizer.json"

@@ -11,20 +11,20 @@ from typing import Any
 from rich.console import Console
 
 from mlm.config.build import to_dict
-from mlm.corpus.sections import FilterConfig
 from mlm.corpus.config import DataBuildConfig
-from mlm.errors import UserError
 from mlm.corpus.decontaminate.benchmarks import read_benchmarks, save_benchmarks
 from mlm.corpus.read.inputs import digests_of, with_digests, write_inputs
+from mlm.corpus.read.one_text import parts_of_text
+from mlm.corpus.read.shards import Found, cut, find_all, group
+from mlm.corpus.sections import FilterConfig
 from mlm.corpus.stages.local import run_stages
 from mlm.corpus.stages.merge import move, publish
-from mlm.corpus.read.one_text import parts_of_text
 from mlm.corpus.stages.plan import EVALUATION, TOKENIZER, Plan, shard_bytes
 from mlm.corpus.stages.report import outcome, refuse_empty_parts, summary, warn, write_rejected
-from mlm.corpus.read.shards import Found, cut, find_all, group
 from mlm.data.parts import parse_split
 from mlm.data.receipt import RECEIPT, Receipt, check_corpus, damaged_file, read_receipt, write_receipt
 from mlm.data.tokenizer import Tokenizer
+from mlm.errors import UserError
 from mlm.files.atomic import digest_file, open_lock, write_atomic
 from mlm.files.ownership import claim_faults, claim_folder, delete_owned
 

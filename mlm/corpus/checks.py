@@ -3,9 +3,9 @@
 from typing import Any
 
 from mlm.config.build import to_dict
-from mlm.corpus.config import DataBuildConfig
 from mlm.config.ranges import out_of_range
 from mlm.config.tree import flatten
+from mlm.corpus.config import DataBuildConfig
 
 MAX_BANDS = 1024  # a task and a column of keys each
 

@@ -1,12 +1,14 @@
-"""The commands that make corpora: see command.py."""
+"""The commands `mlm data …`, which make corpora."""
 
 from mlm.config.command import Command
 from mlm.corpus.checks import check_build
+from mlm.corpus.config import DataBuildConfig, DataInspectConfig, DataTokenizerConfig, DataVerifyConfig
 
-DATA = (
+COMMANDS = (
     Command(
         words=("data", "tokenizer"),
         config="data_tokenizer",
+        spec=DataTokenizerConfig,
         target="mlm.corpus.train_tokenizer:run_tokenizer",
         preflight="mlm.corpus.train_tokenizer:preflight",
         summary="train a tokenizer on text (byte-level BPE, WordPiece), or take one over",
@@ -26,6 +28,7 @@ DATA = (
     Command(
         words=("data", "build"),
         config="data_build",
+        spec=DataBuildConfig,
         target="mlm.corpus.build:run_build",
         local_check=check_build,
         preflight="mlm.corpus.build:preflight",
@@ -66,6 +69,7 @@ DATA = (
     Command(
         words=("data", "inspect"),
         config="data_inspect",
+        spec=DataInspectConfig,
         target="mlm.corpus.inspect:run_inspect",
         summary="show what a corpus holds: documents, tokens, lengths, decoded samples",
         about=(
@@ -85,6 +89,7 @@ DATA = (
     Command(
         words=("data", "verify"),
         config="data_verify",
+        spec=DataVerifyConfig,
         target="mlm.corpus.verify:run_verify",
         summary="find truncation, bad pointers and token ids out of range in a corpus",
         about=(

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from mlm.config.fields import Forbid, InputPath, OutFolder, OutPlace, ResultFile
 from mlm.corpus.sections import (
     DecontaminateConfig,
     DedupConfig,
@@ -10,8 +11,6 @@ from mlm.corpus.sections import (
     FilterConfig,
     NormaliseConfig,
 )
-from mlm.models.config import Forbid
-from mlm.config.path_types import InputPath, OutFolder, OutPlace, ResultFile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from mlm.corpus.config import DataInspectConfig
-from mlm.errors import CorruptFileError, UserError
 from mlm.data.corpus_files import corpora_at, eod_of, origins_of, size_of, tokenizer_beside, write_result
 from mlm.data.indexed import REBUILD, IndexedDataset, bin_path, idx_path
 from mlm.data.indexed_format import CHUNK, VERSION, Index
 from mlm.data.receipt import Receipt, read_receipt
 from mlm.data.tokenizer import Tokenizer
+from mlm.errors import CorruptFileError, UserError
 from mlm.files.results import named
 from mlm.terminal import add_row, byte_progress, console, plain, size, table
 

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from mlm.models.config import Forbid
-from mlm.config.path_types import InputPath
+from mlm.config.fields import Forbid, InputPath
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

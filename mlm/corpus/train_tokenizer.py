@@ -8,10 +8,10 @@ from rich.console import Console
 from tokenizers import models, pre_tokenizers, trainers
 
 from mlm.corpus.config import DataBuildConfig, DataTokenizerConfig
-from mlm.errors import UserError
 from mlm.corpus.read.read import Rejected, read_shard
 from mlm.corpus.read.shards import cut, find_inputs, kind_of
 from mlm.data.tokenizer import BERT_SPECIAL, CONTINUES, EOD, FILES, UNK, Tokenizer, byte_level, word_piece
+from mlm.errors import UserError
 from mlm.files.results import is_stream, result_faults, write_result
 from mlm.terminal import byte_progress
 

@@ -14,7 +14,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from mlm.corpus.config import DataVerifyConfig
-from mlm.errors import CheckFailedError, CorruptFileError, UserError
 from mlm.data.corpus_files import (
     MARKER,
     TOKENIZER,
@@ -27,6 +26,7 @@ from mlm.data.corpus_files import (
 from mlm.data.indexed import bin_path, idx_path
 from mlm.data.indexed_format import CHUNK, REBUILD, Index
 from mlm.data.receipt import RECEIPT, Receipt, read_receipt
+from mlm.errors import CheckFailedError, CorruptFileError, UserError
 from mlm.files.atomic import digest_file, digest_name
 from mlm.files.results import named
 from mlm.terminal import Advance, add_row, byte_progress, console, plain, table

@@ -28,8 +28,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mlm.models.bert.samples import BERTDataset, BERTSamples
 from mlm.data.gpt import GPTDataset
+from mlm.models.bert.samples import BERTDataset, BERTSamples
 
 MAX_SAMPLES = 1 << 50
 GAP = 1024  # sample numbers further apart than this are looked up on their own

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlm.data.config import DataConfig
 from mlm.data.files_present import WRITE_ONE, absent
-from mlm.config.schema import DataConfig
 
 MAX_SOURCES = 1000
 MIN_SHARE = 1e-12

@@ -14,8 +14,8 @@ from typing import Any
 
 import xxhash
 
-from mlm.data.blend_checks import MAX_SOURCES
 from mlm.data.blend import MAX_SAMPLES, taken
+from mlm.data.blend_checks import MAX_SOURCES
 
 MAX_SEGMENTS = 1000
 MAX_TEXT = 4096  # letters of a name or path

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import mlm
-from mlm.files import results as result_files
-from mlm.errors import UserError
 from mlm.data.indexed import bin_path, idx_path
 from mlm.data.parts import SPLITS
 from mlm.data.receipt import Receipt, read_receipt
 from mlm.data.tokenizer import Tokenizer
+from mlm.errors import UserError
+from mlm.files import results as result_files
 
 TOKENIZER = "tokenizer.json"
 ORIGINS = ".origins"  # ends the prefix of a file that says where documents came from

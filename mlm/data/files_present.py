@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from mlm.config.schema import DataConfig
+from mlm.data.config import DataConfig
 
 HUB = "hub:"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")

@@ -21,11 +21,11 @@ import numpy as np
 import xxhash
 from numpy.typing import ArrayLike, NDArray
 
-from mlm.errors import UserError
 from mlm.data.indexed import IndexedDataset
-from mlm.files.one_builder import one_builder
 from mlm.data.vectors import coarse, copy_runs, first_above, stable_argsort
+from mlm.errors import UserError
 from mlm.files.atomic import digest_bytes, write_atomic
+from mlm.files.one_builder import one_builder
 
 IGNORED = -100
 """Label of a position that is not scored."""

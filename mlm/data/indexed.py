@@ -12,7 +12,6 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from mlm.errors import CorruptFileError, UserError
 from mlm.data.indexed_format import (
     DTYPES,
     HEADER,
@@ -27,6 +26,7 @@ from mlm.data.indexed_format import (
     idx_path,
     token_dtype,
 )
+from mlm.errors import CorruptFileError, UserError
 from mlm.files.atomic import copy_bytes, digest_file, fsync_directory, sync
 
 __all__ = [

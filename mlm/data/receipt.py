@@ -6,11 +6,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from mlm.files.bounded import parse_json, read_bounded
-from mlm.errors import CorruptFileError, UserError
 from mlm.data.gpt import too_short, windows_per_epoch
 from mlm.data.indexed import REBUILD, IndexedDataset, bin_path
+from mlm.errors import CorruptFileError, UserError
 from mlm.files.atomic import WHOLE, digest_file, sampled_digest, write_atomic
+from mlm.files.bounded import parse_json, read_bounded
 
 RECEIPT = "corpus.json"
 REJECTED = "rejected.jsonl"

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from mlm.models.bert.samples import BERTSamples
 from mlm.data.gpt import IGNORED
+from mlm.models.bert.samples import BERTSamples
 
 Samples = NDArray[np.int64] | BERTSamples
 """What a dataset gathers: GPT's samples, int64 [n, S + 1], IGNORED where there is no token; or BERT's."""

@@ -3,8 +3,8 @@
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mlm.models.bert.samples import BERTSamples
 from mlm.data.gpt import IGNORED
+from mlm.models.bert.samples import BERTSamples
 
 MASKED, SHORT = 0.15, 0.1
 """BERT: share of tokens that are to be predicted, and of samples shorter than seq_length."""

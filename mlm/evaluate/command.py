@@ -1,17 +1,19 @@
-"""The commands that use a trained model: see command.py."""
+"""The commands `mlm eval loss`, `wikitext103`, `lambada` and `all`."""
 
 from mlm.config.command import Command
-from mlm.config.checks import check_eval_loss, check_generate, check_zero_shot
+from mlm.evaluate.checks import check_eval_loss, check_zero_shot
+from mlm.evaluate.config import EvalAllConfig, EvalLambadaConfig, EvalLossConfig, EvalWikitext103Config
 
 ZERO_SHOT_KEYS = (
     *("out", "samples", "batch_size", "seq_length", "limit", "tokenizer", "force"),
     *("tp", "pp", "vp", "dp", "dist.device"),
 )
 
-MODELS = (
+COMMANDS = (
     Command(
         words=("eval", "loss"),
         config="eval_loss",
+        spec=EvalLossConfig,
         target="mlm.evaluate.loss:run",
         check=check_eval_loss,
         preflight="mlm.evaluate.loss:preflight",
@@ -32,6 +34,7 @@ MODELS = (
     Command(
         words=("eval", "wikitext103"),
         config="eval_wikitext103",
+        spec=EvalWikitext103Config,
         target="mlm.evaluate.zero_shot.run:run",
         check=check_zero_shot,
         preflight="mlm.evaluate.zero_shot.run:preflight",
@@ -54,6 +57,7 @@ MODELS = (
     Command(
         words=("eval", "lambada"),
         config="eval_lambada",
+        spec=EvalLambadaConfig,
         target="mlm.evaluate.zero_shot.run:run",
         check=check_zero_shot,
         preflight="mlm.evaluate.zero_shot.run:preflight",
@@ -76,6 +80,7 @@ MODELS = (
     Command(
         words=("eval", "all"),
         config="eval_all",
+        spec=EvalAllConfig,
         target="mlm.evaluate.zero_shot.run:run",
         check=check_zero_shot,
         preflight="mlm.evaluate.zero_shot.run:preflight",
@@ -92,36 +97,6 @@ MODELS = (
         keys=(
             *("ckpt", "data.wikitext103", "data.wikitext103_raw", "data.lambada", "data.lambada_standard"),
             *("overlapping_eval", *ZERO_SHOT_KEYS),
-        ),
-    ),
-    Command(
-        words=("generate",),
-        config="generate",
-        target="mlm.generate.run:run",
-        check=check_generate,
-        preflight="mlm.generate.run:preflight",
-        summary="continue texts with a checkpoint",
-        about=(
-            "Samples continuations of a prompt, or of a file of prompts, and prints them as they come. What "
-            "is drawn depends on the seed and the prompt's number alone, not on tp, pp or batch_size."
-        ),
-        examples=(
-            ("A passage", 'mlm generate ckpt=runs/shakespeare prompt="ROMEO:"'),
-            (
-                "The most probable continuation",
-                'mlm generate --ckpt runs/shakespeare --prompt "To be, or" --temperature 0',
-            ),
-            ("From standard input", "head -3 play.txt | mlm generate ckpt=runs/shakespeare prompt=-"),
-            (
-                "Four continuations of each line of a file, with GPT-2",
-                "mlm generate ckpt=openai-community/gpt2 prompts=prompts.txt num_samples=4 out=texts.jsonl",
-            ),
-        ),
-        keys=(
-            *("ckpt", "prompt", "prompts", "num_samples", "out", "max_new_tokens", "min_new_tokens"),
-            *("stop", "temperature", "top_k", "top_p", "repetition_penalty", "special_tokens", "seed"),
-            *("batch_size", "tokenizer"),
-            *("tp", "pp", "dist.device"),
         ),
     ),
 )

@@ -3,9 +3,10 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from mlm.models.config import Forbid
-from mlm.config.path_types import InputPath, ResultFile
-from mlm.config.schema import DistConfig, ParallelConfig, PrecisionConfig
+from mlm.config.fields import Forbid, InputPath, ResultFile
+from mlm.launch.config import DistConfig
+from mlm.optim.config import PrecisionConfig
+from mlm.parallel.config import ParallelConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,3 +103,52 @@ class EvalAllConfig(ZeroShotConfig):
     data: AllDataConfig = field(default_factory=AllDataConfig)
     overlapping_eval: int = 32
     """As of `mlm eval wikitext103`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalLossConfig:
+    """The run spec of `mlm eval loss`: mean loss of a checkpoint over an indexed corpus."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    ckpt: InputPath
+    """Checkpoint (step-…), run directory (its latest checkpoint), or Hugging Face folder or id (GPT-2)."""
+    out: ResultFile | None = None
+    """JSON file for the result; null means eval-loss-<corpus>.json in the run directory; for a Hugging Face
+    model, <model>-eval-loss-<corpus>.json in the working directory."""
+    batch_size: int = 8
+    """Samples per micro-batch on each rank. The score does not depend on it."""
+    seq_length: int | None = None
+    """Tokens per window; null takes the checkpoint's data.seq_length."""
+    path: InputPath | None = None
+    """Prefix of the .bin/.idx to score; null takes the validation set the checkpoint was trained with."""
+    tokenizer: InputPath | None = None
+    """tokenizer.json for bits per byte; null takes the one saved with the run."""
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    dist: DistConfig = field(default_factory=DistConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LmEvalConfig:
+    """What lm-eval's `--model mlm --model_args key=value,…` sets (mlm/evaluate/lm_eval/adapter.py)."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    ckpt: InputPath
+    """Checkpoint (step-…), run directory (its latest checkpoint), or Hugging Face folder or id (GPT-2)."""
+    tokenizer: InputPath | None = None
+    """tokenizer.json; null takes the one saved with the run."""
+    batch_size: int = 8
+    """Full-length texts per micro-batch on each rank. No score depends on it."""
+    max_length: int | None = None
+    """Tokens the model reads at the most; null means its max_positions."""
+    max_gen_toks: int = 256
+    """Tokens a text is continued by, where the task does not say."""
+    seed: int = 1234
+    """Of the sampling, for tasks that sample."""
+    socket: str = ""
+    """Where the ranks meet lm-eval; set by the adapter."""
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    dist: DistConfig = field(default_factory=DistConfig)

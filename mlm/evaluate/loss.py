@@ -25,19 +25,16 @@ from rich.table import Table
 
 import mlm
 from mlm.checkpoint.native.format import RESTORE
-from mlm.errors import CorruptFileError, UserError
-from mlm.config.path_types import split_weight
-from mlm.config.schema import DataConfig, PretrainConfig
-from mlm.config.task_schema import EvalLossConfig
-from mlm.models.bert.masking import BERTVocab
+from mlm.config.fields import split_weight
 from mlm.data.blend_history import trained_on
+from mlm.data.config import DataConfig
 from mlm.data.gpt import EvalWindows
 from mlm.data.indexed import IndexedDataset
 from mlm.data.receipt import RECEIPT, check_corpus, read_receipt
 from mlm.data.sampler import AnyBatch, Dataset, eval_batches
+from mlm.errors import CorruptFileError, UserError
+from mlm.evaluate.config import EvalLossConfig
 from mlm.files.atomic import digest_file
-from mlm.models.bert.model import PARTS
-from mlm.parallel.mesh import ParallelContext
 from mlm.files.results import is_stream, named, result_faults, write_result
 from mlm.inference.trained import (
     Trained,
@@ -49,8 +46,12 @@ from mlm.inference.trained import (
     predicts_fault,
     result_file,
 )
-from mlm.terminal import count_progress
 from mlm.models.bert.corpora import bert_windows
+from mlm.models.bert.masking import BERTVocab
+from mlm.models.bert.model import PARTS
+from mlm.parallel.mesh import ParallelContext
+from mlm.terminal import count_progress
+from mlm.train.config import PretrainConfig
 from mlm.train.corpora import validation_prefixes
 from mlm.train.objective import pretraining
 from mlm.train.pipelined import evaluate

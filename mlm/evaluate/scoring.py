@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mlm.errors import UserError
+from mlm.evaluate.kept_scores import KeptScores
+from mlm.inference.trained import Trained
 from mlm.models.gpt2.model import GPT2
 from mlm.parallel.collectives import all_reduce
 from mlm.parallel.mesh import ParallelContext
-from mlm.evaluate.kept_scores import KeptScores
-from mlm.inference.trained import Trained
 from mlm.train.pipelined import EVAL_ROUNDS, PipelinedModel
 
 CPU_TOKENS = 2048

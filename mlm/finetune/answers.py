@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mlm.finetune.task_config import TaskConfig
 from mlm.finetune.making import Example
 from mlm.finetune.parsing import Row
 from mlm.finetune.spans import Window
+from mlm.finetune.task_config import TaskConfig
 
 Output = NDArray[np.float32]
 """Of one example: [labels], [1], [options], or [n, 2] scores of n tokens to begin and end the answer."""

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mlm.data.splitmix import Bits, draw, root
-from mlm.parallel.cross_entropy import IGNORE
 from mlm.finetune.examples import Example
+from mlm.parallel.cross_entropy import IGNORE
 
 Ids = NDArray[np.int64]
 

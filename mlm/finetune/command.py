@@ -1,12 +1,14 @@
-"""The commands of tasks that a model is finetuned on: see command.py."""
+"""The commands `mlm finetune` and `mlm eval TASK`."""
 
 from mlm.config.command import Command
-from mlm.config.checks import check_eval_task, check_finetune
+from mlm.finetune.checks import check_eval_task, check_finetune
+from mlm.finetune.config import EvalTaskConfig, FinetuneConfig
 
-FINETUNE = (
+COMMANDS = (
     Command(
         words=("finetune",),
         config="finetune",
+        spec=FinetuneConfig,
         target="mlm.finetune.run:run",
         check=check_finetune,
         preflight="mlm.finetune.run:preflight",
@@ -48,6 +50,7 @@ FINETUNE = (
     Command(
         words=("eval",),
         config="eval_task",
+        spec=EvalTaskConfig,
         target="mlm.finetune.evaluate:run",
         check=check_eval_task,
         preflight="mlm.finetune.evaluate:preflight",

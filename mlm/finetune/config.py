@@ -3,16 +3,12 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from mlm.config.fields import Forbid, InputPath, OutFolder, ResultFile
 from mlm.finetune.task_config import TaskConfig
-from mlm.models.config import Forbid
-from mlm.config.path_types import InputPath, OutFolder, ResultFile
-from mlm.config.schema import (
-    DistConfig,
-    LogConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PrecisionConfig,
-)
+from mlm.launch.config import DistConfig
+from mlm.optim.config import OptimizerConfig, PrecisionConfig
+from mlm.parallel.config import ParallelConfig
+from mlm.report.config import LogConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

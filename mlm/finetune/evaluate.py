@@ -16,14 +16,12 @@ import torch
 import mlm
 from mlm.checkpoint.native.save_load import read_manifest
 from mlm.config.build import show, to_dict
-from mlm.finetune.task_config import TaskConfig
-from mlm.errors import ConfigError, UserError
-from mlm.finetune.config import EvalTaskConfig
 from mlm.data.receipt import version_of
+from mlm.errors import ConfigError, UserError
 from mlm.files.ownership import claim_faults
-from mlm.parallel.mesh import ParallelContext
 from mlm.files.results import is_stream, named, result_faults, write_result
 from mlm.finetune.best import DATA_PATH, STATE, best_of
+from mlm.finetune.config import EvalTaskConfig
 from mlm.finetune.kinds import KINDS
 from mlm.finetune.material import Start, check_texts, evaluation_of, start_of
 from mlm.finetune.metrics import best_threshold, check_installed
@@ -32,7 +30,9 @@ from mlm.finetune.outputs import dealing_of
 from mlm.finetune.rows import read_split
 from mlm.finetune.scoring import Scored, score_split
 from mlm.finetune.submission import files_of
+from mlm.finetune.task_config import TaskConfig
 from mlm.inference.trained import Trained, checkpoint_faults, is_model_folder, load_trained, result_file
+from mlm.parallel.mesh import ParallelContext
 from mlm.terminal import add_row, console, plain, table
 
 READ_ALIKE = ("kind", "labels", "max_length", "question_length", "doc_stride")

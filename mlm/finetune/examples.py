@@ -4,12 +4,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
 
-from mlm.finetune.task_config import TaskConfig
-from mlm.errors import UserError
 from mlm.data.tokenizer import Tokenizer
+from mlm.errors import UserError
 from mlm.finetune.kinds import KINDS
 from mlm.finetune.making import Example
 from mlm.finetune.rows import Split
+from mlm.finetune.task_config import TaskConfig
 from mlm.finetune.tokens import ModelKind, Text, frame
 
 __all__ = ["Example", "Examples", "Text", "make_examples"]

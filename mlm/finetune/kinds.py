@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mlm.finetune.task_config import TaskConfig
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.answers import (
     Output,
@@ -17,6 +16,7 @@ from mlm.finetune.answers import (
 from mlm.finetune.making import Example, Made, make_choices, make_pairs
 from mlm.finetune.parsing import Row, parse_choice, parse_classification, parse_regression, parse_span
 from mlm.finetune.spans import make_windows
+from mlm.finetune.task_config import TaskConfig
 from mlm.finetune.tokens import Frame
 
 

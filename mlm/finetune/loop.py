@@ -4,20 +4,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.batches import Dealing, Order, TaskBatch
 from mlm.finetune.best import STATE, Progress, Scores, keep_bests, save_best
+from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.examples import Example
 from mlm.finetune.material import Evaluation
 from mlm.finetune.objective import Finetuning
 from mlm.finetune.outputs import evaluate
+from mlm.launch.stop import StopRequest
+from mlm.report.metrics import Reporter
+from mlm.report.throughput import Throughput
 from mlm.train.diagnose import refuse_exhausted
 from mlm.train.loop import is_due, step_metrics
 from mlm.train.memory import give_back
-from mlm.report.metrics import Reporter
 from mlm.train.saver import Saver
-from mlm.launch.stop import StopRequest
-from mlm.report.throughput import Throughput
 from mlm.train.trainer import StepOutcome, StopVote, Trainer
 
 GIVE_BACK_EVERY = 20

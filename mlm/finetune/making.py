@@ -4,9 +4,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mlm.finetune.task_config import TaskConfig
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.parsing import Row
+from mlm.finetune.task_config import TaskConfig
 from mlm.finetune.tokens import Frame, Text, cut_longest, encode
 
 Made = tuple[list["Example"], bool]

@@ -6,21 +6,21 @@ from typing import Any
 
 from mlm.checkpoint.native.format import canonical
 from mlm.checkpoint.native.save_load import load_checkpoint, read_manifest
-from mlm.finetune.task_config import TaskConfig
-from mlm.errors import UserError
-from mlm.finetune.config import EvalTaskConfig, FinetuneConfig
-from mlm.models.config import ModelConfig
 from mlm.data.tokenizer import Tokenizer
+from mlm.errors import UserError
 from mlm.files.atomic import digest_bytes
-from mlm.parallel.mesh import ParallelContext
-from mlm.parallel.sharding import ParameterShard
 from mlm.finetune.batches import chosen_rows
 from mlm.finetune.best import best_of
+from mlm.finetune.config import EvalTaskConfig, FinetuneConfig
 from mlm.finetune.examples import Examples, make_examples
 from mlm.finetune.kinds import KINDS
 from mlm.finetune.rows import Split, read_split
+from mlm.finetune.task_config import TaskConfig
 from mlm.inference.hf_source import load_model_folder, open_tensors
 from mlm.inference.trained import Named, is_model_folder, load_tokenizer, named_checkpoint, vocabulary_fault
+from mlm.models.config import ModelConfig
+from mlm.parallel.mesh import ParallelContext
+from mlm.parallel.sharding import ParameterShard
 from mlm.train.state import model_shards
 
 BEHIND = ("model.mlm_head.", "model.sop_head.", "model.classifier.", "model.pooler.")

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mlm.finetune.task_config import TaskConfig
 from mlm.extras import load_extra
 from mlm.finetune.answers import Prediction
 from mlm.finetune.parsing import Answer, Row
 from mlm.finetune.rows import Split
+from mlm.finetune.task_config import TaskConfig
 
 Values = NDArray[Any]
 EXTRA = "finetune"

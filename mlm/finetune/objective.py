@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mlm.finetune.batches import TaskBatch
 from mlm.models.backbone import Inputs, Transformer
 from mlm.models.documents import without_padding
 from mlm.parallel.cross_entropy import IGNORE, wide
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.random import DropoutStream
-from mlm.finetune.batches import TaskBatch
 
 
 def label_loss(outputs: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:

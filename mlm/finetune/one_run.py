@@ -12,14 +12,12 @@ from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.save_load import CheckpointError, read_manifest, resolve
 from mlm.checkpoint.native.tokenizer_digest import KEY as TOKENIZER
 from mlm.config.build import config_digest
+from mlm.data.config import DataConfig
 from mlm.errors import writing_to
-from mlm.finetune.config import FinetuneConfig
-from mlm.config.schema import CheckpointConfig, DataConfig, PretrainConfig, ScheduleConfig, TrainConfig
 from mlm.files.atomic import write_atomic
-from mlm.optim.precision import DTYPES
-from mlm.parallel.mesh import ParallelContext
 from mlm.finetune.batches import Order
 from mlm.finetune.best import DATA_PATH, STATE, Progress, best_folder, go_back_to
+from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.loop import Loop
 from mlm.finetune.material import Evaluation, Start, load_body
 from mlm.finetune.objective import Finetuning
@@ -27,16 +25,20 @@ from mlm.finetune.outputs import dealing_of
 from mlm.finetune.results import Result, composed_yaml, header, write_result
 from mlm.finetune.scoring import score_split
 from mlm.finetune.settings import Settings
+from mlm.launch.stop import StopRequest
+from mlm.optim.config import ScheduleConfig
+from mlm.optim.precision import DTYPES
+from mlm.parallel.mesh import ParallelContext
 from mlm.report.curves import plot_losses
-from mlm.train.memory import out_of_memory_is_said
 from mlm.report.metrics import Reporter
 from mlm.report.peak import peak_flops
+from mlm.report.throughput import Throughput
+from mlm.train.config import CheckpointConfig, PretrainConfig, TrainConfig
+from mlm.train.memory import out_of_memory_is_said
 from mlm.train.resume import claim, resume
 from mlm.train.run_tokenizer import digest_of
 from mlm.train.saver import Saver
 from mlm.train.state import load_weights
-from mlm.launch.stop import StopRequest
-from mlm.report.throughput import Throughput
 from mlm.train.trainer import Trainer
 
 CONFIG = "config.yaml"

@@ -6,10 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mlm.finetune.task_config import TaskConfig
 from mlm.errors import UserError
-from mlm.models.backbone import Transformer
-from mlm.parallel.collectives import all_reduce
 from mlm.finetune.answers import Output, Prediction
 from mlm.finetune.batches import Dealing, TaskBatch
 from mlm.finetune.examples import Example
@@ -17,6 +14,9 @@ from mlm.finetune.material import Evaluation
 from mlm.finetune.metrics import score
 from mlm.finetune.objective import Finetuning
 from mlm.finetune.predictions import predict
+from mlm.finetune.task_config import TaskConfig
+from mlm.models.backbone import Transformer
+from mlm.parallel.collectives import all_reduce
 from mlm.terminal import count_progress
 from mlm.train.pipelined import PipelinedModel
 

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from itertools import groupby
 
-from mlm.finetune.task_config import TaskConfig
 from mlm.finetune.answers import Candidate, Output, Prediction
 from mlm.finetune.examples import Examples
 from mlm.finetune.kinds import KINDS
 from mlm.finetune.rows import Split
+from mlm.finetune.task_config import TaskConfig
 
 __all__ = ["Candidate", "Output", "Prediction", "predict"]
 

@@ -11,18 +11,18 @@ import torch
 from omegaconf import OmegaConf
 
 import mlm
-from mlm.files.bounded import parse_json
 from mlm.config.build import config_digest, from_dict, to_dict
 from mlm.errors import UserError, writing_to
-from mlm.finetune.config import FinetuneConfig
 from mlm.files.atomic import write_atomic
+from mlm.files.bounded import parse_json
 from mlm.files.ownership import claim_folder
 from mlm.finetune.best import Progress, Scores, best_folder, best_of, first_metric
+from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.material import Start
 from mlm.finetune.scoring import Scored
 from mlm.inference.trained import is_model_folder
-from mlm.terminal import add_row, console, plain, table
 from mlm.pretrain.run import layout
+from mlm.terminal import add_row, console, plain, table
 from mlm.train.trainer import Trainer
 
 RESULT = "result.json"
@@ -165,7 +165,7 @@ def medians_of(found: Sequence[Scores]) -> Scores:
 
 
 def composed_yaml(config: FinetuneConfig) -> str:
-    """The configuration as `resume={out}` reads it back (mlm/config/saved.py)."""
+    """The configuration as `resume={out}` reads it back (mlm/cli/saved.py)."""
     values = to_dict(config)
     values.update(values.pop("parallel"))
     return OmegaConf.to_yaml({"defaults": ["hydra_quiet", "finetune_defaults", "_self_"], **values})

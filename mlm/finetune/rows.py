@@ -8,12 +8,12 @@ from itertools import islice
 
 import xxhash
 
-from mlm.finetune.task_config import TaskConfig
 from mlm.errors import UserError
 from mlm.files.atomic import digest_name
 from mlm.finetune.kinds import KINDS
 from mlm.finetune.parsing import MissingColumnError, Row, RowError, identity_of, shown
 from mlm.finetune.sources import Placed, hub_records, local_records
+from mlm.finetune.task_config import TaskConfig
 
 MAX_FAULTS = 10
 """Faults of a split that are listed; the others are counted."""

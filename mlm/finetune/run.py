@@ -10,10 +10,9 @@ from typing import Any
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.save_load import CheckpointError
 from mlm.errors import ConfigError, UserError
-from mlm.finetune.config import FinetuneConfig
 from mlm.files.ownership import claim_faults
-from mlm.parallel.mesh import ParallelContext
 from mlm.finetune.best import best_of
+from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.material import (
     Splits,
     Start,
@@ -28,9 +27,10 @@ from mlm.finetune.one_run import Material, finetune, spec_of
 from mlm.finetune.results import RESULT, Result, finished, report
 from mlm.finetune.settings import change_faults, depends_on
 from mlm.inference.trained import checkpoint_faults
+from mlm.parallel.mesh import ParallelContext
+from mlm.report.trackers import missing_extras
 from mlm.train.memory import reuse_large_blocks
 from mlm.train.resume import start_faults
-from mlm.report.trackers import missing_extras
 
 
 def preflight(config: FinetuneConfig) -> list[str]:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlm.finetune.task_config import TaskConfig
 from mlm.errors import writing_to
 from mlm.finetune.answers import Prediction
 from mlm.finetune.batches import Dealing
@@ -12,6 +11,7 @@ from mlm.finetune.material import Evaluation
 from mlm.finetune.objective import Finetuning
 from mlm.finetune.outputs import evaluate
 from mlm.finetune.submission import write_predictions
+from mlm.finetune.task_config import TaskConfig
 from mlm.train.pipelined import PipelinedModel
 
 

@@ -6,9 +6,9 @@ from typing import Any
 from mlm.checkpoint.native.folders import latest_checkpoint
 from mlm.checkpoint.native.save_load import read_manifest
 from mlm.config.build import show, to_dict
-from mlm.finetune.config import FinetuneConfig
 from mlm.config.tree import flatten
 from mlm.finetune.best import STATE
+from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.material import Splits, Start, weights_digest
 from mlm.train.state import CHECKPOINTS
 

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mlm.finetune.task_config import TaskConfig
+from mlm.corpus.read.hub import FORMATS
 from mlm.errors import CorruptFileError, UserError
 from mlm.extras import load_extra
-from mlm.corpus.read.hub import FORMATS
 from mlm.finetune.nested import race_records, squad_records
+from mlm.finetune.task_config import TaskConfig
 
 Record = dict[str, Any]
 Placed = tuple[str, Record]

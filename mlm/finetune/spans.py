@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mlm.finetune.task_config import TaskConfig
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.making import Example, Made
 from mlm.finetune.parsing import Answer, Row
+from mlm.finetune.task_config import TaskConfig
 from mlm.finetune.tokens import BATCH, Frame, encode
 
 

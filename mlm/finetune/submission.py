@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mlm.finetune.task_config import TaskConfig
 from mlm.files.atomic import write_atomic
 from mlm.files.ownership import claim_folder
 from mlm.finetune.answers import Prediction
 from mlm.finetune.metrics import excess
 from mlm.finetune.rows import Split
+from mlm.finetune.task_config import TaskConfig
 
 
 def write_predictions(

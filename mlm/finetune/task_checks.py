@@ -4,8 +4,8 @@ import math
 import re
 
 from mlm.config.build import show
-from mlm.finetune.task_config import TaskConfig
 from mlm.config.suggest import did_you_mean
+from mlm.finetune.task_config import TaskConfig
 
 METRICS: dict[str, tuple[str, ...]] = {
     "classification": ("accuracy", "f1", "macro_f1", "accuracy_f1", "matthews"),

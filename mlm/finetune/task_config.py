@@ -6,7 +6,7 @@ Everything a task needs is here and in the functions of its kind (mlm/finetune/k
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from mlm.models.config import Forbid
+from mlm.config.fields import Forbid
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

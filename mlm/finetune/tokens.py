@@ -13,8 +13,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from mlm.errors import UserError
 from mlm.data.tokenizer import Tokenizer
+from mlm.errors import UserError
 
 Tokens = NDArray[np.int32]
 ModelKind = Literal["bert", "gpt2"]

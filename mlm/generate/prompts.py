@@ -7,9 +7,9 @@ from pathlib import Path
 
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.format import CheckpointError
-from mlm.errors import UserError
-from mlm.config.task_schema import STDIN, GenerateConfig
 from mlm.data.tokenizer import Tokenizer
+from mlm.errors import UserError
+from mlm.generate.config import STDIN, GenerateConfig
 from mlm.parallel.mesh import ParallelContext
 
 KEYS = ("prompt", "text")

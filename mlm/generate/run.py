@@ -12,13 +12,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlm.errors import CorruptFileError, UserError
-from mlm.config.task_schema import STDIN, GenerateConfig
 from mlm.data.tokenizer import Tokenizer
-from mlm.parallel.mesh import ParallelContext
+from mlm.errors import CorruptFileError, UserError
 from mlm.files.results import is_stream, named, write_result
-from mlm.inference.generation import Sampling, continuations, ends_at
+from mlm.generate.config import STDIN, GenerateConfig
 from mlm.generate.prompts import Prompt, read_prompts, share_prompts
+from mlm.inference.generation import Sampling, continuations, ends_at
 from mlm.inference.trained import (
     checkpoint_faults,
     continues_fault,
@@ -27,6 +26,7 @@ from mlm.inference.trained import (
     named_checkpoint,
     vocabulary_fault,
 )
+from mlm.parallel.mesh import ParallelContext
 from mlm.terminal import Advance, count_progress, plain, prose
 
 SAMPLE_BITS = 32

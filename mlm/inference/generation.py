@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mlm.errors import UserError
 from mlm.data.sampler import Batch
 from mlm.data.tokenizer import Tokenizer
+from mlm.errors import UserError
+from mlm.inference.sampling import NOT_FINITE, Sampling, next_tokens
+from mlm.inference.trained import Trained
 from mlm.models.cache import Fill, KeyValueCache, Reading, Step
 from mlm.models.gpt2.model import GPT2
 from mlm.parallel.collectives import broadcast
 from mlm.parallel.mesh import ParallelContext
-from mlm.inference.sampling import NOT_FINITE, Sampling, next_tokens
-from mlm.inference.trained import Trained
 
 __all__ = ["Sampling", "continuations", "ends_at", "generate"]
 

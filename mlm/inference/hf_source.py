@@ -11,20 +11,21 @@ from typing import Any
 
 import torch
 
-from mlm.checkpoint.native.exchange import Ranks
-from mlm.checkpoint.native.format import JSON, CheckpointError, Manifest, canonical
 from mlm.checkpoint.huggingface.folder import AGAIN, CONFIG, SMALL_FILES, HFModel, read_model, read_settings
 from mlm.checkpoint.huggingface.tensors import HFTensors
+from mlm.checkpoint.native.exchange import Ranks
+from mlm.checkpoint.native.format import JSON, CheckpointError, Manifest, canonical
 from mlm.checkpoint.native.slices import Rectangle
 from mlm.config.build import to_dict
-from mlm.errors import UserError
+from mlm.data.config import DataConfig
 from mlm.data.files_present import hub_id
-from mlm.config.schema import DataConfig, PretrainConfig
+from mlm.errors import UserError
 from mlm.files.atomic import digest_bytes
 from mlm.hub import expect_hub
 from mlm.models.init import init_shard
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import ParameterShard
+from mlm.train.config import PretrainConfig
 from mlm.train.run_folder import parameters, with_filled
 
 EXTRA = "pip install 'mlm[hf]'"

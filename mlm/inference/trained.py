@@ -9,23 +9,25 @@ from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 
+from mlm.checkpoint.huggingface.folder import CONFIG, read_model
 from mlm.checkpoint.native.folders import locate
 from mlm.checkpoint.native.format import MANIFEST
-from mlm.checkpoint.huggingface.folder import CONFIG, read_model
 from mlm.checkpoint.native.save_load import Manifest, read_manifest, resolve
 from mlm.checkpoint.native.tokenizer_digest import TOKENIZER, TokenizerDigest, check_beside
 from mlm.config.build import from_dict
-from mlm.config.checks import saved_faults
-from mlm.errors import ConfigError, CorruptFileError, UserError
-from mlm.parallel.layout_checks import SPLIT_RULES, Launch
-from mlm.models.config import ModelConfig
-from mlm.parallel.nearest_layout import layout_faults
-from mlm.config.schema import ParallelConfig, PrecisionConfig, PretrainConfig
 from mlm.data.tokenizer import Tokenizer
-from mlm.models.documents import Boundaries
-from mlm.parallel.mesh import ParallelContext
-from mlm.parallel.sharding import parameter_shards
+from mlm.errors import ConfigError, CorruptFileError, UserError
 from mlm.inference.hf_source import find_model, load_model_folder, model_name, open_tensors, run_spec
+from mlm.models.config import ModelConfig
+from mlm.models.documents import Boundaries
+from mlm.optim.config import PrecisionConfig
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.layout_checks import SPLIT_RULES, Launch
+from mlm.parallel.mesh import ParallelContext
+from mlm.parallel.nearest_layout import layout_faults
+from mlm.parallel.sharding import parameter_shards
+from mlm.train.checks import saved_faults
+from mlm.train.config import PretrainConfig
 from mlm.train.memory import reuse_large_blocks
 from mlm.train.pipelined import PipelinedModel
 from mlm.train.run_tokenizer import digest_of, receipt_tokenizer, tokenizer_then

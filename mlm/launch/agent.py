@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from mlm.config.build import from_dict, to_dict
 from mlm.errors import UserError
-from mlm.config.schema import DistConfig, ParallelConfig
+from mlm.launch.config import DistConfig
 from mlm.launch.environment import num_threads, read_place, worker_environment
 from mlm.launch.failure import LAST_WORDS_S, Death, LastWords, end_stopped, load_failures, report
 from mlm.launch.job_folder import job_folder
@@ -37,6 +37,7 @@ from mlm.launch.process import meet, run_rank
 from mlm.launch.relay import Relay, handlers_restored
 from mlm.launch.stop import STANDS_FOR, WORDS, is_noting
 from mlm.launch.watchdog import flight_recorder
+from mlm.parallel.config import ParallelConfig
 
 HOST = "127.0.0.1"
 POLL_S = 0.1

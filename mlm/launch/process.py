@@ -16,15 +16,16 @@ import torch.distributed as distributed
 from torch.distributed import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from mlm.errors import UserError
 from mlm.config.path_errors import streams_for
-from mlm.config.schema import DistConfig, ParallelConfig
-from mlm.parallel.mesh import ParallelContext, build_mesh
-from mlm.parallel.watch import LostPeer, Watch, is_transport_error
+from mlm.errors import UserError
 from mlm.launch.attempt import own_store
+from mlm.launch.config import DistConfig
 from mlm.launch.environment import Place, num_threads, place_variables
 from mlm.launch.failure import INTERRUPTED, LAST_WORDS_S, MAX_LINES, Failure, LastWords, leave
 from mlm.launch.watchdog import Watchdog, flight_recorder
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.mesh import ParallelContext, build_mesh
+from mlm.parallel.watch import LostPeer, Watch, is_transport_error
 
 START_S = 120.0  # ranks import torch and see the disk at their own pace, whatever dist.timeout_s is
 Target = Callable[[Any, ParallelContext], None]

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from mlm.errors import UserError
-from mlm.config.schema import DistConfig, ParallelConfig
 from mlm.launch.agent import launch_ranks
+from mlm.launch.config import DistConfig
 from mlm.launch.environment import read_place
 from mlm.launch.failure import INTERRUPTED
 from mlm.launch.process import device_kind, run_alone, run_joined
+from mlm.parallel.config import ParallelConfig
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
-from mlm.parallel.watch import LostPeer, Watch
 from mlm.launch.failure import LastWords, leave
+from mlm.parallel.watch import LostPeer, Watch
 
 POLL_S = 0.25
 GRACE_S = 2.0  # the transport's own error comes first where there is one

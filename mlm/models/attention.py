@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mlm.models.config import ModelConfig
 from mlm.models.cache import Reading
+from mlm.models.config import ModelConfig
 from mlm.models.documents import Spans
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mlm.parallel.mesh import Axis

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from mlm.data.config import DataConfig
 from mlm.models.config import ModelConfig
-from mlm.config.schema import DataConfig
 
 SHORTEST = 8
 """Tokens of a BERT sample at the least: [CLS], two [SEP] and some text."""

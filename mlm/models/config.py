@@ -3,11 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-Forbid: dict[str, str] = {"extra": "forbid"}  # pydantic: a key we do not know is a fault
-
-
-MASKED = 0.15
-"""Share of the tokens that a BERT predicts (arXiv:1810.04805, section 3.1): data.masked_lm_prob is it too."""
+from mlm.config.fields import Forbid
+from mlm.data.config import MASKED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mlm.config.schema import DataConfig
+from mlm.data.config import DataConfig
 from mlm.parallel.cross_entropy import IGNORE
 
 

@@ -9,9 +9,9 @@ import math
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mlm.models.config import ModelConfig
 from mlm.models.attention import SelfAttention
 from mlm.models.cache import Reading
+from mlm.models.config import ModelConfig
 from mlm.models.documents import Spans
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mlm.parallel.mesh import Axis

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mlm.config.schema import OptimizerConfig
+from mlm.optim.config import OptimizerConfig
 from mlm.parallel.sharding import ParameterShard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

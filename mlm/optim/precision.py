@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlm.config.schema import PrecisionConfig
+from mlm.optim.config import PrecisionConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 """Compute dtypes by their configuration names."""

@@ -2,7 +2,7 @@
 
 import math
 
-from mlm.config.schema import OptimizerConfig, ScheduleConfig
+from mlm.optim.config import OptimizerConfig, ScheduleConfig
 
 
 def learning_rate(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfig, steps: int) -> float:

@@ -11,8 +11,8 @@ from itertools import product
 from typing import Any
 
 from mlm.config.build import show
-from mlm.parallel.layout_checks import Launch, LayoutRule, Values, batch_quantum
 from mlm.config.suggest import around, divisors, multiples_around
+from mlm.parallel.layout_checks import Launch, LayoutRule, Values, batch_quantum
 
 Change = dict[str, Any]
 """Keys to set, with their new values."""

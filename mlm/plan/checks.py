@@ -5,10 +5,10 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from mlm.plan.config import PlanScheduleConfig
 from mlm.config.ranges import out_of_range
 from mlm.config.suggest import either, multiples_around, nearest
 from mlm.files.results import is_stream
+from mlm.plan.config import PlanScheduleConfig
 
 ENDINGS = (".svg", ".png", ".json")
 MAX_COMPUTATIONS = 500_000  # in one simulation: a quarter of a minute, three times what the largest runs need

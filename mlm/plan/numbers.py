@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mlm.plan.config import PlanScheduleConfig
 from mlm.parallel.pipeline.actions import Plan, Receive, Send
+from mlm.plan.config import PlanScheduleConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 from dataclasses import asdict
 from typing import Any
 
-from mlm.plan.config import PlanScheduleConfig
 from mlm.parallel.pipeline.actions import Action, Instruction, Plan, Send
+from mlm.plan.config import PlanScheduleConfig
 from mlm.plan.numbers import closed_bubble, rank_numbers
 
 

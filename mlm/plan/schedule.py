@@ -9,14 +9,14 @@ from rich.table import Table
 from rich.text import Text
 
 from mlm.errors import UserError
-from mlm.plan.config import PlanScheduleConfig
+from mlm.files.results import named, write_result
 from mlm.parallel.pipeline.actions import Cost, Plan
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule
 from mlm.plan import picture, terminal
+from mlm.plan.config import PlanScheduleConfig
 from mlm.plan.numbers import Formula, closed_bubble, rank_numbers, title
 from mlm.plan.record import record
-from mlm.files.results import named, write_result
 
 
 def run(config: PlanScheduleConfig, console: Console | None = None) -> Plan:

@@ -10,30 +10,30 @@ from omegaconf import OmegaConf
 
 from mlm.checkpoint.native.tokenizer_digest import KEY as TOKENIZER
 from mlm.config.build import config_digest, to_dict
-from mlm.errors import writing_to
-from mlm.config.schema import PretrainConfig
 from mlm.data.blend_history import trained_on
+from mlm.errors import writing_to
 from mlm.files.atomic import write_atomic
+from mlm.launch.stop import StopRequest
 from mlm.optim.schedule import warmup_warning
 from mlm.parallel.mesh import ParallelContext
+from mlm.report.curves import plot_losses
+from mlm.report.metrics import Reporter, Throughput
+from mlm.report.peak import Peak, peak_flops
+from mlm.report.summary import write_summary
+from mlm.report.trackers import missing_extras
+from mlm.train.config import PretrainConfig
 from mlm.train.corpora import (
     corpus_faults,
     train_dataset,
     validation_prefixes,
     validation_sets,
 )
-from mlm.report.curves import plot_losses
 from mlm.train.identity import told
 from mlm.train.loop import Loop
 from mlm.train.memory import out_of_memory_is_said, reuse_large_blocks
-from mlm.report.metrics import Reporter, Throughput
-from mlm.report.peak import Peak, peak_flops
 from mlm.train.resume import claim, go_on_with_data, resume, start_faults
 from mlm.train.run_tokenizer import corpus_tokenizer_errors, tokenizer_now, tokenizer_of
 from mlm.train.saver import Saver
-from mlm.launch.stop import StopRequest
-from mlm.report.summary import write_summary
-from mlm.report.trackers import missing_extras
 from mlm.train.trainer import Trainer
 
 CONFIG, SUMMARY = "config.yaml", "README.md"
@@ -139,7 +139,7 @@ def note_tokenizer(trainer: Trainer) -> None:
 
 
 def composed_yaml(config: PretrainConfig) -> str:
-    """The configuration as `resume={out}` reads it back (mlm/config/saved.py)."""
+    """The configuration as `resume={out}` reads it back (mlm/cli/saved.py)."""
     plain = to_dict(replace(config, data=replace(config.data, change=False)))  # allowed once
     plain.update(plain.pop("parallel"))
     return OmegaConf.to_yaml({"defaults": ["hydra_quiet", "pretrain_defaults", "_self_"], **plain})

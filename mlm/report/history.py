@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mlm.files.bounded import read_bounded
 from mlm.errors import UserError
 from mlm.files.atomic import open_regular, write_atomic
+from mlm.files.bounded import read_bounded
 from mlm.report.records import NO_PARTS, Parts, Sink, StepMetrics, flat, of_parts
 
 FILE_NAME = "metrics.jsonl"

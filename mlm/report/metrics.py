@@ -12,13 +12,13 @@ import torch
 from rich.console import Console
 
 import mlm
-from mlm.config.schema import LogConfig
-from mlm.terminal import LastingStream
+from mlm.report.config import LogConfig
 from mlm.report.history import FILE_NAME, History
 from mlm.report.panel import Display, LivePanel, PlainLines
 from mlm.report.records import NO_PARTS, Parts, Sink, StepMetrics
 from mlm.report.throughput import Rates, Throughput
 from mlm.report.trackers import build_trackers
+from mlm.terminal import LastingStream
 
 __all__ = ["Rates", "Reporter", "StepMetrics", "Throughput"]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlm.errors import UserError
-from mlm.config.schema import LogConfig
+from mlm.report.config import LogConfig
 from mlm.report.records import NO_PARTS, Parts, Sink, StepMetrics, flat, of_parts
 
 if TYPE_CHECKING:

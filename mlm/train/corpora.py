@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mlm.data.blend_checks import entry, names, shares
-from mlm.config.schema import DataConfig, PretrainConfig
-from mlm.models.bert.samples import BERTDataset
 from mlm.data.blend import BlendedDataset
+from mlm.data.blend_checks import entry, names, shares
 from mlm.data.blend_history import History, Segment, Source, go_on, known_digest, needed, seed_of
+from mlm.data.config import DataConfig
 from mlm.data.gpt import EvalWindows, GPTDataset
 from mlm.data.indexed import IndexedDataset, bin_path, idx_path
 from mlm.data.receipt import RECEIPT, check_corpus, read_receipt
@@ -18,6 +17,8 @@ from mlm.data.sampler import Dataset
 from mlm.data.synthetic import SyntheticBERT, SyntheticDataset
 from mlm.files.atomic import digest_bytes, digest_file, sampled_digest
 from mlm.models.bert.corpora import bert_faults, bert_samples, bert_vocab, bert_windows
+from mlm.models.bert.samples import BERTDataset
+from mlm.train.config import PretrainConfig
 from mlm.train.documents import document_faults
 
 SYNTHETIC_VALIDATION_SAMPLES = 256

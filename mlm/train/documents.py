@@ -4,10 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from mlm.data.blend_checks import entry
-from mlm.errors import UserError
-from mlm.config.schema import DataConfig, PretrainConfig
+from mlm.data.config import DataConfig
 from mlm.data.receipt import RECEIPT, read_receipt
 from mlm.data.tokenizer import Tokenizer
+from mlm.errors import UserError
+from mlm.train.config import PretrainConfig
 
 SWITCHES = ("reset_positions", "reset_attention", "mask_eod_loss")
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from mlm.checkpoint.native.lineage import LINEAGE, Lineage, Save
 from mlm.config.build import show, to_dict
-from mlm.models.config import ModelConfig
-from mlm.config.schema import PretrainConfig
 from mlm.config.tree import HOISTED, flatten
+from mlm.models.config import ModelConfig
+from mlm.train.config import PretrainConfig
 from mlm.train.documents import SWITCHES, with_eod
 
 MAX_CHANGES = 1000

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from mlm.data.blend_checks import shares
 from mlm.data.sampler import AnyBatch, Dataset, Loader, eval_batches
-from mlm.train.corpora import ValidationSet
-from mlm.train.diagnose import refuse_exhausted
+from mlm.launch.stop import StopRequest
 from mlm.report.metrics import Rates, Reporter, StepMetrics, Throughput
 from mlm.report.peak import memory_bytes
 from mlm.report.records import Parts
+from mlm.train.corpora import ValidationSet
+from mlm.train.diagnose import refuse_exhausted
 from mlm.train.saver import Saver
-from mlm.launch.stop import StopRequest
 from mlm.train.trainer import StepOutcome, StopVote, Trainer
 
 WARMUP = "schedule.warmup_steps"

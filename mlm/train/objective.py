@@ -6,7 +6,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from mlm.config.schema import PretrainConfig
 from mlm.data.sampler import Batch, BERTBatch
 from mlm.models.backbone import Inputs
 from mlm.models.bert.model import BERT, PARTS, Targets, masked_targets
@@ -15,6 +14,7 @@ from mlm.models.gpt2.model import GPT2
 from mlm.parallel.cross_entropy import IGNORE
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.random import DropoutStream
+from mlm.train.config import PretrainConfig
 
 
 class Texts(Protocol):

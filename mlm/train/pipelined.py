@@ -7,12 +7,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mlm.models.config import ModelConfig
-from mlm.config.schema import ParallelConfig, PrecisionConfig
 from mlm.models.build import MODELS
+from mlm.models.config import ModelConfig
 from mlm.models.stage import split_layers
+from mlm.optim.config import PrecisionConfig
 from mlm.optim.precision import DTYPES, parameter_dtype
 from mlm.parallel.collectives import all_reduce
+from mlm.parallel.config import ParallelConfig
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mlm.parallel.linear import Postponed
 from mlm.parallel.mesh import ParallelContext

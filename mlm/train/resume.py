@@ -7,17 +7,17 @@ from pathlib import Path
 
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import candidates
-from mlm.files.lock import WAIT_S, sole_writer
 from mlm.checkpoint.native.save_load import CheckpointError, latest_checkpoint, read_manifest, resolve
 from mlm.config.build import show
-from mlm.errors import ConfigError, CorruptFileError, UserError
 from mlm.config.path_errors import protected_from
-from mlm.config.schema import PretrainConfig
 from mlm.data.blend_history import change, decode, encode, fault_of_changed, go_on
+from mlm.errors import ConfigError, CorruptFileError, UserError
+from mlm.files.lock import WAIT_S, sole_writer
 from mlm.files.ownership import claim_faults, claim_folder
-from mlm.parallel.mesh import ParallelContext
-from mlm.train.corpora import sources
 from mlm.launch.environment import read_place
+from mlm.parallel.mesh import ParallelContext
+from mlm.train.config import PretrainConfig
+from mlm.train.corpora import sources
 from mlm.train.run_tokenizer import tokenizer_errors
 from mlm.train.state import CHECKPOINTS, check_identity, is_weights_only, load
 from mlm.train.trainer import Trainer

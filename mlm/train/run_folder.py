@@ -17,22 +17,23 @@ from torch import Tensor, nn
 
 import mlm
 from mlm.checkpoint.native.format import JSON
-from mlm.files.lock import LOCK, sole_writer
 from mlm.checkpoint.native.slices import Rectangle
 from mlm.checkpoint.native.stream import GlobalTensor, derived_id, write_streamed
 from mlm.checkpoint.native.tokenizer_digest import KEY as TOKENIZER
 from mlm.config.build import to_dict
-from mlm.errors import UserError
-from mlm.models.config import ModelConfig
-from mlm.config.schema import DataConfig, PretrainConfig
+from mlm.data.config import DataConfig
 from mlm.data.tokenizer import Tokenizer
+from mlm.errors import UserError
 from mlm.files.atomic import fsync_directory
-from mlm.models.build import MODELS
-from mlm.models.init import init_shard
+from mlm.files.lock import LOCK, sole_writer
 from mlm.files.ownership import claim_folder, delete_owned
+from mlm.models.build import MODELS
+from mlm.models.config import ModelConfig
+from mlm.models.init import init_shard
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import parameter_shards
 from mlm.terminal import byte_progress
+from mlm.train.config import PretrainConfig
 from mlm.train.run_tokenizer import digest_of
 from mlm.train.state import CHECKPOINTS, as_shard
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 from mlm.checkpoint.native.format import Manifest
 from mlm.checkpoint.native.tokenizer_digest import TokenizerDigest, file_beside
-from mlm.errors import UserError
-from mlm.config.schema import DataConfig
 from mlm.data.blend_history import known_digest
+from mlm.data.config import DataConfig
 from mlm.data.corpus_files import tokenizer_beside
 from mlm.data.receipt import read_receipt
 from mlm.data.tokenizer import Tokenizer
+from mlm.errors import UserError
 from mlm.train.corpora import Corpus, corpora, source_facts, tokenizer_path
 from mlm.train.documents import recorded_eod
 

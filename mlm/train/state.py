@@ -15,7 +15,6 @@ import mlm
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import checkpoints
 from mlm.checkpoint.native.lineage import LINEAGE, Lineage, Save
-from mlm.checkpoint.native.slices import Split
 from mlm.checkpoint.native.run_state import check_run_state
 from mlm.checkpoint.native.save_load import (
     CheckpointError,
@@ -25,16 +24,17 @@ from mlm.checkpoint.native.save_load import (
     read_manifest,
     save_checkpoint,
 )
+from mlm.checkpoint.native.slices import Split
 from mlm.checkpoint.native.tokenizer_digest import KEY as TOKENIZER
-from mlm.data.blend_checks import names
 from mlm.config.build import to_dict
-from mlm.errors import ConfigError, CorruptFileError, UserError
-from mlm.config.schema import PretrainConfig
+from mlm.data.blend_checks import names
 from mlm.data.blend_history import History, Segment, Source, decode, encode
+from mlm.errors import ConfigError, CorruptFileError, UserError
 from mlm.models.stage import home_of
 from mlm.optim.adamw import MOMENTS, applied_steps, ensure_state, moment
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import ParameterShard
+from mlm.train.config import PretrainConfig
 from mlm.train.identity import (
     MAX_CHANGES,
     Past,

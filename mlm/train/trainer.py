@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mlm.config.schema import PretrainConfig
 from mlm.data.blend_history import History
 from mlm.models.build import Model
 from mlm.models.init import init_parameters
@@ -22,6 +21,7 @@ from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.random import SHARED, DropoutStream
 from mlm.parallel.sharded import build_reducer
 from mlm.parallel.sharding import ParameterShard, parameter_shards
+from mlm.train.config import PretrainConfig
 from mlm.train.documents import with_eod
 from mlm.train.identity import Past
 from mlm.train.objective import Objective, Samples, pretraining

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from bench.shapes import NUM_BATCHES, Shape
-from mlm.errors import UserError
-from mlm.models.config import ModelConfig
-from mlm.config.schema import DataConfig
+from mlm.data.config import DataConfig
 from mlm.data.sampler import BERTBatch, as_batch
 from mlm.data.synthetic import SyntheticBERT
+from mlm.errors import UserError
 from mlm.models.bert.corpora import bert_samples, bert_vocab
+from mlm.models.config import ModelConfig
 
 WORDPIECES = 30522
 """Tokens of the vocabulary of bert-base-uncased. `mlm` pads its table to 30,592 rows, others do not."""

@@ -15,12 +15,13 @@ import torch
 
 from bench.machine import REPOSITORY
 from mlm.errors import UserError
-from mlm.config.schema import ParallelConfig, PrecisionConfig
-from mlm.models.backbone import Inputs
-from mlm.models.documents import without_padding
-from mlm.parallel.mesh import ParallelContext
 from mlm.finetune.tokens import encode, frame
 from mlm.inference.trained import load_tokenizer, load_trained
+from mlm.models.backbone import Inputs
+from mlm.models.documents import without_padding
+from mlm.optim.config import PrecisionConfig
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.mesh import ParallelContext
 
 PEER = Path(__file__).with_name("finetune_peer.py")
 HIDDEN_TOLERANCE = 1e-4

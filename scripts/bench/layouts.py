@@ -10,11 +10,11 @@ from bench.contenders import Trainee, run_config
 from bench.shapes import make_batches
 from bench.spec import Spec
 from mlm.config.build import build
-from mlm.errors import UserError
-from mlm.config.schema import ParallelConfig
 from mlm.data.sampler import Batch
+from mlm.errors import UserError
 from mlm.parallel import linear
 from mlm.parallel.collectives import Pending
+from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.train.trainer import Trainer
 

@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from bench.norm_runs import ENDED, Trial
-from mlm.config.schema import DataConfig
+from mlm.data.config import DataConfig
 from mlm.data.gpt import IGNORED
 from mlm.files.atomic import write_atomic
 from mlm.models.bert.corpora import bert_samples, bert_vocab

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mlm.errors import UserError
 from mlm.models.config import ModelConfig
-from mlm.config.schema import OptimizerConfig
+from mlm.optim.config import OptimizerConfig
 
 GPT2_TOKENS = 50257
 PADDED_VOCAB = 50304

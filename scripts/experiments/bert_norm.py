@@ -52,8 +52,8 @@ from bench.norm_report import curve_of, draw, markdown, masked_entropy, row_of, 
 from bench.norm_runs import Runs, Sizes, Trial, about
 from bench.random_gpt2 import machine_facts
 
-from mlm.errors import UserError
 from mlm.data.tokenizer import Tokenizer
+from mlm.errors import UserError
 from mlm.files.atomic import write_atomic
 
 PAPER_STD, PAPER_WIDTH = 0.02, 1024

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from mlm.files import lock
-from mlm.train import resume, saver
-from mlm.pretrain import run as pretrain
 from mlm.launch.rank import die_with_parent
+from mlm.pretrain import run as pretrain
+from mlm.train import resume, saver
 
 HUNG_S = 120.0
 HUNG = 124  # exit code of what took longer, as timeout(1) has it

@@ -195,8 +195,8 @@ def told(file: str, said: str, usual: str) -> bool:
 
 def setting_names() -> list[str]:
     """Keys of a saved run that a changed digit or letter may concern."""
-    from mlm.config.schema import PretrainConfig
     from mlm.config.tree import leaves
+    from mlm.train.config import PretrainConfig
 
     return [key for key in leaves(PretrainConfig) if "." in key]
 

@@ -18,14 +18,14 @@ from safetensors.torch import load_file
 from mlm.checkpoint.native.folders import checkpoints
 from mlm.checkpoint.native.format import read_manifest
 from mlm.cli.arguments import find_command
+from mlm.cli.compose import load_config
 from mlm.cli.run import report
-from mlm.checkpoints.config import ReshardConfig
-from mlm.config.compose import load_config
-from mlm.errors import ConfigError
-from mlm.config.schema import PretrainConfig
 from mlm.convert import reshard
-from mlm.pretrain import run as pretrain
+from mlm.convert.config import ReshardConfig
+from mlm.errors import ConfigError
 from mlm.launch.start import run_job
+from mlm.pretrain import run as pretrain
+from mlm.train.config import PretrainConfig
 from mlm.train.state import CHECKPOINTS
 from torture.children import LOAD, PLAIN, RESHARD, SAVE, Job, Manner, announced, start
 

@@ -4,19 +4,15 @@ from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any
 
-from mlm.models.config import ModelConfig
 from mlm.check.parity.config import ParityConfig
-from mlm.config.schema import (
-    DataConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    ScheduleConfig,
-    TrainConfig,
-)
-from mlm.parallel.mesh import ParallelContext
 from mlm.check.parity.runs import Report, compare
 from mlm.check.parity.verdict import Verdict, judge
+from mlm.data.config import DataConfig
+from mlm.models.config import ModelConfig
+from mlm.optim.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.mesh import ParallelContext
+from mlm.train.config import TrainConfig
 
 VOCAB, SEQ, MICRO_BATCH = 61, 16, 2
 VOCAB_OF_DOCUMENTS, EOD = 11, 3

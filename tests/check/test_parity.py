@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from mlm.config.compose import load_config
-from mlm.errors import UserError
 from mlm.check.parity.checks import check_parity
-from mlm.check.parity.config import FIRST_LOSS_SCALE, ParityConfig
-from mlm.config.schema import PretrainConfig
-from mlm.config.tree import leaves
-from mlm.parallel.mesh import shape_context
 from mlm.check.parity.command_run import memory_fault, needed_bytes, run
-from tests.cli.doubles import Cli, make_cli
+from mlm.check.parity.config import FIRST_LOSS_SCALE, ParityConfig
+from mlm.cli.compose import load_config
+from mlm.config.tree import leaves
+from mlm.errors import UserError
+from mlm.parallel.mesh import shape_context
+from mlm.train.config import PretrainConfig
 from tests.check.parity_layouts import LAYOUTS, Layout
+from tests.cli.doubles import Cli, make_cli
 
 cli = pytest.fixture(make_cli)
 

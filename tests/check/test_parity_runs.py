@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from mlm.check.parity.runs import Comparison, Report, compare, one_process
+from mlm.check.parity.verdict import Verdict, judge
 from mlm.data.sampler import Plan
 from mlm.data.synthetic import SyntheticDataset
 from mlm.parallel.mesh import ParallelContext
-from mlm.check.parity.runs import Comparison, Report, compare, one_process
 from mlm.train.trainer import StepOutcome, Trainer
-from mlm.check.parity.verdict import Verdict, judge
-from tests.ranks import run_on_ranks
 from tests.check.parity_layouts import (
     BERT_LAYOUTS,
     LAYOUTS,
@@ -24,6 +23,7 @@ from tests.check.parity_layouts import (
     pairs,
     verdict_of,
 )
+from tests.ranks import run_on_ranks
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *BERT_LAYOUTS], ids=str)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from mlm.checkpoint.native.compare import Comparison, FormDifference, TensorDifference
-from mlm.checkpoint.native.format import Manifest
+from mlm.check.parity.verdict import FLOOR, TOLERANCES
 from mlm.check.verify_resume.config import KillPlan
 from mlm.check.verify_resume.verdict import Allowed, Runs, allowed, beyond, judge, read_starts, read_steps
-from mlm.check.parity.verdict import FLOOR, TOLERANCES
+from mlm.checkpoint.native.compare import Comparison, FormDifference, TensorDifference
+from mlm.checkpoint.native.format import Manifest
 
 SAME, OTHER = allowed("fp32", same_layout=True), allowed("fp32", same_layout=False)
 FP32 = TOLERANCES["fp32"]

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mlm.check.parity.verdict import Verdict
 from mlm.data.sampler import Batch, Plan
 from mlm.optim.precision import parameter_dtype
 from mlm.parallel.collectives import Pending, reduce_scatter
@@ -23,9 +24,8 @@ from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.random import DropoutStream
 from mlm.train.objective import NextToken
 from mlm.train.trainer import StepOutcome, Trainer
-from mlm.check.parity.verdict import Verdict
-from tests.ranks import run_on_ranks
 from tests.check.parity_layouts import Layout, verdict_of
+from tests.ranks import run_on_ranks
 
 
 def not_summed(x: Tensor, axis: Axis, *_: Any) -> Pending:

@@ -14,19 +14,19 @@ from typing import Any
 
 import pytest
 
+from mlm.check.verify_resume import runs as resume_runs
+from mlm.check.verify_resume.config import KillPlan, VerifyResumeConfig
+from mlm.check.verify_resume.run import first_step, out_faults, preflight
+from mlm.check.verify_resume.runs import Kill, Rehearsal
 from mlm.checkpoint.native.folders import step_name
 from mlm.cli import main
-from mlm.config.compose import load_config
-from mlm.errors import UserError
-from mlm.config.schema import PretrainConfig
+from mlm.cli.compose import load_config
 from mlm.config.tree import leaves
-from mlm.check.verify_resume.config import KillPlan, VerifyResumeConfig
-from mlm.optim.schedule import learning_rate
+from mlm.errors import UserError
 from mlm.files.ownership import claim_folder
 from mlm.launch import child_run
-from mlm.check.verify_resume import runs as resume_runs
-from mlm.check.verify_resume.runs import Kill, Rehearsal
-from mlm.check.verify_resume.run import first_step, out_faults, preflight
+from mlm.optim.schedule import learning_rate
+from mlm.train.config import PretrainConfig
 from tests.checkpoint.native.helpers import edit_manifest, save, weights
 from tests.cli.doubles import Cli, make_cli
 

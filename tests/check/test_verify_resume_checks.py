@@ -2,9 +2,9 @@
 
 import pytest
 
-from mlm.config.compose import load_config
 from mlm.check.verify_resume.checks import check_verify_resume, same_layout
 from mlm.check.verify_resume.config import VerifyResumeConfig
+from mlm.cli.compose import load_config
 
 
 def verify_resume(*overrides: str) -> VerifyResumeConfig:

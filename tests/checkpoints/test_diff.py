@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mlm.config.schema import ParallelConfig
+from mlm.parallel.config import ParallelConfig
 from tests.checkpoint.native.helpers import pieces, save, save_pieces
 from tests.checkpoints_on_disk import checkpoint, mlm, read, shorten, tensors, write_run
 

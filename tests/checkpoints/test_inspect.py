@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mlm.checkpoint.native.slices import Split
 from mlm.checkpoint.native.save_load import Shard, save_checkpoint
+from mlm.checkpoint.native.slices import Split
 from tests.checkpoint.native.helpers import ALONE, save
 from tests.checkpoints_on_disk import checkpoint, mlm, read, training_state, write_run
 

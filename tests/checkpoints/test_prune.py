@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from mlm.checkpoint.native.folders import LATEST
-from mlm.files.lock import sole_writer
 from mlm.checkpoints import prune as ckpt_prune
+from mlm.files.lock import sole_writer
 from mlm.train.state import CHECKPOINTS
 from tests.checkpoints_on_disk import checkpoint, damage, mlm, shorten, write_run
 

@@ -9,17 +9,17 @@ import huggingface_hub
 import pytest
 
 from mlm import hub
+from mlm.cli.compose import load_config
 from mlm.cli.streams import writable_streams
-from mlm.config.compose import load_config
-from mlm.corpus.sections import FilterConfig
-from mlm.corpus.config import DataBuildConfig
-from mlm.errors import UserError
-from mlm.config.schema import PretrainConfig
 from mlm.config.suggest import around, divisors
 from mlm.corpus.build import for_one_text
-from mlm.inference.hf_source import download
+from mlm.corpus.config import DataBuildConfig
+from mlm.corpus.sections import FilterConfig
+from mlm.errors import UserError
 from mlm.evaluate.loss import corpus_prefix
+from mlm.inference.hf_source import download
 from mlm.terminal import console
+from mlm.train.config import PretrainConfig
 from tests.cli.doubles import Cli, make_cli, write
 
 cli = pytest.fixture(make_cli)

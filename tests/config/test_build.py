@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 
+from mlm.cli.commands import SPECS
+from mlm.cli.compose import load_config
 from mlm.config.build import build, concerns, config_digest, from_dict, to_dict
-from mlm.config.compose import SPECS, load_config
-from mlm.errors import ConfigError
-from mlm.config.schema import PretrainConfig
-from mlm.config.task_schema import GenerateConfig
 from mlm.config.tree import defaults
+from mlm.errors import ConfigError
+from mlm.generate.config import GenerateConfig
+from mlm.train.config import PretrainConfig
 
 
 def composed(**changes: Any) -> dict[str, Any]:

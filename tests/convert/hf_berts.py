@@ -7,9 +7,9 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from mlm.models.config import ModelConfig
-from mlm.data.tokenizer import BERT_SPECIAL
 from mlm.corpus.train_tokenizer import train_wordpiece
+from mlm.data.tokenizer import BERT_SPECIAL
+from mlm.models.config import ModelConfig
 
 SHAPE: dict[str, Any] = {
     "num_hidden_layers": 3,

@@ -11,11 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GPT2Config
 
+from mlm.convert import export_hf, import_hf
 from mlm.convert.config import ExportHFConfig, ImportHFConfig
-from mlm.models.config import ModelConfig
 from mlm.corpus.train_tokenizer import train_bpe
-from mlm.convert import export_hf
-from mlm.convert import import_hf
+from mlm.models.config import ModelConfig
 
 SHAPE: dict[str, Any] = {
     "n_layer": 3,

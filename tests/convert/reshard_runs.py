@@ -8,11 +8,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mlm.checkpoints.config import ReshardConfig
-from mlm.errors import UserError
-from mlm.config.schema import ParallelConfig, PretrainConfig
-from mlm.parallel.mesh import ParallelContext, shape_context
+from mlm.convert.config import ReshardConfig
 from mlm.convert.reshard import preflight, run
+from mlm.errors import UserError
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.mesh import ParallelContext, shape_context
+from mlm.train.config import PretrainConfig
 from mlm.train.state import save
 from mlm.train.trainer import Trainer
 from tests.train.test_trainer import config, steps_of

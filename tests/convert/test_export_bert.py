@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from mlm.checkpoint.native.format import read_manifest
 from mlm.checkpoint.huggingface.names import Place
-from mlm.convert.config import ExportHFConfig
-from mlm.errors import CheckFailedError
-from mlm.data.tokenizer import Tokenizer
+from mlm.checkpoint.native.format import read_manifest
 from mlm.convert import export_hf
+from mlm.convert.config import ExportHFConfig
+from mlm.data.tokenizer import Tokenizer
+from mlm.errors import CheckFailedError
 from tests.convert.hf_berts import FAMILIES, MODEL, add_vocabulary, add_word_pieces, make_bert
 from tests.convert.hf_models import export_model, import_model
 

@@ -12,16 +12,16 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from mlm.checkpoint.native.compare import Reader
-from mlm.checkpoint.native.format import read_manifest
 from mlm.checkpoint.huggingface.folder import read_model
 from mlm.checkpoint.huggingface.names import Place
+from mlm.checkpoint.native.compare import Reader
+from mlm.checkpoint.native.format import read_manifest
 from mlm.checkpoint.native.stream import GlobalTensor, write_streamed
-from mlm.convert.config import ExportHFConfig
-from mlm.errors import CheckFailedError, CorruptFileError, UserError
-from mlm.data.tokenizer import Tokenizer
 from mlm.convert import export_hf
+from mlm.convert.config import ExportHFConfig
 from mlm.convert.hf_verify import reference_outputs
+from mlm.data.tokenizer import Tokenizer
+from mlm.errors import CheckFailedError, CorruptFileError, UserError
 from mlm.inference.trained import named_checkpoint
 from tests.convert.hf_models import TEXT, add_tokenizer, edit_tensors, export_model, import_model, make_model
 

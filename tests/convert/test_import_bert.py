@@ -10,21 +10,22 @@ import torch
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
-from mlm.checkpoint.native.format import read_manifest
 from mlm.checkpoint.huggingface.folder import read_model
+from mlm.checkpoint.native.format import read_manifest
+from mlm.convert import import_hf
 from mlm.convert.config import ImportHFConfig
-from mlm.config.schema import ParallelConfig, PrecisionConfig
+from mlm.convert.hf_probe import Outputs, Probe, our_outputs
+from mlm.convert.hf_verify import reference_outputs, relative_difference
+from mlm.inference.hf_source import load_model_folder
+from mlm.inference.trained import load_trained
+from mlm.optim.config import PrecisionConfig
+from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import shape_context
 from mlm.parallel.sharding import parameter_shards
-from mlm.convert import import_hf
-from mlm.convert.hf_probe import Outputs, Probe, our_outputs
-from mlm.inference.hf_source import load_model_folder
-from mlm.convert.hf_verify import reference_outputs, relative_difference
-from mlm.inference.trained import load_trained
-from tests.ranks import run_on_ranks
 from tests.convert.hf_berts import FAMILIES, MODEL, add_vocabulary, make_bert
 from tests.convert.hf_models import edit_config, edit_tensors, import_model
 from tests.inference.hf_on_ranks import outputs_on_rank, states_of_layers
+from tests.ranks import run_on_ranks
 
 LIMIT = 1e-5
 """Of the largest number; float32 sums of 60 numbers in another order differ by a tenth of it."""

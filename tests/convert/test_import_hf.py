@@ -12,18 +12,26 @@ from tokenizers import Tokenizer as Backend
 from torch import Tensor
 from transformers import GPT2LMHeadModel
 
-from mlm.checkpoint.native.format import read_manifest
-from mlm.checkpoint.huggingface.tensors import HFTensors
 from mlm.checkpoint.huggingface.names import Place
-from mlm.convert.config import ImportHFConfig
-from mlm.errors import CheckFailedError, UserError
-from mlm.data.tokenizer import Tokenizer
-from mlm.parallel.mesh import ParallelContext
+from mlm.checkpoint.huggingface.tensors import HFTensors
+from mlm.checkpoint.native.format import read_manifest
 from mlm.convert import import_hf
+from mlm.convert.config import ImportHFConfig
 from mlm.convert.hf_probe import Probe, our_outputs
+from mlm.data.tokenizer import Tokenizer
+from mlm.errors import CheckFailedError, UserError
 from mlm.inference.trained import trained_config
+from mlm.parallel.mesh import ParallelContext
+from tests.convert.hf_models import (
+    MODEL,
+    TEXT,
+    add_tokenizer,
+    edit_config,
+    hub_cache,
+    import_model,
+    make_model,
+)
 from tests.ranks import run_on_ranks
-from tests.convert.hf_models import MODEL, TEXT, add_tokenizer, edit_config, hub_cache, import_model, make_model
 
 LIMIT = 1e-5
 """Of the largest logit; float32 sums of 60 numbers in another order differ by a tenth of it."""

@@ -11,12 +11,13 @@ from transformers import GPT2LMHeadModel
 
 from mlm.checkpoint.native.save_load import read_manifest, resolve
 from mlm.convert.config import ImportMegatronConfig
+from mlm.convert.import_megatron import preflight, run
 from mlm.errors import CorruptFileError, UserError
-from mlm.config.schema import ParallelConfig, PrecisionConfig
+from mlm.inference.trained import load_trained
+from mlm.optim.config import PrecisionConfig
+from mlm.parallel.config import ParallelConfig
 from mlm.parallel.cross_entropy import full_logits
 from mlm.parallel.mesh import shape_context
-from mlm.convert.import_megatron import preflight, run
-from mlm.inference.trained import load_trained
 from tests.checkpoint.megatron.written import FILE, VOCAB, Layout, edit, random_gpt2, write
 
 TOKENS = torch.randint(0, VOCAB, (2, 19), generator=torch.Generator().manual_seed(1))

@@ -13,12 +13,12 @@ from torch import Tensor
 from mlm.checkpoint.native.folders import latest_checkpoint
 from mlm.checkpoint.native.format import Manifest, read_manifest
 from mlm.cli import main
-from mlm.config.schema import PretrainConfig
 from mlm.parallel.mesh import ParallelContext, shape_context
+from mlm.train.config import PretrainConfig
 from mlm.train.state import load, save, training_shards
 from mlm.train.trainer import Trainer
-from tests.ranks import run_on_ranks
 from tests.convert.reshard_runs import STEP, content, equal, make_source, spec, stored, to, trained
+from tests.ranks import run_on_ranks
 from tests.train.test_trainer import steps_of
 
 

@@ -9,11 +9,11 @@ import pytest
 from torch import Tensor
 
 from mlm.checkpoint.native.folders import latest_checkpoint
-from mlm.files.lock import sole_writer
 from mlm.cli import main
-from mlm.errors import CorruptFileError, UserError
-from mlm.parallel.mesh import shape_context
 from mlm.convert import reshard
+from mlm.errors import CorruptFileError, UserError
+from mlm.files.lock import sole_writer
+from mlm.parallel.mesh import shape_context
 from tests.checkpoint.native.helpers import edit_manifest
 from tests.checkpoint.native.kill_saves import kill_at_operation
 from tests.convert.reshard_runs import LAYERS, STEP, content, make_source, spec, to, trained

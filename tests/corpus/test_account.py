@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from mlm.corpus.sections import DecontaminateConfig, FilterConfig
-from mlm.corpus.config import DataInspectConfig, DataVerifyConfig
-from mlm.errors import UserError
 from mlm.corpus.build import run_build
-from mlm.corpus.stages import clean as clean_stage
-from mlm.data.corpus_files import corpora_at
-from mlm.data.indexed import IndexedDataset
+from mlm.corpus.config import DataInspectConfig, DataVerifyConfig
 from mlm.corpus.inspect import run_inspect
-from mlm.data.receipt import Receipt
-from mlm.data.tokenizer import Tokenizer
+from mlm.corpus.sections import DecontaminateConfig, FilterConfig
+from mlm.corpus.stages import clean as clean_stage
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.corpus.verify import run_verify
+from mlm.data.corpus_files import corpora_at
+from mlm.data.indexed import IndexedDataset
+from mlm.data.receipt import Receipt
+from mlm.data.tokenizer import Tokenizer
+from mlm.errors import UserError
 from tests.corpus.texts import documents, plain, quiet, thorough, with_changes, words, write_jsonl
 
 END = "<|endoftext|>"

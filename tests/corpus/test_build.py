@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from mlm.errors import UserError
 from mlm.corpus.build import run_build
 from mlm.data.indexed import IndexedDataset
+from mlm.errors import UserError
 from mlm.files.atomic import digest_file
 from tests.corpus.texts import documents, plain, quiet, write_jsonl
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from mlm.cli import main
-from mlm.errors import UserError
 from mlm.corpus.build import preflight, run_build, sole_build
+from mlm.errors import UserError
 from mlm.files.ownership import MARKER
 from tests.corpus.texts import plain, quiet, write_jsonl
 

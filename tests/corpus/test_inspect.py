@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from mlm.corpus.config import DataInspectConfig
-from mlm.errors import CorruptFileError, UserError
-from mlm.data.indexed import IndexedWriter, token_dtype
 from mlm.corpus.inspect import run_inspect
 from mlm.corpus.train_tokenizer import train_bpe
-
-from .corpora import write_corpus
+from mlm.data.indexed import IndexedWriter, token_dtype
+from mlm.errors import CorruptFileError, UserError
+from tests.data.corpora import write_corpus
 
 
 def inspected(path: Path, **keys: Any) -> dict[str, Any]:

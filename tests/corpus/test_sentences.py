@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlm.errors import UserError
 from mlm.corpus.sentences import BLOCK, split_sentences
+from mlm.errors import UserError
 
 PIECES = ["a", "B", " ", ".", "\n", "\n\n", "!", '"', "(", ")", "1.", "é", "😀", "。", "Mr. ", "\u3000", "«"]
 

@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from mlm.corpus.config import DataTokenizerConfig
-from mlm.errors import UserError
-from mlm.data.tokenizer import BERT_SPECIAL, Tokenizer
 from mlm.corpus.train_tokenizer import run_tokenizer, train_bpe
+from mlm.data.tokenizer import BERT_SPECIAL, Tokenizer
+from mlm.errors import UserError
 
 LEARN = """
 import sys

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 
 from mlm.corpus.config import DataVerifyConfig
-from mlm.errors import CheckFailedError, UserError
+from mlm.corpus.verify import Check, Expected, run_verify, verify_pair
 from mlm.data.indexed import DTYPES, IndexedDataset, IndexedWriter, bin_path, idx_path
 from mlm.data.receipt import RECEIPT, read_receipt
-from mlm.corpus.verify import Check, Expected, run_verify, verify_pair
+from mlm.errors import CheckFailedError, UserError
 from mlm.files.atomic import digest_file
-
-from .corpora import write_corpus
+from tests.data.corpora import write_corpus
 
 DOCUMENTS = [[1, 2, 9], [], [7, 9], [5, 6, 9]]
 EOD = 9

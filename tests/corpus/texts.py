@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from mlm.corpus.config import DataBuildConfig
 from mlm.corpus.sections import (
     DecontaminateConfig,
     DedupConfig,
@@ -18,10 +19,9 @@ from mlm.corpus.sections import (
     FilterConfig,
     NormaliseConfig,
 )
-from mlm.corpus.config import DataBuildConfig
+from mlm.corpus.train_tokenizer import train_bpe
 from mlm.data.indexed import IndexedDataset
 from mlm.data.tokenizer import Tokenizer
-from mlm.corpus.train_tokenizer import train_bpe
 
 SYLLABLES = [a + b for a in "bdfgklmnprst" for b in "aeiou"]
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlm.data.blend_checks import shares
 from mlm.data.blend import MAX_SAMPLES, BlendedDataset, block, locate, taken
+from mlm.data.blend_checks import shares
 from mlm.data.gpt import GPTDataset
 from tests.data.corpora import counting_corpus
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlm.data.blend_checks import shares
 from mlm.data.blend import block
+from mlm.data.blend_checks import shares
 from mlm.data.blend_history import (
     History,
     Segment,

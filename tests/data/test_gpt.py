@@ -6,11 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlm.errors import UserError
 from mlm.data.gpt import IGNORED, EvalWindows, GPTDataset, permutation, windows_per_epoch
 from mlm.data.indexed import IndexedDataset
-
-from .corpora import counting_corpus
+from mlm.errors import UserError
+from tests.data.corpora import counting_corpus
 
 LENGTHS = [5, 0, 1, 17, 3, 0, 0, 9, 2]  # 37 tokens
 SEQ = 4

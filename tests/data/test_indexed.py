@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlm.errors import CorruptFileError, UserError
 from mlm.data.indexed import DTYPES, IndexedDataset, IndexedWriter, token_dtype
-
-from .corpora import write_corpus
+from mlm.errors import CorruptFileError, UserError
+from tests.data.corpora import write_corpus
 
 DOCUMENTS = [[1, 2, 3], [], [7], [500, 600]]
 

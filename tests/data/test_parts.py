@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
-from mlm.errors import UserError
 from mlm.data.parts import parse_split, part_of
+from mlm.errors import UserError
 
 
 @pytest.mark.parametrize("text", ["0.9,0.1,0", "0.9/0.1/0"])

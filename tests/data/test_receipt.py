@@ -7,8 +7,7 @@ import pytest
 
 from mlm.data.receipt import check_corpus
 from mlm.files.atomic import digest_file
-
-from .corpora import counting_corpus
+from tests.data.corpora import counting_corpus
 
 
 def faults(prefix: Path, *, vocab_size: int = 100, seq_length: int = 4, min_samples: int = 2) -> list[str]:

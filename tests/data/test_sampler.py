@@ -11,8 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from mlm.data.gpt import EvalWindows
 from mlm.data.sampler import Batch, Loader, eval_batches
-
-from .corpora import counting_corpus
+from tests.data.corpora import counting_corpus
 
 SEQ = 3
 

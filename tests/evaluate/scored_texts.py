@@ -7,10 +7,11 @@ import numpy as np
 import torch
 from transformers import GPT2LMHeadModel
 
-from mlm.config.schema import ParallelConfig, PrecisionConfig
-from mlm.parallel.mesh import ParallelContext
 from mlm.evaluate.scoring import Request, Score
 from mlm.inference.trained import Trained, load_trained
+from mlm.optim.config import PrecisionConfig
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.mesh import ParallelContext
 from tests.convert.hf_models import MODEL, import_model, make_model
 
 ALONE = ParallelContext()

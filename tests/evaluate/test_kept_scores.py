@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from mlm.errors import UserError
-from mlm.parallel.mesh import ParallelContext
 from mlm.evaluate import scoring
 from mlm.evaluate.scoring import Request, Score, score
-from tests.ranks import run_on_ranks
+from mlm.parallel.mesh import ParallelContext
 from tests.evaluate.scored_texts import (
     ALONE,
     Reference,
@@ -22,6 +21,7 @@ from tests.evaluate.scored_texts import (
     make_reference,
     random_requests,
 )
+from tests.ranks import run_on_ranks
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mlm.errors import CheckFailedError, UserError
 from mlm.corpus.train_tokenizer import train_bpe
+from mlm.errors import CheckFailedError, UserError
 from mlm.evaluate.lm_eval import command_line as lm_eval_command
 from mlm.evaluate.lm_eval import ranks as lm_eval_ranks
 from mlm.evaluate.zero_shot.sources import Texts

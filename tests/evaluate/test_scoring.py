@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from mlm.errors import UserError
+from mlm.evaluate.scoring import Request, Score, distinct, in_groups, pack, score
 from mlm.models.documents import Boundaries
 from mlm.parallel.mesh import ParallelContext
-from mlm.evaluate.scoring import Request, Score, distinct, in_groups, pack, score
-from tests.ranks import run_on_ranks
 from tests.evaluate.scored_texts import (
     ALONE,
     Reference,
@@ -22,6 +21,7 @@ from tests.evaluate.scored_texts import (
     make_reference,
     random_requests,
 )
+from tests.ranks import run_on_ranks
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from unittest import mock
 
 import pytest
 
-from mlm.files.lock import sole_writer
 from mlm.errors import UserError
+from mlm.files.lock import sole_writer
 
 HOLD = "import sys, time; from pathlib import Path; from mlm.files.lock import sole_writer\n"
 HOLD += "with sole_writer(Path(sys.argv[1])): print('mine', flush=True); time.sleep(60)"

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlm.files import one_builder as module
 from mlm.data.gpt import GPTDataset
+from mlm.files import one_builder as module
 from mlm.files.one_builder import one_builder
 from tests.data.corpora import counting_corpus
 

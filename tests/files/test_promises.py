@@ -1,4 +1,4 @@
-"""mlm/files/README.md, sentence by sentence: what happens to folders, files, devices, pipes, links and inputs."""
+"""mlm/files/README.md, sentence by sentence: folders, files, devices, pipes, links and inputs."""
 
 import json
 import os
@@ -16,22 +16,22 @@ import pytest
 
 from mlm.checkpoint.native.folders import clear_up, discard, prune
 from mlm.cli import main
+from mlm.cli.commands import SPECS
 from mlm.config.build import build
-from mlm.config.compose import SPECS
-from mlm.errors import UserError
+from mlm.config.fields import Role
 from mlm.config.path_errors import inputs_of, path_faults
-from mlm.config.path_types import Role
 from mlm.config.tree import Leaf
 from mlm.corpus.build import run_build
+from mlm.errors import UserError
 from mlm.files.ownership import KINDS, MARKER, claim_faults, claim_folder, delete_owned, read_marker
 from mlm.files.results import write_result
 from mlm.report.summary import write_summary
-from tests.config.test_path_types import PATHS, values_with
-from tests.data.corpora import counting_corpus
-from tests.corpus.texts import plain, quiet, write_jsonl
 from tests.checkpoints_on_disk import write_run
+from tests.config.test_fields import PATHS, values_with
+from tests.corpus.texts import plain, quiet, write_jsonl
+from tests.data.corpora import counting_corpus
 
-PAGE = Path(__file__).resolve().parent.parent / "mlm" / "FILES.md"
+PAGE = Path(__file__).resolve().parents[2] / "mlm" / "files" / "README.md"
 OURS = json.dumps({"task": "loss", "versions": {"mlm": "0.1"}}).encode()
 KIND = {
     **dict.fromkeys(("pretrain", "finetune", "reshard", "import_hf", "import_megatron"), "run"),
@@ -107,7 +107,7 @@ def test_every_sentence_of_the_page_names_tests_of_this_file() -> None:
 
 
 def test_the_page_is_linked_from_the_readme() -> None:
-    assert "(mlm/files/README.md)" in (PAGE.parent.parent / "README.md").read_text()
+    assert "(mlm/files/README.md)" in (PAGE.parents[2] / "README.md").read_text()
 
 
 # ---- every path key of every command, pointed at what is the user's

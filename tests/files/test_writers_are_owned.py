@@ -1,14 +1,14 @@
-"""Only modules that ask mlm/files/ownership.py, or look after a folder that is theirs, delete and replace files."""
+"""Only modules that ask mlm/files/ownership.py, or own a folder, delete and replace files."""
 
 import ast
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent / "mlm"
+ROOT = Path(__file__).resolve().parents[2] / "mlm"
 CALLS = {"rmtree", "unlink", "remove", "rmdir", "removedirs", "replace", "rename", "renames", "truncate"}
 """Of os, shutil and pathlib; `replace` and `remove` count only as functions of os or with a path."""
 ALLOWED = {
-    "ownership.py": "decides, and deletes",
-    "files.py": "write_atomic",
+    "files/ownership.py": "decides, and deletes",
+    "files/atomic.py": "write_atomic",
     "checkpoint/native/folders.py": "publishes and prunes checkpoints, after foreign_in",
     "checkpoint/native/staging.py": "files of a staging folder",
     "checkpoint/native/stream.py": "files of a staging folder",

@@ -11,7 +11,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mlm.config.build import to_dict
-from mlm.finetune.task_config import TaskConfig
+from mlm.data.config import DataConfig
+from mlm.finetune import evaluate, run
+from mlm.finetune.answers import Output
 from mlm.finetune.config import (
     EvalTaskConfig,
     FinetuneConfig,
@@ -20,26 +22,20 @@ from mlm.finetune.config import (
     FinetuneTrainConfig,
     TaskDataConfig,
 )
-from mlm.models.config import ModelConfig
-from mlm.config.schema import (
-    DataConfig,
-    LogConfig,
-    OptimizerConfig,
-    PrecisionConfig,
-    PretrainConfig,
-)
-from mlm.models.build import MODELS
-from mlm.models.init import init_parameters
-from mlm.parallel.mesh import Axis, ParallelContext
-from mlm.parallel.sharding import parameter_shards
-from mlm.finetune import evaluate
-from mlm.finetune import run
-from mlm.finetune.answers import Output
 from mlm.finetune.material import evaluation_of, start_of
 from mlm.finetune.objective import Finetuning
 from mlm.finetune.outputs import dealing_of, outputs_of
 from mlm.finetune.rows import read_split
+from mlm.finetune.task_config import TaskConfig
 from mlm.inference.trained import load_trained
+from mlm.models.build import MODELS
+from mlm.models.config import ModelConfig
+from mlm.models.init import init_parameters
+from mlm.optim.config import OptimizerConfig, PrecisionConfig
+from mlm.parallel.mesh import Axis, ParallelContext
+from mlm.parallel.sharding import parameter_shards
+from mlm.report.config import LogConfig
+from mlm.train.config import PretrainConfig
 from tests.checkpoint.native.helpers import save
 from tests.finetune.material import WORDS, bert, gpt2, pairs, shipped, write_rows
 

@@ -10,7 +10,6 @@ import pytest
 from mlm.errors import CorruptFileError, UserError
 from mlm.finetune.rows import read_split
 from mlm.finetune.sources import MAX_LINE
-from tests.hostile.files import payloads
 from tests.finetune.material import (
     PAIR,
     RACE,
@@ -22,6 +21,7 @@ from tests.finetune.material import (
     write_rows,
     write_table,
 )
+from tests.hostile.files import payloads
 
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "no label": ("mine", PAIR | {"label": None}, "no label"),

@@ -7,10 +7,10 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from mlm.parallel.cross_entropy import IGNORE
 from mlm.finetune.batches import Dealing, Order, TaskBatch, chosen_rows
 from mlm.finetune.making import Example
 from mlm.finetune.tokens import Text
+from mlm.parallel.cross_entropy import IGNORE
 
 
 def examples_of(count: int, texts: int = 1, longest: int = 30, seed: int = 0) -> list[Example]:

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 
 from mlm.checkpoint.native.save_load import read_manifest
-from mlm.convert.config import ExportHFConfig
-from mlm.finetune.config import EvalTaskConfig
-from mlm.config.schema import ParallelConfig
-from mlm.parallel.mesh import ParallelContext
 from mlm.convert import export_hf
+from mlm.convert.config import ExportHFConfig
 from mlm.finetune import evaluate
+from mlm.finetune.config import EvalTaskConfig
 from mlm.finetune.rows import read_split
-from tests.ranks import run_on_ranks
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.mesh import ParallelContext
 from tests.finetune.material import bert
 from tests.finetune.runs import (
     GPT2,
@@ -28,6 +27,7 @@ from tests.finetune.runs import (
     write_data,
     write_model,
 )
+from tests.ranks import run_on_ranks
 
 KINDS = ("classification", "span")
 

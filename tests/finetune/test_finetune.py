@@ -10,13 +10,11 @@ import torch
 
 from mlm.checkpoint.native.folders import checkpoints
 from mlm.checkpoint.native.save_load import read_manifest
-from mlm.finetune.config import FinetuneCheckpointConfig, FinetuneConfig
-from mlm.config.schema import ParallelConfig
-from mlm.parallel.mesh import ParallelContext
-from mlm.finetune import loop
-from mlm.finetune import run
+from mlm.finetune import loop, run
 from mlm.finetune.best import best_of
-from tests.ranks import run_on_ranks
+from mlm.finetune.config import FinetuneCheckpointConfig, FinetuneConfig
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.mesh import ParallelContext
 from tests.finetune.runs import (
     BERT,
     GPT2,
@@ -31,6 +29,7 @@ from tests.finetune.runs import (
     write_data,
     write_model,
 )
+from tests.ranks import run_on_ranks
 
 STEPS = 6  # 11 rows in batches of 4, 2 epochs
 

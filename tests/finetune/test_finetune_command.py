@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from mlm.cli import main
+from mlm.finetune import loop, run
 from mlm.finetune.config import FinetuneConfig
-from mlm.parallel.mesh import ParallelContext
 from mlm.launch.child_run import child_run
-from mlm.finetune import loop
-from mlm.finetune import run
+from mlm.parallel.mesh import ParallelContext
 from tests.finetune.material import WORDS, write_table
 from tests.finetune.runs import (
     GPT2,

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from mlm.finetune.config import FinetuneConfig
-from mlm.config.schema import ParallelConfig
-from mlm.parallel.mesh import ParallelContext
 from mlm.finetune.answers import Output
-from tests.ranks import run_on_ranks
+from mlm.finetune.config import FinetuneConfig
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.mesh import ParallelContext
 from tests.finetune.runs import (
     BERT,
     GPT2,
@@ -24,6 +23,7 @@ from tests.finetune.runs import (
     write_data,
     write_model,
 )
+from tests.ranks import run_on_ranks
 
 LAYOUTS = {
     "tp2": ParallelConfig(tp=2),

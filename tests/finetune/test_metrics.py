@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlm.finetune.task_checks import METRICS as NAMES
 from mlm.errors import UserError
 from mlm.finetune.answers import Candidate, Prediction
 from mlm.finetune.metrics import METRICS, best_threshold, check_installed, excess, score, score_span
+from mlm.finetune.task_checks import METRICS as NAMES
 from tests.finetune.material import SQUAD, pairs, sentence, shipped, split_of
 
 LABELS = [1, 1, 1, 1, 0, 0, 0, 1]

@@ -11,14 +11,14 @@ import transformers
 from torch import Tensor
 
 from mlm.checkpoint.huggingface.names import gpt2_from_huggingface
-from mlm.models.config import ModelConfig
-from mlm.models.build import MODELS
-from mlm.parallel.cross_entropy import IGNORE
-from mlm.parallel.mesh import Axis, ParallelContext
-from mlm.parallel.sharding import load_whole, parameter_shards
 from mlm.finetune.batches import TaskBatch, labels_of, unscored
 from mlm.finetune.making import Example
 from mlm.finetune.objective import Finetuning
+from mlm.models.build import MODELS
+from mlm.models.config import ModelConfig
+from mlm.parallel.cross_entropy import IGNORE
+from mlm.parallel.mesh import Axis, ParallelContext
+from mlm.parallel.sharding import load_whole, parameter_shards
 from tests.models.bert.reference import as_ours
 
 VOCAB, ONE = 61, Axis("tp")

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlm.config.schema import OptimizerConfig, PrecisionConfig
+from mlm.optim.config import OptimizerConfig, PrecisionConfig
 from tests.finetune.material import WORDS, their_bert, write_rows
 from tests.finetune.runs import (
     BERT,

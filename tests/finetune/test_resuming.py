@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from mlm.checkpoint.native.folders import checkpoints, named_latest
+from mlm.finetune import loop, run
+from mlm.finetune.best import STATE, best_of
 from mlm.finetune.config import FinetuneCheckpointConfig, FinetuneConfig
 from mlm.parallel.mesh import ParallelContext
-from mlm.finetune import loop
-from mlm.finetune import run
-from mlm.finetune.best import STATE, best_of
 from mlm.train.trainer import Trainer
 from tests.finetune.runs import (
     finetune,

@@ -6,11 +6,11 @@ import pytest
 import yaml
 
 from mlm.config.build import build
-from mlm.finetune.task_checks import METRICS, check_task
-from mlm.finetune.task_config import TaskConfig
-from mlm.errors import ConfigError
 from mlm.config.paths import CONFIG_DIR, groups
 from mlm.config.tree import leaves
+from mlm.errors import ConfigError
+from mlm.finetune.task_checks import METRICS, check_task
+from mlm.finetune.task_config import TaskConfig
 
 TASKS = groups(CONFIG_DIR)["task"]
 MINE = {"name": "mine", "columns": ["text"], "labels": ["no", "yes"]}

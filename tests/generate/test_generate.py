@@ -14,8 +14,8 @@ import transformers
 
 from mlm.cli.entry import main
 from mlm.data.tokenizer import Tokenizer
-from mlm.generate.run import Stream, show
 from mlm.generate.prompts import Prompt
+from mlm.generate.run import Stream, show
 from mlm.terminal import prose
 from tests.convert.hf_models import SHAPE, add_tokenizer, edit_tensors, make_model
 

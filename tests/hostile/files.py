@@ -1,7 +1,7 @@
 """Hostile files: pickles that leave a marker when loaded, and files made to fill memory or time.
 
-`python -m tests.hostile.files FOLDER` reads the latter, each in a process of its own under limits, and prints a
-JSON object: case → "refused: …", "read" or what else became of it.
+`python -m tests.hostile.files FOLDER` reads the latter, each in a process of its own under limits, and prints
+a JSON object: case → "refused: …", "read" or what else became of it.
 """
 
 import io
@@ -20,11 +20,11 @@ import torch
 from mlm.checkpoint.native.folders import latest_checkpoint
 from mlm.checkpoint.native.format import MANIFEST, FileEntry, canonical, read_manifest
 from mlm.checkpoint.native.shard_file import read_header
-from mlm.errors import UserError
 from mlm.data.gpt import load_checked
 from mlm.data.indexed import HEADER, MAGIC, IndexedDataset
 from mlm.data.receipt import read_receipt
 from mlm.data.tokenizer import Tokenizer
+from mlm.errors import UserError
 from mlm.files.atomic import digest_bytes
 from mlm.report.history import read_records, rewind
 

@@ -22,15 +22,15 @@ from hypothesis import strategies as st
 
 from mlm.checkpoint.native.folders import latest_checkpoint
 from mlm.checkpoint.native.format import MANIFEST, decode_manifest, read_manifest
-from mlm.files.lock import LOCK, sole_writer
 from mlm.checkpoint.native.shard_file import read_header
 from mlm.cli import main
-from mlm.errors import CorruptFileError, UserError
+from mlm.corpus.train_tokenizer import train_bpe
 from mlm.data.gpt import load_checked
 from mlm.data.indexed import IndexedDataset
 from mlm.data.receipt import read_receipt
 from mlm.data.tokenizer import Tokenizer
-from mlm.corpus.train_tokenizer import train_bpe
+from mlm.errors import CorruptFileError, UserError
+from mlm.files.lock import LOCK, sole_writer
 from mlm.report.history import read_records
 from tests.checkpoint.native.helpers import edit_manifest, save, weights
 from tests.data.corpora import write_corpus

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-SOURCES = sorted(Path(__file__).parent.parent.glob("mlm/**/*.py"))
+SOURCES = sorted(Path(__file__).parents[2].glob("mlm/**/*.py"))
 FORBIDDEN_MODULES = {
     *("pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "runpy"),
     *("torch.distributed.checkpoint", "multiprocessing.connection", "pandas"),

@@ -16,25 +16,28 @@ from pathlib import Path
 import pytest
 import torch
 
-from mlm.checkpoint.native.format import read_manifest
 from mlm.checkpoint.huggingface.config import FAMILIES
+from mlm.checkpoint.native.format import read_manifest
 from mlm.checkpoint.native.shard_file import write_shard_file
-from mlm.config.build import to_dict
-from mlm.checkpoints.config import CkptInspectConfig, CkptVerifyConfig
-from mlm.errors import UserError, visible
-from mlm.models.config import ModelConfig
-from mlm.config.saved import read_values
-from mlm.config.schema import DataConfig, ParallelConfig, PrecisionConfig, PretrainConfig, ScheduleConfig
-from mlm.optim.adamw import MOMENTS
-from mlm.parallel.mesh import shape_context
 from mlm.checkpoints import inspect as ckpt_inspect
 from mlm.checkpoints import verify as ckpt_verify
-from mlm.train.run_folder import parameters
+from mlm.checkpoints.config import CkptInspectConfig, CkptVerifyConfig
+from mlm.cli.saved import read_values
+from mlm.config.build import to_dict
+from mlm.data.config import DataConfig
+from mlm.errors import UserError, visible
 from mlm.inference.trained import checkpoint_faults, load_trained
+from mlm.models.config import ModelConfig
+from mlm.optim.adamw import MOMENTS
+from mlm.optim.config import PrecisionConfig, ScheduleConfig
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.mesh import shape_context
+from mlm.train.config import PretrainConfig
+from mlm.train.run_folder import parameters
 from mlm.train.state import load
 from mlm.train.trainer import Trainer
 from tests.checkpoint.native.helpers import edit_manifest, save
-from tests.config.test_saved import BUILT, HEAD, HOSTILE, WHOLE
+from tests.cli.test_saved import BUILT, HEAD, HOSTILE, WHOLE
 from tests.hostile.table import COUNTERS, FOLDERS, MANIFESTS, SETTINGS
 
 MODEL = ModelConfig(

@@ -5,10 +5,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mlm.config.schema import ParallelConfig, PrecisionConfig
-from mlm.parallel.mesh import ParallelContext
 from mlm.convert.hf_probe import Outputs, Probe, inputs_of, our_outputs
 from mlm.inference.trained import load_trained
+from mlm.optim.config import PrecisionConfig
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.mesh import ParallelContext
 
 
 def outputs_on_rank(ctx: ParallelContext, folder: Path) -> Outputs:

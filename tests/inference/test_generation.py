@@ -9,13 +9,14 @@ import torch
 from transformers import GPT2LMHeadModel
 
 from mlm.errors import UserError
-from mlm.config.schema import ParallelConfig, PrecisionConfig
-from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.inference.generation import Sampling, generate
 from mlm.inference.sampling import choose, uniforms
 from mlm.inference.trained import Trained, load_trained
-from tests.ranks import run_on_ranks
+from mlm.optim.config import PrecisionConfig
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.mesh import ParallelContext, shape_context
 from tests.convert.hf_models import SHAPE, make_model
+from tests.ranks import run_on_ranks
 
 GREEDY = Sampling(temperature=0.0, max_new_tokens=12)
 DRAWN = Sampling(temperature=0.9, top_k=50, top_p=0.95, max_new_tokens=12, seed=3)

@@ -9,22 +9,29 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlm.checkpoint.native.format import canonical
 from mlm.checkpoint.huggingface.folder import read_model
+from mlm.checkpoint.native.format import canonical
 from mlm.cli.entry import main
-from mlm.errors import CorruptFileError, UserError
-from mlm.data.files_present import hub_id
-from mlm.config.schema import ParallelConfig, PrecisionConfig
-from mlm.files.atomic import digest_bytes, digest_file
-from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.convert.hf_probe import our_outputs
-from mlm.inference.hf_source import model_name
 from mlm.convert.hf_verify import reference_outputs
-from mlm.inference.trained import checkpoint_faults, load_tokenizer, load_trained, named_checkpoint, result_file
-from tests.data.corpora import write_corpus
-from tests.ranks import run_on_ranks
+from mlm.data.files_present import hub_id
+from mlm.errors import CorruptFileError, UserError
+from mlm.files.atomic import digest_bytes, digest_file
+from mlm.inference.hf_source import model_name
+from mlm.inference.trained import (
+    checkpoint_faults,
+    load_tokenizer,
+    load_trained,
+    named_checkpoint,
+    result_file,
+)
+from mlm.optim.config import PrecisionConfig
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.mesh import ParallelContext, shape_context
 from tests.checkpoints_on_disk import write_run
 from tests.convert.hf_models import MODEL, add_tokenizer, edit_config, edit_tensors, hub_cache, make_model
+from tests.data.corpora import write_corpus
+from tests.ranks import run_on_ranks
 
 
 @pytest.fixture

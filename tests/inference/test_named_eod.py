@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from mlm.checkpoint.native.save_load import read_manifest
-from mlm.config.schema import DataConfig
-from mlm.data.tokenizer import EOD, Tokenizer
 from mlm.corpus.train_tokenizer import train_bpe
-from mlm.train.run_folder import write_imported
+from mlm.data.config import DataConfig
+from mlm.data.tokenizer import EOD, Tokenizer
 from mlm.inference.trained import load_tokenizer
+from mlm.train.run_folder import write_imported
 from mlm.train.run_tokenizer import digest_of, tokenizer_now
 from tests.convert.hf_models import MODEL, TEXT
 

@@ -7,10 +7,11 @@ import pytest
 
 from mlm.checkpoint.native.save_load import Manifest
 from mlm.config.build import to_dict
+from mlm.data.config import DataConfig
 from mlm.errors import CorruptFileError
-from mlm.models.config import ModelConfig
-from mlm.config.schema import DataConfig, ParallelConfig
 from mlm.inference.trained import continues_fault, split_faults, trained_config
+from mlm.models.config import ModelConfig
+from mlm.parallel.config import ParallelConfig
 from tests.checkpoints_on_disk import CONFIG
 
 MODEL = ModelConfig(num_layers=6, hidden_size=24, num_heads=4, ffn_hidden_size=60)

@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 
 from mlm.errors import UserError
-from mlm.config.schema import DistConfig, ParallelConfig
-from mlm.config.task_schema import GenerateConfig
-from mlm.parallel.collectives import all_reduce, start_receive, start_send
-from mlm.parallel.mesh import ParallelContext
+from mlm.generate.config import GenerateConfig
+from mlm.launch.config import DistConfig
 from mlm.launch.start import run_job
 from mlm.launch.stop import StopRequest
+from mlm.parallel.collectives import all_reduce, start_receive, start_send
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.mesh import ParallelContext
 
 ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "MASTER_PORT")
 

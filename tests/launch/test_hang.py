@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from mlm.config.schema import DistConfig, ParallelConfig
-from mlm.config.task_schema import GenerateConfig
-from mlm.parallel.mesh import ParallelContext
-from mlm.parallel.watch import LostPeer, Watch
+from mlm.generate.config import GenerateConfig
 from mlm.launch import watchdog
+from mlm.launch.config import DistConfig
 from mlm.launch.failure import Death, Failure, LastWords, describe, end_stopped, report
 from mlm.launch.process import ALONE, run_rank
 from mlm.launch.watchdog import Watchdog, flight_recorder
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.mesh import ParallelContext
+from mlm.parallel.watch import LostPeer, Watch
 from tests.launch import jobs as launch_jobs
 from tests.launch.test_launch import wait_gone
 

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from mlm.errors import UserError
-from mlm.config.schema import DistConfig, ParallelConfig
 from mlm.launch.agent import listen
+from mlm.launch.config import DistConfig
 from mlm.launch.start import LaunchFacts, choose_world_size, launch_facts
+from mlm.parallel.config import ParallelConfig
 from tests.launch import jobs as launch_jobs
 
 ROOT = Path(__file__).parents[2]

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlm.models.config import ModelConfig
-from mlm.config.schema import ParallelConfig, PrecisionConfig
 from mlm.data.sampler import Batch
 from mlm.models.cache import FIRST_COLUMNS, Fill, KeyValueCache, Reading, Step
+from mlm.models.config import ModelConfig
 from mlm.models.gpt2.model import GPT2
 from mlm.models.init import init_parameters
+from mlm.optim.config import PrecisionConfig
+from mlm.parallel.config import ParallelConfig
 from mlm.parallel.cross_entropy import full_logits
 from mlm.parallel.mesh import Axis, ParallelContext, shape_context
 from mlm.train.pipelined import PipelinedModel

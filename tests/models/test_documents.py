@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from mlm.checkpoint.huggingface.names import gpt2_from_huggingface
-from mlm.models.config import ModelConfig
-from mlm.config.schema import DataConfig
+from mlm.data.config import DataConfig
 from mlm.models import documents as module
+from mlm.models.config import ModelConfig
 from mlm.models.documents import Boundaries, Spans, bias_of, positions_of, spans_of
 from mlm.models.gpt2.model import GPT2
 from mlm.models.init import init_parameters

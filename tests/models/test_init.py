@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from mlm.models.config import ModelConfig
 from mlm.models.build import MODELS
+from mlm.models.config import ModelConfig
 from mlm.models.init import init_parameters
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import parameter_shards

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import mlm
-from mlm.config.compose import load_config
-from mlm.models.config import ModelConfig
+from mlm.cli.compose import load_config
 from mlm.models.build import MODELS
+from mlm.models.config import ModelConfig
 from mlm.parallel.mesh import shape_context
 from mlm.parallel.sharding import parameter_shards
 

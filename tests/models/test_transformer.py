@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlm.models.config import ModelConfig
 from mlm.models.backbone import Inputs, Transformer
 from mlm.models.bert.model import BERT
+from mlm.models.config import ModelConfig
 from mlm.models.gpt2.model import GPT2
 from mlm.models.init import init_parameters
 from mlm.models.transformer import LayerNorm

@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from mlm.config.schema import OptimizerConfig
 from mlm.optim.adamw import applied_steps, build_optimizer, ensure_state, moment, set_lr
+from mlm.optim.config import OptimizerConfig
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import parameter_shards
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from mlm.config.schema import PrecisionConfig
+from mlm.optim.config import PrecisionConfig
 from mlm.optim.precision import LossScaler
 
 

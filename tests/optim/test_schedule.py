@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlm.config.schema import OptimizerConfig, ScheduleConfig
+from mlm.optim.config import OptimizerConfig, ScheduleConfig
 from mlm.optim.schedule import learning_rate, warmup_warning
 
 V1 = ScheduleConfig(decay="cosine", warmup_steps=3000, decay_steps=300_000, min_lr=1e-5)

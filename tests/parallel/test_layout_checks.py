@@ -2,8 +2,8 @@
 
 import pytest
 
-from mlm.config.checks import check_pretrain
-from mlm.config.compose import load_config
+from mlm.cli.compose import load_config
+from mlm.train.checks import check_pretrain
 
 SOUND = ["model=gpt2_tiny", "model.num_layers=12", "data=synthetic"]  # 4 heads, 128 positions
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mlm.config.compose import load_config
+from mlm.cli.compose import load_config
 from mlm.plan.checks import MAX_COMPUTATIONS, check_plan_schedule
 
 

@@ -13,9 +13,9 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from mlm.errors import UserError
-from mlm.plan.config import PlanScheduleConfig
 from mlm.parallel.pipeline.actions import Plan, Send
 from mlm.plan import picture
+from mlm.plan.config import PlanScheduleConfig
 from mlm.plan.schedule import run, simulate
 
 

@@ -5,10 +5,13 @@ from typing import Any
 
 import pytest
 
-from mlm.config.checks import check_eval_loss, check_generate, check_pretrain, data_parallel_size
-from mlm.config.compose import load_config
+from mlm.cli.compose import load_config
 from mlm.data.files_present import tokenizer
-from mlm.config.schema import ParallelConfig
+from mlm.evaluate.checks import check_eval_loss
+from mlm.generate.checks import check_generate
+from mlm.launch.checks import data_parallel_size
+from mlm.parallel.config import ParallelConfig
+from mlm.train.checks import check_pretrain
 
 SOUND = ["model=gpt2_tiny", "data=synthetic"]
 

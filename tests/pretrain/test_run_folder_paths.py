@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mlm.files.lock import LOCK, sole_writer
 from mlm.cli import main
 from mlm.errors import UserError
+from mlm.files.lock import LOCK, sole_writer
 from mlm.files.one_builder import one_builder
 from mlm.files.ownership import claim_folder
 from mlm.report.curves import plot_losses

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from mlm.config.schema import LogConfig
+from mlm.report.config import LogConfig
 from mlm.report.metrics import Reporter, StepMetrics
 
 HEADER = [("run", "try"), ("layout", "tp=2 pp=1 dp=1")]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from mlm.errors import UserError
-from mlm.config.schema import LogConfig
+from mlm.report.config import LogConfig
 from mlm.report.records import flat
 from mlm.report.trackers import WeightsAndBiases
 from tests.report.reporting import read_metrics, reporter, shown, step_metrics, terminal

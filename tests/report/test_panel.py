@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mlm.config.schema import LogConfig
+from mlm.report.config import LogConfig
 from mlm.report.metrics import training_console
 from mlm.report.panel import LivePanel, duration, quantity
 from tests.report.reporting import Clock, read_metrics, reporter, shown, step_metrics, terminal

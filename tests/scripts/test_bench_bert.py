@@ -1,18 +1,14 @@
 """The benchmark of BERT's pretraining: both sides compute the same, and what is no success. No time is
 asserted."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import bench_bert
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-import bench_bert
 from bench.bert_contenders import MlmBert, TransformersBert, build_bert_trainee, without_dropout
 from bench.bert_shapes import BertShape, bert_batches, bert_shape, bert_state
 from bench.contenders import Trainee

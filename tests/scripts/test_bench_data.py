@@ -5,18 +5,15 @@ import random
 import sys
 from pathlib import Path
 
+import bench_data
 import numpy as np
 import pytest
-
-from mlm.errors import UserError
-from mlm.data.indexed import IndexedDataset
-from mlm.corpus.train_tokenizer import train_bpe
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-import bench_data
 from bench import build_runs
 from bench.text_supply import document_lengths, read_passages, write_documents, write_evaluation, write_tokens
+
+from mlm.corpus.train_tokenizer import train_bpe
+from mlm.data.indexed import IndexedDataset
+from mlm.errors import UserError
 
 
 @pytest.fixture(scope="module")

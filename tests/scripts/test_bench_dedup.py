@@ -1,15 +1,11 @@
 """The benchmark of deduplication: what it plants, how it counts, and how it ends."""
 
 import json
-import sys
 from pathlib import Path
 
+import bench_dedup
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-import bench_dedup
 from bench.dedup_corpus import Corpus, plant, score, similar_pairs
 
 

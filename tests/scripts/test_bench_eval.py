@@ -1,14 +1,12 @@
 """The benchmark of scoring: what it asks of both sides, and how it ends."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("accelerate", reason="lm-eval's own hf model needs it: pip install 'lm-eval[hf]'")
 pytest.importorskip("lm_eval", reason="pip install 'mlm[lm-eval]'")
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import bench_eval
 

@@ -7,16 +7,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import bench_finetune
 import pytest
 import torch
-from omegaconf import OmegaConf
-from transformers import AutoModel, BertTokenizerFast
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-import bench_finetune
 from bench import finetune_peer, finetune_runs
 from bench.finetune_runs import Finetune, Outcome, hidden_difference, run_mlm, seconds_of, write_subset
+from omegaconf import OmegaConf
+from transformers import AutoModel, BertTokenizerFast
 
 from mlm.cli import main
 from mlm.errors import UserError

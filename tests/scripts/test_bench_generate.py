@@ -1,16 +1,12 @@
 """The generation benchmark: both continue the same prompts alike, and the record says so."""
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import bench_generate
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-import bench_generate
 
 TINY = [
     *("--layers", "1", "--hidden", "64", "--vocab", "97", "--positions", "16", "--prompt", "3", "--new", "4"),

@@ -1,18 +1,14 @@
 """The layout benchmark: what its words mean, and that a tiny run ends with numbers."""
 
 import json
-import sys
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
 import bench_layouts
+import pytest
 from bench.layouts import Layout, parse_layout
 
 from mlm.errors import UserError
-from mlm.config.schema import ParallelConfig
+from mlm.parallel.config import ParallelConfig
 
 
 def test_words_make_a_layout() -> None:

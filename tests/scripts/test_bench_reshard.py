@@ -1,14 +1,10 @@
 """The reshard benchmark: a tiny run ends with numbers, and its limit is a limit."""
 
 import json
-import sys
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
 import bench_reshard
+import pytest
 
 
 def test_layers_make_the_size_asked_for() -> None:

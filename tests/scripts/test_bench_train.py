@@ -2,16 +2,12 @@
 
 import dataclasses
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import bench_train
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-import bench_train
 from bench.compare import Plan, doubts
 from bench.contenders import MlmTrainee
 from bench.equality import Reference

@@ -6,21 +6,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import bert_norm
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "experiments"))
-
-import bert_norm
 from bench import norm_report, norm_runs
 from bench.norm_report import final_loss, masked_entropy, thinned, verdict
 from bench.norm_runs import Runs, Sizes, Trial, settings_of
 
-from mlm.config.compose import load_config
-from mlm.errors import UserError
-from mlm.data.indexed import IndexedWriter, token_dtype
+from mlm.cli.compose import load_config
 from mlm.corpus.train_tokenizer import train_wordpiece
+from mlm.data.indexed import IndexedWriter, token_dtype
+from mlm.errors import UserError
 
 SIZES = Sizes(
     hidden=16,

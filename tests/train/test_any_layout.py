@@ -15,12 +15,15 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from mlm.data.config import DataConfig
 from mlm.models.config import ModelConfig
-from mlm.config.schema import DataConfig, ParallelConfig, PrecisionConfig, PretrainConfig, TrainConfig
 from mlm.optim.adamw import MOMENTS, applied_steps, ensure_state, moment
+from mlm.optim.config import PrecisionConfig
+from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.random import derive_seed
 from mlm.parallel.sharding import ParameterShard
+from mlm.train.config import PretrainConfig, TrainConfig
 from mlm.train.state import load, save
 from mlm.train.trainer import Trainer
 from tests.ranks import run_on_ranks

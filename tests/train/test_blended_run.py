@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from mlm.checkpoint.native.save_load import latest_checkpoint
-from mlm.errors import UserError
-from mlm.config.schema import DataConfig, PretrainConfig
 from mlm.data.blend_history import seed_of
+from mlm.data.config import DataConfig
 from mlm.data.indexed import IndexedDataset
 from mlm.data.sampler import Loader
+from mlm.errors import UserError
 from mlm.parallel.mesh import ParallelContext, shape_context
+from mlm.train.config import PretrainConfig
 from mlm.train.corpora import corpus_faults, corpus_samples, sources, train_dataset
 from mlm.train.resume import go_on_with_data
 from mlm.train.state import load, save

@@ -9,18 +9,19 @@ import pytest
 
 from mlm.checkpoint.native.save_load import latest_checkpoint, read_manifest
 from mlm.cli import main
-from mlm.errors import UserError
-from mlm.config.schema import DataConfig, PretrainConfig
+from mlm.corpus.train_tokenizer import train_bpe
+from mlm.data.config import DataConfig
 from mlm.data.sampler import Batch, eval_batches
 from mlm.data.synthetic import SyntheticDataset
-from mlm.corpus.train_tokenizer import train_bpe
+from mlm.errors import UserError
 from mlm.parallel.mesh import ParallelContext, shape_context
+from mlm.train.config import PretrainConfig
 from mlm.train.corpora import corpus_faults
 from mlm.train.documents import with_eod
 from mlm.train.trainer import Trainer
+from tests.check.parity_layouts import EOD, SEQ, VOCAB_OF_DOCUMENTS, Layout
 from tests.data.corpora import write_corpus
 from tests.ranks import run_on_ranks
-from tests.check.parity_layouts import EOD, SEQ, VOCAB_OF_DOCUMENTS, Layout
 
 SAMPLES = 8
 SWITCHES = ("reset_positions", "reset_attention", "mask_eod_loss")

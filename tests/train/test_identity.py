@@ -9,11 +9,12 @@ import pytest
 
 from mlm.checkpoint.native.save_load import read_manifest, save_checkpoint
 from mlm.config.build import to_dict
-from mlm.finetune.config import FinetuneConfig
-from mlm.config.schema import DataConfig, PretrainConfig
 from mlm.config.tree import leaves
-from mlm.parallel.mesh import shape_context
+from mlm.data.config import DataConfig
 from mlm.finetune import settings
+from mlm.finetune.config import FinetuneConfig
+from mlm.parallel.mesh import shape_context
+from mlm.train.config import PretrainConfig
 from mlm.train.identity import FUNCTION_KEYS, KINDS, Kind, changes_since, identity_errors
 from mlm.train.resume import resume, start_faults
 from mlm.train.state import model_shards, save

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from mlm.checkpoint.native.save_load import latest_checkpoint, read_manifest
-from mlm.errors import CorruptFileError
-from mlm.config.schema import ParallelConfig, PretrainConfig
 from mlm.data.sampler import eval_batches
 from mlm.data.synthetic import SyntheticDataset
+from mlm.errors import CorruptFileError
+from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext, shape_context
+from mlm.train.config import PretrainConfig
 from mlm.train.diagnose import first_non_finite
 from mlm.train.state import load, save
 from mlm.train.trainer import Trainer

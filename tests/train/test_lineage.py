@@ -9,8 +9,8 @@ import pytest
 from mlm.checkpoint.native.folders import LATEST, latest_checkpoint, outdated, step_name
 from mlm.checkpoint.native.save_load import read_manifest
 from mlm.errors import CorruptFileError
-from mlm.config.schema import CheckpointConfig
 from mlm.parallel.mesh import shape_context
+from mlm.train.config import CheckpointConfig
 from mlm.train.resume import resume
 from mlm.train.state import save
 from mlm.train.trainer import Trainer

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from mlm.config.schema import CheckpointConfig, DataConfig, LogConfig, TrainConfig
+from mlm.data.config import DataConfig
 from mlm.parallel.mesh import ParallelContext
+from mlm.report.config import LogConfig
+from mlm.report.throughput import Throughput
+from mlm.train.config import CheckpointConfig, TrainConfig
 from mlm.train.corpora import ValidationSet
 from mlm.train.loop import Loop
-from mlm.report.throughput import Throughput
 from tests.report.reporting import Clock
 
 Event = tuple[str, int]

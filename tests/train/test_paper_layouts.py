@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mlm.config.compose import load_config
-from mlm.config.schema import PretrainConfig
+from mlm.cli.compose import load_config
 from mlm.data.sampler import Batch
 from mlm.models.stage import split_layers
 from mlm.parallel.mesh import ParallelContext, build_mesh, coordinates, shape_context
@@ -19,6 +18,7 @@ from mlm.parallel.pipeline.actions import Action, Op, Receive, Send
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule
 from mlm.parallel.sharding import parameter_shards
+from mlm.train.config import PretrainConfig
 from mlm.train.pipelined import PipelinedModel
 
 META = torch.device("meta")

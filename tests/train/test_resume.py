@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from mlm.files.lock import sole_writer
 from mlm.checkpoint.native.save_load import read_manifest, save_checkpoint
 from mlm.errors import CorruptFileError, UserError
-from mlm.config.schema import CheckpointConfig, PretrainConfig
+from mlm.files.lock import sole_writer
 from mlm.parallel.mesh import ParallelContext, shape_context
+from mlm.train.config import CheckpointConfig, PretrainConfig
 from mlm.train.resume import claim, resume, start_faults, starts
 from mlm.train.state import model_shards, save
 from mlm.train.trainer import Trainer

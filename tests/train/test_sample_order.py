@@ -14,11 +14,11 @@ import pytest
 from numpy.typing import ArrayLike, NDArray
 
 from mlm.checkpoint.native.save_load import latest_checkpoint
-from mlm.config.schema import PretrainConfig
 from mlm.data.gpt import GPTDataset
 from mlm.data.indexed import IndexedDataset
 from mlm.data.sampler import Loader
 from mlm.parallel.mesh import ParallelContext, shape_context
+from mlm.train.config import PretrainConfig
 from mlm.train.loop import Loop
 from mlm.train.state import load, save
 from mlm.train.trainer import Trainer

@@ -15,9 +15,10 @@ import torch
 from mlm.checkpoint.native import save_load
 from mlm.checkpoint.native.save_load import CheckpointError, read_manifest
 from mlm.checkpoint.native.staging import StagedFile
-from mlm.config.schema import CheckpointConfig, ParallelConfig, PretrainConfig
+from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.parallel.watch import LostPeer
+from mlm.train.config import CheckpointConfig, PretrainConfig
 from mlm.train.saver import Saver
 from mlm.train.state import load
 from mlm.train.trainer import Trainer

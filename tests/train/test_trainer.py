@@ -9,26 +9,21 @@ import pytest
 import torch
 
 from mlm.checkpoint.native.save_load import latest_checkpoint
-from mlm.errors import UserError
-from mlm.models.config import ModelConfig
-from mlm.config.schema import (
-    DataConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    PretrainConfig,
-    ScheduleConfig,
-    TrainConfig,
-)
+from mlm.data.config import DataConfig
 from mlm.data.sampler import Batch, Loader, eval_batches
 from mlm.data.synthetic import SyntheticDataset
+from mlm.errors import UserError
+from mlm.models.config import ModelConfig
 from mlm.optim.adamw import MOMENTS, moment
 from mlm.optim.clip import clip_factor, gradient_norm, scale_gradients
+from mlm.optim.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from mlm.optim.precision import LossScaler
+from mlm.parallel.config import ParallelConfig
 from mlm.parallel.cross_entropy import IGNORE
 from mlm.parallel.gradients import GradientReducer
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.parallel.sharding import parameter_shards
+from mlm.train.config import PretrainConfig, TrainConfig
 from mlm.train.corpora import synthetic
 from mlm.train.diagnose import refuse_exhausted
 from mlm.train.objective import pretraining

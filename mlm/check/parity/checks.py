@@ -1,7 +1,7 @@
 """What must hold between the settings of `mlm parity`."""
 
-from mlm.config.checks import check_pretrain
 from mlm.check.parity.config import ParityConfig
+from mlm.train.checks import check_pretrain
 
 
 def check_parity(config: ParityConfig, *, world_size: int | None, local_devices: int | None) -> list[str]:

@@ -17,19 +17,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import mlm
+from mlm.check.parity.config import ParityConfig
+from mlm.check.parity.runs import Report, compare
+from mlm.check.parity.verdict import TOLERANCES, Verdict, judge, of_moved, relative, skipped
 from mlm.checkpoint.native.save_load import read_manifest, resolve
 from mlm.config.build import to_dict
 from mlm.errors import CheckFailedError, UserError, writing_to
-from mlm.check.parity.config import ParityConfig
-from mlm.config.schema import ParallelConfig
-from mlm.parallel.mesh import ParallelContext
 from mlm.files.results import result_faults, write_result
-from mlm.train.corpora import corpus_faults
 from mlm.launch.environment import read_place
-from mlm.train.memory import reuse_large_blocks
-from mlm.check.parity.runs import Report, compare
 from mlm.launch.process import device_kind
-from mlm.check.parity.verdict import TOLERANCES, Verdict, judge, of_moved, relative, skipped
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.mesh import ParallelContext
+from mlm.train.corpora import corpus_faults
+from mlm.train.memory import reuse_large_blocks
 
 RESULT = "parity.json"
 SHOWN = 3

@@ -3,8 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from mlm.config.path_types import InputPath, OutFolder
-from mlm.config.schema import ParallelConfig, PretrainConfig
+from mlm.config.fields import InputPath, OutFolder
+from mlm.parallel.config import ParallelConfig
+from mlm.train.config import PretrainConfig
 
 FIRST_LOSS_SCALE = 2.0**14
 """Where a comparison in float16 begins: above it gradients may overflow."""

@@ -18,16 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mlm.checkpoint.native.save_load import resolve
 from mlm.check.parity.config import ParityConfig
-from mlm.config.schema import ParallelConfig, PretrainConfig
+from mlm.checkpoint.native.save_load import resolve
 from mlm.data.sampler import AnyBatch, Dataset, Loader
 from mlm.optim.precision import parameter_dtype
 from mlm.parallel.collectives import all_reduce, broadcast
+from mlm.parallel.config import ParallelConfig
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import Axis, ParallelContext, shape_context
 from mlm.parallel.random import SHARED
 from mlm.parallel.sharding import ParameterShard, parameter_shards
+from mlm.train.config import PretrainConfig
 from mlm.train.corpora import train_dataset
 from mlm.train.pipelined import PipelinedModel
 from mlm.train.state import is_stored, load_weights

@@ -3,10 +3,11 @@
 import re
 from dataclasses import fields, replace
 
-from mlm.config.checks import check_pretrain, data_parallel_size
 from mlm.check.parity.config import comparable
-from mlm.config.schema import ParallelConfig
 from mlm.check.verify_resume.config import ResumedLayout, VerifyResumeConfig
+from mlm.launch.checks import data_parallel_size
+from mlm.parallel.config import ParallelConfig
+from mlm.train.checks import check_pretrain
 
 LAYOUT_KEYS = tuple(f.name for f in fields(ResumedLayout))
 REMEDY = "; use "

@@ -3,10 +3,11 @@
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import ClassVar, Literal
 
-from mlm.models.config import Forbid
 from mlm.check.parity.config import comparable
-from mlm.config.path_types import OutFolder
-from mlm.config.schema import LogConfig, ParallelConfig, PretrainConfig
+from mlm.config.fields import Forbid, OutFolder
+from mlm.parallel.config import ParallelConfig
+from mlm.report.config import LogConfig
+from mlm.train.config import PretrainConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,19 +15,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import mlm
-from mlm.files.bounded import parse_json, read_bounded
-from mlm.checkpoint.native.compare import compare_checkpoints, compared_bytes
-from mlm.checkpoint.native.folders import step_name
-from mlm.files.lock import LOCK, sole_writer
-from mlm.checkpoint.native.save_load import read_manifest, resolve
-from mlm.config.build import to_dict
-from mlm.errors import CheckFailedError, UserError, writing_to
 from mlm.check.parity.config import comparable
-from mlm.config.schema import ParallelConfig
+from mlm.check.parity.verdict import Verdict
 from mlm.check.verify_resume.checks import faults_here, same_layout
 from mlm.check.verify_resume.config import KillPlan, VerifyResumeConfig
-from mlm.files.atomic import write_atomic
-from mlm.files.ownership import MARKER, claim_folder, delete_owned
 from mlm.check.verify_resume.runs import FILES, RESUMED, STRAIGHT, Kill, Rehearsal, Show
 from mlm.check.verify_resume.verdict import (
     FIELDS,
@@ -40,13 +31,22 @@ from mlm.check.verify_resume.verdict import (
     read_steps,
     step_difference,
 )
+from mlm.checkpoint.native.compare import compare_checkpoints, compared_bytes
+from mlm.checkpoint.native.folders import step_name
+from mlm.checkpoint.native.save_load import read_manifest, resolve
+from mlm.config.build import to_dict
+from mlm.errors import CheckFailedError, UserError, writing_to
+from mlm.files.atomic import write_atomic
+from mlm.files.bounded import parse_json, read_bounded
+from mlm.files.lock import LOCK, sole_writer
+from mlm.files.ownership import MARKER, claim_folder, delete_owned
+from mlm.launch.start import launch_facts
+from mlm.parallel.config import ParallelConfig
+from mlm.report.history import FILE_NAME, finite
 from mlm.terminal import byte_progress
 from mlm.train.corpora import corpus_faults
-from mlm.report.history import FILE_NAME, finite
-from mlm.launch.start import launch_facts
 from mlm.train.run_tokenizer import tokenizer_of
 from mlm.train.state import CHECKPOINTS, is_weights_only
-from mlm.check.parity.verdict import Verdict
 
 TASK = "verify-resume"
 RESULT = f"{TASK}.json"

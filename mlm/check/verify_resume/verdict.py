@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mlm.check.parity.verdict import FLOOR, TOLERANCES, Tolerance, Verdict
+from mlm.check.verify_resume.config import KillPlan
 from mlm.checkpoint.native.compare import Comparison, TensorDifference
 from mlm.checkpoint.native.lineage import LINEAGE
-from mlm.check.verify_resume.config import KillPlan
 from mlm.optim.adamw import MOMENTS
 from mlm.report.history import read_records
-from mlm.check.parity.verdict import FLOOR, TOLERANCES, Tolerance, Verdict
 
 Records = Mapping[int, Mapping[str, Any]]
 """Step → its record of metrics.jsonl."""

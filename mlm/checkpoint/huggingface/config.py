@@ -4,7 +4,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from mlm.checkpoint.huggingface.content import Content, Ids
+from mlm.checkpoint.huggingface.keys import show
+from mlm.checkpoint.huggingface.names import GPT2_BUFFERS, GPT2_PREFIX, GPT2_TIED, Place, gpt2_places
 from mlm.checkpoint.native.format import JSON
+from mlm.errors import UserError
 from mlm.models.bert.huggingface import (
     BERT_BUFFERS,
     BERT_PREFIX,
@@ -16,12 +20,8 @@ from mlm.models.bert.huggingface import (
     read_bert_config,
     write_bert_config,
 )
-from mlm.checkpoint.huggingface.content import Content, Ids
-from mlm.models.gpt2.huggingface import ARCHITECTURES, gpt2_content, read_gpt2_config, write_gpt2_config
-from mlm.checkpoint.huggingface.keys import show
-from mlm.checkpoint.huggingface.names import GPT2_BUFFERS, GPT2_PREFIX, GPT2_TIED, Place, gpt2_places
-from mlm.errors import UserError
 from mlm.models.config import ModelConfig
+from mlm.models.gpt2.huggingface import ARCHITECTURES, gpt2_content, read_gpt2_config, write_gpt2_config
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlm.files.bounded import parse_json, read_bounded
-from mlm.checkpoint.native.format import JSON
 from mlm.checkpoint.huggingface.config import Family, family_of
 from mlm.checkpoint.huggingface.content import Content
 from mlm.checkpoint.huggingface.keys import show
+from mlm.checkpoint.native.format import JSON
 from mlm.checkpoint.native.shard_file import Stored, read_safetensors_header
 from mlm.errors import CorruptFileError, UserError
+from mlm.files.bounded import parse_json, read_bounded
 from mlm.models.config import ModelConfig
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"

@@ -96,7 +96,7 @@ def gpt2_places(model: ModelConfig) -> Iterator[tuple[str, Place]]:
 
 
 def gpt2_from_huggingface(state: Mapping[str, Tensor], num_heads: int) -> dict[str, Tensor]:
-    """Whole (unsplit) parameters of `mlm.models.gpt2.model.GPT2` from a GPT2LMHeadModel's or GPT2Model's state.
+    """Unsplit parameters of `mlm.models.gpt2.model.GPT2` from a GPT2LMHeadModel's or GPT2Model's state.
 
     Raises KeyError for a name that GPT-2 does not have.
     """

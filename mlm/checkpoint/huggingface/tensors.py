@@ -5,12 +5,20 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from mlm.checkpoint.native.format import DTYPE_NAMES
-from mlm.checkpoint.huggingface.folder import AGAIN, CONFIG, SMALL_FILES, TOKENIZER, HFModel, find_file, reading
+from mlm.checkpoint.huggingface.folder import (
+    AGAIN,
+    CONFIG,
+    SMALL_FILES,
+    TOKENIZER,
+    HFModel,
+    find_file,
+    reading,
+)
 from mlm.checkpoint.huggingface.keys import show
 from mlm.checkpoint.huggingface.names import Place
-from mlm.checkpoint.native.slices import Rectangle
+from mlm.checkpoint.native.format import DTYPE_NAMES
 from mlm.checkpoint.native.shard_file import copy_region
+from mlm.checkpoint.native.slices import Rectangle
 from mlm.errors import UserError
 from mlm.files.atomic import digest_file
 

@@ -19,8 +19,8 @@ from mlm.checkpoint.native.format import (
     TensorEntry,
     read_manifest,
 )
-from mlm.checkpoint.native.slices import Rectangle
 from mlm.checkpoint.native.shard_file import Stored, copy_region, read_header
+from mlm.checkpoint.native.slices import Rectangle
 from mlm.errors import CorruptFileError
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

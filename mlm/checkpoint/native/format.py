@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from mlm.files.bounded import parse_json, read_bounded
 from mlm.checkpoint.native.columns import (
     Chunk,
     Chunks,
@@ -29,6 +28,7 @@ from mlm.checkpoint.native.columns import (
 from mlm.checkpoint.native.slices import Rectangle, Split, tiling_fault
 from mlm.errors import CorruptFileError, UserError
 from mlm.files.atomic import digest_bytes, write_atomic
+from mlm.files.bounded import parse_json, read_bounded
 
 JSON: TypeAlias = Any
 """What JSON can say: null, booleans, finite numbers, strings, lists, and objects with string keys."""

@@ -39,8 +39,8 @@ from mlm.checkpoint.native.format import (
     read_manifest,
     write_manifest,
 )
-from mlm.checkpoint.native.slices import Shard
 from mlm.checkpoint.native.shard_file import copy_region, header_of, write_shard_file
+from mlm.checkpoint.native.slices import Shard
 from mlm.checkpoint.native.staging import StagedFile
 from mlm.errors import CorruptFileError, UserError
 from mlm.files.atomic import digest_file

@@ -17,7 +17,6 @@ from typing import BinaryIO, TypeVar
 import torch
 from torch import Tensor
 
-from mlm.files.bounded import parse_json
 from mlm.checkpoint.native.checked_file import CheckedFile, Digester
 from mlm.checkpoint.native.format import (
     DTYPE_NAMES,
@@ -31,6 +30,7 @@ from mlm.checkpoint.native.format import (
 from mlm.checkpoint.native.slices import Rectangle
 from mlm.errors import CorruptFileError, UserError
 from mlm.files.atomic import CHUNK
+from mlm.files.bounded import parse_json
 
 MAX_HEADER_BYTES = 1 << 26  # 64 MiB; parsed JSON takes many times its size (safetensors allows 100 MB)
 BLOCK = 1 << 24  # bytes of rows read at a time: 16 MiB

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mlm.files.bounded import parse_json, read_bounded
 from mlm.checkpoint.native.columns import Chunk
 from mlm.checkpoint.native.declaration import file_name
 from mlm.checkpoint.native.folders import (
@@ -40,11 +39,12 @@ from mlm.checkpoint.native.format import (
     regular_size,
     write_manifest,
 )
-from mlm.checkpoint.native.slices import Rectangle, Split, tiling_fault
 from mlm.checkpoint.native.save_load import REMEDIES
 from mlm.checkpoint.native.shard_file import Form, read_header, write_stream
+from mlm.checkpoint.native.slices import Rectangle, Split, tiling_fault
 from mlm.errors import CorruptFileError, UserError
 from mlm.files.atomic import digest_bytes, digest_file, write_atomic
+from mlm.files.bounded import parse_json, read_bounded
 
 DONE = ".done"
 MAX_NOTE = 1 << 24  # bytes of a note: digests of the blocks of 6 TB

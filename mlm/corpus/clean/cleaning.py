@@ -1,11 +1,11 @@
 """What happens to a document between reading and tokenising: it is mended, then it must pass the rules."""
 
-from mlm.corpus.sections import FilterConfig, NormaliseConfig
+from mlm.corpus.clean.fix_text import mend, mend_pieces
 from mlm.corpus.clean.language import SAMPLE, LanguageFilter, long_sample
 from mlm.corpus.clean.long_quality import LongMeasures
-from mlm.corpus.read.long_text import Letters, LongText, Scratch
-from mlm.corpus.clean.fix_text import mend, mend_pieces
 from mlm.corpus.clean.quality import active_rules, broken_by, broken_rule
+from mlm.corpus.read.long_text import Letters, LongText, Scratch
+from mlm.corpus.sections import FilterConfig, NormaliseConfig
 
 LANGUAGE = "language"
 

@@ -11,10 +11,10 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
-from mlm.errors import UserError
 from mlm.config.suggest import nearest
-from mlm.extras import load_extra
 from mlm.corpus.read.long_text import Letters
+from mlm.errors import UserError
+from mlm.extras import load_extra
 
 SAMPLE = 500  # letters looked at in each of three places
 

@@ -12,8 +12,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from mlm.corpus.read.long_text import at_breaks
 from mlm.corpus.clean.quality import BULLETS, ELLIPSES, LETTER, STOP_WORDS
+from mlm.corpus.read.long_text import at_breaks
 
 AT_ONCE = 1 << 21
 """Different lines that are held at a time, 8 bytes each."""

@@ -19,10 +19,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mlm.corpus.sections import DecontaminateConfig
 from mlm.corpus.decontaminate.benchmarks import EvaluationText, load_benchmarks, read_benchmarks
 from mlm.corpus.decontaminate.contaminants import Hits, NGrams, spans, words
 from mlm.corpus.read.long_text import PIECE, Letters, StoredText, at_breaks
+from mlm.corpus.sections import DecontaminateConfig
 from mlm.files.atomic import digest_bytes
 
 RULE = 2  # number of what counts as a match and what is cut; part of the digest

@@ -14,11 +14,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from mlm.corpus.sections import DedupConfig
-from mlm.corpus.read.long_text import StoredText
 from mlm.corpus.dedup.shingles import Hashes, Numbers, long_shingles, shingles
 from mlm.corpus.dedup.signatures import NO_KEY, Signer
 from mlm.corpus.dedup.spilled import AnyHashes, SpilledHashes, ranges_of
+from mlm.corpus.read.long_text import StoredText
+from mlm.corpus.sections import DedupConfig
 
 # What bounds the work on a component of thousands of documents that share boilerplate. All are counts of
 # documents, so the result depends on no clock, machine or number of workers.

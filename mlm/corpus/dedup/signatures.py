@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from rensa import RMinHash
 
-from mlm.corpus.sections import DedupConfig
 from mlm.corpus.dedup.shingles import Hashes, Numbers, flat_shingles, long_shingles
+from mlm.corpus.sections import DedupConfig
 
 Slots = NDArray[np.uint32]
 

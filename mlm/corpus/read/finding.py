@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from mlm.corpus.config import DataBuildConfig
-from mlm.errors import UserError
 from mlm.corpus.read.formats import READABLE, kind_of, part_name, remedy_for
 from mlm.corpus.read.hub import HUB, HubSource, find_hub
 from mlm.corpus.read.own_files import check_apart, own_names
 from mlm.corpus.read.records import Input
 from mlm.data.parts import SPLITS
+from mlm.errors import UserError
 
 WILDCARDS = "*?["
 LISTED = 100

@@ -12,9 +12,9 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import parse_qs, urlencode
 
+from mlm.corpus.read.records import BadRecordError, Document, Intake, Place, Shard
 from mlm.errors import UserError
 from mlm.extras import load_extra
-from mlm.corpus.read.records import BadRecordError, Document, Intake, Place, Shard
 
 HUB = "hub:"
 FORMATS = ("arrow", "csv", "json", "parquet", "text")

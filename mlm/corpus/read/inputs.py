@@ -14,9 +14,9 @@ from typing import Any, BinaryIO
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mlm.errors import UserError
 from mlm.corpus.read.records import Input, readable
 from mlm.data.receipt import INPUTS
+from mlm.errors import UserError
 from mlm.files.atomic import digest_bytes, digest_file, write_atomic
 
 KNOWN = "digests.json"

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
-from mlm.extras import load_extra
 from mlm.corpus.read.records import readable
+from mlm.extras import load_extra
 
 BLOCK = 1 << 18  # bytes handed on at a time: 256 KiB
 ZSTD_BLOCK = 1 << 14  # 16 KiB: what a fault takes with it that was sound

@@ -4,8 +4,8 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from mlm.errors import UserError
 from mlm.data.receipt import INPUTS, RECEIPT, REJECTED
+from mlm.errors import UserError
 from mlm.files.folder_types import KINDS, kind_of_folder, matches
 
 OF_BUILDS = ("corpus", "corpus-work")

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from mlm.errors import UserError
 from mlm.corpus.read.long_text import LONG, LongText, StringText
+from mlm.errors import UserError
 
 ID = "id"
 LONGEST_ID = 1000  # letters of an id that is kept

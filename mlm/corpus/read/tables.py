@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Any
 
-from mlm.extras import load_extra
 from mlm.corpus.read.long_text import LONG, Utf8Text
 from mlm.corpus.read.openers import DamagedError, damage_is_told
 from mlm.corpus.read.records import BadRecordError, Document, Intake, Place, Shard, readable
+from mlm.extras import load_extra
 
 BATCH_ROWS = 256
 BUFFER = 1 << 20  # bytes read ahead per column

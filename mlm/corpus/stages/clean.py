@@ -17,18 +17,18 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from mlm.errors import UserError
 from mlm.corpus.clean.cleaning import Cleaner
+from mlm.corpus.dedup.signatures import Signer
+from mlm.corpus.long_tokens import long_tokens
 from mlm.corpus.read.inputs import check_unchanged
 from mlm.corpus.read.long_text import LongText, Scratch, StoredText
-from mlm.corpus.long_tokens import long_tokens
+from mlm.corpus.read.read import Document, Rejected, read_shard
 from mlm.corpus.stages.markers import Advance, Counts, write_marker
 from mlm.corpus.stages.plan import Plan
-from mlm.corpus.read.read import Document, Rejected, read_shard
-from mlm.corpus.dedup.signatures import Signer
 from mlm.data.corpus_files import origins_of
 from mlm.data.indexed import IndexedWriter, bin_path, idx_path
 from mlm.data.tokenizer import Tokenizer
+from mlm.errors import UserError
 from mlm.files.atomic import write_atomic
 
 TEXT = np.dtype("u1")

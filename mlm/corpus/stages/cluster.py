@@ -23,10 +23,10 @@ from loguru import logger
 from rich.console import Console
 
 from mlm.corpus.config import ExecutorConfig
-from mlm.errors import UserError
 from mlm.corpus.stages.markers import is_done
 from mlm.corpus.stages.plan import Plan, Stage
 from mlm.corpus.stages.task import first_fault, run_task
+from mlm.errors import UserError
 from mlm.files.atomic import write_atomic
 
 JOBS = "jobs.json"

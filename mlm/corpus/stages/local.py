@@ -26,11 +26,11 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from mlm.errors import UserError
 from mlm.corpus.stages.markers import UnitsDone, withdraw_if_damaged
 from mlm.corpus.stages.plan import Plan, Stage
 from mlm.corpus.stages.sizes import units_of
 from mlm.corpus.stages.task import run_task
+from mlm.errors import UserError
 
 REFRESH_S = 0.5
 

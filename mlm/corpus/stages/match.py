@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from mlm.corpus.stages.clean import save
 from mlm.corpus.dedup.duplicates import components, duplicates_in, links_of_band, star_links
 from mlm.corpus.read.long_text import StoredText
+from mlm.corpus.stages.clean import save
 from mlm.corpus.stages.markers import Advance, counts_of, write_marker
 from mlm.corpus.stages.plan import Plan
 from mlm.corpus.stages.stored import StoredTexts

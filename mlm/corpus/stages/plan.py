@@ -13,10 +13,10 @@ from typing import Any
 
 from mlm.config.build import from_dict, to_dict
 from mlm.corpus.config import DataBuildConfig
-from mlm.errors import CorruptFileError
 from mlm.corpus.read.shards import Input, Shard
 from mlm.data.parts import SPLITS, parse_split
 from mlm.data.tokenizer import Tokenizer
+from mlm.errors import CorruptFileError
 from mlm.files.atomic import digest_bytes, write_atomic
 
 VERSION = 2  # of what the stages write; part of every stage's digest

@@ -9,12 +9,12 @@ from typing import Any
 from rich.console import Console, Group
 from rich.table import Table
 
-from mlm.errors import UserError
 from mlm.corpus.decontaminate.decontaminate import Tally
 from mlm.corpus.stages.markers import Counts, counts_of
 from mlm.corpus.stages.plan import Plan
 from mlm.corpus.stages.tokenise import load_contaminants
 from mlm.data.receipt import REJECTED
+from mlm.errors import UserError
 from mlm.files.atomic import write_atomic
 
 Facts = dict[str, Any]

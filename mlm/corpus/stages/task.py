@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mlm.errors import UserError
 from mlm.corpus.stages import clean as clean_stage
 from mlm.corpus.stages import match as match_stage
 from mlm.corpus.stages import merge as merge_stage
 from mlm.corpus.stages import tokenise as tokenise_stage
 from mlm.corpus.stages.markers import is_done
 from mlm.corpus.stages.plan import Plan, Stage
+from mlm.errors import UserError
 from mlm.files.atomic import write_atomic
 
 WORK: dict[str, Callable[[Plan, int], None]] = {

@@ -15,16 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from mlm.corpus.sections import DecontaminateConfig
-from mlm.corpus.stages.clean import BATCH_BYTES, BATCH_DOCUMENTS, TEXT
 from mlm.corpus.decontaminate.decontaminate import Contaminants
 from mlm.corpus.decontaminate.decontaminate import Tally as Contamination
-from mlm.corpus.read.long_text import LONG, StoredText
 from mlm.corpus.long_tokens import long_tokens
+from mlm.corpus.read.long_text import LONG, StoredText
+from mlm.corpus.sections import DecontaminateConfig
+from mlm.corpus.sentences import long_sentences, split_sentences
+from mlm.corpus.stages.clean import BATCH_BYTES, BATCH_DOCUMENTS, TEXT
 from mlm.corpus.stages.markers import Advance, write_marker
 from mlm.corpus.stages.match import removed_in
 from mlm.corpus.stages.plan import EVALUATION, Plan
-from mlm.corpus.sentences import long_sentences, split_sentences
 from mlm.corpus.stages.stored import StoredTexts
 from mlm.data.corpus_files import origins_of
 from mlm.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, token_dtype

@@ -2,9 +2,9 @@
 
     mlm-lm-eval --model mlm --model_args ckpt=runs/shakespeare,tp=2 --tasks lambada_openai
 
-`mlm-lm-eval`, or `python -m mlm.evaluate.lm_eval.command_line`, is lm-eval's own command line with the model `mlm`
-registered: lm-eval (0.4) finds models of other packages only when these are imported. In Python, import this
-module before `lm_eval.simple_evaluate(model="mlm", model_args=…)`.
+`mlm-lm-eval`, or `python -m mlm.evaluate.lm_eval.command_line`, is lm-eval's own command line with the
+model `mlm` registered: lm-eval (0.4) finds models of other packages only when these are
+imported. In Python, import this module before `lm_eval.simple_evaluate(model="mlm", model_args=…)`.
 
 model_args are the fields of `LmEvalConfig`, with `precision=bf16` for precision.dtype and `device=cpu` for
 dist.device. Texts that spell out an end-of-document token are read as the characters they are.
@@ -24,12 +24,12 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simpl
 from tqdm import tqdm
 
 from mlm.config.build import build
-from mlm.config.checks import check_lm_eval
 from mlm.errors import ConfigError, UserError
-from mlm.config.task_schema import LmEvalConfig
-from mlm.inference.generation import Sampling
+from mlm.evaluate.checks import check_lm_eval
+from mlm.evaluate.config import LmEvalConfig
 from mlm.evaluate.lm_eval.ranks import Elsewhere, Here, Model
 from mlm.evaluate.scoring import Request
+from mlm.inference.generation import Sampling
 from mlm.inference.trained import (
     checkpoint_faults,
     continues_fault,

@@ -1,8 +1,8 @@
 """The model behind lm-eval's `mlm`: in lm-eval's own process, or on ranks of its own.
 
 lm-eval is one process and knows nothing of tp or pp. For more than one rank it therefore starts a command
-that starts the ranks, `python -m mlm.evaluate.lm_eval.ranks CONFIG.json`, and talks to rank 0 over a Unix socket
-in a folder only this user can enter. Rank 0 tells the others what is asked; all of them do it.
+that starts the ranks, `python -m mlm.evaluate.lm_eval.ranks CONFIG.json`, and talks to rank 0 over a Unix
+socket in a folder only this user can enter. Rank 0 tells the others what is asked; all of them do it.
 
 Bodies of messages are arrays: int64 tokens, float64 scores. Nothing is pickled.
 """
@@ -27,19 +27,19 @@ import torch
 from numpy.typing import NDArray
 
 from mlm.config.build import from_dict, to_dict
-from mlm.errors import CheckFailedError, UserError
-from mlm.config.task_schema import LmEvalConfig
 from mlm.data.tokenizer import Tokenizer
-from mlm.parallel.collectives import broadcast
-from mlm.parallel.mesh import ParallelContext
+from mlm.errors import CheckFailedError, UserError
+from mlm.evaluate.config import LmEvalConfig
 from mlm.evaluate.lm_eval.channel import Channel, read_message
-from mlm.launch.child_run import kill, plain_environment
-from mlm.inference.generation import Sampling, continuations, ends_at
 from mlm.evaluate.scoring import Request, Score, score
+from mlm.inference.generation import Sampling, continuations, ends_at
 from mlm.inference.trained import Trained, load_tokenizer, load_trained
-from mlm.launch.start import run_job
+from mlm.launch.child_run import kill, plain_environment
 from mlm.launch.process import ALONE, rank_device
 from mlm.launch.rank import die_with_parent
+from mlm.launch.start import run_job
+from mlm.parallel.collectives import broadcast
+from mlm.parallel.mesh import ParallelContext
 
 Advance = Callable[[int], None]
 POLL_S = 0.2

@@ -7,8 +7,8 @@ the passage's own tokens before it. They differ in what a word is and in how it 
 from collections.abc import Sequence
 from functools import partial
 
-from mlm.errors import UserError
 from mlm.data.tokenizer import Tokenizer
+from mlm.errors import UserError
 from mlm.evaluate.scoring import Request, Score
 from mlm.evaluate.zero_shot.protocol import (
     LM_EVAL,

@@ -10,12 +10,12 @@ import torch
 
 import mlm
 from mlm.config.build import to_dict
-from mlm.evaluate.config import ZeroShotConfig
 from mlm.data.receipt import version_of
 from mlm.data.tokenizer import Tokenizer
+from mlm.evaluate.config import ZeroShotConfig
+from mlm.evaluate.zero_shot.protocol import Outcome, Protocol
 from mlm.files.results import named
 from mlm.inference.trained import Trained
-from mlm.evaluate.zero_shot.protocol import Outcome, Protocol
 from mlm.terminal import add_row, console, plain, table
 
 

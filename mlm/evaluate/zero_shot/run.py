@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import mlm
+from mlm.data.tokenizer import Tokenizer
 from mlm.errors import ConfigError, CorruptFileError, UserError
 from mlm.evaluate.config import (
     EvalAllConfig,
@@ -16,15 +17,14 @@ from mlm.evaluate.config import (
     EvalWikitext103Config,
     ZeroShotConfig,
 )
-from mlm.models.config import ModelConfig
-from mlm.config.schema import PretrainConfig
-from mlm.data.tokenizer import Tokenizer
-from mlm.files.atomic import digest_bytes
-from mlm.parallel.mesh import ParallelContext
-from mlm.files.results import is_stream, result_faults, write_result
 from mlm.evaluate.kept_scores import digest_requests
 from mlm.evaluate.loss import training_corpora
 from mlm.evaluate.scoring import Request, score
+from mlm.evaluate.zero_shot import lambada, sources, wikitext103
+from mlm.evaluate.zero_shot.protocol import Outcome, Protocol, distinct
+from mlm.evaluate.zero_shot.receipt import receipt, show
+from mlm.files.atomic import digest_bytes
+from mlm.files.results import is_stream, result_faults, write_result
 from mlm.inference.trained import (
     checkpoint_faults,
     continues_fault,
@@ -34,12 +34,10 @@ from mlm.inference.trained import (
     result_file,
     vocabulary_fault,
 )
-from mlm.evaluate.zero_shot import lambada
-from mlm.evaluate.zero_shot import sources
-from mlm.evaluate.zero_shot import wikitext103
-from mlm.evaluate.zero_shot.protocol import Outcome, Protocol, distinct
-from mlm.evaluate.zero_shot.receipt import receipt, show
+from mlm.models.config import ModelConfig
+from mlm.parallel.mesh import ParallelContext
 from mlm.terminal import count_progress, plain
+from mlm.train.config import PretrainConfig
 
 TASKS: dict[type[ZeroShotConfig], str] = {
     EvalWikitext103Config: "wikitext103",

@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from mlm.errors import UserError
 from mlm.data.tokenizer import Tokenizer
+from mlm.errors import UserError
 from mlm.evaluate.scoring import Request, Score
 from mlm.evaluate.zero_shot.detokenise import detokenise
 from mlm.evaluate.zero_shot.protocol import LM_EVAL, V1, Metric, Outcome, Protocol, as_tokens, rolling_request

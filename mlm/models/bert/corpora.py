@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from mlm.errors import UserError
-from mlm.config.schema import DataConfig, PretrainConfig
-from mlm.models.bert.samples import BERTDataset
-from mlm.models.bert.masking import BERTVocab
+from mlm.data.config import DataConfig
 from mlm.data.indexed import IndexedDataset
 from mlm.data.receipt import read_receipt
 from mlm.data.tokenizer import Tokenizer
+from mlm.errors import UserError
+from mlm.models.bert.masking import BERTVocab
+from mlm.models.bert.samples import BERTDataset
+from mlm.train.config import PretrainConfig
 
 VALIDATION_SEED = 0
 """Of the masks of samples that are scored."""

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from mlm.checkpoint.native.format import JSON
 from mlm.checkpoint.huggingface.content import Content, Head, Ids, labels, one_head
 from mlm.checkpoint.huggingface.keys import (
     EVERYWHERE,
@@ -24,6 +23,7 @@ from mlm.checkpoint.huggingface.keys import (
     show,
 )
 from mlm.checkpoint.huggingface.names import Place, weight_and_bias
+from mlm.checkpoint.native.format import JSON
 from mlm.errors import UserError
 from mlm.models.config import ModelConfig
 

@@ -15,14 +15,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mlm.errors import UserError
-from mlm.models.bert.masking import BERTVocab, mask_tokens
-from mlm.models.bert.pairs import Pairs, Targets, find_spans, make_pairs
 from mlm.data.gpt import CACHE_FROM, IGNORED, KEPT_EPOCHS, load_checked, permutation, save_checked
 from mlm.data.indexed import IndexedDataset
-from mlm.files.one_builder import one_builder
 from mlm.data.splitmix import draw, root
+from mlm.errors import UserError
 from mlm.files.atomic import digest_bytes
+from mlm.files.one_builder import one_builder
+from mlm.models.bert.masking import BERTVocab, mask_tokens
+from mlm.models.bert.pairs import Pairs, Targets, find_spans, make_pairs
 
 SPECIAL = 3
 """Tokens of a sample that are no text: [CLS] and two [SEP]."""

@@ -7,9 +7,17 @@ Keys and their defaults: the documentation of GPT2Config
 from collections.abc import Mapping
 from dataclasses import replace
 
-from mlm.checkpoint.native.format import JSON
 from mlm.checkpoint.huggingface.content import Content, Head, Ids, labels, one_head
-from mlm.checkpoint.huggingface.keys import EVERYWHERE, EXACT_GELU, GELU_NAMES, TANH_GELU, Keys, activation, read_keys
+from mlm.checkpoint.huggingface.keys import (
+    EVERYWHERE,
+    EXACT_GELU,
+    GELU_NAMES,
+    TANH_GELU,
+    Keys,
+    activation,
+    read_keys,
+)
+from mlm.checkpoint.native.format import JSON
 from mlm.models.config import ModelConfig
 
 ARCHITECTURES = {

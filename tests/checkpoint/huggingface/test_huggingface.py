@@ -15,11 +15,11 @@ from torch import Tensor
 
 from mlm.checkpoint.huggingface.content import Ids
 from mlm.checkpoint.huggingface.folder import read_model, weight_files
-from mlm.models.gpt2.huggingface import read_gpt2_config, write_gpt2_config
-from mlm.checkpoint.huggingface.tensors import HFTensors
 from mlm.checkpoint.huggingface.names import Place, gpt2_places
+from mlm.checkpoint.huggingface.tensors import HFTensors
 from mlm.checkpoint.native.slices import Rectangle
 from mlm.errors import ConfigError, CorruptFileError, UserError
+from mlm.models.gpt2.huggingface import read_gpt2_config, write_gpt2_config
 from mlm.train.run_folder import parameters
 from tests.convert.hf_models import MODEL, SHAPE, edit_config, edit_tensors, hub_cache, make_model
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from mlm.checkpoint.megatron.merge import MegatronModel, open_checkpoint
 from mlm.checkpoint.megatron.files import find_files
+from mlm.checkpoint.megatron.merge import MegatronModel, open_checkpoint
 from mlm.checkpoint.native.slices import Rectangle
 from mlm.errors import CorruptFileError, UserError
 from tests.checkpoint.megatron.written import (

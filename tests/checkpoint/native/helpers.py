@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlm.checkpoint.native import declaration
-from mlm.checkpoint.native import save_load
+from mlm.checkpoint.native import declaration, save_load
 from mlm.checkpoint.native.folders import open_staging, step_name
 from mlm.checkpoint.native.format import MANIFEST, Manifest, canonical
 from mlm.checkpoint.native.save_load import Shard, load_checkpoint, save_checkpoint

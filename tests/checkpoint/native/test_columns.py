@@ -21,8 +21,8 @@ from mlm.checkpoint.native.declaration import declare_shards, merge_declared
 from mlm.checkpoint.native.fit import plan_reading
 from mlm.checkpoint.native.folders import fault_of, latest_checkpoint, prune
 from mlm.checkpoint.native.format import CHUNKS, MANIFEST, read_manifest, read_summary
-from mlm.checkpoint.native.slices import Rectangle, Shard, tiling_fault
 from mlm.checkpoint.native.save_load import load_checkpoint
+from mlm.checkpoint.native.slices import Rectangle, Shard, tiling_fault
 from mlm.checkpoint.native.verify import verify_checkpoint
 from mlm.errors import CorruptFileError, UserError
 from mlm.files.atomic import digest_bytes

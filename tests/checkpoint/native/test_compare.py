@@ -21,8 +21,8 @@ from mlm.checkpoint.native.compare import (
     row_blocks,
 )
 from mlm.checkpoint.native.format import DTYPES
-from mlm.checkpoint.native.slices import Rectangle, tiling_fault
 from mlm.checkpoint.native.save_load import read_manifest
+from mlm.checkpoint.native.slices import Rectangle, tiling_fault
 from mlm.errors import CorruptFileError, UserError
 from tests.checkpoint.native.helpers import edit_manifest, pieces, save, save_pieces, weights
 

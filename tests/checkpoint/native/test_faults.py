@@ -39,7 +39,7 @@ def mean_of(path: Path) -> float:
 def test_kill_at_any_instant_leaves_a_whole_checkpoint(tmp_path: Path, form: list[str]) -> None:
     """Before each file operation of a save, of a new step and of the same one again; and at random."""
     command = [sys.executable, "-m", "tests.checkpoint.native.kill_saves", str(tmp_path), *form]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=Path(__file__).parents[2])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=Path(__file__).parents[3])
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["faults"] == []

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "torture_checkpoint.py"
+SCRIPT = Path(__file__).parents[3] / "scripts" / "torture_checkpoint.py"
 FAULTS = 24
 
 

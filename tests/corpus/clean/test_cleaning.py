@@ -4,10 +4,10 @@ import sys
 
 import pytest
 
-from mlm.corpus.sections import FilterConfig, NormaliseConfig
-from mlm.errors import UserError
 from mlm.corpus.clean.cleaning import Cleaner
 from mlm.corpus.clean.language import SAMPLE, LanguageFilter, sample
+from mlm.corpus.sections import FilterConfig, NormaliseConfig
+from mlm.errors import UserError
 
 ENGLISH = (
     "The council voted last night to spend more on schools, although many had asked for new roads instead."

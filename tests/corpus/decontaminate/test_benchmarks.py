@@ -8,8 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from mlm.corpus.decontaminate.benchmarks import (
+    EvaluationText,
+    load_benchmarks,
+    read_benchmarks,
+    save_benchmarks,
+)
 from mlm.errors import CorruptFileError, UserError
-from mlm.corpus.decontaminate.benchmarks import EvaluationText, load_benchmarks, read_benchmarks, save_benchmarks
 
 WIKI = "\n = Lobster = \n \n Red @-@ tipped claws . \n = = Life = = \n Long . \n \n = Crab = \n \n Short . \n"
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlm.corpus.sections import DecontaminateConfig
 from mlm.corpus.decontaminate import contaminants as module
 from mlm.corpus.decontaminate.benchmarks import EvaluationText
 from mlm.corpus.decontaminate.contaminants import NGrams, spans, words
 from mlm.corpus.decontaminate.decontaminate import Contaminants, Tally, cut
+from mlm.corpus.sections import DecontaminateConfig
 
 WIKI = (
     'It was " red @-@ tipped " , 5 @,@ 000 strong and 0 @.@ 7 long ; the crab \'s claw '

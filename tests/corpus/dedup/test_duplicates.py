@@ -1,16 +1,15 @@
 """Links, components and what goes: against union-find, sets of words, and planted near-duplicates."""
 
-import sys
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
+from bench.dedup_contenders import run_mlm
+from bench.dedup_corpus import plant, score, similar_pairs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlm.corpus.sections import DedupConfig
 from mlm.corpus.dedup import duplicates as module
 from mlm.corpus.dedup.duplicates import (
     Duplicate,
@@ -21,11 +20,7 @@ from mlm.corpus.dedup.duplicates import (
     star_links,
 )
 from mlm.corpus.dedup.signatures import NO_KEY, Signer
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
-
-from bench.dedup_contenders import run_mlm
-from bench.dedup_corpus import plant, score, similar_pairs
+from mlm.corpus.sections import DedupConfig
 
 CONFIG = DedupConfig()
 REAL_SHINGLES = module.shingles

@@ -10,9 +10,9 @@ import datasets
 import pytest
 
 from mlm.corpus.config import DataBuildConfig
-from mlm.errors import UserError
 from mlm.corpus.read.hub import HubSource, open_hub
 from mlm.corpus.read.shards import cut, find_inputs
+from mlm.errors import UserError
 from tests.corpus.reading import Outcome, read_shards, write
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

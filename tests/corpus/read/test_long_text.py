@@ -12,31 +12,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlm.corpus.sections import DecontaminateConfig, DedupConfig, FilterConfig
+from mlm.corpus import long_tokens, sentences
 from mlm.corpus.build import run_build
-from mlm.corpus.decontaminate import decontaminate
-from mlm.corpus.read import long_json
-from mlm.corpus.read import long_text
-from mlm.corpus import long_tokens
 from mlm.corpus.clean import fix_text as mending
-from mlm.corpus.read import read
-from mlm.corpus.read import records
-from mlm.corpus import sentences
-from mlm.corpus.stages import stored
-from mlm.corpus.stages import tokenise as tokenise_stage
+from mlm.corpus.clean.fix_text import mend, mend_pieces
+from mlm.corpus.clean.long_quality import LongMeasures
+from mlm.corpus.clean.quality import Measures
+from mlm.corpus.decontaminate import decontaminate
 from mlm.corpus.decontaminate.benchmarks import EvaluationText
 from mlm.corpus.decontaminate.decontaminate import Contaminants
 from mlm.corpus.dedup.duplicates import jaccard
-from mlm.corpus.read.long_json import LongLine
-from mlm.corpus.clean.long_quality import LongMeasures
-from mlm.corpus.read.long_text import JsonText, Letters, Scratch
-from mlm.corpus.clean.fix_text import mend, mend_pieces
-from mlm.corpus.clean.quality import Measures
-from mlm.corpus.read.records import BadRecordError
-from mlm.corpus.sentences import long_sentences, split_sentences
 from mlm.corpus.dedup.shingles import flat_shingles, long_shingles, shingles
 from mlm.corpus.dedup.signatures import Signer
 from mlm.corpus.dedup.spilled import SpilledHashes
+from mlm.corpus.read import long_json, long_text, read, records
+from mlm.corpus.read.long_json import LongLine
+from mlm.corpus.read.long_text import JsonText, Letters, Scratch
+from mlm.corpus.read.records import BadRecordError
+from mlm.corpus.sections import DecontaminateConfig, DedupConfig, FilterConfig
+from mlm.corpus.sentences import long_sentences, split_sentences
+from mlm.corpus.stages import stored
+from mlm.corpus.stages import tokenise as tokenise_stage
 from mlm.data.tokenizer import Tokenizer
 from tests.corpus.texts import output, quiet, small_tokenizer, thorough, words, write_jsonl
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from mlm.errors import UserError
 from mlm.corpus.read import openers
 from mlm.corpus.read.openers import DamagedError, blocks, lines
+from mlm.errors import UserError
 from tests.corpus.reading import write
 
 PACKED = [".gz", ".zst", ".bz2", ".xz"]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from mlm.errors import UserError
 from mlm.corpus.read.read import RULES, Rejected, read_shard
 from mlm.corpus.read.shards import cut, search
+from mlm.errors import UserError
 from tests.corpus.reading import Outcome, read, write
 
 GOOD = b'{"text": "x"}\n'

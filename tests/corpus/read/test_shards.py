@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from mlm.corpus.config import DataBuildConfig
-from mlm.errors import UserError
 from mlm.corpus.read.shards import find_inputs, search
+from mlm.errors import UserError
 
 
 def put(root: Path, *names: str) -> Path:

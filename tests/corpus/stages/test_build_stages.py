@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from mlm.corpus.sections import DedupConfig, ExecutorConfig, FilterConfig
-from mlm.errors import UserError
 from mlm.corpus.build import run_build
+from mlm.corpus.sections import DedupConfig, ExecutorConfig, FilterConfig
 from mlm.corpus.stages import match as match_stage
 from mlm.data.indexed import IndexedDataset
+from mlm.errors import UserError
 from tests.corpus.texts import (
     documents,
     output,
@@ -151,9 +151,7 @@ run_build(thorough(Path(sys.argv[1])), quiet())
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_kill_in_a_stage_changes_nothing_and_loses_no_finished_task(source: Path, stage: str) -> None:
-    module = {"clean": "clean_stage", "tokenise": "tokenise_stage", "merge": "merge_stage"}.get(
-        stage, "match_stage"
-    )
+    module = {"clean": "clean", "tokenise": "tokenise", "merge": "merge"}.get(stage, "match")
     number = 0 if stage in ("group", "gather") else 1
     code = KILL.format(module=module, stage=stage, task=number)
     done = subprocess.run(

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from mlm.corpus.build import run_build
 from mlm.corpus.sections import ExecutorConfig
 from mlm.errors import UserError
-from mlm.corpus.build import run_build
 from tests.corpus.texts import output, plain, quiet, write_jsonl
 
 pytest.importorskip("datatrove")

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from mlm.errors import UserError
 from mlm.corpus.stages import local
 from mlm.corpus.stages.local import Workers
 from mlm.corpus.stages.plan import Stage
+from mlm.errors import UserError
 
 
 def note_pid(path: Path) -> None:

@@ -12,9 +12,8 @@ import pytest
 
 from mlm.corpus.build import run_build
 from mlm.corpus.read import inputs
-from mlm.corpus.stages import markers
-from mlm.corpus.stages import plan
 from mlm.corpus.read.shards import Input, cut, group
+from mlm.corpus.stages import markers, plan
 from mlm.data.receipt import read_receipt
 from tests.corpus.texts import documents, output, plain, quiet, thorough, words, write_jsonl
 

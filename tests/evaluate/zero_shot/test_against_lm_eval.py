@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from mlm.evaluate.config import AllDataConfig, EvalAllConfig
-from mlm.parallel.mesh import ParallelContext
 from mlm.evaluate.zero_shot import run as evaluate
 from mlm.evaluate.zero_shot import sources
+from mlm.parallel.mesh import ParallelContext
 from tests.evaluate.zero_shot.texts import (
     PASSAGES,
     SEQ_LENGTH,

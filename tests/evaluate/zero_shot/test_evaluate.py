@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from mlm.config.checks import check_zero_shot
+from mlm.corpus.train_tokenizer import train_bpe
+from mlm.data.tokenizer import Tokenizer
+from mlm.evaluate.checks import check_zero_shot
 from mlm.evaluate.config import (
     AllDataConfig,
     EvalAllConfig,
@@ -19,14 +21,11 @@ from mlm.evaluate.config import (
     LambadaDataConfig,
     WikitextDataConfig,
 )
-from mlm.config.schema import ParallelConfig
-from mlm.data.tokenizer import Tokenizer
-from mlm.corpus.train_tokenizer import train_bpe
-from mlm.files.atomic import digest_file
-from mlm.parallel.mesh import ParallelContext
-from mlm.inference.trained import named_checkpoint
 from mlm.evaluate.zero_shot import run as evaluate
-from tests.ranks import run_on_ranks
+from mlm.files.atomic import digest_file
+from mlm.inference.trained import named_checkpoint
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.mesh import ParallelContext
 from tests.convert.hf_models import import_model
 from tests.evaluate.zero_shot.texts import (
     PASSAGES,
@@ -37,6 +36,7 @@ from tests.evaluate.zero_shot.texts import (
     write_trained_model,
     write_wikitext,
 )
+from tests.ranks import run_on_ranks
 
 LAYOUTS = [(1, 1, 1, 7), (2, 1, 1, 1), (1, 2, 1, 7), (1, 1, 3, 1), (2, 1, 2, 7)]
 

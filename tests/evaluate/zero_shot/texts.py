@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from transformers import GPT2LMHeadModel
 
-from mlm.config.schema import ParallelConfig, PrecisionConfig
-from mlm.data.tokenizer import Tokenizer
 from mlm.corpus.train_tokenizer import train_bpe
-from mlm.parallel.mesh import ParallelContext
+from mlm.data.tokenizer import Tokenizer
 from mlm.inference.trained import Trained, load_trained
+from mlm.optim.config import PrecisionConfig
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.mesh import ParallelContext
 from tests.convert.hf_models import make_model
 
 FP64 = PrecisionConfig(dtype="fp64")

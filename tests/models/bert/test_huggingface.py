@@ -9,13 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlm.models.bert.huggingface import bert_from_huggingface, bert_places, read_bert_config, write_bert_config
 from mlm.checkpoint.huggingface.content import Ids
 from mlm.checkpoint.huggingface.folder import HFModel, read_model
-from mlm.checkpoint.huggingface.tensors import HFTensors
 from mlm.checkpoint.huggingface.names import Place
+from mlm.checkpoint.huggingface.tensors import HFTensors
 from mlm.checkpoint.native.slices import Rectangle
 from mlm.errors import ConfigError, CorruptFileError, UserError
+from mlm.models.bert.huggingface import (
+    bert_from_huggingface,
+    bert_places,
+    read_bert_config,
+    write_bert_config,
+)
 from mlm.train.run_folder import parameters
 from tests.convert.hf_berts import FAMILIES, MODEL, make_bert
 from tests.convert.hf_models import edit_config, edit_tensors

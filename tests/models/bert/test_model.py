@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mlm.models.config import ModelConfig
 from mlm.models.backbone import Inputs
 from mlm.models.bert.model import BERT, masked_targets
+from mlm.models.config import ModelConfig
 from mlm.models.documents import without_padding
 from mlm.models.init import init_parameters
 from mlm.parallel.collectives import all_reduce

@@ -6,14 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlm.errors import UserError
-from mlm.models.bert import samples as bert
-from mlm.models.bert.samples import BERTDataset, BERTSamples
-from mlm.models.bert.masking import BERTVocab
 from mlm.data.gpt import IGNORED
 from mlm.data.indexed import IndexedDataset
+from mlm.errors import UserError
+from mlm.models.bert import samples as bert
+from mlm.models.bert.masking import BERTVocab
+from mlm.models.bert.samples import BERTDataset, BERTSamples
 
-from .test_bert_pairs import sentence_corpus
+from .test_pairs import sentence_corpus
 
 CLS, SEP, MASK, PAD = 0, 1, 2, 3
 SEQ = 32

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from mlm.cli import main
+from mlm.cli.saved import read_run, read_values
 from mlm.errors import UserError
-from mlm.config.saved import read_run, read_values
 
 HEAD = "defaults: [hydra_quiet, pretrain_defaults, _self_]\n"
 BOMB = "".join(
@@ -258,10 +258,10 @@ def test_a_config_of_ones_own_is_named_otherwise(theirs: Path, capfd: pytest.Cap
 
 
 def test_what_a_run_writes_is_read_back(tmp_path: Path) -> None:
+    from mlm.cli.compose import load_config
     from mlm.config.build import build
-    from mlm.config.compose import load_config
-    from mlm.config.schema import PretrainConfig
     from mlm.pretrain.run import composed_yaml
+    from mlm.train.config import PretrainConfig
 
     words = ["model=gpt2_tiny", "data.blend=['0.3 a','0.7 b']", "name='2024-01-01'", "optimizer.lr=1e-5"]
     config = load_config("pretrain", [*words, "experiment=v1_8_3b", "out='yes'"])

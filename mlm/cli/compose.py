@@ -9,57 +9,10 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
+from mlm.cli.commands import SPECS
 from mlm.config.build import build
-from mlm.checkpoints.config import (
-    CkptDiffConfig,
-    CkptInspectConfig,
-    CkptPruneConfig,
-    CkptVerifyConfig,
-    ReshardConfig,
-)
-from mlm.convert.config import ExportHFConfig, ImportHFConfig, ImportMegatronConfig
-from mlm.corpus.config import (
-    DataBuildConfig,
-    DataInspectConfig,
-    DataTokenizerConfig,
-    DataVerifyConfig,
-)
-from mlm.evaluate.config import EvalAllConfig, EvalLambadaConfig, EvalWikitext103Config
-from mlm.finetune.config import EvalTaskConfig, FinetuneConfig
-from mlm.check.parity.config import ParityConfig
 from mlm.config.paths import CONFIG_DIR
-from mlm.plan.config import PlanScheduleConfig
-from mlm.config.schema import PretrainConfig
-from mlm.config.task_schema import EvalLossConfig, GenerateConfig
 from mlm.config.tree import defaults
-from mlm.check.verify_resume.config import VerifyResumeConfig
-
-SPECS: dict[str, type] = {
-    "pretrain": PretrainConfig,
-    "parity": ParityConfig,
-    "eval_loss": EvalLossConfig,
-    "eval_wikitext103": EvalWikitext103Config,
-    "eval_lambada": EvalLambadaConfig,
-    "eval_all": EvalAllConfig,
-    "generate": GenerateConfig,
-    "finetune": FinetuneConfig,
-    "eval_task": EvalTaskConfig,
-    "data_tokenizer": DataTokenizerConfig,
-    "data_build": DataBuildConfig,
-    "data_inspect": DataInspectConfig,
-    "data_verify": DataVerifyConfig,
-    "plan_schedule": PlanScheduleConfig,
-    "verify_resume": VerifyResumeConfig,
-    "reshard": ReshardConfig,
-    "ckpt_inspect": CkptInspectConfig,
-    "ckpt_verify": CkptVerifyConfig,
-    "ckpt_diff": CkptDiffConfig,
-    "ckpt_prune": CkptPruneConfig,
-    "import_hf": ImportHFConfig,
-    "import_megatron": ImportMegatronConfig,
-    "export_hf": ExportHFConfig,
-}
-"""The primary config in configs/ of each command, and the dataclass it becomes."""
 
 
 def register_defaults() -> None:

@@ -1,4 +1,4 @@
-"""Keys whose values are paths: what each is for, and how what is typed is read.
+"""Types of the fields of a config dataclass: paths by their purpose, and no unknown keys.
 
 A field of a run spec that holds a path is annotated with one of these types; `build.py` then expands `~` and
 rejects the empty path, and `path_faults.py` looks at what stands there.
@@ -8,6 +8,9 @@ import os
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, get_args
+
+Forbid: dict[str, str] = {"extra": "forbid"}
+"""As `__pydantic_config__` of a dataclass: an unknown key is an error."""
 
 LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, of Linux
 

@@ -6,14 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from mlm.config.checks import check_finetune, check_pretrain
-from mlm.config.compose import SPECS, compose_values, load_config
-from mlm.corpus.checks import check_build
-from mlm.models.config import ModelConfig
+from mlm.cli.commands import SPECS
+from mlm.cli.compose import compose_values, load_config
 from mlm.config.paths import CONFIG_DIR, groups
-from mlm.config.schema import PretrainConfig
 from mlm.config.tree import flatten, leaves
+from mlm.corpus.checks import check_build
+from mlm.finetune.checks import check_finetune
+from mlm.models.config import ModelConfig
 from mlm.optim.schedule import learning_rate
+from mlm.train.checks import check_pretrain
+from mlm.train.config import PretrainConfig
 
 RECIPES = groups(CONFIG_DIR)["recipe"]
 TASKS = groups(CONFIG_DIR)["task"]

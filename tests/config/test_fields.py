@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from mlm.cli.commands import SPECS
 from mlm.config.build import build
-from mlm.config.compose import SPECS
-from mlm.errors import ConfigError
-from mlm.config.path_types import Role
+from mlm.config.fields import Role
 from mlm.config.tree import Leaf, leaves
+from mlm.errors import ConfigError
 
 NO_PATHS = {
     *("name", "prompt", "revision", "split", "text_key", "id_key", "hub_config", "hub_split", "hub_revision"),

@@ -16,11 +16,12 @@ import yaml  # type: ignore[import-untyped]
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
+from mlm.cli.commands import SPECS
+from mlm.cli.compose import register_defaults, resolved
 from mlm.config.build import show, unknown_key
-from mlm.config.compose import SPECS, register_defaults, resolved
-from mlm.errors import ConfigError, UserError, has_controls, visible
 from mlm.config.paths import CONFIG_DIR
 from mlm.config.tree import MISSING_VALUE, flatten, leaves
+from mlm.errors import ConfigError, UserError, has_controls, visible
 
 CONFIG = "config.yaml"
 CONFIG_NAMES = ("config", CONFIG, "config.yml")

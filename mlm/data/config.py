@@ -1,0 +1,51 @@
+"""Settings of the data that a run reads."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from mlm.config.fields import BlendEntry, CacheFolder, Forbid, InputPath
+
+MASKED = 0.15
+"""Share of the tokens that a BERT predicts (arXiv:1810.04805, section 3.1)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Where tokens come from."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    kind: Literal["indexed", "synthetic"] = "indexed"
+    """indexed reads Megatron's .bin/.idx; synthetic draws random tokens, for throughput runs."""
+    path: InputPath | None = None
+    """Corpus folder written by `mlm data build`: train.bin/.idx, validation.bin/.idx, tokenizer.json."""
+    train: InputPath | None = None
+    """Prefix of the training .bin/.idx; null means {path}/train."""
+    validation: InputPath | None = None
+    """Prefix of the validation .bin/.idx; null means {path}/validation, if it exists."""
+    tokenizer: InputPath | None = None
+    """tokenizer.json the corpus was written with; null means {path}/tokenizer.json, if it exists."""
+    cache: CacheFolder | None = None
+    """Folder of cached sample indices; null means a folder beside the corpus."""
+    seq_length: int = 1024
+    """Tokens per sample, S. At most model.max_positions."""
+    blend: tuple[BlendEntry, ...] = ()
+    """Corpora to mix, each `WEIGHT FOLDER` such as [0.3 corpora/wiki, 0.7 corpora/web], in place of path and
+    train. Weights are scaled to sum to 1."""
+    change: bool = False
+    """Allow a resumed run other corpora or weights than before; what changed is recorded. Not kept for the
+    next resume."""
+    reset_positions: bool = False
+    """Count positions anew after every end-of-document token."""
+    reset_attention: bool = False
+    """Let tokens attend only to their own document."""
+    mask_eod_loss: bool = False
+    """Do not score what follows an end-of-document token: the first token of the next document."""
+    masked_lm_prob: float = MASKED
+    """bert: share of a sample's tokens that are to be predicted."""
+    short_seq_prob: float = 0.1
+    """bert: share of samples made shorter than seq_length, so that the model learns to read such."""
+    max_ngram: int = 3
+    """bert: words masked together at the most; n with probability proportional to 1/n."""
+    eod_id: int | None = None
+    """The end-of-document token, for these three; null takes that of the corpus's receipt or tokenizer."""

@@ -1,0 +1,39 @@
+"""The command `mlm generate`."""
+
+from mlm.config.command import Command
+from mlm.generate.checks import check_generate
+from mlm.generate.config import GenerateConfig
+
+COMMANDS = (
+    Command(
+        words=("generate",),
+        config="generate",
+        spec=GenerateConfig,
+        target="mlm.generate.run:run",
+        check=check_generate,
+        preflight="mlm.generate.run:preflight",
+        summary="continue texts with a checkpoint",
+        about=(
+            "Samples continuations of a prompt, or of a file of prompts, and prints them as they come. What "
+            "is drawn depends on the seed and the prompt's number alone, not on tp, pp or batch_size."
+        ),
+        examples=(
+            ("A passage", 'mlm generate ckpt=runs/shakespeare prompt="ROMEO:"'),
+            (
+                "The most probable continuation",
+                'mlm generate --ckpt runs/shakespeare --prompt "To be, or" --temperature 0',
+            ),
+            ("From standard input", "head -3 play.txt | mlm generate ckpt=runs/shakespeare prompt=-"),
+            (
+                "Four continuations of each line of a file, with GPT-2",
+                "mlm generate ckpt=openai-community/gpt2 prompts=prompts.txt num_samples=4 out=texts.jsonl",
+            ),
+        ),
+        keys=(
+            *("ckpt", "prompt", "prompts", "num_samples", "out", "max_new_tokens", "min_new_tokens"),
+            *("stop", "temperature", "top_k", "top_p", "repetition_penalty", "special_tokens", "seed"),
+            *("batch_size", "tokenizer"),
+            *("tp", "pp", "dist.device"),
+        ),
+    ),
+)

@@ -1,0 +1,64 @@
+"""Settings of the optimizer, its schedule and the precision of compute."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from mlm.config.fields import Forbid
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """Adam with decoupled weight decay (arXiv:1909.08053, section 4.2)."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    lr: float = 1.5e-4
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of the first and second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay; biases and norm parameters have none."""
+    clip_grad_norm: float = 1.0
+    """Largest global L2 norm of the gradient; 0 turns clipping off."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleConfig:
+    """Learning rate over steps: linear warm-up to optimizer.lr, then decay to min_lr."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the decay."""
+    warmup_steps: int | None = None
+    """Steps of linear warm-up from 0; null means a hundredth of train.steps, as in arXiv:1909.08053."""
+    decay_steps: int | None = None
+    """Step at which min_lr is reached; null means train.steps."""
+    min_lr: float = 1e-5
+    """Learning rate at decay_steps and after."""
+
+    def warmup(self, steps: int) -> int:
+        """Steps of warm-up in a run of `steps`."""
+        return steps // 100 if self.warmup_steps is None else self.warmup_steps
+
+    def decay_end(self, steps: int) -> int:
+        """Step at which a run of `steps` reaches min_lr."""
+        return self.decay_steps or steps
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrecisionConfig:
+    """Number format of compute. Master weights and optimizer state stay float32 (float64 under fp64)."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    """Format of activations and matrix products."""
+    initial_loss_scale: float = 2.0**32
+    """fp16: the loss is multiplied by this before backward."""
+    min_loss_scale: float = 1.0
+    """fp16: training aborts with a diagnosis when the scale would fall below."""
+    loss_scale_window: int = 1000
+    """fp16: the scale doubles after this many steps without overflow."""
