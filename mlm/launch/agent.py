@@ -97,7 +97,7 @@ def run_launched(job: dict[str, Any], words: LastWords) -> None:
     place = read_place(os.environ)
     assert place is not None, "the elastic agent sets RANK and WORLD_SIZE"
     module, _, name = job["config_class"].partition(":")
-    assert module.startswith("mlm.config."), f"{module} is not part of mlm.config"
+    assert module.startswith("mlm."), f"{module} is not part of mlm"
     dist = from_dict(DistConfig, job["dist"])
     run_rank(
         job["target"],
@@ -112,7 +112,7 @@ def run_launched(job: dict[str, Any], words: LastWords) -> None:
 
 def _job(target: str, config: Any, parallel: ParallelConfig, dist: DistConfig, logs: Path) -> dict[str, Any]:
     kind = type(config)
-    assert kind.__module__.startswith("mlm.config."), f"{kind} is not part of mlm.config"
+    assert kind.__module__.startswith("mlm."), f"{kind} is not part of mlm"
     return {
         "target": target,
         "config_class": f"{kind.__module__}:{kind.__qualname__}",
