@@ -1,66 +1,125 @@
-"""The one exception a user's mistake becomes: the command line prints its message and no traceback."""
+"""Errors of a user's as values: each problem with its keys, its fix and the one line that is printed."""
 
+import json
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 def visible(text: str) -> str:
-    """A text whose control characters are written out: what a file says cannot steer a terminal."""
+    """The text with control characters escaped, so that a file's content cannot steer a terminal."""
     shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
     return shown.encode(errors="backslashreplace").decode()  # half a surrogate pair
 
 
 def has_controls(text: str) -> bool:
-    """True if a text holds control characters but new lines and tabs: names are printed on terminals."""
+    """True if a text holds control characters other than newlines and tabs."""
     return any(unicodedata.category(c) == "Cc" for c in text if c not in "\n\t")
 
 
+def show(value: Any) -> str:
+    """A value as it is typed: true, null, [1,2]."""
+    return value if isinstance(value, str) else json.dumps(value, default=str, separators=(",", ":"))
+
+
+def spelled(settings: Mapping[str, Any]) -> str:
+    """Settings as they are typed: `tp=2 pp=1`."""
+    return " ".join(f"{key}={show(value)}" for key, value in settings.items())
+
+
+class Problem(str):
+    """One thing that is wrong, as a line `key=value: problem; fix`, together with the parts of that line.
+
+    A string, so that it can stand in any list of messages. Code reads the fields and never the line.
+    """
+
+    keys: tuple[str, ...]
+    """Keys that it concerns."""
+    problem: str
+    """The settings and why they cannot be used."""
+    fix: str
+    """Settings or an action that solves it; may be empty."""
+
+    __slots__ = ("fix", "keys", "problem")
+
+    def __new__(cls, keys: Iterable[str], problem: str, fix: str = "") -> "Problem":
+        """Format the line once."""
+        self = super().__new__(cls, f"{problem}; {fix}" if fix else problem)
+        self.keys, self.problem, self.fix = tuple(keys), problem, fix
+        return self
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        """Arguments to unpickle it with: errors travel between processes."""
+        return self.keys, self.problem, self.fix
+
+    @classmethod
+    def at(cls, key: str, value: Any, problem: str, fix: str = "") -> "Problem":
+        """The problem of one setting: `key=value: problem; fix`."""
+        return cls((key,), f"{key}={show(value)}: {problem}", fix)
+
+    @classmethod
+    def of(cls, line: str) -> "Problem":
+        """A line as a problem, of no key unless it is one already."""
+        return line if isinstance(line, Problem) else cls((), line)
+
+    def concerns(self, names: Iterable[str]) -> bool:
+        """True if one of its keys is among `names`, or is in a section among them."""
+        return any(key == name or key.startswith(f"{name}.") for name in names for key in self.keys)
+
+
 class UserError(ValueError):
-    """A fault the user can mend. The message is one line: the setting, its value and the remedy."""
+    """An error that the user can fix. One line: the setting, its value and the fix."""
 
     exit_code: ClassVar[int] = 2
-    """What the command that meets it ends with."""
+    """Exit code of the command that raises it."""
+
+    def __init__(self, problem: str, *, keys: Iterable[str] = (), fix: str = "") -> None:
+        found = Problem(keys, problem, fix) if fix or keys else Problem.of(problem)
+        self.problems: tuple[Problem, ...] = (found,)
+        super().__init__(str(found))
 
     def lines(self) -> list[str]:
-        """Lines to print, which hold no control characters."""
+        """Lines to print, without control characters."""
         return [visible(line) for line in str(self).split("\n")]
 
 
 class ConfigError(UserError):
-    """All faults of one configuration, reported together.
+    """All problems of one configuration, reported together."""
 
-    `faults` holds one line per fault, each naming key, value and remedy.
-    """
+    def __init__(self, problems: Iterable[str]) -> None:
+        found = tuple(map(Problem.of, problems))
+        super().__init__("\n".join(found))
+        self.problems = found
 
-    def __init__(self, faults: list[str]) -> None:
-        self.faults = tuple(faults)
-        super().__init__("\n".join(faults))
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.problems,)
 
     def lines(self) -> list[str]:
         """One line for each problem, whatever its value holds."""
-        return [visible(line) for line in self.faults]
+        return [visible(line) for line in self.problems]
 
 
 class CorruptFileError(UserError):
-    """A file on disk is not what it should be: truncated, altered, or of another kind."""
+    """A file on disk is truncated, altered or of another format."""
 
     exit_code = 1
 
 
 class CheckFailedError(UserError):
-    """What a command was asked to check does not hold."""
+    """The condition that a command was asked to check does not hold."""
 
     exit_code = 1
 
 
 @contextmanager
 def writing_to(out: str) -> Iterator[None]:
-    """Around what writes below the folder that `out` names. Raises UserError for what the disk refuses."""
+    """Raise UserError for errors of the disk while writing below the folder `out`."""
     try:
         yield
     except OSError as error:
         raise UserError(
-            f"out={out}: {error.strerror} ({error.filename}): choose a folder that can be written to"
+            f"out={out}: {error.strerror} ({error.filename})",
+            keys=("out",),
+            fix="choose a folder that can be written to",
         ) from error

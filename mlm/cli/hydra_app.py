@@ -66,7 +66,7 @@ def call_hydra(
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except ConfigError as error:
-        raise ConfigError(typed.all_faults(error.faults)) from None
+        raise ConfigError(typed.all_faults(error.problems)) from None
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
         if started:
             raise

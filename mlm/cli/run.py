@@ -146,7 +146,7 @@ def _build(job: Job, values: dict[str, Any]) -> Any:
     try:
         config = build(command.spec, values, check if command.check else command.local_check)
     except ConfigError as error:
-        raise ConfigError(job.typed.all_faults(error.faults)) from None
+        raise ConfigError(job.typed.all_faults(error.problems)) from None
     if job.typed.faults:
         raise ConfigError(job.typed.faults)
     return config

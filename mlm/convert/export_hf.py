@@ -77,7 +77,7 @@ def preflight(config: ExportHFConfig) -> list[str]:
     except CorruptFileError:
         raise  # damage has an exit code of its own
     except ConfigError as error:
-        faults += error.faults
+        faults += error.problems
     except UserError as error:
         faults.append(str(error))
     return faults

@@ -36,7 +36,7 @@ def preflight(config: ImportHFConfig) -> list[str]:
     try:
         HFTensors(read_model(folder))
     except ConfigError as error:
-        faults += error.faults
+        faults += error.problems
     except UserError as error:
         faults.append(str(error))
     return faults

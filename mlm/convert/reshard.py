@@ -93,7 +93,7 @@ def preflight(config: ReshardConfig) -> list[str]:
     except CorruptFileError:
         raise  # damage has an exit code of its own
     except ConfigError as error:
-        return list(error.faults)
+        return list(error.problems)
     except UserError as error:
         return [str(error)]
     return []

@@ -51,7 +51,7 @@ def preflight(config: EvalTaskConfig) -> list[str]:
         for name in splits(config):
             check_texts(config.task, read_split(config.task, name, path=rows_of(config, start)), start)
     except ConfigError as error:
-        return list(error.faults)
+        return list(error.problems)
     except UserError as error:
         return str(error).splitlines()
     out = result_path(config, start)

@@ -49,7 +49,7 @@ def preflight(config: FinetuneConfig) -> list[str]:
             faults += start_faults(spec_of(one, start, 1), compares=False)
             faults += change_faults(one, depends_on(one, start, splits))
     except ConfigError as error:
-        return list(error.faults)
+        return list(error.problems)
     except UserError as error:
         return str(error).splitlines()
     return faults

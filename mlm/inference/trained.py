@@ -144,7 +144,7 @@ def checkpoint_faults(ckpt: str, parallel: ParallelConfig) -> list[str]:
         if is_model_folder(named.path):
             open_tensors(named.path)
     except ConfigError as error:
-        return list(error.faults)
+        return list(error.problems)
     except UserError as error:
         return [str(error)]
     return split_faults(named.config.model, parallel)

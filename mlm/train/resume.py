@@ -73,7 +73,7 @@ def start_faults(config: PretrainConfig, *, compares: bool = True) -> list[str]:
             with sole_writer(folder(config)):
                 pass
     except ConfigError as error:
-        return list(error.faults)
+        return list(error.problems)
     except UserError as error:
         return [str(error)]
     return []
@@ -86,7 +86,7 @@ def errors_of_start(config: PretrainConfig, start: Path) -> list[str]:
     try:
         check_identity(config, start, manifest, weights_only=weights_only)
     except ConfigError as error:
-        errors += error.faults
+        errors += error.problems
     return errors if weights_only else [*errors, *tokenizer_errors(config.data, start, manifest)]
 
 

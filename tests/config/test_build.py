@@ -30,7 +30,7 @@ def composed(**changes: Any) -> dict[str, Any]:
 def faults_of(**changes: Any) -> list[str]:
     with pytest.raises(ConfigError) as error:
         build(PretrainConfig, composed(**changes))
-    return list(error.value.faults)
+    return list(error.value.problems)
 
 
 def test_top_level_degrees_become_the_parallel_section() -> None:
@@ -79,13 +79,13 @@ def test_whole_float_is_a_whole_number() -> None:
 def test_all_faults_come_together_with_those_of_the_check() -> None:
     with pytest.raises(ConfigError) as error:
         build(PretrainConfig, composed(tp="x", seeds=1), lambda _: ["seed=0 is low"])
-    assert [fault.split()[0] for fault in error.value.faults] == ["unknown", "tp=x", "seed=0"]
+    assert [fault.split()[0] for fault in error.value.problems] == ["unknown", "tp=x", "seed=0"]
 
 
 def test_fault_that_follows_from_an_unusable_value_is_left_out() -> None:
     with pytest.raises(ConfigError) as error:
         build(PretrainConfig, composed(tp="x"), lambda _: ["tp=1 does not fit"])
-    assert error.value.faults == ("tp=x must be a whole number",)
+    assert error.value.problems == ("tp=x must be a whole number",)
 
 
 @pytest.mark.parametrize(

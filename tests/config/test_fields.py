@@ -80,4 +80,4 @@ def test_tilde_expands_and_the_empty_path_is_an_error(
     if leaf.role is not Role.BLEND:
         with pytest.raises(ConfigError) as raised:
             build(SPECS[name], values_with(name, leaf, ""))
-        assert raised.value.faults == (f"{leaf.key}= is empty; name a path, or omit the key",)
+        assert raised.value.problems == (f"{leaf.key}= is empty; name a path, or omit the key",)

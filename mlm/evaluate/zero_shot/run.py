@@ -60,7 +60,7 @@ def preflight(config: ZeroShotConfig) -> list[str]:
     except CorruptFileError:
         raise  # damage has an exit code of its own
     except ConfigError as error:
-        return list(error.faults)
+        return list(error.problems)
     except UserError as error:
         return [str(error)]
     out = result_path(config, named.path)

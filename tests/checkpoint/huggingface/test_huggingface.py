@@ -111,7 +111,7 @@ def test_what_our_model_cannot_express_is_refused_by_key_and_value(
     edit_config(folder, **{key: value})
     with pytest.raises(ConfigError) as caught:
         read_model(folder)
-    (fault,) = caught.value.faults
+    (fault,) = caught.value.problems
     assert f"{key}=" in fault
     assert "config.json" in fault
 

@@ -57,7 +57,7 @@ def test_settings_of_other_models_are_refused_by_name(tmp_path: Path, setting: s
     folder = written(tmp_path, Layout(args={setting: value, "num_query_groups": 2}))
     with pytest.raises(ConfigError, match=rf"args\.{setting}={value}.*mlm imports GPT-2") as refusal:
         opened(folder)
-    assert len(refusal.value.faults) == 1
+    assert len(refusal.value.problems) == 1
 
 
 def test_usual_settings_of_newer_versions_pass(tmp_path: Path) -> None:

@@ -1,0 +1,40 @@
+"""Problems as values: one line, its parts, and the errors that carry them."""
+
+import pickle
+
+import pytest
+
+from mlm.errors import ConfigError, Problem, UserError
+
+SPLIT = Problem(("tp", "model.num_heads"), "tp=7 does not divide model.num_heads=32", "use tp=8")
+
+
+def test_problem_is_its_line() -> None:
+    assert SPLIT == "tp=7 does not divide model.num_heads=32; use tp=8"
+    assert Problem.at("out", None, "is no folder", "name one") == "out=null: is no folder; name one"
+    assert Problem.of("a line") == "a line"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("tp", True), ("model.num_heads", True), ("model", True), ("model.num", False), ("http", False)],
+)
+def test_problem_concerns_its_keys_and_their_sections(name: str, expected: bool) -> None:
+    assert SPLIT.concerns([name]) is expected
+
+
+@pytest.mark.parametrize(
+    "error",
+    [UserError("is wrong", keys=("tp",), fix="use tp=1"), UserError("plain"), ConfigError([SPLIT, "plain"])],
+)
+def test_error_keeps_its_problems_between_processes(error: UserError) -> None:
+    copy = pickle.loads(pickle.dumps(error))
+    assert str(copy) == str(error)
+    assert [(p, p.keys, p.problem, p.fix) for p in copy.problems] == [
+        (p, p.keys, p.problem, p.fix) for p in error.problems
+    ]
+
+
+def test_every_problem_is_one_printed_line_without_control_characters() -> None:
+    error = ConfigError([Problem.at("prompt", "a\nb\x1b[2J", "is wrong"), "second"])
+    assert error.lines() == ["prompt=a\\nb\\x1b[2J: is wrong", "second"]
