@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # mlm of this chec
 from bench.command import guarded
 from bench.machine import REPOSITORY, commit_of, cpu_model
 
-from mlm.checkpoint.native.slices import Rectangle
+from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.stream import GlobalTensor, write_streamed
 from mlm.config.build import to_dict
 from mlm.convert.config import ReshardConfig
@@ -128,7 +128,7 @@ def make(folder: Path, tensors: dict[str, GlobalTensor], config: PretrainConfig)
     """Write the checkpoint, and have the kernel forget it."""
     numbers = torch.randn(BLOCK, generator=torch.Generator().manual_seed(0))
 
-    def read(name: str, piece: Rectangle) -> Tensor:
+    def read(name: str, piece: Region) -> Tensor:
         out = torch.empty(piece.volume)
         for block in out.split(BLOCK):
             block.copy_(numbers[: len(block)])

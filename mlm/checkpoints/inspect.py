@@ -104,7 +104,7 @@ def _tensor(entry: TensorEntry) -> dict[str, Any]:
         "shape": list(entry.shape),
         "dtype": DTYPE_NAMES[entry.dtype],
         "split": entry.split and asdict(entry.split),
-        "pieces": {chunk.file: describe(chunk.rectangle) for chunk in entry.chunks},
+        "pieces": {chunk.file: describe(chunk.region) for chunk in entry.chunks},
     }
 
 
@@ -202,7 +202,7 @@ def show_tensors(out: Console, manifest: Manifest) -> None:
     made = table("tensors", "", "shape", "dtype", "cut", "pieces")
     for name, entry in manifest.tensors.items():
         where = [
-            f"{chunk.file.removesuffix('.safetensors')}{describe(chunk.rectangle)}" for chunk in entry.chunks
+            f"{chunk.file.removesuffix('.safetensors')}{describe(chunk.region)}" for chunk in entry.chunks
         ]
         shown = where if len(where) <= 4 else [*where[:2], f"… {len(where) - 3} more …", where[-1]]
         add_row(made, name, list(entry.shape), DTYPE_NAMES[entry.dtype], cut(entry), plain(", ".join(shown)))

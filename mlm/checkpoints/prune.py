@@ -90,7 +90,7 @@ def look(root: Path, config: CkptPruneConfig) -> list[Item]:
 def read_all(path: Path, progress: Callable[[int], None]) -> str | None:
     """Why a checkpoint cannot be loaded, every byte read."""
     found = verify_checkpoint(path, progress)
-    return None if found.loads else f"{found.faults[0].file}: {found.faults[0].why}"
+    return None if found.loads else f"{found.problems[0].file}: {found.problems[0].why}"
 
 
 def said_shortly(path: Path, why: str) -> str:

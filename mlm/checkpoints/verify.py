@@ -24,7 +24,7 @@ def run(config: CkptVerifyConfig) -> None:
     show(config.ckpt, found, start, in_run=not alone)
     damaged = [each for each in found if not each.whole]
     if damaged:
-        first = damaged[0].faults[0]
+        first = damaged[0].problems[0]
         raise CorruptFileError(
             f"{len(damaged)} of {len(found)} checkpoints {'is' if len(damaged) == 1 else 'are'} damaged: "
             f"{damaged[0].path / plain(first.file)}: {plain(first.why)}. Restore it from a copy, or delete it"
@@ -55,7 +55,7 @@ def result_of(ckpt: str, found: list[Verified], start: Path | None) -> dict[str,
                 "files": each.manifest and len(each.manifest.files),
                 "bytes": each.manifest and sum(file.bytes for file in each.manifest.files.values()),
                 "digest": each.manifest and each.manifest.digest,
-                "faults": [asdict(fault) for fault in each.faults],
+                "faults": [asdict(problem) for problem in each.problems],
                 "warnings": list(each.warnings),
             }
             for each in found
@@ -73,7 +73,7 @@ def show(ckpt: str, found: list[Verified], start: Path | None, *, in_run: bool) 
         if manifest is not None:
             total = sum(file.bytes for file in manifest.files.values())
             cells = (manifest.step, len(manifest.files), size(total))
-        first, *others = [f"damaged: {f.file}: {f.why}" for f in each.faults] or ["whole"]
+        first, *others = [f"damaged: {f.file}: {f.why}" for f in each.problems] or ["whole"]
         add_row(made, each.path.name, *cells, first)
         for line in others:
             add_row(made, "", "", "", "", line)

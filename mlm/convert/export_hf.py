@@ -22,10 +22,10 @@ from mlm.checkpoint.native.compare import Reader
 from mlm.checkpoint.native.format import JSON, RESTORE, Manifest, read_manifest
 from mlm.checkpoint.native.save_load import resolve
 from mlm.checkpoint.native.shard_file import Form, write_stream
-from mlm.checkpoint.native.slices import Rectangle
+from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.verify import shard_bytes, verify_checkpoint
 from mlm.convert.config import ExportHFConfig
-from mlm.convert.hf_verify import NOT_COMPARED, Agreement, compare_logits, extra_faults
+from mlm.convert.hf_verify import NOT_COMPARED, Agreement, compare_logits, extra_problems
 from mlm.data.tokenizer import UNK, Tokenizer
 from mlm.errors import ConfigError, CorruptFileError, UserError
 from mlm.files.atomic import write_atomic
@@ -33,7 +33,7 @@ from mlm.finetune.best import STATE
 from mlm.inference.trained import check_stored, load_tokenizer, run_directory, trained_config
 from mlm.models.config import ModelConfig
 from mlm.terminal import Advance, byte_progress
-from mlm.train.run_folder import GB, new_folder, out_faults
+from mlm.train.run_folder import GB, new_folder, out_problems
 
 SAFETENSORS_FOR = {"format": "pt"}
 """`__metadata__` without which transformers refuses a file."""
@@ -69,7 +69,7 @@ class Source:
 
 def preflight(config: ExportHFConfig) -> list[str]:
     """What is wrong with the checkpoint and the place to write to; no tensor is read."""
-    faults = [*out_faults(config.out), *extra_faults(config.verify)]
+    faults = [*out_problems(config.out), *extra_problems(config.verify)]
     if not config.max_file_gb > 0:
         faults.append(f"max_file_gb={config.max_file_gb} must be greater than 0")
     try:
@@ -149,7 +149,7 @@ def check_whole(source: Source, progress: Advance) -> None:
     """Raises CorruptFileError for a file whose bytes are not those that were saved."""
     found = verify_checkpoint(source.path, progress)
     if not found.loads:
-        fault = found.faults[0]
+        fault = found.problems[0]
         raise CorruptFileError(f"{source.path / fault.file}: {fault.why}. {RESTORE}")
 
 
@@ -191,7 +191,7 @@ def read_whole(reader: Reader, name: str) -> Tensor:
     """A parameter of ours, float32. Raises CorruptFileError."""
     shape = reader.manifest.tensors[name].shape
     try:
-        return reader.read(name, Rectangle((0,) * len(shape), shape)).float()
+        return reader.read(name, Region((0,) * len(shape), shape)).float()
     except OSError as error:
         raise CorruptFileError(f"{error.filename}: cannot be read: {error.strerror}. {RESTORE}") from error
 

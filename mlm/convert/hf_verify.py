@@ -40,7 +40,7 @@ class Agreement:
 NOT_COMPARED = "not verified: logits were not compared with those of transformers (verify=false)"
 
 
-def extra_faults(verify: bool) -> list[str]:
+def extra_problems(verify: bool) -> list[str]:
     """What is missing to verify, for a preflight."""
     try:
         if verify:

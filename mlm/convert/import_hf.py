@@ -14,18 +14,18 @@ from mlm.checkpoint.huggingface.folder import AGAIN, TOKENIZER, HFModel, find_fi
 from mlm.checkpoint.huggingface.tensors import HFTensors
 from mlm.checkpoint.native.format import JSON
 from mlm.convert.config import ImportHFConfig
-from mlm.convert.hf_verify import NOT_COMPARED, Agreement, compare_logits, extra_faults
+from mlm.convert.hf_verify import NOT_COMPARED, Agreement, compare_logits, extra_problems
 from mlm.data.files_present import HUB_NAME
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import ConfigError, CorruptFileError, UserError
 from mlm.inference.hf_source import commit_of, fetch
 from mlm.terminal import byte_progress
-from mlm.train.run_folder import out_faults, parameters, write_imported
+from mlm.train.run_folder import out_problems, parameters, write_imported
 
 
 def preflight(config: ImportHFConfig) -> list[str]:
     """What is wrong with the settings and the folder; nothing is downloaded."""
-    faults = [*out_faults(config.out), *extra_faults(config.verify)]
+    faults = [*out_problems(config.out), *extra_problems(config.verify)]
     folder = Path(config.source)
     if not folder.exists():
         return faults + ([] if HUB_NAME.fullmatch(config.source) else [no_such_folder(config.source)])

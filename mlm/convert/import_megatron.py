@@ -13,7 +13,7 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.errors import UserError
 from mlm.files.atomic import digest_file
 from mlm.terminal import byte_progress
-from mlm.train.run_folder import out_faults, parameters, write_imported
+from mlm.train.run_folder import out_problems, parameters, write_imported
 
 
 def preflight(config: ImportMegatronConfig) -> list[str]:
@@ -24,7 +24,7 @@ def preflight(config: ImportMegatronConfig) -> list[str]:
         for key, value in numbers.items()
         if value is not None and value < 1
     ]
-    faults += out_faults(config.out)
+    faults += out_problems(config.out)
     for look in (lambda: find_files(config.source), lambda: read_tokenizer(config)):
         try:
             look()

@@ -23,7 +23,7 @@ from mlm.checkpoint.native.format import JSON, RESTORE, CheckpointError, Manifes
 from mlm.checkpoint.native.lineage import LINEAGE
 from mlm.checkpoint.native.save_load import read_manifest, resolve
 from mlm.checkpoint.native.shard_file import read_header
-from mlm.checkpoint.native.slices import Rectangle
+from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.stream import GlobalTensor, derived_id, published, write_streamed
 from mlm.checkpoint.native.tokenizer_digest import check_beside
 from mlm.convert.config import ReshardConfig
@@ -234,7 +234,7 @@ def write(plan: Plan, advance: Advance) -> Path:
             raise UserError(f"out={plan.out}: {error.strerror}: name another folder") from error
     with Reader(plan.source, plan.manifest) as reader:
 
-        def read(name: str, piece: Rectangle) -> Tensor:
+        def read(name: str, piece: Region) -> Tensor:
             with reading_of(plan.source):
                 return reader.read(name, piece)
 

@@ -44,7 +44,7 @@ def preflight(config: GenerateConfig) -> list[str]:
             return [fault]
         tokenizer = load_tokenizer(config.tokenizer, named.path)
         fault = vocabulary_fault(config.tokenizer, tokenizer, named.config.model)
-        faults = [*([fault] if fault else []), *out_faults(config.out)]
+        faults = [*([fault] if fault else []), *out_problems(config.out)]
         if "" in config.stop:
             faults.append('stop="" would end every text at once; give texts of one character or more')
         if config.prompt != STDIN:  # which can be read once
@@ -56,7 +56,7 @@ def preflight(config: GenerateConfig) -> list[str]:
     return faults
 
 
-def out_faults(out: str | None) -> list[str]:
+def out_problems(out: str | None) -> list[str]:
     """Whether a file can be written there."""
     folder = None if out is None or is_stream(out) else Path(out).parent
     if folder is None or (os.access(folder, os.W_OK) and not Path(out or "").is_dir()):

@@ -15,7 +15,7 @@ from mlm.checkpoint.huggingface.folder import AGAIN, CONFIG, SMALL_FILES, HFMode
 from mlm.checkpoint.huggingface.tensors import HFTensors
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.format import JSON, CheckpointError, Manifest, canonical
-from mlm.checkpoint.native.slices import Rectangle
+from mlm.checkpoint.native.slices import Region
 from mlm.config.build import to_dict
 from mlm.data.config import DataConfig
 from mlm.data.files_present import hub_id
@@ -131,7 +131,7 @@ def load_model_folder(
                 continue
             target = shard.without_padding(shard.parameter.detach())
             shard.parameter.zero_()  # its padding
-            target.copy_(tensors.read(shard.name, Rectangle(shard.offset, tuple(target.shape))))
+            target.copy_(tensors.read(shard.name, Region(shard.offset, tuple(target.shape))))
         return tensors
 
     def explain(error: Exception) -> UserError:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import mlm
 from mlm.checkpoint.native.format import JSON
-from mlm.checkpoint.native.slices import Rectangle
+from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.stream import GlobalTensor, derived_id, write_streamed
 from mlm.checkpoint.native.tokenizer_digest import KEY as TOKENIZER
 from mlm.config.build import to_dict
@@ -73,7 +73,7 @@ def parameters(model: ModelConfig) -> dict[str, GlobalTensor]:
 def write_imported(
     out: Path,
     model: ModelConfig,
-    read: Callable[[str, Rectangle], Tensor],
+    read: Callable[[str, Region], Tensor],
     *,
     source: Mapping[str, JSON],
     tokenizer: Tokenizer | None,
@@ -83,7 +83,7 @@ def write_imported(
     """Write weights of another library as the run directory `out`; returns its step-00000000 directory.
 
     Args:
-        read: `read(name, rectangle)` gives those elements of a parameter, float32 on CPU, by its name and
+        read: `read(name, region)` gives those elements of a parameter, float32 on CPU, by its name and
             shape in `parameters(model)`, in no promised order; an OSError of it is taken for one of `out`.
         source: what it was made of, for `state["source"]`: "kind"; "name", an id or a folder's last
             component; "files", the digest of each file by its name; and more. It alone makes the checkpoint.
@@ -93,7 +93,7 @@ def write_imported(
         check: called with the run directory under its working name, before it is published; what it
             raises, this raises, and nothing is left behind.
 
-    Raises UserError when `out` is not free (`out_faults`), when the disk is too small, or cannot be written.
+    Raises UserError when `out` is not free (`out_problems`) or the disk is too small or cannot be written.
     """
     tensors = {f"model.{name}": tensor for name, tensor in parameters(model).items()}
     count = sum(tensor.num_bytes for tensor in tensors.values())
@@ -111,17 +111,17 @@ def write_imported(
         **({} if tokenizer is None else {TOKENIZER: digest_of(tokenizer).encode()}),
     }
 
-    def piece(name: str, rectangle: Rectangle) -> Tensor:
+    def piece(name: str, region: Region) -> Tensor:
         if name not in initial:
-            return read(name, rectangle)
-        return initial[name][tuple(slice(o, o + n) for o, n in zip(*rectangle, strict=True))]
+            return read(name, region)
+        return initial[name][tuple(slice(o, o + n) for o, n in zip(*region, strict=True))]
 
     with new_folder(out, count) as run, byte_progress(f"writing {out}", count) as advance:
         written = write_streamed(
             run / CHECKPOINTS,
             0,
             tensors,
-            lambda name, rectangle: piece(name.removeprefix("model."), rectangle),
+            lambda name, region: piece(name.removeprefix("model."), region),
             save_id=derived_id(state),
             state=state,
             progress=advance,
@@ -137,7 +137,7 @@ def with_filled(source: Mapping[str, JSON], filled: Collection[str]) -> dict[str
     return {**source, **({"filled": sorted(filled)} if filled else {})}
 
 
-def out_faults(out: str | Path) -> list[str]:
+def out_problems(out: str | Path) -> list[str]:
     """What keeps a command from writing the new folder `out`, for its preflight."""
     path = Path(out)
     try:
@@ -165,7 +165,7 @@ def new_folder(out: Path, count: int, kind: str = "run") -> Iterator[Path]:
         claim_folder(work, UNFINISHED)
         with sole_writer(work):
             try:
-                if faults := out_faults(out):
+                if faults := out_problems(out):
                     raise UserError(faults[0])
                 check_space(final.parent, count, f"out={out}")
                 delete_owned(work, UNFINISHED, names=(final.name,), keep_folder=True)

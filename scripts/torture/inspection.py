@@ -75,7 +75,7 @@ class Trial:
         for step in steps:
             if step not in found:
                 self.found.lost.append(f"step {step} is gone")
-            elif faults := verify_checkpoint(found[step]).faults:
+            elif faults := verify_checkpoint(found[step]).problems:
                 self.found.lost.append(f"step {step}: {faults[0].file}: {faults[0].why}")
 
     def all_that_is_whole_is_right(self) -> None:

@@ -62,7 +62,7 @@ def content(path: Path) -> Content:
     for name, entry in manifest.tensors.items():
         whole = torch.empty(entry.shape, dtype=entry.dtype)
         for chunk in entry.chunks:
-            begin, size = chunk.rectangle
+            begin, size = chunk.region
             place = tuple(slice(b, b + n) for b, n in zip(begin, size, strict=True))
             whole[place] = files[chunk.file][name]
         found[name] = xxhash.xxh3_128_hexdigest(whole.numpy().tobytes())

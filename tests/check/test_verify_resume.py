@@ -16,7 +16,7 @@ import pytest
 
 from mlm.check.verify_resume import runs as resume_runs
 from mlm.check.verify_resume.config import KillPlan, VerifyResumeConfig
-from mlm.check.verify_resume.run import first_step, out_faults, preflight
+from mlm.check.verify_resume.run import first_step, out_problems, preflight
 from mlm.check.verify_resume.runs import Kill, Rehearsal
 from mlm.checkpoint.native.folders import step_name
 from mlm.cli import main
@@ -258,8 +258,8 @@ def test_as_a_rank_of_a_launcher_it_is_refused(monkeypatch: pytest.MonkeyPatch, 
 def test_a_folder_of_its_own_is_taken_again(tmp_path: Path, left: list[str]) -> None:
     for name in left:
         (tmp_path / name).write_text('{"task": "verify-resume"}')
-    assert out_faults(tmp_path) == []
-    assert out_faults(tmp_path / "new") == []
+    assert out_problems(tmp_path) == []
+    assert out_problems(tmp_path / "new") == []
 
 
 @pytest.mark.parametrize(
@@ -275,16 +275,16 @@ def test_a_folder_of_its_own_is_taken_again(tmp_path: Path, left: list[str]) -> 
 def test_a_folder_that_holds_anything_else_is_refused(tmp_path: Path, left: list[str]) -> None:
     for name in left:
         (tmp_path / name).write_text('{"task": "verify-resume"}')
-    (fault,) = out_faults(tmp_path)
+    (fault,) = out_problems(tmp_path)
     assert "which is not of an earlier verify-resume: name another folder" in fault
 
 
 def test_a_result_of_another_command_is_no_mark(tmp_path: Path) -> None:
     (tmp_path / "verify-resume.json").write_text('{"task": "parity"}')
-    assert len(out_faults(tmp_path)) == 1
+    assert len(out_problems(tmp_path)) == 1
 
 
 def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("")
-    (fault,) = out_faults(tmp_path / "out")
+    (fault,) = out_problems(tmp_path / "out")
     assert "a file stands there" in fault

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mlm.checkpoint.native.slices import Rectangle, tiling_fault
+from mlm.checkpoint.native.slices import Region, tiling_problem
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import DP_SLICES, DataParallelSlice, ParameterShard, load_whole, parameter_shards
@@ -53,15 +53,15 @@ def test_the_owners_rectangles_tile_every_parameter(tp: int, dp: int) -> None:
     """Padding left out; at dp=16 some ranks hold no row of some, at tp=4 some hold padding alone."""
     shapes = {s.name: s.global_shape for s in parameter_shards(model_of(Axis("tp")), Axis("tp"))}
     assert shapes["token.weight"] == (VOCAB, HIDDEN)
-    pieces: dict[str, list[Rectangle]] = {name: [] for name in shapes}
+    pieces: dict[str, list[Region]] = {name: [] for name in shapes}
     for shards in all_ranks(tp, dp):
         for s in shards:
             assert s.global_shape == shapes[s.name]
-            piece = Rectangle(s.offset, tuple(s.without_padding(s.parameter).shape))
+            piece = Region(s.offset, tuple(s.without_padding(s.parameter).shape))
             assert piece.fits(shapes[s.name])
             if s.is_owner and piece.volume:
                 pieces[s.name].append(piece)
-    assert {name: tiling_fault(shapes[name], found) for name, found in pieces.items()} == dict.fromkeys(
+    assert {name: tiling_problem(shapes[name], found) for name, found in pieces.items()} == dict.fromkeys(
         shapes
     )
 

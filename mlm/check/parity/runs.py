@@ -1,7 +1,7 @@
 """A layout against one process: the same few steps on both, every loss, gradient and weight compared.
 
 Rank 0 runs the whole model a second time, alone, on the same micro-batches. After each backward pass it
-broadcasts the gradients, one whole parameter at a time, and each rank compares its own rectangle. Dropout
+broadcasts the gradients, one whole parameter at a time, and each rank compares its own region. Dropout
 masks are functions of their place, so one process can draw exactly those of t tensor-parallel ranks.
 
 The layout is run by the same `Trainer` as training: what is compared is what trains.

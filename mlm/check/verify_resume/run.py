@@ -68,7 +68,7 @@ def preflight(config: VerifyResumeConfig) -> list[str]:
     if faults := faults_here(config, local_devices=facts.local_devices):
         return faults
     run = comparable(config)
-    faults = [*corpus_faults(run), *out_faults(Path(config.out))]
+    faults = [*corpus_faults(run), *out_problems(Path(config.out))]
     try:
         first_step(config)
         tokenizer_of(run.data)
@@ -77,7 +77,7 @@ def preflight(config: VerifyResumeConfig) -> list[str]:
     return faults
 
 
-def out_faults(out: Path) -> list[str]:
+def out_problems(out: Path) -> list[str]:
     """Why `out` cannot be made anew: it holds something else than an earlier verify-resume."""
     try:
         names = set(os.listdir(out)) - {LOCK, MARKER} if os.path.lexists(out) else set()
@@ -133,7 +133,7 @@ def run(config: VerifyResumeConfig) -> None:
 
 def claim(out: Path) -> None:
     """Mark the folder as this command's. Raises UserError where anything else is there, OSError."""
-    if faults := out_faults(out):
+    if faults := out_problems(out):
         raise UserError(faults[0])
     claim_folder(out, TASK)
 

@@ -18,7 +18,7 @@ from mlm.checkpoint.huggingface.keys import show
 from mlm.checkpoint.huggingface.names import Place
 from mlm.checkpoint.native.format import DTYPE_NAMES
 from mlm.checkpoint.native.shard_file import copy_region
-from mlm.checkpoint.native.slices import Rectangle
+from mlm.checkpoint.native.slices import Region
 from mlm.errors import UserError
 from mlm.files.atomic import digest_file
 
@@ -83,19 +83,19 @@ class HFTensors:
                     )
         self._check_tied()
 
-    def read(self, name: str, rectangle: Rectangle) -> Tensor:
+    def read(self, name: str, region: Region) -> Tensor:
         """Those elements of our parameter `name`, float32. What lies as ours is read in part; of others the
         whole tensor is held, twice at most."""
         place = self._places[name]
         if place.is_plain:
-            return self._load(place.names[0], rectangle)
+            return self._load(place.names[0], region)
         whole = place.to_ours([self._load(theirs) for theirs in place.names])
-        return whole[rectangle.within(Rectangle((0,) * whole.ndim, tuple(whole.shape)))]
+        return whole[region.within(Region((0,) * whole.ndim, tuple(whole.shape)))]
 
-    def _load(self, theirs: str, region: Rectangle | None = None) -> Tensor:
+    def _load(self, theirs: str, region: Region | None = None) -> Tensor:
         """A tensor as it is stored, or some of its elements, as float32."""
         file, stored = self.model.stored[theirs]
-        whole = Rectangle((0,) * len(stored.shape), stored.shape)
+        whole = Region((0,) * len(stored.shape), stored.shape)
         region = region or whole
         target = torch.empty(region.size, dtype=torch.float32)
         if region.volume:
@@ -149,7 +149,7 @@ class HFTensors:
         equal = mine.shape == other.shape and other.dtype in FLOATS
         for first in range(0, mine.shape[0] if equal else 0, ROWS):
             rows = min(ROWS, mine.shape[0] - first)
-            region = Rectangle((first, *(0,) * (len(mine.shape) - 1)), (rows, *mine.shape[1:]))
+            region = Region((first, *(0,) * (len(mine.shape) - 1)), (rows, *mine.shape[1:]))
             equal = equal and torch.equal(self._load(name, region), self._load(copy, region))
         if not equal:
             raise UserError(

@@ -28,7 +28,7 @@ from mlm.checkpoint.megatron.args import (
 from mlm.checkpoint.megatron.files import RankFiles, read_file, shown
 from mlm.checkpoint.megatron.names import HEAD, is_bert, our_names, tp_dim
 from mlm.checkpoint.megatron.sizes import check_replicas, shapes_of
-from mlm.checkpoint.native.slices import Rectangle
+from mlm.checkpoint.native.slices import Region
 from mlm.errors import CorruptFileError, UserError
 from mlm.models.config import ModelConfig
 
@@ -65,7 +65,7 @@ class MegatronModel:
     notes: tuple[str, ...]
     """Remarks for the user, one line each."""
 
-    def read(self, name: str, rectangle: Rectangle) -> Tensor:
+    def read(self, name: str, region: Region) -> Tensor:
         """Those elements of a parameter, whole over tp, float32 on CPU.
 
         Raises CorruptFileError when some are not finite.
@@ -79,7 +79,7 @@ class MegatronModel:
             whole = torch.empty(shape)
             for part, place in zip(parts, whole.chunk(len(parts), dim), strict=True):
                 place.copy_(self._ordered(name, part))
-        wanted = whole[rectangle.within(Rectangle((0,) * whole.ndim, tuple(whole.shape)))]
+        wanted = whole[region.within(Region((0,) * whole.ndim, tuple(whole.shape)))]
         if not torch.isfinite(wanted).all():
             raise CorruptFileError(
                 f"{self.files.path}: {name} is not finite everywhere: take another iteration"

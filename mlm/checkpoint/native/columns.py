@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, overload
 import numpy as np
 import numpy.typing as npt
 
-from mlm.checkpoint.native.slices import MAX_CUT_DIMS, Rectangle, describe, tiling_fault
+from mlm.checkpoint.native.slices import MAX_CUT_DIMS, Region, describe, tiling_problem
 
 Ints: TypeAlias = npt.NDArray[np.integer[Any]]
 Hashes: TypeAlias = npt.NDArray[np.uint64]
@@ -29,7 +29,7 @@ class Chunk:
     """A stored piece of a tensor: the entry of the tensor's name in `file`."""
 
     file: str
-    rectangle: Rectangle
+    region: Region
 
 
 class Chunks(Sequence[Chunk]):
@@ -47,8 +47,8 @@ class Chunks(Sequence[Chunk]):
         if isinstance(chunks, Chunks):
             return chunks
         shape = len(chunks), dims
-        offset = np.array([chunk.rectangle.offset for chunk in chunks], np.int64).reshape(shape)
-        size = np.array([chunk.rectangle.size for chunk in chunks], np.int64).reshape(shape)
+        offset = np.array([chunk.region.offset for chunk in chunks], np.int64).reshape(shape)
+        size = np.array([chunk.region.size for chunk in chunks], np.int64).reshape(shape)
         return cls([chunk.file for chunk in chunks], np.arange(len(chunks), dtype=np.int32), offset, size)
 
     def __len__(self) -> int:
@@ -72,7 +72,7 @@ class Chunks(Sequence[Chunk]):
     def __hash__(self) -> int:
         return hash(tuple(self))
 
-    def overlapping(self, wanted: Rectangle) -> Iterator[Chunk]:
+    def overlapping(self, wanted: Region) -> Iterator[Chunk]:
         """The chunks that hold an element of `wanted`."""
         low, count = (np.array(numbers, np.int64) for numbers in wanted)
         hit = ((self.offset < low + count) & (self.offset + self.size > low)).all(1)
@@ -81,7 +81,7 @@ class Chunks(Sequence[Chunk]):
     def _chunks(self, rows: Ints) -> Iterator[Chunk]:
         columns = (self.file[rows].tolist(), self.offset[rows].tolist(), self.size[rows].tolist())
         for file, offset, size in zip(*columns, strict=True):
-            yield Chunk(self.names[file], Rectangle(tuple(offset), tuple(size)))
+            yield Chunk(self.names[file], Region(tuple(offset), tuple(size)))
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def check_sizes(columns: Columns, itemsizes: Sequence[int], files: Mapping[str, 
             raise ValueError(f"{name} of {files[name]} bytes cannot hold {count} bytes of tensors")
 
 
-def columns_fault(columns: Columns, names: Sequence[str]) -> str | None:
+def columns_problem(columns: Columns, names: Sequence[str]) -> str | None:
     """The first tensor whose chunks do not hold each element exactly once, and why; None when there is none.
 
     `names` are those of the tensors. The work is linear in the chunks, however they lie.
@@ -211,17 +211,16 @@ def columns_fault(columns: Columns, names: Sequence[str]) -> str | None:
     if (row := _outside(columns)) is not None:
         number = int(columns.tensor[row])
         shape = columns.shapes[number]
-        piece = Rectangle(*(tuple(c[row, : len(shape)].tolist()) for c in (columns.offset, columns.size)))
+        piece = Region(*(tuple(c[row, : len(shape)].tolist()) for c in (columns.offset, columns.size)))
         return f"{names[number]}: piece {describe(piece)} is not inside shape {list(shape)}"
     found = _untiled(columns)
     if found is None:
         return None
     chunks = columns.by_tensor(())[found]
     pieces = [
-        Rectangle(tuple(o), tuple(n))
-        for o, n in zip(chunks.offset.tolist(), chunks.size.tolist(), strict=True)
+        Region(tuple(o), tuple(n)) for o, n in zip(chunks.offset.tolist(), chunks.size.tolist(), strict=True)
     ]
-    return f"{names[found]}: {tiling_fault(columns.shapes[found], pieces)}"
+    return f"{names[found]}: {tiling_problem(columns.shapes[found], pieces)}"
 
 
 def _outside(columns: Columns) -> int | None:
@@ -237,7 +236,7 @@ def _outside(columns: Columns) -> int | None:
 def _untiled(columns: Columns) -> int | None:
     """Number of the first tensor that is not tiled by its chunks, which lie inside it.
 
-    How often each element is held is a sum of products of steps (see `tiling_fault`): corners of pieces, up
+    How often each element is held is a sum of products of steps (see `tiling_problem`): corners of pieces, up
     and down, that must cancel. Their salted hashes then add up to 0; of corners that do not cancel, they do
     so with a chance of about 2^-64, which nobody can improve on who does not know the salt.
     """

@@ -20,7 +20,7 @@ from mlm.checkpoint.native.format import (
     read_manifest,
 )
 from mlm.checkpoint.native.shard_file import Stored, copy_region, read_header
-from mlm.checkpoint.native.slices import Rectangle
+from mlm.checkpoint.native.slices import Region
 from mlm.errors import CorruptFileError
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -134,7 +134,7 @@ def _form(entry: TensorEntry) -> str:
 
 
 class Reader:
-    """Reads any rectangle of any tensor of a checkpoint, with a bounded number of open files.
+    """Reads any region of any tensor of a checkpoint, with a bounded number of open files.
 
     Blocks are compared with their digests as they are read; files of older versions have none.
     A context manager: leaving it closes the files.
@@ -155,15 +155,15 @@ class Reader:
             file.close()
         self._open.clear()
 
-    def read(self, name: str, wanted: Rectangle) -> Tensor:
+    def read(self, name: str, wanted: Region) -> Tensor:
         """Those elements, on CPU, of the stored dtype. Raises CorruptFileError and OSError."""
         entry = self.manifest.tensors[name]
         target = torch.empty(wanted.size, dtype=entry.dtype)
         for chunk in entry.overlapping(wanted):
-            if region := wanted.intersect(chunk.rectangle):
+            if region := wanted.intersect(chunk.region):
                 stored = self._stored(name, entry, chunk)
                 view = target[region.within(wanted)]
-                copy_region(self._file(chunk.file), stored, region, chunk.rectangle, view)
+                copy_region(self._file(chunk.file), stored, region, chunk.region, view)
         return target
 
     def _stored(self, name: str, entry: TensorEntry, chunk: Chunk) -> Stored:
@@ -172,7 +172,7 @@ class Reader:
             listed = self.manifest.files[chunk.file]
             self._headers[chunk.file] = read_header(path, listed, self.manifest.save_id)
         stored = self._headers[chunk.file].get(name)
-        if stored is None or (stored.dtype, stored.shape) != (entry.dtype, chunk.rectangle.size):
+        if stored is None or (stored.dtype, stored.shape) != (entry.dtype, chunk.region.size):
             raise CorruptFileError(f"{path}: does not hold {name} as listed. {RESTORE}")
         return stored
 
@@ -200,17 +200,17 @@ def _compare(first: Reader, second: Reader, name: str, progress: Callable[[int],
     return TensorDifference(name, differing, prod(entry.shape), largest, scale)
 
 
-def row_blocks(shape: tuple[int, ...], itemsize: int) -> Iterator[Rectangle]:
-    """Cut a tensor along dim 0 into rectangles of at most BLOCK bytes, or one row."""
+def row_blocks(shape: tuple[int, ...], itemsize: int) -> Iterator[Region]:
+    """Cut a tensor along dim 0 into regions of at most BLOCK bytes, or one row."""
     if not prod(shape):
         return
     if not shape:
-        yield Rectangle((), ())
+        yield Region((), ())
         return
     rest = shape[1:]
     rows = max(1, BLOCK // (prod(rest) * itemsize))
     for row in range(0, shape[0], rows):
-        yield Rectangle((row, *(0 for _ in rest)), (min(rows, shape[0] - row), *rest))
+        yield Region((row, *(0 for _ in rest)), (min(rows, shape[0] - row), *rest))
 
 
 def _difference(a: Tensor, b: Tensor) -> tuple[int, float]:

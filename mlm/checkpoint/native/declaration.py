@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mlm.checkpoint.native.columns import Columns, Ints, columns_fault, dims_of, padded
+from mlm.checkpoint.native.columns import Columns, Ints, columns_problem, dims_of, padded
 from mlm.checkpoint.native.format import DTYPE_NAMES, DTYPES, CheckpointError, TensorEntry
 from mlm.checkpoint.native.slices import Shard, Split
 
@@ -37,7 +37,7 @@ def declare_shards(shards: Mapping[str, Shard], step: int, main_step: int) -> by
         [name, DTYPE_NAMES[shard.tensor.dtype], shard.global_shape, shard.split and asdict(shard.split)]
         for name, shard in shards.items()
     ]
-    held = [(i, shard.rectangle) for i, shard in enumerate(shards.values()) if shard.tensor.numel()]
+    held = [(i, shard.region) for i, shard in enumerate(shards.values()) if shard.tensor.numel()]
     dims = dims_of([piece.offset for _, piece in held])
     offset = [(*piece.offset, *[0] * (dims - len(piece.offset))) for _, piece in held]
     size = [(*piece.size, *[1] * (dims - len(piece.size))) for _, piece in held]
@@ -98,7 +98,7 @@ def merge_declared(root: Path, declared: Sequence[bytes]) -> dict[str, TensorEnt
         np.concatenate([padded(offset, dims, 0) for *_, offset, _ in found])[order],
         np.concatenate([padded(size, dims, 1) for *_, size in found])[order],
     )
-    if fault := columns_fault(columns, list(tensors.entries)):
+    if fault := columns_problem(columns, list(tensors.entries)):
         raise CheckpointError(f"{root}: {fault}: nothing was saved")
     chunks = columns.by_tensor([file_name(rank) for rank in range(len(declared))])
     return {

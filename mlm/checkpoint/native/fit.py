@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mlm.checkpoint.native.format import JSON, Manifest
-from mlm.checkpoint.native.slices import Rectangle, Shard
+from mlm.checkpoint.native.slices import Region, Shard
 from mlm.errors import UserError
 
 LISTED = 3  # faults that a message lists
@@ -21,8 +21,8 @@ class Reading:
 
     name: str
     dtype: torch.dtype
-    chunk: Rectangle
-    region: Rectangle
+    chunk: Region
+    region: Region
     target: Tensor
 
 
@@ -33,10 +33,10 @@ def plan_reading(manifest: Manifest, wanted: Mapping[str, Shard]) -> dict[str, l
         if name not in manifest.tensors or not shard.tensor.numel():
             continue
         entry, covered = manifest.tensors[name], 0
-        for chunk in entry.overlapping(shard.rectangle):
-            if region := shard.rectangle.intersect(chunk.rectangle):
-                target = shard.tensor.detach()[region.within(shard.rectangle)]
-                readings[chunk.file].append(Reading(name, entry.dtype, chunk.rectangle, region, target))
+        for chunk in entry.overlapping(shard.region):
+            if region := shard.region.intersect(chunk.region):
+                target = shard.tensor.detach()[region.within(shard.region)]
+                readings[chunk.file].append(Reading(name, entry.dtype, chunk.region, region, target))
                 covered += region.volume
         assert covered == shard.tensor.numel(), f"{name}: {covered} of {shard.tensor.numel()} elements found"
     return dict(readings)

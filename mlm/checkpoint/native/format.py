@@ -20,12 +20,12 @@ from mlm.checkpoint.native.columns import (
     Chunk,
     Chunks,
     check_sizes,
-    columns_fault,
+    columns_problem,
     decode_columns,
     encode_columns,
     row_bytes,
 )
-from mlm.checkpoint.native.slices import Rectangle, Split, tiling_fault
+from mlm.checkpoint.native.slices import Region, Split, tiling_problem
 from mlm.errors import CorruptFileError, UserError
 from mlm.files.atomic import digest_bytes, write_atomic
 from mlm.files.bounded import parse_json, read_bounded
@@ -87,7 +87,7 @@ class TensorEntry:
     split: Split | None = None
     """How layouts deal it out, where the writer said so."""
 
-    def overlapping(self, wanted: Rectangle) -> Iterable[Chunk]:
+    def overlapping(self, wanted: Region) -> Iterable[Chunk]:
         """The chunks that hold an element of `wanted`, and perhaps others."""
         return self.chunks.overlapping(wanted) if isinstance(self.chunks, Chunks) else self.chunks
 
@@ -189,7 +189,7 @@ def _encode(manifest: Manifest, content: bytes | None) -> bytes:
 
 
 def _encode_chunks(chunks: Sequence[Chunk]) -> list[JSON]:
-    return [[c.file, list(c.rectangle.offset), list(c.rectangle.size)] for c in chunks]
+    return [[c.file, list(c.region.offset), list(c.region.size)] for c in chunks]
 
 
 def _encode_file(entry: FileEntry) -> dict[str, JSON]:
@@ -276,7 +276,7 @@ def _with_chunks(manifest: Manifest, entry: FileEntry, path: Path) -> Manifest:
     shapes = [tensor.shape for tensor in entries]
     try:
         columns = decode_columns(content, shapes, entry.bytes // row_bytes(shapes), len(files))
-        if fault := columns_fault(columns, names):
+        if fault := columns_problem(columns, names):
             raise ValueError(fault)
         itemsizes = [tensor.dtype.itemsize for tensor in entries]
         check_sizes(columns, itemsizes, {name: manifest.files[name].bytes for name in files})
@@ -353,7 +353,7 @@ def _check_sizes(tensors: Mapping[str, TensorEntry], files: Mapping[str, FileEnt
     needed = dict.fromkeys(files, 0)
     for entry in tensors.values():
         for chunk in entry.chunks:
-            needed[chunk.file] += chunk.rectangle.volume * entry.dtype.itemsize
+            needed[chunk.file] += chunk.region.volume * entry.dtype.itemsize
     for name, count in needed.items():
         if count > files[name].bytes:
             raise ValueError(f"{name} of {files[name].bytes} bytes cannot hold {count} bytes of tensors")
@@ -386,10 +386,10 @@ def _build_listed(
     for file, offset, size in said:
         if file not in files:
             raise ValueError(f"{name} is in {file!r}, which is not listed")
-        chunks.append(Chunk(file, Rectangle(_numbers(offset), _numbers(size))))
+        chunks.append(Chunk(file, Region(_numbers(offset), _numbers(size))))
     if len({chunk.file for chunk in chunks}) < len(chunks):
         raise ValueError(f"{name} has two chunks in one file")
-    if fault := tiling_fault(shape, [chunk.rectangle for chunk in chunks]):
+    if fault := tiling_problem(shape, [chunk.region for chunk in chunks]):
         raise ValueError(f"{name}: {fault}")
     return tuple(chunks)
 

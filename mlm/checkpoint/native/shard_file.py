@@ -27,7 +27,7 @@ from mlm.checkpoint.native.format import (
     RESTORE,
     FileEntry,
 )
-from mlm.checkpoint.native.slices import Rectangle
+from mlm.checkpoint.native.slices import Region
 from mlm.errors import CorruptFileError, UserError
 from mlm.files.atomic import CHUNK
 from mlm.files.bounded import parse_json
@@ -199,7 +199,7 @@ def _stored_tensors(header: dict[str, JSON], *, start: int, size: int) -> dict[s
 
 
 def copy_region(
-    f: BinaryIO | CheckedFile, stored: Stored, region: Rectangle, chunk: Rectangle, target: Tensor
+    f: BinaryIO | CheckedFile, stored: Stored, region: Region, chunk: Region, target: Tensor
 ) -> None:
     """Copy the part `region` of a stored `chunk` (both in global coordinates) into `target`, in place.
 

@@ -1,4 +1,4 @@
-"""Rectangles of a global tensor: what a rank holds of it, how two of them meet, whether they tile it."""
+"""Regions of a global tensor: what a rank holds of it, how two of them meet, whether they tile it."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ MAX_CUT_DIMS = 4  # layouts cut a tensor along one or two
 MAX_COMPARED = 100_000  # pairs of pieces looked at to name two that overlap
 
 
-class Rectangle(NamedTuple):
+class Region(NamedTuple):
     """The elements `offset[i] <= index[i] < offset[i] + size[i]`. Of a 0-d tensor: ((), ()), one element."""
 
     offset: tuple[int, ...]
@@ -30,14 +30,14 @@ class Rectangle(NamedTuple):
             o + n <= full for o, n, full in zip(self.offset, self.size, shape, strict=True)
         )
 
-    def intersect(self, other: "Rectangle") -> "Rectangle | None":
+    def intersect(self, other: "Region") -> "Region | None":
         """The elements of both, None when there are none."""
         low = tuple(map(max, self.offset, other.offset))
         high = (min(a + n, b + m) for a, n, b, m in zip(*self, *other, strict=True))
         size = tuple(h - o for h, o in zip(high, low, strict=True))
-        return Rectangle(low, size) if all(n > 0 for n in size) else None
+        return Region(low, size) if all(n > 0 for n in size) else None
 
-    def within(self, outer: "Rectangle") -> tuple[slice, ...]:
+    def within(self, outer: "Region") -> tuple[slice, ...]:
         """Index of these elements in a tensor that holds `outer` only."""
         starts = (a - b for a, b in zip(self.offset, outer.offset, strict=True))
         return tuple(slice(a, a + n) for a, n in zip(starts, self.size, strict=True))
@@ -63,7 +63,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Shard:
-    """A rectangle of a global tensor, held by this rank.
+    """A region of a global tensor, held by this rank.
 
     `tensor` is a plain local tensor of any strides on any device; `global_shape` and `offset` have one
     number per dim of it (none for a 0-d tensor). A tensor of no elements is legal and never stored.
@@ -77,7 +77,7 @@ class Shard:
 
     def __post_init__(self) -> None:
         assert self.tensor.ndim == len(self.global_shape) == len(self.offset), "dims differ"
-        assert not self.tensor.numel() or self.rectangle.fits(self.global_shape), (
+        assert not self.tensor.numel() or self.region.fits(self.global_shape), (
             f"shard of {list(self.tensor.shape)} at {self.offset} is outside {self.global_shape}"
         )
 
@@ -87,12 +87,12 @@ class Shard:
         return cls(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
 
     @property
-    def rectangle(self) -> Rectangle:
+    def region(self) -> Region:
         """Where in the global tensor this is."""
-        return Rectangle(tuple(self.offset), tuple(self.tensor.shape))
+        return Region(tuple(self.offset), tuple(self.tensor.shape))
 
 
-def tiling_fault(shape: tuple[int, ...], pieces: Sequence[Rectangle]) -> str | None:
+def tiling_problem(shape: tuple[int, ...], pieces: Sequence[Region]) -> str | None:
     """What keeps `pieces` from holding each element of `shape` exactly once; None when nothing does.
 
     Costs the same for each piece, however they lie: half a million forged ones must not stall a reader.
@@ -112,7 +112,7 @@ def tiling_fault(shape: tuple[int, ...], pieces: Sequence[Rectangle]) -> str | N
     return f"{held} of its {prod(shape)} elements are held: there is a hole, or pieces overlap"
 
 
-def _tile(shape: tuple[int, ...], pieces: Sequence[Rectangle], cut: Sequence[int]) -> bool:
+def _tile(shape: tuple[int, ...], pieces: Sequence[Region], cut: Sequence[int]) -> bool:
     """Whether pieces inside `shape`, each whole along all dims but `cut`, hold each element once.
 
     How often each element is held is a sum of products of steps, up at a piece's offset and down at its end.
@@ -133,6 +133,6 @@ def _add_steps(steps: "Counter[tuple[int, ...]]", spans: Sequence[tuple[int, int
         steps[corner] += -weight if sum(ends) % 2 else weight
 
 
-def describe(piece: Rectangle) -> str:
-    """A rectangle as one would index it: [0:4, 8:16]."""
+def describe(piece: Region) -> str:
+    """A region as one would index it: [0:4, 8:16]."""
     return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(*piece, strict=True)) + "]"

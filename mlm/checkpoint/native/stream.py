@@ -41,7 +41,7 @@ from mlm.checkpoint.native.format import (
 )
 from mlm.checkpoint.native.save_load import REMEDIES
 from mlm.checkpoint.native.shard_file import Form, read_header, write_stream
-from mlm.checkpoint.native.slices import Rectangle, Split, tiling_fault
+from mlm.checkpoint.native.slices import Region, Split, tiling_problem
 from mlm.errors import CorruptFileError, UserError
 from mlm.files.atomic import digest_bytes, digest_file, write_atomic
 from mlm.files.bounded import parse_json, read_bounded
@@ -49,9 +49,9 @@ from mlm.files.bounded import parse_json, read_bounded
 DONE = ".done"
 MAX_NOTE = 1 << 24  # bytes of a note: digests of the blocks of 6 TB
 
-Read = Callable[[str, Rectangle], Tensor]
-Pieces = dict[str, dict[str, Rectangle]]
-"""File name → tensor name → the rectangle of the tensor that the file holds."""
+Read = Callable[[str, Region], Tensor]
+Pieces = dict[str, dict[str, Region]]
+"""File name → tensor name → the region of the tensor that the file holds."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def write_streamed(
     """Write `root/step-…` as tp * pp ranks would, holding one piece of one tensor at a time, and publish it.
 
     File number p * tp + t holds what tp rank t of pipeline rank p = stage_rank(split.stage) owns. The bytes
-    are a function of the arguments alone. `read(name, rectangle)` gives a piece, on CPU, of the tensor's
+    are a function of the arguments alone. `read(name, region)` gives a piece, on CPU, of the tensor's
     dtype, and raises no bare OSError; `progress` hears of bytes of tensors written.
 
     A kill at any instant leaves nothing under a final name, or the whole. The next call with this `step` and
@@ -138,7 +138,7 @@ def deal_out(tensors: Mapping[str, GlobalTensor], tp: int, stage_rank: Callable[
             if split.tp_dim is not None:
                 rows = split.rows(tensor.shape[split.tp_dim], tp, rank)
                 offset[split.tp_dim], size[split.tp_dim] = rows.start, len(rows)
-            piece = Rectangle(tuple(offset), tuple(size))
+            piece = Region(tuple(offset), tuple(size))
             if piece.volume:
                 pieces.setdefault(file_name(first + rank), {})[name] = piece
     return dict(sorted(pieces.items()))
@@ -165,7 +165,7 @@ def published(root: Path, step: int, save_id: str) -> Path | None:
 
 def _entry(name: str, tensor: GlobalTensor, pieces: Pieces) -> TensorEntry:
     chunks = tuple(Chunk(file, held[name]) for file, held in pieces.items() if name in held)
-    fault = tiling_fault(tensor.shape, [chunk.rectangle for chunk in chunks])
+    fault = tiling_problem(tensor.shape, [chunk.region for chunk in chunks])
     assert fault is None, f"{name}: {fault}"
     return TensorEntry(tensor.shape, tensor.dtype, chunks, tensor.split)
 
@@ -222,7 +222,7 @@ def _reusable(
 def _write_file(
     path: Path,
     forms: Mapping[str, Form],
-    held: Mapping[str, Rectangle],
+    held: Mapping[str, Region],
     read: Read,
     save_id: str,
     progress: Callable[[int], None],

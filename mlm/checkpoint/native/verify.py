@@ -20,7 +20,7 @@ Forms: TypeAlias = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
-class Fault:
+class Problem:
     """A file that is not as it should be, and why."""
 
     file: str
@@ -34,23 +34,23 @@ class Verified:
     path: Path
     manifest: Manifest | None
     """None when it cannot be read."""
-    faults: tuple[Fault, ...]
+    problems: tuple[Problem, ...]
     warnings: tuple[str, ...]
     """What is odd and does no harm, a line each."""
     loads: bool
-    """Whether all that is listed is there, bit for bit: a shard that is not listed is a fault no loading
+    """Whether all that is listed is there, bit for bit: a shard that is not listed is a problem no loading
     meets."""
 
     @property
     def whole(self) -> bool:
         """Whether it holds what was saved, bit for bit, and no shard besides."""
-        return not self.faults
+        return not self.problems
 
 
 def verify_checkpoint(directory: Path, progress: Callable[[int], None] = lambda count: None) -> Verified:
     """Check the manifest (digest, coverage, names), each file (size, save id, header, tensors, digest), and
     that no further shard lies beside them; and that the run's tokenizer is the one trained with. Goes on
-    after a fault, to find all.
+    after a problem, to find all.
 
     `progress` hears of bytes as files are done with, `shard_bytes` in all. Never raises for what it finds.
     """
@@ -58,20 +58,20 @@ def verify_checkpoint(directory: Path, progress: Callable[[int], None] = lambda 
         manifest = read_manifest(directory)
     except (UserError, OSError) as error:
         path = directory / (CHUNKS if _is_about(directory / CHUNKS, error) else MANIFEST)
-        return Verified(directory, None, (_fault(path, error),), (), loads=False)
-    faults: list[Fault] = []
+        return Verified(directory, None, (_problem(path, error),), (), loads=False)
+    problems: list[Problem] = []
     held = _held(manifest)
     for name in sorted(manifest.files):
-        faults += _file_faults(directory / name, manifest, held[name], progress)
+        problems += _file_problems(directory / name, manifest, held[name], progress)
     strays, warnings = _strays(directory, manifest)
     try:
         check_beside(directory, manifest.state)
     except (UserError, OSError) as error:
-        strays.append(Fault(f"../../{TOKENIZER}", _fault(file_beside(directory), error).why))
+        strays.append(Problem(f"../../{TOKENIZER}", _problem(file_beside(directory), error).why))
     named = STEP_NAME.fullmatch(directory.name.removeprefix(REPLACED))
     if named and int(named[1]) != manifest.step:
         warnings.append(f"{directory.name} holds step {manifest.step}: it was renamed")
-    return Verified(directory, manifest, (*faults, *strays), tuple(warnings), loads=not faults)
+    return Verified(directory, manifest, (*problems, *strays), tuple(warnings), loads=not problems)
 
 
 def shard_bytes(directory: Path) -> int:
@@ -87,39 +87,41 @@ def _held(manifest: Manifest) -> dict[str, Forms]:
     held: dict[str, Forms] = {name: {} for name in manifest.files}
     for name, tensor in manifest.tensors.items():
         for chunk in tensor.chunks:
-            held[chunk.file][name] = tensor.dtype, chunk.rectangle.size
+            held[chunk.file][name] = tensor.dtype, chunk.region.size
     return held
 
 
-def _file_faults(path: Path, manifest: Manifest, held: Forms, progress: Callable[[int], None]) -> list[Fault]:
+def _file_problems(
+    path: Path, manifest: Manifest, held: Forms, progress: Callable[[int], None]
+) -> list[Problem]:
     entry = manifest.files[path.name]
     try:
         stored = read_header(path, entry, manifest.save_id)
         digest = digest_file(path, progress)
     except (UserError, OSError) as error:
-        return [_fault(path, error)]
+        return [_problem(path, error)]
     if digest != entry.digest:
-        return [Fault(path.name, f"its digest is {digest}, the manifest says {entry.digest}")]
+        return [Problem(path.name, f"its digest is {digest}, the manifest says {entry.digest}")]
     found = {name: (tensor.dtype, tensor.shape) for name, tensor in stored.items()}
     unlike = sorted(name for name in held.keys() | found.keys() if held.get(name) != found.get(name))
-    return [Fault(path.name, f"does not hold {unlike[0]} as listed")] if unlike else []
+    return [Problem(path.name, f"does not hold {unlike[0]} as listed")] if unlike else []
 
 
-def _strays(directory: Path, manifest: Manifest) -> tuple[list[Fault], list[str]]:
-    """What lies there and is not listed: a shard is a fault, for its checkpoint may lack it."""
-    faults, warnings = [], []
+def _strays(directory: Path, manifest: Manifest) -> tuple[list[Problem], list[str]]:
+    """What lies there and is not listed: a shard is a problem, for its checkpoint may lack it."""
+    problems, warnings = [], []
     try:
         found = sorted(path.name for path in directory.iterdir())
     except OSError as error:
-        return [_fault(directory, error)], []
+        return [_problem(directory, error)], []
     for name in found:
         if name in manifest.files or name in ((MANIFEST,) if manifest.version == 1 else (MANIFEST, CHUNKS)):
             continue
         if name.endswith(".safetensors"):
-            faults.append(Fault(name, "not listed in the manifest: a shard of another save"))
+            problems.append(Problem(name, "not listed in the manifest: a shard of another save"))
         else:
             warnings.append(f"{directory.name}/{name} is no part of the checkpoint")
-    return faults, warnings
+    return problems, warnings
 
 
 def _is_about(path: Path, error: UserError | OSError) -> bool:
@@ -128,9 +130,9 @@ def _is_about(path: Path, error: UserError | OSError) -> bool:
     return str(error).startswith(f"{path}: ")
 
 
-def _fault(path: Path, error: UserError | OSError) -> Fault:
+def _problem(path: Path, error: UserError | OSError) -> Problem:
     """An error about `path` without its path and remedy, which are said once for all."""
     if isinstance(error, OSError):
-        return Fault(path.name, f"cannot be read: {error.strerror}")
+        return Problem(path.name, f"cannot be read: {error.strerror}")
     why = str(error).removeprefix(f"{path}: ").removesuffix(f". {RESTORE}")
-    return Fault(path.name, why)
+    return Problem(path.name, why)

@@ -17,7 +17,7 @@ from mlm.checkpoint.huggingface.content import Ids
 from mlm.checkpoint.huggingface.folder import read_model, weight_files
 from mlm.checkpoint.huggingface.names import Place, gpt2_places
 from mlm.checkpoint.huggingface.tensors import HFTensors
-from mlm.checkpoint.native.slices import Rectangle
+from mlm.checkpoint.native.slices import Region
 from mlm.errors import ConfigError, CorruptFileError, UserError
 from mlm.models.gpt2.huggingface import read_gpt2_config, write_gpt2_config
 from mlm.train.run_folder import parameters
@@ -191,7 +191,7 @@ def test_old_names_masks_and_an_equal_output_layer_are_accepted(folder: Path) ->
     edit_config(folder, tie_word_embeddings=False)
     edit_tensors(folder, old)
     want = load_file(folder / "model.safetensors")["lm_head.weight"]
-    assert torch.equal(read(folder).read("token.weight", Rectangle((7, 0), (2, 24))), want[7:9])
+    assert torch.equal(read(folder).read("token.weight", Region((7, 0), (2, 24))), want[7:9])
 
 
 def test_untied_output_layer_that_is_not_there_is_refused(folder: Path) -> None:
@@ -283,6 +283,6 @@ def test_half_precision_becomes_float32(folder: Path, dtype: torch.dtype) -> Non
         want["bias"] = tensors["transformer.ln_f.bias"].float()
 
     edit_tensors(folder, halve)
-    found = read(folder).read("final_norm.bias", Rectangle((0,), (SHAPE["n_embd"],)))
+    found = read(folder).read("final_norm.bias", Region((0,), (SHAPE["n_embd"],)))
     assert found.dtype == torch.float32
     assert torch.equal(found, want["bias"])

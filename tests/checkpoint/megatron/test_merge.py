@@ -9,7 +9,7 @@ import torch
 
 from mlm.checkpoint.megatron.files import find_files
 from mlm.checkpoint.megatron.merge import MegatronModel, open_checkpoint
-from mlm.checkpoint.native.slices import Rectangle
+from mlm.checkpoint.native.slices import Region
 from mlm.errors import CorruptFileError, UserError
 from tests.checkpoint.megatron.written import (
     FILE,
@@ -37,14 +37,14 @@ def test_tensors_stay_in_their_file_until_they_are_read(tmp_path: Path) -> None:
     with open(path, "r+b") as f:
         f.seek(at)
         f.write(torch.full_like(bias, 5.0).numpy().tobytes())
-    whole = Rectangle((0,), (4 * HIDDEN,))
+    whole = Region((0,), (4 * HIDDEN,))
     assert found.read("layers.1.mlp.up.bias", whole).tolist() == [5.0] * 4 * HIDDEN
 
 
 def test_read_gives_the_rectangle(tmp_path: Path) -> None:
     found = opened(written(tmp_path, Layout(tp=2)))
     whole = same_gpt2().state_dict()["transformer.wte.weight"]
-    assert torch.equal(found.read("token.weight", Rectangle((30, 4), (20, 9))), whole[30:50, 4:13])
+    assert torch.equal(found.read("token.weight", Region((30, 4), (20, 9))), whole[30:50, 4:13])
 
 
 @pytest.mark.parametrize(

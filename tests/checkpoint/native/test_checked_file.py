@@ -10,7 +10,7 @@ from mlm.checkpoint.native import format as layout
 from mlm.checkpoint.native import save_load
 from mlm.checkpoint.native.compare import Reader
 from mlm.checkpoint.native.format import read_manifest
-from mlm.checkpoint.native.slices import Rectangle
+from mlm.checkpoint.native.slices import Region
 from mlm.errors import CorruptFileError
 from tests.checkpoint.native.helpers import edit_manifest, load, save, without_blocks
 
@@ -100,6 +100,6 @@ def test_readers_in_one_process_compare_what_they_read(path: Path) -> None:
     """What `mlm reshard` and `mlm export hf` copy from."""
     flip(path / FILE, (path / FILE).stat().st_size - 1)
     with Reader(path, read_manifest(path)) as reader:
-        assert torch.equal(reader.read("b", Rectangle((0,), (7,))), numbers()["b"])
+        assert torch.equal(reader.read("b", Region((0,), (7,))), numbers()["b"])
         with pytest.raises(CorruptFileError, match="damaged"):
-            reader.read("w", Rectangle((0, 0), (24, 4)))
+            reader.read("w", Region((0, 0), (24, 4)))

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from mlm.checkpoint.native import columns as columns_module
 from mlm.checkpoint.native import format as format_module
-from mlm.checkpoint.native.columns import Chunk, Chunks, columns_fault, decode_columns, encode_columns
+from mlm.checkpoint.native.columns import Chunk, Chunks, columns_problem, decode_columns, encode_columns
 from mlm.checkpoint.native.compare import compare_checkpoints
 from mlm.checkpoint.native.declaration import declare_shards, merge_declared
 from mlm.checkpoint.native.fit import plan_reading
 from mlm.checkpoint.native.folders import fault_of, latest_checkpoint, prune
 from mlm.checkpoint.native.format import CHUNKS, MANIFEST, read_manifest, read_summary
 from mlm.checkpoint.native.save_load import load_checkpoint
-from mlm.checkpoint.native.slices import Rectangle, Shard, tiling_fault
+from mlm.checkpoint.native.slices import Region, Shard, tiling_problem
 from mlm.checkpoint.native.verify import verify_checkpoint
 from mlm.errors import CorruptFileError, UserError
 from mlm.files.atomic import digest_bytes
@@ -148,7 +148,7 @@ def test_damaged_columns_are_found_and_the_checkpoint_before_is_taken(tmp_path: 
             path.write_bytes(content)
         with pytest.raises(CorruptFileError, match=f"{path}: "):
             load(new, {"w": torch.zeros(6, 4)})
-        (fault,) = verify_checkpoint(new).faults
+        (fault,) = verify_checkpoint(new).problems
         assert fault.file == CHUNKS
         assert str(path) in str(fault_of(new))
         assert latest_checkpoint(root) == old
@@ -245,32 +245,30 @@ SHAPES = [(3, 2, 2), (2, 3)]
 )
 def test_the_check_of_all_tensors_agrees_with_that_of_each(found: list[Any], grids: list[list[int]]) -> None:
     tiled = [
-        p.rectangle
+        p.region
         for p in pieces(
             torch.zeros(SHAPES[0]),
             [sorted(min(n, full) for n in g) for g, full in zip(grids, SHAPES[0], strict=True)],
         )
-        if p.rectangle.volume
+        if p.region.volume
     ]
-    pieces_of: list[list[Rectangle]] = [list(tiled), [Rectangle((0, 0), (2, 3))]]
+    pieces_of: list[list[Region]] = [list(tiled), [Region((0, 0), (2, 3))]]
     for number, offset, size in found:
         dims = len(SHAPES[number])
-        pieces_of[number].append(Rectangle(offset[:dims], size[:dims]))
+        pieces_of[number].append(Region(offset[:dims], size[:dims]))
     chunks = [[Chunk(str(i), r) for i, r in enumerate(mine)] for mine in pieces_of]
     files = [str(i) for i in range(100)]
     content = encode_columns(SHAPES, chunks, sorted(files))
     columns = decode_columns(content, SHAPES, len(content) // 56, len(files))
-    whole = [tiling_fault(shape, mine) is None for shape, mine in zip(SHAPES, pieces_of, strict=True)]
-    assert (columns_fault(columns, ["a", "b"]) is None) == all(whole)
+    whole = [tiling_problem(shape, mine) is None for shape, mine in zip(SHAPES, pieces_of, strict=True)]
+    assert (columns_problem(columns, ["a", "b"]) is None) == all(whole)
 
 
 def test_a_tensor_cut_along_many_dims_is_rejected() -> None:
-    chunks = [
-        [Chunk(str(i), p.rectangle) for i, p in enumerate(pieces(torch.empty(2, 2, 2, 2, 2), [[1]] * 5))]
-    ]
+    chunks = [[Chunk(str(i), p.region) for i, p in enumerate(pieces(torch.empty(2, 2, 2, 2, 2), [[1]] * 5))]]
     content = encode_columns([(2,) * 5], chunks, sorted(chunk.file for chunk in chunks[0]))
     columns = decode_columns(content, [(2,) * 5], 32, 32)
-    assert "5 dims, 4 is the limit" in str(columns_fault(columns, ["w"]))
+    assert "5 dims, 4 is the limit" in str(columns_problem(columns, ["w"]))
 
 
 def declared(ranks: int) -> list[bytes]:

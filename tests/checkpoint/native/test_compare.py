@@ -22,7 +22,7 @@ from mlm.checkpoint.native.compare import (
 )
 from mlm.checkpoint.native.format import DTYPES
 from mlm.checkpoint.native.save_load import read_manifest
-from mlm.checkpoint.native.slices import Rectangle, tiling_fault
+from mlm.checkpoint.native.slices import Region, tiling_problem
 from mlm.errors import CorruptFileError, UserError
 from tests.checkpoint.native.helpers import edit_manifest, pieces, save, save_pieces, weights
 
@@ -162,7 +162,7 @@ def test_row_blocks_tile_a_tensor_and_are_small(
 ) -> None:
     monkeypatch.setattr(compare, "BLOCK", 40)
     blocks = list(row_blocks(shape, 4))
-    assert tiling_fault(shape, blocks) is None
+    assert tiling_problem(shape, blocks) is None
     row = math.prod(shape[1:]) * 4
     assert all(block.volume * 4 <= max(40, row) for block in blocks)
 
@@ -172,7 +172,7 @@ def test_number_of_open_files_is_bounded(tmp_path: Path, monkeypatch: pytest.Mon
     x = torch.randn(10, 2)
     path = save_pieces(tmp_path, 1, [{"x": piece} for piece in pieces(x, [[2, 4, 6, 8]])])
     with Reader(path, read_manifest(path)) as reader:
-        assert torch.equal(reader.read("x", Rectangle((0, 0), (10, 2))), x)
+        assert torch.equal(reader.read("x", Region((0, 0), (10, 2))), x)
         assert len(reader._open) == 2
     assert not reader._open
 

@@ -1,46 +1,46 @@
-"""Rectangles: meeting and tiling, against a tensor that counts how often each element is held."""
+"""Regions: meeting and tiling, against a tensor that counts how often each element is held."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlm.checkpoint.native.slices import Rectangle, tiling_fault
+from mlm.checkpoint.native.slices import Region, tiling_problem
 
 SHAPE = (3, 4)
 spans = [
     st.tuples(st.integers(0, n - 1), st.integers(1, n)).filter(lambda s, n=n: sum(s) <= n) for n in SHAPE
 ]
-rectangles = st.tuples(*spans).map(lambda ab: Rectangle(*zip(*ab, strict=True)))
+regions = st.tuples(*spans).map(lambda ab: Region(*zip(*ab, strict=True)))
 
 
-def counted(pieces: list[Rectangle]) -> torch.Tensor:
+def counted(pieces: list[Region]) -> torch.Tensor:
     count = torch.zeros(SHAPE, dtype=torch.int64)
     for piece in pieces:
-        count[piece.within(Rectangle((0, 0), SHAPE))] += 1
+        count[piece.within(Region((0, 0), SHAPE))] += 1
     return count
 
 
-@given(st.lists(rectangles, max_size=4))
-def test_tiling_fault_is_none_only_if_each_element_is_held_once(pieces: list[Rectangle]) -> None:
-    assert (tiling_fault(SHAPE, pieces) is None) == bool((counted(pieces) == 1).all())
+@given(st.lists(regions, max_size=4))
+def test_tiling_fault_is_none_only_if_each_element_is_held_once(pieces: list[Region]) -> None:
+    assert (tiling_problem(SHAPE, pieces) is None) == bool((counted(pieces) == 1).all())
 
 
-@given(rectangles, rectangles)
-def test_intersection_is_the_elements_of_both(a: Rectangle, b: Rectangle) -> None:
+@given(regions, regions)
+def test_intersection_is_the_elements_of_both(a: Region, b: Region) -> None:
     both = a.intersect(b)
     assert torch.equal(counted([both]) if both else counted([]), (counted([a, b]) == 2).long())
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0, 3), (2, 3)])
 def test_whole_tensor_tiles_itself(shape: tuple[int, ...]) -> None:
-    whole = Rectangle((0,) * len(shape), shape)
-    assert tiling_fault(shape, [whole] if whole.volume else []) is None
+    whole = Region((0,) * len(shape), shape)
+    assert tiling_problem(shape, [whole] if whole.volume else []) is None
 
 
 def test_two_scalars_overlap() -> None:
-    assert "overlap" in str(tiling_fault((), [Rectangle((), ()), Rectangle((), ())]))
+    assert "overlap" in str(tiling_problem((), [Region((), ()), Region((), ())]))
 
 
 def test_piece_outside_the_shape_is_a_fault() -> None:
-    assert "not inside" in str(tiling_fault((4,), [Rectangle((2,), (4,))]))
+    assert "not inside" in str(tiling_problem((4,), [Region((2,), (4,))]))

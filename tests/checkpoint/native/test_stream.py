@@ -14,7 +14,7 @@ from torch import Tensor
 from mlm.checkpoint.native import stream
 from mlm.checkpoint.native.folders import latest_checkpoint, named_latest, staging_path
 from mlm.checkpoint.native.format import CheckpointError, read_manifest
-from mlm.checkpoint.native.slices import Rectangle, Split
+from mlm.checkpoint.native.slices import Region, Split
 from mlm.checkpoint.native.stream import GlobalTensor, derived_id, write_streamed
 from mlm.errors import CorruptFileError, UserError
 from tests.checkpoint.native.helpers import load, save, weights
@@ -40,11 +40,11 @@ TENSORS = {name: GlobalTensor(tuple(x.shape), x.dtype, SPLITS[name]) for name, x
 SAVE_ID = derived_id(["of", "this"])
 
 
-def read(name: str, piece: Rectangle) -> Tensor:
-    return FULL[name][piece.within(Rectangle((0,) * FULL[name].ndim, tuple(FULL[name].shape)))]
+def read(name: str, piece: Region) -> Tensor:
+    return FULL[name][piece.within(Region((0,) * FULL[name].ndim, tuple(FULL[name].shape)))]
 
 
-def write(root: Path, read: Callable[[str, Rectangle], Tensor] = read, **settings: object) -> Path:
+def write(root: Path, read: Callable[[str, Region], Tensor] = read, **settings: object) -> Path:
     """Two tp ranks, two pipeline ranks: layer 0 in front, layer 1 behind."""
     arguments = {"save_id": SAVE_ID, "state": {"step": 3}, "tp": 2} | settings
     return write_streamed(root, 3, TENSORS, read, stage_rank=lambda s: int(s in (1, "last")), **arguments)  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ def test_one_piece_is_held_at_a_time(tmp_path: Path) -> None:
     """A piece's memory is owned by a NumPy array that can be watched."""
     before: list[weakref.ref[np.ndarray]] = []  # type: ignore[type-arg]
 
-    def watched(name: str, piece: Rectangle) -> Tensor:
+    def watched(name: str, piece: Region) -> Tensor:
         assert all(ref() is None for ref in before), "another piece is still there"
         wanted = read(name, piece)
         memory = np.zeros(wanted.nbytes, np.uint8)
@@ -126,8 +126,8 @@ def stopping(*_: object) -> Tensor:
     raise StoppedError
 
 
-def stop_at(tensor: str) -> Callable[[str, Rectangle], Tensor]:
-    def reading(name: str, piece: Rectangle) -> Tensor:
+def stop_at(tensor: str) -> Callable[[str, Region], Tensor]:
+    def reading(name: str, piece: Region) -> Tensor:
         if name == tensor:
             raise StoppedError
         return read(name, piece)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mlm.checkpoint.native.format import MANIFEST
-from mlm.checkpoint.native.verify import Fault, shard_bytes, verify_checkpoint
+from mlm.checkpoint.native.verify import Problem, shard_bytes, verify_checkpoint
 from tests.checkpoint.native.helpers import edit_manifest, pieces, save, save_pieces, weights
 
 SHARDS = [f"rank-{rank:05d}.safetensors" for rank in range(3)]
@@ -26,7 +26,7 @@ def flip(path: Path, place: int) -> None:
 
 def test_checkpoint_as_saved_is_whole(tmp_path: Path) -> None:
     found = verify_checkpoint(three_files(tmp_path))
-    assert (found.whole, found.loads, found.faults, found.warnings) == (True, True, (), ())
+    assert (found.whole, found.loads, found.problems, found.warnings) == (True, True, (), ())
 
 
 @pytest.mark.parametrize("name", SHARDS)
@@ -34,8 +34,8 @@ def test_flipped_bit_in_any_place_is_found(tmp_path: Path, name: str) -> None:
     path = three_files(tmp_path) / name
     for place in range(0, len(path.read_bytes()), 7):
         flip(path, place)
-        (fault,) = verify_checkpoint(path.parent).faults
-        assert fault.file == name, place
+        (problem,) = verify_checkpoint(path.parent).problems
+        assert problem.file == name, place
         flip(path, place)
     assert verify_checkpoint(path.parent).whole
 
@@ -46,7 +46,7 @@ def test_flipped_bit_of_the_manifest_is_found(tmp_path: Path) -> None:
         flip(path, place)
         found = verify_checkpoint(path.parent)
         assert (found.manifest, found.loads) == (None, False)
-        assert [fault.file for fault in found.faults] == [MANIFEST], place
+        assert [problem.file for problem in found.problems] == [MANIFEST], place
         flip(path, place)
 
 
@@ -103,9 +103,9 @@ def test_damage_is_found_and_named(tmp_path: Path, damage: str) -> None:
     three_files(tmp_path, 1)
     path = three_files(tmp_path, 2)
     do(path)
-    (fault,) = verify_checkpoint(path).faults
-    assert fault.file == file
-    assert re.search(why, fault.why)
+    (problem,) = verify_checkpoint(path).problems
+    assert problem.file == file
+    assert re.search(why, problem.why)
 
 
 def test_all_faults_are_found_not_the_first_alone(tmp_path: Path) -> None:
@@ -114,19 +114,19 @@ def test_all_faults_are_found_not_the_first_alone(tmp_path: Path) -> None:
     flip(path / SHARDS[2], -1)
     (path / "stale.safetensors").touch()
     found = verify_checkpoint(path)
-    assert [fault.file for fault in found.faults] == [SHARDS[0], SHARDS[2], "stale.safetensors"]
+    assert [problem.file for problem in found.problems] == [SHARDS[0], SHARDS[2], "stale.safetensors"]
 
 
 def test_tensor_that_is_not_as_listed_is_found_though_the_digest_is_right(tmp_path: Path) -> None:
     path = save(tmp_path, 1, weights())
     edit_manifest(path, lambda body: body["tensors"]["w"].update(dtype="I32"))
-    assert verify_checkpoint(path).faults == (Fault(SHARDS[0], "does not hold w as listed"),)
+    assert verify_checkpoint(path).problems == (Problem(SHARDS[0], "does not hold w as listed"),)
 
 
 def test_tensor_that_the_manifest_does_not_list_is_found(tmp_path: Path) -> None:
     path = save(tmp_path, 1, weights())
     edit_manifest(path, lambda body: body["tensors"].pop("b"))
-    assert verify_checkpoint(path).faults == (Fault(SHARDS[0], "does not hold b as listed"),)
+    assert verify_checkpoint(path).problems == (Problem(SHARDS[0], "does not hold b as listed"),)
 
 
 def test_stale_shard_is_a_fault_that_no_loading_meets(tmp_path: Path) -> None:

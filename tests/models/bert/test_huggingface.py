@@ -13,7 +13,7 @@ from mlm.checkpoint.huggingface.content import Ids
 from mlm.checkpoint.huggingface.folder import HFModel, read_model
 from mlm.checkpoint.huggingface.names import Place
 from mlm.checkpoint.huggingface.tensors import HFTensors
-from mlm.checkpoint.native.slices import Rectangle
+from mlm.checkpoint.native.slices import Region
 from mlm.errors import ConfigError, CorruptFileError, UserError
 from mlm.models.bert.huggingface import (
     bert_from_huggingface,
@@ -140,7 +140,7 @@ def test_names_of_tensorflow_buffers_and_equal_copies_are_accepted(folder: Path)
 
     edit_tensors(folder, old)
     tensors = HFTensors(read(folder))
-    assert torch.equal(tensors.read("embedding_norm.weight", Rectangle((0,), (24,))), want["norm"])
+    assert torch.equal(tensors.read("embedding_norm.weight", Region((0,), (24,))), want["norm"])
 
 
 def test_bias_of_the_output_layer_may_stand_under_its_other_name(folder: Path) -> None:
@@ -151,7 +151,7 @@ def test_bias_of_the_output_layer_may_stand_under_its_other_name(folder: Path) -
 def test_a_rectangle_of_joined_tensors_is_read(folder: Path) -> None:
     state = make_bert(folder, "bert", "ForPreTraining").state_dict()
     key = state["bert.encoder.layer.1.attention.self.key.weight"]
-    second_head = Rectangle((3 * 6 + 6, 2), (6, 5))  # rows of k, D = 6
+    second_head = Region((3 * 6 + 6, 2), (6, 5))  # rows of k, D = 6
     found = HFTensors(read(folder)).read("layers.1.attention.qkv.weight", second_head)
     assert torch.equal(found, key[6:12, 2:7])
 
