@@ -11,18 +11,18 @@ from typing import Any
 from mlm.config.fields import Role, split_weight
 from mlm.config.tree import HOISTED, leaves
 from mlm.files.ownership import STDOUT, described, kind_of_folder, rejected_place
-from mlm.files.results import result_faults, results_alone_on_stdout
+from mlm.files.results import result_problems, results_alone_on_stdout
 
 
 def path_faults(config: Any) -> list[str]:
     """Results that would replace something of the user's, and folders that no command may take for its own.
 
-    Which names in a folder are in the way, the command knows and asks itself (`claim_faults`).
+    Which names in a folder are in the way, the command knows and asks itself (`claim_problems`).
     """
     faults = list[str]()
     for key, value, role in paths_of(config):
         if role is Role.RESULT:
-            faults += result_faults(value, key=key, inputs=inputs_of(config))
+            faults += result_problems(value, key=key, inputs=inputs_of(config))
         elif role in (Role.FOLDER, Role.CACHE):
             faults += folder_faults(key, value, protected_from(config), is_cache=role is Role.CACHE)
     return faults

@@ -32,7 +32,7 @@ from mlm.errors import ConfigError, CorruptFileError, UserError, writing_to
 from mlm.files.atomic import digest_file, write_atomic
 from mlm.files.bounded import read_bounded
 from mlm.files.lock import sole_writer
-from mlm.files.ownership import claim_faults, claim_folder
+from mlm.files.ownership import claim_problems, claim_folder
 from mlm.inference.trained import run_directory, split_faults, trained_config
 from mlm.models.stage import split_layers
 from mlm.parallel.config import ParallelConfig
@@ -85,7 +85,7 @@ def preflight(config: ReshardConfig) -> list[str]:
     """What is wrong with the checkpoint, the layout or the place to write to; no tensor is read."""
     try:
         plan = make_plan(config)
-        if faults := claim_faults(plan.out, "run", **claimed(plan)):
+        if faults := claim_problems(plan.out, "run", **claimed(plan)):
             return faults
         if published(plan.root, plan.manifest.step, plan.save_id) is None:
             new_tokenizer(plan)

@@ -26,7 +26,7 @@ from mlm.data.receipt import RECEIPT, Receipt, check_corpus, damaged_file, read_
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import UserError
 from mlm.files.atomic import digest_file, open_lock, write_atomic
-from mlm.files.ownership import claim_faults, claim_folder, delete_owned
+from mlm.files.ownership import claim_problems, claim_folder, delete_owned
 
 __all__ = ["check_corpus", "run_build"]
 
@@ -102,8 +102,8 @@ def preflight(config: DataBuildConfig) -> list[str]:
         return [str(error)]
     out, work = claims(config, tokenizer)
     return [
-        *claim_faults(config.out, **out),
-        *claim_faults(work_folder(config), **work),
+        *claim_problems(config.out, **out),
+        *claim_problems(work_folder(config), **work),
         *place_faults(config),
     ]
 
@@ -130,7 +130,7 @@ def claims(config: DataBuildConfig, tokenizer: Tokenizer) -> tuple[dict[str, Any
 def claim_folders(config: DataBuildConfig, tokenizer: Tokenizer) -> None:
     """Make or adopt both folders. Raises UserError where something of the user's is in the way."""
     out, work = claims(config, tokenizer)
-    faults = [*place_faults(config), *claim_faults(work_folder(config), **work)]
+    faults = [*place_faults(config), *claim_problems(work_folder(config), **work)]
     if faults:
         raise UserError(faults[0])
     claim_folder(config.out, **out)

@@ -12,7 +12,7 @@ from mlm.corpus.read.read import Rejected, read_shard
 from mlm.corpus.read.shards import cut, find_inputs, kind_of
 from mlm.data.tokenizer import BERT_SPECIAL, CONTINUES, EOD, FILES, UNK, Tokenizer, byte_level, word_piece
 from mlm.errors import UserError
-from mlm.files.results import is_stream, result_faults, write_result
+from mlm.files.results import is_stream, result_problems, write_result
 from mlm.terminal import byte_progress
 
 BYTES = 256
@@ -64,7 +64,7 @@ def preflight(config: DataTokenizerConfig) -> list[str]:
             if digest_at(path) is not None
             else [f"out={path}: exists and is no tokenizer; name another file, or delete it"]
         )
-    return result_faults(path)
+    return result_problems(path)
 
 
 def is_tokenizer(path: str) -> bool:

@@ -128,7 +128,7 @@ def verify_pair(prefix: Path, expected: Expected, advance: Advance) -> list[Chec
     except CorruptFileError as error:
         digests = [digest_check(path, digest_of(path, advance, expected), expected) for path in (idx, tokens)]
         return [Check(idx.name, "header", "fault", reason(error, idx)), *digests]
-    fault = index.fault()
+    fault = index.problem()
     needed, found = index.num_tokens * index.dtype.itemsize, tokens.stat().st_size
     size_fault = "" if needed == found else f"{found} bytes where the index says {needed}"
     if found > needed:  # what is behind the tokens is not read, however much it is

@@ -78,7 +78,7 @@ class Segment:
 History = tuple[Segment, ...]
 
 
-def go_on(history: History, now: Sequence[Source], consumed: int) -> History:
+def continue_history(history: History, now: Sequence[Source], consumed: int) -> History:
     """The history of a run that has read `consumed` samples and goes on with the blend `now`.
 
     The same blend goes on in its segment; another begins one, each corpus where the run left it.
@@ -143,7 +143,7 @@ def needed(segment: Segment, num_samples: int) -> list[int]:
     return [s.first + count for s, count in zip(segment.sources, counts.tolist(), strict=True)]
 
 
-def fault_of_changed(history: History, now: Sequence[Source]) -> str | None:
+def changed_corpus_problem(history: History, now: Sequence[Source]) -> str | None:
     """A corpus that stands where the run knew another one, and that it has never read.
 
     To go on there would repeat and skip samples without a word.

@@ -79,7 +79,7 @@ class IndexedDataset:
         self.num_sequences, self.num_documents = index.num_sequences, index.num_documents
         if self.num_sequences == 0 and not allow_empty:
             raise UserError(f"{self.idx_path} holds no documents: the corpus is empty; {REBUILD}")
-        if (fault := index.fault()) is not None:
+        if (fault := index.problem()) is not None:
             raise CorruptFileError(f"{self.idx_path}: {fault}: the index is damaged; {REBUILD}")
         if self.num_tokens == 0 and not allow_empty:
             raise UserError(f"{self.idx_path} holds no tokens: the corpus is empty; {REBUILD}")

@@ -75,7 +75,7 @@ def read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
 
 
 class Index:
-    """An .idx, memory-mapped. Its size is checked here, its content by `fault`.
+    """An .idx, memory-mapped. Its size is checked here, its content by `problem`.
 
     Attributes:
         dtype             of a token
@@ -98,7 +98,7 @@ class Index:
         chunks = (self.lengths[start : start + CHUNK] for start in range(0, sequences, CHUNK))
         self.num_tokens = sum(int(chunk.sum(dtype=np.int64)) for chunk in chunks)
 
-    def fault(self) -> str | None:
+    def problem(self) -> str | None:
         """What is wrong with the content, None when nothing is.
 
         Pointers must follow from lengths, document boundaries must rise from 0 to num_sequences.

@@ -35,7 +35,7 @@ from mlm.data.sampler import AnyBatch, Dataset, eval_batches
 from mlm.errors import CorruptFileError, UserError
 from mlm.evaluate.config import EvalLossConfig
 from mlm.files.atomic import digest_file
-from mlm.files.results import is_stream, named, result_faults, write_result
+from mlm.files.results import is_stream, named, result_problems, write_result
 from mlm.inference.trained import (
     Trained,
     checkpoint_faults,
@@ -85,7 +85,7 @@ def preflight(config: EvalLossConfig) -> list[str]:
     folder = out.parent
     return [
         *(
-            result_faults(out)
+            result_problems(out)
             if is_stream(out) or os.access(folder, os.W_OK)
             else [f"out={config.out}: {folder} is no folder that can be written"]
         ),

@@ -37,7 +37,7 @@ __all__ = [
     "MARKER",
     "STDOUT",
     "SUMMARY_MARK",
-    "claim_faults",
+    "claim_problems",
     "claim_folder",
     "delete_owned",
     "described",
@@ -53,7 +53,7 @@ STDOUT = "-"
 HUB = "hub:"
 
 
-def claim_faults(
+def claim_problems(
     path: str | Path,
     kind: str,
     *,
@@ -104,11 +104,11 @@ def claim_folder(
     writes: Sequence[str] | None = None,
     same: Mapping[str, bytes] | None = None,
 ) -> Path:
-    """Make a folder, or adopt one that is there, and mark it as ours; see `claim_faults`.
+    """Make a folder, or adopt one that is there, and mark it as ours; see `claim_problems`.
 
     Raises UserError where something of the user's is in the way, OSError.
     """
-    faults = claim_faults(path, kind, key=key, inputs=inputs, writes=writes, same=same)
+    faults = claim_problems(path, kind, key=key, inputs=inputs, writes=writes, same=same)
     if faults:
         raise UserError(faults[0])
     folder = Path(path)

@@ -46,7 +46,7 @@ def write_result(
 
     Raises UserError where something stands that mlm did not write, and for what the disk rejects.
     """
-    if faults := result_faults(path, key=key, inputs=inputs, content=content):
+    if faults := result_problems(path, key=key, inputs=inputs, content=content):
         raise UserError(faults[0])
     try:
         if str(path) == STDOUT:
@@ -59,7 +59,7 @@ def write_result(
         raise UserError(f"{key}={path}: {error.strerror}: choose a file that can be written") from error
 
 
-def result_faults(
+def result_problems(
     path: str | Path | None,
     *,
     key: str = "out",

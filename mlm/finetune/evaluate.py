@@ -18,8 +18,8 @@ from mlm.checkpoint.native.save_load import read_manifest
 from mlm.config.build import show, to_dict
 from mlm.data.receipt import version_of
 from mlm.errors import ConfigError, UserError
-from mlm.files.ownership import claim_faults
-from mlm.files.results import is_stream, named, result_faults, write_result
+from mlm.files.ownership import claim_problems
+from mlm.files.results import is_stream, named, result_problems, write_result
 from mlm.finetune.best import DATA_PATH, STATE, best_of
 from mlm.finetune.config import EvalTaskConfig
 from mlm.finetune.kinds import KINDS
@@ -58,11 +58,11 @@ def preflight(config: EvalTaskConfig) -> list[str]:
     folder = out.parent
     if not is_stream(out) and not (folder.is_dir() and os.access(folder, os.W_OK)):
         return [f"out={show(config.out)}: {folder} is no folder that can be written: name another file"]
-    faults, task = result_faults(out), config.task
+    faults, task = result_problems(out), config.task
     faults += probability_faults(config)
     if config.predictions is not None:
         names = [file for name in splits(config) for file in files_of(task, name)]
-        faults += claim_faults(config.predictions, "predictions", key="predictions", writes=names)
+        faults += claim_problems(config.predictions, "predictions", key="predictions", writes=names)
     return faults
 
 
@@ -75,7 +75,7 @@ def probability_faults(config: EvalTaskConfig) -> list[str]:
         return [f"probabilities={path}: task.kind={kind} has no labels; remove probabilities="]
     if not (Path(path).parent.is_dir() and os.access(Path(path).parent, os.W_OK)) or Path(path).is_dir():
         return [f"probabilities={path}: cannot be written; name a file in a folder that is there"]
-    return result_faults(path, key="probabilities")
+    return result_problems(path, key="probabilities")
 
 
 def saved_state(start: Start) -> dict[str, Any]:

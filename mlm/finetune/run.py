@@ -10,7 +10,7 @@ from typing import Any
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.save_load import CheckpointError
 from mlm.errors import ConfigError, UserError
-from mlm.files.ownership import claim_faults
+from mlm.files.ownership import claim_problems
 from mlm.finetune.best import best_of
 from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.material import (
@@ -41,7 +41,7 @@ def preflight(config: FinetuneConfig) -> list[str]:
     try:
         check_installed(config.task)
         if config.seeds > 1:
-            faults += claim_faults(config.out, "run", writes=(RESULT,))
+            faults += claim_problems(config.out, "run", writes=(RESULT,))
         start, splits = start_of(config), splits_of(config)
         check_texts(config.task, splits.train, start)
         faults += length_faults(config, start)

@@ -8,7 +8,7 @@ from typing import Any
 
 from mlm.data.blend import BlendedDataset
 from mlm.data.blend_checks import entry, names, shares
-from mlm.data.blend_history import History, Segment, Source, go_on, known_digest, needed, seed_of
+from mlm.data.blend_history import History, Segment, Source, continue_history, known_digest, needed, seed_of
 from mlm.data.config import DataConfig
 from mlm.data.gpt import EvalWindows, GPTDataset
 from mlm.data.indexed import IndexedDataset, bin_path, idx_path
@@ -196,7 +196,7 @@ def train_dataset(config: PretrainConfig, num_samples: int, history: History = (
     data = config.data
     if data.kind == "synthetic":
         return synthetic(config, num_samples, config.seed)
-    segment = (history or go_on((), sources(data), 0))[-1]
+    segment = (history or continue_history((), sources(data), 0))[-1]
     datasets = [
         corpus_samples(config, corpus.train, count, seed_of(source, config.seed))
         for corpus, source, count in zip(

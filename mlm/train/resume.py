@@ -10,10 +10,10 @@ from mlm.checkpoint.native.folders import candidates
 from mlm.checkpoint.native.save_load import CheckpointError, latest_checkpoint, read_manifest, resolve
 from mlm.config.build import show
 from mlm.config.path_errors import protected_from
-from mlm.data.blend_history import change, decode, encode, fault_of_changed, go_on
+from mlm.data.blend_history import change, decode, encode, changed_corpus_problem, continue_history
 from mlm.errors import ConfigError, CorruptFileError, UserError
 from mlm.files.lock import WAIT_S, sole_writer
-from mlm.files.ownership import claim_faults, claim_folder
+from mlm.files.ownership import claim_problems, claim_folder
 from mlm.launch.environment import read_place
 from mlm.parallel.mesh import ParallelContext
 from mlm.train.config import PretrainConfig
@@ -62,7 +62,7 @@ def start_faults(config: PretrainConfig, *, compares: bool = True) -> list[str]:
     Without `compares` the caller compares the run with its checkpoint. Read before any rank starts. One
     process may ask: ranks that a launcher started would meet themselves.
     """
-    if faults := claim_faults(config.out, "run", inputs=protected_from(config)):
+    if faults := claim_problems(config.out, "run", inputs=protected_from(config)):
         return faults
     try:
         for start in starts(config)[:1]:
@@ -149,9 +149,9 @@ def go_on_with_data(trainer: Trainer) -> str | None:
         if not trainer.ctx.is_main:  # one rank reads the indices
             return None
         now = sources(config.data)
-        if fault := fault_of_changed(trainer.history, now):
+        if fault := changed_corpus_problem(trainer.history, now):
             raise UserError(fault)
-        then = go_on(trainer.history, now, consumed)
+        then = continue_history(trainer.history, now, consumed)
         if (changed := change(then, consumed)) and not config.data.change:
             key = next(key for key in ("blend", "train", "path") if getattr(config.data, key))
             raise UserError(

@@ -20,8 +20,8 @@ from mlm.data.blend_history import (
     change,
     decode,
     encode,
-    fault_of_changed,
-    go_on,
+    changed_corpus_problem,
+    continue_history,
     needed,
     samples_read,
     seed_of,
@@ -69,7 +69,9 @@ def test_no_sample_is_repeated_or_skipped_however_the_blend_changes(
     """Of each corpus the run reads 0, 1, 2, …, whichever corpora come, go and return."""
     history, consumed = History(), 0
     for length, weights in legs:
-        history = go_on(decode(json.loads(json.dumps(encode(history))), consumed), blend(**weights), consumed)
+        history = continue_history(
+            decode(json.loads(json.dumps(encode(history))), consumed), blend(**weights), consumed
+        )
         consumed += length
     read = samples_of(history, consumed)
     assert len(read) == consumed
@@ -80,45 +82,45 @@ def test_no_sample_is_repeated_or_skipped_however_the_blend_changes(
 
 @pytest.mark.parametrize("resumes", [[30], [1, 2, 3], [99]])
 def test_the_same_blend_goes_on_in_its_segment(resumes: list[int]) -> None:
-    history = begun = go_on((), blend(a=0.3, b=0.7), 0)
+    history = begun = continue_history((), blend(a=0.3, b=0.7), 0)
     for consumed in resumes:
-        history = go_on(history, blend(a=0.3, b=0.7), consumed)
+        history = continue_history(history, blend(a=0.3, b=0.7), consumed)
     assert history == begun
 
 
 def test_weights_of_another_scale_are_the_same_blend() -> None:
-    begun = go_on((), blend(a=0.1, b=0.2, c=0.3), 0)
+    begun = continue_history((), blend(a=0.1, b=0.2, c=0.3), 0)
     other = blend(a=1, b=2, c=3)
     assert [s.weight for s in other] != [s.weight for s in begun[0].sources]  # in the last bits
-    assert go_on(begun, other, 50) == begun
+    assert continue_history(begun, other, 50) == begun
 
 
 def test_another_order_is_another_blend() -> None:
-    history = go_on(go_on((), blend(a=1, b=3), 0), blend(b=3, a=1), 40)
+    history = continue_history(continue_history((), blend(a=1, b=3), 0), blend(b=3, a=1), 40)
     assert [s.first for s in history[-1].sources] == [30, 10]
 
 
 def test_a_blend_of_which_nothing_was_read_leaves_no_segment() -> None:
-    begun = go_on((), blend(a=1, b=1), 0)
-    history = go_on(go_on(begun, blend(c=1), 40), blend(a=1, b=1), 40)
+    begun = continue_history((), blend(a=1, b=1), 0)
+    history = continue_history(continue_history(begun, blend(c=1), 40), blend(a=1, b=1), 40)
     assert history == begun
 
 
 def test_a_corpus_that_has_moved_is_still_the_same() -> None:
-    begun = go_on((), blend(a=1, b=1), 0)
+    begun = continue_history((), blend(a=1, b=1), 0)
     moved = tuple(replace(s, path=f"elsewhere/{s.name}", name=f"my-{s.name}") for s in blend(a=1, b=1))
-    (segment,) = go_on(begun, moved, 40)
+    (segment,) = continue_history(begun, moved, 40)
     assert [s.path for s in segment.sources] == ["elsewhere/a", "elsewhere/b"]
 
 
 def test_a_corpus_of_equal_lengths_and_other_tokens_is_another() -> None:
     one, other = (replace(blend(a=1)[0], path=name, tokens=digest(name)) for name in ("x", "y"))
-    assert samples_read(go_on((), (one,), 0), other, 40) == 0
-    assert samples_read(go_on((), (one,), 0), replace(other, tokens=""), 40) == 40
+    assert samples_read(continue_history((), (one,), 0), other, 40) == 0
+    assert samples_read(continue_history((), (one,), 0), replace(other, tokens=""), 40) == 40
 
 
 def test_a_single_corpus_goes_on_in_a_blend() -> None:
-    history = go_on(go_on((), blend(a=1), 0), blend(b=1, a=1), 40)
+    history = continue_history(continue_history((), blend(a=1), 0), blend(b=1, a=1), 40)
     assert [s.first for s in history[-1].sources] == [0, 40]
 
 
@@ -127,18 +129,18 @@ OLD = (Segment(0, (Source(name="a", path="corpora/a/train", digest=""),)),)
 
 
 def test_a_corpus_without_digest_goes_on_where_it_lies() -> None:
-    history = go_on(OLD, blend(b=1, a=1), 40)
+    history = continue_history(OLD, blend(b=1, a=1), 40)
     assert [s.first for s in history[-1].sources] == [0, 40]
 
 
 def test_a_single_corpus_without_digest_may_have_moved() -> None:
     """As ever: there is nothing to tell it by."""
     moved = blend(b=1)
-    assert go_on(OLD, moved, 40) == (Segment(0, moved),)
+    assert continue_history(OLD, moved, 40) == (Segment(0, moved),)
 
 
 def test_samples_needed_are_those_read_in_the_end() -> None:
-    history = go_on(go_on((), blend(a=1, b=3), 0), blend(a=1, c=1), 40)
+    history = continue_history(continue_history((), blend(a=1, b=3), 0), blend(a=1, c=1), 40)
     read = samples_of(history, 77)
     counts = [max(n for corpus, n in read if corpus == name) + 1 for name in "ac"]
     assert needed(history[-1], 77) == counts
@@ -149,8 +151,8 @@ class TestChanged:
 
     def fault(self, **other: str) -> str | None:
         (source,) = blend(a=1)
-        history = go_on((), (replace(source, tokens=digest("t")),), 0)
-        return fault_of_changed(history, (replace(source, **{"tokens": digest("t"), **other}),))
+        history = continue_history((), (replace(source, tokens=digest("t")),), 0)
+        return changed_corpus_problem(history, (replace(source, **{"tokens": digest("t"), **other}),))
 
     def test_the_same_is_none(self) -> None:
         assert self.fault() is None
@@ -173,19 +175,19 @@ class TestChanged:
     def test_corpora_that_were_swapped_are_none(self) -> None:
         """Each is still known by its digest."""
         a, b = blend(a=1, b=1)
-        history = go_on((), (a, b), 0)
-        assert fault_of_changed(history, (replace(a, path=b.path), replace(b, path=a.path))) is None
+        history = continue_history((), (a, b), 0)
+        assert changed_corpus_problem(history, (replace(a, path=b.path), replace(b, path=a.path))) is None
 
 
 class TestChange:
     """The line that says what a resumed run does otherwise."""
 
     def line(self, then: Sequence[Source], now: Sequence[Source]) -> str | None:
-        return change(go_on(go_on((), then, 0), now, 40), 40)
+        return change(continue_history(continue_history((), then, 0), now, 40), 40)
 
     def test_nothing_is_said_of_the_same_blend(self) -> None:
         assert self.line(blend(a=1, b=1), blend(a=1, b=1)) is None
-        assert change(go_on((), blend(a=1), 0), 0) is None
+        assert change(continue_history((), blend(a=1), 0), 0) is None
 
     def test_weights_new_and_missing_corpora_are_said(self) -> None:
         assert self.line(blend(a=1, b=3), blend(a=1, c=1)) == (
@@ -193,23 +195,23 @@ class TestChange:
         )
 
     def test_a_corpus_that_returns_says_how_far_it_was(self) -> None:
-        history = go_on(go_on((), blend(a=1, b=3), 0), blend(a=1), 40)
-        assert change(go_on(history, blend(a=1, b=1), 60), 60) == (
+        history = continue_history(continue_history((), blend(a=1, b=3), 0), blend(a=1), 40)
+        assert change(continue_history(history, blend(a=1, b=1), 60), 60) == (
             "data changed at sample 60: a 50.00% (was 100.00%), b 50.00% (back, after 30)"
         )
 
 
 def test_a_corpus_keeps_the_sample_order_that_it_was_read_by() -> None:
     """That of a run on one corpus, or of an older version's blend; new ones come in an order of their own."""
-    alone = go_on((), blend(a=1), 0)
-    history = go_on(alone, [replace(s, order=1) for s in blend(b=1, a=1)], 40)
+    alone = continue_history((), blend(a=1), 0)
+    history = continue_history(alone, [replace(s, order=1) for s in blend(b=1, a=1)], 40)
     assert [s.order for s in history[-1].sources] == [1, 0]
-    history = go_on(history, blend(b=1), 60)
+    history = continue_history(history, blend(b=1), 60)
     assert [s.order for s in history[-1].sources] == [1]
     older = [
         {**s, "sources": [{k: v for k, v in c.items() if k != "order"} for c in s["sources"]]} for s in said()
     ]
-    resumed = go_on(decode(older, 60), [replace(s, order=1) for s in blend(a=1, c=1, d=1)], 60)
+    resumed = continue_history(decode(older, 60), [replace(s, order=1) for s in blend(a=1, c=1, d=1)], 60)
     assert [s.order for s in resumed[-1].sources] == [0, 0, 1]
     assert [s.order for s in decode(encode(resumed), 70)[-1].sources] == [0, 0, 1]
 
@@ -222,7 +224,9 @@ def test_sources_of_their_own_order_have_different_seeds() -> None:
 
 
 def said() -> list[dict[str, Any]]:
-    return json.loads(json.dumps(encode(go_on(go_on((), blend(a=1, b=3), 0), blend(a=1, c=1), 40))))  # type: ignore[no-any-return]
+    return json.loads(
+        json.dumps(encode(continue_history(continue_history((), blend(a=1, b=3), 0), blend(a=1, c=1), 40)))
+    )  # type: ignore[no-any-return]
 
 
 def test_a_history_survives_json() -> None:

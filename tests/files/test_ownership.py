@@ -10,7 +10,7 @@ from mlm.errors import UserError
 from mlm.files.ownership import (
     KINDS,
     MARKER,
-    claim_faults,
+    claim_problems,
     claim_folder,
     delete_owned,
     kind_of_folder,
@@ -66,14 +66,14 @@ def test_claim_accepts_a_file_of_the_content_it_would_write(elsewhere: Path) -> 
     folder = elsewhere / "corpus"
     folder.mkdir()
     (folder / "tokenizer.json").write_bytes(b"{}")
-    assert claim_faults(folder, "corpus") != []
-    assert claim_faults(folder, "corpus", same={"tokenizer.json": b"{}"}) == []
+    assert claim_problems(folder, "corpus") != []
+    assert claim_problems(folder, "corpus", same={"tokenizer.json": b"{}"}) == []
 
 
 @pytest.mark.parametrize("kind", ["corpus", "exported-model", "corpus-work"])
 def test_claim_rejects_our_folder_of_another_kind(elsewhere: Path, kind: str) -> None:
     claim_folder(elsewhere / "run", "run")
-    (fault,) = claim_faults(elsewhere / "run", kind)
+    (fault,) = claim_problems(elsewhere / "run", kind)
     assert fault == f"out={elsewhere / 'run'}: holds a run, not {KINDS[kind].noun}; name a new folder"
 
 
@@ -93,7 +93,7 @@ def test_claim_rejects_working_directory_home_root_and_inputs(
         "-": "standard output cannot hold a folder",
     }
     for path, reason in said.items():
-        (fault,) = claim_faults(path, "run", inputs=[elsewhere / "data" / "text", "hub:a/b", None])
+        (fault,) = claim_problems(path, "run", inputs=[elsewhere / "data" / "text", "hub:a/b", None])
         assert reason in fault
 
 
@@ -109,7 +109,7 @@ def test_claim_continues_in_our_own_folder_wherever_it_is(
 ) -> None:
     claim_folder(elsewhere / "run", "run")
     monkeypatch.chdir(elsewhere / "run")
-    assert claim_faults(".", "run") == []
+    assert claim_problems(".", "run") == []
 
 
 def test_claim_recognises_folders_of_earlier_versions(elsewhere: Path) -> None:
@@ -122,8 +122,8 @@ def test_claim_recognises_folders_of_earlier_versions(elsewhere: Path) -> None:
     )
     (elsewhere / "corpus").mkdir()
     (elsewhere / "corpus" / "corpus.json").write_text('{\n  "format": "mlm-corpus-2",\n')
-    assert [claim_faults(elsewhere / name, "run") for name in ("run", "config")] == [[], []]
-    assert claim_faults(elsewhere / "corpus", "corpus") == []
+    assert [claim_problems(elsewhere / name, "run") for name in ("run", "config")] == [[], []]
+    assert claim_problems(elsewhere / "corpus", "corpus") == []
 
 
 def test_older_run_with_a_readme_of_the_users_is_not_adopted(elsewhere: Path) -> None:
@@ -131,7 +131,7 @@ def test_older_run_with_a_readme_of_the_users_is_not_adopted(elsewhere: Path) ->
     manifest.parent.mkdir(parents=True)
     manifest.touch()
     (elsewhere / "proj" / "README.md").write_text("# My project\n")
-    assert claim_faults(elsewhere / "proj", "run") != []
+    assert claim_problems(elsewhere / "proj", "run") != []
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"kind": "corpus-work"}', '{"format": "mlm-folder-1"}'])
@@ -140,7 +140,7 @@ def test_folder_with_a_broken_marker_is_neither_claimed_nor_deleted(elsewhere: P
     folder.mkdir()
     (folder / MARKER).write_text(content)
     (folder / "plan.json").write_text("{}")
-    assert claim_faults(folder, "corpus-work") != []
+    assert claim_problems(folder, "corpus-work") != []
     assert delete_owned(folder, "corpus-work") == f"{folder}: not deleted, as mlm did not make it"
     assert (folder / "plan.json").exists()
 
@@ -150,7 +150,7 @@ def test_marker_that_is_a_fifo_or_link_does_not_hang_or_count(elsewhere: Path) -
     folder.mkdir()
     os.mkfifo(folder / MARKER)
     assert read_marker(folder) is None
-    assert claim_faults(folder, "run") == [
+    assert claim_problems(folder, "run") == [
         f"out={folder}: holds {MARKER}, which mlm did not write; name a new folder"
     ]
 

@@ -23,7 +23,7 @@ from mlm.config.path_errors import inputs_of, path_faults
 from mlm.config.tree import Leaf
 from mlm.corpus.build import run_build
 from mlm.errors import UserError
-from mlm.files.ownership import KINDS, MARKER, claim_faults, claim_folder, delete_owned, read_marker
+from mlm.files.ownership import KINDS, MARKER, claim_problems, claim_folder, delete_owned, read_marker
 from mlm.files.results import write_result
 from mlm.report.summary import write_summary
 from tests.checkpoints_on_disk import write_run
@@ -272,10 +272,10 @@ def test_places_that_are_never_claimed(cwd: Path, tmp_path: Path, monkeypatch: p
     inputs = [str(tmp_path / "text" / "deep")]
     for place in (".", str(cwd), "~", "/", inputs[0], str(tmp_path / "text")):
         path = str(Path(place).expanduser())
-        assert claim_faults(path, "run", inputs=inputs) != [], place
+        assert claim_problems(path, "run", inputs=inputs) != [], place
     claim_folder(cwd / "run", "run")
     monkeypatch.chdir(cwd / "run")
-    assert claim_faults(".", "run") == []
+    assert claim_problems(".", "run") == []
 
 
 # ---- folders
@@ -287,19 +287,19 @@ def test_folders_of_mlm_carry_its_marker(kind: str, tmp_path: Path) -> None:
     assert marker is not None
     assert marker["kind"] == kind
     others = set(KINDS) - {kind}
-    assert all(claim_faults(tmp_path / "new", other) for other in others)
+    assert all(claim_problems(tmp_path / "new", other) for other in others)
 
 
 def test_folders_of_earlier_versions_are_taken(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
-    assert claim_faults(run, "run") == []
+    assert claim_problems(run, "run") == []
     shutil.rmtree(run / "checkpoints")
     (run / "config.yaml").write_text("defaults:\n- hydra_quiet\n- pretrain_defaults\n- _self_\nname: x\n")
-    assert claim_faults(run, "run") == []
+    assert claim_problems(run, "run") == []
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "corpus.json").write_text('{\n  "format": "mlm-corpus-2"\n}')
     (tmp_path / "corpus" / "train.bin").touch()
-    assert claim_faults(tmp_path / "corpus", "corpus") == []
+    assert claim_problems(tmp_path / "corpus", "corpus") == []
 
 
 # ---- deleting

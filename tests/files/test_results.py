@@ -11,7 +11,7 @@ import pytest
 
 from mlm.errors import UserError
 from mlm.files.atomic import write_atomic
-from mlm.files.results import is_result, result_faults, results_alone_on_stdout, write_result
+from mlm.files.results import is_result, result_problems, results_alone_on_stdout, write_result
 
 OURS = json.dumps({"task": "loss", "versions": {"mlm": "0.1"}}).encode()
 RESULTS = {
@@ -134,7 +134,9 @@ def test_sockets_folders_and_broken_links_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "circle").symlink_to("circle")
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "socket"))
-        said = {name: result_faults(tmp_path / name)[0] for name in ("folder", "broken", "circle", "socket")}
+        said = {
+            name: result_problems(tmp_path / name)[0] for name in ("folder", "broken", "circle", "socket")
+        }
     assert "is a directory" in said["folder"]
     assert "is a broken link" in said["broken"]
     assert "link" in said["circle"]
@@ -143,19 +145,19 @@ def test_sockets_folders_and_broken_links_are_rejected(tmp_path: Path) -> None:
 
 def test_a_manifest_of_another_program_makes_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text('{"name": "an extension", "digest": "sha256-0"}')
-    assert result_faults(tmp_path / "r.json") == []
+    assert result_problems(tmp_path / "r.json") == []
 
 
 def test_a_write_protected_result_stays(tmp_path: Path) -> None:
     (tmp_path / "r.json").write_bytes(OURS)
     (tmp_path / "r.json").chmod(0o444)
-    (line,) = result_faults(tmp_path / "r.json")
+    (line,) = result_problems(tmp_path / "r.json")
     assert "is write-protected" in line
 
 
 def test_the_longest_name_that_a_file_system_takes_is_written(tmp_path: Path) -> None:
     write_result(tmp_path / ("é" * 127), b"{}")
-    (line,) = result_faults(tmp_path / ("a" * 256))
+    (line,) = result_problems(tmp_path / ("a" * 256))
     assert "File name too long" in line
 
 
@@ -172,7 +174,7 @@ def test_an_input_is_never_replaced_even_if_mlm_wrote_it(tmp_path: Path, named: 
     (tmp_path / "f").write_bytes(RESULTS["generated"])
     (tmp_path / "link").symlink_to("f")
     os.link(tmp_path / "f", tmp_path / "hard")
-    (fault,) = result_faults(tmp_path / named, inputs=[None, "hub:a/b", tmp_path / "f"])
+    (fault,) = result_problems(tmp_path / named, inputs=[None, "hub:a/b", tmp_path / "f"])
     assert fault == f"out={tmp_path / named}: is the input {tmp_path / 'f'}; name another file"
 
 

@@ -23,7 +23,7 @@ from mlm.check.parity.verdict import TOLERANCES, Verdict, judge, of_moved, relat
 from mlm.checkpoint.native.save_load import read_manifest, resolve
 from mlm.config.build import to_dict
 from mlm.errors import CheckFailedError, UserError, writing_to
-from mlm.files.results import result_faults, write_result
+from mlm.files.results import result_problems, write_result
 from mlm.launch.environment import read_place
 from mlm.launch.process import device_kind
 from mlm.parallel.config import ParallelConfig
@@ -45,7 +45,7 @@ def preflight(config: ParityConfig) -> list[str]:
         except UserError as error:
             faults.append(str(error))
     too_large = memory_fault(config, available_bytes(config))
-    faults += result_faults(Path(config.out, RESULT))
+    faults += result_problems(Path(config.out, RESULT))
     return [*faults, too_large] if too_large else faults
 
 

@@ -24,7 +24,7 @@ from mlm.evaluate.zero_shot import lambada, sources, wikitext103
 from mlm.evaluate.zero_shot.protocol import Outcome, Protocol, distinct
 from mlm.evaluate.zero_shot.receipt import receipt, show
 from mlm.files.atomic import digest_bytes
-from mlm.files.results import is_stream, result_faults, write_result
+from mlm.files.results import is_stream, result_problems, write_result
 from mlm.inference.trained import (
     checkpoint_faults,
     continues_fault,
@@ -69,7 +69,7 @@ def preflight(config: ZeroShotConfig) -> list[str]:
 
 def folder_faults(config: ZeroShotConfig, out: Path) -> list[str]:
     """What keeps a command from writing its result, or its samples."""
-    if faults := result_faults(out):
+    if faults := result_problems(out):
         return faults
     files = {} if is_stream(out) else {f"out={config.out}": out}
     if config.samples is not None and not is_stream(config.samples):
