@@ -32,7 +32,7 @@ from mlm.errors import ConfigError, CorruptFileError, UserError, writing_to
 from mlm.files.atomic import digest_file, write_atomic
 from mlm.files.bounded import read_bounded
 from mlm.files.lock import sole_writer
-from mlm.files.ownership import claim_problems, claim_folder
+from mlm.files.ownership import claim_folder, claim_problems
 from mlm.inference.trained import run_directory, split_faults, trained_config
 from mlm.models.stage import split_layers
 from mlm.parallel.config import ParallelConfig

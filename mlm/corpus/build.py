@@ -26,7 +26,7 @@ from mlm.data.receipt import RECEIPT, Receipt, check_corpus, damaged_file, read_
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import UserError
 from mlm.files.atomic import digest_file, open_lock, write_atomic
-from mlm.files.ownership import claim_problems, claim_folder, delete_owned
+from mlm.files.ownership import claim_folder, claim_problems, delete_owned
 
 __all__ = ["check_corpus", "run_build"]
 

@@ -10,8 +10,8 @@ from mlm.errors import UserError
 from mlm.files.ownership import (
     KINDS,
     MARKER,
-    claim_problems,
     claim_folder,
+    claim_problems,
     delete_owned,
     kind_of_folder,
     read_marker,

@@ -23,7 +23,7 @@ from mlm.config.path_errors import inputs_of, path_faults
 from mlm.config.tree import Leaf
 from mlm.corpus.build import run_build
 from mlm.errors import UserError
-from mlm.files.ownership import KINDS, MARKER, claim_problems, claim_folder, delete_owned, read_marker
+from mlm.files.ownership import KINDS, MARKER, claim_folder, claim_problems, delete_owned, read_marker
 from mlm.files.results import write_result
 from mlm.report.summary import write_summary
 from tests.checkpoints_on_disk import write_run
