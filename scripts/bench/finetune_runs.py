@@ -9,12 +9,15 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
+from omegaconf import OmegaConf
 
 from bench.machine import REPOSITORY
 from mlm.errors import UserError
+from mlm.finetune.task_config import TaskConfig
 from mlm.finetune.tokens import encode, frame
 from mlm.inference.trained import load_tokenizer, load_trained
 from mlm.models.backbone import Inputs
@@ -35,7 +38,15 @@ class Finetune:
     model: str
     """Folder of a BERT of `transformers`, tokenizer included."""
     data: str
-    """Folder with train.jsonl and validation.jsonl of SST-2's schema."""
+    """Folder with train.jsonl and validation.jsonl of the task's schema."""
+    task: str
+    columns: tuple[str, ...]
+    """Fields of a row: its text, or its two."""
+    labels: int
+    """How many classes."""
+    max_length: int
+    """Tokens of a row at the most."""
+    epochs: int
     batch: int
     lr: float
     warmup: float
@@ -52,8 +63,9 @@ class Outcome:
     train_s: float
     """Seconds of training alone: not starting, tokenising, scoring or saving."""
     rows: int
-    accuracy: float
-    """On the validation rows."""
+    """Examples trained on: those of every epoch."""
+    accuracies: tuple[float, ...]
+    """On the validation rows, after each epoch."""
     process_s: float
     """Seconds of the whole process."""
     cpu_s: float
@@ -63,6 +75,28 @@ class Outcome:
     def rate(self) -> float:
         """Examples/s of training."""
         return self.rows / self.train_s
+
+    @property
+    def best(self) -> float:
+        """Of the best epoch, which `mlm finetune` keeps."""
+        return max(self.accuracies)
+
+    @property
+    def last(self) -> float:
+        """Of the last epoch, which a plain loop keeps."""
+        return self.accuracies[-1]
+
+
+def task_facts(task: str) -> dict[str, Any]:
+    """Those settings of `Finetune` that a task's file decides."""
+    written = OmegaConf.load(REPOSITORY / "configs" / "task" / f"{task}.yaml")
+    found = TaskConfig(**cast(dict[str, Any], OmegaConf.to_container(written)))
+    return {
+        "task": task,
+        "columns": tuple(found.columns),
+        "labels": len(found.labels),
+        "max_length": found.max_length,
+    }
 
 
 def write_subset(source: Path, rows: int, seed: int, out: Path) -> None:
@@ -83,25 +117,25 @@ def write_subset(source: Path, rows: int, seed: int, out: Path) -> None:
 
 
 def run_mlm(settings: Finetune, overrides: Sequence[str], out: Path) -> Outcome:
-    """`mlm finetune sst2` as a user types it. Raises UserError where it fails."""
+    """`mlm finetune TASK` as a user types it. Raises UserError where it fails."""
     words = [
         f"ckpt={settings.model}",
         f"data.path={settings.data}",
         f"out={out}",
         f"seed={settings.seed}",
         f"train.global_batch_size={settings.batch}",
-        "train.epochs=1",
+        f"train.epochs={settings.epochs}",
         f"optimizer.lr={settings.lr}",
         f"optimizer.weight_decay={settings.weight_decay}",
         f"schedule.warmup={settings.warmup}",
         f"dist.threads_per_rank={settings.threads}",  # it takes all cores whatever OMP_NUM_THREADS says
         *overrides,
     ]
-    times = timed_process([sys.executable, "-m", "mlm", "finetune", "sst2", *words], settings.threads)
-    result = json.loads((out / "result.json").read_bytes())
-    records = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    times = timed_process([sys.executable, "-m", "mlm", "finetune", settings.task, *words], settings.threads)
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     rows = len(Path(settings.data, "train.jsonl").read_text(encoding="utf-8").splitlines())
-    return Outcome(seconds_of(records), rows, result["scores"]["validation"]["accuracy"], *times)
+    scores = tuple(record["accuracy"] for record in records if record["kind"] == "scores")
+    return Outcome(seconds_of(records), settings.epochs * rows, scores, *times)
 
 
 def seconds_of(records: Iterable[dict[str, object]]) -> float:
@@ -124,7 +158,7 @@ def run_peer(settings: Finetune, out: Path) -> Outcome:
     command = [sys.executable, str(PEER), str(out / "settings.json"), str(out / "result.json")]
     times = timed_process(command, settings.threads)
     result = json.loads((out / "result.json").read_bytes())
-    return Outcome(result["train_s"], result["rows"], result["accuracy"], *times)
+    return Outcome(result["train_s"], result["rows"], tuple(result["accuracies"]), *times)
 
 
 def timed_process(command: Sequence[str], threads: int) -> tuple[float, float]:

@@ -11,7 +11,15 @@ import bench_finetune
 import pytest
 import torch
 from bench import finetune_peer, finetune_runs
-from bench.finetune_runs import Finetune, Outcome, hidden_difference, run_mlm, seconds_of, write_subset
+from bench.finetune_runs import (
+    Finetune,
+    Outcome,
+    hidden_difference,
+    run_mlm,
+    seconds_of,
+    task_facts,
+    write_subset,
+)
 from omegaconf import OmegaConf
 from transformers import AutoModel, BertTokenizerFast
 
@@ -40,19 +48,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def sst2(tmp_path: Path) -> Path:
-    folder = tmp_path / "sst2"
+def rows(tmp_path: Path) -> Path:
+    """A folder whose rows have the columns of both tasks."""
+    folder = tmp_path / "rows"
     folder.mkdir()
     for name, count in (("train", 12), ("validation", 5)):
-        rows = ({"sentence": TEXTS[i % 4], "label": (i + 1) % 2, "idx": i} for i in range(count))
+        pairs = ({"sentence1": TEXTS[i % 4], "sentence2": TEXTS[i % 3]} for i in range(count))
+        rows = (
+            {"sentence": TEXTS[i % 4], **pair, "label": (i + 1) % 2, "idx": i} for i, pair in enumerate(pairs)
+        )
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
-def settings(model: Path, data: Path) -> Finetune:
+def settings(model: Path, data: Path, task: str) -> Finetune:
     return Finetune(
         model=str(model),
         data=str(data),
+        **task_facts(task),
+        epochs=2,
         batch=4,
         lr=1e-3,
         warmup=0.1,
@@ -73,20 +87,20 @@ def test_seconds_are_those_of_every_step() -> None:
     assert seconds_of(records) == 11.0
 
 
-def test_a_subset_is_drawn_by_its_seed(sst2: Path, tmp_path: Path) -> None:
+def test_a_subset_is_drawn_by_its_seed(rows: Path, tmp_path: Path) -> None:
     def chosen(seed: int) -> list[int]:
-        write_subset(sst2, 6, seed, tmp_path / "out")
+        write_subset(rows, 6, seed, tmp_path / "out")
         return [json.loads(line)["idx"] for line in (tmp_path / "out/train.jsonl").read_text().splitlines()]
 
     assert chosen(1) == chosen(1) != chosen(2)
     assert len(set(chosen(1))) == 6
-    assert (tmp_path / "out/validation.jsonl").read_text() == (sst2 / "validation.jsonl").read_text()
+    assert (tmp_path / "out/validation.jsonl").read_text() == (rows / "validation.jsonl").read_text()
 
 
-@pytest.mark.parametrize(("rows", "name"), [(13, "sst2"), (1, "nowhere")])
-def test_rows_that_are_not_there_are_refused(rows: int, name: str, sst2: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("count", "name"), [(13, "rows"), (1, "nowhere")])
+def test_rows_that_are_not_there_are_refused(count: int, name: str, rows: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--rows 13 is more than the 12|--data .*nowhere"):
-        write_subset(sst2.with_name(name), rows, 0, tmp_path / "out")
+        write_subset(rows.with_name(name), count, 0, tmp_path / "out")
 
 
 def test_both_sides_begin_with_equal_hidden_states(model: Path) -> None:
@@ -106,20 +120,28 @@ def test_another_model_shows(model: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert hidden_difference(model, TEXTS) > finetune_runs.HIDDEN_TOLERANCE
 
 
+def assert_of_five(accuracies: Sequence[float], epochs: int) -> None:
+    """A score of the 5 rows that were held out after each epoch."""
+    assert len(accuracies) == epochs
+    assert [5 * each for each in accuracies] == pytest.approx([round(5 * each) for each in accuracies])
+
+
+@pytest.mark.parametrize("task", ["sst2", "rte"])
 def test_the_plain_loop_trains_on_all_rows(
-    model: Path, sst2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    task: str, model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "settings.json").write_text(json.dumps(asdict(settings(model, sst2))))
+    (tmp_path / "settings.json").write_text(json.dumps(asdict(settings(model, rows, task))))
     monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "settings.json"), str(tmp_path / "result.json")])
     finetune_peer.main()
     result = json.loads((tmp_path / "result.json").read_text())
-    assert result["rows"] == 12
+    assert result["rows"] == 2 * 12
     assert result["train_s"] > 0
-    assert result["accuracy"] * 5 == pytest.approx(round(result["accuracy"] * 5))  # of the 5 held out
+    assert_of_five(result["accuracies"], 2)
 
 
+@pytest.mark.parametrize("task", ["sst2", "rte"])
 def test_the_command_trains_on_all_rows(
-    model: Path, sst2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    task: str, model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In this process: starting another is slow."""
 
@@ -129,12 +151,13 @@ def test_the_command_trains_on_all_rows(
         return 1.0, 1.0
 
     monkeypatch.setattr(finetune_runs, "timed_process", here)
-    found = run_mlm(settings(model, sst2), ["log.every=2"], tmp_path / "run")
-    assert found.rows == 12
+    found = run_mlm(settings(model, rows, task), ["log.every=2"], tmp_path / "run")
+    assert found.rows == 2 * 12
     assert found.train_s > 0
-    assert found.accuracy * 5 == pytest.approx(round(found.accuracy * 5))
+    assert_of_five(found.accuracies, 2)
     config = OmegaConf.load(tmp_path / "run" / "config.yaml")
-    assert (config.optimizer.lr, config.train.epochs, config.dist.threads_per_rank) == (1e-3, 1, 1)
+    assert config.task.name == task
+    assert (config.optimizer.lr, config.train.epochs, config.dist.threads_per_rank) == (1e-3, 2, 1)
 
 
 def test_a_failed_run_says_why() -> None:
@@ -145,13 +168,13 @@ def test_a_failed_run_says_why() -> None:
 
 @pytest.mark.parametrize(("rate", "code"), [(1.5, 0), (1.3, 1)])
 def test_pairs_alternate_and_the_ratio_decides(
-    rate: float, code: int, sst2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rate: float, code: int, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[str] = []
 
     def fake(name: str, train_s: float) -> Outcome:
         ran.append(name)
-        return Outcome(train_s, 12, 0.8, 2 * train_s, train_s)
+        return Outcome(train_s, 12, (0.8, 0.7), 2 * train_s, train_s)
 
     def mlm(settings: Finetune, overrides: Sequence[str], out: Path) -> Outcome:
         return fake("mlm", 1 / rate)
@@ -159,19 +182,20 @@ def test_pairs_alternate_and_the_ratio_decides(
     monkeypatch.setattr(bench_finetune, "run_mlm", mlm)
     monkeypatch.setattr(bench_finetune, "run_peer", lambda settings, out: fake("transformers", 1.0))
     monkeypatch.setattr(bench_finetune, "hidden_difference", lambda model, texts: 0.0)
-    words = ["--model", str(tmp_path), "--data", str(sst2), "--rows", "12", "--pairs", "2"]
+    words = ["--model", str(tmp_path), "--data", str(rows), "--rows", "12", "--pairs", "2"]
     assert bench_finetune.main([*words, "--out", str(tmp_path / "out.json")]) == code
     assert ran == ["mlm", "transformers", "transformers", "mlm"]
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["ratio"]["median"] == pytest.approx(rate)
+    assert (result["accuracy"]["mlm"], result["accuracy_last"]["mlm"]) == (0.8, 0.7)
     assert str(tmp_path) not in (tmp_path / "out.json").read_text()  # no folder of this machine
 
 
-def test_two_models_are_not_timed(sst2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_models_are_not_timed(rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_finetune, "hidden_difference", lambda model, texts: float("nan"))
-    assert bench_finetune.main(["--model", str(tmp_path), "--data", str(sst2), "--rows", "4"]) == 1
+    assert bench_finetune.main(["--model", str(tmp_path), "--data", str(rows), "--rows", "4"]) == 1
 
 
 @pytest.mark.parametrize("words", [["--rows", "0"], ["--rows", "99"], ["--out", "nowhere/out.json"]])
-def test_a_mistake_is_told_by_the_exit_code(words: list[str], model: Path, sst2: Path) -> None:
-    assert bench_finetune.main(["--model", str(model), "--data", str(sst2), *words]) == 2
+def test_a_mistake_is_told_by_the_exit_code(words: list[str], model: Path, rows: Path) -> None:
+    assert bench_finetune.main(["--model", str(model), "--data", str(rows), *words]) == 2
