@@ -223,8 +223,7 @@ def folded_bias(source: Source) -> Tensor | None:
 def write_settings(source: Source, folder: Path) -> None:
     """config.json, and the tokenizer with what AutoTokenizer and generate() want to know."""
     tokenizer, model = source.tokenizer, source.model
-    names = label_names(source.manifest)
-    ids = Ids(labels=names) if tokenizer is None else Ids(tokenizer.eod_id, tokenizer.pad_id, names)
+    ids = ids_of(source)
     write_json(folder / CONFIG, source.family.write(model, ids))
     if tokenizer is None:
         return
@@ -233,7 +232,7 @@ def write_settings(source: Source, folder: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": model.max_positions,
         "clean_up_tokenization_spaces": False,
-        **special_tokens(tokenizer, model),
+        **special_tokens(tokenizer, model, ids),
     }
     write_json(folder / "tokenizer_config.json", settings)
     if model.kind == "gpt2" and model.head == "language_model":
@@ -241,29 +240,44 @@ def write_settings(source: Source, folder: Path) -> None:
         write_json(folder / "generation_config.json", {"_from_model_config": True, **named})
 
 
+def ids_of(source: Source) -> Ids:
+    """What config.json has to tell: as the imported folder did, else as the tokenizer and the task do."""
+    tokenizer, imported = source.tokenizer, source.manifest.state.get("source")
+    said = imported if isinstance(imported, dict) else {}
+    eod, pad = (None, None) if tokenizer is None else (tokenizer.eod_id, tokenizer.pad_id)
+    told = said.get("pad_token_id")
+    names = label_names(source.manifest) or texts(said.get("labels"))
+    return Ids(eod, told if isinstance(told, int) else pad, names)
+
+
 def label_names(manifest: Manifest) -> tuple[str, ...]:
     """The labels of the task that a checkpoint was finetuned on; none where it says none."""
     state = manifest.state.get(STATE)
     found = state.get("depends_on") if isinstance(state, dict) else None
-    names = found.get("task.labels") if isinstance(found, dict) else None
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+    return texts(found.get("task.labels")) if isinstance(found, dict) else ()
+
+
+def texts(said: JSON) -> tuple[str, ...]:
+    """A list of texts; none where it is something else."""
+    if not isinstance(said, list) or not all(isinstance(text, str) for text in said):
         return ()
-    return tuple(names)
+    return tuple(said)
 
 
-def special_tokens(tokenizer: Tokenizer, model: ModelConfig) -> dict[str, JSON]:
+def special_tokens(tokenizer: Tokenizer, model: ModelConfig, ids: Ids) -> dict[str, JSON]:
     """The special tokens for AutoTokenizer: GPT-2 has one, BERT those of five that its vocabulary has."""
     if model.kind == "bert":
-        ids = {
+        named = {
             "cls": tokenizer.cls_id,
             "sep": tokenizer.sep_id,
             "mask": tokenizer.mask_id,
             "pad": tokenizer.pad_id,
         }
-        found = {f"{name}_token": tokenizer.decode([id]) for name, id in ids.items() if id is not None}
+        found = {f"{name}_token": tokenizer.decode([id]) for name, id in named.items() if id is not None}
         return {**found, "unk_token": UNK, "model_input_names": list(BERT_INPUTS)}
     eod = tokenizer.decode([tokenizer.eod_id])
-    padded = {"pad_token": eod} if model.head == "classification" else {}
+    pad = tokenizer.eod_id if ids.pad is None and model.head == "classification" else ids.pad
+    padded = {} if pad is None else {"pad_token": tokenizer.decode([pad])}
     return {"bos_token": eod, "eos_token": eod, "unk_token": eod, **padded}
 
 

@@ -5,11 +5,13 @@ written are compared before that gets its name.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from mlm.checkpoint.huggingface.content import Ids
 from mlm.checkpoint.huggingface.folder import AGAIN, TOKENIZER, HFModel, find_file, read_model
 from mlm.checkpoint.huggingface.tensors import HFTensors
 from mlm.checkpoint.native.format import JSON
@@ -54,6 +56,7 @@ def run(config: ImportHFConfig) -> None:
     tensors = HFTensors(model)
     tensors.check({name: tensor.shape for name, tensor in parameters(model.config).items()})
     tokenizer, notes = read_tokenizer(model)
+    ids, padding = ids_to_keep(model, tokenizer)
     with byte_progress("reading", tensors.num_bytes) as advance:
         files = tensors.digests(advance)
     found: list[Agreement] = []
@@ -61,12 +64,12 @@ def run(config: ImportHFConfig) -> None:
         Path(config.out),
         model.config,
         tensors.read,
-        source=describe_source(config, folder, revision, files),
+        source=describe_source(config, folder, revision, files) | told_of(ids),
         tokenizer=tokenizer,
         filled=tensors.filled,
         check=lambda run: found.append(compare_logits(folder, run)) if config.verify else None,
     )
-    show(config, model, path, notes, found[0] if found else None)
+    show(config, model, path, [*notes, *padding], found[0] if found else None)
 
 
 def describe_source(
@@ -75,6 +78,24 @@ def describe_source(
     """What the checkpoint was made of; a folder by its last component, which names no machine."""
     name = folder.resolve().name if revision is None else config.source
     return {"kind": "huggingface", "name": name, "revision": revision, "files": dict(files)}
+
+
+def ids_to_keep(model: HFModel, tokenizer: Tokenizer | None) -> tuple[Ids, list[str]]:
+    """What config.json tells of padding and labels, and a note on what of it is not kept.
+
+    A padding of GPT-2's that is a piece of words is not: the exported tokenizer would take it for no text.
+    """
+    ids, _ = model.told
+    if tokenizer is None or model.config.kind != "gpt2" or ids.pad is None or ids.pad in tokenizer.added_ids:
+        return ids, []
+    why = "is no special token of the tokenizer: an export names the end of document"
+    return replace(ids, pad=None), [f"pad_token_id={ids.pad} is not kept: it {why}"]
+
+
+def told_of(ids: Ids) -> dict[str, JSON]:
+    """What `mlm export hf` writes again of padding and labels: part of the checkpoint's source."""
+    pad: dict[str, JSON] = {} if ids.pad is None else {"pad_token_id": ids.pad}
+    return {**pad, **({"labels": list(ids.labels)} if ids.labels else {})}
 
 
 def locate(config: ImportHFConfig) -> tuple[Path, str | None]:

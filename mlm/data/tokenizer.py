@@ -109,6 +109,11 @@ class Tokenizer:
         return self.eod_id if self.bos_id is None else self.bos_id
 
     @cached_property
+    def added_ids(self) -> frozenset[int]:
+        """Ids of the tokens that are found whole in a text: special ones, and others that were added."""
+        return frozenset(self._backend.get_added_tokens_decoder())
+
+    @cached_property
     def vocabulary_digest(self) -> str:
         """Digest of all tokens with their ids, and of the merges: the same for a tokenizer.json and for the
         vocab.json and merges.txt that it was made of, and for either way to spell merges in JSON."""
@@ -132,7 +137,7 @@ class Tokenizer:
         else:
             inside = []
         starts[inside] = False
-        starts[list(self._backend.get_added_tokens_decoder())] = True
+        starts[list(self.added_ids)] = True
         return starts
 
     @classmethod

@@ -17,7 +17,7 @@ from mlm.convert.config import ExportHFConfig
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import CheckFailedError
 from tests.convert.hf_berts import FAMILIES, MODEL, add_vocabulary, add_word_pieces, make_bert
-from tests.convert.hf_models import export_model, import_model
+from tests.convert.hf_models import edit_config, export_model, import_model
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -110,3 +110,37 @@ def test_model_without_token_types_is_not_exported(tmp_path: Path, monkeypatch: 
     )
     (fault,) = export_hf.preflight(ExportHFConfig(ckpt=str(run), out=str(tmp_path / "out")))
     assert "model.token_types=0" in fault
+
+
+NAMES = {"0": "no", "1": "yes", "2": "maybe"}
+
+
+def test_padding_and_names_of_labels_come_back(tmp_path: Path) -> None:
+    model = make_bert(tmp_path / "model", "bert", "ForSequenceClassification", num_labels=3, pad_token_id=7)
+    edit_config(tmp_path / "model", id2label=NAMES, label2id={name: int(n) for n, name in NAMES.items()})
+    run = import_model(tmp_path / "model", tmp_path / "run", verify=False)
+    back = type(model.config).from_pretrained(export_model(run, tmp_path / "out", verify=False))
+    assert back.pad_token_id == 7
+    assert back.id2label == {int(n): name for n, name in NAMES.items()}
+    assert back.label2id == {"no": 0, "yes": 1, "maybe": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "note"),
+    [
+        ("Model", {"id2label": NAMES}, "id2label is not kept: there is no classifier"),
+        ("ForSequenceClassification", {"id2label": {"0": "no", "2": "yes"}}, "it does not give 2 labels a"),
+        ("ForSequenceClassification", {"id2label": {"0": "no", "1": "no"}}, "it does not give 2 labels a"),
+        ("Model", {"pad_token_id": 331}, "pad_token_id=331 is not kept: the model reads ids from 0 to 330"),
+    ],
+)
+def test_padding_and_names_that_are_not_kept_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, said: dict[str, Any], note: str
+) -> None:
+    make_bert(tmp_path / "model", "bert", name)
+    edit_config(tmp_path / "model", **said)
+    run = import_model(tmp_path / "model", tmp_path / "run", verify=False)
+    assert note in capsys.readouterr().out
+    source = read_manifest(run / "checkpoints/step-00000000").state["source"]
+    assert "labels" not in source
+    assert source.get("pad_token_id") != 331

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from tokenizers import Tokenizer as Backend
 from torch import Tensor
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
@@ -23,7 +24,15 @@ from mlm.convert.hf_verify import reference_outputs
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import CheckFailedError, CorruptFileError, UserError
 from mlm.inference.trained import named_checkpoint
-from tests.convert.hf_models import TEXT, add_tokenizer, edit_tensors, export_model, import_model, make_model
+from tests.convert.hf_models import (
+    TEXT,
+    add_tokenizer,
+    edit_config,
+    edit_tensors,
+    export_model,
+    import_model,
+    make_model,
+)
 
 LARGEST = 20_000  # bytes
 
@@ -213,6 +222,31 @@ class TestHeads:
         assert named_checkpoint(str(run)).config.model.head == head
         back = type(model).from_pretrained(export_model(run, tmp_path / "out")).state_dict()
         assert all(torch.equal(value, back[key]) for key, value in model.state_dict().items())
+
+    def test_padding_comes_back_with_its_name(self, tmp_path: Path) -> None:
+        """The classifier looks for the last token that is not this one."""
+        folder = tmp_path / "model"
+        make_model(folder, kind="GPT2ForSequenceClassification", num_labels=3, pad_token_id=0)
+        add_tokenizer(folder)
+        backend = Backend.from_file(str(folder / "tokenizer.json"))
+        backend.add_special_tokens(["<|pad|>"])
+        backend.save(str(folder / "tokenizer.json"))
+        pad = backend.token_to_id("<|pad|>")
+        edit_config(folder, pad_token_id=pad)
+        out = export_model(import_model(folder, tmp_path / "run", verify=False), tmp_path / "out")
+        assert GPT2Config.from_pretrained(out).pad_token_id == pad
+        assert AutoTokenizer.from_pretrained(out).pad_token == "<|pad|>"
+
+    def test_padding_that_is_a_piece_of_words_is_not_kept(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        folder = tmp_path / "model"
+        make_model(folder, kind="GPT2ForSequenceClassification", num_labels=3, pad_token_id=40)
+        add_tokenizer(folder)
+        run = import_model(folder, tmp_path / "run", verify=False)
+        assert "note: pad_token_id=40 is not kept: it is no special token" in capsys.readouterr().out
+        out = export_model(run, tmp_path / "out", verify=False)
+        assert GPT2Config.from_pretrained(out).pad_token_id == Tokenizer.load(run).eod_id
 
     def biased(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edit: Any = lambda tensors: None

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from mlm.checkpoint.huggingface.keys import show
 from mlm.checkpoint.native.format import JSON
 from mlm.errors import UserError
 from mlm.models.config import ModelConfig
@@ -50,6 +51,37 @@ def one_head(heads: Mapping[Head, str], found: Mapping[str, object], path: str) 
         names = " and ".join(theirs for _, theirs in there)
         raise UserError(f"{path}: holds {names}, of two heads. Save the model with one")
     return there[0][0] if there else None
+
+
+def told_ids(said: Mapping[str, JSON], model: ModelConfig) -> tuple[Ids, tuple[str, ...]]:
+    """The padding and the names of labels in a config.json that a later export can write again, and a note on
+    each of the two that is there and not kept. Names that transformers itself gives are none."""
+    notes = []
+    pad, size = said.get("pad_token_id"), model.vocab_size
+    if pad is not None and (isinstance(pad, bool) or not isinstance(pad, int) or not 0 <= pad < size):
+        notes.append(f"pad_token_id={show(pad)} is not kept: the model reads ids from 0 to {size - 1}")
+        pad = None
+    names: tuple[str, ...] = ()
+    by_number = said.get("id2label")
+    if by_number and not is_unnamed(by_number):
+        if model.head != "classification":
+            notes.append("id2label is not kept: there is no classifier that it could name the labels of")
+        elif not (names := names_of(by_number, model.num_labels)):
+            notes.append(f"id2label is not kept: it does not give {model.num_labels} labels a name each")
+    return Ids(pad=pad, labels=names), tuple(notes)
+
+
+def is_unnamed(by_number: JSON) -> bool:
+    """Whether all names of an id2label are transformers' own."""
+    return isinstance(by_number, dict) and all(name == f"LABEL_{n}" for n, name in by_number.items())
+
+
+def names_of(by_number: JSON, count: int) -> tuple[str, ...]:
+    """The names of an id2label in the order of their numbers; none where it does not tell `count`."""
+    if not isinstance(by_number, dict) or by_number.keys() != {str(n) for n in range(count)}:
+        return ()
+    names = [name for n in range(count) if isinstance(name := by_number[str(n)], str)]
+    return tuple(names) if len(set(names)) == count else ()
 
 
 def labels(model: ModelConfig, known: Sequence[str] = ()) -> dict[str, JSON]:

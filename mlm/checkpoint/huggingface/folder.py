@@ -11,10 +11,11 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from mlm.checkpoint.huggingface.config import Family, family_of
-from mlm.checkpoint.huggingface.content import Content
+from mlm.checkpoint.huggingface.content import Content, Ids, told_ids
 from mlm.checkpoint.huggingface.keys import show
 from mlm.checkpoint.native.format import JSON
 from mlm.checkpoint.native.shard_file import Stored, read_safetensors_header
@@ -93,8 +94,13 @@ class HFSettings:
     """All but the head, which the tensors tell."""
     notes: tuple[str, ...]
     """What is taken differently from what it says."""
-    tied: bool
-    """Whether the output layer is the token table even where the file holds no output layer."""
+    said: Mapping[str, JSON]
+    """All of it."""
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output layer is the token table even where the file holds no output layer."""
+        return self.said.get("tie_word_embeddings", True) is True
 
 
 @dataclass(frozen=True)
@@ -107,6 +113,11 @@ class HFModel:
     """The safetensors files: name -> where its bytes are."""
     stored: Mapping[str, tuple[str, Stored]]
     """File and layout of every tensor, under the plain names of the family."""
+
+    @cached_property
+    def told(self) -> tuple[Ids, tuple[str, ...]]:
+        """What an export says again of padding and labels, and notes on what it cannot."""
+        return told_ids(self.settings.said, self.config)
 
     @property
     def folder(self) -> Path:
@@ -126,7 +137,7 @@ class HFModel:
     @property
     def notes(self) -> tuple[str, ...]:
         """What people should know: one line each."""
-        return (*self.settings.notes, *self.content.notes)
+        return (*self.settings.notes, *self.content.notes, *self.told[1])
 
 
 def read_settings(folder: Path) -> HFSettings:
@@ -141,7 +152,7 @@ def read_settings(folder: Path) -> HFSettings:
         )
     family = family_of(said, path)
     config, notes = family.read(said, path)
-    return HFSettings(folder, family, config, tuple(notes), said.get("tie_word_embeddings", True) is True)
+    return HFSettings(folder, family, config, tuple(notes), said)
 
 
 def read_model(folder: Path) -> HFModel:

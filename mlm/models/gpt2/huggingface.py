@@ -107,7 +107,9 @@ def write_gpt2_config(model: ModelConfig, ids: Ids) -> dict[str, JSON]:
         "tie_word_embeddings": True,
         "dtype": "float32",
         # the padding behind which their classifier looks for the last token
-        **(labels(model, ids.labels) | {"pad_token_id": ids.eod} if model.head == "classification" else {}),
+        **({"pad_token_id": ids.eod} if model.head == "classification" else {}),
+        **({} if ids.pad is None else {"pad_token_id": ids.pad}),
+        **(labels(model, ids.labels) if model.head == "classification" else {}),
     }
 
 
