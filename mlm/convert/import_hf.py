@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from mlm.checkpoint.huggingface.content import Ids
-from mlm.checkpoint.huggingface.folder import AGAIN, TOKENIZER, HFModel, find_file, read_model
+from mlm.checkpoint.huggingface.folder import AGAIN, TOKENIZER, HFModel, find_file, read_json, read_model
+from mlm.checkpoint.huggingface.keys import show as show_value
 from mlm.checkpoint.huggingface.tensors import HFTensors
 from mlm.checkpoint.native.format import JSON
 from mlm.convert.config import ImportHFConfig
@@ -23,6 +24,8 @@ from mlm.errors import ConfigError, CorruptFileError, UserError
 from mlm.inference.hf_source import commit_of, fetch
 from mlm.terminal import byte_progress
 from mlm.train.run_folder import out_problems, parameters, write_imported
+
+SETTINGS = "tokenizer_config.json"
 
 
 def preflight(config: ImportHFConfig) -> list[str]:
@@ -122,12 +125,30 @@ def read_tokenizer(model: HFModel) -> tuple[Tokenizer | None, list[str]]:
         return None, [f"the tokenizer was not taken: {error}"]
     except OSError as error:
         raise UserError(f"{error.filename}: cannot be read: {error.strerror}. {AGAIN}") from error
-    size = model.config.vocab_size
+    notes, size = unread_tokens(model.folder, tokenizer), model.config.vocab_size
     if tokenizer.vocab_size > size:
-        return tokenizer, [
+        notes.append(
             f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, the model reads up to {size - 1}"
-        ]
-    return tokenizer, []
+        )
+    return tokenizer, notes
+
+
+def unread_tokens(folder: Path, tokenizer: Tokenizer) -> list[str]:
+    """A note where tokenizer_config.json alone holds tokens: `transformers` adds them when it loads."""
+    said = read_json(folder, SETTINGS) if find_file(folder, SETTINGS) else {}
+    listed = said.get("added_tokens_decoder")
+    tokens = list(listed.values()) if isinstance(listed, dict) else []
+    names = [
+        name for token in tokens if isinstance(token, dict) and isinstance(name := token.get("content"), str)
+    ]
+    unread = [name for name in names if name not in tokenizer]
+    if not unread:
+        return []
+    more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
+    return [
+        f"{SETTINGS} alone holds the token {show_value(unread[0])}{more}, not kept: to keep it, load the "
+        f"tokenizer by AutoTokenizer, save it by save_pretrained, and import it with the model"
+    ]
 
 
 def show(

@@ -102,6 +102,9 @@ class Tokenizer:
         named = {*EOD_NAMES, *BOS_NAMES, *BERT_SPECIAL} & self._vocabulary.keys()
         return (marked | named) - {UNK, content["model"].get("unk_token")}
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._vocabulary
+
     @property
     def prefix_id(self) -> int:
         """The token that a text without context is scored after: beginning of a sequence, else end of a

@@ -1,5 +1,6 @@
 """`mlm import hf`: the same model as `transformers` has, whole or not at all."""
 
+import json
 import sys
 from fnmatch import fnmatch
 from pathlib import Path
@@ -111,6 +112,25 @@ def test_dropout_taken_differently_is_said(
     edit_config(folder, embd_pdrop=0.5)
     import_model(folder, tmp_path / "run", verify=False)
     assert "note: embd_pdrop=0.5 is not kept" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("names", "note"),
+    [
+        (["<|endoftext|>"], None),
+        (["<|endoftext|>", "<|user|>"], "holds the token <|user|>, not kept"),
+        (["<|user|>", "<|tool|>", "<|end|>"], "holds the token <|user|> and 2 more, not kept"),
+    ],
+)
+def test_tokens_that_only_the_settings_hold_are_said(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], names: list[str], note: str | None
+) -> None:
+    tokens = {str(300 + n): {"content": name, "special": True} for n, name in enumerate(names)}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": tokens}))
+    import_model(folder, tmp_path / "run", verify=False)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "note: tokenizer_config.json" in line]
+    assert len(lines) == (note is not None)
+    assert note is None or note in lines[0]
 
 
 class TestCheckpoint:
