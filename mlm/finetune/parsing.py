@@ -12,6 +12,9 @@ MAX_TEXT = 1 << 24  # letters; an article of 10,000 words has 60,000
 NO_LABEL = -1
 """How GLUE's test splits write that a label is withheld."""
 
+NO_ANSWER = "has no answer, as in SQuAD 2.0: use task=squad_v2, or set task.unanswerable=true"
+"""What is wrong with a question of SQuAD 2.0 in SQuAD 1.1."""
+
 
 class RowError(Exception):
     """What is wrong with a record, in one line, with the remedy."""
@@ -73,7 +76,7 @@ def parse_span(task: TaskConfig, record: Mapping[str, Any], id: str) -> Row:
     answers = answers_of(task, record.get(task.label))
     if answers == () and not task.unanswerable:
         if record.get("is_impossible"):
-            raise RowError("has no answer, as in SQuAD 2.0: use task=squad_v2, or set task.unanswerable=true")
+            raise RowError(NO_ANSWER)
         answers = None
     for answer in answers or ():
         found = texts[0][answer.start : answer.start + len(answer.text)]

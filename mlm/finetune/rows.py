@@ -11,7 +11,7 @@ import xxhash
 from mlm.errors import UserError
 from mlm.files.atomic import digest_name
 from mlm.finetune.kinds import KINDS
-from mlm.finetune.parsing import MissingColumnError, Row, RowError, identity_of, shown
+from mlm.finetune.parsing import NO_ANSWER, MissingColumnError, Row, RowError, identity_of, shown
 from mlm.finetune.sources import Placed, hub_records, local_records
 from mlm.finetune.task_config import TaskConfig
 
@@ -128,17 +128,21 @@ def labels_are_there(
     task: TaskConfig, split: str, source: str, rows: Sequence[Row], places: Sequence[str]
 ) -> bool:
     """Whether the rows have labels: all, or none. Raises UserError."""
+    # the Hub's SQuAD 2.0 has no is_impossible, and a test split withholds answers by an empty list too
+    mistaken = task.kind == "span" and not task.unanswerable
     without = [place for row, place in zip(rows, places, strict=True) if row.label is None]
     if len(without) == len(rows):
         if split in (task.train, *task.validations):
+            other = "; for SQuAD 2.0 use task=squad_v2" if mistaken else ""
             raise UserError(
                 f"{source}: no row of split {split} has a label ('{task.label}'): set task.label, or give a "
-                f"file with labels"
+                f"file with labels{other}"
             )
         return False
     faults = Faults()
+    problem = NO_ANSWER if mistaken else f"no label ('{task.label}'): add it"
     for place in without:
-        faults.add(f"{place}: no label ('{task.label}'): add it, or delete the row")
+        faults.add(f"{place}: {problem}, or delete the row")
     faults.check()
     return True
 

@@ -62,7 +62,9 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
         "squad", SQUAD | {"answers": {"text": ["cat"], "answer_start": []}}, "not as many text as",
     ),
     "text for answers": ("squad", SQUAD | {"answers": "cat"}, "'answers' holds a str"),
-    "no answer": ("squad", SQUAD | {"answers": {"text": [], "answer_start": []}}, "no label"),
+    "SQuAD 2.0 of the Hub as 1.1": (
+        "squad", SQUAD | {"answers": {"text": [], "answer_start": []}}, "use task=squad_v2, .* delete",
+    ),
 }  # fmt: skip
 GOOD = {"mine": PAIR, "stsb": STS, "race": RACE, "squad": SQUAD}
 

@@ -171,6 +171,20 @@ def test_squad_as_on_the_hub(tmp_path: Path) -> None:
     assert row.label == (("The old cat", 0), ("cat", 8))
 
 
+def test_a_question_without_answers_needs_no_is_impossible(tmp_path: Path) -> None:
+    """As the Hub has SQuAD 2.0."""
+    none = SQUAD | {"id": "q2", "answers": {"text": [], "answer_start": []}}
+    split = split_of(tmp_path, shipped("squad_v2"), [SQUAD, none])
+    assert split.has_labels
+    assert split.rows[1].label == ()
+
+
+def test_a_squad_split_without_any_answer_names_the_other_task(tmp_path: Path) -> None:
+    none = SQUAD | {"answers": {"text": [], "answer_start": []}}
+    with pytest.raises(UserError, match=r"no row of split train has a label .* use task=squad_v2"):
+        split_of(tmp_path, shipped("squad"), [none])
+
+
 # ----- the Hub
 
 
