@@ -1,7 +1,6 @@
 """`mlm eval TASK`: score a finetuned checkpoint on a split of its task, or write its predictions."""
 
 import json
-import math
 import os
 import platform
 import time
@@ -31,6 +30,7 @@ from mlm.finetune.rows import read_split
 from mlm.finetune.scoring import Scored, score_split
 from mlm.finetune.submission import files_of
 from mlm.finetune.task_config import TaskConfig
+from mlm.finetune.uncertainty import standard_errors
 from mlm.inference.trained import Trained, checkpoint_faults, is_model_folder, load_trained, result_file
 from mlm.parallel.mesh import ParallelContext
 from mlm.terminal import add_row, console, plain, table
@@ -203,19 +203,12 @@ def described(task: TaskConfig, scored: Scored) -> dict[str, Any]:
         "digest": split.digest,
         "has_labels": split.has_labels,
         "metrics": scored.metrics,
-        "standard_errors": standard_errors(scored),
+        "standard_errors": standard_errors(task, split, scored.predictions),
         **({"best_null_threshold": thresholds} if thresholds else {}),
         "truncated": examples.truncated,
         "max_length": examples.max_length,
         "predictions": list(scored.files),
     }
-
-
-def standard_errors(scored: Scored) -> dict[str, float]:
-    """Of the metrics that are shares of right rows: sqrt(p (1 - p) / (n - 1)), as of LAMBADA's accuracy."""
-    count = len(scored.evaluation.split)
-    shares = {name: p for name, p in scored.metrics.items() if name in ("accuracy", "exact_match")}
-    return {name: math.sqrt(p * (1 - p) / (count - 1)) for name, p in shares.items() if count > 1}
 
 
 def show_table(result: dict[str, Any], out: Path) -> None:

@@ -7,7 +7,8 @@ defined, such as a correlation when all predictions are equal, is 0.
 import re
 import string
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -49,34 +50,34 @@ def score(task: TaskConfig, split: Split, predictions: Sequence[Prediction]) -> 
         return {name: found[name] for name in task.metrics if name in found}
     labels = np.array([row.label for row in split.rows])
     values = np.array([prediction.value for prediction in predictions])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of scores that are not defined: they are 0
+    with quietly():
         return {name: METRICS[name](labels, values) for name in task.metrics}
 
 
-def accuracy(labels: Values, values: Values) -> float:
+def accuracy(labels: Values, values: Values, weights: Values | None = None) -> float:
     """Share of right predictions."""
-    return float(_sklearn().accuracy_score(labels, values))
+    return float(_sklearn().accuracy_score(labels, values, sample_weight=weights))
 
 
-def f1(labels: Values, values: Values) -> float:
+def f1(labels: Values, values: Values, weights: Values | None = None) -> float:
     """Harmonic mean of precision and recall of label 1."""
-    return float(_sklearn().f1_score(labels, values, zero_division=0))
+    return float(_sklearn().f1_score(labels, values, sample_weight=weights, zero_division=0))
 
 
-def macro_f1(labels: Values, values: Values) -> float:
+def macro_f1(labels: Values, values: Values, weights: Values | None = None) -> float:
     """Mean over the labels of their F1."""
-    return float(_sklearn().f1_score(labels, values, average="macro", zero_division=0))
+    measure = _sklearn().f1_score
+    return float(measure(labels, values, average="macro", sample_weight=weights, zero_division=0))
 
 
-def accuracy_f1(labels: Values, values: Values) -> float:
+def accuracy_f1(labels: Values, values: Values, weights: Values | None = None) -> float:
     """Mean of accuracy and F1, by which GLUE ranks MRPC and QQP (arXiv:1804.07461, section 3)."""
-    return (accuracy(labels, values) + f1(labels, values)) / 2
+    return (accuracy(labels, values, weights) + f1(labels, values, weights)) / 2
 
 
-def matthews(labels: Values, values: Values) -> float:
+def matthews(labels: Values, values: Values, weights: Values | None = None) -> float:
     """Matthews correlation."""
-    return float(_sklearn().matthews_corrcoef(labels, values))
+    return float(_sklearn().matthews_corrcoef(labels, values, sample_weight=weights))
 
 
 def pearson(labels: Values, values: Values) -> float:
@@ -94,17 +95,33 @@ def pearson_spearman(labels: Values, values: Values) -> float:
     return (pearson(labels, values) + spearman(labels, values)) / 2
 
 
-METRICS: dict[str, Callable[[Values, Values], float]] = {
-    metric.__name__: metric
-    for metric in (
-        accuracy, f1, macro_f1, accuracy_f1, matthews, pearson, spearman, pearson_spearman,
-    )
-}  # fmt: skip
+OF_LABELS: dict[str, Callable[..., float]] = {
+    metric.__name__: metric for metric in (accuracy, f1, macro_f1, accuracy_f1, matthews)
+}
+"""Of labels [rows], predicted labels [rows] and, where they are given, weights [rows], by name."""
+OF_NUMBERS = {metric.__name__: metric for metric in (pearson, spearman, pearson_spearman)}
+METRICS: dict[str, Callable[[Values, Values], float]] = {**OF_LABELS, **OF_NUMBERS}
 """Of labels [rows] and predicted values [rows], by name."""
 
 
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Within, nobody is warned of scores that are not defined: they are 0."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 def score_spans(task: TaskConfig, split: Split, predictions: Sequence[Prediction]) -> dict[str, float]:
-    """SQuAD's exact match and F1: the best over a question's answers, averaged over questions.
+    """SQuAD's exact match and F1: the best over a question's answers, averaged over questions."""
+    each = score_each_span(task, split, predictions)
+    return {name: float(values.mean()) for name, values in each.items() if values.size}
+
+
+def score_each_span(
+    task: TaskConfig, split: Split, predictions: Sequence[Prediction]
+) -> dict[str, NDArray[np.float64]]:
+    """By metric the score of each question that it is the mean of.
 
     A question without answer has the empty text for its answer (arXiv:1806.03822), so that each of the two is
     1 for no answer, else 0.
@@ -114,13 +131,15 @@ def score_spans(task: TaskConfig, split: Split, predictions: Sequence[Prediction
         texts = texts_of(row)
         scores.append(score_span(task, texts, str(prediction.value)))
         answerable.append(bool(texts))
-    table, has_answer = np.array(scores), np.array(answerable)
-    means = {"f1": table[:, 0].mean(), "exact_match": table[:, 1].mean()}
-    if has_answer.any():
-        means["has_answer_f1"], means["has_answer_exact_match"] = table[has_answer].mean(axis=0)
-    if not has_answer.all():
-        means["no_answer_f1"] = table[~has_answer, 0].mean()
-    return {name: float(mean) for name, mean in means.items()}
+    f1, exact = np.array(scores).T
+    has_answer = np.array(answerable)
+    return {
+        "f1": f1,
+        "exact_match": exact,
+        "has_answer_f1": f1[has_answer],
+        "has_answer_exact_match": exact[has_answer],
+        "no_answer_f1": f1[~has_answer],
+    }
 
 
 def texts_of(row: Row) -> list[str]:

@@ -17,6 +17,7 @@ from mlm.errors import UserError
 from mlm.finetune.answers import Candidate, Prediction
 from mlm.finetune.metrics import METRICS, best_threshold, check_installed, excess, score, score_span
 from mlm.finetune.task_checks import METRICS as NAMES
+from mlm.finetune.uncertainty import jackknife, standard_errors
 from tests.finetune.material import SQUAD, pairs, sentence, shipped, split_of
 
 LABELS = [1, 1, 1, 1, 0, 0, 0, 1]
@@ -198,3 +199,47 @@ def test_the_best_threshold_is_the_one_that_a_search_finds(tmp_path: Path) -> No
         best = max(at(excess(p) + 1e-9)[name] for p in made)
         assert found[name]["value"] == pytest.approx(best, abs=1e-6)
         assert best > at(0.0)[name] - 1e-9
+
+
+# ----- standard errors
+
+
+def test_the_error_of_accuracy_is_that_of_a_share() -> None:
+    labels, values = np.array([0, 1, 1, 0, 1]), np.array([0, 1, 0, 0, 1])
+    assert jackknife(METRICS["accuracy"], labels, values) == pytest.approx(math.sqrt(0.8 * 0.2 / 4))
+
+
+@pytest.mark.parametrize("name", ["f1", "macro_f1", "accuracy_f1", "matthews"])
+def test_the_error_of_a_score_is_the_spread_over_other_samples(name: str) -> None:
+    """300 splits of 400 rows drawn from one population: the error is what their scores deviate by."""
+    generator = np.random.default_rng(0)
+    scores, errors = [], []
+    for number in range(300):
+        labels = (generator.random(400) < 0.3).astype(int)
+        values = np.where(generator.random(400) < 0.8, labels, 1 - labels)
+        scores.append(METRICS[name](labels, values))
+        if number < 10:
+            errors.append(jackknife(METRICS[name], labels, values))
+    assert np.mean(errors) == pytest.approx(np.std(scores), rel=0.12)
+
+
+def test_the_errors_of_answers_are_those_of_means(tmp_path: Path) -> None:
+    task = shipped("squad_v2")
+    none = SQUAD | {"answers": {"text": [], "answer_start": []}}
+    split = split_of(tmp_path, task, [row | {"id": f"q{n}"} for n, row in enumerate([SQUAD, SQUAD, none])])
+    errors = standard_errors(
+        task, split, [Prediction(f"q{n}", text) for n, text in enumerate(["cat", "", ""])]
+    )
+    assert errors == {
+        "f1": pytest.approx(math.sqrt(2 / 9 / 2)),
+        "exact_match": pytest.approx(math.sqrt(2 / 9 / 2)),
+        "has_answer_f1": 0.5,
+        "has_answer_exact_match": 0.5,
+    }  # of one question without an answer there is none
+
+
+def test_correlations_of_numbers_have_no_error(tmp_path: Path) -> None:
+    rows = [{"sentence1": "a", "sentence2": "b", "label": float(n), "idx": n} for n in range(3)]
+    task = shipped("stsb")
+    split = split_of(tmp_path, task, rows)
+    assert standard_errors(task, split, [Prediction(str(n), float(n)) for n in range(3)]) == {}
