@@ -9,15 +9,18 @@ from typing import Any
 import hydra
 import yaml  # type: ignore[import-untyped]
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException, MissingConfigException
+from hydra.core.utils import JobReturn
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from mlm.cli.arguments import CONFIG_DIR_FLAGS
 from mlm.cli.commands import Command
 from mlm.cli.compose import register_defaults
 from mlm.cli.foreign_yaml import check_foreign_yaml
-from mlm.cli.overrides import Prepared
+from mlm.cli.overrides import Prepared, command_groups
+from mlm.cli.rejected import rejected_override
 from mlm.cli.run import Job, report, run, show
 from mlm.cli.saved import Saved, unset_config
 from mlm.config.paths import CONFIG_DIR
@@ -70,8 +73,17 @@ def call_hydra(
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
         if started:
             raise
-        raise ConfigError(typed.all_faults([reword(error)])) from None
+        raise ConfigError(typed.all_faults([_explained(command, flags, typed, error)])) from None
     return 0
+
+
+def _explained(command: Command, flags: Sequence[str], typed: Prepared, error: Exception) -> str:
+    if isinstance(error, ConfigCompositionException) and not isinstance(error, MissingConfigException):
+        at = next((n for n, flag in enumerate(flags) if flag in CONFIG_DIR_FLAGS), None)
+        groups = command_groups(command, None if at is None else flags[at + 1])
+        if ours := rejected_override(command, typed.overrides, groups, str(error)):
+            return ours
+    return reword(error)
 
 
 def without_print(flags: Sequence[str]) -> tuple[list[str], bool]:
@@ -89,8 +101,25 @@ def without_print(flags: Sequence[str]) -> tuple[list[str], bool]:
 def _main(config_name: str | None, argv: Sequence[str], task: Callable[[DictConfig], Any]) -> None:
     register_defaults()
     entry = hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=config_name)(task)
-    with _process_as_hydra_wants(argv):
+    with _process_as_hydra_wants(argv), _reported_once():
         entry()
+
+
+@contextmanager
+def _reported_once() -> Iterator[None]:
+    """Hydra precedes the exception of a sweep's job with a line: not where the job reported its error."""
+    hydras: property = vars(JobReturn)["return_value"]
+
+    def value(job: JobReturn) -> Any:
+        if isinstance(job._return_value, JobFailedError):
+            raise job._return_value
+        return hydras.__get__(job)
+
+    JobReturn.return_value = hydras.getter(value)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        JobReturn.return_value = hydras  # type: ignore[method-assign, assignment]
 
 
 @contextmanager

@@ -68,6 +68,22 @@ class TestMistakes:
                 "--experimental-rerun x",
                 "--experimental-rerun reads a pickle, and mlm reads none; give the overrides again",
             ),
+            (
+                "~precision=bf16",
+                "~precision=bf16: precision has another value; use precision=bf16 to set it, or leave "
+                "~precision=bf16 out",
+            ),
+            ("~foo", "unknown key 'foo'"),
+            ("modle@y=1", "modle@y=1: no config group 'modle'; did you mean 'model'?"),
+            (
+                "model@x=gpt2_8b",
+                "model@x=gpt2_8b: a config group has one place, and @ names another; use model=gpt2_8b",
+            ),
+            (
+                "+schedule=cosine",
+                "+schedule=cosine: schedule has a value, and + adds what has none; use schedule=cosine",
+            ),
+            ("++tp=7 +pp=2", "+pp=2: pp has a value, and + adds what has none; use pp=2"),
             ("--resolve", "The --resolve flag can only be used in conjunction with --cfg or --help"),
         ],
     )

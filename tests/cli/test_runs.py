@@ -77,6 +77,12 @@ class TestRuns:
         assert cli("pretrain --config-dir mine model=my_model data=synthetic precision=bf16") == 0
         assert (cli.launched.config.model.hidden_size, cli.launched.config.name) == (8, "my_model")
 
+    def test_users_group_that_nothing_chooses_is_added_with_a_plus(self, cli: Cli, tmp_path: Path) -> None:
+        write(tmp_path / "mine/size/small.yaml", "# @package _global_\nseed: 5\n")
+        assert cli("pretrain --config-dir mine size=small model=gpt2_tiny data=synthetic") == 2
+        assert cli.err.endswith("has no choice of size to replace; use +size=small\n")
+        assert cli("pretrain --config-dir mine +size=small model=gpt2_tiny data=synthetic") == 0
+
     def test_users_primary_config_extends_ours(self, cli: Cli, tmp_path: Path) -> None:
         write(tmp_path / "mine/run.yaml", "defaults: [pretrain, _self_]\nseed: 5\ndata: {kind: synthetic}\n")
         assert cli("pretrain -cd mine -cn run model=gpt2_tiny") == 0
@@ -128,6 +134,12 @@ class TestSweeps:
         assert cli(f"{SOUND} -m tp=3,2") == 2
         assert [c.parallel.tp for c in cli.launched.configs] == [2]
         assert "tp=3 does not divide" in cli.err
+
+    @pytest.mark.parametrize("sweep", ["-m", "hydra.mode=MULTIRUN", "--hydra.mode=MULTIRUN"])
+    def test_error_of_a_job_is_reported_in_our_words_alone(self, cli: Cli, sweep: str) -> None:
+        assert cli(f"{SOUND} {sweep} tp=3 model=gpt2_tiny") == 2
+        assert [line.split()[:2] for line in cli.err.splitlines()] == [["mlm", "pretrain:"]] * 2
+        assert cli.err.endswith("(its divisors: 1, 2, 4)\n")
 
     def test_misspelled_sweep_starts_nothing(self, cli: Cli) -> None:
         assert cli(f"{SOUND} -m tp=1,2 sed=3") == 2
