@@ -11,6 +11,8 @@ from typing import Any
 from mlm.config.suggest import divisors
 
 MAX_CPU_RANKS = 64  # ranks one plain launch starts on a host without GPUs
+RANKS_PER_NODE = 8  # of scripts/slurm/pretrain.sbatch
+LAUNCHERS = "start them with torchrun or SLURM (scripts/slurm/pretrain.sbatch)"
 
 Values = Mapping[str, Any]
 """Key as typed → value."""
@@ -22,6 +24,8 @@ class Launch:
 
     world_size: int | None
     local_devices: int | None
+    elsewhere: bool = True
+    """False for a command whose ranks must all be on this host."""
 
     @property
     def most_ranks(self) -> int:
@@ -37,10 +41,16 @@ class Breach:
     """The setting, its value, and what it conflicts with."""
     note: str = ""
     """What else would mend it, or helps to choose."""
+    start: str = ""
+    """The launch that these settings are meant for, where no setting needs to change."""
 
-    def line(self, remedy: str, *, alone: bool) -> str:
-        """The fault, with the settings that mend it. `alone` if these suffice whatever mends other faults."""
-        return f"{self.why}; use {remedy}{self.note if alone else ''}"
+    def line(self, remedy: str, *, alone: bool, others: bool = False) -> str:
+        """The fault, with the settings that mend it. `alone` if these suffice whatever mends other faults.
+
+        `others`: other faults may change the number of ranks, so that no launch can be spelled out.
+        """
+        start = LAUNCHERS if self.start and others else self.start
+        return f"{self.why}; {f'{start}, or here ' if start else ''}use {remedy}{self.note if alone else ''}"
 
 
 @dataclass(frozen=True)
@@ -178,9 +188,20 @@ def _host_has_ranks(values: Values, launch: Launch) -> Breach | None:
     if launch.world_size is not None or tp * pp * dp <= most:
         return None
     here = f"this host has {most} GPUs" if launch.local_devices else f"a CPU host runs at most {most}"
+    ranks = tp * pp * dp
     return Breach(
-        f"tp={tp} * pp={pp} * dp={dp} = {tp * pp * dp} ranks, but {here}",
-        note=", or start them with torchrun or SLURM (scripts/slurm/pretrain.sbatch)",
+        f"tp={tp} * pp={pp} * dp={dp} = {ranks} ranks, but {here}",
+        start=_start_of(ranks, launch.local_devices or RANKS_PER_NODE) if launch.elsewhere else "",
+    )
+
+
+def _start_of(ranks: int, most_per_node: int) -> str:
+    """The launchers' own options for so many ranks."""
+    each = max(size for size in divisors(ranks) if size <= most_per_node)
+    nodes, slurm = ranks // each, "" if each == RANKS_PER_NODE else f" --ntasks-per-node={each}"
+    return (
+        f"start {ranks} ranks with torchrun (--nnodes={nodes} --nproc-per-node={each} …) or SLURM "
+        f"(sbatch --nodes={nodes}{slurm} scripts/slurm/pretrain.sbatch …)"
     )
 
 

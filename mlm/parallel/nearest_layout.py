@@ -32,7 +32,7 @@ def layout_faults(
     elsewhere = [rule for rule in broken if rule.only_here]
     rest = [rule for rule in broken if not rule.only_here]
     lines = Layout(values, launch, [rule for rule in sound if rule not in elsewhere]).faults(rest)
-    return lines + Layout(values, launch, sound).faults(elsewhere)
+    return lines + Layout(values, launch, sound).faults(elsewhere, others=bool(rest))
 
 
 class Layout:
@@ -42,14 +42,14 @@ class Layout:
         self.values, self.launch, self.rules = values, launch, rules
         self.read = {key for rule in rules for key in rule.reads}
 
-    def faults(self, broken: list[LayoutRule]) -> list[str]:
-        """A line for each of these rules, which do not hold."""
+    def faults(self, broken: list[LayoutRule], *, others: bool = False) -> list[str]:
+        """A line for each of these rules, which do not hold. `others`: further rules do not either."""
         remedies, alone = self._remedies(broken) if broken else ([], False)
         lines = []
         for rule, changes in zip(broken, remedies, strict=True):
             breach = rule.breach(self.values, self.launch)
             assert breach is not None
-            lines.append(breach.line(" or ".join(map(_spelled, changes)), alone=alone))
+            lines.append(breach.line(" or ".join(map(_spelled, changes)), alone=alone, others=others))
         return lines
 
     def _remedies(self, broken: list[LayoutRule]) -> tuple[list[list[Change]], bool]:

@@ -21,9 +21,14 @@ from mlm.train.config import PretrainConfig
 MOST_PADDING = 1 << 16  # rows that a saved model.vocab_multiple may add to the token table
 
 
-def check_pretrain(config: PretrainConfig, *, world_size: int | None, local_devices: int | None) -> list[str]:
-    """Faults of a pretraining run. `world_size` is None when started plainly, `local_devices` None on CPU."""
-    faults = errors_of(config, Launch(world_size, local_devices), TRAIN_RULES, PRETRAIN_RULES)
+def check_pretrain(
+    config: PretrainConfig, *, world_size: int | None, local_devices: int | None, elsewhere: bool = True
+) -> list[str]:
+    """Faults of a pretraining run. `world_size` is None when started plainly, `local_devices` None on CPU.
+
+    `elsewhere`: False for runs whose ranks must all be on this host.
+    """
+    faults = errors_of(config, Launch(world_size, local_devices, elsewhere), TRAIN_RULES, PRETRAIN_RULES)
     return [*faults, *blend_faults(config.data)]
 
 

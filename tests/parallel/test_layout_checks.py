@@ -126,20 +126,33 @@ def test_alternatives_of_one_fault_break_no_other_rule() -> None:
 @pytest.mark.parametrize(
     "local_devices, remedy",
     [
-        (8, "this host has 8 GPUs; use dp=4,"),
-        (None, "a CPU host runs at most 64; use dp=32 or tp=1,"),
+        (
+            8,
+            "this host has 8 GPUs; start 128 ranks with torchrun (--nnodes=16 --nproc-per-node=8 …) or SLURM "
+            "(sbatch --nodes=16 scripts/slurm/pretrain.sbatch …), or here use dp=4",
+        ),
+        (
+            6,
+            "this host has 6 GPUs; start 128 ranks with torchrun (--nnodes=32 --nproc-per-node=4 …) or SLURM "
+            "(sbatch --nodes=32 --ntasks-per-node=4 scripts/slurm/pretrain.sbatch …), or here use dp=3",
+        ),
+        (
+            None,
+            "a CPU host runs at most 64; start 128 ranks with torchrun (--nnodes=16 --nproc-per-node=8 …) or "
+            "SLURM (sbatch --nodes=16 scripts/slurm/pretrain.sbatch …), or here use dp=32 or tp=1",
+        ),
     ],
 )
-def test_plain_start_of_too_many_ranks_points_to_a_launcher(local_devices: int | None, remedy: str) -> None:
-    (fault,) = faults_of("tp=2", "dp=64", local_devices=local_devices)
-    assert fault.startswith("tp=2 * pp=1 * dp=64 = 128 ranks")
-    assert remedy in fault
-    assert fault.endswith("or start them with torchrun or SLURM (scripts/slurm/pretrain.sbatch)")
+def test_first_remedy_of_too_many_ranks_is_to_launch_them(local_devices: int | None, remedy: str) -> None:
+    batch = ["train.global_batch_size=768", "train.micro_batch_size=1"]
+    assert faults_of("tp=2", "dp=64", *batch, local_devices=local_devices) == [
+        f"tp=2 * pp=1 * dp=64 = 128 ranks, but {remedy}"
+    ]
 
 
 def test_too_few_ranks_here_do_not_shrink_the_other_remedies() -> None:
     faults = faults_of("tp=4", "pp=12", "zero=3", "dp=8", local_devices=8)
-    assert [fault.split("; use ")[1] for fault in faults] == [
-        "zero=2",
-        "pp=1 dp=2, or start them with torchrun or SLURM (scripts/slurm/pretrain.sbatch)",
+    assert [fault.split("; ")[1] for fault in faults] == [
+        "use zero=2",
+        "start them with torchrun or SLURM (scripts/slurm/pretrain.sbatch), or here use pp=1 dp=2",
     ]

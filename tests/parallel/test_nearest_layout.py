@@ -31,12 +31,12 @@ LAYOUTS = st.fixed_dictionaries(
     }
 )
 LAUNCHES = st.builds(Launch, st.none() | st.integers(1, 48), st.none() | st.integers(1, 16))
-HERE = "or start them with torchrun or SLURM"
+HERE = ", or here use "
 
 
 def remedies(fault: str) -> list[dict[str, Any]]:
     """The alternatives that a fault offers, as changes."""
-    offered = re.split(r" \(|, or ", fault.split("; use ")[1])[0]
+    offered = re.split(r" \(|, or ", re.split("; use |, or here use ", fault)[1])[0]
     return [dict(map(typed, words.split())) for words in offered.split(" or ")]
 
 

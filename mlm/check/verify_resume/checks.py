@@ -11,8 +11,6 @@ from mlm.train.checks import check_pretrain
 
 LAYOUT_KEYS = tuple(f.name for f in fields(ResumedLayout))
 REMEDY = "; use "
-ELSEWHERE = ", or start them with torchrun"
-"""Where a remedy begins that is none here: what is killed must be on this host."""
 
 
 def check_verify_resume(config: VerifyResumeConfig) -> list[str]:
@@ -25,14 +23,16 @@ def faults_here(config: VerifyResumeConfig, *, local_devices: int | None) -> lis
     """Faults of both halves: those the pretraining runs would have, and what makes them incomparable.
 
     `local_devices` counts this host's GPUs, None on CPU. A fault of the second half alone names resumed.tp
-    where one of the first names tp.
+    where one of the first names tp. No remedy is a launcher's: what is killed must be on this host.
     """
     config = comparable(config)
-    first = check_pretrain(config, world_size=None, local_devices=local_devices)
-    second = check_pretrain(config.resumed_run(), world_size=None, local_devices=local_devices)
+    first, second = (
+        check_pretrain(half, world_size=None, local_devices=local_devices, elsewhere=False)
+        for half in (config, config.resumed_run())
+    )
     chosen = tuple(config.resumed.chosen)
     later = [_of_resumed(fault, chosen) for fault in second if fault not in first]
-    return [fault.partition(ELSEWHERE)[0] for fault in (*first, *later)] or _mask_faults(config)
+    return [*first, *later] or _mask_faults(config)
 
 
 def same_layout(config: VerifyResumeConfig, *, local_devices: int | None) -> bool:
