@@ -16,7 +16,6 @@ from mlm.corpus.decontaminate.benchmarks import read_benchmarks, save_benchmarks
 from mlm.corpus.read.inputs import digests_of, with_digests, write_inputs
 from mlm.corpus.read.one_text import parts_of_text
 from mlm.corpus.read.shards import Found, cut, find_all, group
-from mlm.corpus.sections import FilterConfig
 from mlm.corpus.stages.local import run_stages
 from mlm.corpus.stages.merge import move, publish
 from mlm.corpus.stages.plan import EVALUATION, TOKENIZER, Plan, shard_bytes
@@ -64,7 +63,8 @@ def run_build(config: DataBuildConfig, console: Console | None = None) -> Receip
         size = shard_bytes(sum(item.bytes for item in digested))
         parts = parts_of_text(digested, parse_split(config.split))
         if parts is not None:
-            config = for_one_text(config, console)
+            say_how_one_text_is_cut(config, console)
+        config = with_min_tokens(config, is_one_text=parts is not None)
         shards = tuple(parts or cut(digested, size))
         plan = Plan(
             config, work, digested, shards, group(digested, shards, size), tokenizer.digest, evaluation
@@ -143,20 +143,26 @@ def delete_work(config: DataBuildConfig) -> str | None:
     return delete_owned(work_folder(config), "corpus-work", inputs=reads)
 
 
-def for_one_text(config: DataBuildConfig, console: Console) -> DataBuildConfig:
-    """The settings for an input of one text, whose parts are no documents that could be too short.
+def with_min_tokens(config: DataBuildConfig, *, is_one_text: bool) -> DataBuildConfig:
+    """The settings with filter.min_tokens=auto resolved; a typed number holds for every input.
 
-    The default of filter.min_tokens is off, and the console says so; any other value holds.
+    The parts of one text are no documents that could be too short.
     """
-    least, default = config.filter.min_tokens, FilterConfig().min_tokens
-    off = f"; filter.min_tokens={default} is off, any other value holds" if least == default else ""
+    if config.filter.min_tokens != "auto":
+        return config
+    least = None if is_one_text else config.filter.least_tokens
+    return replace(config, filter=replace(config.filter, min_tokens=least))
+
+
+def say_how_one_text_is_cut(config: DataBuildConfig, console: Console) -> None:
+    """A line on the parts of an input of one text, and on the rule that is off for them."""
+    off = "; filter.min_tokens=auto is off, a number holds" if config.filter.min_tokens == "auto" else ""
     console.print(
         f"input={config.input} is one text: cut into consecutive parts by split={config.split}, at ends of "
         f"paragraphs where there are any{off}",
         soft_wrap=True,
         markup=False,
     )
-    return replace(config, filter=replace(config.filter, min_tokens=None)) if off else config
 
 
 def build(plan: Plan, found: Found, made_of: Receipt, out: Path, console: Console) -> Receipt | None:

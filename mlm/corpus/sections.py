@@ -20,14 +20,19 @@ class NormaliseConfig:
     """Least probability of a document's language for it to count as one of `languages`."""
 
 
+MIN_TOKENS = 128
+"""filter.min_tokens=auto of documents (arXiv:1909.08053, section 4.1)."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FilterConfig:
     """Rules a document must pass; null turns a rule off. Words are separated by white space."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    min_tokens: int | None = 128
-    """Fewest tokens, the end-of-document token not counted (arXiv:1909.08053, section 4.1)."""
+    min_tokens: int | Literal["auto"] | None = "auto"
+    """Fewest tokens, the end-of-document token not counted; auto is 128 (arXiv:1909.08053, section 4.1), and
+    off for a single text, which is divided into parts rather than documents."""
     min_words: int | None = None
     """Fewest words; 50 in arXiv:2112.11446, table A1."""
     max_words: int | None = None
@@ -48,6 +53,11 @@ class FilterConfig:
     """Fewest different words among the, be, to, of, and, that, have, with; 2 there."""
     max_duplicate_lines: float | None = None
     """Largest share of lines that repeat an earlier one; 0.3 there."""
+
+    @property
+    def least_tokens(self) -> int:
+        """min_tokens of documents as a number; 0 where the rule is off."""
+        return MIN_TOKENS if self.min_tokens == "auto" else self.min_tokens or 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

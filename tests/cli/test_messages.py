@@ -12,9 +12,8 @@ from mlm import hub
 from mlm.cli.compose import load_config
 from mlm.cli.streams import writable_streams
 from mlm.config.suggest import around, divisors
-from mlm.corpus.build import for_one_text
+from mlm.corpus.build import say_how_one_text_is_cut, with_min_tokens
 from mlm.corpus.config import DataBuildConfig
-from mlm.corpus.sections import FilterConfig
 from mlm.errors import UserError
 from mlm.evaluate.loss import corpus_prefix
 from mlm.inference.hf_source import download
@@ -252,12 +251,22 @@ class TestValidationSetOfARun:
             corpus_prefix(load_config("eval_loss", [f"ckpt={step}"]), trained, step)
 
 
-@pytest.mark.parametrize("typed, kept, said", [(128, None, True), (5, 5, False), (None, None, False)])
-def test_build_of_one_text_says_that_the_default_filter_is_off(
-    capsys: pytest.CaptureFixture[str], typed: int | None, kept: int | None, said: bool
+@pytest.mark.parametrize(
+    "typed, of_documents, of_one_text",
+    [([], 128, None), (["128"], 128, 128), (["5"], 5, 5), (["null"], None, None)],
+)
+@pytest.mark.parametrize("recipe", ["v1", "gopher"])
+def test_typed_min_tokens_holds_for_one_text_and_the_default_is_off(
+    capsys: pytest.CaptureFixture[str],
+    recipe: str,
+    typed: list[str],
+    of_documents: int | None,
+    of_one_text: int | None,
 ) -> None:
-    config = DataBuildConfig(
-        input="book.txt", tokenizer="gpt2", out="corpus", filter=FilterConfig(min_tokens=typed)
-    )
-    assert for_one_text(config, console()).filter.min_tokens == kept
-    assert ("filter.min_tokens=128 is off" in capsys.readouterr().out) == said
+    chosen = [f"filter.min_tokens={value}" for value in typed]
+    words = ["input=book.txt", "tokenizer=gpt2", "out=corpus", f"recipe={recipe}", *chosen]
+    config: DataBuildConfig = load_config("data_build", words)
+    assert with_min_tokens(config, is_one_text=False).filter.min_tokens == of_documents
+    assert with_min_tokens(config, is_one_text=True).filter.min_tokens == of_one_text
+    say_how_one_text_is_cut(config, console())
+    assert ("filter.min_tokens=auto is off" in capsys.readouterr().out) == (not typed)

@@ -108,7 +108,7 @@ class Cleaning:
         self.prefix = self.folder / f"{task:05d}"
         self.tally = Tally()
         self._cleaner = Cleaner(config.normalise, config.filter)
-        least = config.filter.min_tokens
+        least = config.filter.least_tokens
         self._is_short = Shortness(plan.load_tokenizer(), least) if least else None
         self._signer = Signer(config.dedup) if config.dedup.enabled else None
         self._writer = stack.enter_context(IndexedWriter(self.prefix, TEXT))

@@ -224,7 +224,7 @@ def load_contaminants(plan: Plan) -> Contaminants:
 def write(plan: Plan, batch: list[Piece], writers: Writers, fates: Fates) -> None:
     """Tokenise texts together and append each to its part."""
     config, tokenizer = plan.config, plan.load_tokenizer()
-    least = config.filter.min_tokens or 1
+    least = config.filter.least_tokens or 1
     texts = [piece.text for piece in batch if isinstance(piece.text, str)]
     sentences = [split_sentences(text) if config.sentences else [text] for text in texts]
     encoded = iter(tokenizer.encode_batch([sentence for group in sentences for sentence in group]))
@@ -242,7 +242,7 @@ def write(plan: Plan, batch: list[Piece], writers: Writers, fates: Fates) -> Non
 
 def write_long(plan: Plan, piece: Piece, text: StoredText, writers: Writers, fates: Fates) -> None:
     """Tokenise a long text and append it to its part as it goes."""
-    tokenizer, least = plan.load_tokenizer(), plan.config.filter.min_tokens or 1
+    tokenizer, least = plan.load_tokenizer(), plan.config.filter.least_tokens or 1
     bos, eod = ends(plan)
     writer, lengths, tokens = writers.tokens[piece.part], array("i"), 0
     held: list[array[int]] | None = [bos]  # what comes before there are enough tokens for a document
