@@ -5,6 +5,7 @@ padding. The folder is loaded by `transformers` and its logits compared before i
 """
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,7 +112,7 @@ def open_source(ckpt: str) -> Source:
         )
     check_stored(manifest, model, path)
     saved = run_directory(path) / "tokenizer.json"
-    tokenizer = load_tokenizer(None, path) if saved.exists() else None
+    tokenizer = load_tokenizer(None, path) if os.path.lexists(saved) else None
     return Source(path, manifest, model, family_for(model), tokenizer)
 
 

@@ -4,6 +4,7 @@ No model is built: the manifest says of every tensor how layouts deal it out. Wh
 the saved state and the target layout alone, so resharding 1 -> 2 -> 4 gives the bytes of 1 -> 4.
 """
 
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -265,7 +266,7 @@ def new_tokenizer(plan: Plan) -> bytes | None:
     """The source run's tokenizer, if it has one and `out` has not. Raises UserError if that has another."""
     source, target = (folder / TOKENIZER for folder in (run_directory(plan.source), plan.out))
     with reading_of(source):
-        if not source.is_file():
+        if not os.path.lexists(source):
             return None
         check_beside(plan.source, plan.manifest.state)
         content = read_bounded(source, MAX_BYTES, RESTORE)

@@ -1,6 +1,7 @@
 """What lies in a corpus folder, and what is said about it for machines."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def size_of(path: Path) -> int:
 def tokenizer_beside(folder: Path) -> Tokenizer | None:
     """The tokenizer in a corpus folder, if there is one. Raises UserError, CorruptFileError."""
     path = folder / TOKENIZER
-    if not path.is_file():
+    if not os.path.lexists(path):
         return None
     eod = (read_receipt(folder) or {}).get("eod")
     return Tokenizer.load(path, eod=eod if isinstance(eod, str) else None)

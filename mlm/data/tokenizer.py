@@ -4,6 +4,7 @@ train_tokenizer.py learns them from text.
 """
 
 import json
+import os
 import secrets
 from array import array
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
+from mlm.convert.reshard import described
 from mlm.errors import CorruptFileError, UserError
 from mlm.files.atomic import digest_bytes, write_atomic
 from mlm.files.bounded import parse_json
@@ -158,6 +160,10 @@ class Tokenizer:
             return cls(read_gpt2(file.parent), str(file.parent), eod)
         if file.suffix == ".txt" and file.is_file():
             return cls(read_bert(file), str(file), eod)
+        if not file.is_file() and os.path.lexists(file):
+            raise UserError(
+                f"{file}: is {described(file)}, no regular file; put a tokenizer.json in its place"
+            )
         if not file.is_file():
             raise UserError(
                 f"no tokenizer at {file}: set tokenizer to a tokenizer.json; `mlm data tokenizer` trains one"

@@ -256,7 +256,7 @@ def show(result: dict[str, Any], out: Path) -> None:
         "tokens": f"{result['tokens']:,}",
         "loss (nats/token)": f"{result['loss']:.4f}",
         "perplexity": f"{result['perplexity']:.2f}",
-        "bits per byte": "unknown: no tokenizer" if bits is None else f"{bits:.4f}",
+        "bits per byte": "unknown: no readable tokenizer" if bits is None else f"{bits:.4f}",
     }
     if "samples" in result:
         columns = {

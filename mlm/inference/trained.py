@@ -4,6 +4,7 @@
 Hub. A model folder is read as it is, and nothing is written to it.
 """
 
+import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import prod
@@ -210,7 +211,7 @@ def load_tokenizer(
         except (UserError, OSError) as error:
             raise UserError(f"{key}=null: {error}: give {key}=…/tokenizer.json") from error
     saved = run_directory(path) / "tokenizer.json"
-    if not saved.exists():
+    if not os.path.lexists(saved):
         raise UserError(f"{key}=null and {saved} is not there: give {key}=…/tokenizer.json")
     state = read_manifest(path).state
     check_beside(path, state)

@@ -1,5 +1,7 @@
 """Whether a trained model can be split as a command asks."""
 
+import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,8 +10,11 @@ import pytest
 from mlm.checkpoint.native.save_load import Manifest
 from mlm.config.build import to_dict
 from mlm.data.config import DataConfig
-from mlm.errors import CorruptFileError
-from mlm.inference.trained import continues_fault, split_faults, trained_config
+from mlm.data.corpus_files import tokenizer_beside
+from mlm.data.tokenizer import Tokenizer
+from mlm.errors import CorruptFileError, UserError
+from mlm.inference import trained
+from mlm.inference.trained import continues_fault, load_tokenizer, split_faults, trained_config
 from mlm.models.config import ModelConfig
 from mlm.parallel.config import ParallelConfig
 from tests.checkpoints_on_disk import CONFIG
@@ -53,6 +58,31 @@ def test_a_checkpoint_whose_documents_have_no_end_is_damaged(eod_id: int | None)
     manifest = Manifest(1, "", {}, {}, {"config": to_dict(config)})
     with pytest.raises(CorruptFileError, match=r"data\.eod_id"):
         trained_config(manifest, Path("step-00000001"))
+
+
+SPECIAL: dict[str, Callable[[Path], None]] = {
+    "a FIFO": os.mkfifo,
+    "a device": lambda path: path.symlink_to("/dev/null"),
+    "a broken link": lambda path: path.symlink_to("nowhere"),
+}
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_special_file_in_place_of_a_tokenizer_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """A run's, a corpus's and one that was typed: none is reported as missing, none blocks."""
+    checkpoint = tmp_path / "checkpoints/step-00000001"
+    SPECIAL[kind](tmp_path / "tokenizer.json")
+    monkeypatch.setattr(trained, "read_manifest", lambda path: Manifest(1, "", {}, {}, {}))
+    for load in (
+        lambda: load_tokenizer(None, checkpoint),
+        lambda: tokenizer_beside(tmp_path),
+        lambda: Tokenizer.load(tmp_path),
+        lambda: Tokenizer.load(tmp_path / "tokenizer.json"),
+    ):
+        with pytest.raises(UserError, match=rf"tokenizer\.json: is {kind}, no regular file"):
+            load()
 
 
 def test_a_model_of_another_kind_is_refused() -> None:

@@ -5,6 +5,7 @@ alone and the id of the end-of-document token, which the file does not tell. The
 directory, beside the folder of checkpoints.
 """
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mlm.checkpoint.native.format import RESTORE
+from mlm.convert.reshard import described
 from mlm.errors import CorruptFileError
 from mlm.files.atomic import digest_file
 
@@ -62,8 +64,10 @@ def file_beside(directory: Path) -> Path:
 
 
 def check_beside(directory: Path, state: Mapping[str, Any]) -> None:
-    """Raises CorruptFileError if tokenizer.json is there and not the one the checkpoint was trained with."""
+    """Raise CorruptFileError if tokenizer.json is no file, or not the one the checkpoint was trained with."""
     known, path = TokenizerDigest.of(state), file_beside(directory)
+    if os.path.lexists(path) and not path.is_file():
+        raise CorruptFileError(f"{path}: is {described(path)}, no regular file. {RESTORE}")
     if known is None or not path.is_file():
         return
     if (digest := digest_file(path)) != known.digest:
