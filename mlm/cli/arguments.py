@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from mlm.cli.commands import COMMANDS, Command
 from mlm.cli.tasks import takes_task, task_names
 from mlm.config.neighbours import COMMANDS as OTHER_NAMES
+from mlm.config.path_types import length_fault
 from mlm.config.suggest import did_you_mean
 from mlm.config.tree import leaves
 from mlm.errors import UserError
@@ -114,6 +115,8 @@ def parse(command: Command, words: Sequence[str]) -> Arguments:
             parsed.flags[name] = None
         elif name in VALUE_FLAGS:
             parsed.flags[name] = _flag_value(name, value if equals else None, rest)
+            if fault := _length_fault(name, parsed.flags[name] or ""):
+                raise UserError(fault)
         elif name == "--experimental-rerun":
             raise UserError(
                 "--experimental-rerun reads a pickle, and mlm reads none; give the overrides again"
@@ -153,6 +156,14 @@ def check_task(command: Command, arguments: Arguments) -> None:
 def is_flag(word: str) -> bool:
     """Whether a word begins a new flag or --key; negative numbers do not."""
     return word.startswith("-") and len(word) > 1 and not NUMBER.match(word)
+
+
+def _length_fault(name: str, value: str) -> str | None:
+    """Problem of a flag's folder, or of the file that Hydra would look for."""
+    if name in CONFIG_NAME_FLAGS:
+        value = f"{value}.yaml"
+    is_path = name in (*CONFIG_NAME_FLAGS, *CONFIG_DIR_FLAGS, *CONFIG_PATH_FLAGS)
+    return length_fault(name, value) if is_path else None
 
 
 def _flag_value(name: str, value: str | None, rest: list[str]) -> str | None:

@@ -78,9 +78,14 @@ def path_fault(key: str, value: Any, role: Role) -> str | None:
         return f"{key}={value}: {user} is no user's home folder; write the path in full, or ./{path}"
     if "\0" in path:
         return f"{key}={value!r}: holds a null byte; correct the path"
+    return length_fault(key, path)
+
+
+def length_fault(key: str, path: str) -> str | None:
+    """Problem of a path that no file system takes: the search for it would end in OSError."""
     longest = max((len(os.fsencode(name)) for name in path.split("/")), default=0)
     if longest > LONGEST_NAME or len(os.fsencode(path)) > LONGEST_PATH:
-        return f"{key}={value[:40]}…: a name of {longest} bytes is too long for a file system; shorten it"
+        return f"{key}={path[:40]}…: a name of {longest} bytes is too long for a file system; shorten it"
     return None
 
 

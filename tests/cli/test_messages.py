@@ -49,6 +49,13 @@ PRECISIONS = "choose bf16, fp16, fp32 or fp64"
             f"data.path={'x' * 300}",
             f"data.path={'x' * 40}…: a name of 300 bytes is too long for a file system; shorten it",
         ),
+        *(
+            (
+                f"{flag} {'x' * length}",
+                f"{flag}={'x' * 40}…: a name of 256 bytes is too long for a file system; shorten it",
+            )
+            for flag, length in (("--config-name", 251), ("-cn", 251), ("--config-dir", 256), ("-cp", 256))
+        ),
         ("model.num_heads=10000000019", "model.num_heads=10000000019 must be at most 2147483647"),
     ],
 )
