@@ -45,6 +45,7 @@ from mlm.inference.trained import (
     named_checkpoint,
     predicts_fault,
     result_file,
+    window_length,
 )
 from mlm.models.bert.corpora import bert_windows
 from mlm.models.bert.masking import BERTVocab
@@ -72,7 +73,7 @@ def preflight(config: EvalLossConfig) -> list[str]:
         return [fault]
     try:
         prefix = corpus_prefix(config, trained, path)
-        seq_length = window_length(config, trained)
+        seq_length = window_length(config.seq_length, trained)
         if trained.model.kind == "bert":
             BERTVocab.of(load_tokenizer(config.tokenizer, path))
     except CorruptFileError:
@@ -145,22 +146,11 @@ def result_path(config: EvalLossConfig, trained: PretrainConfig, checkpoint: Pat
     return Path(config.out) if config.out else result_file(checkpoint, f"eval-loss-{name}.json")
 
 
-def window_length(config: EvalLossConfig, trained: PretrainConfig) -> int:
-    """Tokens per window."""
-    length = config.seq_length if config.seq_length is not None else trained.data.seq_length
-    if length > trained.model.max_positions:
-        raise UserError(
-            f"seq_length={length} is longer than the model reads: use "
-            f"seq_length={trained.model.max_positions} or less"
-        )
-    return length
-
-
 def run(config: EvalLossConfig, ctx: ParallelContext) -> None:
     """Score the corpus; rank 0 prints a table and writes a JSON receipt."""
     trained = load_trained(config.ckpt, config.parallel, config.precision, ctx)
     prefix = corpus_prefix(config, trained.config, trained.path)
-    seq_length = window_length(config, trained.config)
+    seq_length = window_length(config.seq_length, trained.config)
     indexed, learnt_from = IndexedDataset(prefix), training_corpora(trained)
     windows = scored_windows(config, trained, prefix, seq_length)
     batches = eval_batches(windows, micro_batch_size=config.batch_size, rank=ctx.dp.rank, size=ctx.dp.size)

@@ -190,6 +190,18 @@ def result_file(path: Path, name: str) -> Path:
     return run_directory(path) / (f"{model_name(path)}-{name}" if is_model_folder(path) else name)
 
 
+def window_length(seq_length: int | None, trained: PretrainConfig) -> int:
+    """Tokens that the model reads at a time: those typed, else those of its training. Raises UserError."""
+    positions = trained.model.max_positions
+    length = min(trained.data.seq_length, positions) if seq_length is None else seq_length
+    if length > positions:
+        raise UserError(
+            f"seq_length={length}: more than the checkpoint's max_positions={positions}; "
+            f"use seq_length={positions} or less"
+        )
+    return length
+
+
 def load_tokenizer(
     named: str | None, path: Path, key: str = "tokenizer", *, force: bool = False
 ) -> Tokenizer:

@@ -92,6 +92,10 @@ class TestMistakes:
         assert cli.err == f"mlm pretrain: {message}\n"
         assert cli.launched.configs == []
 
+    def test_generation_has_no_windows_whose_length_one_could_set(self, cli: Cli) -> None:
+        assert cli("generate ckpt=. prompt=a seq_length=4096") == 2
+        assert cli.err.startswith("mlm generate: unknown key 'seq_length'")
+
     def test_group_of_another_command_is_unknown(self, cli: Cli) -> None:
         assert cli("eval loss model=gpt2_8b ckpt=.") == 2
         assert cli.err == "mlm eval loss: unknown key 'model'\n"

@@ -33,11 +33,11 @@ from mlm.inference.trained import (
     named_checkpoint,
     result_file,
     vocabulary_fault,
+    window_length,
 )
 from mlm.models.config import ModelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.terminal import count_progress, plain
-from mlm.train.config import PretrainConfig
 
 TASKS: dict[type[ZeroShotConfig], str] = {
     EvalWikitext103Config: "wikitext103",
@@ -55,7 +55,7 @@ def preflight(config: ZeroShotConfig) -> list[str]:
         named = named_checkpoint(config.ckpt)
         if fault := continues_fault(config.ckpt, named.config.model):
             return [fault]
-        length = window_length(config, named.config)
+        length = window_length(config.seq_length, named.config)
         protocols_of(config, checked_tokenizer(config, named.path, named.config.model), length)
     except CorruptFileError:
         raise  # damage has an exit code of its own
@@ -84,17 +84,6 @@ def folder_faults(config: ZeroShotConfig, out: Path) -> list[str]:
         for setting, path in files.items()
         if not (path.parent.is_dir() and os.access(path.parent, os.W_OK))
     ]
-
-
-def window_length(config: ZeroShotConfig, trained: PretrainConfig) -> int:
-    """Tokens that the model reads at a time. Raises UserError."""
-    positions = trained.model.max_positions
-    length = min(trained.data.seq_length, positions) if config.seq_length is None else config.seq_length
-    if length > positions:
-        raise UserError(
-            f"seq_length={length} is longer than the model reads: use seq_length={positions} or less"
-        )
-    return length
 
 
 def checked_tokenizer(config: ZeroShotConfig, path: Path, model: ModelConfig) -> Tokenizer:
@@ -244,7 +233,7 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
     it until then, so that a command that was stopped goes on."""
     trained = load_trained(config.ckpt, config.parallel, config.precision, ctx)
     tokenizer = checked_tokenizer(config, trained.path, trained.config.model)
-    protocols = protocols_of(config, tokenizer, window_length(config, trained.config))
+    protocols = protocols_of(config, tokenizer, window_length(config.seq_length, trained.config))
     requests, where = distinct([request for protocol in protocols for request in protocol.requests])
     out = result_path(config, trained.path)
     beside = default_path(config, trained.path) if is_stream(out) else out

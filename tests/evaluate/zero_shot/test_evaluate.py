@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from mlm.cli.compose import load_config
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.data.tokenizer import Tokenizer
+from mlm.evaluate import loss
 from mlm.evaluate.checks import check_zero_shot
 from mlm.evaluate.config import (
     AllDataConfig,
@@ -283,10 +285,16 @@ def test_a_run_without_a_tokenizer_asks_for_one(folder: Path, tmp_path: Path) ->
     assert "tokenizer=" in fault
 
 
-def test_more_than_the_model_reads_is_refused(folder: Path) -> None:
-    (fault,) = evaluate.preflight(cloze(folder, seq_length=49))
-    assert "seq_length=49" in fault
-    assert "48" in fault
+@pytest.mark.parametrize("command", ["loss", "wikitext103", "lambada", "all"])
+def test_windows_longer_than_the_model_reads_name_the_key_as_typed(folder: Path, command: str) -> None:
+    run, words = f"ckpt={folder / 'run'}", ["seq_length=49"]
+    words += ["path=corpus"] if command == "loss" else ["data.wikitext103=w", "data.lambada=l"]
+    if command in ("wikitext103", "lambada"):
+        words[1:] = ["data.path=texts"]
+    preflight = loss.preflight if command == "loss" else evaluate.preflight
+    assert preflight(load_config(f"eval_{command}", [run, *words])) == [
+        "seq_length=49: more than the checkpoint's max_positions=48; use seq_length=48 or less"
+    ]
 
 
 def test_a_stride_longer_than_the_window_is_refused(folder: Path) -> None:
