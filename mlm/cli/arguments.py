@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from mlm.cli.commands import COMMANDS, Command
 from mlm.cli.tasks import takes_task, task_names
+from mlm.config.fields import length_fault
 from mlm.config.neighbours import COMMANDS as OTHER_NAMES
-from mlm.config.path_types import length_fault
 from mlm.config.suggest import did_you_mean
 from mlm.config.tree import leaves
 from mlm.errors import UserError

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from mlm.convert.reshard import described
 from mlm.errors import CorruptFileError, UserError
 from mlm.files.atomic import digest_bytes, write_atomic
 from mlm.files.bounded import parse_json
+from mlm.files.ownership import described
 
 EOD = "<|endoftext|>"
 """End of document, GPT-2's only special token."""
