@@ -29,6 +29,8 @@ from mlm.train.config import PretrainConfig
 
 MOST_LISTED = 16  # choices that one line names
 QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
+OF_OWN_CODE = ("model.options=", "model.options.")
+"""Settings whose names only the user's own code knows: Hydra needs ++ to add them."""
 GROUP_SETS = {
     "parallel": {"tp", "pp", "vp", "dp", "recompute", "train"},
     "cluster": {"dist"},
@@ -81,6 +83,7 @@ def prepare(
     `own_path` says that the user replaced the config search path: choices are then left to Hydra.
     """
     prepared = Prepared(_own_choices(command, typed))
+    typed = [f"++{text}" if text.startswith(OF_OWN_CODE) else text for text in typed]
     multirun = multirun or any(text.startswith("hydra.mode=") for text in typed)
     own_path = own_path or any("hydra.searchpath=" in text for text in typed)
     options = command_groups(command, config_dir)

@@ -17,8 +17,9 @@ from mlm.cli.compose import resolved
 from mlm.cli.overrides import Prepared
 from mlm.cli.saved import Saved
 from mlm.config.build import build
+from mlm.config.imports import trusting
 from mlm.config.path_errors import path_faults, streams_for
-from mlm.config.tree import MISSING_VALUE
+from mlm.config.tree import MISSING_VALUE, flatten
 from mlm.errors import ConfigError, UserError
 from mlm.files.ownership import STDOUT
 
@@ -48,6 +49,10 @@ class Job:
         except OmegaConfBaseException as error:
             where = f"{error.full_key}: " if error.full_key else ""
             raise ConfigError(self.typed.all_faults([f"{where}{str(error).splitlines()[0]}"])) from None
+
+    def typed_values(self, composed: DictConfig) -> dict[str, Any]:
+        """Flat values of the command line and the YAML it chooses, without those of a saved run."""
+        return flatten(resolved(composed, resolve=False))
 
     def place(self, values: dict[str, Any]) -> None:
         """Give a job of a sweep its own output, below `out` or the sweep's folder."""
@@ -107,9 +112,10 @@ def run(job: Job, composed: DictConfig) -> int:
     command = job.command
     values = job.values(composed)
     job.place(values)
-    config = _build(job, values)
-    with streams_for(config):
-        return _execute(command, config)
+    with trusting(job.typed_values(composed)):
+        config = _build(job, values)
+        with streams_for(config):
+            return _execute(command, config)
 
 
 def _execute(command: Command, config: Any) -> int:

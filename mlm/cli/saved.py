@@ -184,8 +184,9 @@ def check_keys(node: Any) -> None:
 
 def problem_of(value: Any) -> str | None:
     """Why a value is none that a run saves: an interpolation or a missing value, in a list too."""
-    if isinstance(value, list):
-        return next((why for each in value if (why := problem_of(each))), None)
+    if isinstance(value, list | dict):
+        each_value = value.values() if isinstance(value, dict) else value
+        return next((why for each in each_value if (why := problem_of(each))), None)
     if isinstance(value, str) and "${" in value:
         return "an interpolation (${…}) is not resolved here; write the value itself"
     if isinstance(value, str) and value == MISSING_VALUE:

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
-from mlm.config.fields import expanded, path_fault
+from mlm.config.fields import Options, expanded, path_fault
 from mlm.config.neighbours import FLAGS
 from mlm.config.suggest import nearest
 from mlm.config.tree import HOISTED, MISSING_VALUE, Leaf, flatten, leaves, sections
@@ -176,6 +176,7 @@ def describe_type(kind: Any) -> str:
 
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+_WORDS[Options] = "names with numbers, texts, true or false"
 _PLURALS = {int: "whole numbers", float: "numbers", str: "texts"}
 
 

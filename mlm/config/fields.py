@@ -12,6 +12,9 @@ from typing import Annotated, Any, get_args
 Forbid: dict[str, str] = {"extra": "forbid"}
 """As `__pydantic_config__` of a dataclass: an unknown key is an error."""
 
+Options = dict[str, bool | int | float | str]
+"""Settings by name, of code that is not ours."""
+
 LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, of Linux
 
 

@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 from mlm.config.fields import Role, role_of
 
 HOISTED = "parallel"  # the section whose fields are top-level keys
+OPTIONS = "options"  # the field of settings whose names only the user's own code knows
 MISSING_VALUE = "???"  # how OmegaConf writes a value that must be given
 
 
@@ -64,10 +65,10 @@ def defaults(cls: type) -> dict[str, Any]:
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"model": {"num_layers": 2}} as {"model.num_layers": 2}."""
+    """{"model": {"num_layers": 2}} as {"model.num_layers": 2}; settings named OPTIONS stay whole."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and name != OPTIONS:
             flat |= flatten(value, f"{prefix}{name}.")
         else:
             flat[f"{prefix}{name}"] = value

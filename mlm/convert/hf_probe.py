@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mlm.inference.trained import load_trained
-from mlm.models.backbone import Inputs
-from mlm.models.build import Model
+from mlm.models.backbone import Inputs, Transformer
+from mlm.models.bert.model import BERT
 from mlm.models.config import ModelConfig
 from mlm.models.documents import without_padding
 from mlm.models.gpt2.model import GPT2
@@ -70,7 +70,7 @@ def our_outputs(run: Path, ctx: ParallelContext | None = None) -> Outputs:
     trained = load_trained(str(run), layout, PrecisionConfig(), ctx)
     found: Outputs = {}
 
-    def forward(chunk: Model, probe: Probe, x: Tensor | None) -> Tensor:
+    def forward(chunk: Transformer, probe: Probe, x: Tensor | None) -> Tensor:
         inputs = inputs_of(probe, ctx.device, reads_both_ways=chunk.config.kind == "bert")
         has_outputs = chunk.config.head in ("classification", "span")
         y = (chunk.outputs if has_outputs else chunk.encode)(inputs, None, x)
@@ -91,7 +91,7 @@ def inputs_of(probe: Probe, device: torch.device, *, reads_both_ways: bool) -> I
     return Inputs(probe.tokens.to(device), probe.lengths.to(device), types, spans)
 
 
-def said(chunk: Model, y: Tensor, mask: Tensor) -> Outputs:
+def said(chunk: Transformer, y: Tensor, mask: Tensor) -> Outputs:
     """What the last stage says, of what a head for finetuning gives or else of hidden states [S, B, H]."""
     if chunk.config.head == "classification":
         return {"logits": y}
@@ -100,6 +100,7 @@ def said(chunk: Model, y: Tensor, mask: Tensor) -> Outputs:
     rows = y.transpose(0, 1)[mask]  # [R, H]
     if isinstance(chunk, GPT2):
         return {"logits": full_logits(rows, chunk.token)} if chunk.config.is_tied else {"hidden states": rows}
+    assert isinstance(chunk, BERT)
     pooled = chunk.pool(y)
     if not chunk.config.is_tied:
         return {"hidden states": rows, "pooled states": pooled[0]}

@@ -28,8 +28,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mlm.data.gpt import GPTDataset
-from mlm.models.bert.samples import BERTDataset, BERTSamples
+from mlm.data.sampler import Dataset, Samples
 
 MAX_SAMPLES = 1 << 50
 GAP = 1024  # sample numbers further apart than this are looked up on their own
@@ -47,7 +46,7 @@ class BlendedDataset:
 
     def __init__(
         self,
-        datasets: Sequence[GPTDataset | BERTDataset],
+        datasets: Sequence[Dataset],
         weights: ArrayLike,
         *,
         num_samples: int,
@@ -70,16 +69,18 @@ class BlendedDataset:
         source, number = locate(self.weights, ids - self.from_sample)
         return source, number + self.first[source]
 
-    def gather(self, sample_ids: ArrayLike) -> Ids | BERTSamples:
+    def gather(self, sample_ids: ArrayLike) -> Samples:
         """Samples in bulk, as the corpora give them. The ids must be in range."""
         source, number = self.locate(sample_ids)
         order = np.argsort(source, kind="stable")
         parts = [self.datasets[i].gather(number[source == i]) for i in np.unique(source)]
         back = np.empty_like(order)
         back[order] = np.arange(len(order))
-        if isinstance(parts[0], BERTSamples):
-            return BERTSamples.joined(parts)[back]
-        return np.concatenate(parts)[back]
+        windows = [part for part in parts if isinstance(part, np.ndarray)]
+        if windows:
+            return np.concatenate(windows)[back]
+        first, *others = (part for part in parts if not isinstance(part, np.ndarray))
+        return first.followed_by(others)[back]
 
 
 def locate(weights: ArrayLike, sample_ids: ArrayLike) -> tuple[Ids, Ids]:

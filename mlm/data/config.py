@@ -1,7 +1,7 @@
 """Settings of the data that a run reads."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from mlm.config.fields import BlendEntry, CacheFolder, Forbid, InputPath
 
@@ -15,8 +15,10 @@ class DataConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    kind: Literal["indexed", "synthetic"] = "indexed"
-    """indexed reads Megatron's .bin/.idx; synthetic draws random tokens, for throughput runs."""
+    kind: str = "indexed"
+    """indexed reads Megatron's .bin/.idx; synthetic draws random tokens, for throughput runs; or a function
+    of your own by its import path, my_package.my_module:dataset, which is called as dataset(data,
+    vocab_size=…, num_samples=…, seed=…, validation=…) and returns a Dataset (mlm/data/sampler.py)."""
     path: InputPath | None = None
     """Corpus folder written by `mlm data build`: train.bin/.idx, validation.bin/.idx, tokenizer.json."""
     train: InputPath | None = None

@@ -26,9 +26,8 @@ from mlm.data.vectors import coarse, copy_runs, first_above, stable_argsort
 from mlm.errors import UserError
 from mlm.files.atomic import digest_bytes, write_atomic
 from mlm.files.one_builder import one_builder
+from mlm.parallel.labels import IGNORE
 
-IGNORED = -100
-"""Label of a position that is not scored."""
 CACHE_FROM = 1 << 20
 """Documents plus windows of an epoch from which its order is worth a file."""
 KEPT_EPOCHS = 2
@@ -199,7 +198,7 @@ class GPTDataset:
 class EvalWindows:
     """Consecutive windows over the whole corpus in its own order, for scoring every token exactly once.
 
-    Window k covers tokens k * S to k * S + S; the last is padded with IGNORED. The corpus's very first
+    Window k covers tokens k * S to k * S + S; the last is padded with IGNORE. The corpus's very first
     token has no context and is not predicted: num_tokens - 1 are. Raises UserError for a one-token corpus.
     """
 
@@ -212,13 +211,13 @@ class EvalWindows:
         return -(-(self.indexed.num_tokens - 1) // self.seq_length)
 
     def gather(self, window_ids: ArrayLike) -> Ids:
-        """Windows in bulk: int64 [n, seq_length + 1], IGNORED past the end of the corpus."""
+        """Windows in bulk: int64 [n, seq_length + 1], IGNORE past the end of the corpus."""
         ids = np.asarray(window_ids, dtype=np.int64)
         assert ids.size == 0 or (ids.min() >= 0 and ids.max() < len(self)), "window id out of range"
         positions = ids[:, None] * self.seq_length + np.arange(self.seq_length + 1)
         inside = positions < self.indexed.num_tokens
         tokens = self.indexed.tokens[np.where(inside, positions, 0)].astype(np.int64)
-        return np.where(inside, tokens, IGNORED)
+        return np.where(inside, tokens, IGNORE)
 
 
 def windows_per_epoch(num_tokens: int, seq_length: int) -> int:

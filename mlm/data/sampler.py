@@ -7,20 +7,58 @@ samples of a step are a function of the consumed-sample counter alone, and dp ma
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from mlm.data.gpt import IGNORED
-from mlm.models.bert.samples import BERTSamples
+from mlm.parallel.labels import IGNORE
 
-Samples = NDArray[np.int64] | BERTSamples
-"""What a dataset gathers: GPT's samples, int64 [n, S + 1], IGNORED where there is no token; or BERT's."""
+Ids = NDArray[np.int64]
+
+
+class MicroBatch(Protocol):
+    """Part of every micro-batch, whatever else its model reads."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """[B, S] int64."""
+        ...
+
+    @property
+    def first_sample(self) -> int:
+        """Number of its first sample in the whole run: dropout streams are a function of it."""
+        ...
+
+
+class SampleBlock(Protocol):
+    """Samples in bulk that are more than windows of tokens, such as BERT's."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: "slice | Ids", /) -> Self:
+        """Some of the samples."""
+        ...
+
+    def followed_by(self, others: Sequence[Self], /) -> Self:
+        """These samples and others after them."""
+        ...
+
+    def unscored_from(self, first: int, /) -> Self:
+        """The same samples, of which those from `first` on are not scored."""
+        ...
+
+    def batch(self, first_sample: int, tensor: Callable[[Ids], Tensor], /) -> MicroBatch:
+        """All of them as a micro-batch, of tensors made by `tensor`."""
+        ...
+
+
+Samples = Ids | SampleBlock
+"""What a dataset gathers: windows, int64 [n, S + 1], IGNORE where there is no token; or a block."""
 
 
 class Dataset(Protocol):
@@ -45,31 +83,10 @@ class Batch:
     """Number of the first sample in the whole run: dropout streams are a function of it."""
 
 
-@dataclass(frozen=True, eq=False)
-class BERTBatch:
-    """One micro-batch of BERT samples; see BERTSamples."""
-
-    tokens: Tensor
-    """[B, S] int64: masked, padded on the right."""
-    token_types: Tensor
-    """[B, S] int64."""
-    lengths: Tensor
-    """[B] int64: tokens before the padding."""
-    labels: Tensor
-    """[B, S] int64: the true token where one is to be predicted, else -100."""
-    is_swapped: Tensor
-    """[B] int64: 1 where the second segment comes first in its document; -100 is not scored."""
-    first_sample: int
-    """As in Batch."""
-
-
-AnyBatch = Batch | BERTBatch
-
-
-def as_batch(samples: Samples, first_sample: int, *, pin_memory: bool = False) -> AnyBatch:
+def as_batch(samples: Samples, first_sample: int, *, pin_memory: bool = False) -> MicroBatch:
     """A micro-batch of these samples.
 
-    Of GPT's [B, S + 1] inputs and labels; a position without a token is fed 0 and not scored.
+    Of windows [B, S + 1] inputs and labels; a position without a token is fed 0 and not scored.
     """
 
     def tensor(x: NDArray[np.int64]) -> Tensor:
@@ -77,15 +94,8 @@ def as_batch(samples: Samples, first_sample: int, *, pin_memory: bool = False) -
         # page-locked memory copies to a CUDA device without making the host wait
         return made.pin_memory() if pin_memory else made
 
-    if isinstance(samples, BERTSamples):
-        return BERTBatch(
-            tokens=tensor(samples.tokens),
-            token_types=tensor(samples.token_types),
-            lengths=tensor(samples.lengths),
-            labels=tensor(samples.labels),
-            is_swapped=tensor(samples.is_swapped),
-            first_sample=first_sample,
-        )
+    if not isinstance(samples, np.ndarray):
+        return samples.batch(first_sample, tensor)
     return Batch(tensor(np.maximum(samples[:, :-1], 0)), tensor(samples[:, 1:]), first_sample)
 
 
@@ -101,7 +111,7 @@ class Plan:
     size: int
     pin_memory: bool
 
-    def step(self, number: int) -> list[AnyBatch] | None:
+    def step(self, number: int) -> list[MicroBatch] | None:
         """This rank's micro-batches of the given step from here, or None when samples run out."""
         begin = self.consumed_samples + number * self.global_batch_size
         if begin + self.global_batch_size > len(self.dataset):
@@ -123,7 +133,7 @@ class End:
     error: BaseException | None = None
 
 
-Queue = queue.Queue[list[AnyBatch] | End]
+Queue = queue.Queue[list[MicroBatch] | End]
 
 
 class Loader:
@@ -157,10 +167,10 @@ class Loader:
         )
         self._thread.start()
 
-    def __iter__(self) -> Iterator[list[AnyBatch]]:
+    def __iter__(self) -> Iterator[list[MicroBatch]]:
         return self
 
-    def __next__(self) -> list[AnyBatch]:
+    def __next__(self) -> list[MicroBatch]:
         if self._end is None:
             item = self._queue.get()
             if not isinstance(item, End):
@@ -208,7 +218,7 @@ def read_ahead(plan: Plan, out: Queue, stop: threading.Event) -> None:
 
 def eval_batches(
     windows: Dataset, *, micro_batch_size: int, rank: int, size: int, limit: int | None = None
-) -> Iterator[AnyBatch]:
+) -> Iterator[MicroBatch]:
     """Micro-batches of this rank such that all ranks together score every window exactly once.
 
     `limit` scores only the first so many windows, whatever the layout. Every rank yields the same number of
@@ -221,7 +231,7 @@ def eval_batches(
         ids = first + np.arange(micro_batch_size)
         samples = windows.gather(np.minimum(ids, count - 1))
         filled = max(0, count - first)  # from there on
-        if isinstance(samples, BERTSamples):
-            yield as_batch(samples.unscored_from(filled), first)
+        if isinstance(samples, np.ndarray):
+            yield as_batch(np.where((ids < count)[:, None], samples, IGNORE), first)
         else:
-            yield as_batch(np.where((ids < count)[:, None], samples, IGNORED), first)
+            yield as_batch(samples.unscored_from(filled), first)

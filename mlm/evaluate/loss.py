@@ -28,10 +28,9 @@ from mlm.checkpoint.native.format import RESTORE
 from mlm.config.fields import split_weight
 from mlm.data.blend_history import trained_on
 from mlm.data.config import DataConfig
-from mlm.data.gpt import EvalWindows
 from mlm.data.indexed import IndexedDataset
 from mlm.data.receipt import RECEIPT, check_corpus, read_receipt
-from mlm.data.sampler import AnyBatch, Dataset, eval_batches
+from mlm.data.sampler import Dataset, MicroBatch, eval_batches
 from mlm.errors import CorruptFileError, UserError
 from mlm.evaluate.config import EvalLossConfig
 from mlm.files.atomic import digest_file
@@ -47,19 +46,13 @@ from mlm.inference.trained import (
     result_file,
     window_length,
 )
-from mlm.models.bert.corpora import bert_windows
-from mlm.models.bert.masking import BERTVocab
 from mlm.models.bert.model import PARTS
 from mlm.parallel.mesh import ParallelContext
 from mlm.terminal import count_progress
 from mlm.train.config import PretrainConfig
 from mlm.train.corpora import validation_prefixes
-from mlm.train.objective import pretraining
 from mlm.train.pipelined import evaluate
 from mlm.train.state import saved_history
-
-GPT_PROTOCOL = "consecutive windows, every token but the first scored once"
-BERT_PROTOCOL = "one pass over the samples of pretraining, masks of a fixed seed"
 
 
 def preflight(config: EvalLossConfig) -> list[str]:
@@ -74,8 +67,8 @@ def preflight(config: EvalLossConfig) -> list[str]:
     try:
         prefix = corpus_prefix(config, trained, path)
         seq_length = window_length(config.seq_length, trained)
-        if trained.model.kind == "bert":
-            BERTVocab.of(load_tokenizer(config.tokenizer, path))
+        if check := trained.model.family.check_tokenizer:
+            check(load_tokenizer(config.tokenizer, path))
     except CorruptFileError:
         raise  # damage has an exit code of its own
     except UserError as error:
@@ -155,7 +148,8 @@ def run(config: EvalLossConfig, ctx: ParallelContext) -> None:
     windows = scored_windows(config, trained, prefix, seq_length)
     batches = eval_batches(windows, micro_batch_size=config.batch_size, rank=ctx.dp.rank, size=ctx.dp.size)
     rounds = -(-len(windows) // (config.batch_size * ctx.dp.size))
-    model, objective = trained.model, pretraining(trained.config, ctx, trained.model.dtype)
+    model, family = trained.model, trained.config.model.family
+    objective = family.objective(trained.config.data, ctx, model.dtype)
     means, counts = evaluate(model, objective, progress(batches, rounds, ctx.is_main))
     if not ctx.is_main:
         return
@@ -163,7 +157,7 @@ def run(config: EvalLossConfig, ctx: ParallelContext) -> None:
     receipt = prefix.with_name(RECEIPT)
     result: dict[str, Any] = {
         "task": "loss",
-        "protocol": BERT_PROTOCOL if is_bert else GPT_PROTOCOL,
+        "protocol": family.protocol,
         "loss": loss,
         **(dict(zip(objective.parts, means, strict=True)) if is_bert else {}),
         "perplexity": math.exp(min(means[0], 700.0)),
@@ -190,11 +184,10 @@ def run(config: EvalLossConfig, ctx: ParallelContext) -> None:
 
 
 def scored_windows(config: EvalLossConfig, trained: Trained, prefix: Path, seq_length: int) -> Dataset:
-    """What of the corpus is scored. Raises UserError where it, or the tokenizer, is not a BERT's."""
-    if trained.config.model.kind == "bert":
-        data = replace(trained.config.data, seq_length=seq_length)
-        return bert_windows(data, prefix, BERTVocab.of(load_tokenizer(config.tokenizer, trained.path)))
-    return EvalWindows(IndexedDataset(prefix), seq_length=seq_length)
+    """Return the scored samples of a corpus. Raises UserError if its family cannot make them."""
+    family, data = trained.config.model.family, replace(trained.config.data, seq_length=seq_length)
+    tokenizer = load_tokenizer(config.tokenizer, trained.path) if family.check_tokenizer else None
+    return family.samples.validation(data, prefix, tokenizer)
 
 
 def training_corpora(trained: Trained) -> list[dict[str, Any]]:
@@ -230,7 +223,7 @@ def bits_per_byte(
     return nats / math.log(2) / size if size else None
 
 
-def progress(batches: Iterable[AnyBatch], rounds: int, shown: bool) -> Iterator[AnyBatch]:
+def progress(batches: Iterable[MicroBatch], rounds: int, shown: bool) -> Iterator[MicroBatch]:
     """Pass batches through under a progress bar with an ETA, on a terminal."""
     with count_progress("scoring", rounds, shown=shown) as advance:
         for batch in batches:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor
 from mlm.errors import UserError
 from mlm.evaluate.kept_scores import KeptScores
 from mlm.inference.trained import Trained
+from mlm.models.backbone import Transformer
 from mlm.models.gpt2.model import GPT2
 from mlm.parallel.collectives import all_reduce
 from mlm.parallel.mesh import ParallelContext
@@ -169,11 +171,11 @@ def score_groups(
     """Rows of the table for the requests in `groups`, which have these numbers; on every rank."""
     batches = [pack(requests, group, ctx.dp.rank, ctx.dp.size) for group in groups]
 
-    def forward(chunk: GPT2, batch: Packed, x: Tensor | None) -> Tensor:
+    def forward(chunk: Transformer, batch: Packed, x: Tensor | None) -> Tensor:
         tokens, places, labels = (
             t.to(ctx.device, non_blocking=True) for t in (batch.tokens, batch.places, batch.labels)
         )
-        return chunk.scores(tokens, places, labels, x)
+        return cast(GPT2, chunk).scores(tokens, places, labels, x)
 
     table = torch.zeros(len(requests), 3, dtype=torch.float64)
     for batch, result in list(model.evaluate(batches, forward)):  # all are under way before the first is read

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mlm.data.splitmix import Bits, draw, root
 from mlm.finetune.examples import Example
-from mlm.parallel.cross_entropy import IGNORE
+from mlm.parallel.labels import IGNORE
 
 Ids = NDArray[np.int64]
 

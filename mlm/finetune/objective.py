@@ -9,7 +9,8 @@ from torch import Tensor
 from mlm.finetune.batches import TaskBatch
 from mlm.models.backbone import Inputs, Transformer
 from mlm.models.documents import without_padding
-from mlm.parallel.cross_entropy import IGNORE, wide
+from mlm.parallel.cross_entropy import wide
+from mlm.parallel.labels import IGNORE
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.random import DropoutStream
 
@@ -65,7 +66,7 @@ class Finetuning:
         """What the model reads of a micro-batch, on the device."""
         device, config = self.ctx.device, chunk.config
         spans = None
-        if config.kind == "bert":  # a GPT-2 looks at no padding anyway
+        if not config.family.causal:  # a causal model looks at no padding anyway
             spans = without_padding(batch.lengths, batch.tokens.shape[1], self.dtype, device)
         tokens, lengths, types = (
             t.to(device, non_blocking=True) for t in (batch.tokens, batch.lengths, batch.token_types)

@@ -8,16 +8,16 @@ last token. Special tokens that are written out in a text are letters of it.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import UserError
+from mlm.models.family import family_of
 
 Tokens = NDArray[np.int32]
-ModelKind = Literal["bert", "gpt2"]
+ModelKind = str
 BATCH = 10_000  # texts tokenised at a time
 
 
@@ -63,7 +63,7 @@ class Frame:
 
 def frame(tokenizer: Tokenizer, *, kind: ModelKind, max_length: int) -> Frame:
     """The special tokens that a kind of model needs. Raises UserError when the tokenizer lacks them."""
-    if kind == "gpt2":
+    if family_of(kind).causal:
         return Frame(tokens([]), tokens([tokenizer.eod_id]), types=False, max_length=max_length)
     if tokenizer.cls_id is None or tokenizer.sep_id is None:
         raise UserError(

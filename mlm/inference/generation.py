@@ -8,6 +8,7 @@ for every max_positions / 2 tokens, in place of one for every token.
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.errors import UserError
 from mlm.inference.sampling import NOT_FINITE, Sampling, next_tokens
 from mlm.inference.trained import Trained
+from mlm.models.backbone import Transformer
 from mlm.models.cache import Fill, KeyValueCache, Reading, Step
 from mlm.models.gpt2.model import GPT2
 from mlm.parallel.collectives import broadcast
@@ -189,8 +191,8 @@ class _Reader:
     def _pass(self, batches: Sequence[Tensor], readings: Sequence[Reading]) -> list[Tensor]:
         """What the last stage makes of each batch of tokens [B, S]; nothing on other ranks."""
 
-        def forward(chunk: GPT2, batch: Batch, x: Tensor | None) -> Tensor:
-            return chunk.read(batch.tokens, readings[batch.first_sample], x)
+        def forward(chunk: Transformer, batch: Batch, x: Tensor | None) -> Tensor:
+            return cast(GPT2, chunk).read(batch.tokens, readings[batch.first_sample], x)
 
         numbered = [Batch(tokens, tokens, number) for number, tokens in enumerate(batches)]
         return [result for _, result in self.model.evaluate(numbered, forward)]

@@ -153,7 +153,7 @@ def checkpoint_faults(ckpt: str, parallel: ParallelConfig) -> list[str]:
 
 def continues_fault(ckpt: str, model: ModelConfig) -> str | None:
     """Whether a model tells from left to right which token comes next."""
-    if model.kind != "gpt2":
+    if not model.family.causal:
         return (
             f"ckpt={ckpt} holds a {model.kind} model, which does not read from left to right; give a gpt2 "
             "checkpoint"

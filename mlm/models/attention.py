@@ -1,4 +1,4 @@
-"""Self-attention with its heads split over the tensor-parallel ranks, causal in a GPT-2.
+"""Self-attention with its heads split over the tensor-parallel ranks, causal where its family is.
 
 Shapes: S sequence, B micro-batch, H hidden, N heads, D head_dim, t = tensor-parallel size.
 """
@@ -39,7 +39,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         if config.num_heads % tp.size:
             raise ValueError(f"num_heads={config.num_heads} must be divisible by tp={tp.size}")
-        self.layer, self.recompute, self.causal = layer, recompute, config.kind == "gpt2"
+        self.layer, self.recompute, self.causal = layer, recompute, config.family.causal
         self.head_dim, self.dropout = config.head_dim, config.attention_dropout
         h, std = config.hidden_size, config.init_std
         out_std = std / math.sqrt(2 * config.num_layers)

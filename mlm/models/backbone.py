@@ -5,6 +5,7 @@ states are [S, B, H], with sequence parallelism [S/t, B, H].
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -58,6 +59,11 @@ class Transformer(nn.Module):
     (or float64); activations are of `dtype`.
     """
 
+    pools: ClassVar[bool] = False
+    """True if head=classification reads the first token by way of a pooler, else the last token."""
+    layer_type: ClassVar[type[TransformerLayer]] = TransformerLayer
+    """Class of its layers; those of a family of your own may derive from it."""
+
     def __init__(
         self,
         config: ModelConfig,
@@ -91,7 +97,7 @@ class Transformer(nn.Module):
                 self.embedding_norm = LayerNorm(h, eps=config.layer_norm_eps)
         self.layers = nn.ModuleDict(
             {
-                str(n): TransformerLayer(
+                str(n): self.layer_type(
                     config,
                     layer=n,
                     tp=tp,
@@ -110,7 +116,7 @@ class Transformer(nn.Module):
         h, std = config.hidden_size, config.init_std
         if config.norm == "pre":
             self.final_norm = LayerNorm(h, eps=config.layer_norm_eps)
-        if config.kind == "bert" and config.head != "span":
+        if self.pools and config.head != "span":
             self.pooler = PlainLinear(h, h, init_std=std)
         if config.head in ("classification", "span"):
             outputs = config.num_labels if config.head == "classification" else 2
@@ -171,7 +177,7 @@ class Transformer(nn.Module):
             return h
         if self.config.head == "span":
             return self.whole(self.classifier(h)).transpose(0, 1)
-        if self.config.kind == "bert":
+        if self.pools:
             pooled = self.pool(h)
             if stream is not None:
                 p, layer = self.config.hidden_dropout, self.config.num_layers

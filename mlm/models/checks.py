@@ -1,35 +1,30 @@
-"""What must hold between the settings of a model, and between a model and what it is trained on."""
+"""What must hold between the settings of a model, and between a model and what it is trained on.
+
+Each returns a line with the fix, or None. A family that cannot be found is reported by `model_fault` alone.
+"""
 
 from typing import Any
 
-from mlm.data.config import DataConfig
+from mlm.config.imports import OwnCodeError
 from mlm.models.config import ModelConfig
-
-SHORTEST = 8
-"""Tokens of a BERT sample at the least: [CLS], two [SEP] and some text."""
-DOCUMENT_SWITCHES = ("reset_positions", "reset_attention", "mask_eod_loss")
 
 
 def model_fault(model: ModelConfig) -> str | None:
-    """Settings that no model of its kind has."""
-    if model.kind == "gpt2":
-        if model.norm == "post":
-            return "model.norm=post is BERT's, and model.kind=gpt2 has its norms first; use model.norm=pre"
-        if model.token_types:
-            return (
-                f"model.token_types={model.token_types}: model.kind=gpt2 knows no kinds of segments; "
-                "use model.token_types=0"
-            )
-    elif model.token_types < 2:
+    """Return what is wrong with a model's family, or with settings that no model of it has."""
+    try:
+        family = model.family
+    except OwnCodeError as error:
+        return str(error)
+    for name in model.options.keys() - family.options.keys():
+        names = ", ".join(family.options) or "none"
         return (
-            f"model.token_types={model.token_types}: model.kind=bert tells two segments apart; "
-            "use model.token_types=2"
+            f"model.options.{name}: model.kind={model.kind} has no such setting; remove it (it has: {names})"
         )
-    return None
+    return family.model_problem(model)
 
 
 def pretraining_fault(config: Any) -> str | None:
-    """A head that is not pretrained."""
+    """Return the problem of a head that is not pretrained."""
     head = config.model.head
     if head == "language_model":
         return None
@@ -38,20 +33,9 @@ def pretraining_fault(config: Any) -> str | None:
     )
 
 
-def bert_data_fault(config: Any) -> str | None:
-    """Settings of the data that BERT samples do not have, or that they cannot be made with."""
-    data: DataConfig = config.data
-    if config.model.kind != "bert":
+def data_fault(config: Any) -> str | None:
+    """Return a setting of the data that the model's samples cannot be made with."""
+    try:
+        return config.model.family.data_problem(config.data)
+    except OwnCodeError:
         return None
-    for name in DOCUMENT_SWITCHES:
-        if getattr(data, name):
-            return (
-                f"data.{name}=true is for samples of several documents, and a BERT sample is of one; "
-                f"use data.{name}=false"
-            )
-    if data.seq_length < SHORTEST:
-        return (
-            f"data.seq_length={data.seq_length} holds no two segments with [CLS] and two [SEP]; use "
-            f"data.seq_length={SHORTEST} or more"
-        )
-    return None

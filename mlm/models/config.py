@@ -1,20 +1,25 @@
-"""What a model is: shape, regularisation and head of a transformer; see schema.py."""
+"""Settings of a model: shape, regularisation and head of a transformer."""
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from mlm.config.fields import Forbid
-from mlm.data.config import MASKED
+from mlm.config.fields import Forbid, Options
+from mlm.models.family import ModelFamily, family_of
+
+if TYPE_CHECKING:
+    from mlm.data.sampler import MicroBatch
+    from mlm.models.backbone import Transformer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """Shape and regularisation of a transformer. `kind` picks the builder in `mlm.models`."""
+    """Shape and regularisation of a transformer. `kind` picks its family."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    kind: Literal["gpt2", "bert"] = "gpt2"
-    """Architecture family: gpt2 reads from left to right, bert both ways."""
+    kind: str = "gpt2"
+    """Model family: gpt2 reads from left to right, bert both ways; or one of your own by its import path,
+    my_package.my_family:FAMILY."""
     num_layers: int
     """Transformer layers, L."""
     hidden_size: int
@@ -49,6 +54,17 @@ class ModelConfig:
     of sentences), nothing, num_labels numbers per text, or two per token (where an answer begins, ends)."""
     num_labels: int = 0
     """Outputs of head=classification."""
+    options: Options = field(default_factory=dict)
+    """Settings of a family of your own, by name; the shipped ones have none."""
+
+    @property
+    def family(self) -> "ModelFamily[Transformer, MicroBatch]":
+        """The family that `kind` names. Raises OwnCodeError (a UserError) if there is none."""
+        return family_of(self.kind)
+
+    def option(self, name: str) -> bool | int | float | str:
+        """Value of a setting of the family's own, from `options` or its default."""
+        return self.options.get(name, self.family.options[name])
 
     @property
     def head_dim(self) -> int:
@@ -78,37 +94,17 @@ class ModelConfig:
         norms = 4 * h
         embeddings = (self.vocab_size + self.max_positions + self.token_types) * h
         one_norm = 2 * h  # behind the layers, or behind the embeddings with norm=post
-        return (
-            embeddings + self.num_layers * (attention + mlp + norms) + one_norm + self.num_head_parameters()
-        )
-
-    def num_head_parameters(self) -> int:
-        """Parameters behind the layers and their norm; an output layer tied to the token table has none."""
-        h, is_bert = self.hidden_size, self.kind == "bert"
-        pooler = h * h + h if is_bert and self.head != "span" else 0
-        match self.head:
-            case "classification":
-                return pooler + self.num_labels * (h + 1)
-            case "span":
-                return 2 * (h + 1)
-            case "language_model" if is_bert:
-                transform = h * h + 3 * h  # with its norm
-                return pooler + transform + self.vocab_size + 2 * (h + 1)
-        return pooler
+        head = self.family.num_head_parameters(self)
+        return embeddings + self.num_layers * (attention + mlp + norms) + one_norm + head
 
     def flops_per_token(self, seq_length: int, tp: int = 1) -> float:
         """Model floating-point operations of one training token, forward and backward, no recomputation.
 
-        Matrix products only: 6 per weight, plus 12 * L * H * S for attention scores and values, plus the
-        vocabulary projection (arXiv:2104.04473, section 5.1, without its recomputed forward pass). A BERT
-        projects masked tokens alone, by its transform and onto the vocabulary.
+        Matrix products only: 6 per weight, plus 12 * L * H * S for attention scores and values
+        (arXiv:2104.04473, section 5.1, without its recomputed forward pass). Weights after the layers count
+        as the family says: vocabulary projections of scored tokens.
         """
         h = self.hidden_size
         layer = 4 * h * h + 2 * h * self.ffn_size
         attention = 12 * self.num_layers * h * seq_length
-        head: float = h * self.padded_vocab_size(tp)
-        if self.head != "language_model":
-            head = 0.0  # a few numbers per text
-        elif self.kind == "bert":
-            head = MASKED * (head + h * h)
-        return 6 * (self.num_layers * layer + head) + attention
+        return 6 * (self.num_layers * layer + self.family.head_products(self, tp)) + attention

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mlm.data.config import DataConfig
-from mlm.parallel.cross_entropy import IGNORE
+from mlm.parallel.labels import IGNORE
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,36 +1,134 @@
-"""Model families: one object says all that the rest of the toolkit knows of one.
+"""Model families: one object says all that the rest of the toolkit knows of a kind of model.
 
 `model.kind` names a shipped family (gpt2, bert), or one of the user's own by its import path,
-`my_package.my_module:FAMILY`.
+`my_package.my_family:FAMILY`. A variation of a shipped one takes the rest from it:
+
+    FAMILY = replace(gpt2.FAMILY, model=MyGPT2)
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-if TYPE_CHECKING:
+from mlm.config.imports import imported
+
+if TYPE_CHECKING:  # settings know their family, so nothing here may need them, or torch, at run time
+    import torch
+
+    from mlm.data.config import DataConfig
+    from mlm.data.sampler import Dataset, MicroBatch
+    from mlm.data.tokenizer import Tokenizer
     from mlm.models.backbone import Transformer
+    from mlm.models.config import ModelConfig
+    from mlm.models.objective import Objective
+    from mlm.parallel.mesh import ParallelContext
 
-SHIPPED = {"gpt2": "mlm.models.gpt2.family:FAMILY", "bert": "mlm.models.bert.family:FAMILY"}
+SHIPPED = {"gpt2": "mlm.models.gpt2.family", "bert": "mlm.models.bert.family"}
+"""Module of the FAMILY of each shipped kind."""
+
+C = TypeVar("C", bound="Transformer")
+B = TypeVar("B", bound="MicroBatch")
+
+
+class SampleSource(Protocol):
+    """The samples that a family is trained and scored on.
+
+    `tokenizer` is None unless the family has a `check_tokenizer`. All raise UserError where samples cannot
+    be made.
+    """
+
+    def train(
+        self,
+        data: "DataConfig",
+        prefix: Path,
+        tokenizer: "Tokenizer | None",
+        num_samples: int,
+        *,
+        seed: int,
+        cache: Path | None,
+    ) -> "Dataset":
+        """Return training samples 0 to num_samples of an indexed corpus; `cache` keeps their order."""
+        ...
+
+    def validation(self, data: "DataConfig", prefix: Path, tokenizer: "Tokenizer | None") -> "Dataset":
+        """Return what of an indexed corpus is scored, each once and the same whatever the run's seed."""
+        ...
+
+    def synthetic(self, data: "DataConfig", vocab_size: int, num_samples: int, seed: int) -> "Dataset":
+        """Return random samples of data.seq_length tokens."""
+        ...
+
+
+class HuggingFaceMapping(Protocol):
+    """How a family is written in `transformers`' format; the family's huggingface.py fills it."""
+
+
+class MegatronMapping(Protocol):
+    """How a family is written in Megatron-LM's format; the family's megatron.py fills it."""
+
+
+def no_problem(*_: object) -> None:
+    """Settings that need no check."""
+
+
+def no_problems(*_: object) -> list[str]:
+    """Corpora that need no check."""
+    return []
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelFamily:
-    """A model family."""
+class ModelFamily(Generic[C, B]):
+    """A model family. C is the class of its models, B its micro-batches."""
 
-    model: "type[Transformer]"
+    model: type[C]
     """Module of one pipeline stage, or of the whole model."""
     causal: bool
-    """True if a token attends only to itself and to the tokens before it: such a model generates text."""
+    """True if a token attends only to itself and to the tokens before it: such a model generates text, looks
+    at no padding on the right, and is finetuned on texts that end with the end-of-document token. Others read
+    both ways, and texts framed by [CLS] and [SEP]."""
+    objective: "Callable[[DataConfig, ParallelContext, torch.dtype], Objective[C, B]]"
+    """What it is pretrained for; the dtype is that of activations."""
+    samples: SampleSource
+    """What it is pretrained on."""
+    check_tokenizer: "Callable[[Tokenizer], object] | None" = None
+    """Raises UserError if samples cannot be made with a tokenizer; None if they depend on none."""
+    data_keys: tuple[str, ...] = ()
+    """Keys of data.* that shape the samples of this family and not of others."""
+    num_head_parameters: "Callable[[ModelConfig], int]"
+    """Parameters after the layers and their norm, without those tied to the token table."""
+    head_products: "Callable[[ModelConfig, int], float]"
+    """Weights that a token of pretraining is multiplied with after the layers, at a tp: an average."""
+    options: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+    """Names of its own settings, model.options.NAME, with their defaults."""
+    loss_unit: str = "nats per token"
+    """Unit of the loss in curves."""
+    protocol: str
+    """Scoring by `mlm eval loss`, for its receipt."""
+    model_problem: "Callable[[ModelConfig], str | None]" = no_problem
+    """Return what is wrong with settings of a model, in a line with the fix."""
+    data_problem: "Callable[[DataConfig], str | None]" = no_problem
+    """Return what is wrong with settings of the data, in a line with the fix."""
+    corpus_problems: "Callable[[ModelConfig, Sequence[Path], Path | None], list[str]]" = no_problems
+    """Return what keeps samples from being made of corpora (their prefixes) with a tokenizer.json."""
+    huggingface: HuggingFaceMapping | None = None
+    """None if `transformers` has no such model."""
+    megatron: MegatronMapping | None = None
+    """None if Megatron-LM has no such model."""
 
 
-def family_of(kind: str) -> ModelFamily:
-    """Return the family that `model.kind` names. Raises ValueError if there is none."""
-    path = SHIPPED.get(kind, kind)
-    module, colon, name = path.partition(":")
-    if not colon:
-        raise ValueError(f"model.kind={kind}: no such family; use {', '.join(SHIPPED)} or module:NAME")
-    family = getattr(import_module(module), name)
-    if not isinstance(family, ModelFamily):
-        raise ValueError(f"model.kind={kind}: {name} is not a ModelFamily")
+def family_of(kind: str) -> "ModelFamily[Transformer, MicroBatch]":
+    """Return the family that model.kind names. Raises OwnCodeError (a UserError) if there is none."""
+    if kind in SHIPPED:
+        return shipped(kind)
+    family: ModelFamily[Transformer, MicroBatch] = imported("model.kind", kind, SHIPPED, ModelFamily)
+    return family
+
+
+@cache
+def shipped(kind: str) -> "ModelFamily[Transformer, MicroBatch]":
+    """Return a family of SHIPPED."""
+    family: ModelFamily[Transformer, MicroBatch] = import_module(SHIPPED[kind]).FAMILY
     return family

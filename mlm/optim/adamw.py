@@ -1,15 +1,24 @@
-"""Adam with decoupled weight decay, by PyTorch's fused kernel, and its state as named shards."""
+"""The optimizer: Adam with decoupled weight decay by PyTorch's fused kernel, or the user's own.
 
-from collections.abc import Sequence
+Its state, as named shards: per parameter tensors of its shape (moments) and a count of steps, all zero
+before the first step.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from mlm.config.imports import OwnCodeError, imported
 from mlm.optim.config import OptimizerConfig
 from mlm.parallel.sharding import ParameterShard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's two moments, in PyTorch's names."""
+
+Build = Callable[[list[dict[str, Any]], OptimizerConfig], torch.optim.Optimizer]
+"""Builds an optimizer of parameter groups as torch.optim takes them."""
 
 
 def is_decayed(shard: ParameterShard) -> bool:
@@ -17,44 +26,115 @@ def is_decayed(shard: ParameterShard) -> bool:
     return shard.parameter.dim() > 1
 
 
-def build_optimizer(shards: Sequence[ParameterShard], config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the parameters of a model, its fused kernel on any device."""
+def build_of(config: OptimizerConfig) -> Build:
+    """Return the function that optimizer.kind names. Raises OwnCodeError (a UserError) if there is none."""
+    return adamw if config.kind == "adamw" else imported("optimizer.kind", config.kind, ("adamw",), Callable)
+
+
+def adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW, its fused kernel on any device."""
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def build_optimizer(shards: Sequence[ParameterShard], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Build the optimizer of a model's parameters. Raises OwnCodeError (a UserError)."""
     decayed = [s.parameter for s in shards if is_decayed(s)]
     plain = [s.parameter for s in shards if not is_decayed(s)]
     groups = [
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": plain, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    optimizer = build_of(config)(groups, config)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OwnCodeError(
+            f"optimizer.kind={config.kind}: returned a {type(optimizer).__name__}; "
+            "return a torch.optim.Optimizer"
+        )
+    return optimizer
 
 
-def ensure_state(optimizer: torch.optim.AdamW, shards: Sequence[ParameterShard], step: float = 0.0) -> None:
-    """Make the optimizer's state exist, its moments zero and its step count `step`.
+def ensure_state(
+    optimizer: torch.optim.Optimizer, shards: Sequence[ParameterShard], step: float = 0.0
+) -> None:
+    """Make the optimizer's state exist: moments as they are or zero, and its step count `step`.
 
     PyTorch makes it in the first `step()`, which would change the weights.
     """
+    if not isinstance(optimizer, torch.optim.AdamW) and not optimizer.state:
+        _first_state(optimizer, shards)
     for shard in shards:
         p = shard.parameter
         state = optimizer.state[p]
-        state["step"] = torch.tensor(step, dtype=torch.float32, device=p.device)
-        for moment in MOMENTS:
-            state.setdefault(moment, torch.zeros_like(p))
+        if isinstance(optimizer, torch.optim.AdamW):
+            state["step"] = torch.tensor(step, dtype=torch.float32, device=p.device)
+            for moment in MOMENTS:
+                state.setdefault(moment, torch.zeros_like(p))
+        elif isinstance(state.get("step"), Tensor):
+            state["step"].fill_(step)
+        elif "step" in state:
+            state["step"] = int(step)
 
 
-def moment(optimizer: torch.optim.AdamW, shard: ParameterShard, name: str) -> Tensor:
-    """One of MOMENTS of a parameter, shaped like this rank's part of it."""
+@torch.no_grad()
+def _first_state(optimizer: torch.optim.Optimizer, shards: Sequence[ParameterShard]) -> None:
+    """Let a custom optimizer make its state in a step that changes nothing, then set it to zero.
+
+    Raises OwnCodeError for state that checkpoints cannot hold.
+    """
+    before = [shard.parameter.clone() for shard in shards]
+    for shard in shards:
+        shard.parameter.grad = torch.zeros_like(shard.parameter)
+    optimizer.step()
+    for shard, values in zip(shards, before, strict=True):
+        p = shard.parameter
+        p.copy_(values)
+        p.grad = None
+        for name, value in optimizer.state[p].items():
+            if isinstance(value, Tensor) and (value.shape == p.shape or name == "step"):
+                value.zero_()
+            elif value is not None and name != "step":
+                raise OwnCodeError(
+                    f"optimizer.kind: its state {name} is not shaped like the parameter, so checkpoints cannot "
+                    "hold it; keep per parameter tensors of its shape and a count `step`"
+                )
+
+
+def moments(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """Names of the state that is shaped like the parameters."""
+    if isinstance(optimizer, torch.optim.AdamW):
+        return MOMENTS
+    names = {
+        name: None
+        for state in optimizer.state.values()
+        for name, value in state.items()
+        if isinstance(value, Tensor) and name != "step"
+    }
+    return tuple(names)
+
+
+def apply(optimizer: torch.optim.Optimizer, overflow: Tensor) -> None:
+    """Step, unless `overflow` (0-d) is 1: fused kernels look at it themselves, for others the host waits."""
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer.found_inf = overflow  # type: ignore[attr-defined]
+        optimizer.step()
+    elif not overflow.item():
+        optimizer.step()
+
+
+def moment(optimizer: torch.optim.Optimizer, shard: ParameterShard, name: str) -> Tensor:
+    """One of the moments of a parameter, shaped like this rank's part of it."""
     state: Tensor = optimizer.state[shard.parameter][name]
     return state
 
 
-def applied_steps(optimizer: torch.optim.AdamW) -> float:
+def applied_steps(optimizer: torch.optim.Optimizer) -> float:
     """Steps applied so far, skipped ones not counted; Adam's bias correction depends on it."""
     for state in optimizer.state.values():
-        return float(state["step"].item())
+        return float(state.get("step", 0.0))
     return 0.0
 
 
-def set_lr(optimizer: torch.optim.AdamW, lr: float) -> None:
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Learning rate of the next step."""
     for group in optimizer.param_groups:
         group["lr"] = lr

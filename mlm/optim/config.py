@@ -8,10 +8,13 @@ from mlm.config.fields import Forbid
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """Adam with decoupled weight decay (arXiv:1909.08053, section 4.2)."""
+    """Adam with decoupled weight decay (arXiv:1909.08053, section 4.2), or an optimizer of your own."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
+    kind: str = "adamw"
+    """adamw; or a function of your own by its import path, my_package.my_module:build, which is called as
+    build(groups, config) and returns a torch.optim.Optimizer."""
     lr: float = 1.5e-4
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -30,8 +33,10 @@ class ScheduleConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    decay: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the decay."""
+    decay: str = "cosine"
+    """Shape of the decay: cosine, linear or constant; or a function of your own by its import path,
+    my_package.my_module:decay. decay(progress), with progress from 0 after the warm-up to 1 at decay_steps,
+    is the share of the way from min_lr up to optimizer.lr."""
     warmup_steps: int | None = None
     """Steps of linear warm-up from 0; null means a hundredth of train.steps, as in arXiv:1909.08053."""
     decay_steps: int | None = None

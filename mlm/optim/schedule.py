@@ -1,15 +1,32 @@
 """Learning rate as a function of the step."""
 
 import math
+from collections.abc import Callable
 
+from mlm.config.imports import imported
 from mlm.optim.config import OptimizerConfig, ScheduleConfig
+
+Decay = Callable[[float], float]
+"""Progress from 0 (end of warm-up) to 1 (decay_steps) -> share of the way from min_lr up to the peak."""
+
+DECAYS: dict[str, Decay] = {
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+    "linear": lambda progress: 1.0 - progress,
+    "constant": lambda progress: 1.0,
+}
+
+
+def decay_of(schedule: ScheduleConfig) -> Decay:
+    """Return the decay that schedule.decay names. Raises OwnCodeError (a UserError) if there is none."""
+    shipped = DECAYS.get(schedule.decay)
+    return shipped or imported("schedule.decay", schedule.decay, DECAYS, Callable)
 
 
 def learning_rate(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfig, steps: int) -> float:
     """Learning rate of step `step` (the first is 1) in a run of `steps`.
 
     Linear from 0 to optimizer.lr over warmup_steps (default: a hundredth of `steps`), then to min_lr at
-    decay_steps (default: `steps`) along a half cosine or a line, then min_lr (arXiv:1909.08053, section 4.2:
+    decay_steps (default: `steps`) along schedule.decay, then min_lr (arXiv:1909.08053, section 4.2:
     cosine for GPT-2, linear for BERT).
     """
     peak, warmup = optimizer.lr, schedule.warmup(steps)
@@ -19,8 +36,7 @@ def learning_rate(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfi
         return peak
     end = schedule.decay_end(steps)
     progress = min(1.0, (step - warmup) / max(1, end - warmup))
-    remaining = 1.0 - progress if schedule.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    return schedule.min_lr + (peak - schedule.min_lr) * remaining
+    return schedule.min_lr + (peak - schedule.min_lr) * decay_of(schedule)(progress)
 
 
 def warmup_warning(optimizer: OptimizerConfig, schedule: ScheduleConfig, steps: int) -> str | None:

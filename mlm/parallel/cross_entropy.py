@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 
 from mlm.parallel.collectives import all_gather
+from mlm.parallel.labels import IGNORE
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.matmul import product, uses_onednn
-
-IGNORE = -100
-"""Label of a token that is not scored."""
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
 """Largest chunk of logits. CPU: 256 rows at V=50,304 float32, measured best; smaller starves the products,

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from mlm.checkpoint.native.tokenizer_digest import KEY as TOKENIZER
 from mlm.config.build import config_digest, to_dict
 from mlm.data.blend_history import trained_on
+from mlm.data.sampler import MicroBatch
 from mlm.errors import writing_to
 from mlm.files.atomic import write_atomic
 from mlm.launch.stop import StopRequest
@@ -55,7 +56,7 @@ def run(config: PretrainConfig, ctx: ParallelContext) -> None:
     remedy = "set recompute=selective or full, sequence_parallel=true or zero=2, or raise tp or pp"
     with out_of_memory_is_said(config.train.micro_batch_size, remedy), ExitStack() as stack:
         claim(config, ctx, stack)
-        trainer = Trainer(config, ctx)
+        trainer: Trainer[MicroBatch] = Trainer(config, ctx)
         train(trainer, out, resume(trainer))
 
 
@@ -201,8 +202,7 @@ def finish_directory(
     """Plot the losses and write the run's summary. A full disk then is no failed training."""
     prompt = "The" if (out / "tokenizer.json").exists() else None
     try:
-        unit = "nats, both heads" if config.model.kind == "bert" else "nats per token"
-        plot_losses(out / "metrics.jsonl", out / "loss.png", unit)
+        plot_losses(out / "metrics.jsonl", out / "loss.png", config.model.family.loss_unit)
         write_summary(
             out,
             command=resume_command(out),

@@ -1,7 +1,9 @@
 """Checks of the settings of a training run."""
 
+from collections.abc import Callable
 from dataclasses import asdict
 
+from mlm.config.imports import OwnCodeError, imported
 from mlm.config.ranges import out_of_range
 from mlm.config.tree import HOISTED, MISSING_VALUE, flatten
 from mlm.data import files_present as present
@@ -14,7 +16,8 @@ from mlm.launch.checks import (
     loss_scale_can_fall,
     lr_falls,
 )
-from mlm.models.checks import bert_data_fault, model_fault, pretraining_fault
+from mlm.models.checks import data_fault, model_fault, pretraining_fault
+from mlm.optim.schedule import DECAYS
 from mlm.parallel.layout_checks import TRAIN_RULES, Launch
 from mlm.train.config import PretrainConfig
 
@@ -37,7 +40,9 @@ def saved_faults(config: PretrainConfig) -> list[str]:
     values = {key.removeprefix(f"{HOISTED}."): value for key, value in flatten(asdict(config)).items()}
     faults, model = list(out_of_range(values).values()), config.model
     each = [
-        one for value in values.values() for one in (value if isinstance(value, list | tuple) else [value])
+        one
+        for value in values.values()
+        for one in (value if isinstance(value, list | tuple | dict) else [value])
     ]
     faults += [f"{text[:40]!r} is no value" for text in each if isinstance(text, str) and _is_no_value(text)]
     if model.vocab_multiple > MOST_PADDING:
@@ -51,6 +56,17 @@ def saved_faults(config: PretrainConfig) -> list[str]:
 
 def _is_no_value(text: str) -> bool:
     return "${" in text or text == MISSING_VALUE or has_controls(text)
+
+
+def own_code_problem(config: PretrainConfig) -> str | None:
+    """Return the problem of a custom optimizer, schedule or dataset that cannot be found."""
+    try:
+        imported("optimizer.kind", config.optimizer.kind, ("adamw",), Callable)
+        imported("schedule.decay", config.schedule.decay, DECAYS, Callable)
+        imported("data.kind", config.data.kind, ("indexed", "synthetic"), Callable)
+    except OwnCodeError as error:
+        return str(error)
+    return None
 
 
 def _warmup_ends(config: PretrainConfig, _: Launch) -> str | None:
@@ -73,8 +89,9 @@ PRETRAIN_RULES: list[tuple[str, Rule]] = [
     ("schedule.min_lr optimizer.lr", lr_falls),
     ("precision.min_loss_scale precision.initial_loss_scale", loss_scale_can_fall),
     ("", lambda config, _: model_fault(config.model)),
+    ("", lambda config, _: own_code_problem(config)),
     ("", lambda config, _: pretraining_fault(config)),
-    ("data.seq_length", lambda config, _: bert_data_fault(config)),
+    ("data.seq_length", lambda config, _: data_fault(config)),
     ("", lambda config, _: present.corpus(config.data)),
     ("", lambda config, _: present.corpus_extras(config.data)),
     ("", lambda config, _: present.checkpoint(config.ckpt)),

@@ -1,23 +1,21 @@
 """The corpora a run spec names: one, or several that are blended."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mlm.config.imports import imported
 from mlm.data.blend import BlendedDataset
 from mlm.data.blend_checks import entry, names, shares
 from mlm.data.blend_history import History, Segment, Source, continue_history, known_digest, needed, seed_of
 from mlm.data.config import DataConfig
-from mlm.data.gpt import EvalWindows, GPTDataset
 from mlm.data.indexed import IndexedDataset, bin_path, idx_path
 from mlm.data.receipt import RECEIPT, check_corpus, read_receipt
 from mlm.data.sampler import Dataset
-from mlm.data.synthetic import SyntheticBERT, SyntheticDataset
+from mlm.data.tokenizer import Tokenizer
 from mlm.files.atomic import digest_bytes, digest_file, sampled_digest
-from mlm.models.bert.corpora import bert_faults, bert_samples, bert_vocab, bert_windows
-from mlm.models.bert.samples import BERTDataset
 from mlm.train.config import PretrainConfig
 from mlm.train.documents import document_faults
 
@@ -59,7 +57,7 @@ def train_prefix(data: DataConfig) -> Path:
 
 def corpora(data: DataConfig) -> list[Corpus]:
     """What data.blend names, in its order, or the one corpus there is; none for synthetic data."""
-    if data.kind == "synthetic":
+    if data.kind != "indexed":
         return []
     if not data.blend:
         prefix = train_prefix(data)
@@ -102,6 +100,7 @@ def corpus_faults(config: PretrainConfig) -> list[str]:
     """What is wrong with the corpora of a run, a line each; read before any rank starts."""
     faults, found = [], corpora(config.data)
     vocab_size, seq_length = config.model.vocab_size, config.data.seq_length
+    family, tokenizer = config.model.family, tokenizer_path(config.data)
     for corpus in found:
         faults += check_corpus(
             corpus.train,
@@ -116,7 +115,7 @@ def corpus_faults(config: PretrainConfig) -> list[str]:
     return [
         *(faults or faults_between(found)),
         *document_faults(config),
-        *(bert_faults(config, [c.train for c in found], tokenizer_path(config.data))),
+        *(family.corpus_problems(config.model, [c.train for c in found], tokenizer) if found else []),
     ]
 
 
@@ -194,8 +193,8 @@ def train_dataset(config: PretrainConfig, num_samples: int, history: History = (
     They follow the newest segment of `history`; without one the run begins.
     """
     data = config.data
-    if data.kind == "synthetic":
-        return synthetic(config, num_samples, config.seed)
+    if data.kind != "indexed":
+        return dataset_without_corpus(config, num_samples, config.seed)
     segment = (history or continue_history((), sources(data), 0))[-1]
     datasets = [
         corpus_samples(config, corpus.train, count, seed_of(source, config.seed))
@@ -214,39 +213,52 @@ def train_dataset(config: PretrainConfig, num_samples: int, history: History = (
     )
 
 
+def dataset_without_corpus(
+    config: PretrainConfig, num_samples: int, seed: int, *, validation: bool = False
+) -> Dataset:
+    """Return samples that are random, or of the user's own dataset. Raises OwnCodeError (a UserError)."""
+    data, vocab_size = config.data, config.model.vocab_size
+    if data.kind == "synthetic":
+        return config.model.family.samples.synthetic(data, vocab_size, num_samples, seed)
+    dataset: Dataset = own_dataset(data)(
+        data, vocab_size=vocab_size, num_samples=num_samples, seed=seed, validation=validation
+    )
+    return dataset
+
+
+def own_dataset(data: DataConfig) -> Callable[..., Dataset]:
+    """Return the function that data.kind names. Raises OwnCodeError (a UserError) if there is none."""
+    function: Callable[..., Dataset] = imported("data.kind", data.kind, ("indexed", "synthetic"), Callable)
+    return function
+
+
 def is_plain(segment: Segment) -> bool:
     """Whether the samples of the run are those of one corpus, number for number."""
     return len(segment.sources) == 1 and segment.sources[0].first == segment.from_sample
 
 
-def synthetic(config: PretrainConfig, num_samples: int, seed: int) -> Dataset:
-    """Random samples for the model."""
-    kind = SyntheticBERT if config.model.kind == "bert" else SyntheticDataset
-    return kind(config.model.vocab_size, config.data.seq_length, num_samples, seed)
-
-
-def corpus_samples(
-    config: PretrainConfig, prefix: Path, num_samples: int, seed: int
-) -> GPTDataset | BERTDataset:
-    """The training samples of one corpus."""
+def corpus_samples(config: PretrainConfig, prefix: Path, num_samples: int, seed: int) -> Dataset:
+    """Return the training samples of one corpus."""
     data = config.data
-    cache = Path(data.cache) if data.cache is not None else prefix.parent / "index-cache"
-    if config.model.kind == "bert":
-        return bert_samples(
-            data, prefix, bert_vocab(tokenizer_path(data)), num_samples, seed=seed, cache=cache
-        )
-    return GPTDataset(
-        IndexedDataset(prefix),
-        seq_length=data.seq_length,
-        num_samples=num_samples,
+    return config.model.family.samples.train(
+        data,
+        prefix,
+        samples_tokenizer(config),
+        num_samples,
         seed=seed,
-        cache_dir=cache,
+        cache=Path(data.cache) if data.cache is not None else prefix.parent / "index-cache",
     )
+
+
+def samples_tokenizer(config: PretrainConfig) -> Tokenizer | None:
+    """Return the tokenizer that samples depend on; None if they depend on none, or there is none."""
+    path = tokenizer_path(config.data)
+    return Tokenizer.load(path) if path is not None and config.model.family.check_tokenizer else None
 
 
 def validation_prefixes(data: DataConfig) -> dict[str, Path]:
     """Prefix of each corpus's validation set under its name; of the only one, or a given one, under ""."""
-    if data.kind == "synthetic":
+    if data.kind != "indexed":
         return {}
     if data.validation is not None or not data.blend:
         prefix = validation_prefix(data)
@@ -256,19 +268,15 @@ def validation_prefixes(data: DataConfig) -> dict[str, Path]:
 
 def validation_sets(config: PretrainConfig, history: History = ()) -> list[ValidationSet]:
     """What to validate on; empty where there is nothing. Weights are those of the newest blend."""
-    data = config.data
-    if data.kind == "synthetic":
-        samples = synthetic(config, SYNTHETIC_VALIDATION_SAMPLES, config.seed + 1)
-        return [ValidationSet("", samples, 1.0)]
+    data, samples = config.data, config.model.family.samples
+    if data.kind != "indexed":
+        windows = dataset_without_corpus(
+            config, SYNTHETIC_VALIDATION_SAMPLES, config.seed + 1, validation=True
+        )
+        return [ValidationSet("", windows, 1.0)]
     weights = {source.name: source.weight for source in history[-1].sources} if history else {}
-    vocab = bert_vocab(tokenizer_path(data)) if config.model.kind == "bert" else None
-
-    def windows(prefix: Path) -> Dataset:
-        if vocab is not None:
-            return bert_windows(data, prefix, vocab)
-        return EvalWindows(IndexedDataset(prefix), seq_length=data.seq_length)
-
+    tokenizer = samples_tokenizer(config)
     return [
-        ValidationSet(name, windows(prefix), weights.get(name, 1.0))
+        ValidationSet(name, samples.validation(data, prefix, tokenizer), weights.get(name, 1.0))
         for name, prefix in validation_prefixes(data).items()
     ]

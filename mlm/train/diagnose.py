@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from mlm.errors import UserError
-from mlm.models.build import MODELS
 from mlm.parallel.collectives import all_reduce
 from mlm.train.trainer import Trainer
 
@@ -19,7 +18,7 @@ def first_non_finite(trainer: Trainer, batches: list[Any]) -> str:
     ranks, and the same sentence on every one: a place counts if it is non-finite anywhere.
     """
     with torch.device("meta"):  # every stage's names, in the order they run, known on every rank
-        whole = MODELS[trainer.config.model.kind](trainer.config.model, tp=trainer.ctx.tp)
+        whole = trainer.config.model.family.model(trainer.config.model, tp=trainer.ctx.tp)
     names = [name for name, module in whole.named_modules() if name and not list(module.children())]
     bad = torch.zeros(len(names), device=trainer.ctx.device)
     handles = [

@@ -39,7 +39,7 @@ KINDS: dict[str, Kind] = {
     **_keys(
         Kind.IDENTITY,
         "kind num_layers hidden_size num_heads ffn_hidden_size max_positions vocab_size hidden_dropout "
-        "attention_dropout init_std layer_norm_eps norm activation token_types head num_labels",
+        "attention_dropout init_std layer_norm_eps norm activation token_types head num_labels options",
         "model.",
     ),
     **_keys(
@@ -51,6 +51,7 @@ KINDS: dict[str, Kind] = {
     **_keys(Kind.DATA, "path train blend tokenizer", "data."),
     **_keys(Kind.RECORDED, "compile model.vocab_multiple"),
     **_keys(Kind.RECORDED, "tp pp vp dp sequence_parallel pipeline zero zero_reduce recompute"),
+    **_keys(Kind.IDENTITY, "kind", "optimizer."),
     **_keys(Kind.RECORDED, "lr betas eps weight_decay clip_grad_norm", "optimizer."),
     **_keys(Kind.RECORDED, "decay warmup_steps decay_steps min_lr", "schedule."),
     **_keys(Kind.RECORDED, "dtype initial_loss_scale min_loss_scale loss_scale_window", "precision."),
@@ -73,7 +74,8 @@ FUNCTION_KEYS = tuple(
     if each.name not in ("hidden_dropout", "attention_dropout", "init_std", "vocab_multiple")
 )
 """Keys that the function a model computes depends on: those of weights that a fresh run begins with."""
-OF_BERT = ("data.masked_lm_prob", "data.short_seq_prob", "data.max_ngram")
+SAMPLE_KEYS = ("data.masked_lm_prob", "data.short_seq_prob", "data.max_ngram")
+"""Keys that count only for families whose samples they shape."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +137,8 @@ def function_errors(config: PretrainConfig, saved: Mapping[str, Any], path: str)
 
 def _counts(key: str, config: PretrainConfig) -> bool:
     """True if the run depends on the key at all: masking is BERT's, an end of documents that of switches."""
-    if key in OF_BERT:
-        return config.model.kind == "bert"
+    if key in SAMPLE_KEYS:
+        return key in config.model.family.data_keys
     if key == "data.eod_id":
         return any(getattr(config.data, switch) for switch in SWITCHES)
     return True

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mlm.data.blend_checks import shares
-from mlm.data.sampler import AnyBatch, Dataset, Loader, eval_batches
+from mlm.data.sampler import Dataset, Loader, MicroBatch, eval_batches
 from mlm.launch.stop import StopRequest
 from mlm.report.metrics import Rates, Reporter, StepMetrics, Throughput
 from mlm.report.peak import memory_bytes
@@ -73,7 +73,7 @@ class Loop:
             pin_memory=ctx.device.type == "cuda",
         )
 
-    def log(self, outcome: StepOutcome, batches: list[AnyBatch]) -> None:
+    def log(self, outcome: StepOutcome, batches: list[MicroBatch]) -> None:
         """Read the step's numbers from the device and report them; abort if they are not finite."""
         trainer = self.trainer
         means = trainer.mean_parts(outcome)  # waits for the device: the clock may be read now
@@ -111,7 +111,7 @@ class Loop:
         parts = self.trainer.objective.parts
         return dict(zip(parts, means, strict=True)) if len(parts) > 1 else {}
 
-    def validation_batches(self, part: ValidationSet) -> Iterator[AnyBatch]:
+    def validation_batches(self, part: ValidationSet) -> Iterator[MicroBatch]:
         """This rank's micro-batches of what a validation scores of one corpus."""
         train, ctx = self.trainer.config.train, self.trainer.ctx
         return eval_batches(
@@ -122,7 +122,7 @@ class Loop:
             limit=train.validate_batches * train.global_batch_size,
         )
 
-    def save(self, batches: list[AnyBatch], *, awaited: bool) -> None:
+    def save(self, batches: list[MicroBatch], *, awaited: bool) -> None:
         """Begin a checkpoint, unless the numbers of this run are beyond help; the last one is awaited."""
         refuse_exhausted(self.trainer, batches, WARMUP)
         self.throughput.pause()

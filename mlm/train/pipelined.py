@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from mlm.models.build import MODELS
+from mlm.data.sampler import MicroBatch
+from mlm.models.backbone import Transformer
 from mlm.models.config import ModelConfig
+from mlm.models.objective import Objective
 from mlm.models.stage import split_layers
 from mlm.optim.config import PrecisionConfig
 from mlm.optim.precision import DTYPES, parameter_dtype
@@ -21,9 +23,20 @@ from mlm.parallel.pipeline.actions import Instruction
 from mlm.parallel.pipeline.engine import Stages, run_plan
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule, forward_only
-from mlm.train.objective import Objective, Samples, Texts
+from mlm.parallel.random import DropoutStream
 
-M = TypeVar("M", bound=Texts)
+
+class Texts(Protocol):
+    """Part of what any pass reads."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """[B, S] int64."""
+        ...
+
+
+T = TypeVar("T", bound=Texts)
+B = TypeVar("B", bound=MicroBatch)
 
 EVAL_ROUNDS = 4
 """Micro-batches per pipeline rank that a pass without gradients takes through the stages at a time."""
@@ -48,7 +61,7 @@ class PipelinedModel:
         stages = split_layers(model.num_layers, ctx.pp.size * parallel.vp)
         with torch.device(ctx.device):
             self.chunks = [
-                MODELS[model.kind](
+                model.family.model(
                     model,
                     tp=ctx.tp,
                     dtype=self.dtype,
@@ -100,39 +113,46 @@ class PipelinedModel:
 
     def train(
         self,
-        batches: Sequence[M],
-        forward: Callable[[Any, M, Tensor | None], Tensor],
+        batches: Sequence[B],
+        objective: Objective[Transformer, B],
+        scale: Tensor,
+        stream: Callable[[B], DropoutStream | None],
         before_backward: Callable[[int, bool], None],
         after_weights: Callable[[int], None],
     ) -> list[Tensor]:
-        """Forward and backward of a step's micro-batches; the last stage's losses, nothing elsewhere.
+        """Run forward and backward of a step's micro-batches.
 
-        forward(chunk, micro-batch, hidden states of the stage before or None) gives the chunk's output.
-        The last two arguments are those of `Stages`.
+        Returns the last stage's outputs, `scale` times each part of the objective; nothing on other ranks.
+        `stream` gives a micro-batch's dropout. The last two arguments are those of `Stages`.
         """
-        instructions = self.instructions(len(batches), train=True)
-        return self._run(batches, forward, instructions, before_backward, after_weights)
+        stages: Stages[B] = self._stages(
+            lambda chunk, batch, x: objective.output(chunk, batch, scale, stream(batch), x),
+            before_backward,
+            after_weights,
+        )
+        return run_plan(stages, self.instructions(len(batches), train=True), batches)
 
     def evaluate(
-        self, batches: Iterable[M], forward: Callable[[Any, M, Tensor | None], Tensor]
-    ) -> Iterator[tuple[M, Tensor]]:
-        """Each micro-batch with what the last stage makes of it; nothing on other ranks. No gradients."""
+        self, batches: Iterable[T], forward: Callable[[Transformer, T, Tensor | None], Tensor]
+    ) -> Iterator[tuple[T, Tensor]]:
+        """Each micro-batch with the last stage's output for it; nothing on other ranks. No gradients.
+
+        forward(chunk, micro-batch, hidden states of the stage before or None) gives a chunk's output.
+        """
         some = 1 if self.ctx.pp.size == 1 else EVAL_ROUNDS * self.ctx.pp.size
-        remaining = iter(batches)
+        remaining, stages = iter(batches), self._stages(forward)
         while group := list(islice(remaining, some)):
-            results = self._run(group, forward, self.instructions(len(group), train=False))
+            results = run_plan(stages, self.instructions(len(group), train=False), group)
             if self.is_last:
                 yield from zip(group, results, strict=True)
 
-    def _run(
+    def _stages(
         self,
-        batches: Sequence[M],
-        forward: Callable[[Any, M, Tensor | None], Tensor],
-        instructions: Sequence[Instruction],
+        forward: Callable[[Transformer, T, Tensor | None], Tensor],
         before_backward: Callable[[int, bool], None] = lambda chunk, last: None,
         after_weights: Callable[[int], None] = lambda chunk: None,
-    ) -> list[Tensor]:
-        stages = Stages[M](
+    ) -> Stages[T]:
+        return Stages(
             pp=self.ctx.pp,
             num_stages=self.ctx.pp.size * self.num_chunks,
             forward=lambda chunk, batch, x: forward(self.chunks[chunk], batch, x),
@@ -143,11 +163,10 @@ class PipelinedModel:
             after_weights=after_weights,
             postponed=self.postponed,
         )
-        return run_plan(stages, instructions, batches)
 
 
 def evaluate(
-    model: PipelinedModel, objective: Objective[Any], batches: Iterable[Samples]
+    model: PipelinedModel, objective: Objective[Transformer, B], batches: Iterable[B]
 ) -> tuple[list[float], list[int]]:
     """(mean of each part of the objective, what it is a mean over) of all data-parallel ranks' batches.
 

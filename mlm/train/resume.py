@@ -142,7 +142,7 @@ def go_on_with_data(trainer: Trainer) -> str | None:
     Collective. Raises UserError when a corpus is no longer the one that was trained on.
     """
     config, consumed, ranks = trainer.config, trainer.consumed_samples, _ranks(trainer.ctx)
-    if config.data.kind == "synthetic":
+    if config.data.kind != "indexed":
         return None
 
     def look() -> list[dict[str, object]] | None:

@@ -27,7 +27,6 @@ from mlm.errors import UserError
 from mlm.files.atomic import fsync_directory
 from mlm.files.lock import LOCK, sole_writer
 from mlm.files.ownership import claim_folder, delete_owned
-from mlm.models.build import MODELS
 from mlm.models.config import ModelConfig
 from mlm.models.init import init_shard
 from mlm.parallel.mesh import Axis
@@ -45,7 +44,7 @@ SPARE = 64 << 20  # bytes for manifest, tokenizer and what the file system needs
 def unsplit(model: ModelConfig) -> nn.Module:
     """A whole model in one process, without memory for its parameters."""
     with torch.device("meta"):
-        return MODELS[model.kind](model, tp=Axis("tp"))
+        return model.family.model(model, tp=Axis("tp"))
 
 
 def initial_values(model: ModelConfig, names: Collection[str], seed: int) -> dict[str, Tensor]:

@@ -31,7 +31,7 @@ from mlm.data.blend_checks import names
 from mlm.data.blend_history import History, Segment, Source, decode, encode
 from mlm.errors import ConfigError, CorruptFileError, UserError
 from mlm.models.stage import home_of
-from mlm.optim.adamw import MOMENTS, applied_steps, ensure_state, moment
+from mlm.optim.adamw import applied_steps, ensure_state, moment, moments
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import ParameterShard
 from mlm.train.config import PretrainConfig
@@ -68,7 +68,7 @@ def training_shards(trainer: Trainer) -> dict[str, Shard]:
     multiple = trainer.config.model.vocab_multiple
     out = model_shards(trainer.shards, multiple)
     for s in trainer.shards:
-        for name in MOMENTS:
+        for name in moments(trainer.optimizer):
             out[f"optimizer.{name}.{s.name}"] = as_shard(s, moment(trainer.optimizer, s, name), multiple)
     return out
 

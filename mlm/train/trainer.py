@@ -2,16 +2,18 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mlm.data.blend_history import History
-from mlm.models.build import Model
+from mlm.data.sampler import MicroBatch
+from mlm.models.backbone import Transformer
 from mlm.models.init import init_parameters
-from mlm.optim.adamw import build_optimizer, ensure_state, set_lr
+from mlm.models.objective import Objective
+from mlm.optim.adamw import apply, build_optimizer, ensure_state, set_lr
 from mlm.optim.clip import clip_factor, gradient_norm, scale_gradients
 from mlm.optim.precision import LossScaler, parameter_dtype
 from mlm.optim.schedule import learning_rate
@@ -24,8 +26,9 @@ from mlm.parallel.sharding import ParameterShard, parameter_shards
 from mlm.train.config import PretrainConfig
 from mlm.train.documents import with_eod
 from mlm.train.identity import Past
-from mlm.train.objective import Objective, Samples, pretraining
 from mlm.train.pipelined import PipelinedModel, evaluate
+
+B = TypeVar("B", bound=MicroBatch)
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ def build_model(config: PretrainConfig, ctx: ParallelContext) -> PipelinedModel:
     return model
 
 
-class Trainer:
+class Trainer(Generic[B]):
     """Model, optimizer, loss scale and counters of one rank, and the step that advances them.
 
     Attributes:
@@ -66,12 +69,17 @@ class Trainer:
     """
 
     def __init__(
-        self, config: PretrainConfig, ctx: ParallelContext, objective: Objective[Any] | None = None
+        self,
+        config: PretrainConfig,
+        ctx: ParallelContext,
+        objective: Objective[Transformer, B] | None = None,
     ) -> None:
         self.config = config = replace(config, data=with_eod(config.data))
         self.ctx = ctx
         self.model = build_model(config, ctx)
-        self.objective = objective or pretraining(config, ctx, self.model.dtype)
+        self.objective: Objective[Transformer, B] = objective or config.model.family.objective(
+            config.data, ctx, self.model.dtype
+        )
         self.past = Past()
         self.extra_state: dict[str, Any] = {}
         self.reducers: Sequence[Reducer] = [
@@ -103,7 +111,7 @@ class Trainer:
         self.history: History = ()
         self.before_change: Callable[[], None] = lambda: None
 
-    def train_step(self, batches: Sequence[Samples]) -> StepOutcome:
+    def train_step(self, batches: Sequence[B]) -> StepOutcome:
         """One optimizer step over this rank's micro-batches. Reads nothing back from the device."""
         return self.update(self.forward_backward(batches))
 
@@ -119,14 +127,13 @@ class Trainer:
         )
         set_lr(self.optimizer, lr)
         self.before_change()
-        self.optimizer.found_inf = overflow  # type: ignore[attr-defined]  # the fused kernel skips if it is 1
-        self.optimizer.step()
+        apply(self.optimizer, overflow)
         self.scaler.update(overflow)
         self.step += 1
         self.consumed_samples += self.config.train.global_batch_size
         return StepOutcome(parts, norm, lr)
 
-    def forward_backward(self, batches: Sequence[Samples]) -> Tensor:
+    def forward_backward(self, batches: Sequence[B]) -> Tensor:
         """Accumulate the gradients of the mean loss over the global batch, reduced over all axes.
 
         Returns this rank's share of each part of the objective, [k]; 0 where the last pipeline stage is
@@ -137,9 +144,6 @@ class Trainer:
         for reducer in self.reducers:
             reducer.start_step()
 
-        def forward(chunk: Model, batch: Samples, x: Tensor | None) -> Tensor:
-            return self.objective.output(chunk, batch, scale, self.dropout(batch), x)
-
         def before_backward(chunk: int, last: bool) -> None:
             # weight gradients that come later would miss a reduction begun now: `finish` does it all then
             self.reducers[chunk].sync = last and not self.model.puts_off
@@ -147,7 +151,9 @@ class Trainer:
         def after_weights(chunk: int) -> None:
             self.reducers[chunk].settle()
 
-        outputs = self.model.train(batches, forward, before_backward, after_weights)
+        outputs = self.model.train(
+            batches, self.objective, scale, self.dropout, before_backward, after_weights
+        )
         for reducer in self.reducers:
             reducer.finish()
         if self.model.chunks[0].sequence_parallel:
@@ -157,7 +163,7 @@ class Trainer:
         total = torch.stack(outputs).sum(0) if outputs else torch.zeros_like(scale)
         return total / self.scaler.scale
 
-    def dropout(self, batch: Samples) -> DropoutStream | None:
+    def dropout(self, batch: B) -> DropoutStream | None:
         """The dropout masks of a micro-batch; None where the model has no dropout."""
         model = self.config.model
         if model.hidden_dropout == 0 and model.attention_dropout == 0:
@@ -166,7 +172,7 @@ class Trainer:
             self.config.seed, batch.first_sample, self.ctx.device, **self.dropout_parts
         )
 
-    def global_counts(self, batches: Iterable[Samples]) -> Tensor:
+    def global_counts(self, batches: Iterable[B]) -> Tensor:
         """What each part of the global batch is divided by, such as its scored tokens: [k] float."""
         dtype = parameter_dtype(self.config.precision)
         # on the host: labels are not moved yet
@@ -184,7 +190,7 @@ class Trainer:
         """What the step minimised, mean over the global batch, in nats. As `mean_parts`."""
         return sum(self.mean_parts(outcome)[: self.objective.losses])
 
-    def validate(self, batches: Iterable[Samples]) -> list[float]:
+    def validate(self, batches: Iterable[B]) -> list[float]:
         """Mean of each part of the objective over all ranks' batches, whatever the layout and batch size."""
         return evaluate(self.model, self.objective, batches)[0]
 

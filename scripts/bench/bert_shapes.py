@@ -10,10 +10,12 @@ from torch import Tensor
 
 from bench.shapes import NUM_BATCHES, Shape
 from mlm.data.config import DataConfig
-from mlm.data.sampler import BERTBatch, as_batch
-from mlm.data.synthetic import SyntheticBERT
+from mlm.data.sampler import as_batch
+from mlm.data.tokenizer import Tokenizer
 from mlm.errors import UserError
-from mlm.models.bert.corpora import bert_samples, bert_vocab
+from mlm.models.bert.corpora import SentencePairs, bert_vocab
+from mlm.models.bert.samples import BERTBatch
+from mlm.models.bert.synthetic import SyntheticBERT
 from mlm.models.config import ModelConfig
 
 WORDPIECES = 30522
@@ -107,13 +109,14 @@ def bert_batches(shape: BertShape, seed: int) -> list[BERTBatch]:
     samples.tokens[samples.padding_mask & (samples.tokens == 0)] = 1
     if shape.corpus is not None:
         folder = Path(shape.corpus)
-        vocab = bert_vocab(folder / "tokenizer.json")
+        tokenizer = Tokenizer.load(folder / "tokenizer.json")
+        vocab = bert_vocab(tokenizer)
         if len(vocab.word_starts) > shape.vocab_size:
             raise UserError(f"--corpus {folder}: {len(vocab.word_starts)} tokens, more than V of --shape")
-        real = bert_samples(
+        real = SentencePairs().train(
             DataConfig(seq_length=shape.seq_length),
             folder / "train",
-            vocab,
+            tokenizer,
             len(dataset),
             seed=seed,
             cache=None,

@@ -12,9 +12,10 @@ from matplotlib.figure import Figure
 
 from bench.norm_runs import ENDED, Trial
 from mlm.data.config import DataConfig
-from mlm.data.gpt import IGNORED
+from mlm.data.tokenizer import Tokenizer
 from mlm.files.atomic import write_atomic
-from mlm.models.bert.corpora import bert_samples, bert_vocab
+from mlm.models.bert.corpora import SentencePairs, bert_vocab
+from mlm.parallel.labels import IGNORE
 from mlm.report.curves import running_mean, tidy
 from mlm.report.history import FILE_NAME, read_records
 
@@ -68,13 +69,14 @@ def masked_entropy(corpus: Path, seq_length: int) -> float:
     Counted over the masks of SAMPLES: which tokens are masked is not how often they occur, as whole
     words are chosen. Raises UserError for a corpus that gives no BERT samples.
     """
-    vocab = bert_vocab(corpus / "tokenizer.json")
+    tokenizer = Tokenizer.load(corpus / "tokenizer.json")
+    vocab = bert_vocab(tokenizer)
     data = DataConfig(seq_length=seq_length)
-    dataset = bert_samples(data, corpus / "train", vocab, SAMPLES, seed=0, cache=None)
+    dataset = SentencePairs().train(data, corpus / "train", tokenizer, SAMPLES, seed=0, cache=None)
     counts = np.zeros(len(vocab.word_starts), dtype=np.int64)
     for first in range(0, SAMPLES, CHUNK):
         labels = dataset.gather(range(first, min(first + CHUNK, SAMPLES))).labels
-        counts += np.bincount(labels[labels != IGNORED], minlength=len(counts))
+        counts += np.bincount(labels[labels != IGNORE], minlength=len(counts))
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 

@@ -17,12 +17,12 @@ from torch.distributed import ProcessGroup
 
 from mlm.check.parity.verdict import Verdict
 from mlm.data.sampler import Batch, Plan
+from mlm.models.gpt2.objective import NextToken
 from mlm.optim.precision import parameter_dtype
 from mlm.parallel.collectives import Pending, reduce_scatter
 from mlm.parallel.layers import RowParallelLinear
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.random import DropoutStream
-from mlm.train.objective import NextToken
 from mlm.train.trainer import StepOutcome, Trainer
 from tests.check.parity_layouts import Layout, verdict_of
 from tests.ranks import run_on_ranks
@@ -170,7 +170,7 @@ CASES = {
         "a bias that each rank adds",
     ),
     "loss divided by the tokens of the micro-batch": Sabotage(
-        "mlm.train.objective.NextToken.output",
+        "mlm.models.gpt2.objective.NextToken.output",
         mean_of_micro_batch,
         PP,
         "loss of step 1",

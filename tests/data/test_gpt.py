@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlm.data.gpt import IGNORED, EvalWindows, GPTDataset, permutation, windows_per_epoch
+from mlm.data.gpt import EvalWindows, GPTDataset, permutation, windows_per_epoch
 from mlm.data.indexed import IndexedDataset
 from mlm.errors import UserError
+from mlm.parallel.labels import IGNORE
 from tests.data.corpora import counting_corpus
 
 LENGTHS = [5, 0, 1, 17, 3, 0, 0, 9, 2]  # 37 tokens
@@ -166,13 +167,13 @@ def test_eval_windows_predict_every_token_but_the_first_once(corpus: IndexedData
     windows = EvalWindows(corpus, seq_length=seq_length)
     samples = windows.gather(range(len(windows)))
     labels = samples[:, 1:].ravel()
-    assert labels[labels != IGNORED].tolist() == list(range(1, 37))
+    assert labels[labels != IGNORE].tolist() == list(range(1, 37))
 
 
 def test_eval_labels_follow_their_inputs(corpus: IndexedDataset) -> None:
     windows = EvalWindows(corpus, seq_length=5)
     samples = windows.gather(range(len(windows)))
-    scored = samples[:, 1:] != IGNORED
+    scored = samples[:, 1:] != IGNORE
     assert (samples[:, 1:][scored] == samples[:, :-1][scored] + 1).all()
 
 

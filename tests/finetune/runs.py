@@ -28,8 +28,8 @@ from mlm.finetune.outputs import dealing_of, outputs_of
 from mlm.finetune.rows import read_split
 from mlm.finetune.task_config import TaskConfig
 from mlm.inference.trained import load_trained
-from mlm.models.build import MODELS
 from mlm.models.config import ModelConfig
+from mlm.models.family import family_of
 from mlm.models.init import init_parameters
 from mlm.optim.config import OptimizerConfig, PrecisionConfig
 from mlm.parallel.mesh import Axis, ParallelContext
@@ -60,7 +60,7 @@ CHANGES: dict[str, Any] = {"max_length": 40}
 def write_model(folder: Path, model: ModelConfig = BERT, seed: int = 0) -> Path:
     """A run directory with a pretrained model of random weights, biases and norms too, and its tokenizer."""
     one = Axis("tp")
-    module = MODELS[model.kind](model, tp=one)
+    module = family_of(model.kind).model(model, tp=one)
     init_parameters(module, seed, one)
     draw = torch.Generator().manual_seed(seed)
     tensors = {

@@ -10,7 +10,7 @@ import pytest
 from mlm.finetune.batches import Dealing, Order, TaskBatch, chosen_rows
 from mlm.finetune.making import Example
 from mlm.finetune.tokens import Text
-from mlm.parallel.cross_entropy import IGNORE
+from mlm.parallel.labels import IGNORE
 
 
 def examples_of(count: int, texts: int = 1, longest: int = 30, seed: int = 0) -> list[Example]:

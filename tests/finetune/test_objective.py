@@ -14,9 +14,9 @@ from mlm.checkpoint.huggingface.names import gpt2_from_huggingface
 from mlm.finetune.batches import TaskBatch, labels_of, unscored
 from mlm.finetune.making import Example
 from mlm.finetune.objective import Finetuning
-from mlm.models.build import MODELS
 from mlm.models.config import ModelConfig
-from mlm.parallel.cross_entropy import IGNORE
+from mlm.models.family import family_of
+from mlm.parallel.labels import IGNORE
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.sharding import load_whole, parameter_shards
 from tests.models.bert.reference import as_ours
@@ -133,7 +133,7 @@ def in_our_names(tensors: dict[str, Tensor | None], config: ModelConfig) -> dict
 def test_loss_and_gradients_are_those_of_transformers(kind: str, model: str) -> None:
     batch = batch_of(kind, model)
     config, other = theirs(kind, model, batch)
-    mine = MODELS[config.kind](config, tp=ONE, dtype=torch.float64).double()
+    mine = family_of(config.kind).model(config, tp=ONE, dtype=torch.float64).double()
     load_whole(mine, in_our_names(dict(other.state_dict()), config), ONE)
     objective = Finetuning(kind, ParallelContext(), torch.float64)
     scale = torch.ones(1, dtype=torch.float64) / objective.counts(batch)[0]
@@ -153,7 +153,7 @@ def test_what_is_not_scored_changes_nothing(kind: str) -> None:
     batch = batch_of(kind, "Bert")
     batch = replace(batch, labels=unscored(batch.labels))
     config = replace(BERT, head=HEADS[kind][1], num_labels=HEADS[kind][2])
-    model = MODELS["bert"](config, tp=ONE, dtype=torch.float64).double()
+    model = family_of("bert").model(config, tp=ONE, dtype=torch.float64).double()
     torch.nn.init.normal_(model.classifier.weight)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.1)

@@ -20,7 +20,8 @@ from mlm.models.documents import Boundaries, Spans, bias_of, positions_of, spans
 from mlm.models.gpt2.model import GPT2
 from mlm.models.init import init_parameters
 from mlm.parallel.collectives import all_reduce, gather_rows
-from mlm.parallel.cross_entropy import IGNORE, full_logits
+from mlm.parallel.cross_entropy import full_logits
+from mlm.parallel.labels import IGNORE
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.random import DropoutStream
 from mlm.parallel.sharding import load_whole, parameter_shards

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from mlm.models.build import MODELS
 from mlm.models.config import ModelConfig
+from mlm.models.family import family_of
 from mlm.models.init import init_parameters
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import parameter_shards
@@ -27,7 +27,7 @@ def test_weights_into_the_residual_stream_are_scaled_by_the_depth(kind: str) -> 
         vocab_size=64,
         vocab_multiple=1,
     )
-    model = MODELS[config.kind](config, tp=Axis("tp"), dtype=torch.float32)
+    model = family_of(config.kind).model(config, tp=Axis("tp"), dtype=torch.float32)
     init_parameters(model, 5, Axis("tp"))
     for shard in parameter_shards(model, Axis("tp")):
         value = shard.parameter.detach()

@@ -8,8 +8,8 @@ import torch
 
 import mlm
 from mlm.cli.compose import load_config
-from mlm.models.build import MODELS
 from mlm.models.config import ModelConfig
+from mlm.models.family import family_of
 from mlm.parallel.mesh import shape_context
 from mlm.parallel.sharding import parameter_shards
 
@@ -60,7 +60,7 @@ def preset(name: str) -> ModelConfig:
 def built(config: ModelConfig, tp: int, rank: int) -> tuple[int, int]:
     """(true parameters of one tp rank, those of them that are replicated)."""
     with torch.device("meta"):
-        model = MODELS[config.kind](config, tp=shape_context(rank, tp=tp).tp)
+        model = family_of(config.kind).model(config, tp=shape_context(rank, tp=tp).tp)
     shards = list(parameter_shards(model, shape_context(rank, tp=tp).tp))
     sizes = [(s.without_padding(s.parameter).numel(), s.tp_dim is None) for s in shards]
     return sum(n for n, _ in sizes), sum(n for n, replicated in sizes if replicated)

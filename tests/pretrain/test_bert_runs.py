@@ -14,10 +14,10 @@ from mlm.checkpoint.native.save_load import resolve
 from mlm.cli import main
 from mlm.cli.compose import load_config
 from mlm.data.blend_history import seed_of
-from mlm.data.sampler import BERTBatch, eval_batches
+from mlm.data.sampler import eval_batches
 from mlm.errors import UserError
 from mlm.evaluate.loss import preflight
-from mlm.models.bert.samples import BERTSamples
+from mlm.models.bert.samples import BERTBatch, BERTSamples
 from mlm.parallel.mesh import shape_context
 from mlm.train.config import PretrainConfig
 from mlm.train.corpora import (

@@ -19,14 +19,13 @@ from mlm.optim.clip import clip_factor, gradient_norm, scale_gradients
 from mlm.optim.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from mlm.optim.precision import LossScaler
 from mlm.parallel.config import ParallelConfig
-from mlm.parallel.cross_entropy import IGNORE
 from mlm.parallel.gradients import GradientReducer
+from mlm.parallel.labels import IGNORE
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.parallel.sharding import parameter_shards
-from mlm.train.config import PretrainConfig, TrainConfig
-from mlm.train.corpora import synthetic
+from mlm.train.config import PretrainConfig
+from mlm.train.corpora import TrainConfig, train_dataset
 from mlm.train.diagnose import refuse_exhausted
-from mlm.train.objective import pretraining
 from mlm.train.state import load, save
 from mlm.train.trainer import StopVote, Trainer, build_model
 from tests.ranks import run_on_ranks
@@ -320,12 +319,12 @@ def test_nothing_is_read_back_from_the_device_in_forward_and_backward(kind: str)
     trainer = Trainer.__new__(Trainer)  # PyTorch's fused optimizer kernels know no meta device
     trainer.config, trainer.ctx = spec, ctx
     trainer.model = build_model(spec, ctx)
-    trainer.objective = pretraining(spec, ctx, trainer.model.dtype)
+    trainer.objective = spec.model.family.objective(spec.data, ctx, trainer.model.dtype)
     trainer.shards = tuple(parameter_shards(trainer.model.chunks[0], ctx.tp))
     trainer.reducers = [GradientReducer([s.parameter for s in trainer.shards], ctx.dp)]
     trainer.step, trainer.dropout_parts = 0, {}
     trainer.scaler = LossScaler(spec.precision, ctx.device)
-    batches = eval_batches(synthetic(spec, 8, 0), micro_batch_size=2, rank=0, size=1)
+    batches = eval_batches(train_dataset(spec, 8), micro_batch_size=2, rank=0, size=1)
     assert trainer.forward_backward(list(batches)).is_meta
     norm = gradient_norm(trainer.shards, ctx)
     scale_gradients(trainer.shards, clip_factor(norm, 1.0) / trainer.scaler.scale)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mlm.check.parity.config import ParityConfig
 from mlm.checkpoint.native.save_load import resolve
-from mlm.data.sampler import AnyBatch, Dataset, Loader
+from mlm.data.sampler import Dataset, Loader, MicroBatch
 from mlm.optim.precision import parameter_dtype
 from mlm.parallel.collectives import all_reduce, broadcast
 from mlm.parallel.config import ParallelConfig
@@ -110,7 +110,7 @@ def compare(config: ParityConfig, ctx: ParallelContext, on_step: Callable[[], No
     `on_step` is called after each. Raises UserError for what the user can mend.
     """
     config = config.comparable()
-    layout = Trainer(config, ctx)
+    layout: Trainer[MicroBatch] = Trainer(config, ctx)
     alone = one_process(config, ctx) if ctx.is_main else None
     if config.ckpt is not None:
         load_weights(tuple(layout.shards), resolve(config.ckpt), ctx)
@@ -130,14 +130,14 @@ def compare(config: ParityConfig, ctx: ParallelContext, on_step: Callable[[], No
 
 def one_process(config: ParityConfig, ctx: ParallelContext) -> Trainer:
     """The whole run on this rank alone, with the dropout masks that the layout draws."""
-    alone = Trainer(config.on_one_process(), replace(shape_context(), device=ctx.device))
+    alone: Trainer[MicroBatch] = Trainer(config.on_one_process(), replace(shape_context(), device=ctx.device))
     parts: tuple[int, ...] = tuple(range(ctx.tp.size))
     cut = config.parallel.sequence_parallel and ctx.tp.size > 1
     alone.dropout_parts = {"split_parts": parts, "hidden_parts": parts if cut else SHARED}
     return alone
 
 
-def _batches(trainer: Trainer | None, samples: Dataset) -> AbstractContextManager[Iterator[list[AnyBatch]]]:
+def _batches(trainer: Trainer | None, samples: Dataset) -> AbstractContextManager[Iterator[list[MicroBatch]]]:
     """This rank's micro-batches of each step, for the trainer's layout; nothing, for ever, without one."""
     if trainer is None:
         return nullcontext(repeat([]))
@@ -153,7 +153,7 @@ def _batches(trainer: Trainer | None, samples: Dataset) -> AbstractContextManage
 
 
 def _step(
-    comparison: "Comparison", batches: Sequence[AnyBatch], all_batches: Sequence[AnyBatch]
+    comparison: "Comparison", batches: Sequence[MicroBatch], all_batches: Sequence[MicroBatch]
 ) -> StepReport:
     """One step on both sides, over this rank's micro-batches and over all of them."""
     layout, alone = comparison.layout, comparison.alone

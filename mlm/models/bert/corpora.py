@@ -6,61 +6,74 @@ from pathlib import Path
 from mlm.data.config import DataConfig
 from mlm.data.indexed import IndexedDataset
 from mlm.data.receipt import read_receipt
+from mlm.data.sampler import Dataset
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import UserError
 from mlm.models.bert.masking import BERTVocab
 from mlm.models.bert.samples import BERTDataset
-from mlm.train.config import PretrainConfig
+from mlm.models.bert.synthetic import SyntheticBERT
+from mlm.models.config import ModelConfig
 
 VALIDATION_SEED = 0
 """Of the masks of samples that are scored."""
 
 
-def bert_samples(
-    data: DataConfig, prefix: Path, vocab: BERTVocab, num_samples: int, *, seed: int, cache: Path | None
-) -> BERTDataset:
-    """BERT samples of one corpus. Raises UserError as BERTDataset does."""
-    return BERTDataset(
-        IndexedDataset(prefix),
-        seq_length=data.seq_length,
-        num_samples=num_samples,
-        seed=seed,
-        vocab=vocab,
-        masked_lm_prob=data.masked_lm_prob,
-        short_seq_prob=data.short_seq_prob,
-        max_ngram=data.max_ngram,
-        cache_dir=cache,
-    )
+class SentencePairs:
+    """BERT samples of a corpus with one sequence per sentence."""
+
+    def train(
+        self,
+        data: DataConfig,
+        prefix: Path,
+        tokenizer: Tokenizer | None,
+        num_samples: int,
+        *,
+        seed: int,
+        cache: Path | None,
+    ) -> BERTDataset:
+        """Return training samples of a corpus. Raises UserError as BERTDataset does."""
+        return BERTDataset(
+            IndexedDataset(prefix),
+            seq_length=data.seq_length,
+            num_samples=num_samples,
+            seed=seed,
+            vocab=bert_vocab(tokenizer),
+            masked_lm_prob=data.masked_lm_prob,
+            short_seq_prob=data.short_seq_prob,
+            max_ngram=data.max_ngram,
+            cache_dir=cache,
+        )
+
+    def validation(self, data: DataConfig, prefix: Path, tokenizer: Tokenizer | None) -> BERTDataset:
+        """Return one pass over a corpus, masked in one way whatever the run's seed."""
+        once = self.train(data, prefix, tokenizer, 1, seed=VALIDATION_SEED, cache=None)
+        once.num_samples = once.epoch_samples
+        return once
+
+    def synthetic(self, data: DataConfig, vocab_size: int, num_samples: int, seed: int) -> Dataset:
+        """Return random samples."""
+        return SyntheticBERT(vocab_size, data.seq_length, num_samples, seed)
 
 
-def bert_vocab(path: Path | None) -> BERTVocab:
-    """What BERT samples must know of the run's tokenizer. Raises UserError."""
-    if path is None:
+def bert_vocab(tokenizer: Tokenizer | None) -> BERTVocab:
+    """Return what BERT samples depend on of the run's tokenizer. Raises UserError."""
+    if tokenizer is None:
         raise UserError(
             "data.tokenizer=null, and no tokenizer.json lies beside the corpus: BERT samples need the ids of "
             "[CLS], [SEP], [MASK] and [PAD]; set data.tokenizer=…/tokenizer.json"
         )
-    return BERTVocab.of(Tokenizer.load(path))
+    return BERTVocab.of(tokenizer)
 
 
-def bert_windows(data: DataConfig, prefix: Path, vocab: BERTVocab) -> BERTDataset:
-    """What a BERT is scored on: one pass over a corpus, masked in one way whatever the run's seed."""
-    once = bert_samples(data, prefix, vocab, 1, seed=VALIDATION_SEED, cache=None)
-    once.num_samples = once.epoch_samples
-    return once
-
-
-def bert_faults(config: PretrainConfig, prefixes: Sequence[Path], tokenizer: Path | None) -> list[str]:
-    """What keeps BERT samples from being made of these corpora, at most one line."""
-    if config.model.kind != "bert" or config.data.kind == "synthetic":
-        return []
+def corpus_problems(model: ModelConfig, prefixes: Sequence[Path], tokenizer: Path | None) -> list[str]:
+    """Return what keeps BERT samples from being made of these corpora, at most one line."""
     try:
-        size = len(bert_vocab(tokenizer).word_starts)
+        size = len(bert_vocab(None if tokenizer is None else Tokenizer.load(tokenizer)).word_starts)
     except UserError as error:
         return [str(error)]
-    if size > config.model.vocab_size:
+    if size > model.vocab_size:
         return [
-            f"model.vocab_size={config.model.vocab_size} is less than the {size} tokens of the tokenizer; "
+            f"model.vocab_size={model.vocab_size} is less than the {size} tokens of the tokenizer; "
             f"set model.vocab_size={size}"
         ]
     for prefix in prefixes:

@@ -15,10 +15,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from mlm.data.gpt import IGNORED
 from mlm.data.splitmix import Bits, below, draw, uniform
 from mlm.data.tokenizer import CLS, MASK, PAD, SEP, Tokenizer
 from mlm.errors import UserError
+from mlm.parallel.labels import IGNORE
 
 COLUMN_BITS = np.uint64(20)
 """Bits of a sort key that hold a place in the sample: sequences are shorter than 2**20 tokens."""
@@ -90,7 +90,7 @@ class Grams:
 def mask_tokens(
     tokens: Ids, lengths: Ids, vocab: BERTVocab, states: Bits, *, masked_lm_prob: float, max_ngram: int
 ) -> tuple[Ids, Ids]:
-    """Masked tokens and labels, int64 [n, S] each; labels are IGNORED where nothing is predicted.
+    """Masked tokens and labels, int64 [n, S] each; labels are IGNORE where nothing is predicted.
 
     tokens   int64 [n, S]: cls, sep and padding in place
     lengths  int64 [n]: tokens without padding; max(1, round(masked_lm_prob * length)) are predicted at most
@@ -100,7 +100,7 @@ def mask_tokens(
     budgets = np.maximum(1, np.rint(masked_lm_prob * lengths).astype(np.int64))
     chosen = choose_grams(grams, budgets, draw(states, 5))
     places = grams.tokens[np.repeat(chosen, grams.lengths)]
-    labels = np.full_like(tokens, IGNORED)
+    labels = np.full_like(tokens, IGNORE)
     labels.flat[places] = tokens.flat[places]
     masked = tokens.copy()
     masked.flat[places] = replacements(tokens, places, vocab, draw(states, 6))

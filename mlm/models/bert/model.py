@@ -7,6 +7,7 @@ Shapes: S sequence, B micro-batch, H hidden, V padded vocabulary, R masked token
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,8 @@ from torch import Tensor
 from mlm.models.backbone import Inputs, Transformer
 from mlm.models.heads import MaskedTokenHead, PlainLinear
 from mlm.parallel.collectives import copy_to_tp, gather_rows, gather_sequence
-from mlm.parallel.cross_entropy import IGNORE, cross_entropy_and_hits, token_scores, wide
+from mlm.parallel.cross_entropy import cross_entropy_and_hits, token_scores, wide
+from mlm.parallel.labels import IGNORE
 from mlm.parallel.random import DropoutStream
 
 PARTS = ("mlm_loss", "sop_loss", "mlm_accuracy", "sop_accuracy")
@@ -54,6 +56,8 @@ def masked_targets(labels: Tensor, is_swapped: Tensor, *, parts: int = 1, part: 
 
 class BERT(Transformer):
     """BERT with its pretraining heads, with one for finetuning (`outputs`), or with none."""
+
+    pools: ClassVar[bool] = True
 
     def _add_head(self) -> None:
         super()._add_head()

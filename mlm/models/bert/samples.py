@@ -8,14 +8,15 @@ exactly one of its samples (bert_pairs.py), which are served in an order shuffle
 is a function of (corpus, settings, seed, i) alone, whatever num_samples is and whichever process reads it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 
-from mlm.data.gpt import CACHE_FROM, IGNORED, KEPT_EPOCHS, load_checked, permutation, save_checked
+from mlm.data.gpt import CACHE_FROM, KEPT_EPOCHS, load_checked, permutation, save_checked
 from mlm.data.indexed import IndexedDataset
 from mlm.data.splitmix import draw, root
 from mlm.errors import UserError
@@ -23,6 +24,7 @@ from mlm.files.atomic import digest_bytes
 from mlm.files.one_builder import one_builder
 from mlm.models.bert.masking import BERTVocab, mask_tokens
 from mlm.models.bert.pairs import Pairs, Targets, find_spans, make_pairs
+from mlm.parallel.labels import IGNORE
 
 SPECIAL = 3
 """Tokens of a sample that are no text: [CLS] and two [SEP]."""
@@ -65,10 +67,19 @@ class BERTSamples:
         names = [f.name for f in fields(BERTSamples)]
         return BERTSamples(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
+    def followed_by(self, others: "Sequence[BERTSamples]") -> "BERTSamples":
+        """These samples and others after them."""
+        return self.joined([self, *others])
+
+    def batch(self, first_sample: int, tensor: Callable[[Ids], Tensor]) -> "BERTBatch":
+        """All of them as a micro-batch."""
+        named = {f.name: tensor(getattr(self, f.name)) for f in fields(self)}
+        return BERTBatch(**named, first_sample=first_sample)
+
     def unscored_from(self, first: int) -> "BERTSamples":
         """The same samples, of which those from `first` on are not scored."""
         labels, is_swapped = self.labels.copy(), self.is_swapped.copy()
-        labels[first:] = is_swapped[first:] = IGNORED
+        labels[first:] = is_swapped[first:] = IGNORE
         return BERTSamples(self.tokens, self.token_types, self.lengths, labels, is_swapped)
 
     @property
@@ -79,7 +90,25 @@ class BERTSamples:
     @property
     def masked_positions(self) -> NDArray[np.bool_]:
         """bool [n, S]: whether a token is to be predicted."""
-        return self.labels != IGNORED
+        return self.labels != IGNORE
+
+
+@dataclass(frozen=True, eq=False)
+class BERTBatch:
+    """One micro-batch of BERT samples; see BERTSamples."""
+
+    tokens: Tensor
+    """[B, S] int64: masked, padded on the right."""
+    token_types: Tensor
+    """[B, S] int64."""
+    lengths: Tensor
+    """[B] int64: tokens before the padding."""
+    labels: Tensor
+    """[B, S] int64: the true token where one is to be predicted, else -100."""
+    is_swapped: Tensor
+    """[B] int64: 1 where the second segment comes first in its document; -100 is not scored."""
+    first_sample: int
+    """Number of the first sample in the whole run."""
 
 
 class BERTDataset:

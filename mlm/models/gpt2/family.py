@@ -1,6 +1,82 @@
 """GPT-2 as a model family."""
 
+from pathlib import Path
+
+from mlm.data.config import DataConfig
+from mlm.data.gpt import EvalWindows, GPTDataset
+from mlm.data.indexed import IndexedDataset
+from mlm.data.sampler import Batch, Dataset
+from mlm.data.synthetic import SyntheticDataset
+from mlm.data.tokenizer import Tokenizer
+from mlm.models.config import ModelConfig
 from mlm.models.family import ModelFamily
 from mlm.models.gpt2.model import GPT2
+from mlm.models.gpt2.objective import NextToken
 
-FAMILY = ModelFamily(model=GPT2, causal=True)
+
+class Windows:
+    """Windows of seq_length + 1 tokens of shuffled documents; scored ones are in corpus order."""
+
+    def train(
+        self,
+        data: DataConfig,
+        prefix: Path,
+        tokenizer: Tokenizer | None,
+        num_samples: int,
+        *,
+        seed: int,
+        cache: Path | None,
+    ) -> Dataset:
+        """Return training samples of a corpus."""
+        return GPTDataset(
+            IndexedDataset(prefix),
+            seq_length=data.seq_length,
+            num_samples=num_samples,
+            seed=seed,
+            cache_dir=cache,
+        )
+
+    def validation(self, data: DataConfig, prefix: Path, tokenizer: Tokenizer | None) -> Dataset:
+        """Return the windows of a corpus that score each of its tokens once."""
+        return EvalWindows(IndexedDataset(prefix), seq_length=data.seq_length)
+
+    def synthetic(self, data: DataConfig, vocab_size: int, num_samples: int, seed: int) -> Dataset:
+        """Return random samples."""
+        return SyntheticDataset(vocab_size, data.seq_length, num_samples, seed)
+
+
+def model_problem(model: ModelConfig) -> str | None:
+    """Return what is wrong with a model's settings."""
+    if model.norm == "post":
+        return (
+            f"model.norm=post is BERT's, and model.kind={model.kind} has its norms first; use model.norm=pre"
+        )
+    if model.token_types:
+        return (
+            f"model.token_types={model.token_types}: model.kind={model.kind} has no segment types; "
+            "use model.token_types=0"
+        )
+    return None
+
+
+def num_head_parameters(model: ModelConfig) -> int:
+    """Return the parameters of a head for finetuning; the output layer is tied to the token table."""
+    outputs = {"classification": model.num_labels, "span": 2}.get(model.head, 0)
+    return outputs * (model.hidden_size + 1)
+
+
+def head_products(model: ModelConfig, tp: int) -> float:
+    """Return the weights of the vocabulary projection."""
+    return model.hidden_size * model.padded_vocab_size(tp) if model.head == "language_model" else 0.0
+
+
+FAMILY: ModelFamily[GPT2, Batch] = ModelFamily(
+    model=GPT2,
+    causal=True,
+    objective=NextToken.of,
+    samples=Windows(),
+    num_head_parameters=num_head_parameters,
+    head_products=head_products,
+    protocol="consecutive windows, every token but the first scored once",
+    model_problem=model_problem,
+)

@@ -14,8 +14,8 @@ from mlm.models.config import ModelConfig
 from mlm.models.documents import without_padding
 from mlm.models.init import init_parameters
 from mlm.parallel.collectives import all_reduce
-from mlm.parallel.cross_entropy import IGNORE
 from mlm.parallel.gradients import sum_replicated_gradients
+from mlm.parallel.labels import IGNORE
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.sharding import load_whole, parameter_shards
 from tests.models.bert.reference import as_ours, pretraining_model
@@ -143,10 +143,12 @@ def test_num_parameters_counts_what_is_built(norm: str, head: str) -> None:
 
 def check_head_on_ranks(ctx: ParallelContext, config: ModelConfig, sequence_parallel: bool) -> None:
     """Outputs and gradients of a finetuning head against one process, in float64."""
-    from mlm.models.build import MODELS
+    from mlm.models.family import family_of
 
     def built(tp: Axis, sp: bool) -> Any:
-        model = MODELS[config.kind](config, tp=tp, dtype=torch.float64, sequence_parallel=sp).double()
+        model = (
+            family_of(config.kind).model(config, tp=tp, dtype=torch.float64, sequence_parallel=sp).double()
+        )
         init_parameters(model, 3, tp)
         return model
 

@@ -1,0 +1,88 @@
+"""Objects of the user's own code, named by import path: `model.kind=my_package.my_family:FAMILY`.
+
+Importing a module runs its code, and checkpoints and run folders come from anyone. So a path is followed
+only into trusted modules: those of the paths that are typed on the command line, or stand in YAML that the
+command line chooses, and those named in the environment variable MLM_TRUST (`my_package,other.module`),
+each with the modules below it. A path in a saved file is data until one of these names its module.
+"""
+
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+from mlm.config.suggest import nearest
+from mlm.errors import UserError
+
+TRUST = "MLM_TRUST"
+PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+KEYS = ("model.kind", "optimizer.kind", "schedule.decay", "data.kind")
+"""Keys whose value may be an import path."""
+
+
+class OwnCodeError(UserError):
+    """A name that is neither shipped nor leads to an object in trusted code."""
+
+
+def is_path(value: object) -> bool:
+    """True for `package.module:NAME`."""
+    return isinstance(value, str) and PATH.fullmatch(value) is not None
+
+
+def imported(key: str, path: str, shipped: Collection[str], kind: Any = object) -> Any:
+    """Return what the import path of a key names, of class `kind`; None for one of the `shipped` values.
+
+    Raises OwnCodeError for a path that leads nowhere, or into code that nobody trusts.
+    """
+    if path in shipped:
+        return None
+    if not is_path(path):
+        near = nearest(path, shipped)
+        hint = f"did you mean {key}={near}?" if near else f"use {', '.join(shipped)} or package.module:NAME"
+        raise OwnCodeError(f"{key}={path}: no such choice; {hint}")
+    module, _, name = path.partition(":")
+    if not is_trusted(module):
+        raise OwnCodeError(
+            f"{key}={path}: named in a saved file, whose code is not run unasked; if you trust it, type "
+            f"{key}={path} or set {TRUST}={module}"
+        )
+    try:
+        found = getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
+        raise OwnCodeError(f"{key}={path}: {error}; install it, or put its folder on PYTHONPATH") from error
+    except AttributeError as error:
+        raise OwnCodeError(f"{key}={path}: {error}; correct the name") from error
+    except Exception as error:
+        raise OwnCodeError(
+            f"{key}={path}: importing {module} fails ({type(error).__name__}: {error}); correct it"
+        ) from error
+    if not isinstance(found, kind):
+        raise OwnCodeError(f"{key}={path}: not a {kind.__name__} but a {type(found).__name__}; name another")
+    return found
+
+
+def is_trusted(module: str) -> bool:
+    """True if MLM_TRUST names a module, or a package that holds it."""
+    named = filter(None, os.environ.get(TRUST, "").replace(" ", "").split(","))
+    return any(module == name or module.startswith(f"{name}.") for name in named)
+
+
+def trust(*modules: str) -> None:
+    """Let import paths lead into these modules, in this process and those that it starts."""
+    known = os.environ.get(TRUST)
+    os.environ[TRUST] = ",".join([*([known] if known else []), *modules])
+
+
+@contextmanager
+def trusting(typed: Mapping[str, Any]) -> Iterator[None]:
+    """Trust the modules of the import paths among values that the user typed, by their keys, for a while."""
+    before = os.environ.get(TRUST)
+    trust(*(str(typed[key]).partition(":")[0] for key in KEYS if is_path(typed.get(key))))
+    try:
+        yield
+    finally:
+        os.environ.pop(TRUST, None)
+        if before is not None:
+            os.environ[TRUST] = before

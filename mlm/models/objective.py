@@ -1,0 +1,43 @@
+"""Training objectives: the numbers that a micro-batch gives, and what each is divided by."""
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from mlm.data.sampler import MicroBatch
+from mlm.models.backbone import Transformer
+from mlm.parallel.random import DropoutStream
+
+C = TypeVar("C", bound=Transformer, contravariant=True)
+B = TypeVar("B", bound=MicroBatch, contravariant=True)
+
+
+class Objective(Protocol[C, B]):
+    """What a model of class C is trained for on micro-batches B.
+
+    Its `parts` are k numbers; the first `losses` of them are minimised.
+    """
+
+    parts: tuple[str, ...]
+    losses: int
+    methods: tuple[str, ...]
+    """Methods of the model that it calls, besides `forward`."""
+
+    def counts(self, batch: B) -> Sequence[int]:
+        """Return what each part of a micro-batch is a sum over: scored tokens, samples. Runs on the host."""
+        ...
+
+    def output(
+        self, chunk: C, batch: B, scale: Tensor, stream: DropoutStream | None, x: Tensor | None
+    ) -> Tensor:
+        """Return a stage's hidden states, or in the last stage `scale` [k] times each part's sum.
+
+        The latter is [k], of which the losses are differentiable. `x` are the hidden states of the stage
+        before, None in the first.
+        """
+        ...
+
+    def sums(self, chunk: C, batch: B, x: Tensor | None) -> Tensor:
+        """Return the same without dropout, gradients and scale: [k] float64."""
+        ...
