@@ -16,10 +16,8 @@ def model_fault(model: ModelConfig) -> str | None:
     except OwnCodeError as error:
         return str(error)
     for name in model.options.keys() - family.options.keys():
-        names = ", ".join(family.options) or "none"
-        return (
-            f"model.options.{name}: model.kind={model.kind} has no such setting; remove it (it has: {names})"
-        )
+        known = ", ".join(family.options) or "none"
+        return f"model.options.{name}: model.kind={model.kind} has the settings: {known}; remove it"
     return family.model_problem(model)
 
 

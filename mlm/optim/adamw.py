@@ -94,8 +94,8 @@ def _first_state(optimizer: torch.optim.Optimizer, shards: Sequence[ParameterSha
                 value.zero_()
             elif value is not None and name != "step":
                 raise OwnCodeError(
-                    f"optimizer.kind: its state {name} is not shaped like the parameter, so checkpoints cannot "
-                    "hold it; keep per parameter tensors of its shape and a count `step`"
+                    f"optimizer.kind: checkpoints cannot hold its state {name}; keep tensors shaped like the "
+                    "parameter, and a count `step`"
                 )
 
 

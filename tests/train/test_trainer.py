@@ -23,8 +23,8 @@ from mlm.parallel.gradients import GradientReducer
 from mlm.parallel.labels import IGNORE
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.parallel.sharding import parameter_shards
-from mlm.train.config import PretrainConfig
-from mlm.train.corpora import TrainConfig, train_dataset
+from mlm.train.config import PretrainConfig, TrainConfig
+from mlm.train.corpora import train_dataset
 from mlm.train.diagnose import refuse_exhausted
 from mlm.train.state import load, save
 from mlm.train.trainer import StopVote, Trainer, build_model
