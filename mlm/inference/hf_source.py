@@ -22,7 +22,7 @@ from mlm.data.files_present import hub_id
 from mlm.errors import UserError
 from mlm.files.atomic import digest_bytes
 from mlm.hub import expect_hub
-from mlm.models.init import init_shard
+from mlm.parallel.init import init_shard
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import ParameterShard
 from mlm.train.config import PretrainConfig

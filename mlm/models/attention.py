@@ -43,8 +43,12 @@ class SelfAttention(nn.Module):
         self.head_dim, self.dropout = config.head_dim, config.attention_dropout
         h, std = config.hidden_size, config.init_std
         out_std = std / math.sqrt(2 * config.num_layers)
-        self.qkv = ColumnParallelLinear(h, 3 * h, tp=tp, sequence_parallel=sequence_parallel, init_std=std)
-        self.out = RowParallelLinear(h, h, tp=tp, sequence_parallel=sequence_parallel, init_std=out_std)
+        self.qkv = ColumnParallelLinear(
+            h, 3 * h, tp=tp, sequence_parallel=sequence_parallel, init_std=std, init_seed=None
+        )
+        self.out = RowParallelLinear(
+            h, h, tp=tp, sequence_parallel=sequence_parallel, init_std=out_std, init_seed=None
+        )
 
     def forward(
         self,

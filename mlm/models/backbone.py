@@ -88,6 +88,7 @@ class Transformer(nn.Module):
                 sequence_parallel=self.sequence_parallel,
                 is_tied_copy=not stage.is_first,
                 init_std=std,
+                init_seed=None,
             )
         if stage.is_first:
             self.position = Table(config.max_positions, h, init_std=std)

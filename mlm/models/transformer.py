@@ -39,8 +39,12 @@ class MLP(nn.Module):
         h, f, std = config.hidden_size, config.ffn_size, config.init_std
         out_std = std / math.sqrt(2 * config.num_layers)
         self.activation = config.activation
-        self.up = ColumnParallelLinear(h, f, tp=tp, sequence_parallel=sequence_parallel, init_std=std)
-        self.down = RowParallelLinear(f, h, tp=tp, sequence_parallel=sequence_parallel, init_std=out_std)
+        self.up = ColumnParallelLinear(
+            h, f, tp=tp, sequence_parallel=sequence_parallel, init_std=std, init_seed=None
+        )
+        self.down = RowParallelLinear(
+            f, h, tp=tp, sequence_parallel=sequence_parallel, init_std=out_std, init_seed=None
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """[S, B, H] -> [S, B, H]."""

@@ -6,13 +6,14 @@ section 4.2.2) what is replicated over tp below is cut along S instead: [S/t, B,
 Shapes: S sequence, B micro-batch, I in, O out, H hidden, V padded vocabulary, t = tensor-parallel size.
 """
 
-from typing import ClassVar, NotRequired, TypedDict, Unpack
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mlm.parallel.collectives import reduce_from_tp, scatter_sequence
+from mlm.parallel.init import init_parameters
 from mlm.parallel.linear import Postponed, column_parallel_linear, linear
 from mlm.parallel.mesh import Axis
 
@@ -24,25 +25,27 @@ def split(size: int, name: str, tp: Axis) -> int:
     return size // tp.size
 
 
-class How(TypedDict):
-    """What all layers here are told by keyword."""
-
-    tp: Axis
-    sequence_parallel: NotRequired[bool]
-    """Whether what is replicated over tp is cut along S instead; default no."""
-    init_std: NotRequired[float]
-    """Standard deviation of the initial weights; default 0.02."""
-
-
 class _Split(nn.Module):
-    """A layer split over tp."""
+    """A layer split over tp.
+
+    Args:
+        sequence_parallel: split along S what is otherwise replicated over tp.
+        init_std: standard deviation of the initial weights; biases are zero.
+        init_seed: seed of the initial weights, which are equal at every tp; None leaves them unset, for a
+            caller who fills them (`init_parameters`, a checkpoint).
+    """
 
     postponed: Postponed | None = None
-    """Where a zero-bubble schedule puts off weight gradients."""
+    """Weight gradients put off by a zero-bubble schedule."""
 
-    def __init__(self, *, tp: Axis, sequence_parallel: bool = False, init_std: float = 0.02) -> None:
+    def __init__(self, *, tp: Axis, sequence_parallel: bool, init_std: float) -> None:
         super().__init__()
         self.tp, self.sequence_parallel, self.init_std = tp, sequence_parallel and tp.size > 1, init_std
+
+    def initialise(self, seed: int | None) -> None:
+        """Fill the parameters with their initial values."""
+        if seed is not None:
+            init_parameters(self, seed, self.tp)
 
     def leave(self, x: Tensor) -> Tensor:
         """g: sum the partial results `x` over tp."""
@@ -60,11 +63,21 @@ class ColumnParallelLinear(_Split):
 
     tp_dims: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
 
-    def __init__(self, in_features: int, out_features: int, **how: Unpack[How]) -> None:
-        super().__init__(**how)
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        tp: Axis,
+        sequence_parallel: bool = False,
+        init_std: float = 0.02,
+        init_seed: int | None = 0,
+    ) -> None:
+        super().__init__(tp=tp, sequence_parallel=sequence_parallel, init_std=init_std)
         shard_size = split(out_features, "out_features", self.tp)
         self.weight = nn.Parameter(torch.empty(shard_size, in_features))  # [O/t, I]
         self.bias = nn.Parameter(torch.zeros(shard_size))  # [O/t]
+        self.initialise(init_seed)
 
     def forward(self, x: Tensor) -> Tensor:
         return column_parallel_linear(
@@ -87,11 +100,21 @@ class RowParallelLinear(_Split):
 
     tp_dims: ClassVar[dict[str, int]] = {"weight": 1}
 
-    def __init__(self, in_features: int, out_features: int, **how: Unpack[How]) -> None:
-        super().__init__(**how)
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        tp: Axis,
+        sequence_parallel: bool = False,
+        init_std: float = 0.02,
+        init_seed: int | None = 0,
+    ) -> None:
+        super().__init__(tp=tp, sequence_parallel=sequence_parallel, init_std=init_std)
         shard_size = split(in_features, "in_features", self.tp)
         self.weight = nn.Parameter(torch.empty(out_features, shard_size))  # [O, I/t]
         self.bias = nn.Parameter(torch.zeros(out_features))  # [O], replicated
+        self.initialise(init_seed)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.tp.size == 1:
@@ -120,14 +143,18 @@ class VocabParallelEmbedding(_Split):
         padded_vocab_size: int,
         hidden_size: int,
         *,
+        tp: Axis,
         is_tied_copy: bool = False,
-        **how: Unpack[How],
+        sequence_parallel: bool = False,
+        init_std: float = 0.02,
+        init_seed: int | None = 0,
     ) -> None:
-        super().__init__(**how)
+        super().__init__(tp=tp, sequence_parallel=sequence_parallel, init_std=init_std)
         self.true_rows, self.is_tied_copy = vocab_size, is_tied_copy
         shard_size = split(padded_vocab_size, "padded_vocab_size", self.tp)
         self.first = self.tp.rank * shard_size
         self.weight = nn.Parameter(torch.empty(shard_size, hidden_size))  # [V/t, H]
+        self.initialise(init_seed)
 
     @property
     def true_local_rows(self) -> int:

@@ -28,7 +28,7 @@ from mlm.files.atomic import fsync_directory
 from mlm.files.lock import LOCK, sole_writer
 from mlm.files.ownership import claim_folder, delete_owned
 from mlm.models.config import ModelConfig
-from mlm.models.init import init_shard
+from mlm.parallel.init import init_shard
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import parameter_shards
 from mlm.terminal import byte_progress

@@ -11,7 +11,6 @@ from torch import Tensor
 from mlm.data.blend_history import History
 from mlm.data.sampler import MicroBatch
 from mlm.models.backbone import Transformer
-from mlm.models.init import init_parameters
 from mlm.models.objective import Objective
 from mlm.optim.adamw import apply, build_optimizer, ensure_state, set_lr
 from mlm.optim.clip import clip_factor, gradient_norm, scale_gradients
@@ -19,6 +18,7 @@ from mlm.optim.precision import LossScaler, parameter_dtype
 from mlm.optim.schedule import learning_rate
 from mlm.parallel.collectives import all_reduce, start_all_reduce
 from mlm.parallel.gradients import Reducer, sum_replicated_gradients, sum_tied_gradients
+from mlm.parallel.init import init_parameters
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.random import SHARED, DropoutStream
 from mlm.parallel.sharded import build_reducer

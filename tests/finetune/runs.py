@@ -30,8 +30,8 @@ from mlm.finetune.task_config import TaskConfig
 from mlm.inference.trained import load_trained
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
-from mlm.models.init import init_parameters
 from mlm.optim.config import OptimizerConfig, PrecisionConfig
+from mlm.parallel.init import init_parameters
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.sharding import parameter_shards
 from mlm.report.config import LogConfig

@@ -10,10 +10,10 @@ from mlm.data.sampler import Batch
 from mlm.models.cache import FIRST_COLUMNS, Fill, KeyValueCache, Reading, Step
 from mlm.models.config import ModelConfig
 from mlm.models.gpt2.model import GPT2
-from mlm.models.init import init_parameters
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.cross_entropy import full_logits
+from mlm.parallel.init import init_parameters
 from mlm.parallel.mesh import Axis, ParallelContext, shape_context
 from mlm.train.pipelined import PipelinedModel
 from tests.ranks import run_on_ranks

@@ -18,9 +18,9 @@ from mlm.models import documents as module
 from mlm.models.config import ModelConfig
 from mlm.models.documents import Boundaries, Spans, bias_of, positions_of, spans_of
 from mlm.models.gpt2.model import GPT2
-from mlm.models.init import init_parameters
 from mlm.parallel.collectives import all_reduce, gather_rows
 from mlm.parallel.cross_entropy import full_logits
+from mlm.parallel.init import init_parameters
 from mlm.parallel.labels import IGNORE
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.random import DropoutStream

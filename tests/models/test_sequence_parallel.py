@@ -12,9 +12,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from mlm.models.config import ModelConfig
 from mlm.models.gpt2.model import GPT2
-from mlm.models.init import init_parameters
 from mlm.models.transformer import TransformerLayer
 from mlm.parallel import collectives, linear
+from mlm.parallel.init import init_parameters
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.random import SHARED, DropoutStream
 from tests.ranks import run_on_ranks

@@ -10,8 +10,8 @@ from mlm.models.backbone import Inputs, Transformer
 from mlm.models.bert.model import BERT
 from mlm.models.config import ModelConfig
 from mlm.models.gpt2.model import GPT2
-from mlm.models.init import init_parameters
 from mlm.models.transformer import LayerNorm
+from mlm.parallel.init import init_parameters
 from mlm.parallel.mesh import Axis
 from mlm.parallel.random import DropoutStream
 

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from mlm.models.config import ModelConfig
 from mlm.models.gpt2.model import GPT2
-from mlm.models.init import init_parameters
 from mlm.models.stage import Stage
 from mlm.optim.adamw import build_optimizer, ensure_state
 from mlm.optim.config import OptimizerConfig
 from mlm.parallel.gradients import Reducer
+from mlm.parallel.init import init_parameters
 from mlm.parallel.linear import Postponed
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharded import ReduceWhen, build_reducer

@@ -186,3 +186,23 @@ def gradient_of_both_users(ctx: ParallelContext) -> list[float]:
     (copy_to_tp(x, ctx.tp) + x).backward(torch.ones(2))
     assert x.grad is not None
     return x.grad.tolist()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_lone_layers_hold_initial_weights_that_are_equal_at_every_tp(tp: int) -> None:
+    """N(0, init_std²) of one seed, cut over tp; biases zero; padding rows of the table zero."""
+    run_on_ranks(check_initial_weights, tp=tp)
+
+
+def check_initial_weights(ctx: ParallelContext) -> None:
+    tp, one = ctx.tp, Axis("tp")
+    for build, dim in (
+        (lambda axis: ColumnParallelLinear(64, 96, tp=axis, init_std=0.5), 0),
+        (lambda axis: RowParallelLinear(64, 96, tp=axis, init_std=0.5), 1),
+        (lambda axis: VocabParallelEmbedding(90, 96, 64, tp=axis, init_std=0.5), 0),
+    ):
+        whole, mine = build(one), build(tp)
+        assert torch.equal(mine.weight, shard_of(whole.weight, tp, dim))
+        drawn = whole.weight[:90]
+        assert drawn.std().item() == pytest.approx(0.5, rel=0.05)  # of 5,760 numbers: 1 % is one deviation
+    assert torch.equal(whole.weight[90:], torch.zeros(6, 64))

@@ -12,9 +12,9 @@ from mlm.models.backbone import Inputs
 from mlm.models.bert.model import BERT, masked_targets
 from mlm.models.config import ModelConfig
 from mlm.models.documents import without_padding
-from mlm.models.init import init_parameters
 from mlm.parallel.collectives import all_reduce
 from mlm.parallel.gradients import sum_replicated_gradients
+from mlm.parallel.init import init_parameters
 from mlm.parallel.labels import IGNORE
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.sharding import load_whole, parameter_shards

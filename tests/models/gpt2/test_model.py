@@ -13,8 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from mlm.checkpoint.huggingface.names import gpt2_from_huggingface
 from mlm.models.config import ModelConfig
 from mlm.models.gpt2.model import GPT2
-from mlm.models.init import init_parameters
 from mlm.parallel.cross_entropy import full_logits
+from mlm.parallel.init import init_parameters
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.random import DropoutStream
 from mlm.parallel.sharding import load_whole, parameter_shards

@@ -7,7 +7,7 @@ import torch
 
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
-from mlm.models.init import init_parameters
+from mlm.parallel.init import init_parameters
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import parameter_shards
 
