@@ -16,11 +16,13 @@ from mlm.checkpoint.native.format import MANIFEST
 from mlm.checkpoint.native.save_load import Manifest, read_manifest, resolve
 from mlm.checkpoint.native.tokenizer_digest import TOKENIZER, TokenizerDigest, check_beside
 from mlm.config.build import from_dict
+from mlm.config.imports import OwnCodeError, is_path
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import ConfigError, CorruptFileError, UserError
 from mlm.inference.hf_source import find_model, load_model_folder, model_name, open_tensors, run_spec
 from mlm.models.config import ModelConfig
 from mlm.models.documents import Boundaries
+from mlm.models.family import family_of
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.layout_checks import SPLIT_RULES, Launch
@@ -97,10 +99,14 @@ def trained_config(manifest: Manifest, path: Path) -> PretrainConfig:
     """The run spec saved in a checkpoint. Raises CorruptFileError if it is none of this version."""
     try:
         config = from_dict(PretrainConfig, dict(manifest.state["config"]))
+        if is_path(config.model.kind):
+            family_of(config.model.kind)
         if faults := saved_faults(config):
             raise ValueError("; ".join(faults[:LISTED]))
         Boundaries.of(config.data)  # the model will be asked to keep documents apart by it
         return config
+    except OwnCodeError:
+        raise  # the file is whole
     except (KeyError, TypeError, ValueError) as error:
         reason = "; ".join(str(error).split("\n")[:LISTED])
         raise CorruptFileError(f"{path}: holds no configuration this version can read ({reason})") from error

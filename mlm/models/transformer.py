@@ -5,6 +5,7 @@ the residual stream is [S/t, B, H] (arXiv:2205.05198, section 4.2.2).
 """
 
 import math
+from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -56,6 +57,8 @@ class TransformerLayer(nn.Module):
     (arXiv:1909.08053, figure 7b). With norm=post norm(x + drop(attention(x))), then the same with the MLP:
     that of the first BERT (figure 7a)."""
 
+    mlp_type: ClassVar[type[MLP]] = MLP
+
     def __init__(
         self,
         config: ModelConfig,
@@ -76,7 +79,7 @@ class TransformerLayer(nn.Module):
             recompute=recompute_attention,
         )
         self.mlp_norm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.mlp = MLP(config, tp=tp, sequence_parallel=sequence_parallel)
+        self.mlp = self.mlp_type(config, tp=tp, sequence_parallel=sequence_parallel)
 
     def forward(
         self,
@@ -89,11 +92,12 @@ class TransformerLayer(nn.Module):
         in its cache."""
         if not self.norms_first:
             y = self.attention(x, stream, spans, reading)
-            x = self.attention_norm(x + self._drop(y, stream, "attention out"))
-            return self.mlp_norm(x + self._drop(self.mlp(x), stream, "mlp out"))
+            x = self.attention_norm(x + self.drop(y, stream, "attention out"))
+            return self.mlp_norm(x + self.drop(self.mlp(x), stream, "mlp out"))
         y = self.attention(self.attention_norm(x), stream, spans, reading)
-        x = x + self._drop(y, stream, "attention out")
-        return x + self._drop(self.mlp(self.mlp_norm(x)), stream, "mlp out")
+        x = x + self.drop(y, stream, "attention out")
+        return x + self.drop(self.mlp(self.mlp_norm(x)), stream, "mlp out")
 
-    def _drop(self, y: Tensor, stream: DropoutStream | None, site: str) -> Tensor:
+    def drop(self, y: Tensor, stream: DropoutStream | None, site: str) -> Tensor:
+        """Dropout on a branch's output; `site` names it among those of the layer."""
         return y if stream is None else stream.hidden(y, self.dropout, self.layer, site)

@@ -1,0 +1,133 @@
+"""Families, optimizers, schedules and datasets of the user's own, named by import path."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlm.cli import main
+from mlm.config.imports import TRUST, OwnCodeError, imported
+from mlm.inference.trained import named_checkpoint
+
+EXAMPLES = Path(__file__).parents[2] / "scripts/examples"
+KIND = "own_family:FAMILY"
+SHORT = [
+    *("data.seq_length=16", "model.num_layers=1", "model.hidden_size=32", "model.vocab_size=64"),
+    *("train.steps=4", "train.global_batch_size=2", "train.micro_batch_size=2", "train.validate_every=0"),
+    *("log.every=1", "checkpoint.save_every=2", "dist.device=cpu", "precision.dtype=fp64"),
+]
+OWN_CODE = """
+import torch
+from mlm.data.synthetic import SyntheticDataset
+
+def build(groups, config):
+    return torch.optim.SGD(groups, lr=config.lr, momentum=0.9)
+
+def decay(progress):
+    return (1 - progress) ** 2
+
+def dataset(data, *, vocab_size, num_samples, seed, validation):
+    return SyntheticDataset(min(vocab_size, 8), data.seq_length, num_samples, seed)
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example and a module `mine` can be imported; nothing is trusted or imported yet."""
+    monkeypatch.delenv(TRUST, raising=False)
+    (tmp_path / "mine.py").write_text(OWN_CODE)
+    for folder in (EXAMPLES, tmp_path):
+        monkeypatch.syspath_prepend(str(folder))
+    for module in ("own_family", "mine"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+
+
+def pretrain(out: Path, *more: str) -> int:
+    family = ["--config-dir", str(EXAMPLES / "configs"), "model=own_family"]
+    return main(["pretrain", *family, "data=synthetic", *SHORT, *more, f"out={out}"])
+
+
+def losses(out: Path) -> list[float]:
+    records = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return [record["loss"] for record in records if "loss" in record]
+
+
+def test_own_family_trains_alike_at_tp_1_and_tp_2(tmp_path: Path) -> None:
+    assert pretrain(tmp_path / "one", "tp=1") == 0
+    assert pretrain(tmp_path / "two", "tp=2", "dp=1") == 0
+    assert len(losses(tmp_path / "one")) == 4
+    # float64: sums over tp are of two parts in another order
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-12)
+
+
+def test_option_of_own_family_changes_the_model(tmp_path: Path) -> None:
+    assert pretrain(tmp_path / "two", "train.steps=1") == 0
+    assert pretrain(tmp_path / "three", "train.steps=1", "model.options.power=3.0") == 0
+    assert losses(tmp_path / "two") != losses(tmp_path / "three")
+
+
+def test_saved_import_path_is_followed_only_if_typed_or_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert pretrain(run) == 0
+    monkeypatch.delitem(sys.modules, "own_family")
+    with pytest.raises(OwnCodeError, match=f"model.kind={KIND}.*{TRUST}=own_family"):
+        named_checkpoint(str(run))
+    assert main(["pretrain", f"resume={run}", "train.steps=5"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"model.kind={KIND}" in line
+    assert "own_family" not in sys.modules
+
+    assert main(["pretrain", f"resume={run}", "train.steps=5", f"model.kind={KIND}"]) == 0
+    with pytest.raises(OwnCodeError):  # typing it once trusts it once
+        named_checkpoint(str(run))
+    monkeypatch.setenv(TRUST, "own_family")
+    assert named_checkpoint(str(run)).config.model.kind == KIND
+
+
+def test_own_optimizer_schedule_and_dataset_train_and_resume_as_in_one_run(tmp_path: Path) -> None:
+    own = [
+        "model=gpt2_tiny",
+        "optimizer.kind=mine:build",
+        "schedule.decay=mine:decay",
+        "data.kind=mine:dataset",
+    ]
+
+    def run(out: Path, *more: str) -> None:
+        assert (
+            main(["pretrain", "model=gpt2_tiny", *own, *SHORT, "schedule.decay_steps=4", *more, f"out={out}"])
+            == 0
+        )
+
+    run(tmp_path / "whole")
+    run(tmp_path / "parts", "train.steps=2")
+    run(tmp_path / "parts")
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("model.kind=gtp2", "did you mean model.kind=gpt2?"),
+        ("schedule.decay=cosin", "did you mean schedule.decay=cosine?"),
+        ("optimizer.kind=sgd", "use adamw or package.module:NAME"),
+        ("optimizer.kind=not_there:build", "PYTHONPATH"),
+        ("optimizer.kind=mine:absent", "absent"),
+        ("model.kind=mine:build", "ModelFamily"),
+        ("model.options.depth=3", "model.options.depth"),
+    ],
+)
+def test_wrong_name_is_one_line(typed: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pretrain", "model=gpt2_tiny", "data=synthetic", *SHORT, typed]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"mlm pretrain: {typed.partition('=')[0]}")
+    assert words in line
+
+
+def test_class_of_a_trusted_module_cannot_name_another_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TRUST, "mine")
+    assert imported("optimizer.kind", "mine:build", ("adamw",)).__name__ == "build"
+    with pytest.raises(OwnCodeError):
+        imported("optimizer.kind", "mineral:build", ("adamw",))
