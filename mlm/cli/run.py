@@ -128,7 +128,7 @@ def _execute(command: Command, config: Any) -> int:
         return OK
     out = Path(config.out) if command.out_is_run_folder else None
     run_job = resolve(f"{LAUNCH}:run_job")
-    return int(run_job(command.target, config, parallel=config.parallel, dist=config.dist, out=out))
+    return int(run_job(command.target, config, out=out))
 
 
 def show(job: Job, composed: DictConfig) -> int:

@@ -30,11 +30,11 @@ from mlm.convert.hf_verify import NOT_COMPARED, Agreement, compare_logits, extra
 from mlm.data.tokenizer import UNK, Tokenizer
 from mlm.errors import ConfigError, CorruptFileError, UserError
 from mlm.files.atomic import write_atomic
-from mlm.finetune.best import STATE
 from mlm.inference.trained import check_stored, load_tokenizer, run_directory, trained_config
 from mlm.models.config import ModelConfig
 from mlm.terminal import Advance, byte_progress
 from mlm.train.run_folder import GB, new_folder, out_problems
+from mlm.train.state import FINETUNING
 
 SAFETENSORS_FOR = {"format": "pt"}
 """`__metadata__` without which transformers refuses a file."""
@@ -253,7 +253,7 @@ def ids_of(source: Source) -> Ids:
 
 def label_names(manifest: Manifest) -> tuple[str, ...]:
     """The labels of the task that a checkpoint was finetuned on; none where it says none."""
-    state = manifest.state.get(STATE)
+    state = manifest.state.get(FINETUNING)
     found = state.get("depends_on") if isinstance(state, dict) else None
     return texts(found.get("task.labels")) if isinstance(found, dict) else ()
 

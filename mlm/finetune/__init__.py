@@ -1,7 +1,8 @@
-"""Finetuning on tasks: GLUE, RACE, SQuAD, and whatever a YAML of the same form says.
+"""Finetuning on tasks: GLUE, RACE, SQuAD, and custom ones.
 
-From data to scores: sources.py and nested.py read files and the Hub, parsing.py checks their records, rows.py
-makes splits of them; making.py and spans.py make tokens of those (tokens.py), examples.py gathers them;
-answers.py and predictions.py read the model's outputs, metrics.py scores and submission.py writes them.
-kinds.py says what a kind of task does at each step; README.md says how to add a task. None knows a model.
+sources.py reads records from files and the Hub, rows.py checks their fields, splits.py makes splits of rows
+and their examples (examples.py), batches.py makes batches of those. A type of task (task_type.py) is one
+object, of classification.py, multiple_choice.py, span.py, or a user's own module. training.py is the loop of
+one seed, scoring.py makes predictions and metrics, run.py and evaluate.py are the commands. README.md says
+how to add a task.
 """

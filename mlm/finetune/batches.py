@@ -1,7 +1,7 @@
-"""Which rows a step trains on, and micro-batches of texts of about equal length.
+"""The rows of each step, and their micro-batches of texts of about equal length.
 
-All of it is a function of the rows' lengths, the seed and the step: every rank computes the same plan,
-whatever the layout, and a run that is resumed goes on where it stopped.
+All of it is a function of the rows' lengths, the seed and the step: every rank computes the same plan at any
+layout, and a resumed run continues where it stopped.
 
 Shapes: E examples of a micro-batch, C texts of each, T = E * C texts, S tokens.
 """
@@ -17,6 +17,7 @@ from torch import Tensor
 from mlm.data.splitmix import Bits, draw, root
 from mlm.finetune.examples import Example
 from mlm.parallel.labels import IGNORE
+from mlm.train.pipelined import PipelinedModel
 
 Ids = NDArray[np.int64]
 
@@ -29,26 +30,26 @@ class TaskBatch:
     """One micro-batch."""
 
     tokens: Tensor
-    """[T, S] int64, padded on the right; the C texts of an example lie behind each other."""
+    """[T, S] int64, padded on the right; the C texts of an example are consecutive."""
     token_types: Tensor
     """[T, S] int64: 1 for the second text of a pair."""
     lengths: Tensor
     """[T] int64: tokens before the padding."""
     labels: Tensor
-    """What is right of each example. [E] int64 (classification, choice), IGNORE where that is not scored; [E]
-    float64 (regression), NaN there; [E, 2] int64 (span), first and last token."""
+    """Targets. [E] int64 (classification, choice) or [E, 2] int64 (span: first and last token), IGNORE where
+    not scored; [E] float64 (regression), NaN where not scored."""
     first_sample: int
     """Number of its first example in the whole run: dropout streams are a function of it."""
     examples: tuple[int, ...] = ()
-    """Numbers of the examples, for the outputs; fewer than E where some only fill up."""
+    """Numbers of the examples; fewer than E if one only fills up."""
 
 
 class Order:
-    """The batches of every epoch: each example once, those of a batch of about equal length.
+    """The batches of each epoch: each example once, with examples of about equal length in a batch.
 
     Args:
-        examples: all that are trained on.
-        sort_batches: examples of so many batches are sorted together.
+        examples: all training examples.
+        sort_batches: batches whose examples are sorted together.
     """
 
     def __init__(self, examples: Sequence[Example], *, batch_size: int, sort_batches: int, seed: int) -> None:
@@ -58,18 +59,18 @@ class Order:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches of an epoch; one of them may be smaller."""
+        """Batches of an epoch, one of which may be smaller."""
         return -(-len(self.lengths) // self.batch_size)
 
     def batch(self, step: int) -> Ids:
-        """Numbers of the examples of a step, counted from 0; the longest first."""
+        """Return the examples of a step, counted from 0, the longest first."""
         epoch, number = divmod(step, self.steps_per_epoch)
         if self._epoch[0] != epoch:
             self._epoch = epoch, self.epoch(epoch)
         return self._epoch[1][number]
 
     def epoch(self, number: int) -> list[Ids]:
-        """The batches of an epoch in the order that they are trained on."""
+        """Return the batches of an epoch, in training order."""
         state, count, b = draw(root(self.seed), number), len(self.lengths), self.batch_size
         shuffled = permutation(count, draw(state, ORDER))
         batches: list[Ids] = []
@@ -80,42 +81,42 @@ class Order:
 
 
 def permutation(count: int, state: Bits) -> Ids:
-    """The numbers below `count` in an order drawn from `state`."""
+    """Return the numbers below `count` in an order drawn from `state`."""
     return np.argsort(draw(state, np.arange(count)), kind="stable")
 
 
 def chosen_rows(count: int, wanted: int, seed: int) -> Ids:
-    """`wanted` of the numbers below `count`, drawn at random, in ascending order."""
+    """Return `wanted` of the numbers below `count`, drawn at random, in ascending order."""
     return np.sort(permutation(count, root(seed))[:wanted])
 
 
 def group_size(examples: Sequence[Example], *, budget: int) -> int:
-    """How many examples as long as the longest of these `budget` tokens hold, padding included: 1 or more."""
+    """Return how many examples as long as the longest of these fit in `budget` tokens; at least 1."""
     longest = max(len(text) for example in examples for text in example.texts)
     return max(1, budget // (longest * max(len(example.texts) for example in examples)))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dealing:
-    """How a batch is cut into micro-batches and dealt to data-parallel ranks."""
+class Batcher:
+    """Splits a batch into micro-batches and assigns them to data-parallel ranks."""
 
     budget: int
-    """Tokens of a micro-batch, padding included; one example where it alone is longer."""
+    """Tokens of a micro-batch, padding included; a longer example is a micro-batch of its own."""
     rank: int
     size: int
     """Data-parallel rank and size."""
     groups_of: int = 1
-    """Micro-batches of a rank are a multiple of it: the pipeline's stages, to keep all of them busy."""
+    """Divisor of a rank's number of micro-batches: the pipeline's stages, to keep all of them busy."""
     multiple: int = 1
-    """Tokens of a text, padding included, are a multiple of it: tp with sequence parallelism."""
+    """Divisor of the padded length: tp with sequence parallelism."""
 
     def micro_batches(
         self, examples: Sequence[Example], numbers: Sequence[int], first_sample: int
     ) -> list[TaskBatch]:
-        """This rank's micro-batches of the examples of these numbers; equally many on each rank.
+        """Return this rank's micro-batches of the numbered examples; equally many on each rank.
 
         Args:
-            examples: all of a split.
+            examples: all examples of a split.
             numbers: the batch, the longest first.
             first_sample: number of the batch's first example in the whole run.
         """
@@ -127,14 +128,14 @@ class Dealing:
         for i in range(count):
             first = i * rows * self.size
             mine = numbers[first : first + rows * self.size][self.rank :: self.size]
-            sample = first_sample + first + self.rank * rows  # no two micro-batches have the same
+            sample = first_sample + first + self.rank * rows  # distinct for all micro-batches
             made.append(self.pack(examples, mine, numbers[0], sample))
         return made
 
     def pack(
         self, examples: Sequence[Example], numbers: Sequence[int], filler: int, first_sample: int
     ) -> TaskBatch:
-        """A micro-batch; without an example of its own it holds `filler`, not scored."""
+        """Return a micro-batch; without examples it holds `filler`, not scored."""
         rows = [examples[n] for n in (numbers if len(numbers) else [filler])]
         texts = [text for row in rows for text in row.texts]
         longest = max(map(len, texts))
@@ -158,9 +159,9 @@ class Dealing:
         )
 
     def all_batches(self, examples: Sequence[Example]) -> Iterator[list[TaskBatch]]:
-        """This rank's micro-batches of all examples, the longest first, a step of a few at a time.
+        """Yield this rank's micro-batches of all examples, a few at a time, the longest first.
 
-        What they are padded to does not depend on chance: too long shows at once.
+        A lack of memory then shows at once.
         """
         order = sorted(range(len(examples)), key=lambda n: -max(map(len, examples[n].texts)))
         first = 0
@@ -171,7 +172,7 @@ class Dealing:
 
 
 def labels_of(rows: Sequence[Example]) -> Tensor:
-    """Labels of examples of one kind; not scored where there is none."""
+    """Return the targets of examples, not scored where there is no label."""
     labels = [row.label for row in rows]
     if any(isinstance(label, tuple) for label in labels):
         return torch.tensor([(IGNORE, IGNORE) if label is None else label for label in labels])
@@ -182,5 +183,17 @@ def labels_of(rows: Sequence[Example]) -> Tensor:
 
 
 def unscored(labels: Tensor) -> Tensor:
-    """Labels of the same shape that are not scored."""
+    """Return targets of the same shape that are not scored."""
     return torch.full_like(labels, float("nan") if labels.is_floating_point() else IGNORE)
+
+
+def batcher_of(model: PipelinedModel, micro_batch_size: int, max_length: int) -> Batcher:
+    """Return the batcher of this rank: micro-batches of `micro_batch_size` texts of `max_length` tokens."""
+    ctx = model.ctx
+    return Batcher(
+        budget=micro_batch_size * max_length,
+        rank=ctx.dp.rank,
+        size=ctx.dp.size,
+        groups_of=ctx.pp.size,
+        multiple=ctx.tp.size if model.chunks[0].sequence_parallel else 1,
+    )

@@ -1,8 +1,8 @@
-"""What a finetuning run remembers of its validations, and the checkpoint of the best of them.
+"""The best checkpoint of a finetuning run, and what its checkpoints say of the validations so far.
 
 A run directory has two folders of checkpoints: `checkpoints`, to resume from, and `best/checkpoints`, weights
-alone. A best one goes only when no checkpoint to resume from, on disk or under way, names it: a run that is
-killed at any time finds the best one that it knew of when it goes on.
+alone. A best one is deleted only when no checkpoint to resume from, on disk or being written, names it: a
+run that is killed at any time finds the best one it knew of when it resumes.
 """
 
 from collections.abc import Collection
@@ -22,15 +22,13 @@ from mlm.checkpoint.native.lineage import LINEAGE
 from mlm.checkpoint.native.save_load import read_manifest, save_checkpoint
 from mlm.config.build import from_dict
 from mlm.errors import CorruptFileError, UserError, writing_to
-from mlm.train.state import CHECKPOINTS, counters, is_stored, model_shards
+from mlm.train.state import CHECKPOINTS, FINETUNING, counters, is_stored, model_shards
 from mlm.train.trainer import Trainer
 
 BEST = "best"
 """Folder of a run directory with the best weights; its own checkpoints and tokenizer lie in it."""
-STATE = "finetuning"
-"""Key of what a checkpoint's state says of the task."""
 DATA_PATH = "data.path"
-"""Key in it of the folder with the rows, from the root; null where they are the Hub's."""
+"""Key in the state of the absolute path of the rows; null if they are the Hub's."""
 ALL = 1 << 30
 
 Scores = dict[str, dict[str, float]]
@@ -51,8 +49,10 @@ class Progress:
     """Tokens trained on, padding left out."""
 
     def add(self, step: int, scores: Scores) -> bool:
-        """Note a validation; returns whether it is the best. The first metric of the first split decides, and
-        of equals the earlier."""
+        """Add a validation; return True if it is the best by the first metric of the first split.
+
+        Of equals the earlier is the best.
+        """
         if self.best_step is None or first_metric(scores) > first_metric(self.scores):
             self.best_step, self.scores, self.without_gain = step, scores, 0
             return True
@@ -60,14 +60,14 @@ class Progress:
         return False
 
     def saved(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return JSON values."""
         return asdict(self)
 
     @classmethod
     def read(cls, state: Any, path: Path) -> "Progress":
-        """What a checkpoint's state holds. Raises CorruptFileError."""
+        """Read the state of a checkpoint. Raises CorruptFileError."""
         try:
-            return from_dict(cls, state[STATE]["progress"])
+            return from_dict(cls, state[FINETUNING]["progress"])
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptFileError(
                 f"{path}: its state is not that of a finetuning run ({error!r})"
@@ -75,7 +75,7 @@ class Progress:
 
 
 def first_metric(scores: Scores) -> float:
-    """What decides which checkpoint is the best."""
+    """Return the score that the best checkpoint is chosen by."""
     return next(iter(next(iter(scores.values())).values()))
 
 
@@ -116,7 +116,7 @@ def keep_bests(out: Path, steps: Collection[int | None]) -> None:
 
 
 def best_step_of(path: Path) -> int | None:
-    """Which step a checkpoint to resume from names as the best; None if it names none, or is damaged."""
+    """Return the best step that a checkpoint names; None if it names none, or is damaged."""
     try:
         return Progress.read(read_manifest(path).state, path).best_step
     except (UserError, OSError):
@@ -124,16 +124,17 @@ def best_step_of(path: Path) -> int | None:
 
 
 def go_back_to(out: Path, step: int | None) -> None:
-    """Let the best checkpoint be that of a step again, as a run that goes on knows it. For one rank.
+    """Make the best checkpoint that of a step again, as a resumed run knows it. For one rank.
 
-    What was better later is found again: the same steps come again. Raises UserError, CorruptFileError.
+    A better one after it is found again, since the same steps are taken again. Raises UserError,
+    CorruptFileError.
     """
     root = best_checkpoints(out)
     found = checkpoints(root)
     if step is not None and step not in found:
         raise CorruptFileError(
             f"{root}: {step_name(step)} is gone, which the newest of {out / CHECKPOINTS} names as the best: "
-            "bring it back, or set another out=…"
+            "restore it, or set another out=…"
         )
     with writing_to(str(out)):
         if step is not None and named_latest(root) != step_name(step):
@@ -144,16 +145,16 @@ def go_back_to(out: Path, step: int | None) -> None:
 
 
 def best_folder(out: Path) -> Path:
-    """Where a run keeps its best checkpoint."""
+    """Return the folder of a run's best checkpoint."""
     return out / BEST
 
 
 def best_checkpoints(out: Path) -> Path:
-    """The folder of step-… in it."""
+    """Return the folder of step-… in it."""
     return best_folder(out) / CHECKPOINTS
 
 
 def best_of(ckpt: str) -> str:
-    """The folder of the best checkpoint of a finetuning run directory; what else is named stays as it is."""
+    """Return the folder of a finetuning run's best checkpoint; any other path as it is."""
     found = latest_checkpoint(best_checkpoints(Path(ckpt)))
     return ckpt if found is None else str(best_folder(Path(ckpt)))

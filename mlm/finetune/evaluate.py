@@ -19,35 +19,32 @@ from mlm.data.receipt import version_of
 from mlm.errors import ConfigError, UserError
 from mlm.files.ownership import claim_problems
 from mlm.files.results import is_stream, named, result_problems, write_result
-from mlm.finetune.best import DATA_PATH, STATE, best_of
+from mlm.finetune.batches import batcher_of
+from mlm.finetune.best import DATA_PATH, best_of
 from mlm.finetune.config import EvalTaskConfig
-from mlm.finetune.kinds import KINDS
-from mlm.finetune.material import Start, check_texts, evaluation_of, start_of
-from mlm.finetune.metrics import best_threshold, check_installed
-from mlm.finetune.objective import Finetuning
-from mlm.finetune.outputs import dealing_of
-from mlm.finetune.rows import read_split
-from mlm.finetune.scoring import Scored, score_split
-from mlm.finetune.submission import files_of
+from mlm.finetune.inputs import Start, check_texts, evaluation_of, start_of
+from mlm.finetune.scoring import Finetuning, Scored, files_of, score_split
+from mlm.finetune.splits import read_split
 from mlm.finetune.task_config import TaskConfig
-from mlm.finetune.uncertainty import standard_errors
+from mlm.finetune.task_type import check_installed, task_type
 from mlm.inference.trained import Trained, checkpoint_faults, is_model_folder, load_trained, result_file
 from mlm.parallel.mesh import ParallelContext
 from mlm.terminal import add_row, console, plain, table
+from mlm.train.state import FINETUNING
 
 READ_ALIKE = ("kind", "labels", "max_length", "question_length", "doc_stride")
 """Settings of a task that a checkpoint was finetuned with and must be scored with."""
 
 
 def preflight(config: EvalTaskConfig) -> list[str]:
-    """Faults that reading the named files shows; called before any rank starts."""
-    if faults := checkpoint_faults(best_of(config.ckpt), config.parallel):
-        return faults
+    """Return the problems that reading the named files shows; called before any rank starts."""
+    if problems := checkpoint_faults(best_of(config.ckpt), config.parallel):
+        return problems
     try:
         check_installed(config.task)
         start = start_of(config)
-        if faults := task_faults(config, start):
-            return faults
+        if problems := task_problems(config, start):
+            return problems
         for name in splits(config):
             check_texts(config.task, read_split(config.task, name, path=rows_of(config, start)), start)
     except ConfigError as error:
@@ -58,42 +55,42 @@ def preflight(config: EvalTaskConfig) -> list[str]:
     folder = out.parent
     if not is_stream(out) and not (folder.is_dir() and os.access(folder, os.W_OK)):
         return [f"out={show(config.out)}: {folder} is no folder that can be written: name another file"]
-    faults, task = result_problems(out), config.task
-    faults += probability_faults(config)
+    problems, task = result_problems(out), config.task
+    problems += probability_problems(config)
     if config.predictions is not None:
         names = [file for name in splits(config) for file in files_of(task, name)]
-        faults += claim_problems(config.predictions, "predictions", key="predictions", writes=names)
-    return faults
+        problems += claim_problems(config.predictions, "predictions", key="predictions", writes=names)
+    return problems
 
 
-def probability_faults(config: EvalTaskConfig) -> list[str]:
-    """Problems that keep a command from writing the probabilities."""
-    path, kind = config.probabilities, config.task.kind
+def probability_problems(config: EvalTaskConfig) -> list[str]:
+    """Return the problems that keep a command from writing the probabilities."""
+    path = config.probabilities
     if path is None or is_stream(path):
         return []
-    if kind not in ("classification", "choice"):
-        return [f"probabilities={path}: task.kind={kind} has no labels; remove probabilities="]
+    if not task_type(config.task.kind).gives_probabilities:
+        return [f"probabilities={path}: task.kind={config.task.kind} has no labels; remove probabilities="]
     if not (Path(path).parent.is_dir() and os.access(Path(path).parent, os.W_OK)) or Path(path).is_dir():
         return [f"probabilities={path}: cannot be written; name a file in a folder that is there"]
     return result_problems(path, key="probabilities")
 
 
 def saved_state(start: Start) -> dict[str, Any]:
-    """Finetuning that made the checkpoint, as it says; nothing in a model of elsewhere."""
+    """Return what the checkpoint says of its finetuning; empty for a model of another program."""
     path = start.named.path
-    saved = {} if is_model_folder(path) else read_manifest(path).state.get(STATE, {})
+    saved = {} if is_model_folder(path) else read_manifest(path).state.get(FINETUNING, {})
     return saved if isinstance(saved, dict) else {}
 
 
 def rows_of(config: EvalTaskConfig, start: Start) -> str | None:
-    """data.path, or the one that the checkpoint was finetuned on; None where both are the Hub's."""
+    """Return data.path, or the one that the checkpoint was finetuned on; None for the Hub."""
     saved = saved_state(start).get(DATA_PATH)
     return config.data.path or (saved if isinstance(saved, str) else None)
 
 
-def task_faults(config: EvalTaskConfig, start: Start) -> list[str]:
-    """Whether the model was finetuned on another task, or on this one with other settings."""
-    task, model, kind = config.task, start.model, KINDS[config.task.kind]
+def task_problems(config: EvalTaskConfig, start: Start) -> list[str]:
+    """Return the problems of a model finetuned on another task, or on this one with other settings."""
+    task, model, kind = config.task, start.model, task_type(config.task.kind)
     saved = saved_state(start).get("depends_on", {})
     other = saved.get("task.name", task.name)
     if other != task.name:
@@ -114,12 +111,12 @@ def task_faults(config: EvalTaskConfig, start: Start) -> list[str]:
 
 
 def splits(config: EvalTaskConfig) -> tuple[str, ...]:
-    """The splits to score."""
+    """Return the names of the splits to score."""
     return config.task.validations if config.split is None else (config.split,)
 
 
 def result_path(config: EvalTaskConfig, start: Start) -> Path:
-    """Where the JSON receipt goes: in the run directory, beside the folder of the best checkpoint."""
+    """Return the path of the JSON receipt: `out`, or in the run directory."""
     if config.out is not None:
         return Path(config.out)
     name = f"eval-{config.task.name}.json"
@@ -133,8 +130,8 @@ def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
     begin, start, task = time.monotonic(), start_of(config), config.task
     path = rows_of(config, start)
     trained = load_trained(str(start.named.path), config.parallel, config.precision, ctx)
-    objective = Finetuning(task.kind, ctx, trained.model.dtype)
-    dealing = dealing_of(trained.model, config.batch_size, start.max_length)
+    objective = Finetuning(task_type(task.kind), ctx, trained.model.dtype)
+    batcher = batcher_of(trained.model, config.batch_size, start.max_length)
     out = result_path(config, start)
     place = result_path(replace(config, out=None), start) if is_stream(out) else out
     found = []
@@ -142,7 +139,7 @@ def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
         evaluation = evaluation_of(task, read_split(task, name, path=path), start)
         beside = None if evaluation.split.has_labels else place.parent / "predictions"
         folder = beside if config.predictions is None else Path(config.predictions)
-        found.append(score_split(task, evaluation, trained.model, objective, dealing, folder))
+        found.append(score_split(task, evaluation, trained.model, objective, batcher, folder))
     if not ctx.is_main:
         return
     result = receipt(config, start, trained, found, seconds=time.monotonic() - begin)
@@ -155,7 +152,7 @@ def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
 def receipt(
     config: EvalTaskConfig, start: Start, trained: Trained, found: Sequence[Scored], *, seconds: float
 ) -> dict[str, Any]:
-    """Everything that the scores depend on, and the scores."""
+    """Return the scores and everything that they depend on."""
     packages = ("tokenizers", "scikit-learn", "scipy", "torchmetrics")
     return {
         "task": config.task.name,
@@ -180,7 +177,7 @@ def receipt(
 
 
 def probabilities(task: TaskConfig, found: Sequence[Scored]) -> str:
-    """A line of JSON per row: the softmax of the model's outputs, in float64, by the name of the label."""
+    """Return a line of JSON per row: the softmax of the outputs, in float64, by the name of the label."""
     lines = []
     for scored in found:
         for each in scored.predictions:
@@ -193,9 +190,10 @@ def probabilities(task: TaskConfig, found: Sequence[Scored]) -> str:
 
 
 def described(task: TaskConfig, scored: Scored) -> dict[str, Any]:
-    """What a receipt says of a split."""
-    thresholds = best_threshold(task, scored.evaluation.split, scored.predictions)
+    """Return the receipt of a split."""
     split, examples = scored.evaluation.split, scored.evaluation.examples
+    kind, labelled = task_type(task.kind), split.has_labels
+    thresholds = kind.best_threshold(task, split.rows, scored.predictions) if labelled else {}
     return {
         "split": split.name,
         "data": split.source,
@@ -203,7 +201,7 @@ def described(task: TaskConfig, scored: Scored) -> dict[str, Any]:
         "digest": split.digest,
         "has_labels": split.has_labels,
         "metrics": scored.metrics,
-        "standard_errors": standard_errors(task, split, scored.predictions),
+        "standard_errors": kind.standard_errors(task, split.rows, scored.predictions) if labelled else {},
         **({"best_null_threshold": thresholds} if thresholds else {}),
         "truncated": examples.truncated,
         "max_length": examples.max_length,
@@ -212,7 +210,7 @@ def described(task: TaskConfig, scored: Scored) -> dict[str, Any]:
 
 
 def show_table(result: dict[str, Any], out: Path) -> None:
-    """The table for people."""
+    """Print the table."""
     title = f"eval {result['task']} · {plain(result['checkpoint'])} · step {result['step']}"
     made = table(title, "split", "rows#", "metric", "value#")
     for entry in result["results"]:

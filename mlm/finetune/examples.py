@@ -1,70 +1,110 @@
-"""Rows as a model reads them: one text or pair for most tasks, one per option, or windows over a context."""
+"""Examples: texts as token ids with special tokens, truncated to the length that a model reads.
 
-from collections.abc import Iterator, Sequence
+BERT reads [CLS] A [SEP] or [CLS] A [SEP] B [SEP], of which B [SEP] has token type 1 (arXiv:1810.04805,
+figure 2). GPT-2 reads A eod or A eod B eod, without token types; its prediction is read from the last token.
+Special tokens written out in a text are ordinary characters.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import overload
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import UserError
-from mlm.finetune.kinds import KINDS
-from mlm.finetune.making import Example
-from mlm.finetune.rows import Split
-from mlm.finetune.task_config import TaskConfig
-from mlm.finetune.tokens import ModelKind, Text, frame
 
-__all__ = ["Example", "Examples", "Text", "make_examples"]
+Tokens = NDArray[np.int32]
+BATCH = 10_000  # texts tokenised at a time
 
 
-@dataclass(frozen=True, kw_only=True)
-class Examples(Sequence[Example]):
-    """The examples of a split, in the order of its rows."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Text:
+    """One input sequence of a model."""
 
-    items: tuple[Example, ...]
-    truncated: int
-    """Rows that lost tokens because they were too long."""
-    max_length: int
-    """Tokens of a text at the most."""
+    tokens: Tokens
+    """[n] ids with special tokens, no padding."""
+    second: int
+    """tokens[second:] have token type 1; n if none have."""
 
     def __len__(self) -> int:
-        return len(self.items)
-
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Example, ...]: ...
-    def __getitem__(self, index: int | slice) -> Example | tuple[Example, ...]:
-        return self.items[index]
-
-    def __iter__(self) -> Iterator[Example]:
-        return iter(self.items)
-
-    def note(self, split: Split) -> str:
-        """What was cut, in one line; empty when nothing was."""
-        if not self.truncated:
-            return ""
-        return (
-            f"{split.source}: {self.truncated:,} of {len(split):,} rows of {split.name} were cut to "
-            f"{self.max_length} tokens"
-        )
+        return len(self.tokens)
 
 
-def make_examples(
-    task: TaskConfig, split: Split, tokenizer: Tokenizer, *, kind: ModelKind, max_length: int
-) -> Examples:
-    """The tokenised examples of a split: at least one for each row, none left out.
+@dataclass(frozen=True, slots=True, eq=False)
+class Example:
+    """Input of one output of the model: a row, or a part of one."""
 
-    `max_length` counts special tokens. Raises UserError for a tokenizer without the special tokens, or when
-    so few tokens leave no room for a text.
-    """
-    whole = frame(tokenizer, kind=kind, max_length=max_length)
-    made = KINDS[task.kind]
-    if whole.room(2) < (least := made.least_room(task)):
+    row: int
+    """Index of the row in its split; windows of one context share it."""
+    texts: tuple[Text, ...]
+    """One, or one per option of type choice."""
+    label: Any
+    """Target of the loss: an int, a float, or a tuple of ints; None without a label."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Special tokens around texts, and the tokens that a model may read."""
+
+    begin: Tokens
+    """[1] for BERT, [0] for GPT-2."""
+    end: Tokens
+    """[1] after each text."""
+    causal: bool
+    """True if the model reads from left to right: its last token has seen all others. A second text has token
+    type 1 otherwise."""
+    max_length: int
+
+    def room(self, texts: int) -> int:
+        """Return the tokens that so many texts may have together."""
+        return self.max_length - len(self.begin) - texts * len(self.end)
+
+    def one(self, a: Tokens) -> Text:
+        """Return a single text with special tokens; it must fit."""
+        tokens = np.concatenate([self.begin, a, self.end])
+        return Text(tokens, len(tokens))
+
+    def two(self, a: Tokens, b: Tokens) -> Text:
+        """Return two texts with special tokens; they must fit."""
+        tokens = np.concatenate([self.begin, a, self.end, b, self.end])
+        return Text(tokens, len(tokens) if self.causal else len(tokens) - len(b) - 1)
+
+
+def frame(tokenizer: Tokenizer, *, causal: bool, max_length: int) -> Frame:
+    """Return the special tokens that a model needs. Raises UserError if the tokenizer lacks them."""
+    if causal:
+        return Frame(tokens([]), tokens([tokenizer.eod_id]), causal=True, max_length=max_length)
+    if tokenizer.cls_id is None or tokenizer.sep_id is None:
         raise UserError(
-            f"task.max_length={max_length} leaves no room for texts: "
-            f"set {least + max_length - whole.room(2)} or more"
+            "the tokenizer has no [CLS] and [SEP], which BERT reads: give the one of the checkpoint"
         )
-    items, truncated = list[Example](), 0
-    for examples, was_cut in made.make(task, split.rows, tokenizer, whole):
-        items += examples
-        truncated += was_cut
-    return Examples(items=tuple(items), truncated=truncated, max_length=max_length)
+    return Frame(tokens([tokenizer.cls_id]), tokens([tokenizer.sep_id]), causal=False, max_length=max_length)
+
+
+def tokens(ids: Sequence[int]) -> Tokens:
+    """Return token ids as an array [n]."""
+    return np.array(ids, dtype=np.int32)
+
+
+def encode(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[Tokens]:
+    """Yield the token ids of texts, encoded on all cores; equal texts of a batch are encoded once."""
+    source = iter(texts)
+    while batch := list(islice(source, BATCH)):
+        distinct = list(dict.fromkeys(batch))
+        ids = (np.frombuffer(found, dtype=np.uint32) for found in tokenizer.encode_batch(distinct))
+        known = dict(zip(distinct, (found.astype(np.int32) for found in ids), strict=True))
+        yield from (known[text] for text in batch)
+
+
+def cut_longest(first: int, second: int, room: int) -> tuple[int, int]:
+    """Return the tokens kept of two texts: the longer one is truncated until both are equally long.
+
+    As the strategy longest_first of `tokenizers`: the longer text gets the odd token.
+    """
+    if first + second <= room:
+        return first, second
+    short = min(first, second, room // 2)
+    return (short, room - short) if first <= second else (room - short, short)

@@ -1,4 +1,4 @@
-"""What a finetuning run leaves behind: result.json of each seed, the median over seeds, and tables."""
+"""Results of finetuning: result.json of each seed, the median over seeds, and tables."""
 
 import json
 from collections.abc import Sequence
@@ -8,21 +8,20 @@ from statistics import median
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 
 import mlm
-from mlm.config.build import config_digest, from_dict, to_dict
+from mlm.config.build import config_digest, from_dict
 from mlm.errors import UserError, writing_to
 from mlm.files.atomic import write_atomic
 from mlm.files.bounded import parse_json
 from mlm.files.ownership import claim_folder
 from mlm.finetune.best import Progress, Scores, best_folder, best_of, first_metric
 from mlm.finetune.config import FinetuneConfig
-from mlm.finetune.material import Start
+from mlm.finetune.inputs import Start
 from mlm.finetune.scoring import Scored
 from mlm.inference.trained import is_model_folder
-from mlm.pretrain.run import layout
 from mlm.terminal import add_row, console, plain, table
+from mlm.train.session import layout_row, model_row
 from mlm.train.trainer import Trainer
 
 RESULT = "result.json"
@@ -31,14 +30,14 @@ MAX_BYTES = 1 << 20  # of a result.json
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What came out with one seed."""
+    """Result of one seed."""
 
     task: str
     seed: int
     scores: Scores
     """Metrics of the best checkpoint, by split; the first metric of the first split chose it."""
     tests: Scores
-    """Those of the test splits that have labels, with data.predict_tests."""
+    """Metrics of the test splits with labels, if data.predict_tests."""
     predictions: tuple[str, ...]
     """Files of predictions of the test splits."""
     best_step: int
@@ -48,11 +47,11 @@ class Result:
     checkpoint: str
     """Folder of the best checkpoint."""
     seconds: float
-    """Of the command that ended the run."""
+    """Duration of the command that ended the run."""
     precision: str
     layout: dict[str, Any]
     depends_on: dict[str, Any]
-    """The settings, and digests of weights, tokenizer and rows (settings.py)."""
+    """The settings, and digests of weights, tokenizer and rows (inputs.py)."""
     config_digest: str
     versions: dict[str, str]
 
@@ -68,7 +67,7 @@ class Result:
         tests: Sequence[Scored],
         seconds: float,
     ) -> "Result":
-        """The result of a run that is over."""
+        """Return the result of a finished run."""
         assert progress.best_step is not None, "the last step is validated"
         return cls(
             task=config.task.name,
@@ -90,7 +89,7 @@ class Result:
 
     @classmethod
     def read(cls, saved: Any) -> "Result":
-        """What `asdict` made of one. Raises UserError when it is none of this version."""
+        """Read the output of `asdict`. Raises UserError if it is not of this version."""
         if not isinstance(saved, dict):
             raise UserError("no result of a finetuning run")
         return from_dict(cls, saved)
@@ -102,14 +101,14 @@ def write_result(out: Path, result: Result) -> None:
 
 
 def finished(config: FinetuneConfig, settings: dict[str, Any]) -> Result | None:
-    """The result of a run that is over, with these settings and all that is asked for; None without one."""
+    """Return the result of a finished run with these settings and all requested predictions; else None."""
     path = Path(config.out, RESULT)
     try:
         if path.stat().st_size > MAX_BYTES:
             return None
         found = Result.read(parse_json(path.read_bytes()))
         best = best_of(config.out)
-    except (OSError, ValueError, RecursionError):  # none, damaged, or of another version: the run goes on
+    except (OSError, ValueError, RecursionError):  # none, damaged, or of another version: the run continues
         return None
     predicted = bool(found.predictions) and all(Path(file).exists() for file in found.predictions)
     is_whole = best != config.out and (predicted or not config.data.predict_tests)
@@ -117,7 +116,7 @@ def finished(config: FinetuneConfig, settings: dict[str, Any]) -> Result | None:
 
 
 def report(config: FinetuneConfig, results: Sequence[Result], *, is_new: bool) -> None:
-    """The table for people, and of several seeds out/result.json with the medians. Raises UserError."""
+    """Print the table, and write the medians of several seeds to out/result.json. Raises UserError."""
     several = len(results) > 1
     title = f"finetune {config.task.name} · {plain(config.ckpt)}"
     made = table(title, *["seed"] * several, "split", "metric", "value#", "best step#")
@@ -150,38 +149,30 @@ def report(config: FinetuneConfig, results: Sequence[Result], *, is_new: bool) -
 
 
 def rows(made: Any, before: tuple[object, ...], scores: Scores, best_step: object) -> None:
-    """A row of the table for each metric."""
+    """Add a row to the table for each metric."""
     for split, metrics in scores.items():
         for name, value in metrics.items():
             add_row(made, *before, split, name, f"{value:.4f}", best_step)
 
 
 def medians_of(found: Sequence[Scores]) -> Scores:
-    """Median over the seeds of each metric (arXiv:1909.08053, section 5.3)."""
+    """Return the median over the seeds of each metric (arXiv:1909.08053, section 5.3)."""
     return {
         split: {name: median(scores[split][name] for scores in found) for name in metrics}
         for split, metrics in found[0].items()
     }
 
 
-def composed_yaml(config: FinetuneConfig) -> str:
-    """The configuration as `resume={out}` reads it back (mlm/cli/saved.py)."""
-    values = to_dict(config)
-    values.update(values.pop("parallel"))
-    return OmegaConf.to_yaml({"defaults": ["hydra_quiet", "finetune_defaults", "_self_"], **values})
-
-
 def header(config: FinetuneConfig, trainer: Trainer, start: Start, examples: int) -> list[tuple[str, str]]:
     """Rows shown above the numbers."""
-    model, train = trainer.config.model, config.train
+    train = config.train
     steps = trainer.config.train.steps // train.epochs
-    shape = f"{model.num_layers} layers × {model.hidden_size} × {model.num_heads} heads"
-    kind = "transformers" if is_model_folder(start.named.path) else "mlm"
+    origin = "transformers" if is_model_folder(start.named.path) else "mlm"
     return [
         ("run", config.name),
         ("task", f"{config.task.name}: {config.task.kind}, {', '.join(config.task.metrics)}"),
-        ("model", f"{model.kind} {model.num_parameters() / 1e6:,.1f}M ({shape}), {kind} weights"),
-        ("layout", layout(trainer, even_batches=False)),
+        model_row(trainer, f", {origin} weights"),
+        layout_row(trainer, even_batches=False),
         (
             "batches",
             f"{examples:,} examples in {steps:,} steps of {train.global_batch_size}, {train.epochs} epochs; "

@@ -1,158 +1,141 @@
-"""A split of a task: its rows checked, with their places and a digest, from local files or the Hub."""
+"""A row of a task, and checks of the fields of a record. Errors are raised without the record's place."""
 
-import json
-from collections import Counter
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from typing import Any
 
-import xxhash
-
-from mlm.errors import UserError
-from mlm.files.atomic import digest_name
-from mlm.finetune.kinds import KINDS
-from mlm.finetune.parsing import NO_ANSWER, MissingColumnError, Row, RowError, identity_of, shown
-from mlm.finetune.sources import Placed, hub_records, local_records
 from mlm.finetune.task_config import TaskConfig
+from mlm.terminal import plain
 
-MAX_FAULTS = 10
-"""Faults of a split that are listed; the others are counted."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Split:
-    """The rows of one split."""
-
-    name: str
-    """As it is asked for: validation, test_matched, …"""
-    source: str
-    """The folder or file, or what was taken from the Hub."""
-    rows: Sequence[Row]
-    places: Sequence[str]
-    """Where each row is: file:line."""
-    digest: str
-    """Of the rows, whatever holds them, as `xxh3:<hex>`."""
-    has_labels: bool
-    """Whether there is something to score against; if not, rows can only be predicted."""
-    left_out: int = 0
-    """Rows of the file that belong to other subsets."""
-
-    def __len__(self) -> int:
-        return len(self.rows)
+MAX_TEXT = 1 << 24  # characters; an article of 10,000 words has 60,000
+NO_LABEL = -1
+"""Label of GLUE's test splits: withheld."""
 
 
-def read_split(task: TaskConfig, split: str, *, path: str | None, limit: int | None = None) -> Split:
-    """The rows of a split, from the folder or file `path`, or from the Hub when that is None.
+class RowError(Exception):
+    """A problem of a record in one line, with its fix."""
 
-    Only the first `limit` rows are read. Raises UserError, with a line for each of the first faults and the
-    number of the others; CorruptFileError.
-    """
-    records = hub_records(task, split) if path is None else local_records(task, split, path)
-    belongs = Membership(task)
-    rows, places, faults, seen = list[Row](), list[str](), Faults(), Counter[str]()
-    parse = KINDS[task.kind].parse
-    for place, record in islice(filter(belongs, records), limit):
+
+class MissingColumnError(RowError):
+    """A record lacks a column of texts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One question of a task."""
+
+    id: str
+    texts: tuple[str, ...]
+    """In the order of task.columns."""
+    label: Any
+    """JSON values: the index of a label or option, a number, or answers (none: unanswerable). None without a
+    label."""
+    options: tuple[str, ...] = ()
+    """Type choice: the options to choose from."""
+
+
+def texts_of(task: TaskConfig, record: Mapping[str, Any], columns: Sequence[str]) -> tuple[str, ...]:
+    """Return the texts in these columns, none empty. Raises RowError."""
+    texts = tuple(encodable(present(record, column), column) for column in columns)
+    for column, text in zip(columns, texts, strict=True):
+        if not text.strip() and not task.allow_empty:
+            raise RowError(f"'{column}' is empty: fill or delete it, or set task.allow_empty=true")
+    return texts
+
+
+def present(record: Mapping[str, Any], column: str) -> Any:
+    """Return the value in a column. Raises MissingColumnError."""
+    if column not in record:
+        known = ", ".join(plain(key)[:40] for key in list(record)[:20]) or "none"
+        raise MissingColumnError(f"no column '{column}' (those there: {known}): set task.columns, or add it")
+    return record[column]
+
+
+def encodable(value: Any, column: str) -> str:
+    """Return a text that UTF-8 can encode. Raises RowError."""
+    if not isinstance(value, str):
+        raise RowError(f"'{column}' holds {kind_of(value)}, not a text: fix or delete it")
+    if len(value) > MAX_TEXT:
+        raise RowError(f"'{column}' has {len(value)} characters, {MAX_TEXT} is the limit: shorten it")
+    if not value.isascii():
         try:
-            id = identity_of(record, task.id, len(places))
-            seen[id] += 1
-            if task.kind == "choice":  # an article has several questions
-                id = f"{id}-{seen[id] - 1}"
-            elif task.kind == "span" and seen[id] > 1:  # answers are handed in by id
-                raise RowError(f"{task.id}={shown(id)} is another row's too: change or delete it")
-            row = parse(task, record, id)
-        except MissingColumnError as error:
-            raise UserError(f"{place}: {error}") from error  # the other rows lack it too
-        except RowError as error:
-            faults.add(f"{place}: {error}")
-        else:
-            rows.append(row)
-        places.append(place)
-    faults.check()
-    source = path if path is not None else f"{task.hub} {task.hub_config or ''}".rstrip()
-    if not rows:
-        raise UserError(f"{source}: split {split} holds no row{belongs.hint()}: give another file")
-    return Split(
-        name=split,
-        source=source,
-        rows=rows,
-        places=places,
-        digest=digest_rows(rows),
-        has_labels=labels_are_there(task, split, source, rows, places),
-        left_out=belongs.left_out,
-    )
+            value.encode()
+        except UnicodeEncodeError as error:  # JSON can escape what UTF-8 cannot encode
+            raise RowError(f"'{column}' holds half a surrogate pair: fix or delete it") from error
+    return value
 
 
-class Membership:
-    """Whether a record is of the task's subsets, as its id says; counts those that are not."""
-
-    def __init__(self, task: TaskConfig) -> None:
-        self.subsets, self.column = task.subsets, task.id
-        self.left_out = 0
-
-    def __call__(self, placed: Placed) -> bool:
-        if not self.subsets or self.column is None or self.column not in placed[1]:
-            return True  # without the column it is no row of the task: parsing names what is missing
-        ours = str(placed[1][self.column]).startswith(self.subsets)
-        self.left_out += not ours
-        return ours
-
-    def hint(self) -> str:
-        """Why there may be no row."""
-        if not self.left_out:
-            return ""
-        names = " or ".join(self.subsets)
-        return f" ({self.left_out} have an {self.column} that does not begin with {names}: see task.subsets)"
+def index_of_label(task: TaskConfig, value: Any) -> int | None:
+    """Return the index of a label, given by name or number; None without one. Raises RowError."""
+    if isinstance(value, str) and value in task.labels:
+        return task.labels.index(value)
+    number = whole_number(value)
+    if number == NO_LABEL or value is None or value == "":
+        return None
+    if number is None or not 0 <= number < len(task.labels):
+        names = ", ".join(task.labels[:20])
+        raise RowError(
+            f"{task.label}={shown(value)} is no label: use 0 to {len(task.labels) - 1} or a name ({names}), "
+            f"or set task.labels"
+        )
+    return number
 
 
-class Faults:
-    """What is wrong with rows, collected."""
-
-    def __init__(self) -> None:
-        self.lines, self.count = list[str](), 0
-
-    def add(self, line: str) -> None:
-        """Note a fault."""
-        self.count += 1
-        if len(self.lines) < MAX_FAULTS:
-            self.lines.append(line)
-
-    def check(self) -> None:
-        """Raises UserError if there were any."""
-        if self.count > len(self.lines):
-            self.lines.append(f"and {self.count - len(self.lines):,} more rows like these")
-        if self.lines:
-            raise UserError("\n".join(self.lines))
-
-
-def labels_are_there(
-    task: TaskConfig, split: str, source: str, rows: Sequence[Row], places: Sequence[str]
-) -> bool:
-    """Whether the rows have labels: all, or none. Raises UserError."""
-    # the Hub's SQuAD 2.0 has no is_impossible, and a test split withholds answers by an empty list too
-    mistaken = task.kind == "span" and not task.unanswerable
-    without = [place for row, place in zip(rows, places, strict=True) if row.label is None]
-    if len(without) == len(rows):
-        if split in (task.train, *task.validations):
-            other = "; for SQuAD 2.0 use task=squad_v2" if mistaken else ""
-            raise UserError(
-                f"{source}: no row of split {split} has a label ('{task.label}'): set task.label, or give a "
-                f"file with labels{other}"
-            )
-        return False
-    faults = Faults()
-    problem = NO_ANSWER if mistaken else f"no label ('{task.label}'): add it"
-    for place in without:
-        faults.add(f"{place}: {problem}, or delete the row")
-    faults.check()
-    return True
+def number_of_label(task: TaskConfig, value: Any) -> float | None:
+    """Return a numeric label; None without one. Raises RowError."""
+    if value is None or value == "":
+        return None
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise RowError(f"{task.label}={shown(value)} is no number: fix or delete it")
+    if task.label_range is not None and not task.label_range[0] <= number <= task.label_range[1]:
+        if number == NO_LABEL:
+            return None
+        low, high = task.label_range
+        raise RowError(
+            f"{task.label}={shown(value)} is not in {low:g} to {high:g}: fix or delete it, "
+            f"or set task.label_range"
+        )
+    return number
 
 
-def digest_rows(rows: Sequence[Row]) -> str:
-    """Digest of rows, in their order."""
-    h = xxhash.xxh3_128()
-    for row in rows:
-        # Parquet may hold a label in 4 bytes: 3.8 is then 3.79999995
-        label = f"{row.label:.6g}" if isinstance(row.label, float) else row.label
-        h.update(json.dumps([row.id, row.texts, row.options, label]).encode())
-        h.update(b"\n")
-    return digest_name(h)
+def identity_of(record: Mapping[str, Any], column: str | None, number: int) -> str:
+    """Return a row's name: the value of its id column, or the number of rows before it. Raises RowError."""
+    value = None if column is None else record.get(column)
+    if value is None:
+        return str(number)
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise RowError(f"'{column}' holds {kind_of(value)}; an id is a text or a whole number: fix it")
+    return encodable(str(value), column or "")
+
+
+def whole_number(value: Any) -> int | None:
+    """Return a whole number, also one given as text or as 1.0; None for anything else."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else None
+    if isinstance(value, str):
+        short = len(value) <= 20 and value.removeprefix("-").isascii() and value.removeprefix("-").isdigit()
+        return int(value) if short else None
+    return value if isinstance(value, int) else None
+
+
+def sequence(value: Any) -> list[Any] | None:
+    """Return a list or tuple as a list; None for anything else."""
+    return list(value) if isinstance(value, list | tuple) else None
+
+
+def kind_of(value: Any) -> str:
+    """Return the type of a value, in words."""
+    return "nothing" if value is None else f"a {type(value).__name__}"
+
+
+def shown(value: Any) -> str:
+    """Return a value of a file, shortened, without control characters."""
+    text = plain(value)
+    return repr(text if len(text) <= 60 else text[:60] + "…") if isinstance(value, str) else text[:60]

@@ -1,7 +1,4 @@
-"""`mlm finetune TASK`: train a head, and the model below it, on a task; keep what scores best.
-
-See README.md beside the package `mlm.tasks`.
-"""
+"""`mlm finetune TASK`: train a head, and the model below it, on a task; keep the best checkpoint."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,50 +10,51 @@ from mlm.errors import ConfigError, UserError
 from mlm.files.ownership import claim_problems
 from mlm.finetune.best import best_of
 from mlm.finetune.config import FinetuneConfig
-from mlm.finetune.material import (
+from mlm.finetune.inputs import (
     Splits,
     Start,
+    change_problems,
     check_texts,
+    depends_on,
     evaluation_of,
     rows_trained_on,
     splits_of,
     start_of,
 )
-from mlm.finetune.metrics import check_installed
-from mlm.finetune.one_run import Material, finetune, spec_of
 from mlm.finetune.results import RESULT, Result, finished, report
-from mlm.finetune.settings import change_faults, depends_on
+from mlm.finetune.task_type import check_installed
+from mlm.finetune.training import Material, finetune, spec_of
 from mlm.inference.trained import checkpoint_faults
 from mlm.parallel.mesh import ParallelContext
 from mlm.report.trackers import missing_extras
 from mlm.train.memory import reuse_large_blocks
-from mlm.train.resume import start_faults
+from mlm.train.resume import start_problems
 
 
 def preflight(config: FinetuneConfig) -> list[str]:
-    """Faults that reading the named files shows, a line each; called before any rank starts."""
-    faults = [*missing_extras(config.log), *checkpoint_faults(best_of(config.ckpt), config.parallel)]
-    if faults:
-        return faults
+    """Return the problems that reading the named files shows; called before any rank starts."""
+    problems = [*missing_extras(config.log), *checkpoint_faults(best_of(config.ckpt), config.parallel)]
+    if problems:
+        return problems
     try:
         check_installed(config.task)
         if config.seeds > 1:
-            faults += claim_problems(config.out, "run", writes=(RESULT,))
+            problems += claim_problems(config.out, "run", writes=(RESULT,))
         start, splits = start_of(config), splits_of(config)
         check_texts(config.task, splits.train, start)
-        faults += length_faults(config, start)
+        problems += length_problems(config, start)
         for one in by_seed(config):
-            faults += start_faults(spec_of(one, start, 1), compares=False)
-            faults += change_faults(one, depends_on(one, start, splits))
+            problems += start_problems(spec_of(one, start, 1), compares=False)
+            problems += change_problems(one, depends_on(one, start, splits))
     except ConfigError as error:
         return list(error.problems)
     except UserError as error:
         return str(error).splitlines()
-    return faults
+    return problems
 
 
-def length_faults(config: FinetuneConfig, start: Start) -> list[str]:
-    """Whether the longest text fits the model when it is padded."""
+def length_problems(config: FinetuneConfig, start: Start) -> list[str]:
+    """Return the problem of a longest text that does not fit the model when padded."""
     tp, limit = config.parallel.tp, start.model.max_positions
     if not config.parallel.sequence_parallel or -(-start.max_length // tp) * tp <= limit:
         return []
@@ -67,7 +65,7 @@ def length_faults(config: FinetuneConfig, start: Start) -> list[str]:
 
 
 def run(config: FinetuneConfig, ctx: ParallelContext) -> None:
-    """Finetune, with each seed; every rank calls this. Raises UserError for what the user can mend."""
+    """Finetune, with each seed; every rank calls this. Raises UserError."""
     if ctx.device.type == "cpu":
         reuse_large_blocks()
     start, splits, runs = start_of(config), splits_of(config), by_seed(config)
@@ -81,7 +79,7 @@ def run(config: FinetuneConfig, ctx: ParallelContext) -> None:
         return [[settings, r and asdict(r)] for settings, r in zip(wanted, found, strict=True)]
 
     def explain(error: Exception) -> UserError:
-        return CheckpointError(f"ckpt={config.ckpt}, out={config.out}: cannot be read ({error}): mend it")
+        return CheckpointError(f"ckpt={config.ckpt}, out={config.out}: cannot be read ({error}): fix it")
 
     seen = ranks.broadcast(ranks.together(look, explain))
     results = [None if r is None else Result.read(r) for _, r in seen]
@@ -97,7 +95,7 @@ def run(config: FinetuneConfig, ctx: ParallelContext) -> None:
 
 
 def by_seed(config: FinetuneConfig) -> list[FinetuneConfig]:
-    """The runs of a command: one, or one per seed in a folder of its own."""
+    """Return the runs of a command: one, or one per seed in a folder of its own."""
     if config.seeds == 1:
         return [config]
     seeds = range(config.seed, config.seed + config.seeds)

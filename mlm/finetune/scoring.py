@@ -1,29 +1,179 @@
-"""A split scored by the model as it is now, its predictions written where that is wanted."""
+"""Training on a type of task and scoring it: objective, outputs of all examples, predictions, metrics."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
-from mlm.errors import writing_to
-from mlm.finetune.answers import Prediction
-from mlm.finetune.batches import Dealing
-from mlm.finetune.material import Evaluation
-from mlm.finetune.objective import Finetuning
-from mlm.finetune.outputs import evaluate
-from mlm.finetune.submission import write_predictions
+import numpy as np
+import torch
+from torch import Tensor
+
+from mlm.errors import UserError, writing_to
+from mlm.files.atomic import write_atomic
+from mlm.files.ownership import claim_folder
+from mlm.finetune.batches import Batcher, TaskBatch
+from mlm.finetune.examples import Example
+from mlm.finetune.inputs import Evaluation
+from mlm.finetune.splits import Examples, Split
 from mlm.finetune.task_config import TaskConfig
+from mlm.finetune.task_type import Output, Prediction, TaskType, task_type
+from mlm.models.backbone import Inputs, Transformer
+from mlm.models.documents import without_padding
+from mlm.parallel.collectives import all_reduce
+from mlm.parallel.cross_entropy import wide
+from mlm.parallel.labels import IGNORE
+from mlm.parallel.mesh import ParallelContext
+from mlm.parallel.random import DropoutStream
+from mlm.terminal import count_progress
 from mlm.train.pipelined import PipelinedModel
+
+
+class Finetuning:
+    """The objective of finetuning on a type of task: the mean loss per example."""
+
+    parts: tuple[str, ...] = ("loss",)
+    losses = 1
+    methods: tuple[str, ...] = ("outputs",)
+
+    def __init__(self, kind: TaskType, ctx: ParallelContext, dtype: torch.dtype) -> None:
+        self.loss, self.ctx, self.dtype = kind.loss, ctx, dtype
+
+    def inputs(self, chunk: Transformer, batch: TaskBatch) -> Inputs:
+        """Return the model's inputs of a micro-batch, on the device."""
+        device, config = self.ctx.device, chunk.config
+        spans = None
+        if not config.family.causal:  # in a causal model no token attends to padding
+            spans = without_padding(batch.lengths, batch.tokens.shape[1], self.dtype, device)
+        tokens, lengths, types = (
+            t.to(device, non_blocking=True) for t in (batch.tokens, batch.lengths, batch.token_types)
+        )
+        return Inputs(tokens, lengths, types if config.token_types else None, spans)
+
+    def counts(self, batch: TaskBatch) -> Sequence[int]:
+        """Return the number of scored examples of a micro-batch."""
+        labels = batch.labels
+        if labels.is_floating_point():
+            return (int((~labels.isnan()).sum()),)
+        return (int((labels.reshape(len(labels), -1)[:, 0] != IGNORE).sum()),)
+
+    def output(
+        self,
+        chunk: Transformer,
+        batch: TaskBatch,
+        scale: Tensor,
+        stream: DropoutStream | None,
+        x: Tensor | None,
+    ) -> Tensor:
+        """Return hidden states, or in the last stage the scaled sum of the losses."""
+        y = chunk.outputs(self.inputs(chunk, batch), stream, x)
+        if not chunk.stage.is_last:
+            return y
+        labels, lengths = (t.to(y.device, non_blocking=True) for t in (batch.labels, batch.lengths))
+        return scale * self.loss(y.to(wide(y.dtype)), labels, lengths)
+
+    def sums(self, chunk: Transformer, batch: TaskBatch, x: Tensor | None) -> Tensor:
+        """Return hidden states, or in the last stage the sum of the losses in float64."""
+        one = torch.ones(1, dtype=torch.float64, device=self.ctx.device)
+        y = self.output(chunk, batch, one, None, x)
+        return y.double() if chunk.stage.is_last else y
+
+
+def outputs_of(
+    model: PipelinedModel,
+    objective: Finetuning,
+    examples: Sequence[Example],
+    batcher: Batcher,
+    advance: Callable[[int], None] = lambda count: None,
+) -> list[Output]:
+    """Return the head's outputs for each example in float32; the same on every rank.
+
+    Every example goes through the model exactly once. Collective over all ranks. `advance` receives the
+    number of further examples done.
+    """
+    spans = model.chunks[0].config.head == "span"
+    width = 2 if spans else model.chunks[0].config.num_labels
+    sizes = [width * (len(e.texts[0]) if spans else len(e.texts)) for e in examples]
+    ends = np.cumsum(sizes)
+    flat = torch.zeros(int(ends[-1]), dtype=torch.float64)  # each number is written by one rank
+
+    def forward(chunk: Transformer, batch: TaskBatch, x: Tensor | None) -> Tensor:
+        return chunk.outputs(objective.inputs(chunk, batch), None, x)
+
+    def batches() -> Iterator[TaskBatch]:
+        for step in batcher.all_batches(examples):
+            yield from step
+
+    for batch, result in model.evaluate(batches(), forward):
+        advance(len(batch.examples) * batcher.size)
+        if model.ctx.tp.rank:
+            continue  # tp ranks have equal outputs
+        rows = iter(result.cpu().double())  # of each text [num_labels], or [S, 2] with padding
+        for number in batch.examples:
+            mine = torch.cat([next(rows) for _ in examples[number].texts])
+            flat[ends[number] - sizes[number] : ends[number]] = mine.flatten()[: sizes[number]]
+    found = all_reduce(flat, model.ctx.world).numpy().astype(np.float32)
+    return [part.reshape(-1, 2) if spans else part for part in np.split(found, ends[:-1])]
+
+
+def evaluate(
+    model: PipelinedModel,
+    objective: Finetuning,
+    task: TaskConfig,
+    evaluation: Evaluation,
+    batcher: Batcher,
+    *,
+    shown: bool = False,
+) -> tuple[dict[str, float], list[Prediction]]:
+    """Return (metrics, empty without labels; a prediction per row) of a split. The same on every rank.
+
+    Collective over all ranks. `shown` draws a bar. Raises UserError if the model's outputs are not finite.
+    """
+    split, examples = evaluation.split, evaluation.examples
+    with count_progress(f"scoring {split.name}", len(examples), shown=shown) as advance:
+        outputs = outputs_of(model, objective, examples, batcher, advance)
+    for number, output in enumerate(outputs):
+        if not np.isfinite(output).all():
+            raise UserError(
+                f"{split.places[examples[number].row]}: the model's outputs are not finite in "
+                f"precision={str(model.dtype).removeprefix('torch.')}: use another checkpoint, a lower "
+                "optimizer.lr, or precision=fp32"
+            )
+    predictions = predict(task, split, examples, outputs)
+    scored = split.has_labels
+    metrics = task_type(task.kind).score(task, split.rows, predictions) if scored else {}
+    return metrics, predictions
+
+
+def predict(
+    task: TaskConfig, split: Split, examples: Examples, outputs: Sequence[Output]
+) -> list[Prediction]:
+    """Return one prediction per row of a split.
+
+    `outputs[i]` belongs to `examples[i]`: [num_labels] per text, or [n, 2] for the n tokens of its text (head
+    span), without padding.
+    """
+    assert len(outputs) == len(examples)
+    kind = task_type(task.kind)
+    together = groupby(zip(examples, outputs, strict=True), key=lambda pair: pair[0].row)
+    found = list[Prediction]()
+    for row, pairs in together:
+        assert row == len(found), "every row has examples, in the order of the rows"
+        mine, of_mine = zip(*pairs, strict=True)
+        found.append(kind.predict(task, split.rows[row], mine, of_mine))
+    assert len(found) == len(split)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scored:
-    """What came out of a split."""
+    """Metrics and predictions of a split."""
 
     evaluation: Evaluation
     metrics: dict[str, float]
     """Empty for a split without labels."""
     files: tuple[str, ...]
-    """Files of predictions; the main rank knows them."""
+    """Files of predictions, on the main rank."""
     predictions: Sequence[Prediction] = ()
     """One per row."""
 
@@ -33,12 +183,12 @@ def score_split(
     evaluation: Evaluation,
     model: PipelinedModel,
     objective: Finetuning,
-    dealing: Dealing,
+    batcher: Batcher,
     folder: Path | None,
 ) -> Scored:
-    """Score a split, and write its predictions to `folder`. Collective over all ranks; raises UserError."""
+    """Score a split, and write its predictions to `folder`. Collective over all ranks. Raises UserError."""
     is_main = model.ctx.is_main
-    metrics, predictions = evaluate(model, objective, task, evaluation, dealing, shown=is_main)
+    metrics, predictions = evaluate(model, objective, task, evaluation, batcher, shown=is_main)
     files: list[Path] = []
     if folder is not None and is_main:
         with writing_to(str(folder)):
@@ -46,3 +196,21 @@ def score_split(
     return Scored(
         evaluation=evaluation, metrics=metrics, files=tuple(map(str, files)), predictions=predictions
     )
+
+
+def write_predictions(
+    task: TaskConfig, split: Split, predictions: Sequence[Prediction], folder: Path
+) -> list[Path]:
+    """Write the predictions of a split below a folder and return the files. Raises OSError."""
+    names = files_of(task, split.name)
+    claim_folder(folder, "predictions", key="predictions", writes=names)
+    contents = task_type(task.kind).contents(task, predictions)
+    for name, content in zip(names, contents, strict=True):
+        write_atomic(folder / name, content.encode())
+    return [folder / name for name in names]
+
+
+def files_of(task: TaskConfig, split: str) -> list[str]:
+    """Return the names of the files of a split's predictions, named after it or as in task.submission."""
+    stem = dict(zip(task.tests, task.submission, strict=False)).get(split, split)
+    return task_type(task.kind).files(task, stem)

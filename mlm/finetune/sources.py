@@ -1,7 +1,7 @@
 """The records of a split: from .jsonl, .json, .parquet, .csv, .tsv, RACE's folders of .txt, or the Hub.
 
-A record is a dict of columns as the Hub's data set has them. Files are those of strangers: sizes are bounded,
-nothing is taken but strings, numbers and lists of them, and nothing is run.
+A record is a dict of columns as the Hub's data set has them. Files are untrusted: sizes are bounded,
+only strings, numbers and lists of them are read, and nothing is executed.
 """
 
 import csv
@@ -13,12 +13,11 @@ from typing import Any
 from mlm.corpus.read.hub import FORMATS
 from mlm.errors import CorruptFileError, UserError
 from mlm.extras import load_extra
-from mlm.finetune.nested import race_records, squad_records
 from mlm.finetune.task_config import TaskConfig
 
 Record = dict[str, Any]
 Placed = tuple[str, Record]
-"""Where a record is (file:line), and the record."""
+"""Location of a record (file:line), and the record."""
 
 SUFFIXES = (".jsonl", ".parquet", ".json", ".csv", ".tsv")
 MAX_BYTES = 1 << 31  # of one file: QQP has 60 MB, RACE 150 MB
@@ -30,18 +29,18 @@ KEY = "data.path"
 
 
 def local_records(task: TaskConfig, split: str, path: str) -> Iterator[Placed]:
-    """The records of a split below a folder, or of a file. Raises UserError, CorruptFileError."""
+    """Yield the records of a split below a folder, or of a file. Raises UserError, CorruptFileError."""
     for file in find_files(Path(path), split, task.subsets):
         try:
             if (size := file.stat().st_size) > MAX_BYTES:
-                raise UserError(f"{file} has {size} bytes, {MAX_BYTES} is the limit: cut it")
+                raise UserError(f"{file} has {size} bytes, {MAX_BYTES} is the limit: shorten it")
             yield from read_file(file)
         except OSError as error:
             raise UserError(f"{KEY}={path}: {error.strerror} ({file}): give what can be read") from error
 
 
 def find_files(path: Path, split: str, subsets: tuple[str, ...]) -> list[Path]:
-    """The files of a split: `path` itself, or those below it that bear the split's name.
+    """Return the files of a split: `path` itself, or those below it with the split's name.
 
     {split}.jsonl and the like; {split}-00000-of-00002.parquet as the Hub stores it; {split}-v1.1.json as
     SQuAD is published; {split}/{subset}/*.txt as RACE is; any of these below a folder named after a subset.
@@ -61,7 +60,7 @@ def find_files(path: Path, split: str, subsets: tuple[str, ...]) -> list[Path]:
 
 
 def files_named(root: Path, name: str, subsets: tuple[str, ...]) -> list[Path]:
-    """The files in one folder that hold a split. Raises UserError when there are several to choose from."""
+    """Return the files of a split in a folder. Raises UserError if there are several to choose from."""
     plain = [[f"{name}{suffix}"] for suffix in SUFFIXES]
     published = [[f"{name}-*-of-*.parquet"], [f"{name}-v[0-9]*.json"], [f"{name}/*.txt"]]
     by_subset = [f"{folder.relative_to(root)}/*.txt" for folder in folders_of(root / name, subsets)]
@@ -77,7 +76,7 @@ def files_named(root: Path, name: str, subsets: tuple[str, ...]) -> list[Path]:
 
 
 def folders_of(path: Path, subsets: tuple[str, ...]) -> list[Path]:
-    """The folders of all subsets; none when there are none. Raises UserError when some are missing."""
+    """Return the folders of all subsets; empty if there are none. Raises UserError if some are missing."""
     found = {subset: path / subset for subset in subsets}
     there = [folder for folder in found.values() if folder.is_dir()]
     if there and len(there) < len(found):
@@ -89,7 +88,7 @@ def folders_of(path: Path, subsets: tuple[str, ...]) -> list[Path]:
 
 
 def read_file(file: Path) -> Iterator[Placed]:
-    """The records of one file. Raises UserError, CorruptFileError, OSError."""
+    """Return the records of a file. Raises UserError, CorruptFileError, OSError."""
     match file.suffix:
         case ".jsonl":
             return jsonl_records(file)
@@ -105,7 +104,7 @@ def read_file(file: Path) -> Iterator[Placed]:
 
 
 def jsonl_records(file: Path) -> Iterator[Placed]:
-    """One object per line; blank lines are passed over."""
+    """Yield one object per line; blank lines are skipped."""
     with open(file, "rb") as f:
         number = 0
         while line := f.readline(MAX_LINE + 1):
@@ -120,14 +119,14 @@ def jsonl_records(file: Path) -> Iterator[Placed]:
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:  # ValueError covers bad UTF-8 too
-                raise UserError(f"{place}: not a line of JSON: mend or delete it") from error
+                raise UserError(f"{place}: not a line of JSON: fix or delete it") from error
             if not isinstance(record, dict):
-                raise UserError(f"{place}: not a JSON object: mend or delete it")
+                raise UserError(f"{place}: not a JSON object: fix or delete it")
             yield place, record
 
 
 def load_json(file: Path) -> Any:
-    """The content of a JSON file. Raises UserError, OSError."""
+    """Return the content of a JSON file. Raises UserError, OSError."""
     if (size := file.stat().st_size) > MAX_JSON:
         raise UserError(f"{file} has {size} bytes, {MAX_JSON} is the limit: make a .jsonl of it")
     try:
@@ -137,7 +136,7 @@ def load_json(file: Path) -> Any:
 
 
 def table_records(file: Path) -> Iterator[Placed]:
-    """Rows below a line of column names. In a .tsv quotes are letters, as in GLUE's."""
+    """Yield the rows below a line of column names. In a .tsv quotes are ordinary characters, as in GLUE's."""
     tsv = file.suffix == ".tsv"
     with open(file, encoding="utf-8-sig", newline="") as f:
         reader = csv.DictReader(
@@ -147,7 +146,7 @@ def table_records(file: Path) -> Iterator[Placed]:
             for row in reader:
                 yield f"{file}:{reader.line_num}", {key: row[key] for key in row if key is not None}
         except csv.Error as error:
-            raise UserError(f"{file}:{reader.line_num}: {error}: mend it, or make a .jsonl of it") from error
+            raise UserError(f"{file}:{reader.line_num}: {error}: fix it, or make a .jsonl of it") from error
         except UnicodeDecodeError as error:
             raise UserError(
                 f"{file}:{reader.line_num + 1}: is not UTF-8 ({error.reason}): convert it"
@@ -155,7 +154,7 @@ def table_records(file: Path) -> Iterator[Placed]:
 
 
 def parquet_records(file: Path) -> Iterator[Placed]:
-    """Rows of a table. Needs pyarrow."""
+    """Yield the rows of a Parquet table. Needs pyarrow."""
     pa, pq = (load_extra(module, f"{KEY}={file}") for module in ("pyarrow", "pyarrow.parquet"))
     row = 0
     try:
@@ -166,7 +165,8 @@ def parquet_records(file: Path) -> Iterator[Placed]:
             for batch in table.iter_batches(BATCH_ROWS, use_threads=False):
                 if unpacked_bytes(batch) > MAX_BATCH:
                     raise UserError(
-                        f"{file}:row {row + 1}: more text than {MAX_BATCH} bytes in {len(batch)} rows: cut it"
+                        f"{file}:row {row + 1}: more text than {MAX_BATCH} bytes in {len(batch)} rows: "
+                        "shorten it"
                     )
                 for record in batch.to_pylist():
                     row += 1
@@ -178,7 +178,7 @@ def parquet_records(file: Path) -> Iterator[Placed]:
 
 
 def unpacked_bytes(batch: Any) -> int:
-    """What the rows of a batch come to at the most when each has texts of its own."""
+    """Return the maximum size of a batch's rows if each has texts of its own."""
     compute, types = (load_extra(module, KEY) for module in ("pyarrow.compute", "pyarrow.types"))
     size = int(batch.nbytes)
     for column in batch.columns:
@@ -188,7 +188,7 @@ def unpacked_bytes(batch: Any) -> int:
 
 
 def hub_records(task: TaskConfig, split: str) -> Iterator[Placed]:
-    """The records of a split on the Hub. No code of a data set is run. Raises UserError."""
+    """Yield the records of a split on the Hub. No code of a dataset is run. Raises UserError."""
     if task.hub is None:
         raise UserError(
             f"{KEY}=null: task {task.name} has no data set on the Hub: give {KEY}=… or task.hub=…"
@@ -207,8 +207,63 @@ def hub_records(task: TaskConfig, split: str) -> Iterator[Placed]:
     except Exception as error:  # of datasets, huggingface_hub, httpx and pyarrow: no base class in common
         reason = " ".join(str(error).split())[:200]
         raise UserError(
-            f"{KEY}=null: {name} could not be had from the Hub ({type(error).__name__}: {reason}): bring it "
-            f"as files such as {split}.jsonl or .parquet and give {KEY}=FOLDER"
+            f"{KEY}=null: {name} could not be loaded from the Hub ({type(error).__name__}: {reason}): bring "
+            f"it as files such as {split}.jsonl or .parquet and give {KEY}=FOLDER"
         ) from error
     for number, record in enumerate(rows, 1):
         yield f"{name} row {number}", record
+
+
+def squad_records(file: str, content: Any) -> Iterator[tuple[str, Record]]:
+    """Yield (location, record) of every question of SQuAD's JSON.
+
+    Its form is {"data": [{title, paragraphs: [{context, qas}]}]}. A list of objects, or one under "data", is
+    taken as records themselves. Raises UserError.
+    """
+    articles = content.get("data") if isinstance(content, dict) else content
+    for number, article in enumerate(members(articles, file, "data"), 1):
+        if "paragraphs" not in article:
+            yield f"{file}:row {number}", article
+            continue
+        place = f"{file}:article {number}"
+        for at, paragraph in enumerate(members(article["paragraphs"], place, "paragraphs"), 1):
+            here = f"{place} paragraph {at}"
+            for index, qa in enumerate(members(paragraph.get("qas"), here, "qas"), 1):
+                record = {**qa, "context": paragraph.get("context"), "title": article.get("title")}
+                yield f"{here} question {index}", record
+
+
+def race_records(file: str, content: Any) -> Iterator[tuple[str, Record]]:
+    """Yield (location, record) of every question of one of RACE's files.
+
+    Its form is {article, questions, options, answers, id}. Raises UserError.
+    """
+    columns = ("questions", "options")
+    if not isinstance(content, dict) or not all(isinstance(content.get(key), list) for key in columns):
+        raise UserError(
+            f"{file}: is no article of RACE (article, questions, options, answers, id): remove it"
+        )
+    questions, options, answers = (content.get(key) for key in (*columns, "answers"))
+    assert isinstance(questions, list)
+    assert isinstance(options, list)
+    answers = [None] * len(questions) if answers is None else answers
+    if not isinstance(answers, list) or not len(questions) == len(options) == len(answers):
+        raise UserError(f"{file}: not as many questions as options and answers: fix it")
+    for index, question in enumerate(questions):
+        yield (
+            f"{file}:question {index + 1}",
+            {
+                "example_id": content.get("id"),
+                "article": content.get("article"),
+                "question": question,
+                "options": options[index],
+                "answer": answers[index],
+            },
+        )
+
+
+def members(value: Any, place: str, name: str) -> list[Record]:
+    """Return a list of objects. Raises UserError."""
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise UserError(f"{place}: has no list of objects under '{name}', as SQuAD's files have: fix it")
+    return value

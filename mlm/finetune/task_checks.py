@@ -1,70 +1,54 @@
-"""What must hold of a task that a model is finetuned on."""
+"""Checks of a task that a model is finetuned on."""
 
 import math
 import re
+from typing import TYPE_CHECKING
 
 from mlm.config.build import show
 from mlm.config.suggest import did_you_mean
+from mlm.errors import UserError
 from mlm.finetune.task_config import TaskConfig
 
-METRICS: dict[str, tuple[str, ...]] = {
-    "classification": ("accuracy", "f1", "macro_f1", "accuracy_f1", "matthews"),
-    "regression": ("pearson", "spearman", "pearson_spearman"),
-    "choice": ("accuracy",),
-    "span": ("f1", "exact_match", "has_answer_f1", "has_answer_exact_match", "no_answer_f1"),
-}
-"""What each kind of task can be scored by; mlm/finetune/metrics.py computes them."""
-OF_TWO_LABELS = ("f1", "accuracy_f1")
-OF_UNANSWERABLE = ("has_answer_f1", "has_answer_exact_match", "no_answer_f1")
-COLUMNS = {
-    "classification": ((1, 2), "one or two columns of texts"),
-    "regression": ((1, 2), "one or two columns of texts"),
-    "choice": ((3,), "the columns of article, question and options"),
-    "span": ((2,), "the columns of context and question"),
-}
+if TYPE_CHECKING:
+    from mlm.finetune.task_type import TaskType
+
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 FILE_NAME = re.compile(r"[\w-][\w.-]*")
 
 
 def check_task(task: TaskConfig) -> list[str]:
-    """Every fault of a task, each naming a key below `task`."""
-    return [*_columns_and_labels(task), *_metrics(task), *_names(task), *_lengths(task)]
+    """Return every problem of a task, each naming a key below `task`."""
+    from mlm.finetune.task_type import task_type  # imports torch, which `mlm --help` does without
+
+    try:
+        kind = task_type(task.kind)
+    except UserError as error:
+        return [str(error)]
+    return [*kind.problems(task), *_label_range(task), *_metrics(task, kind), *_names(task), *_lengths(task)]
 
 
-def _columns_and_labels(task: TaskConfig) -> list[str]:
-    faults = []
-    counts, words = COLUMNS[task.kind]
-    if len(task.columns) not in counts:
-        faults.append(f"task.columns={show(list(task.columns))}: kind {task.kind} has {words}")
-    if task.kind in ("classification", "choice"):
-        if len(task.labels) < 2 or len(set(task.labels)) < len(task.labels):
-            faults.append(
-                f"task.labels={show(list(task.labels))} must be two or more names, all different, by number"
-            )
-    elif task.labels:
-        faults.append(f"task.labels={show(list(task.labels))}: kind {task.kind} has none; leave it out")
-    if task.label_range is not None:
-        low, high = task.label_range
-        if not (math.isfinite(low) and math.isfinite(high) and low < high):
-            faults.append(f"task.label_range={show([low, high])} must be the least and the largest label")
-    return faults
+def _label_range(task: TaskConfig) -> list[str]:
+    if task.label_range is None:
+        return []
+    low, high = task.label_range
+    if math.isfinite(low) and math.isfinite(high) and low < high:
+        return []
+    return [f"task.label_range={show([low, high])} must be the least and the largest label"]
 
 
-def _metrics(task: TaskConfig) -> list[str]:
-    known, faults = METRICS[task.kind], []
+def _metrics(task: TaskConfig, kind: "TaskType") -> list[str]:
+    known, found = kind.metric_names, list[str]()
     if not task.metrics or len(set(task.metrics)) < len(task.metrics):
-        faults.append(f"task.metrics={show(list(task.metrics))} must be one or more, all different")
+        found.append(f"task.metrics={show(list(task.metrics))} must be one or more, all different")
     for name in task.metrics:
         if name not in known:
-            faults.append(
+            found.append(
                 f"task.metrics: '{name}' is none of kind {task.kind}'s ({', '.join(known)})"
                 f"{did_you_mean(name, known)}"
             )
-        elif name in OF_TWO_LABELS and task.kind == "classification" and len(task.labels) > 2:
-            faults.append(f"task.metrics: {name} is of two labels; of {len(task.labels)} use macro_f1")
-        elif name in OF_UNANSWERABLE and not task.unanswerable:
-            faults.append(f"task.metrics: {name} needs task.unanswerable=true")
-    return faults
+        elif problem := kind.metric_problem(task, name):
+            found.append(problem)
+    return found
 
 
 def _names(task: TaskConfig) -> list[str]:
@@ -92,9 +76,4 @@ def _lengths(task: TaskConfig) -> list[str]:
             faults.append(f"task.{key}={value} must be greater than 0")
     if task.doc_stride < 0:
         faults.append(f"task.doc_stride={task.doc_stride} must be 0 or more")
-    if task.kind == "span" and task.doc_stride >= task.max_length // 2:
-        faults.append(
-            f"task.doc_stride={task.doc_stride} must be less than half of task.max_length={task.max_length}: "
-            f"windows must move on"
-        )
     return faults

@@ -1,10 +1,10 @@
 """What a task is that a model is finetuned on: its columns, labels, metrics and files; see schema.py.
 
-Everything a task needs is here and in the functions of its kind (mlm/finetune/kinds.py).
+Everything a task needs is here and in its type (mlm/finetune/task_type.py).
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from mlm.config.fields import Forbid
 
@@ -17,9 +17,9 @@ class TaskConfig:
 
     name: str
     """Name of the task, such as sst2."""
-    kind: Literal["classification", "regression", "choice", "span"] = "classification"
-    """What is asked of a row: one of `labels`, a number, which of its options is right, or the words of its
-    text that answer its question."""
+    kind: str = "classification"
+    """Type of task: classification (one of `labels`), regression (a number), choice (one of a row's options),
+    span (the words of a context that answer a question), or a custom TaskType, package.module:NAME."""
     columns: tuple[str, ...]
     """Columns of the texts. classification, regression: one or two texts; choice: article, question, options;
     span: context, question."""

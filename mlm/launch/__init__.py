@@ -1,0 +1,1 @@
+"""Starting a job on all its ranks, stopping it, and reporting failures."""

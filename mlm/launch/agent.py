@@ -1,8 +1,8 @@
 """A plain launch: several ranks on this host under torch's elastic agent, watched until all have left.
 
 The agent starts each rank in a session of its own, so Ctrl-C reaches this process only; `Relay` passes the
-request on. Ranks start with the request signals blocked (the mask is inherited) and unblock them inside
-`StopRequest`: a request is never lost, and none can kill a rank that is not ready for it.
+request on. Ranks start with these signals blocked (the mask is inherited) and unblock them inside
+`StopRequest`: no request is lost, and none kills a rank that is not ready for it.
 """
 
 import errno
@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -29,32 +28,35 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from mlm.config.build import from_dict, to_dict
 from mlm.errors import UserError
-from mlm.launch.config import DistConfig
 from mlm.launch.environment import num_threads, read_place, worker_environment
-from mlm.launch.failure import LAST_WORDS_S, Death, LastWords, end_stopped, load_failures, report
+from mlm.launch.failure import (
+    LAST_WORDS_S,
+    Death,
+    LastWords,
+    end_stopped,
+    flight_recorder,
+    load_failures,
+    report,
+)
 from mlm.launch.job_folder import job_folder
-from mlm.launch.process import meet, run_rank
-from mlm.launch.relay import Relay, handlers_restored
-from mlm.launch.stop import STANDS_FOR, WORDS, is_noting
-from mlm.launch.watchdog import flight_recorder
-from mlm.parallel.config import ParallelConfig
+from mlm.launch.process import rendezvous_store, run_rank
+from mlm.launch.stop import STANDS_FOR, WORDS, Relay, handlers_restored, is_noting
 
 HOST = "127.0.0.1"
 POLL_S = 0.1
 
 
-def launch_ranks(
-    target: str, config: Any, *, parallel: ParallelConfig, dist: DistConfig, out: Path | None, world_size: int
-) -> int:
-    """Start `world_size` ranks of the job on this host and wait; the command's exit code.
+def launch_ranks(target: str, config: Any, *, out: Path | None, world_size: int) -> int:
+    """Start `world_size` ranks of the job on this host, wait, and return the command's exit code.
 
-    Rank 0 has the terminal; the others write to out/logs. Of a failure one report goes to stderr.
+    Rank 0 has the terminal; the others write to out/logs. A failure is reported once, on stderr.
     Raises UserError if the port is in use or the log folder cannot be made.
     """
+    dist = config.dist
     listener = listen(dist.master_port)
     with listener, job_folder() as folder:
         logs = _make_logs(folder if out is None else out)
-        job = _write_job(folder, _job(target, config, parallel, dist, logs))
+        job = _write_job(folder, _job(target, config, logs))
         threads = num_threads(
             dist.threads_per_rank, cores=len(os.sched_getaffinity(0)), local_ranks=world_size
         )
@@ -63,7 +65,7 @@ def launch_ranks(
             local_world_size=world_size,
             entrypoint=sys.executable,
             args=("-P", "-m", "mlm.launch.rank", str(job)),
-            rdzv_handler=Meeting(listener, dist.timeout_s),
+            rdzv_handler=HostRendezvous(listener, dist.timeout_s),
             max_restarts=0,
             monitor_interval=POLL_S,
         )
@@ -90,35 +92,26 @@ def launch_ranks(
 
 
 def run_launched(job: dict[str, Any], words: LastWords) -> None:
-    """The child's side of `launch_ranks`: rebuild the configuration and run this rank.
+    """Rebuild the configuration in a rank that `launch_ranks` started, and run it.
 
-    `words` is how the watchdog tells of a hang.
+    The watchdog reports a hang through `words`.
     """
     place = read_place(os.environ)
     assert place is not None, "the elastic agent sets RANK and WORLD_SIZE"
     module, _, name = job["config_class"].partition(":")
     assert module.startswith("mlm."), f"{module} is not part of mlm"
-    dist = from_dict(DistConfig, job["dist"])
-    run_rank(
-        job["target"],
-        from_dict(getattr(import_module(module), name), job["config"]),
-        parallel=from_dict(ParallelConfig, job["parallel"]),
-        dist=dist,
-        place=place,
-        store=meet(place, dist.timeout_s),
-        words=words,
-    )
+    config = from_dict(getattr(import_module(module), name), job["config"])
+    store = rendezvous_store(place, config.dist.timeout_s)
+    run_rank(job["target"], config, place=place, store=store, words=words)
 
 
-def _job(target: str, config: Any, parallel: ParallelConfig, dist: DistConfig, logs: Path) -> dict[str, Any]:
+def _job(target: str, config: Any, logs: Path) -> dict[str, Any]:
     kind = type(config)
     assert kind.__module__.startswith("mlm."), f"{kind} is not part of mlm"
     return {
         "target": target,
         "config_class": f"{kind.__module__}:{kind.__qualname__}",
         "config": to_dict(config),
-        "parallel": asdict(parallel),
-        "dist": asdict(dist),
         "parent": os.getpid(),
         "logs": str(logs),
     }
@@ -145,7 +138,7 @@ def _make_logs(folder: Path) -> Path:
 
 
 def listen(port: int) -> socket.socket:
-    """A socket that listens on this host only; port 0 picks a free one. Raises UserError if it is taken."""
+    """Return a socket that listens on this host only; port 0 picks a free one. Raises UserError if taken."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -162,8 +155,10 @@ def listen(port: int) -> socket.socket:
 
 
 class RankAgent(LocalElasticAgent):
-    """Torch's agent, which starts, watches and ends the ranks; here it also relays requests and notes
-    how the first rank died, before it ends the others itself."""
+    """Torch's agent, which starts, watches and ends the ranks.
+
+    It also relays requests to stop, and notes how the first rank died before torch ends the others.
+    """
 
     def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs, relay: Relay, folder: Path) -> None:
         super().__init__(spec, logs_specs)
@@ -173,14 +168,14 @@ class RankAgent(LocalElasticAgent):
 
     @property
     def deaths(self) -> list[Death]:
-        """How ranks ended by themselves."""
+        """Ranks whose process ended with an error."""
         return list(self._dead.values())
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STANDS_FOR)
         try:
             started = super()._start_workers(worker_group)
-            self._relay.install()  # a torch that does not know the variable below has put its own in
+            self._relay.install()  # older versions of torch ignore AGENT_SIGNALS and set their own handlers
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return started
@@ -190,21 +185,21 @@ class RankAgent(LocalElasticAgent):
         self._relay.act(pids)
         self._note_deaths(pids)
         if self._dead:
-            self._hear_the_others(pids)
+            self._collect_reports(pids)
         return super()._monitor_workers(worker_group)
 
     def _note_deaths(self, pids: Mapping[int, int]) -> None:
         for rank, pid in pids.items():
-            with suppress(ChildProcessError):  # left well and was collected earlier
+            with suppress(ChildProcessError):  # ended without an error and was collected earlier
                 end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
                 if end and end.si_status:
                     code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
                     self._dead[rank] = Death(rank, pid, code)
 
-    def _hear_the_others(self, pids: Mapping[int, int]) -> None:
-        """Let the ranks that wait say so: the one that does not is where to look. End those that are stopped.
+    def _collect_reports(self, pids: Mapping[int, int]) -> None:
+        """Let waiting ranks report: one that does not is the suspect. End those that are stopped.
 
-        Torch asks a rank to leave by SIGTERM, which a stopped one does not hear, and waits for long.
+        Torch ends a rank by SIGTERM, which a stopped one does not receive, and waits long for it.
         """
         end = time.monotonic() + LAST_WORDS_S
         while time.monotonic() < end:
@@ -217,8 +212,8 @@ class RankAgent(LocalElasticAgent):
         self.stopped = end_stopped(pids)
 
 
-class Meeting(RendezvousHandler):
-    """The ranks' key-value store, served by this process on a socket it already holds.
+class HostRendezvous(RendezvousHandler):
+    """Rendezvous through a key-value store that this process serves on a socket it already holds.
 
     Torch's own handlers bind the port on all interfaces, and late.
     """
@@ -237,34 +232,42 @@ class Meeting(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
+        """True: the ranks use the store of this process."""
         return True
 
     def get_backend(self) -> str:
+        """Name of the rendezvous."""
         return "static"
 
     def next_rendezvous(self) -> RendezvousInfo:
+        """Return the store, this node's rank and the number of nodes."""
         return RendezvousInfo(PrefixStore("agent", self._store), 0, 1, self._address)
 
     def is_closed(self) -> bool:
+        """False: it serves one launch."""
         return False
 
     def set_closed(self) -> None:
+        """Do nothing: it serves one launch."""
         pass
 
     def num_nodes_waiting(self) -> int:
+        """Zero: there is one node."""
         return 0
 
     def get_run_id(self) -> str:
+        """Name of the launch."""
         return "mlm"
 
     def shutdown(self) -> bool:
+        """Do nothing: the store ends with the process."""
         return True
 
 
 class Streams(LogsSpecs):
     """Leaves the ranks' streams alone: rank 0 keeps the terminal, the others redirect themselves.
 
-    This is also where the agent lets a rank's environment be completed.
+    Also adds variables to the environment of the ranks.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -272,6 +275,7 @@ class Streams(LogsSpecs):
         self._environment = environment
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Complete the ranks' environment and leave their streams as they are."""
         for variables in envs.values():
             variables.update(self._environment)
         unchanged = dict.fromkeys(envs, "")
@@ -281,12 +285,13 @@ class Streams(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
+        """Folder of logs that the agent would write."""
         return os.devnull
 
 
 @contextmanager
 def quiet_logging() -> Iterator[None]:
-    """Silence the agent's own account of a failure: the report says it once, in our words."""
+    """Silence the agent's own report of a failure, which `report` replaces."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

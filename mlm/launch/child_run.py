@@ -1,4 +1,4 @@
-"""A training run as a command of its own, which can be killed whole: `mlm verify-resume` needs that."""
+"""A run of `mlm` in a process of its own that can be killed with all its ranks, for `mlm verify-resume`."""
 
 import os
 import signal
@@ -26,8 +26,10 @@ LONGEST_LINE = 1000  # characters of a log that an error repeats
 
 @contextmanager
 def child_run(words: list[str], log: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """Start `mlm WORDS` plainly on this host, its output in `log`; however the block ends, nothing of it is
-    left running. Should this process die itself, the kernel kills the command."""
+    """Start `mlm WORDS` on this host, and kill it with all its ranks when the block ends.
+
+    Its output goes to `log`. If this process dies, the kernel kills the command.
+    """
     with open(log, "wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "mlm", *words],
@@ -45,7 +47,7 @@ def child_run(words: list[str], log: Path) -> Iterator["subprocess.Popen[bytes]"
 
 
 def plain_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """An environment in which `mlm` starts its own ranks, with this process's modules."""
+    """Return an environment in which `mlm` starts its own ranks, with this process's modules."""
     kept = {
         key: value
         for key, value in environ.items()
@@ -55,9 +57,9 @@ def plain_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def kill(process: "subprocess.Popen[bytes]") -> None:
-    """SIGKILL a command and all that it started, and return when nothing of it is left."""
+    """SIGKILL a command and all processes it started, and wait until they are gone."""
     family = {} if process.poll() is not None else {pid: _birth(pid) for pid in _descendants(process.pid)}
-    process.kill()  # the ranks follow it by themselves (die_with_parent)
+    process.kill()  # its ranks die with it (die_with_parent)
     for pid, birth in family.items():
         if birth and _birth(pid) == birth:
             with suppress(ProcessLookupError, PermissionError):
@@ -69,7 +71,7 @@ def kill(process: "subprocess.Popen[bytes]") -> None:
 
 
 def failure_of(process: "subprocess.Popen[bytes]", what: str, log: Path) -> UserError | None:
-    """What to tell of a command that did not end well: its own last line, and where the others are."""
+    """Return the error of a command that failed: its last line, and its log; None if it succeeded."""
     code = process.returncode
     if not code:
         return None
@@ -83,24 +85,22 @@ def failure_of(process: "subprocess.Popen[bytes]", what: str, log: Path) -> User
 
 
 def _descendants(root: int) -> list[int]:
-    """Processes that `root` started, and those that they started."""
+    """Return the descendants of a process."""
     parents = {int(entry): _stat(int(entry)) for entry in os.listdir("/proc") if entry.isdecimal()}
     found = [root]
-    for pid in found:  # grows under way
+    for pid in found:  # grows in the loop
         found += [child for child, stat in parents.items() if stat and int(stat[1]) == pid]
     return found[1:]
 
 
 def _birth(pid: int) -> str | None:
-    """When a process began, in the kernel's ticks, None if it is gone: tells it from a later one of its
-    number."""
+    """Return the start of a process in kernel ticks, None if it is gone: later ones may reuse the pid."""
     stat = _stat(pid)
     return None if stat is None or stat[0] in "ZX" else stat[19]
 
 
 def _stat(pid: int) -> list[str] | None:
-    """/proc/PID/stat from the third field on: state, parent, … (man 5 proc); the name before may hold
-    anything."""
+    """Return /proc/PID/stat from the third field on, after the name: state, parent, … (man 5 proc)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:

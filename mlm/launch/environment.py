@@ -1,4 +1,4 @@
-"""Where a rank stands, read from the variables of torchrun or SLURM, and what a rank's own should be.
+"""A rank's position from the variables of torchrun or SLURM, and the variables of a launched rank.
 
 Pure functions of an environment: nothing here reads or sets `os.environ`.
 """
@@ -19,7 +19,7 @@ FIRST_PORT, PORTS = 12_000, 20_000  # below the range from which Linux hands out
 
 @dataclass(frozen=True)
 class Place:
-    """One rank among all ranks and among those of its host, and the address where all meet."""
+    """Position of a rank among all ranks and among those of its host, and the address of the rendezvous."""
 
     rank: int
     world_size: int
@@ -28,16 +28,16 @@ class Place:
     master_addr: str
     master_port: int
     cores: int | None = None
-    """CPU cores the launcher gave this rank alone; None where ranks share the host's."""
+    """CPU cores assigned to this rank alone; None if ranks share the host's."""
 
 
 def by_torchrun(environ: Mapping[str, str]) -> bool:
-    """Whether torchrun, or a launcher that speaks its language, started this process as a rank."""
+    """True if torchrun, or a launcher with the same variables, started this process as a rank."""
     return "RANK" in environ and "WORLD_SIZE" in environ
 
 
 def by_srun(environ: Mapping[str, str]) -> bool:
-    """Whether `srun` started this process as one of several tasks.
+    """True if `srun` started this process as one of several tasks.
 
     A batch script and an interactive shell hold the allocation's variables too, but are not ranks, and the
     only task of a step starts its own ranks as on any host.
@@ -48,7 +48,7 @@ def by_srun(environ: Mapping[str, str]) -> bool:
 
 
 def read_place(environ: Mapping[str, str]) -> Place | None:
-    """This process's place; None if no launcher started it as a rank.
+    """Return this process's position; None if no launcher started it as a rank.
 
     Raises UserError for a variable that is missing or no number.
     """
@@ -72,14 +72,14 @@ def read_place(environ: Mapping[str, str]) -> Place | None:
         local_rank=_number(environ, "SLURM_LOCALID"),
         local_world_size=_slurm_tasks_here(environ),
         master_addr=environ.get("MASTER_ADDR") or first_host(nodes),
-        # Equal on all ranks without talking, and different for jobs that share a host.
+        # Equal on all ranks without communication, and different for jobs that share a host.
         master_port=_number(environ, "MASTER_PORT", FIRST_PORT + (job + 101 * step) % PORTS),
         cores=_number(environ, "SLURM_CPUS_PER_TASK", 0) or None,
     )
 
 
 def place_variables(place: Place) -> dict[str, str]:
-    """A place in the variables that torch's `env://` rendezvous and other libraries read."""
+    """Return the variables that torch's `env://` rendezvous and other libraries read."""
     return {
         "RANK": str(place.rank),
         "WORLD_SIZE": str(place.world_size),
@@ -91,7 +91,7 @@ def place_variables(place: Place) -> dict[str, str]:
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of a SLURM node list: `node[007-009,12],gpu3` begins with `node007`."""
+    """Return the first host of a SLURM node list: `node[007-009,12],gpu3` begins with `node007`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)
     if first is None:
         raise UserError(f"SLURM_JOB_NODELIST={nodelist!r} names no host: set MASTER_ADDR to the first one")
@@ -99,14 +99,14 @@ def first_host(nodelist: str) -> str:
 
 
 def num_threads(wanted: int | None, *, cores: int, local_ranks: int) -> int:
-    """CPU threads of one rank: dist.threads_per_rank, or an equal share of the host's cores."""
+    """Return the CPU threads of a rank: dist.threads_per_rank, or an equal share of the host's cores."""
     return wanted or max(1, cores // local_ranks)
 
 
 def worker_environment(base: Mapping[str, str], *, threads: int) -> dict[str, str]:
-    """Variables that a launched rank gets on top of `base`, the environment of the command.
+    """Return the variables that a launched rank gets besides `base`, the environment of the command.
 
-    OMP_NUM_THREADS follows dist.threads_per_rank; anything else the user has set wins.
+    OMP_NUM_THREADS follows dist.threads_per_rank; other variables that the user has set are kept.
     """
     ours = {}
     if any(name == "lo" for _, name in socket.if_nameindex()):
@@ -117,8 +117,11 @@ def worker_environment(base: Mapping[str, str], *, threads: int) -> dict[str, st
 
 
 def import_path() -> str:
-    """The command's own import path: ranks must find the same modules, and no file of the working folder
-    that the command itself would not import (ranks run with `python -P`)."""
+    """Return the command's import path as PYTHONPATH for its ranks.
+
+    They find the same modules, and none in the working folder that the command itself would not import: ranks
+    run with `python -P`.
+    """
     return ":".join(str(Path(entry).resolve()) if entry else str(Path.cwd()) for entry in sys.path)
 
 
@@ -128,7 +131,7 @@ def _slurm_tasks(environ: Mapping[str, str]) -> int:
 
 
 def _slurm_tasks_here(environ: Mapping[str, str]) -> int:
-    """Tasks on this host, from a list over hosts such as `8(x63),4`."""
+    """Return the tasks on this host, from a list over hosts such as `8(x63),4`."""
     text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "1")
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):

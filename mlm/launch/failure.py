@@ -1,6 +1,6 @@
-"""How ranks fail: what one leaves behind, which failure was the cause, and the one report of it.
+"""Failures of ranks: the record that one leaves, the watchdog of hangs, and the one report of the cause.
 
-Imports nothing heavy: a rank whose torch does not even import must be able to say so.
+Imports nothing heavy: a rank that cannot import torch must be able to report it.
 """
 
 import json
@@ -14,16 +14,20 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import NoReturn
 
 from mlm.errors import UserError, visible
 from mlm.files.atomic import write_atomic
-from mlm.parallel.watch import LostPeer, is_transport_error, name_ranks
+from mlm.parallel.watch import LostPeer, Watch, is_transport_error, name_ranks
 
-INTERRUPTED = 130  # what a shell reports after Ctrl-C: 128 + SIGINT
-LAST_WORDS_S = 1.0  # how long a failing rank stays for its peers to notice and report
+INTERRUPTED = 130  # exit code after Ctrl-C: 128 + SIGINT
+LAST_WORDS_S = 1.0  # a failing rank stays so long for its peers to notice and report
+WATCH_POLL_S = 0.25
+GRACE_S = 2.0  # the transport's own error comes first if there is one
+DUMP_S = 10.0  # NCCL's flight recorder writes its file within seconds of the timeout
 RECORDS = "error-*.json"
-MAX_LINES = 8  # lost peers that are told when there is no other cause
+MAX_LINES = 8  # lost peers that are reported when there is no other cause
 
 
 @dataclass(frozen=True)
@@ -35,21 +39,21 @@ class Failure:
     message: str
     is_user_error: bool
     lost_peer: bool
-    """Whether it looks like the consequence of another rank's death, not like a cause."""
+    """True if it looks like the consequence of another rank's death."""
     traceback: str
     time: float
     """Seconds since the epoch."""
     exit_code: int = 1
-    """What the rank ends with."""
+    """Exit code of the rank."""
 
     @property
     def names_peer(self) -> bool:
-        """Whether the message is a LostPeer's, which says it all."""
+        """True if the message is a LostPeer's, which needs no traceback."""
         return self.type == LostPeer.__name__
 
     @property
     def text(self) -> str:
-        """What is printed of it: a line for a user's mistake and a lost peer, else the traceback."""
+        """Printed form: a line for a user's mistake and a lost peer, else the traceback."""
         if self.is_user_error:
             return f"mlm: rank {self.rank}: " + "\n".join(map(visible, self.message.split("\n")))
         if self.names_peer:
@@ -60,7 +64,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Death:
-    """How a rank's process ended by itself: its exit code, negative for a signal."""
+    """End of a rank's process: its exit code, negative for a signal."""
 
     rank: int
     pid: int
@@ -68,7 +72,7 @@ class Death:
 
 
 def describe(error: BaseException, rank: int) -> Failure:
-    """The record of an exception that ended a rank."""
+    """Return the record of an exception that ended a rank."""
     return Failure(
         rank=rank,
         type=type(error).__name__,
@@ -82,27 +86,84 @@ def describe(error: BaseException, rank: int) -> Failure:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether the exception came from the transport between ranks: usually because another rank is gone."""
+    """True if the exception is from the transport between ranks, usually because another rank is gone."""
     return not isinstance(error, UserError) and is_transport_error(error)
 
 
 class LastWords:
-    """The failure of this rank, told once, by whichever of its threads meets it first."""
+    """Reports the failure of this rank once, from the first thread that finds it."""
 
     def __init__(
         self, rank: int, tell: Callable[[Failure], None], others_failed: Callable[[], bool] = lambda: False
     ) -> None:
         self.others_failed = others_failed
-        """Whether another rank has told of a failure."""
+        """True if another rank has reported a failure."""
         self._rank, self._tell = rank, tell
         self._spoken = threading.Lock()
 
     def say(self, error: BaseException) -> Failure:
-        """Tell of the exception that ends this rank, and return its record: the caller ends the process."""
+        """Report the exception that ends this rank, and return its record: the caller ends the process."""
         self._spoken.acquire()  # for good: a second thread has nothing to add before the process ends
         failure = describe(error, self._rank)
         self._tell(failure)
         return failure
+
+
+class Watchdog:
+    """Thread that ends a rank whose communication hangs without an error.
+
+    gloo raises at its timeout; NCCL leaves the host waiting in some later call, and aborts the process with a
+    message of its own. The watchdog polls, so that watching a communication costs nothing. It reports an
+    overdue one through `words` and ends the process with exit code 1. When another rank has failed, it
+    reports what this one waits for: a rank that reports nothing is the suspect.
+    """
+
+    def __init__(self, watch: Watch, words: LastWords) -> None:
+        self._watch, self._words = watch, words
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+
+    def __enter__(self) -> "Watchdog":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._over.set()
+
+    def _run(self) -> None:
+        while not self._over.wait(WATCH_POLL_S):
+            lost = self._watch.overdue(GRACE_S)
+            if lost is None and self._words.others_failed():
+                lost = self._watch.interrupted()
+            if lost is not None:
+                return self._end(lost)
+
+    def _end(self, lost: LostPeer) -> None:
+        on_device = bool(self._watch.followed)
+        failure = self._words.say(lost)
+        if on_device:
+            time.sleep(DUMP_S)
+        leave(failure.exit_code)
+
+
+def flight_recorder(base: Mapping[str, str], folder: Path | None) -> dict[str, str]:
+    """Return variables that have NCCL's flight recorder write the collectives under way at a timeout.
+
+    One file per rank in `folder`, or in torch's default. Variables in `base` are kept. The files are pickles:
+    `torchfrtrace` reads them, this package never does.
+    """
+    ours = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    if not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & set(base):
+        ours["TORCH_FR_BUFFER_SIZE"] = "2000"
+    paths = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # since torch 2.9, and before
+    if folder is not None and not set(paths) & set(base):
+        ours |= dict.fromkeys(paths, str(folder / "nccl-rank-"))
+    return {key: value for key, value in ours.items() if key not in base}
 
 
 def end_stopped(pids: Mapping[int, int]) -> dict[int, int]:
@@ -115,7 +176,7 @@ def end_stopped(pids: Mapping[int, int]) -> dict[int, int]:
 
 
 def _process_state(pid: int) -> str:
-    """The state letter of proc_pid_stat(5); empty if the process is gone."""
+    """Return the state letter of proc_pid_stat(5); empty if the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
     except OSError:
@@ -128,7 +189,7 @@ def save_failure(failure: Failure, folder: Path) -> None:
 
 
 def load_failures(folder: Path) -> list[Failure]:
-    """The records that ranks have left so far."""
+    """Return the records that ranks have left so far."""
     return [Failure(**json.loads(path.read_bytes())) for path in sorted(folder.glob(RECORDS))]
 
 
@@ -140,7 +201,7 @@ def report(
     logs: Path,
     stopped: Mapping[int, int] | None = None,
 ) -> tuple[str, int]:
-    """What to print about a job that failed, and the command's exit code.
+    """Return the report of a failed job, and the command's exit code.
 
     The cause is, in this order: an exception of a rank's own; a process that ended without one; a lost peer.
     Within each, the first in time. `stopped` are the ranks that a signal had suspended, with their pids.
@@ -167,7 +228,7 @@ def _report_exception(failures: Sequence[Failure], world_size: int) -> str:
 
 
 def _suspects(lost: Sequence[Failure], world_size: int, stopped: Mapping[int, int], logs: Path) -> list[str]:
-    """Why the first of the lost peers was lost, as far as it shows."""
+    """Return the likely reason why the first of the lost peers was lost."""
     intact = "the last checkpoint is intact"
     silent = sorted(set(range(world_size)) - {failure.rank for failure in lost})
     if stopped:
@@ -200,7 +261,7 @@ def _report_death(death: Death, lost: Sequence[Failure], logs: Path) -> str:
 
 
 def log_path(logs: Path, rank: int) -> Path:
-    """Where a launched rank other than 0 writes what it prints."""
+    """Return the log of a launched rank other than 0."""
     return logs / f"rank-{rank:05d}.log"
 
 

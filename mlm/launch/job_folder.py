@@ -1,7 +1,7 @@
-"""The temporary folder of a launch: made, held while its command lives, and removed even after a hard kill.
+"""The temporary folder of a launch: locked while its command lives, and removed even after SIGKILL.
 
-A command that is killed cannot remove its folder. The kernel gives its lock (flock) back, so a later launch
-tells such a folder from one in use, whatever process ids or containers share the temporary directory.
+A killed command cannot remove its folder. The kernel releases its lock (flock), so a later launch tells such
+a folder from one in use, also if containers share the temporary directory.
 """
 
 import fcntl

@@ -1,8 +1,9 @@
-"""One rank: device, threads, process groups, then the job's function."""
+"""One rank: rendezvous, device, threads, process groups, then the job's function."""
 
 import os
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -18,23 +19,30 @@ from torch.distributed.rendezvous import rendezvous
 
 from mlm.config.path_errors import streams_for
 from mlm.errors import UserError
-from mlm.launch.attempt import own_store
 from mlm.launch.config import DistConfig
 from mlm.launch.environment import Place, num_threads, place_variables
-from mlm.launch.failure import INTERRUPTED, LAST_WORDS_S, MAX_LINES, Failure, LastWords, leave
-from mlm.launch.watchdog import Watchdog, flight_recorder
-from mlm.parallel.config import ParallelConfig
+from mlm.launch.failure import (
+    INTERRUPTED,
+    LAST_WORDS_S,
+    MAX_LINES,
+    Failure,
+    LastWords,
+    Watchdog,
+    flight_recorder,
+    leave,
+)
 from mlm.parallel.mesh import ParallelContext, build_mesh
 from mlm.parallel.watch import LostPeer, Watch, is_transport_error
 
 START_S = 120.0  # ranks import torch and see the disk at their own pace, whatever dist.timeout_s is
+STORE_POLL_S = 0.02
 Target = Callable[[Any, ParallelContext], None]
 ELASTIC = "TORCHELASTIC_RUN_ID"  # set by torchrun: ranks may be restarted, and the store is not new then
 ALONE = Place(rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="localhost", master_port=0)
 
 
 def device_kind(dist: DistConfig) -> Literal["cpu", "cuda"]:
-    """dist.device with auto resolved. Raises UserError if CUDA is asked for and absent."""
+    """Return dist.device with auto resolved. Raises UserError if CUDA is requested and absent."""
     if dist.device == "cuda" and not torch.cuda.is_available():
         raise UserError("dist.device=cuda, but torch sees no GPU here: set dist.device=cpu or auto")
     if dist.device == "auto":
@@ -42,21 +50,19 @@ def device_kind(dist: DistConfig) -> Literal["cpu", "cuda"]:
     return dist.device
 
 
-def run_alone(target: str, config: Any, *, parallel: ParallelConfig, dist: DistConfig) -> None:
+def run_alone(target: str, config: Any) -> None:
     """Run the job in this process as the only rank. Exceptions pass through."""
     try:
-        run_rank(target, config, parallel=parallel, dist=dist, place=ALONE, store=HashStore())
+        run_rank(target, config, place=ALONE, store=HashStore())
     finally:
         if distributed.is_initialized():
             distributed.destroy_process_group()
 
 
-def run_joined(
-    target: str, config: Any, *, parallel: ParallelConfig, dist: DistConfig, place: Place, out: Path | None
-) -> int:
+def run_joined(target: str, config: Any, *, place: Place, out: Path | None) -> int:
     """Run the job as one of the ranks that torchrun or SLURM started; 0 if it ends well.
 
-    After an exception it reports, unless another rank has said the same, and ends the process at once: a
+    After an exception it reports, unless another rank has reported the same, and ends the process at once: a
     normal exit could wait for peers that are stuck in a collective.
     """
     os.environ.update(place_variables(place) | flight_recorder(os.environ, out))
@@ -71,8 +77,8 @@ def run_joined(
 
     words = LastWords(place.rank, tell)
     try:
-        store = meet(place, dist.timeout_s)
-        run_rank(target, config, parallel=parallel, dist=dist, place=place, store=store, words=words)
+        store = rendezvous_store(place, config.dist.timeout_s)
+        run_rank(target, config, place=place, store=store, words=words)
     except KeyboardInterrupt:
         leave(INTERRUPTED)
     except Exception as error:
@@ -80,22 +86,14 @@ def run_joined(
     return 0
 
 
-def run_rank(
-    target: str,
-    config: Any,
-    *,
-    parallel: ParallelConfig,
-    dist: DistConfig,
-    place: Place,
-    store: Store,
-    words: LastWords | None = None,
-) -> None:
-    """Set up this process as a rank, run `target`, and take the process groups down if it ends well.
+def run_rank(target: str, config: Any, *, place: Place, store: Store, words: LastWords | None = None) -> None:
+    """Set up this process as a rank, run `target`, and destroy the process groups if it ends well.
 
-    parallel.dp is resolved by now. After an exception the groups stay: taking them down could hang.
-    With `words`, a watchdog ends the process if a communication hangs. Raises LostPeer where gloo tells.
+    dp is what tp * pp of config.parallel leave of place.world_size. After an exception the groups stay:
+    destroying them could hang. With `words`, a watchdog ends the process if a communication hangs. Raises
+    LostPeer if gloo reports one.
     """
-    assert parallel.dp is not None
+    parallel, dist = config.parallel, config.dist
     threads = dist.threads_per_rank or place.cores
     available = len(os.sched_getaffinity(0))
     torch.set_num_threads(num_threads(threads, cores=available, local_ranks=place.local_world_size))
@@ -115,7 +113,7 @@ def run_rank(
             ctx = build_mesh(
                 tp=parallel.tp,
                 pp=parallel.pp,
-                dp=parallel.dp,
+                dp=place.world_size // (parallel.tp * parallel.pp),
                 device=device,
                 timeout_s=dist.timeout_s,
                 watch=watch,
@@ -127,7 +125,7 @@ def run_rank(
 
 
 def rank_device(dist: DistConfig, place: Place) -> torch.device:
-    """This rank's device, made current. Raises UserError if the host shows too few GPUs."""
+    """Make this rank's device current and return it. Raises UserError if the host shows too few GPUs."""
     if device_kind(dist) == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count()
@@ -141,16 +139,16 @@ def rank_device(dist: DistConfig, place: Place) -> torch.device:
     return torch.device("cuda", index)
 
 
-def meet(place: Place, timeout_s: float) -> Store:
-    """The store through which all ranks find each other, by the variables of the environment.
+def rendezvous_store(place: Place, timeout_s: float) -> Store:
+    """Return the store of torch's rendezvous, by the variables of the environment.
 
-    Raises UserError if the port is taken, LostPeer if the ranks do not find each other in time.
+    Raises UserError if the port is taken, LostPeer if not all ranks come in time.
     """
     start_s = max(START_S, timeout_s)
     try:
         store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=start_s)))
         if ELASTIC in os.environ:
-            store = own_store(store, place.rank, place.world_size, start_s)
+            store = store_of_attempt(store, place.rank, place.world_size, start_s)
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):
             raise UserError(
@@ -158,22 +156,62 @@ def meet(place: Place, timeout_s: float) -> Store:
             ) from None
         if is_transport_error(error):
             raise LostPeer(
-                f"rank {place.rank}: the {place.world_size} ranks did not meet at {place.master_addr} port "
-                f"{place.master_port} within {start_s:g} s: is each of them running and able to reach it?"
+                f"rank {place.rank}: the {place.world_size} ranks did not rendezvous at {place.master_addr} "
+                f"port {place.master_port} within {start_s:g} s: is each running and able to reach it?"
             ) from error
         raise
     return store
 
 
+def store_of_attempt(store: Store, rank: int, world_size: int, timeout_s: float) -> Store:
+    """Return the part of `store` that belongs to this attempt of a restarted job. Collective.
+
+    torchrun restarts all ranks when one fails, and its store lives on: keys of the dead ranks (addresses,
+    counts) would be taken for those of the living. A count of restarts does not identify an attempt, because
+    each agent counts for itself: a node that only heard of the failure has counted one less. So rank 0 names
+    the attempt; each other rank leaves a new token and waits for the answer to it, which only a living rank 0
+    gives. Raises RuntimeError if a rank is missing after `timeout_s`.
+    """
+    if world_size == 1:
+        return store
+    if rank:
+        token = uuid.uuid4().hex
+        store.set(f"mlm/token/{rank}", token)
+        attempt = store.get(f"mlm/attempt/{token}").decode()
+        store.add(f"{attempt}/here", 1)
+    else:
+        attempt = _welcome(store, world_size, time.monotonic() + timeout_s)
+    return PrefixStore(attempt, store)
+
+
+def _welcome(store: Store, world_size: int, end: float) -> str:
+    """Answer every token, also one that replaces a dead rank's, until all ranks are here."""
+    attempt = f"mlm-{uuid.uuid4().hex}"
+    answered: dict[int, bytes] = {}
+    while store.add(f"{attempt}/here", 0) < world_size - 1:
+        for rank in range(1, world_size):
+            if not store.check([f"mlm/token/{rank}"]):
+                continue
+            token = store.get(f"mlm/token/{rank}")
+            if answered.get(rank) != token:
+                store.set(f"mlm/attempt/{token.decode()}", attempt)
+                answered[rank] = token
+        if time.monotonic() > end:
+            here = store.add(f"{attempt}/here", 0) + 1
+            raise RuntimeError(f"timed out: {here} of {world_size} gloo ranks came")
+        time.sleep(STORE_POLL_S)
+    return attempt
+
+
 def find_target(target: str) -> Target:
-    """The function that `module:function` names."""
+    """Return the function that `module:function` names."""
     module, _, name = target.partition(":")
     function: Target = getattr(import_module(module), name)
     return function
 
 
 def _speaks(failure: Failure, store: Store | None) -> bool:
-    """Whether this rank is to report: the first with this message, or among the first unexplained lost peers.
+    """True if this rank must report: the first with this message, or one of the first unexplained lost peers.
 
     One of those alone could mislead, as it may wait for a rank that waits itself.
     """

@@ -1,7 +1,7 @@
-"""Entry of a rank that a plain `mlm` command starts: `python -P -m mlm.launch.rank JOB.json`.
+"""Entry point of a launched rank: `python -P -m mlm.launch.rank JOB.json`.
 
-Everything up to `start` needs the standard library only, so that the log is in place and the process is
-tied to its parent before torch is imported, which takes seconds and may print.
+Up to `start` it needs the standard library only, so that the log is open and the process dies with its parent
+before torch is imported, which takes seconds and may print.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main() -> None:
-    """Run this rank of the job and leave: exit code 0, 1, or 2 for a user's mistake."""
+    """Run this rank of the job and exit: code 0, 1, or 2 for a user's mistake."""
     path = Path(sys.argv[1])
     folder, job = path.parent, json.loads(path.read_bytes())
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -45,18 +45,20 @@ def main() -> None:
         leave(INTERRUPTED)
     except Exception as error:
         failure = words.say(error)
-        if failure.is_user_error:  # often the same on all ranks: let each say so before the agent ends them
+        if (
+            failure.is_user_error
+        ):  # often the same on all ranks: let each report it before the agent ends them
             wait_for_peers(folder, world_size)
         leave(failure.exit_code)
 
 
 def start(job: dict[str, Any], words: LastWords) -> None:
-    """Import what is heavy, rebuild the configuration and run the job's function."""
+    """Import torch, rebuild the configuration and run the job's function."""
     import_module("mlm.launch.agent").run_launched(job, words)
 
 
 def tell(folder: Path, failure: Failure) -> None:
-    """Leave the record where the parent looks for it."""
+    """Save the record for the parent."""
     try:
         save_failure(failure, folder)
     except OSError:  # no space, or the parent is gone: better twice than lost
@@ -80,7 +82,7 @@ def write_to(log: Path) -> None:
 
 
 def wait_for_peers(folder: Path, world_size: int) -> None:
-    """Stay until every rank has left its failure, or a second is over."""
+    """Wait until every rank has saved its failure, or for LAST_WORDS_S."""
     end = time.monotonic() + LAST_WORDS_S
     while len(load_failures(folder)) < world_size and time.monotonic() < end:
         time.sleep(0.02)

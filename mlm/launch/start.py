@@ -1,7 +1,7 @@
 """Starting a job on all its ranks: in this process, on this host, or as a rank of torchrun or SLURM."""
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,10 @@ from mlm.parallel.config import ParallelConfig
 
 @dataclass(frozen=True)
 class LaunchFacts:
-    """What the surroundings say about a launch, for checks before any process starts."""
+    """Facts of the environment that a launch depends on, for checks before any process starts."""
 
     joined: bool
-    """Whether torchrun, SLURM or the like started this process as one of its ranks."""
+    """True if torchrun, SLURM or another launcher started this process as a rank."""
     world_size: int | None
     """Ranks the launcher started; None in a plain start."""
     local_devices: int | None
@@ -29,7 +29,7 @@ class LaunchFacts:
 
 
 def launch_facts(dist: DistConfig) -> LaunchFacts:
-    """Read the surroundings. Raises UserError for variables that make no sense, or CUDA without a GPU."""
+    """Read the environment. Raises UserError for invalid variables, or CUDA without a GPU."""
     place = read_place(os.environ)
     return LaunchFacts(
         joined=place is not None,
@@ -38,34 +38,33 @@ def launch_facts(dist: DistConfig) -> LaunchFacts:
     )
 
 
-def run_job(target: str, config: Any, *, parallel: ParallelConfig, dist: DistConfig, out: Path | None) -> int:
-    """Run `module:function` as `run(config, ctx: ParallelContext)` on every rank; the command's exit code.
+def run_job(target: str, config: Any, *, out: Path | None) -> int:
+    """Run `module:function` as `run(config, ctx: ParallelContext)` on every rank; return the exit code.
 
-    `config` is a dataclass of mlm.config. 0: the function returned on all ranks, be it at its end or after
-    a graceful stop. 2: a user's mistake on a rank, 1: any other failure, both already reported. 128 + n:
-    ended by signal n (130: Ctrl-C) without saving.
+    `config` is a dataclass with `parallel` and `dist`. 0: the function returned on all ranks, at its end or
+    after a graceful stop. 2: a user's mistake on a rank, 1: any other failure, both already reported.
+    128 + n: ended by signal n (130: Ctrl-C) without saving.
 
     With one rank, the function runs in this process and its exceptions pass through. Raises UserError for
     a layout that does not fit, a port in use, or an `out` that cannot be written.
     """
-    facts = launch_facts(dist)
-    world_size = choose_world_size(parallel, facts)
-    layout = replace(parallel, dp=world_size // (parallel.tp * parallel.pp))
+    facts = launch_facts(config.dist)
+    world_size = choose_world_size(config.parallel, facts)
     if facts.joined:
         place = read_place(os.environ)
         assert place is not None
-        return run_joined(target, config, parallel=layout, dist=dist, place=place, out=out)
+        return run_joined(target, config, place=place, out=out)
     try:
         if world_size > 1:
-            return launch_ranks(target, config, parallel=layout, dist=dist, out=out, world_size=world_size)
-        run_alone(target, config, parallel=layout, dist=dist)
+            return launch_ranks(target, config, out=out, world_size=world_size)
+        run_alone(target, config)
     except KeyboardInterrupt:
         return INTERRUPTED
     return 0
 
 
 def choose_world_size(parallel: ParallelConfig, facts: LaunchFacts) -> int:
-    """Ranks of the job: tp * pp * dp, where dp=null takes what the launcher or the GPUs leave.
+    """Return the ranks of the job: tp * pp * dp, where dp=null takes what the launcher or the GPUs leave.
 
     Raises UserError if the ranks that were started, or the GPUs of this host, do not fit.
     """

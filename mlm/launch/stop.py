@@ -1,19 +1,23 @@
 """Stopping on request: finish the step, save, leave. A second Ctrl-C stops at once.
 
-A request may come before there is a step to finish: importing torch, finding the other ranks and loading a
-checkpoint take seconds to minutes. `requests_noted` keeps it until a `StopRequest` obeys it. This module
-needs the standard library only, so that noting begins before anything else is imported.
+A request may come before there is a step to finish: importing torch, the rendezvous and loading a checkpoint
+take seconds to minutes. `requests_noted` keeps it until a `StopRequest` obeys it. `Relay` passes it on from
+the command to the ranks that it started. This module needs the standard library only, so that signals are
+noted before anything else is imported.
 """
 
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+AGENT_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+"""Environment variable with the signals that torch's elastic agent handles."""
 LAUNCHED = "MLM_LAUNCHED"
 """Environment variable of a rank that a plain `mlm` command started (mlm/launch/agent.py)."""
 
@@ -23,7 +27,7 @@ WORDS = {
     signal.SIGUSR1: "SIGUSR1",
     signal.SIGHUP: "SIGHUP",
 }
-"""The signals that ask for a stop, and how `StopRequest.reason` says so. SIGHUP: the terminal has gone."""
+"""Signals that request a stop, and their names in `StopRequest.reason`. SIGHUP: the terminal is gone."""
 
 STANDS_FOR = {
     signal.SIGINT: signal.SIGINT,
@@ -31,13 +35,13 @@ STANDS_FOR = {
     signal.SIGUSR1: signal.SIGUSR1,
     signal.SIGHUP: signal.SIGHUP,
 }
-"""What a launched rank hears, and what its parent had heard. SIGTERM itself stays deadly there: it is how
-the elastic agent ends the ranks that are left when one has died, and they may be stuck in a collective."""
+"""Signals that a launched rank receives, each with the one that its parent received. SIGTERM itself kills a
+rank: with it the elastic agent ends the others when one has died, which may be stuck in a collective."""
 
 
 @dataclass
 class _Early:
-    """Requests of this process that nothing has obeyed yet."""
+    """Requests to this process that nothing has obeyed yet."""
 
     active: bool = False
     taken: bool = False
@@ -49,7 +53,7 @@ _early = _Early()  # what a process does with signals belongs to the process
 
 @contextmanager
 def requests_noted() -> Iterator[None]:
-    """Note the first signal that asks for a stop for a `StopRequest` or `Relay` to take; a second one acts.
+    """Note the first signal that requests a stop, for a `StopRequest` or `Relay`; a second one acts.
 
     Does nothing outside the main thread, where Python allows no handlers.
     """
@@ -68,7 +72,7 @@ def requests_noted() -> Iterator[None]:
 
 
 def take_noted() -> list[signal.Signals]:
-    """The requests noted so far; from here on signals are no longer noted."""
+    """Return the requests noted so far, and stop noting."""
     _early.taken = True
     numbers, _early.numbers = _early.numbers, []
     return numbers
@@ -91,7 +95,7 @@ def _note(number: int, frame: FrameType | None) -> None:
 
 
 def _is_ignored(number: signal.Signals) -> bool:
-    """True for a hang-up that nohup asked not to hear."""
+    """True for a hang-up ignored by nohup."""
     return number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
@@ -107,9 +111,9 @@ class StopRequest:
         with StopRequest(announce=ctx.is_main) as stop:
             while step < steps and not stop.requested: ...
 
-    Each rank hears the signal at its own time: the loop must agree over ranks at which step to stop.
+    Each rank receives the signal at its own time: the ranks must agree on the step at which to stop.
     A second SIGINT raises KeyboardInterrupt (exit code 130); a third one kills, even inside a collective.
-    On leaving the context the previous handlers are back. Outside the main thread, where Python allows no
+    On leaving the context the previous handlers are restored. Outside the main thread, where Python allows no
     handlers, only `request` works.
     """
 
@@ -124,16 +128,16 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        """Whether this rank was asked to stop."""
+        """True if this rank was asked to stop."""
         return self._reason is not None
 
     @property
     def reason(self) -> str | None:
-        """`Ctrl-C`, `SIGTERM`, `SIGUSR1` or what was passed to `request`; None before a request."""
+        """`Ctrl-C`, `SIGTERM`, … or the argument of `request`; None before a request."""
         return self._reason
 
     def request(self, reason: str) -> None:
-        """Ask for a stop from inside the program. The first reason stays."""
+        """Request a stop. The first reason stays."""
         if self._reason is None:
             self._reason = reason
             text = f"{reason}: finishing the step, then saving; Ctrl-C again stops at once"
@@ -175,5 +179,77 @@ class StopRequest:
 
 
 def heard_signals() -> dict[signal.Signals, signal.Signals]:
-    """The signals this process takes as a request, each with the one it stands for."""
+    """Return the signals that request a stop of this process, each with the one it stands for."""
     return STANDS_FOR if LAUNCHED in os.environ else {number: number for number in WORDS}
+
+
+class Relay:
+    """Passes a request to stop on to the ranks; kills them on a second Ctrl-C, or if none would save.
+
+    With `saves`, ranks that do not listen yet will: they start with the request blocked, so it waits.
+    """
+
+    def __init__(self, *, saves: bool = False) -> None:
+        self.killed: signal.Signals | None = None
+        self._saves = saves
+        self._received = take_noted()
+        self._handled = 0
+
+    def install(self) -> None:
+        """Handle the signals that request a stop: they are noted, and obeyed in `act`."""
+        for number in WORDS:
+            if signal.getsignal(number) is not signal.SIG_IGN or number is not signal.SIGHUP:  # nohup
+                signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._received.append(signal.Signals(number))
+
+    def act(self, pids: Mapping[int, int]) -> None:
+        """Obey the signals noted since the last call."""
+        fresh = self._received[self._handled :]
+        if not fresh or self.killed:
+            return
+        first_time = self._handled == 0
+        self._handled += len(fresh)
+        ours = {pid: status for pid in pids.values() if (status := _process_status(pid))}
+        saves = self._saves or any(map(_listens, ours.values()))
+        if self._received.count(signal.SIGINT) > 1 or (first_time and not saves):
+            self.killed = fresh[-1]
+            for pid in ours:
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)  # each rank leads its own session
+        elif first_time:
+            carrier = {stands_for: number for number, stands_for in STANDS_FOR.items()}[fresh[0]]
+            for pid in ours:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, carrier)
+
+
+def _process_status(pid: int) -> dict[str, str]:
+    """Return /proc/PID/status of a child of this process; empty if it is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return {}
+    status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+    return status if status.get("PPid") == str(os.getpid()) else {}
+
+
+def _listens(status: Mapping[str, str]) -> bool:
+    """True if a process is inside `StopRequest`: SIGUSR1 has a handler and is not blocked."""
+    bit = 1 << (signal.SIGUSR1 - 1)
+    return bool(int(status["SigCgt"], 16) & bit) and not int(status["SigBlk"], 16) & bit
+
+
+@contextmanager
+def handlers_restored() -> Iterator[None]:
+    """Keep the agent from handling our signals, and restore the handlers that it and `Relay` replace."""
+    numbers = (*WORDS, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    os.environ[AGENT_SIGNALS] = "SIGQUIT"  # the agent's own handlers end the job without a save
+    try:
+        yield
+    finally:
+        del os.environ[AGENT_SIGNALS]
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -2,7 +2,7 @@
 
 Every communication waits inside `Watch.waiting`. A transport that gives up (gloo at its timeout, or when a
 peer's connection closes) raises there, and the error becomes a `LostPeer` of one line. A wait that outlives
-its limit without an error is found by the watchdog (mlm/launch/watchdog.py), which asks `Watch.overdue`.
+its limit without an error is found by the watchdog (mlm/launch/failure.py), which asks `Watch.overdue`.
 
 On CUDA a wait returns at once and the stream waits instead: `Watch.follow` keeps an event per communication
 until the watchdog sees it done.

@@ -1,0 +1,1 @@
+"""Pretraining from initial weights or from a checkpoint."""

@@ -1,0 +1,1 @@
+"""Reports of a training run: metrics.jsonl, terminal, trackers, curves, summary."""

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one history of a run, however often it was killed and resumed.
+"""metrics.jsonl: one history of a run over all its attempts.
 
 One JSON object per line, each with `kind` (run, step, validation, scores, saved, save_failed) and `time`
 (Unix seconds). Numbers that are not finite are null: JSON has no NaN.
@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 from mlm.errors import UserError
 from mlm.files.atomic import open_regular, write_atomic
 from mlm.files.bounded import read_bounded
-from mlm.report.records import NO_PARTS, Parts, Sink, StepMetrics, flat, of_parts
+from mlm.report.metrics import NO_PARTS, Parts, Sink, StepMetrics, flat, of_parts
 
 FILE_NAME = "metrics.jsonl"
 MAX_BYTES = 1 << 30  # a million steps take 300 MB
@@ -23,10 +23,10 @@ MOVE = "move it out of the run folder"
 
 
 class History(Sink):
-    """Appends each report to `path`, a whole line at a time, so a kill loses at most the line being written.
+    """Appends each report to `path`, a line at a time: a kill loses at most the line being written.
 
     Lines of an earlier attempt beyond `start_step` are cut off first: that future is trained again.
-    A full disk doesn't stop the training: lines wait in memory, and `warn` is told once.
+    A full disk does not stop the training: lines wait in memory, and `warn` is called once.
     """
 
     def __init__(self, path: Path, start_step: int, warn: Callable[[str], None]) -> None:
@@ -37,7 +37,10 @@ class History(Sink):
         self.pending = b""
 
     def start(self, run: dict[str, object]) -> None:
-        """Mend the file and write the run's record. Raises UserError if `path` cannot be written."""
+        """Truncate the file to `start_step` and write the run's record.
+
+        Raises UserError if `path` cannot be written.
+        """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             rewind(self.path, self.start_step)
@@ -52,19 +55,24 @@ class History(Sink):
         self.append("run", run)
 
     def step(self, metrics: StepMetrics) -> None:
+        """Take a logged step."""
         self.append("step", flat(metrics))
 
     def validation(self, step: int, loss: float, perplexity: float, parts: Parts = NO_PARTS) -> None:
+        """Take a validation."""
         self.append("validation", {"step": step, "loss": loss, "perplexity": perplexity, **of_parts(parts)})
 
     def scores(self, step: int, split: str, metrics: Parts, *, is_best: bool) -> None:
+        """Take the metrics of a split."""
         self.append("scores", {"step": step, "split": split, **metrics, "is_best": is_best})
 
     def saved(self, step: int, path: Path, seconds: float, waited: float) -> None:
+        """Take a saved checkpoint."""
         times = {"seconds": round(seconds, 3), "waited": round(waited, 3)}
         self.append("saved", {"step": step, "path": str(path), **times})
 
     def save_failed(self, step: int, error: str) -> None:
+        """Take the error of a failed save."""
         self.append("save_failed", {"step": step, "error": error})
 
     def append(self, kind: str, fields: Mapping[str, object]) -> None:
@@ -73,7 +81,7 @@ class History(Sink):
         self.flush(json.dumps(finite(record), allow_nan=False).encode() + b"\n")
 
     def flush(self, line: bytes = b"") -> None:
-        """Write what waits and `line`; keep what the file system does not take."""
+        """Write waiting lines and `line`; keep those that cannot be written."""
         assert self.file is not None, "History.start() comes first"
         waited = bool(self.pending)
         self.pending += line
@@ -85,6 +93,7 @@ class History(Sink):
                 self.warn(f"{self.path}: {error.strerror}; its lines wait in memory. Free some space.")
 
     def close(self) -> None:
+        """End."""
         if self.file is None:
             return
         self.flush()
@@ -110,7 +119,7 @@ def rewind(path: Path, start_step: int) -> None:
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """The readable records of a metrics file, in order. Raises OSError."""
+    """Yield the readable records of a metrics file, in order. Raises OSError."""
     for line in read_bounded(path, MAX_BYTES, MOVE).split(b"\n"):
         record = parse(line)
         if step_of(record) >= 0:
@@ -118,7 +127,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """One line's record; empty if it is no JSON object."""
+    """Return a line's record; empty if it is no JSON object."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):  # half a line, or bytes that are no text
@@ -127,13 +136,13 @@ def parse(line: bytes) -> dict[str, Any]:
 
 
 def step_of(record: Mapping[str, Any]) -> int:
-    """Steps done when `record` was written; -1 if it doesn't say."""
+    """Return the steps done when `record` was written; -1 if unknown."""
     step = record.get("start_step" if record.get("kind") == "run" else "step")
     return step if isinstance(step, int) else -1
 
 
 def finite(value: object) -> object:
-    """`value` with every float that is not finite replaced by None."""
+    """Return `value` with every float that is not finite replaced by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

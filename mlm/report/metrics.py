@@ -1,141 +1,189 @@
-"""Reporting: one object the training loop talks to, and rank 0 alone speaks and writes."""
+"""Numbers of a training run: steps, rates, time left, and the interface that takes them."""
 
-import platform
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Self, TextIO, cast
+from types import MappingProxyType
+from typing import Any
 
-import torch
-from rich.console import Console
-
-import mlm
-from mlm.report.config import LogConfig
-from mlm.report.history import FILE_NAME, History
-from mlm.report.panel import Display, LivePanel, PlainLines
-from mlm.report.records import NO_PARTS, Parts, Sink, StepMetrics
-from mlm.report.throughput import Rates, Throughput
-from mlm.report.trackers import build_trackers
-from mlm.terminal import LastingStream
-
-__all__ = ["Rates", "Reporter", "StepMetrics", "Throughput"]
+Parts = Mapping[str, float]
+"""Numbers besides the loss, by name: its parts, and in a validation the loss of each corpus of a blend."""
+NO_PARTS: Parts = MappingProxyType({})
 
 
-class Reporter:
-    """Reports a run to metrics.jsonl, the terminal and the trackers, between `with` and its end.
+@dataclass(frozen=True)
+class StepMetrics:
+    """Numbers of one logged step, already on the host. Rates cover the steps since the last logged one."""
 
-    On ranks other than the main one every method returns at once. However the block ends, the terminal is
-    left as it was and every file is closed.
+    step: int
+    """Optimizer steps done, this one included."""
+    loss: float
+    """Mean loss of the global batch, in nats: per token; of a BERT the sum of both heads'."""
+    lr: float
+    """Learning rate this step used."""
+    grad_norm: float
+    """Global L2 norm of the gradient before clipping."""
+    loss_scale: float | None
+    """fp16: factor on the loss before backward; None in other formats."""
+    skipped_steps: int
+    """fp16: steps skipped for overflow so far."""
+    tokens: int
+    """Tokens consumed so far, over all ranks and attempts."""
+    tokens_per_s: float
+    """Tokens per second of the whole job."""
+    step_time_s: float
+    """Seconds per step, without validation and saving."""
+    tflops: float
+    """Model TFLOP/s of one device, recomputation not counted."""
+    mfu: float | None
+    """Model FLOP/s as a fraction of the device's peak; None if no peak is known."""
+    memory_bytes: int
+    """Peak memory of this rank's device; resident set of the process on CPU."""
+    parts: Parts = field(default_factory=dict)
+    """Parts of the loss, and accuracies: mlm_loss, sop_loss, mlm_accuracy, sop_accuracy."""
 
-    `header` holds rows for the eye (run, model, layout, …); `run` what the record of kind "run" shall say
-    (config digest, layout, command, …), as JSON values. `start_step` steps are done already.
-    Raises UserError if a tracker's extra is not installed, or, at `with`, if `out` cannot be written.
+
+def flat(metrics: StepMetrics) -> dict[str, Any]:
+    """Return the numbers of a step, its parts among them."""
+    named = {each.name: getattr(metrics, each.name) for each in fields(metrics)}
+    named.pop("parts")
+    return {**named, **metrics.parts}
+
+
+class Sink:
+    """A destination of reports. Subclasses override the methods they need."""
+
+    def start(self, run: dict[str, object]) -> None:
+        """Begin; `run` is the record of the configuration."""
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Take a logged step."""
+
+    def validation(self, step: int, loss: float, perplexity: float, parts: Parts = NO_PARTS) -> None:
+        """Take a validation after `step`: loss in nats per token; `parts` has that of each blended corpus."""
+
+    def scores(self, step: int, split: str, metrics: Parts, *, is_best: bool) -> None:
+        """Take the metrics of a task's split after `step`; `is_best` if they are the best so far."""
+
+    def saved(self, step: int, path: Path, seconds: float, waited: float) -> None:
+        """Take a checkpoint written in `seconds`, for `waited` of which training stood still."""
+
+    def save_failed(self, step: int, error: str) -> None:
+        """Take the error of a checkpoint that could not be written."""
+
+    def note(self, text: str) -> None:
+        """Take a line for the user."""
+
+    def announce(self, text: str) -> bool:
+        """Show that a signal requested a stop; False if it cannot. Called inside signal handlers."""
+        return False
+
+    def advance(self, step: int) -> None:
+        """Note that `step` steps are issued; their numbers stay on the device."""
+
+    def close(self) -> None:
+        """End, however the run ends."""
+
+
+def of_parts(parts: Parts) -> dict[str, float]:
+    """Return the losses of a blend's corpora under their names in records and trackers."""
+    return {f"validation/{name}": loss for name, loss in parts.items()}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Speed over a window of steps, as in StepMetrics."""
+
+    step_time_s: float
+    tokens_per_s: float
+    tflops: float
+    mfu: float | None
+    steps: int
+
+
+class Throughput:
+    """Stopwatch of training steps. Validation and saving are left out: pause() before, start() after.
+
+    `tokens_per_step` counts the global batch if all steps are alike; otherwise pass `count` the tokens.
+    `flops_per_token` is ModelConfig.flops_per_token, `devices` the world size, `peak` the FLOP/s of one
+    device or None. Call lap() and pause() when the device is synchronised, or steps in flight are left out.
     """
 
     def __init__(
         self,
-        out: Path,
         *,
-        total_steps: int,
-        start_step: int,
-        config: LogConfig,
-        is_main: bool,
-        header: Sequence[tuple[str, str]],
-        run: Mapping[str, object] | None = None,
-        console: Console | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        tokens_per_step: int,
+        flops_per_token: float,
+        devices: int,
+        peak: float | None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.sinks: list[Sink] = []
-        self.stack = ExitStack()
-        if not is_main:
-            return
-        versions = {"mlm": mlm.__version__, "torch": torch.__version__, "python": platform.python_version()}
-        self.run = {"start_step": start_step, "total_steps": total_steps, "versions": versions, **(run or {})}
-        trackers = build_trackers(out, config, start_step)
-        display = make_display(
-            console or training_console(config.live, out / FILE_NAME),
-            live=config.live,
-            title=dict(header).get("run", out.name),
-            header=header,
-            start_step=start_step,
-            total_steps=total_steps,
-            clock=clock,
-        )
-        # The display starts last and stops first: a tracker that fails to start finds a plain terminal.
-        self.sinks = [History(out / FILE_NAME, start_step, warn=display.note), *trackers, display]
+        self.tokens_per_step = tokens_per_step
+        self.flops_per_token = flops_per_token / devices  # on one device
+        self.peak = peak
+        self.clock = clock
+        self.since: float | None = None  # None while paused
+        self.seconds = 0.0
+        self.steps = self.tokens = 0
 
-    def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            for sink in self.sinks:
-                stack.callback(sink.close)
-                sink.start(self.run)
-            self.stack = stack.pop_all()
-        return self
+    def start(self) -> None:
+        """Start the watch, unless it runs."""
+        if self.since is None:
+            self.since = self.clock()
 
-    def __exit__(self, *exc: object) -> None:
-        self.stack.close()
+    def pause(self) -> None:
+        """Stop the watch, unless it is stopped."""
+        if self.since is not None:
+            self.seconds += self.clock() - self.since
+            self.since = None
 
-    def step(self, metrics: StepMetrics) -> None:
-        """Report a logged step."""
-        for sink in self.sinks:
-            sink.step(metrics)
+    def count(self, tokens: int | None = None) -> None:
+        """Count a step of `tokens` tokens; None means tokens_per_step."""
+        self.steps += 1
+        self.tokens += self.tokens_per_step if tokens is None else tokens
 
-    def validation(self, step: int, loss: float, perplexity: float, parts: Parts = NO_PARTS) -> None:
-        """Report a validation after `step`; `loss` in nats per token, `parts` that of a blend's corpora."""
-        for sink in self.sinks:
-            sink.validation(step, loss, perplexity, parts)
-
-    def scores(self, step: int, split: str, metrics: Parts, *, is_best: bool) -> None:
-        """Report the metrics of a split of a task after `step`, and whether they are the best so far."""
-        for sink in self.sinks:
-            sink.scores(step, split, metrics, is_best=is_best)
-
-    def saved(self, step: int, path: Path, seconds: float, waited: float) -> None:
-        """Report a checkpoint of `step` written to `path` in `seconds`, for which training `waited`."""
-        for sink in self.sinks:
-            sink.saved(step, path, seconds, waited)
-
-    def save_failed(self, step: int, error: str) -> None:
-        """Report that the checkpoint of `step` could not be written."""
-        for sink in self.sinks:
-            sink.save_failed(step, error)
-
-    def announce(self, text: str) -> bool:
-        """Show that a stop was asked for; False if no display can. Safe inside a signal handler."""
-        return sum(sink.announce(text) for sink in self.sinks) > 0
-
-    def note(self, text: str) -> None:
-        """Tell the user something in one line."""
-        for sink in self.sinks:
-            sink.note(text)
-
-    def advance(self, step: int) -> None:
-        """`step` steps are issued; moves the progress bar, reads nothing from the device."""
-        for sink in self.sinks:
-            sink.advance(step)
+    def lap(self) -> Rates:
+        """Return the rates since the last lap, and begin the next. At least one step must be counted."""
+        assert self.steps, "lap() before any count()"
+        running = self.since is not None
+        self.pause()
+        steps = self.steps
+        step_time = max(self.seconds / steps, 1e-9)
+        rate = self.tokens / steps / step_time
+        self.seconds, self.steps, self.tokens = 0.0, 0, 0
+        if running:
+            self.start()
+        flops = self.flops_per_token * rate
+        mfu = flops / self.peak if self.peak else None
+        return Rates(step_time, rate, flops / 1e12, mfu, steps)
 
 
-def training_console(live: str, metrics: Path) -> Console:
-    """Standard output, whose loss costs the lines and not the run: the numbers are in `metrics` too."""
-    stream = LastingStream(sys.stdout, f"training continues, its numbers are in {metrics}")
-    return Console(file=cast(TextIO, stream), force_terminal=True if live == "on" else None)
+class Eta:
+    """Seconds to the last step by the wall clock, validation and saving included.
 
+    The first update() is the anchor: what was slow before it (compilation, first allocations) does not recur.
+    Until the second, `step_time_s` of the first is used.
+    """
 
-def make_display(
-    console: Console,
-    *,
-    live: str,
-    title: str,
-    header: Sequence[tuple[str, str]],
-    start_step: int,
-    total_steps: int,
-    clock: Callable[[], float],
-) -> Display:
-    """The live panel where log.live and the terminal allow it, plain lines elsewhere."""
-    can = console.is_terminal and not console.is_dumb_terminal
-    kind = LivePanel if live == "on" or (live == "auto" and can) else PlainLines
-    return kind(
-        console, title=title, header=header, start_step=start_step, total_steps=total_steps, clock=clock
-    )
+    def __init__(self, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.total_steps = total_steps
+        self.clock = clock
+        self.anchor: tuple[int, float] | None = None
+        self.last = (0, 0.0)  # step, time
+        self.step_time = 0.0
+
+    def update(self, step: int, step_time_s: float) -> None:
+        """Note that `step` was just logged."""
+        self.last = (step, self.clock())
+        if self.anchor is None:
+            self.anchor = self.last
+        steps = step - self.anchor[0]
+        self.step_time = (self.last[1] - self.anchor[1]) / steps if steps > 0 else step_time_s
+
+    def seconds(self) -> float | None:
+        """Return the seconds left from now, at least 0; None before the first update()."""
+        if self.anchor is None:
+            return None
+        step, then = self.last
+        return max(0.0, (self.total_steps - step) * self.step_time - (self.clock() - then))

@@ -1,4 +1,4 @@
-"""What the user sees while training: a live panel on a terminal, plain lines elsewhere."""
+"""Displays of a training run: a live panel on a terminal, plain lines elsewhere."""
 
 import math
 import time
@@ -9,12 +9,10 @@ from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.text import Text
 
-from mlm.report.records import NO_PARTS, Parts, Sink, StepMetrics, of_parts
-from mlm.report.throughput import Eta
+from mlm.report.metrics import NO_PARTS, Eta, Parts, Sink, StepMetrics, of_parts
 
 MAX_WIDTH = 110  # columns of the panel
 ECHO_WIDTH = 4  # columns left free: room for ^C^C, which would wrap and shift the panel by a line
@@ -22,7 +20,7 @@ REFRESH_HZ = 1  # drawing takes about 4 ms of a core that training wants
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds as h:mm:ss, with days in front where there are any: 0:01:40, 2d03:00:00; -:--:-- for None."""
+    """Return seconds as h:mm:ss, with days in front if any: 0:01:40, 2d03:00:00; -:--:-- for None."""
     if seconds is None:
         return "-:--:--"
     minutes, s = divmod(round(seconds), 60)
@@ -32,20 +30,20 @@ def duration(seconds: float | None) -> str:
 
 
 def quantity(value: float) -> str:
-    """A positive number with four digits or so: 0.0712, 3.142, 412.7, 12345."""
+    """Return a positive number with about four digits: 0.0712, 3.142, 412.7, 12345."""
     if not math.isfinite(value) or value <= 0:
         return f"{value:g}"
     return f"{value:.{max(0, min(6, 3 - math.floor(math.log10(value))))}f}"
 
 
 def power_of_two(value: float) -> str:
-    """A loss scale as its exponent: 2^32; other numbers as they are."""
+    """Return a power of two by its exponent: 2^32; other numbers as they are."""
     mantissa, exponent = math.frexp(value)
     return f"2^{exponent - 1}" if mantissa == 0.5 else f"{value:g}"
 
 
 class Display(Sink):
-    """Common ground of both displays: the header, notes, and the estimate of the time left."""
+    """Base of both displays: the header, notes, and the estimate of the time left."""
 
     def __init__(
         self,
@@ -66,6 +64,7 @@ class Display(Sink):
         self.eta = Eta(total_steps, clock)
 
     def start(self, run: dict[str, object]) -> None:
+        """Begin."""
         width = max((len(label) for label, _ in self.header), default=0)
         for label, value in self.header:
             self.line(f"{label:<{width}}  {value}")
@@ -73,48 +72,57 @@ class Display(Sink):
             self.line(f"{'resumed':<{width}}  after step {self.done}")
 
     def line(self, text: str) -> None:
-        """Print one line as it is: no wrapping, no markup, no colours."""
+        """Print a line without wrapping, markup or colours."""
         self.console.print(Text(text), soft_wrap=True)
 
     def note(self, text: str) -> None:
+        """Show a line."""
         self.line(text)
 
     def saved(self, step: int, path: Path, seconds: float, waited: float) -> None:
+        """Take a saved checkpoint."""
         self.note(f"saved {path} ({seconds:.1f} s, training waited {waited:.1f} s)")
 
     def save_failed(self, step: int, error: str) -> None:
-        self.note(f"SAVING FAILED at step {step}: {error}. Training goes on; the next save is due as ever")
+        """Take the error of a failed save."""
+        self.note(
+            f"SAVING FAILED at step {step}: {error}. Training continues; the next save is due as planned"
+        )
 
     def step(self, metrics: StepMetrics) -> None:
+        """Take a logged step."""
         self.done = metrics.step
         self.eta.update(metrics.step, metrics.step_time_s)
 
 
 class PlainLines(Display):
-    """One line per report. Its words come in pairs, name then value, so `split()` parses it."""
+    """One line per report, of names and values that `split()` parses."""
 
     def step(self, metrics: StepMetrics) -> None:
+        """Take a logged step."""
         super().step(metrics)
         self.line(self.counter(metrics.step) + "  " + self.numbers(metrics))
 
     def validation(self, step: int, loss: float, perplexity: float, parts: Parts = NO_PARTS) -> None:
+        """Take a validation."""
         pairs = [f"validation_loss {loss:.4f}", f"validation_ppl {perplexity:.2f}"]
         pairs += [f"{name} {part:.4f}" for name, part in of_parts(parts).items()]
         self.line("  ".join([self.counter(step), *pairs]))
 
     def scores(self, step: int, split: str, metrics: Parts, *, is_best: bool) -> None:
+        """Take the metrics of a split."""
         pairs = [f"{name} {value:.4f}" for name, value in metrics.items()]
         self.line(
             "  ".join([self.counter(step), f"scored {split}", *pairs, *(["best yes"] if is_best else [])])
         )
 
     def counter(self, step: int) -> str:
-        """`step 10/200`, as wide for every step."""
+        """Return `step 10/200`, equally wide for every step."""
         total = str(self.total_steps)
         return f"step {f'{step}/{total}':>{2 * len(total) + 1}}"
 
     def numbers(self, m: StepMetrics) -> str:
-        """Everything but the step; columns line up from one line to the next."""
+        """Return everything but the step; columns line up from line to line."""
         pairs = [
             f"loss {m.loss:8.4f}",
             *(f"{name} {part:.4f}" for name, part in m.parts.items()),
@@ -134,7 +142,7 @@ class PlainLines(Display):
 
 
 class LivePanel(Display):
-    """A panel at the foot of the terminal, drawn by a thread of its own from the last numbers reported."""
+    """A panel at the bottom of the terminal, drawn by its own thread from the last numbers reported."""
 
     def __init__(
         self,
@@ -156,6 +164,9 @@ class LivePanel(Display):
         self.validated: tuple[int, float, float, Parts] | None = None
         self.scored: dict[str, tuple[int, Parts, bool]] = {}
         self.announcement: str | None = None
+        counter = "[dim]step[/] [bold]{task.completed:,}/{task.total:,}"
+        self.bar = Progress(TextColumn(counter), BarColumn(None), TaskProgressColumn(), expand=True)
+        self.task = self.bar.add_task("", total=max(total_steps, 1))
         self.live = Live(
             console=console,
             get_renderable=self.render,
@@ -164,35 +175,42 @@ class LivePanel(Display):
         )
 
     def start(self, run: dict[str, object]) -> None:
+        """Begin."""
         super().start(run)
         self.live.start()
-        self.console.show_cursor(True)  # a kill -9 then leaves nothing to restore
+        self.console.show_cursor(True)  # kill -9 then leaves nothing to restore
 
     def step(self, metrics: StepMetrics) -> None:
+        """Take a logged step."""
         super().step(metrics)
         self.metrics = metrics
 
     def validation(self, step: int, loss: float, perplexity: float, parts: Parts = NO_PARTS) -> None:
+        """Take a validation."""
         self.validated = (step, loss, perplexity, parts)
 
     def scores(self, step: int, split: str, metrics: Parts, *, is_best: bool) -> None:
+        """Take the metrics of a split."""
         self.scored[split] = (step, metrics, is_best)
 
     def advance(self, step: int) -> None:
+        """Note the steps issued so far."""
         self.done = step
 
     def announce(self, text: str) -> bool:
-        """Have the panel's own thread draw the line: written beside the panel it would be overwritten."""
+        """Have the panel's thread draw the line, which the panel would otherwise overwrite."""
         self.announcement = text
         return self.live.is_started
 
     def close(self) -> None:
+        """End."""
         self.end, self.announcement = self.clock(), None
         self.live.stop()
 
     def render(self) -> RenderableType:
-        """The panel as of now."""
-        rows: list[RenderableType] = [self.progress()]
+        """Return the panel as of now."""
+        self.bar.update(self.task, completed=self.done)
+        rows: list[RenderableType] = [self.bar]
         if self.metrics is not None:
             rows.append(Columns(self.cells(self.metrics), equal=True, expand=True, padding=(0, 2)))
         if self.validated is not None:
@@ -210,19 +228,8 @@ class LivePanel(Display):
         width = max(20, min(MAX_WIDTH, self.console.width - ECHO_WIDTH))
         return Panel(Group(*rows), title=Text(self.title, style="bold"), border_style="dim", width=width)
 
-    def progress(self) -> RenderableType:
-        """Step counter, bar, percentage."""
-        row = Table.grid(expand=True, padding=(0, 1))
-        row.add_column(no_wrap=True)
-        row.add_column(ratio=1)
-        row.add_column(no_wrap=True)
-        bar = ProgressBar(total=max(self.total_steps, 1), completed=self.done)
-        share = f"{self.done / max(self.total_steps, 1):.0%}"
-        row.add_row(cell("step", f"{self.done:,}/{self.total_steps:,}"), bar, share)
-        return row
-
     def cells(self, m: StepMetrics) -> list[Text]:
-        """Label and value of each number."""
+        """Return label and value of each number."""
         bad = not math.isfinite(m.loss)
         cells = [
             cell("loss", f"{m.loss:.4f}", "bold red" if bad else "bold green"),
@@ -243,7 +250,7 @@ class LivePanel(Display):
         ]
 
     def times(self) -> Text:
-        """Time since the start of this attempt and, while it runs, time left."""
+        """Return the time since the start of this attempt and, while it runs, the time left."""
         now = self.clock() if self.end is None else self.end
         text = cell("elapsed", duration(now - self.begin))
         if self.end is None:
@@ -252,5 +259,5 @@ class LivePanel(Display):
 
 
 def cell(label: str, value: str, style: str = "bold") -> Text:
-    """A dim label and its value."""
+    """Return a dim label and its value."""
     return Text.assemble((f"{label} ", "dim"), (value, style), no_wrap=True, overflow="ellipsis")

@@ -1,4 +1,4 @@
-"""What a device could do at best, and how much memory is in use."""
+"""Peak FLOP/s of a device, and the memory in use."""
 
 import re
 import resource
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from mlm.optim.precision import DTYPES
 from mlm.parallel.matmul import product
 
 TABLE: tuple[tuple[str, dict[str, float]], ...] = (
@@ -43,20 +44,19 @@ TABLE: tuple[tuple[str, dict[str, float]], ...] = (
     (r"RTX 5090$", {"half": 209.5, "tf32": 104.8, "fp32": 104.8}),
 )
 
-TORCH_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MEASURE_S = 0.3  # seconds of matrix products on a CPU
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Peak FLOP/s of one device that MFU is stated against, and where the number comes from."""
+    """Peak FLOP/s of one device that MFU is stated against, and its source."""
 
     flops: float
     label: str
 
 
 def peak_flops(device: torch.device, dtype: str, override_tflops: float | None = None) -> Peak | None:
-    """Dense peak of `device` in `dtype` (fp64, fp32, bf16 or fp16); None for an unknown GPU.
+    """Return the dense peak of `device` in `dtype` (fp64, fp32, bf16 or fp16); None for an unknown GPU.
 
     `override_tflops` (dist.peak_tflops, TFLOP/s) wins. A CPU is measured once, for about 0.3 s, with the
     threads this process may use; other ranks on its host should wait meanwhile.
@@ -73,7 +73,7 @@ def peak_flops(device: torch.device, dtype: str, override_tflops: float | None =
 
 
 def table_peak(name: str, unit: str) -> Peak | None:
-    """Peak of the GPU called `name` by torch, in `unit` (a dtype, or tf32); None if we don't know it."""
+    """Return the peak of the GPU that torch calls `name`, in `unit` (a dtype, or tf32); None if unknown."""
     if re.search(r"\bMIG\b|Laptop|Max-Q", name):  # a slice of the chip, or one on a lower clock
         return None
     figures = next((figures for pattern, figures in TABLE if re.search(rf"\b({pattern})", name)), {})
@@ -86,12 +86,12 @@ def table_peak(name: str, unit: str) -> Peak | None:
 
 @cache
 def measure_matmul(dtype: str, threads: int) -> float:
-    """Best FLOP/s of a square matrix product on this CPU, by whichever of PyTorch's libraries is faster.
+    """Return the best FLOP/s of a square matrix product on this CPU, by the faster of PyTorch's libraries.
 
     `threads` only keys the cache.
     """
     size = 1024 if dtype in ("fp32", "fp64") else 512  # half formats may be emulated, a hundred times slower
-    a = torch.ones(size, size, dtype=TORCH_DTYPES[dtype])
+    a = torch.ones(size, size, dtype=DTYPES[dtype])
     best = float("inf")
     for multiply in (torch.mm, product):
         multiply(a, a)  # the first pays for threads and memory
@@ -106,7 +106,7 @@ def measure_matmul(dtype: str, threads: int) -> float:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Most bytes ever allocated on a CUDA device by this process; on CPU its resident set now."""
+    """Return the peak bytes that this process allocated on a CUDA device; on CPU its resident set now."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:

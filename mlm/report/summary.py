@@ -1,4 +1,4 @@
-"""README.md of a run directory: what ran, what came out, how to go on."""
+"""README.md of a run directory: its settings, results, files, and the commands to continue."""
 
 import re
 import shlex
@@ -70,7 +70,7 @@ def write_summary(
 
 
 def ran(records: Sequence[dict[str, Any]]) -> Rows:
-    """Rows from the file itself: configuration digest, versions, tokens, time spent."""
+    """Return rows from the metrics: configuration digest, versions, tokens, time."""
     run: dict[str, Any] = next((r for r in reversed(records) if r["kind"] == "run"), {})
     rows = []
     if digest := run.get("config_digest"):
@@ -88,7 +88,7 @@ def ran(records: Sequence[dict[str, Any]]) -> Rows:
 
 
 def wall_time(records: Sequence[dict[str, Any]]) -> float:
-    """Seconds from each attempt's start to its last record, added up."""
+    """Return the sum of the seconds from each attempt's start to its last record."""
     total, previous = 0.0, None
     for record in records:
         now = record.get("time", 0.0)
@@ -99,7 +99,7 @@ def wall_time(records: Sequence[dict[str, Any]]) -> float:
 
 
 def results(steps: Sequence[dict[str, Any]], validations: Sequence[dict[str, Any]]) -> Rows:
-    """Final numbers; those that were never logged are left out."""
+    """Return the final numbers that were logged."""
     rows = []
     if steps:
         rows.append(("training loss", f"{number(steps[-1]['loss'])} at step {steps[-1]['step']:,}"))
@@ -126,17 +126,17 @@ def results(steps: Sequence[dict[str, Any]], validations: Sequence[dict[str, Any
 
 
 def values(records: Iterable[dict[str, Any]], name: str) -> list[float]:
-    """The values of one field that are not null."""
+    """Return the values of a field that are not null."""
     return [r[name] for r in records if r.get(name) is not None]
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A loss or perplexity; null stands for what is not finite."""
+    """Return a loss or perplexity; null stands for a number that is not finite."""
     return "not finite" if value is None else f"{value:.{digits}f}"
 
 
 def present(out: Path) -> Rows:
-    """The files of the run directory that exist, each with what it holds."""
+    """Return the files of the run directory, with their contents."""
     found = [(path.name, text) for pattern, text in FILES for path in sorted(out.glob(pattern))]
     return [(f"`{name}`", text) for name, text in found]
 
@@ -149,7 +149,7 @@ def commands(
     prompt: str | None,
     validation: Sequence[str],
 ) -> str:
-    """A shell block: resume or extend, evaluate, generate."""
+    """Return a shell block: resume or extend, evaluate, generate."""
     if done < total_steps:
         go_on = [f"# resume after step {done}", shlex.join(command)]
     else:
@@ -167,7 +167,7 @@ def commands(
 
 
 def extended(command: Sequence[str], total_steps: int) -> str:
-    """`command` for twice the steps, whatever number it asked for."""
+    """Return `command` for twice `total_steps`."""
     kept, words = [], iter(command)
     for word in words:
         key, equals, _ = word.lstrip("-").lstrip("+").partition("=")
@@ -180,14 +180,14 @@ def extended(command: Sequence[str], total_steps: int) -> str:
 
 
 def override(key: str, value: str) -> str:
-    """`key=value` quoted for the shell; the command line takes the text of a text key as it is."""
+    """Return `key=value` quoted for the shell."""
     if re.fullmatch(r"[\w.,:;?'-]+( [\w.,:;?'-]+)+", value):
         return f'{key}="{value}"'  # easier on the eye than quotes around the whole word
     return shlex.quote(f"{key}={value}")
 
 
 def table(rows: Rows) -> str:
-    """A Markdown table of two columns without a heading; empty for no rows."""
+    """Return a Markdown table of two columns without a heading; empty for no rows."""
     if not rows:
         return ""
     lines = [f"| {escaped(label)} | {escaped(value)} |" for label, value in rows]
@@ -195,5 +195,5 @@ def table(rows: Rows) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text that stays inside its table cell."""
+    """Return text escaped for a table cell."""
     return text.replace("|", "\\|").replace("\n", " ")

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from mlm.errors import UserError
 from mlm.report.config import LogConfig
-from mlm.report.records import NO_PARTS, Parts, Sink, StepMetrics, flat, of_parts
+from mlm.report.metrics import NO_PARTS, Parts, Sink, StepMetrics, flat, of_parts
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
 def missing_extras(config: LogConfig) -> list[str]:
-    """One line per tracker that `config` asks for and that isn't installed. Imports none of them."""
+    """Return a line per requested tracker that is not installed. Imports none of them."""
     wanted = (
         ("tensorboard", config.tensorboard, "log.tensorboard=true", "log.tensorboard=false"),
         (
@@ -31,7 +31,7 @@ def missing_extras(config: LogConfig) -> list[str]:
 
 
 def build_trackers(out: Path, config: LogConfig, start_step: int) -> list[Sink]:
-    """The trackers `config` asks for. Raises UserError if one is not installed."""
+    """Return the requested trackers. Raises UserError if one is not installed."""
     if missing := missing_extras(config):
         raise UserError("; ".join(missing))
     trackers: list[Sink] = []
@@ -43,7 +43,7 @@ def build_trackers(out: Path, config: LogConfig, start_step: int) -> list[Sink]:
 
 
 def scalars(metrics: StepMetrics) -> dict[str, float]:
-    """The numbers of a step as tracker tags; those without a value are left out."""
+    """Return the numbers of a step as tracker tags, without null values."""
     numbers = flat(metrics)
     del numbers["step"]
     return {f"train/{name}": value for name, value in numbers.items() if value is not None}
@@ -58,17 +58,21 @@ class TensorBoard(Sink):
         self.writer: SummaryWriter | None = None
 
     def start(self, run: dict[str, object]) -> None:
+        """Begin."""
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer = SummaryWriter(log_dir=str(self.folder), purge_step=self.start_step + 1)
 
     def step(self, metrics: StepMetrics) -> None:
+        """Take a logged step."""
         self.add(metrics.step, scalars(metrics))
 
     def validation(self, step: int, loss: float, perplexity: float, parts: Parts = NO_PARTS) -> None:
+        """Take a validation."""
         self.add(step, {"validation/loss": loss, "validation/perplexity": perplexity, **of_parts(parts)})
 
     def scores(self, step: int, split: str, metrics: Parts, *, is_best: bool) -> None:
+        """Take the metrics of a split."""
         self.add(step, {f"{split}/{name}": value for name, value in metrics.items()})
 
     def add(self, step: int, values: dict[str, float]) -> None:
@@ -78,6 +82,7 @@ class TensorBoard(Sink):
             self.writer.add_scalar(tag, value, step)
 
     def close(self) -> None:
+        """End."""
         if self.writer is not None:
             self.writer.close()
 
@@ -108,15 +113,19 @@ class WeightsAndBiases(Sink):
         self.run.define_metric("*", step_metric="step")
 
     def step(self, metrics: StepMetrics) -> None:
+        """Take a logged step."""
         self.run.log({"step": metrics.step, **scalars(metrics)})
 
     def validation(self, step: int, loss: float, perplexity: float, parts: Parts = NO_PARTS) -> None:
+        """Take a validation."""
         values = {"validation/loss": loss, "validation/perplexity": perplexity, **of_parts(parts)}
         self.run.log({"step": step, **values})
 
     def scores(self, step: int, split: str, metrics: Parts, *, is_best: bool) -> None:
+        """Take the metrics of a split."""
         self.run.log({"step": step, **{f"{split}/{name}": value for name, value in metrics.items()}})
 
     def close(self) -> None:
+        """End."""
         if self.run is not None:
             self.run.finish()

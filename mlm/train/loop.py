@@ -1,159 +1,149 @@
-"""The training loop."""
+"""The training loop, with hooks for what pretraining and finetuning do differently."""
 
 import math
-import operator
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
-from mlm.data.blend_checks import shares
-from mlm.data.sampler import Dataset, Loader, MicroBatch, eval_batches
 from mlm.launch.stop import StopRequest
-from mlm.report.metrics import Rates, Reporter, StepMetrics, Throughput
+from mlm.report.metrics import Parts, Rates, StepMetrics, Throughput
 from mlm.report.peak import memory_bytes
-from mlm.report.records import Parts
-from mlm.train.corpora import ValidationSet
+from mlm.report.reporter import Reporter
 from mlm.train.diagnose import refuse_exhausted
 from mlm.train.saver import Saver
 from mlm.train.trainer import StepOutcome, StopVote, Trainer
 
-WARMUP = "schedule.warmup_steps"
-"""The key that a run beyond help is told to raise."""
+Batches = list[Any]
+"""The micro-batches of one step on this rank."""
 
 
 @dataclass
-class Loop:
-    """What one run of the loop works with."""
+class Loop(ABC):
+    """Train step by step, and log, validate, save and stop when due.
+
+    Subclasses say which batches come, how to validate, and when training is done.
+    """
 
     trainer: Trainer
-    samples: Dataset
-    validation: Sequence[ValidationSet]
     reporter: Reporter
     throughput: Throughput
     stop: StopRequest
     saver: Saver
-    last_validation: float | None = None
-    """Mean validation loss of the last validation, nats per token."""
-    last_loss: float | None = None
-    """Training loss of the last logged step, nats per token."""
+    is_stopping: bool = field(default=False, init=False)
+    """True once any rank was asked to stop, as all ranks agree."""
+
+    warmup_key: ClassVar[str]
+    """Setting of the warm-up, which the error of a diverged run names."""
 
     def run(self) -> bool:
-        """Train to train.steps, or to the step at which a stop was asked for: then False."""
-        trainer, config = self.trainer, self.trainer.config
-        with self.loader() as batches_of_steps:
+        """Train until done; return False if a stop was requested before."""
+        trainer, every = self.trainer, self.trainer.config.log.every
+        with self.batches() as batches_of_steps:
             self.throughput.start()
-            while trainer.step < config.train.steps:
+            while not self.is_done():
                 vote = StopVote(trainer.ctx, self.stop.requested)
                 batches = next(batches_of_steps)
                 outcome = trainer.train_step(batches)
-                self.throughput.count()
-                self.reporter.advance(trainer.step)
+                self.count()
                 self.saver.poll()
-                last = trainer.step == config.train.steps
-                stopping = vote.result()
-                if last or stopping or trainer.step == 1 or is_due(trainer.step, config.log.every):
+                self.is_stopping, last = vote.result(), self.is_done()
+                if last or self.is_stopping or trainer.step == 1 or is_due(trainer.step, every):
                     self.log(outcome, batches)
-                if last or is_due(trainer.step, config.train.validate_every):
-                    self.validate()
-                if last or stopping or is_due(trainer.step, config.checkpoint.save_every):
-                    self.save(batches, awaited=last or stopping)
-                if stopping and not last:
+                validated = self.is_validation_due(last)
+                if validated:
+                    self.validate(batches)
+                    last = self.is_done()
+                if last or self.is_stopping or self.is_save_due(validated):
+                    self.save(batches, awaited=last or self.is_stopping)
+                if self.is_stopping and not last:
                     return False
         return True
 
-    def loader(self) -> Loader:
-        """This rank's micro-batches, from the first sample not consumed yet."""
-        config, ctx = self.trainer.config, self.trainer.ctx
-        return Loader(
-            self.samples,
-            consumed_samples=self.trainer.consumed_samples,
-            global_batch_size=config.train.global_batch_size,
-            micro_batch_size=config.train.micro_batch_size,
-            rank=ctx.dp.rank,
-            size=ctx.dp.size,
-            pin_memory=ctx.device.type == "cuda",
-        )
+    @property
+    @abstractmethod
+    def validate_every(self) -> int:
+        """Steps between validations; 0 never validates."""
 
-    def log(self, outcome: StepOutcome, batches: list[MicroBatch]) -> None:
+    @abstractmethod
+    def batches(self) -> AbstractContextManager[Iterator[Batches]]:
+        """This rank's micro-batches of each step, from the next step on."""
+
+    @abstractmethod
+    def score(self) -> None:
+        """Validate and report the results."""
+
+    @abstractmethod
+    def tokens(self) -> int:
+        """Tokens trained on so far, over all ranks and attempts."""
+
+    def parts(self, means: Sequence[float], rates: Rates) -> Parts:
+        """Numbers to report of a step besides its loss."""
+        return {}
+
+    def is_done(self) -> bool:
+        """True if training is over."""
+        return self.trainer.step >= self.trainer.config.train.steps
+
+    def is_validation_due(self, last: bool) -> bool:
+        """True if a validation is due; the last step is always validated."""
+        return self.validate_every > 0 and (last or is_due(self.trainer.step, self.validate_every))
+
+    def is_save_due(self, validated: bool) -> bool:
+        """True if a checkpoint is due; the last step is always saved."""
+        return is_due(self.trainer.step, self.trainer.config.checkpoint.save_every)
+
+    def count(self) -> None:
+        """Count the step that was just taken."""
+        self.throughput.count()
+        self.reporter.advance(self.trainer.step)
+
+    def log(self, outcome: StepOutcome, batches: Batches) -> None:
         """Read the step's numbers from the device and report them; abort if they are not finite."""
         trainer = self.trainer
-        means = trainer.mean_parts(outcome)  # waits for the device: the clock may be read now
-        self.last_loss = math.fsum(means[: trainer.objective.losses])
-        rates = self.throughput.lap()
-        tokens = trainer.consumed_samples * trainer.config.data.seq_length
-        parts = self.named(means)
-        self.reporter.step(step_metrics(trainer, outcome, self.last_loss, rates, tokens, parts))
-        refuse_exhausted(trainer, batches, WARMUP)
-
-    def validate(self) -> None:
-        """Mean loss over the validation windows, on the clock of nobody.
-
-        That of a blend is the mean over its corpora by their weights.
-        """
-        if not self.validation or not self.trainer.config.train.validate_every:
-            return
-        self.throughput.pause()
-        found = [self.trainer.validate(self.validation_batches(part)) for part in self.validation]
-        losses = [math.fsum(means[: self.trainer.objective.losses]) for means in found]
-        weights = shares([part.weight for part in self.validation])
-        whole = [math.fsum(map(operator.mul, weights, part)) for part in zip(*found, strict=True)]
-        self.last_validation = math.fsum(map(operator.mul, weights, losses))
-        self.reporter.validation(
-            self.trainer.step,
-            self.last_validation,
-            math.exp(min(whole[0], 700.0)),  # per token: of a BERT that of masked tokens
-            {part.name: loss for part, loss in zip(self.validation, losses, strict=True) if part.name}
-            | self.named(whole),
+        means = trainer.mean_parts(outcome)  # waits for the device, so the clock may be read now
+        rates, scaler = self.throughput.lap(), trainer.scaler
+        self.reporter.step(
+            StepMetrics(
+                step=trainer.step,
+                loss=math.fsum(means[: trainer.objective.losses]),
+                lr=outcome.lr,
+                grad_norm=float(outcome.grad_norm.item()),
+                loss_scale=float(scaler.scale.item()) if scaler.dynamic else None,
+                skipped_steps=int(scaler.skipped.item()),
+                tokens=self.tokens(),
+                tokens_per_s=rates.tokens_per_s,
+                step_time_s=rates.step_time_s,
+                tflops=rates.tflops,
+                mfu=rates.mfu,
+                memory_bytes=memory_bytes(trainer.ctx.device),
+                parts=self.parts(means, rates),
+            )
         )
+        self.abort_if_diverged(batches)
+
+    def validate(self, batches: Batches) -> None:
+        """Validate with the clock stopped, unless the run has diverged."""
+        self.abort_if_diverged(batches)
+        self.throughput.pause()
+        self.score()
         self.throughput.start()
 
-    def named(self, means: Sequence[float]) -> dict[str, float]:
-        """The parts of the objective by name; nothing where the loss is all there is."""
-        parts = self.trainer.objective.parts
-        return dict(zip(parts, means, strict=True)) if len(parts) > 1 else {}
-
-    def validation_batches(self, part: ValidationSet) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of what a validation scores of one corpus."""
-        train, ctx = self.trainer.config.train, self.trainer.ctx
-        return eval_batches(
-            part.windows,
-            micro_batch_size=train.micro_batch_size,
-            rank=ctx.dp.rank,
-            size=ctx.dp.size,
-            limit=train.validate_batches * train.global_batch_size,
-        )
-
-    def save(self, batches: list[MicroBatch], *, awaited: bool) -> None:
-        """Begin a checkpoint, unless the numbers of this run are beyond help; the last one is awaited."""
-        refuse_exhausted(self.trainer, batches, WARMUP)
+    def save(self, batches: Batches, *, awaited: bool) -> None:
+        """Begin a checkpoint, unless the run has diverged; wait for it if it is the last."""
+        self.abort_if_diverged(batches)
         self.throughput.pause()
         self.saver.begin()
         if awaited:
             self.saver.finish()
         self.throughput.start()
 
-
-def step_metrics(
-    trainer: Trainer, outcome: StepOutcome, loss: float, rates: Rates, tokens: int, parts: Parts
-) -> StepMetrics:
-    """What is reported of a step whose loss was read from the device."""
-    scaler = trainer.scaler
-    return StepMetrics(
-        step=trainer.step,
-        loss=loss,
-        lr=outcome.lr,
-        grad_norm=float(outcome.grad_norm.item()),
-        loss_scale=float(scaler.scale.item()) if scaler.dynamic else None,
-        skipped_steps=int(scaler.skipped.item()),
-        tokens=tokens,
-        tokens_per_s=rates.tokens_per_s,
-        step_time_s=rates.step_time_s,
-        tflops=rates.tflops,
-        mfu=rates.mfu,
-        memory_bytes=memory_bytes(trainer.ctx.device),
-        parts=parts,
-    )
+    def abort_if_diverged(self, batches: Batches) -> None:
+        """Raise UserError with a diagnosis if gradients are no longer finite. Waits for the device."""
+        refuse_exhausted(self.trainer, batches, self.warmup_key)
 
 
 def is_due(step: int, every: int) -> bool:
-    """Whether something done every so many steps (0: never) is due after `step`."""
+    """True if something done every `every` steps (0: never) is due after `step`."""
     return every > 0 and step % every == 0

@@ -1,5 +1,4 @@
-"""Memory of a process: large blocks that are kept rather than given back each time, and what to do about too
-little of it."""
+"""Memory of a process: reuse of large blocks, and the error for a lack of memory."""
 
 import ctypes
 import sys
@@ -14,11 +13,11 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 def reuse_large_blocks() -> bool:
-    """Let glibc's malloc keep freed blocks of any size for the next allocation; whether that could be set.
+    """Let glibc's malloc keep freed blocks of any size for the next allocation; return True if it could.
 
     By default a tensor above a threshold is mapped on allocation and unmapped when freed, and every page of
     it is faulted in and zeroed again by the system at each step: 1.1 to 1.25 times the step time. Peak memory
-    is the same; what is freed stays with the process.
+    is the same; freed memory stays with the process.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -31,11 +30,11 @@ def reuse_large_blocks() -> bool:
     return bool(mapped and mallopt(M_TRIM_THRESHOLD, largest))
 
 
-def give_back() -> bool:
-    """Let glibc's malloc give what is freed back to the system; whether it could.
+def trim_memory() -> bool:
+    """Return freed memory that `reuse_large_blocks` keeps to the system; return True if it could.
 
-    For what `reuse_large_blocks` keeps where sizes change from step to step: blocks for texts of any length
-    tear memory into pieces that fit no later block. Finetuning on RTE grew from 1 to 6 GB in 600 steps.
+    Needed where sizes change from step to step: blocks for texts of any length fragment memory. Finetuning on
+    RTE grew from 1 to 6 GB in 600 steps.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -46,8 +45,8 @@ def give_back() -> bool:
 
 
 @contextmanager
-def out_of_memory_is_said(micro_batch_size: int, remedy: str) -> Iterator[None]:
-    """Turn what PyTorch and Python raise for lack of memory into a UserError with a remedy."""
+def out_of_memory_as_user_error(micro_batch_size: int, remedy: str) -> Iterator[None]:
+    """Turn the errors that PyTorch and Python raise for lack of memory into a UserError with a fix."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

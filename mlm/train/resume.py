@@ -1,4 +1,4 @@
-"""Where a run begins: at its own newest whole checkpoint, at the one `ckpt` names, or at the beginning."""
+"""The start of a run: its newest whole checkpoint, the one that `ckpt` names, or initial weights."""
 
 import logging
 import os
@@ -26,12 +26,12 @@ log = logging.getLogger(__name__)
 
 
 def folder(config: PretrainConfig) -> Path:
-    """Where the run keeps its checkpoints."""
+    """Return the folder of the run's checkpoints."""
     return Path(config.out, CHECKPOINTS)
 
 
 def starts(config: PretrainConfig) -> list[Path]:
-    """The checkpoints to go on from, the best first; empty for a fresh run.
+    """Return the checkpoints to resume from, the best first; empty for a fresh run.
 
     The run's own come before what `ckpt` names. A step-… directory stands for itself; a run directory for its
     checkpoints, of which a damaged one gives way to its nearest ancestor. Raises UserError when resuming is
@@ -40,7 +40,7 @@ def starts(config: PretrainConfig) -> list[Path]:
     own = latest_checkpoint(folder(config))
     if own is not None and not config.checkpoint.resume:
         raise UserError(
-            f"out={config.out} already holds {own.name}: set checkpoint.resume=true to go on from it, "
+            f"out={config.out} already holds {own.name}: set checkpoint.resume=true to resume from it, "
             "or another out=…"
         )
     if own is not None:
@@ -56,14 +56,14 @@ def _with_ancestors(best: Path) -> list[Path]:
     return found[found.index(best) :] if best in found else [best]
 
 
-def start_faults(config: PretrainConfig, *, compares: bool = True) -> list[str]:
-    """What keeps the run from beginning where it should, or from being alone in its folder.
+def start_problems(config: PretrainConfig, *, compares: bool = True) -> list[str]:
+    """Return the problems that keep the run from its start, or from being alone in its folder.
 
-    Without `compares` the caller compares the run with its checkpoint. Read before any rank starts. One
-    process may ask: ranks that a launcher started would meet themselves.
+    Without `compares` the caller compares the run with its checkpoint. Called before any rank starts. The
+    lock is tried only without a launcher, whose ranks would block each other.
     """
-    if faults := claim_problems(config.out, "run", inputs=protected_from(config)):
-        return faults
+    if problems := claim_problems(config.out, "run", inputs=protected_from(config)):
+        return problems
     try:
         for start in starts(config)[:1]:
             if errors := errors_of_start(config, start) if compares else []:
@@ -80,7 +80,7 @@ def start_faults(config: PretrainConfig, *, compares: bool = True) -> list[str]:
 
 
 def errors_of_start(config: PretrainConfig, start: Path) -> list[str]:
-    """Every way in which the run would be another one than that of the checkpoint it starts from."""
+    """Return the settings in which the run differs from that of the checkpoint it starts from."""
     manifest = read_manifest(start)
     weights_only, errors = is_weights_only(manifest), list[str]()
     try:
@@ -103,7 +103,7 @@ def claim(config: PretrainConfig, ctx: ParallelContext, stack: ExitStack) -> Non
 
 
 def resume(trainer: Trainer) -> Path | None:
-    """Load the newest checkpoint that is whole, passing over damaged ones with a warning that names them.
+    """Load the newest whole checkpoint and return its path; warn of damaged ones.
 
     None for a fresh run. Collective. Raises CorruptFileError when none is whole, UserError when the
     checkpoint is of another model: nothing older would be right then.
@@ -119,27 +119,29 @@ def resume(trainer: Trainer) -> Path | None:
 
     # one rank looks, lest two see different things on a shared disk
     candidates = ranks.broadcast(ranks.together(look, explain))
-    faults: list[str] = []
+    problems: list[str] = []
     for path, weights_only in candidates:
         try:
             load(trainer, Path(path), weights_only=weights_only)
         except (CorruptFileError, CheckpointError) as error:
-            faults.append(str(error))
+            problems.append(str(error))
             continue
-        if faults and ctx.is_main:
-            log.warning("%s; continuing from the one before, %s", faults[0], path)
+        if problems and ctx.is_main:
+            log.warning("%s; continuing from the one before, %s", problems[0], path)
         return Path(path)
-    if len(faults) == 1:
-        raise CorruptFileError(faults[0])
-    if faults:
-        raise CorruptFileError(f"{folder(config)}: none of {len(faults)} checkpoints is whole. {faults[0]}")
+    if len(problems) == 1:
+        raise CorruptFileError(problems[0])
+    if problems:
+        raise CorruptFileError(
+            f"{folder(config)}: none of {len(problems)} checkpoints is whole. {problems[0]}"
+        )
     return None
 
 
-def go_on_with_data(trainer: Trainer) -> str | None:
-    """Let the run read on in the corpora of its spec, in each where it stopped; in a line, what changed.
+def continue_data(trainer: Trainer) -> str | None:
+    """Continue reading each corpus of the spec where the run stopped; return a line on changed data.
 
-    Collective. Raises UserError when a corpus is no longer the one that was trained on.
+    Collective over all ranks. Raises UserError when a corpus is no longer the one that was trained on.
     """
     config, consumed, ranks = trainer.config, trainer.consumed_samples, _ranks(trainer.ctx)
     if config.data.kind != "indexed":
@@ -149,8 +151,8 @@ def go_on_with_data(trainer: Trainer) -> str | None:
         if not trainer.ctx.is_main:  # one rank reads the indices
             return None
         now = sources(config.data)
-        if fault := changed_corpus_problem(trainer.history, now):
-            raise UserError(fault)
+        if problem := changed_corpus_problem(trainer.history, now):
+            raise UserError(problem)
         then = continue_history(trainer.history, now, consumed)
         if (changed := change(then, consumed)) and not config.data.change:
             key = next(key for key in ("blend", "train", "path") if getattr(config.data, key))

@@ -1,4 +1,4 @@
-"""The tokenizer of a run: one from its first step to its last, for checkpoints hold numbers of its tokens."""
+"""The tokenizer of a run, which may not change between its steps."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,19 +16,21 @@ from mlm.train.documents import recorded_eod
 
 
 def digest_of(tokenizer: Tokenizer) -> TokenizerDigest:
-    """A tokenizer as checkpoints know it."""
+    """Return a tokenizer's digests, as checkpoints save them."""
     return TokenizerDigest(tokenizer.digest, tokenizer.vocabulary_digest, tokenizer.eod_id)
 
 
 def tokenizer_of(data: DataConfig) -> Tokenizer | None:
-    """The tokenizer.json that a run spec names or that lies beside its corpora, with the end-of-document
-    token that they were built with; None where there is none. Raises UserError, CorruptFileError."""
+    """Return the tokenizer of a run spec or beside its corpora; None without one.
+
+    It has the end-of-document token that the corpora were built with. Raises UserError, CorruptFileError.
+    """
     path = tokenizer_path(data)
     return None if path is None else Tokenizer.load(path, eod=recorded_eod(data))
 
 
 def tokenizer_now(data: DataConfig) -> TokenizerDigest | None:
-    """The tokenizer of the corpora that a run spec names; None for synthetic data and where nothing says it.
+    """Return the digests of the tokenizer of a run spec's corpora; None if unknown or for synthetic data.
 
     Raises UserError, CorruptFileError.
     """
@@ -40,9 +42,9 @@ def tokenizer_now(data: DataConfig) -> TokenizerDigest | None:
 
 
 def tokenizer_then(path: Path, manifest: Manifest) -> TokenizerDigest | None:
-    """The tokenizer that a checkpoint was trained with; None where nothing says it.
+    """Return the digests of the tokenizer that a checkpoint was trained with; None if unknown.
 
-    One of an older version says it by its corpora's receipts, or by the file in its run directory.
+    For a checkpoint of an older version they are in its corpora's receipts, or in its run directory.
     """
     known = TokenizerDigest.of(manifest.state)
     if known is not None:
@@ -57,7 +59,7 @@ def tokenizer_then(path: Path, manifest: Manifest) -> TokenizerDigest | None:
 
 
 def _written_with(manifest: Manifest) -> Iterator[str]:
-    """Digests of the tokenizer in the receipts of a checkpoint's corpora, as far as they have one."""
+    """Yield the tokenizer's digests in the receipts of a checkpoint's corpora."""
     try:
         for source in manifest.state["data"]["segments"][-1]["sources"]:
             if digest := known_digest(source["tokenizer"]):
@@ -67,7 +69,7 @@ def _written_with(manifest: Manifest) -> Iterator[str]:
 
 
 def tokenizer_errors(data: DataConfig, path: Path, manifest: Manifest) -> list[str]:
-    """An error if a run would continue from a checkpoint with another tokenizer's corpora; at most one."""
+    """Return an error if a run would resume from a checkpoint with corpora of another tokenizer."""
     now, then = tokenizer_now(data), tokenizer_then(path, manifest)
     if now is None or then is None or now.is_same(then):
         return []
@@ -79,7 +81,7 @@ def tokenizer_errors(data: DataConfig, path: Path, manifest: Manifest) -> list[s
 
 
 def corpus_tokenizer_errors(data: DataConfig) -> list[str]:
-    """Corpora that were written with another tokenizer than the one that would be saved with the run."""
+    """Return an error for each corpus of another tokenizer than the one saved with the run."""
     try:
         path, tokenizer = tokenizer_path(data), tokenizer_of(data)
         if path is None or tokenizer is None:
@@ -101,7 +103,7 @@ def _unlike(corpus: Corpus, saved: TokenizerDigest, path: Path) -> str | None:
 
 
 def written_with(folder: Path, digest: str) -> TokenizerDigest:
-    """The tokenizer of a corpus folder with a receipt, its vocabulary too where the file is beside it."""
+    """Return the digests of a corpus folder's tokenizer, that of its vocabulary only if the file is there."""
     try:
         beside = tokenizer_beside(folder)
     except (UserError, OSError):
@@ -110,6 +112,6 @@ def written_with(folder: Path, digest: str) -> TokenizerDigest:
 
 
 def receipt_tokenizer(prefix: Path) -> TokenizerDigest | None:
-    """The tokenizer that a .bin/.idx was written with, by the receipt beside it. Raises CorruptFileError."""
+    """Return the tokenizer's digests from the receipt beside a .bin/.idx. Raises CorruptFileError."""
     digest = known_digest((read_receipt(prefix.parent) or {}).get("tokenizer"))
     return written_with(prefix.parent, digest) if digest else None

@@ -1,11 +1,11 @@
-"""Saving while training goes on: copy the state aside, write it in the background, tell how it went.
+"""Asynchronous saving: copy the state, write it in the background, and report the result.
 
-A save copies the state into host memory; then a thread writes it, agrees with the other ranks over a group of
-its own, and publishes. The thread has the lowest priority: it takes what training leaves of the processor.
+A save copies the state into host memory; then a thread of the lowest priority writes it, agrees with the
+other ranks over a separate group, and publishes.
 
 On a CPU the copy is made at once, by all cores: a thread beside those that compute would cost them more. On a
-GPU the thread makes it: weights and moments change only in the optimizer's step, so the copy has the whole
-forward and backward pass of the next step for itself, and `settle` waits for what is left of it.
+GPU the thread makes it: weights and moments change only in the optimizer's step, so the copy overlaps the
+forward and backward pass of the next step, and `settle` waits for the rest of it.
 """
 
 import os
@@ -27,7 +27,7 @@ from mlm.checkpoint.native.staging import StagedFile
 from mlm.files.atomic import digest_bytes
 from mlm.parallel.mesh import ParallelContext, host_group
 from mlm.parallel.watch import LostPeer, Watch
-from mlm.report.metrics import Reporter
+from mlm.report.reporter import Reporter
 from mlm.train.state import CHECKPOINTS, counters, owned_shards, save
 from mlm.train.trainer import Trainer
 
@@ -35,14 +35,14 @@ LOWEST_PRIORITY = 19
 
 
 class SaveFailedError(CheckpointError):
-    """The last save of a run failed: no mistake of the command, but a run to start again."""
+    """The last save of a run failed: start the run again."""
 
     exit_code = 1
 
 
 @dataclass
 class Job:
-    """A save under way."""
+    """A save in progress."""
 
     step: int
     save_id: str = ""
@@ -71,14 +71,14 @@ class Saver:
 
     At most one save is in flight: `begin` waits for the one before. A failed one is reported loudly and
     leaves the training and the previous checkpoint as they are; the next is due as ever. Leaving the context
-    waits for a save in flight, unless ranks are lost or the user wants out.
+    waits for a save in flight, unless ranks are lost or the user interrupts.
     """
 
     def __init__(self, trainer: Trainer, out: Path, reporter: Reporter) -> None:
         self.trainer, self.out, self.reporter = trainer, out, reporter
         self._job: Job | None = None
         self._failed: BaseException | None = None
-        """What went wrong with a save that training waited for."""
+        """Error of a save that training waited for."""
         self._asynchronous = trainer.config.checkpoint.asynchronous
         if self._asynchronous:
             trainer.before_change = self.settle
@@ -135,7 +135,7 @@ class Saver:
             self._job.waited += time.perf_counter() - begin
 
     def poll(self) -> None:
-        """Report the save in flight if it is over. Raises LostPeer if a rank is gone."""
+        """Report the save in flight if it has ended. Raises LostPeer if a rank is gone."""
         if self._job is not None and self._job.thread is not None and not self._job.thread.is_alive():
             self._collect()
 
@@ -148,7 +148,7 @@ class Saver:
             raise error
 
     def _collect(self) -> BaseException | None:
-        """Wait for the save in flight, report it, and return what went wrong with it."""
+        """Wait for the save in flight, report it, and return its error."""
         job, self._job = self._job, None
         if job is None:
             return None
@@ -170,7 +170,7 @@ class Saver:
     def _copy(
         self, job: Job, shards: dict[str, Shard], save_id: str, ready: "torch.cuda.Event | None"
     ) -> None:
-        """Copy what is to be written."""
+        """Copy the tensors to be written."""
         with _after(ready, self.trainer.ctx.device):
             self._file.fill(stored_tensors(shards), save_id)
         job.staged.set()
@@ -183,7 +183,7 @@ class Saver:
         save_id: str,
         ready: "torch.cuda.Event | None",
     ) -> Path:
-        """The thread's work."""
+        """Write the checkpoint: the thread's work."""
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
         ctx, settings = self.trainer.ctx, self.trainer.config.checkpoint

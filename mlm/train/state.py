@@ -47,6 +47,8 @@ from mlm.train.trainer import Trainer
 
 CHECKPOINTS = "checkpoints"
 """Folder of a run directory that holds its checkpoints."""
+FINETUNING = "finetuning"
+"""Key of what a finetuning run adds to the state of its checkpoints."""
 
 
 def model_shards(shards: Sequence[ParameterShard], vocab_multiple: int = 1) -> dict[str, Shard]:
@@ -74,13 +76,13 @@ def training_shards(trainer: Trainer) -> dict[str, Shard]:
 
 
 def owned_shards(trainer: Trainer) -> dict[str, Shard]:
-    """What this rank writes of the parameters and moments; views of the live tensors."""
+    """Return the parameters and moments that this rank writes: views of the live tensors."""
     stored = {s.name for s in trainer.shards if is_stored(s, trainer.ctx)}
     return {k: v for k, v in training_shards(trainer).items() if parameter_name(k) in stored}
 
 
 def counters(trainer: Trainer) -> dict[str, Any]:
-    """What a checkpoint says besides tensors. Reads the loss scale back from the device."""
+    """Return the state of a checkpoint besides tensors. Reads the loss scale back from the device."""
     return {
         "step": trainer.step,
         "consumed_samples": trainer.consumed_samples,
@@ -115,7 +117,7 @@ def save(trainer: Trainer, out: Path) -> Path:
 
 
 def is_stored(shard: ParameterShard, ctx: ParallelContext) -> bool:
-    """Whether this rank writes this part. Data-parallel replicas are equal: the first one writes."""
+    """True if this rank writes this part. Of equal data-parallel replicas the first one writes."""
     return shard.is_owner and (shard.dp_slice is not None or ctx.dp.rank == 0)
 
 
@@ -126,7 +128,7 @@ def parameter_name(key: str) -> str:
 
 
 def is_weights_only(manifest: Manifest) -> bool:
-    """Whether a checkpoint holds a model and no training run: one that was imported, or cut down to that."""
+    """True if a checkpoint holds a model without training state: imported, or reduced to weights."""
     return manifest.state.get("weights_only") is True
 
 
@@ -179,7 +181,7 @@ def load(trainer: Trainer, path: Path, *, weights_only: bool = False) -> Manifes
 
 
 def saved_history(state: Mapping[str, Any]) -> History:
-    """What a run had read of which corpus; empty for synthetic data.
+    """Return the corpora that a run has read, and how far; empty for synthetic data.
 
     Checkpoints of older versions only name their corpus. Raises ValueError, KeyError or TypeError for a state
     that is not of a training run.
@@ -198,7 +200,7 @@ def saved_history(state: Mapping[str, Any]) -> History:
 def check_identity(
     config: PretrainConfig, path: Path, manifest: Manifest, *, weights_only: bool = False
 ) -> None:
-    """Raises ConfigError if a run cannot continue from a checkpoint, or begin with its weights, as itself."""
+    """Raise ConfigError if a run with this identity cannot continue from a checkpoint or its weights."""
     saved = manifest.state.get("config")
     if not isinstance(saved, Mapping):
         return  # loading says what is wrong
@@ -213,7 +215,7 @@ def check_identity(
 def past_of(config: PretrainConfig, path: Path, manifest: Manifest) -> Past:
     """The past of a run that continues from a checkpoint: its ancestors, and the allowed changes since.
 
-    One of an older version does not know its ancestors: those older than it in its folder are taken.
+    A checkpoint of an older version does not know its ancestors: those older than it in its folder are taken.
     """
     lineage = Lineage.of(manifest.state)
     if lineage is None:

@@ -17,8 +17,8 @@ from omegaconf import OmegaConf
 
 from bench.machine import REPOSITORY
 from mlm.errors import UserError
+from mlm.finetune.examples import encode, frame
 from mlm.finetune.task_config import TaskConfig
-from mlm.finetune.tokens import encode, frame
 from mlm.inference.trained import load_tokenizer, load_trained
 from mlm.models.backbone import Inputs
 from mlm.models.documents import without_padding
@@ -193,7 +193,7 @@ def hidden_difference(model: Path, texts: Sequence[str]) -> float:
     device = torch.device("cpu")
     trained = load_trained(str(model), ParallelConfig(), PrecisionConfig(), ParallelContext(device=device))
     tokenizer = load_tokenizer(None, model)
-    bert = frame(tokenizer, kind="bert", max_length=trained.config.model.max_positions)
+    bert = frame(tokenizer, causal=False, max_length=trained.config.model.max_positions)
     ids = [bert.one(found).tokens.tolist() for found in encode(texts, tokenizer)]
     given = AutoTokenizer.from_pretrained(model)(list(texts), padding=True, return_tensors="pt")
     is_text = given["attention_mask"].bool()

@@ -112,9 +112,7 @@ def as_command(name: str, work: Callable[[], int]) -> int:
 def _pretrain(config: PretrainConfig) -> int:
     if faults := pretrain.preflight(config):
         raise ConfigError(faults)
-    return run_job(
-        "mlm.pretrain.run:run", config, parallel=config.parallel, dist=config.dist, out=Path(config.out)
-    )
+    return run_job("mlm.pretrain.run:run", config, out=Path(config.out))
 
 
 def start_reshard(source: Path, out: Path, *, tp: int, manner: Manner = PLAIN) -> Job:

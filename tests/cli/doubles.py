@@ -49,9 +49,7 @@ class Launched:
         }
         return known.get(name, lambda config: self._note(target, config, None))
 
-    def _run_job(self, target: str, config: Any, *, parallel: Any, dist: Any, out: Path | None) -> int:
-        assert parallel is config.parallel
-        assert dist is config.dist
+    def _run_job(self, target: str, config: Any, *, out: Path | None) -> int:
         return self._note(target, config, out)
 
     def _note(self, target: str, config: Any, out: Path | None) -> int:

@@ -260,12 +260,12 @@ def test_a_config_of_ones_own_is_named_otherwise(theirs: Path, capfd: pytest.Cap
 def test_what_a_run_writes_is_read_back(tmp_path: Path) -> None:
     from mlm.cli.compose import load_config
     from mlm.config.build import build
-    from mlm.pretrain.run import composed_yaml
     from mlm.train.config import PretrainConfig
+    from mlm.train.session import composed_yaml
 
     words = ["model=gpt2_tiny", "data.blend=['0.3 a','0.7 b']", "name='2024-01-01'", "optimizer.lr=1e-5"]
     config = load_config("pretrain", [*words, "experiment=v1_8_3b", "out='yes'"])
-    (tmp_path / "config.yaml").write_text(composed_yaml(config))
+    (tmp_path / "config.yaml").write_text(composed_yaml(config, "pretrain"))
     assert build(PretrainConfig, read_values(tmp_path / "config.yaml", "pretrain")) == config
 
 

@@ -19,7 +19,7 @@ from mlm.config.build import build
 from mlm.config.paths import CONFIG_DIR
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.data.tokenizer import Tokenizer
-from mlm.finetune.rows import Split, read_split
+from mlm.finetune.splits import Split, read_split
 from mlm.finetune.task_config import TaskConfig
 
 VOCABULARY = (

@@ -13,7 +13,7 @@ from torch import Tensor
 from mlm.config.build import to_dict
 from mlm.data.config import DataConfig
 from mlm.finetune import evaluate, run
-from mlm.finetune.answers import Output
+from mlm.finetune.batches import batcher_of
 from mlm.finetune.config import (
     EvalTaskConfig,
     FinetuneConfig,
@@ -22,11 +22,11 @@ from mlm.finetune.config import (
     FinetuneTrainConfig,
     TaskDataConfig,
 )
-from mlm.finetune.material import evaluation_of, start_of
-from mlm.finetune.objective import Finetuning
-from mlm.finetune.outputs import dealing_of, outputs_of
-from mlm.finetune.rows import read_split
+from mlm.finetune.inputs import evaluation_of, start_of
+from mlm.finetune.scoring import Finetuning, outputs_of
+from mlm.finetune.splits import read_split
 from mlm.finetune.task_config import TaskConfig
+from mlm.finetune.task_type import Output, task_type
 from mlm.inference.trained import load_trained
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
@@ -179,8 +179,8 @@ def run_and_look(ctx: ParallelContext, config: FinetuneConfig) -> list[Output]:
     start = start_of(saved)
     examples = evaluation_of(task, read_split(task, "validation", path=config.data.path), start).examples
     model = load_trained(str(start.named.path), config.parallel, config.precision, ctx).model
-    objective = Finetuning(task.kind, ctx, model.dtype)
-    return outputs_of(model, objective, examples, dealing_of(model, 2, start.max_length))
+    objective = Finetuning(task_type(task.kind), ctx, model.dtype)
+    return outputs_of(model, objective, examples, batcher_of(model, 2, start.max_length))
 
 
 def read(path: Path) -> Any:

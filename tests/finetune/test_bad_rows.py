@@ -1,4 +1,4 @@
-"""What is wrong is named by file and row, what is read is bounded, and nothing is run."""
+"""Problems are reported by file and row, input is bounded, and nothing is executed."""
 
 from pathlib import Path
 from typing import Any
@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from mlm.errors import CorruptFileError, UserError
-from mlm.finetune.rows import read_split
 from mlm.finetune.sources import MAX_LINE
+from mlm.finetune.splits import read_split
 from tests.finetune.material import (
     PAIR,
     RACE,

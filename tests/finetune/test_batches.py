@@ -1,4 +1,4 @@
-"""Which rows a step trains on, and how a batch is cut: each example once, whatever the layout."""
+"""The rows of a step and the micro-batches of a batch: each example once, at any layout."""
 
 import random
 from collections import Counter
@@ -7,9 +7,8 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from mlm.finetune.batches import Dealing, Order, TaskBatch, chosen_rows
-from mlm.finetune.making import Example
-from mlm.finetune.tokens import Text
+from mlm.finetune.batches import Batcher, Order, TaskBatch, chosen_rows
+from mlm.finetune.examples import Example, Text
 from mlm.parallel.labels import IGNORE
 
 
@@ -80,7 +79,7 @@ def test_a_batch_is_dealt_out_whole(
     examples = examples_of(count, texts)
     numbers = sorted(range(count), key=lambda n: -max(map(len, examples[n].texts)))
     dealt = [
-        Dealing(budget=budget, rank=rank, size=size, groups_of=groups_of, multiple=multiple).micro_batches(
+        Batcher(budget=budget, rank=rank, size=size, groups_of=groups_of, multiple=multiple).micro_batches(
             examples, numbers, first_sample=1 << 32
         )
         for rank in range(size)
@@ -118,7 +117,7 @@ def check_batch(batch: TaskBatch, examples: list[Example], budget: int, multiple
 def test_an_evaluation_has_each_example_once(size: int, groups_of: int) -> None:
     examples = examples_of(11)
     dealt = [
-        list(Dealing(budget=60, rank=rank, size=size, groups_of=groups_of).all_batches(examples))
+        list(Batcher(budget=60, rank=rank, size=size, groups_of=groups_of).all_batches(examples))
         for rank in range(size)
     ]
     every = [n for steps in dealt for batches in steps for batch in batches for n in batch.examples]

@@ -12,7 +12,7 @@ from mlm.convert import export_hf
 from mlm.convert.config import ExportHFConfig
 from mlm.finetune import evaluate
 from mlm.finetune.config import EvalTaskConfig
-from mlm.finetune.rows import read_split
+from mlm.finetune.splits import read_split
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from tests.finetune.material import bert
@@ -123,7 +123,7 @@ def test_a_checkpoint_that_is_not_the_best_can_be_named(folder: Path, tmp_path: 
 
 
 class TestRefused:
-    """What does not go together, in one line before any rank starts."""
+    """Contradictions, in one line before any rank starts."""
 
     def faults(self, config: EvalTaskConfig) -> list[str]:
         return evaluate.preflight(config)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from mlm.errors import UserError
-from mlm.finetune.examples import Examples, make_examples
-from mlm.finetune.tokens import Text
+from mlm.finetune.examples import Text
+from mlm.finetune.splits import Examples, make_examples
 from tests.finetune.material import bert, gpt2, pairs, sentence, shipped, split_of, their_bert
 
 ARTICLE = "The cat sat near the river . It was old . Who saw it ? The dog ran on ."
@@ -39,7 +39,7 @@ def assert_same(text: Text, theirs: Any) -> None:
 def test_pairs_are_those_of_transformers(tmp_path: Path, max_length: int) -> None:
     rows = rows_of_pairs(60, 20)
     examples = make_examples(
-        pairs(), split_of(tmp_path, pairs(), rows), bert(), kind="bert", max_length=max_length
+        pairs(), split_of(tmp_path, pairs(), rows), bert(), causal=False, max_length=max_length
     )
     for row, example in zip(rows, examples, strict=True):
         theirs = their_bert()(row["first"], row["second"], truncation=True, max_length=max_length)
@@ -50,7 +50,9 @@ def test_pairs_are_those_of_transformers(tmp_path: Path, max_length: int) -> Non
 @pytest.mark.parametrize("max_length", [9, 512])
 def test_single_texts_are_those_of_transformers(tmp_path: Path, max_length: int) -> None:
     task, rows = pairs(columns=["first"]), rows_of_pairs(40, 12)
-    examples = make_examples(task, split_of(tmp_path, task, rows), bert(), kind="bert", max_length=max_length)
+    examples = make_examples(
+        task, split_of(tmp_path, task, rows), bert(), causal=False, max_length=max_length
+    )
     for row, example in zip(rows, examples, strict=True):
         assert_same(example.texts[0], their_bert()(row["first"], truncation=True, max_length=max_length))
 
@@ -58,7 +60,7 @@ def test_single_texts_are_those_of_transformers(tmp_path: Path, max_length: int)
 def test_every_row_has_its_example_and_cut_rows_are_counted(tmp_path: Path) -> None:
     rows = rows_of_pairs(50, 20)
     split = split_of(tmp_path, pairs(), rows)
-    examples = make_examples(pairs(), split, bert(), kind="bert", max_length=24)
+    examples = make_examples(pairs(), split, bert(), causal=False, max_length=24)
     assert [example.row for example in examples] == list(range(50))
     long = [r for r in rows if len(their_bert()(r["first"], r["second"])["input_ids"]) > 24]
     assert 0 < examples.truncated == len(long) < 50
@@ -69,7 +71,7 @@ def test_gpt2_reads_pairs_with_an_end_behind_each_and_no_types(tmp_path: Path) -
     rows = rows_of_pairs(5, 4)
     tokenizer = gpt2()
     examples = make_examples(
-        pairs(), split_of(tmp_path, pairs(), rows), tokenizer, kind="gpt2", max_length=512
+        pairs(), split_of(tmp_path, pairs(), rows), tokenizer, causal=True, max_length=512
     )
     for row, example in zip(rows, examples, strict=True):
         a, b = tokenizer.encode(row["first"]), tokenizer.encode(row["second"])
@@ -79,7 +81,7 @@ def test_gpt2_reads_pairs_with_an_end_behind_each_and_no_types(tmp_path: Path) -
 
 def test_gpt2_keeps_its_last_token_when_a_text_is_cut(tmp_path: Path) -> None:
     split = split_of(tmp_path, pairs(), rows_of_pairs(9, 20))
-    examples = make_examples(pairs(), split, gpt2(), kind="gpt2", max_length=12)
+    examples = make_examples(pairs(), split, gpt2(), causal=True, max_length=12)
     assert examples.truncated
     assert all(len(e.texts[0]) <= 12 and e.texts[0].tokens[-1] == gpt2().eod_id for e in examples)
 
@@ -87,7 +89,7 @@ def test_gpt2_keeps_its_last_token_when_a_text_is_cut(tmp_path: Path) -> None:
 def test_special_tokens_written_out_are_letters(tmp_path: Path) -> None:
     row = {"first": "the cat [SEP] sat", "second": "[CLS] on", "label": 0}
     (example,) = make_examples(
-        pairs(), split_of(tmp_path, pairs(), [row]), bert(), kind="bert", max_length=512
+        pairs(), split_of(tmp_path, pairs(), [row]), bert(), causal=False, max_length=512
     )
     tokens = example.texts[0].tokens.tolist()
     assert (tokens.count(bert().sep_id), tokens.count(bert().cls_id)) == (2, 1)
@@ -124,10 +126,8 @@ def reference(row: dict[str, Any], option: str, max_length: int = 512) -> list[i
 
 def race(folder: Path, rows: list[dict[str, Any]], **how: Any) -> Examples:
     task = shipped("race")
-    how = {"kind": "bert", "max_length": 512} | how
-    return make_examples(
-        task, split_of(folder, task, rows), gpt2() if how["kind"] == "gpt2" else bert(), **how
-    )
+    how = {"causal": False, "max_length": 512} | how
+    return make_examples(task, split_of(folder, task, rows), gpt2() if how["causal"] else bert(), **how)
 
 
 LONG = " ".join([ARTICLE] * 700)  # more than 10,000 words
@@ -161,7 +161,7 @@ def test_article_of_ten_thousand_words_is_cut_and_counted(tmp_path: Path) -> Non
 
 def test_gpt2_reads_the_question_and_its_option_last(tmp_path: Path) -> None:
     row = race_row("Who saw it ?", article=LONG)
-    (example,) = race(tmp_path, [row], kind="gpt2", max_length=64)
+    (example,) = race(tmp_path, [row], causal=True, max_length=64)
     eod = gpt2().eod_id
     for text, option in zip(example.texts, row["options"], strict=True):
         asked = gpt2().encode(f"Who saw it ? {option}".replace(" . ", ". "))
@@ -175,7 +175,7 @@ def test_gpt2_reads_the_question_and_its_option_last(tmp_path: Path) -> None:
 def test_tokenizer_without_cls_is_refused_for_bert(tmp_path: Path) -> None:
     split = split_of(tmp_path, pairs(), rows_of_pairs(1, 3))
     with pytest.raises(UserError, match=r"no \[CLS\] and \[SEP\]"):
-        make_examples(pairs(), split, gpt2(), kind="bert", max_length=64)
+        make_examples(pairs(), split, gpt2(), causal=False, max_length=64)
 
 
 @pytest.mark.parametrize("name, least", [("rte", 5), ("squad", 133)])
@@ -184,5 +184,5 @@ def test_length_without_room_is_refused_with_one_that_has(tmp_path: Path, name: 
     row = {"sentence1": "a", "sentence2": "a", "label": 0, "context": "the cat sat", "question": "who ?"}
     split = split_of(tmp_path, task, [row | {"answers": {"text": ["cat"], "answer_start": [4]}}])
     with pytest.raises(UserError, match=f"set {least} or more"):
-        make_examples(task, split, bert(), kind="bert", max_length=least - 1)
-    assert len(make_examples(task, split, bert(), kind="bert", max_length=least)) == 1
+        make_examples(task, split, bert(), causal=False, max_length=least - 1)
+    assert len(make_examples(task, split, bert(), causal=False, max_length=least)) == 1

@@ -10,7 +10,7 @@ import torch
 
 from mlm.checkpoint.native.folders import checkpoints
 from mlm.checkpoint.native.save_load import read_manifest
-from mlm.finetune import loop, run
+from mlm.finetune import run, training
 from mlm.finetune.best import best_of
 from mlm.finetune.config import FinetuneCheckpointConfig, FinetuneConfig
 from mlm.parallel.config import ParallelConfig
@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def scoring(monkeypatch: pytest.MonkeyPatch, *accuracies: float) -> None:
     """Let validations come out so, one after the other; all after them are 0."""
     found = iter(accuracies)
-    monkeypatch.setattr(loop, "evaluate", lambda *a, **k: ({"accuracy": next(found, 0.0), "f1": 1.0}, []))
+    monkeypatch.setattr(training, "evaluate", lambda *a, **k: ({"accuracy": next(found, 0.0), "f1": 1.0}, []))
 
 
 class TestBest:
@@ -101,7 +101,7 @@ class TestBest:
             value = next(made[evaluation.split.name])
             return {"accuracy": value, "macro_f1": 1 - value}, []
 
-        monkeypatch.setattr(loop, "evaluate", scored)
+        monkeypatch.setattr(training, "evaluate", scored)
         data = tmp_path / "data"
         write_data(data, "classification")
         for name in made:
@@ -219,7 +219,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 
 class TestStart:
-    """What a run begins from."""
+    """The start of a run."""
 
     def test_a_finetuned_run_gives_its_best_weights(self, folder: Path, tmp_path: Path) -> None:
         """First one task, then another: the body is that of the best checkpoint, the head is new."""

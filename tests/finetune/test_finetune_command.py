@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mlm.cli import main
-from mlm.finetune import loop, run
+from mlm.finetune import run, training
 from mlm.finetune.config import FinetuneConfig
 from mlm.launch.child_run import child_run
 from mlm.parallel.mesh import ParallelContext
@@ -93,14 +93,14 @@ class TestSeeds:
     def test_a_stop_at_the_end_of_one_begins_no_other(
         self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        whole = loop.Loop.count
+        whole = training.FinetuneLoop.count
 
-        def count(self: loop.Loop) -> None:
+        def count(self: training.FinetuneLoop) -> None:
             whole(self)
             if self.trainer.step == 2:
                 self.stop.request("Ctrl-C")
 
-        monkeypatch.setattr(loop.Loop, "count", count)
+        monkeypatch.setattr(training.FinetuneLoop, "count", count)
         run.run(self.config(folder, tmp_path), ParallelContext())
         assert (tmp_path / "seed-5/result.json").exists()
         assert not (tmp_path / "seed-6").exists()

@@ -174,7 +174,7 @@ class TestGoingOn:
 
 
 class TestRefused:
-    """What does not go together."""
+    """Settings that contradict each other."""
 
     def test_a_checkpoint_without_a_tokenizer(self, folder: Path, tmp_path: Path) -> None:
         write_model(tmp_path / "bert")

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from mlm.finetune.answers import Output
 from mlm.finetune.config import FinetuneConfig
+from mlm.finetune.task_type import Output
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from tests.finetune.runs import (
@@ -46,7 +46,7 @@ SOME = {
     ("span", "bert"): ("tp2-sp", "pp2-dp2-zero2"),
     ("span", "gpt2"): ("tp2-pp2-sp",),
 }
-"""Where not all are tried: classification by BERT has them."""
+"""A few for the other types and GPT-2; classification by BERT has all."""
 CASES = [("classification", "bert", layout) for layout in LAYOUTS] + [
     (kind, model, layout) for (kind, model), layouts in SOME.items() for layout in layouts
 ]

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from mlm.errors import UserError
-from mlm.finetune.answers import Candidate, Prediction
-from mlm.finetune.metrics import METRICS, best_threshold, check_installed, excess, score, score_span
-from mlm.finetune.task_checks import METRICS as NAMES
-from mlm.finetune.uncertainty import jackknife, standard_errors
+from mlm.finetune.classification import REGRESSION
+from mlm.finetune.metrics import OF_LABELS, jackknife
+from mlm.finetune.span import SPAN, excess, score_span
+from mlm.finetune.task_type import Candidate, Prediction, check_installed, task_type
 from tests.finetune.material import SQUAD, pairs, sentence, shipped, split_of
 
 LABELS = [1, 1, 1, 1, 0, 0, 0, 1]
@@ -27,7 +27,9 @@ VALUES = [1, 1, 0, 1, 1, 0, 0, 1]  # 4 true positives, 1 false, 1 missed, 2 true
 def scores(folder: Path, task: Any, labels: list[Any], values: list[Any]) -> dict[str, float]:
     columns = dict.fromkeys(task.columns, "a")
     split = split_of(folder, task, [columns | {"label": label} for label in labels])
-    return score(task, split, [Prediction(str(n), value) for n, value in enumerate(values)])
+    return task_type(task.kind).score(
+        task, split.rows, [Prediction(str(n), value) for n, value in enumerate(values)]
+    )
 
 
 @pytest.mark.parametrize(
@@ -71,13 +73,8 @@ def test_f1_without_any_positive_is_zero(tmp_path: Path) -> None:
     assert scores(tmp_path, pairs(metrics=["f1", "matthews"]), [0, 0], [0, 0]) == {"f1": 0.0, "matthews": 0.0}
 
 
-def test_every_metric_that_a_task_may_name_is_there() -> None:
-    for kind in ("classification", "regression", "choice"):
-        assert set(NAMES[kind]) <= METRICS.keys()
-
-
 def test_scores_are_numbers_that_json_can_hold(tmp_path: Path) -> None:
-    found = scores(tmp_path, pairs(metrics=list(NAMES["classification"])), LABELS, VALUES)
+    found = scores(tmp_path, pairs(metrics=list(OF_LABELS)), LABELS, VALUES)
     assert {type(value) for value in found.values()} == {float}
 
 
@@ -114,7 +111,9 @@ def test_spans_are_scored_by_the_best_of_their_answers(tmp_path: Path) -> None:
         values.append(draw.choice(["", " ".join(pieces[at : at + 2]), near.upper() + " ."]))
     task = shipped("squad_v2")
     split = split_of(tmp_path, task, rows)
-    found = score(task, split, [Prediction(f"q{n}", value) for n, value in enumerate(values)])
+    found = task_type(task.kind).score(
+        task, split.rows, [Prediction(f"q{n}", value) for n, value in enumerate(values)]
+    )
 
     # as evaluate-v2.0.py: answers of which nothing counts are left out
     gold = [[text for text in row["answers"]["text"] if normal(text)] or [""] for row in rows]
@@ -139,13 +138,13 @@ def test_spans_are_scored_by_the_best_of_their_answers(tmp_path: Path) -> None:
 def test_squad_answer_is_scored_as_by_hand(tmp_path: Path, value: str, expected: float) -> None:
     task = shipped("squad")
     split = split_of(tmp_path, task, [SQUAD])  # answers: The old cat, cat
-    assert score(task, split, [Prediction("q1", value)])["f1"] == pytest.approx(expected, abs=1e-6)
+    assert SPAN.score(task, split.rows, [Prediction("q1", value)])["f1"] == pytest.approx(expected, abs=1e-6)
 
 
 def test_metrics_of_questions_that_are_not_there_are_left_out(tmp_path: Path) -> None:
     task = shipped("squad_v2")
     split = split_of(tmp_path, task, [SQUAD])
-    found = score(task, split, [Prediction("q1", "cat")])
+    found = SPAN.score(task, split.rows, [Prediction("q1", "cat")])
     assert list(found) == ["f1", "exact_match", "has_answer_f1", "has_answer_exact_match"]
 
 
@@ -191,9 +190,9 @@ def test_the_best_threshold_is_the_one_that_a_search_finds(tmp_path: Path) -> No
 
     def at(threshold: float) -> dict[str, float]:
         said = [replace(p, value="" if excess(p) > threshold else p.n_best[0].text) for p in made]
-        return score(task, split, said)
+        return SPAN.score(task, split.rows, said)
 
-    found = best_threshold(task, split, made)
+    found = SPAN.best_threshold(task, split.rows, made)
     for name in ("f1", "exact_match"):
         assert found[name]["value"] == pytest.approx(at(found[name]["threshold"])[name], abs=1e-6)
         best = max(at(excess(p) + 1e-9)[name] for p in made)
@@ -206,7 +205,7 @@ def test_the_best_threshold_is_the_one_that_a_search_finds(tmp_path: Path) -> No
 
 def test_the_error_of_accuracy_is_that_of_a_share() -> None:
     labels, values = np.array([0, 1, 1, 0, 1]), np.array([0, 1, 0, 0, 1])
-    assert jackknife(METRICS["accuracy"], labels, values) == pytest.approx(math.sqrt(0.8 * 0.2 / 4))
+    assert jackknife(OF_LABELS["accuracy"], labels, values) == pytest.approx(math.sqrt(0.8 * 0.2 / 4))
 
 
 @pytest.mark.parametrize("name", ["f1", "macro_f1", "accuracy_f1", "matthews"])
@@ -217,9 +216,9 @@ def test_the_error_of_a_score_is_the_spread_over_other_samples(name: str) -> Non
     for number in range(300):
         labels = (generator.random(400) < 0.3).astype(int)
         values = np.where(generator.random(400) < 0.8, labels, 1 - labels)
-        scores.append(METRICS[name](labels, values))
+        scores.append(OF_LABELS[name](labels, values))
         if number < 10:
-            errors.append(jackknife(METRICS[name], labels, values))
+            errors.append(jackknife(OF_LABELS[name], labels, values))
     assert np.mean(errors) == pytest.approx(np.std(scores), rel=0.12)
 
 
@@ -227,9 +226,8 @@ def test_the_errors_of_answers_are_those_of_means(tmp_path: Path) -> None:
     task = shipped("squad_v2")
     none = SQUAD | {"answers": {"text": [], "answer_start": []}}
     split = split_of(tmp_path, task, [row | {"id": f"q{n}"} for n, row in enumerate([SQUAD, SQUAD, none])])
-    errors = standard_errors(
-        task, split, [Prediction(f"q{n}", text) for n, text in enumerate(["cat", "", ""])]
-    )
+    predictions = [Prediction(f"q{n}", text) for n, text in enumerate(["cat", "", ""])]
+    errors = SPAN.standard_errors(task, split.rows, predictions)
     assert errors == {
         "f1": pytest.approx(math.sqrt(2 / 9 / 2)),
         "exact_match": pytest.approx(math.sqrt(2 / 9 / 2)),
@@ -242,4 +240,5 @@ def test_correlations_of_numbers_have_no_error(tmp_path: Path) -> None:
     rows = [{"sentence1": "a", "sentence2": "b", "label": float(n), "idx": n} for n in range(3)]
     task = shipped("stsb")
     split = split_of(tmp_path, task, rows)
-    assert standard_errors(task, split, [Prediction(str(n), float(n)) for n in range(3)]) == {}
+    predictions = [Prediction(str(n), float(n)) for n in range(3)]
+    assert REGRESSION.standard_errors(task, split.rows, predictions) == {}

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from mlm.checkpoint.huggingface.names import gpt2_from_huggingface
 from mlm.finetune.batches import TaskBatch, labels_of, unscored
-from mlm.finetune.making import Example
-from mlm.finetune.objective import Finetuning
+from mlm.finetune.examples import Example
+from mlm.finetune.scoring import Finetuning
+from mlm.finetune.span import SPAN
+from mlm.finetune.task_type import task_type
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
 from mlm.parallel.labels import IGNORE
@@ -135,7 +137,7 @@ def test_loss_and_gradients_are_those_of_transformers(kind: str, model: str) -> 
     config, other = theirs(kind, model, batch)
     mine = family_of(config.kind).model(config, tp=ONE, dtype=torch.float64).double()
     load_whole(mine, in_our_names(dict(other.state_dict()), config), ONE)
-    objective = Finetuning(kind, ParallelContext(), torch.float64)
+    objective = Finetuning(task_type(kind), ParallelContext(), torch.float64)
     scale = torch.ones(1, dtype=torch.float64) / objective.counts(batch)[0]
     loss = objective.output(mine, batch, scale, None, None)
     loss.sum().backward()
@@ -157,7 +159,7 @@ def test_what_is_not_scored_changes_nothing(kind: str) -> None:
     torch.nn.init.normal_(model.classifier.weight)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.1)
-    objective = Finetuning(kind, ParallelContext(), torch.float64)
+    objective = Finetuning(task_type(kind), ParallelContext(), torch.float64)
     assert objective.counts(batch) == (0,)
     loss = objective.output(model, batch, torch.ones(1, dtype=torch.float64), None, None)
     loss.sum().backward()
@@ -167,7 +169,7 @@ def test_what_is_not_scored_changes_nothing(kind: str) -> None:
 
 def test_the_loss_of_a_span_does_not_depend_on_padding() -> None:
     """Positions behind a text can be no answer."""
-    objective = Finetuning("span", ParallelContext(), torch.float64)
+    objective = Finetuning(SPAN, ParallelContext(), torch.float64)
     outputs = torch.randn(2, 8, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     labels, lengths = torch.tensor([[1, 2], [0, 3]]), torch.tensor([5, 4])
     losses = [objective.loss(outputs[:, :width], labels, lengths) for width in (5, 8)]

@@ -1,4 +1,4 @@
-"""A run that was killed or stopped goes on as if nothing had happened; a finished one is left alone."""
+"""A run that was killed or stopped resumes with the same numbers; a finished one is left alone."""
 
 from pathlib import Path
 from typing import Any
@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from mlm.checkpoint.native.folders import checkpoints, named_latest
-from mlm.finetune import loop, run
-from mlm.finetune.best import STATE, best_of
+from mlm.finetune import run, training
+from mlm.finetune.best import best_of
 from mlm.finetune.config import FinetuneCheckpointConfig, FinetuneConfig
 from mlm.parallel.mesh import ParallelContext
+from mlm.train.state import FINETUNING
 from mlm.train.trainer import Trainer
 from tests.finetune.runs import (
     finetune,
@@ -113,7 +114,7 @@ def test_killed_behind_a_best_checkpoint_that_no_other_knows_of(
     config = config_of(
         folder, out=str(tmp_path / "out"), checkpoint=FinetuneCheckpointConfig(save_every=save_every)
     )
-    dies(config, monkeypatch, loop, "save_best", at)
+    dies(config, monkeypatch, training, "save_best", at)
     finetune(config)
     check_same(folder, tmp_path / "out")
 
@@ -124,9 +125,9 @@ def test_the_best_that_a_checkpoint_names_outlives_better_ones(
 ) -> None:
     """Each validation is better than the one before; steps 2 and 4 are saved to go on from."""
     out, scores = tmp_path / "out", iter(range(1, 10))
-    monkeypatch.setattr(loop, "evaluate", lambda *args, **kwargs: ({"accuracy": float(next(scores))}, []))
+    monkeypatch.setattr(training, "evaluate", lambda *args, **kwargs: ({"accuracy": float(next(scores))}, []))
     keep = FinetuneCheckpointConfig(save_every=2, keep_last=keep_last)
-    dies(config_of(folder, out=str(out), checkpoint=keep), monkeypatch, loop, "save_best", at)
+    dies(config_of(folder, out=str(out), checkpoint=keep), monkeypatch, training, "save_best", at)
     assert set(checkpoints(out / "best/checkpoints")) == left
 
 
@@ -136,7 +137,7 @@ def test_a_best_checkpoint_is_gone_when_all_begins_anew(
     """Nothing was saved to go on from: until the next validation the run has no best."""
     out = tmp_path / "out"
     config = config_of(folder, out=str(out), checkpoint=FinetuneCheckpointConfig(save_every=100))
-    dies(config, monkeypatch, loop, "save_best", 1)
+    dies(config, monkeypatch, training, "save_best", 1)
     dies(config, monkeypatch, Trainer, "train_step", 1)
     assert best_of(str(out)) == str(out)
 
@@ -144,11 +145,11 @@ def test_a_best_checkpoint_is_gone_when_all_begins_anew(
 def test_going_on_from_before_a_best_checkpoint_forgets_it(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the steps that come again score otherwise: the best is one that this run has seen."""
+    """Repeated steps may score differently: the best is one that this run has seen."""
     out, scores = tmp_path / "out", iter([1.0, 2.0, 9.0, 1.5, 1.5, 1.5, 1.5])
-    monkeypatch.setattr(loop, "evaluate", lambda *args, **kwargs: ({"accuracy": next(scores)}, []))
+    monkeypatch.setattr(training, "evaluate", lambda *args, **kwargs: ({"accuracy": next(scores)}, []))
     config = config_of(folder, out=str(out), checkpoint=FinetuneCheckpointConfig(save_every=2))
-    dies(config, monkeypatch, loop, "save_best", 3)
+    dies(config, monkeypatch, training, "save_best", 3)
     result = finetune(config)
     assert (result["best_step"], result["scores"]) == (2, {"validation": {"accuracy": 2.0}})
     assert (set(checkpoints(out / "best/checkpoints")), named_latest(out / "best/checkpoints")) == (
@@ -160,10 +161,10 @@ def test_going_on_from_before_a_best_checkpoint_forgets_it(
 def test_a_save_under_way_does_not_see_later_validations(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = type("T", (), {"extra_state": {STATE: {"progress": "old"}}})()
-    one = object.__new__(loop.Loop)
-    one.trainer, one.progress = trainer, loop.Progress(best_step=3)
-    before = trainer.extra_state[STATE]
-    one.remember()
+    trainer = type("T", (), {"extra_state": {FINETUNING: {"progress": "old"}}})()
+    one = object.__new__(training.FinetuneLoop)
+    one.trainer, one.progress = trainer, training.Progress(best_step=3)
+    before = trainer.extra_state[FINETUNING]
+    one.record_progress()
     assert before == {"progress": "old"}
-    assert trainer.extra_state[STATE]["progress"]["best_step"] == 3
+    assert trainer.extra_state[FINETUNING]["progress"]["best_step"] == 3

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mlm.errors import UserError
-from mlm.finetune.rows import read_split
+from mlm.finetune.splits import read_split
 from tests.finetune.material import (
     PAIR,
     RACE,

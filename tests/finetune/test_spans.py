@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlm.finetune.answers import decode_spans
-from mlm.finetune.examples import make_examples
-from mlm.finetune.predictions import predict
-from mlm.finetune.spans import Window
+from mlm.finetune.scoring import predict
+from mlm.finetune.span import SPAN, Window
+from mlm.finetune.splits import make_examples
 from tests.finetune.material import bert, gpt2, sentence, shipped, split_of, their_bert
 
 SMALL = {"max_length": 40, "doc_stride": 9, "question_length": 8, "max_answer_length": 5, "n_best": 6}
@@ -36,12 +35,12 @@ def question_rows(count: int = 30) -> list[dict[str, Any]]:
 
 
 def windows_of(
-    folder: Path, rows: list[dict[str, Any]], *, kind: Any = "bert"
+    folder: Path, rows: list[dict[str, Any]], *, causal: bool = False
 ) -> tuple[Any, Any, list[Window]]:
     task = shipped("squad", **SMALL)
     split = split_of(folder, task, rows)
-    tokenizer = gpt2() if kind == "gpt2" else bert()
-    examples = make_examples(task, split, tokenizer, kind=kind, max_length=task.max_length)
+    tokenizer = gpt2() if causal else bert()
+    examples = make_examples(task, split, tokenizer, causal=causal, max_length=task.max_length)
     return task, split, [example for example in examples if isinstance(example, Window)]
 
 
@@ -68,10 +67,10 @@ def test_windows_are_those_of_transformers(tmp_path: Path) -> None:
         assert of_context.index(True) == window.first
 
 
-@pytest.mark.parametrize("kind", ["bert", "gpt2"])
-def test_labels_are_the_answers_tokens_in_every_window_that_holds_it(tmp_path: Path, kind: Any) -> None:
+@pytest.mark.parametrize("causal", [False, True])
+def test_labels_are_the_answers_tokens_in_every_window_that_holds_it(tmp_path: Path, causal: bool) -> None:
     rows = question_rows()
-    _, _, windows = windows_of(tmp_path, rows, kind=kind)
+    _, _, windows = windows_of(tmp_path, rows, causal=causal)
     found = set[int]()
     for window in windows:
         row, (begin, end) = rows[window.row], window.label  # type: ignore[misc]
@@ -85,7 +84,7 @@ def test_labels_are_the_answers_tokens_in_every_window_that_holds_it(tmp_path: P
             found.add(window.row)
         else:
             assert begin == end == window.null
-    tokenizer = gpt2() if kind == "gpt2" else bert()
+    tokenizer = gpt2() if causal else bert()
     # an answer of more tokens than windows share may be in none of them
     assert found >= {
         n for n, row in enumerate(rows) if len(tokenizer.encode(" " + row["answers"]["text"][0])) <= 9
@@ -97,7 +96,7 @@ def test_no_answer_is_cls_for_bert_and_the_last_token_for_gpt2(tmp_path: Path) -
     rows = question_rows(5)
     _, _, windows = windows_of(tmp_path, rows)
     assert {window.null for window in windows} == {0}
-    _, _, windows = windows_of(tmp_path, rows, kind="gpt2")
+    _, _, windows = windows_of(tmp_path, rows, causal=True)
     assert all(window.null == len(window.texts[0]) - 1 for window in windows)
 
 
@@ -107,7 +106,7 @@ def test_question_is_cut_to_its_length(tmp_path: Path) -> None:
     task, split, windows = windows_of(tmp_path, [row])
     asked = their_bert()(row["question"], add_special_tokens=False)["input_ids"]
     assert windows[0].texts[0].tokens.tolist()[1:10] == [*asked[:8], bert().sep_id]
-    assert make_examples(task, split, bert(), kind="bert", max_length=40).truncated == 1
+    assert make_examples(task, split, bert(), causal=False, max_length=40).truncated == 1
 
 
 def test_right_scores_give_the_right_answer_over_all_windows(tmp_path: Path) -> None:
@@ -119,7 +118,7 @@ def test_right_scores_give_the_right_answer_over_all_windows(tmp_path: Path) -> 
         assert isinstance(window.label, tuple)
         scores[list(window.label), [0, 1]] = 4.0
         outputs.append(scores)
-    examples = make_examples(task, split, bert(), kind="bert", max_length=40)
+    examples = make_examples(task, split, bert(), causal=False, max_length=40)
     found = predict(task, split, examples, outputs)
     wanted = [row["answers"]["text"][0] for row in rows]
     short = [len(bert().encode(text)) <= 5 for text in wanted]
@@ -152,7 +151,7 @@ def test_best_answer_is_that_of_trying_all_pairs(tmp_path: Path) -> None:
         mine = [window for window in windows if window.row == number]
         outputs = [draw.normal(size=(len(w.texts[0]), 2)).astype(np.float32) for w in mine]
         wide = task.__class__(**{f: getattr(task, f) for f in task.__slots__} | {"n_best": 100})
-        found = decode_spans(wide, row, mine, outputs)
+        found = SPAN.predict(wide, row, mine, outputs)
         text, score, null = brute_force(task, mine, outputs, row.texts[0])
         assert (found.value, found.null_score) == (text, pytest.approx(null, abs=1e-6))
         assert found.n_best[0].score == pytest.approx(score, abs=1e-6)
@@ -165,7 +164,7 @@ def test_pairs_that_end_before_they_begin_take_no_place_among_the_best(tmp_path:
     row["context"], row["answers"] = "the cat sat on the old mat", None
     task = shipped("squad", **SMALL | {"n_best": 2})
     split = split_of(tmp_path, task, [row], name="test")
-    examples = make_examples(task, split, bert(), kind="bert", max_length=40)
+    examples = make_examples(task, split, bert(), causal=False, max_length=40)
     (window,) = examples
     assert isinstance(window, Window)
     scores = np.zeros((len(window.texts[0]), 2), dtype=np.float32)
@@ -182,7 +181,7 @@ def test_no_answer_is_given_when_its_score_exceeds_the_best_by_the_threshold(
     task = shipped("squad_v2", **SMALL, null_threshold=threshold)
     (row,) = question_rows(1)
     split = split_of(tmp_path, task, [row])
-    examples = make_examples(task, split, bert(), kind="bert", max_length=40)
+    examples = make_examples(task, split, bert(), causal=False, max_length=40)
     outputs = [np.zeros((len(e.texts[0]), 2), dtype=np.float32) for e in examples]
     for output in outputs:
         output[0] = 1.0  # no answer has 2, the best answer 0
@@ -197,4 +196,4 @@ def test_least_null_score_over_the_windows_counts(tmp_path: Path) -> None:
     assert len(windows) > 1
     outputs = [np.zeros((len(w.texts[0]), 2), dtype=np.float32) for w in windows]
     outputs[1][0] = -3.0
-    assert decode_spans(task, split.rows[0], windows, outputs).null_score == -6.0
+    assert SPAN.predict(task, split.rows[0], windows, outputs).null_score == -6.0

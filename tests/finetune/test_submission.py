@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from mlm.finetune.answers import Candidate, Prediction
-from mlm.finetune.submission import write_predictions
+from mlm.finetune.scoring import write_predictions
+from mlm.finetune.task_type import Candidate, Prediction
 from tests.finetune.material import RACE, SQUAD, STS, pairs, shipped, split_of
 
 GLUE = {

@@ -146,9 +146,15 @@ def start(
     """Run a job of this module on CPU."""
     return run_job(
         f"tests.launch.jobs:{job}",
-        GenerateConfig(ckpt=str(folder), prompt=prompt, top_p=0.25),
-        parallel=ParallelConfig(tp=tp, pp=pp, dp=dp),
-        dist=DistConfig(device="cpu", threads_per_rank=threads, master_port=master_port, timeout_s=timeout_s),
+        GenerateConfig(
+            ckpt=str(folder),
+            prompt=prompt,
+            top_p=0.25,
+            parallel=ParallelConfig(tp=tp, pp=pp, dp=dp),
+            dist=DistConfig(
+                device="cpu", threads_per_rank=threads, master_port=master_port, timeout_s=timeout_s
+            ),
+        ),
         out=folder,
     )
 

@@ -1,4 +1,4 @@
-"""Which of several failures is reported as the cause."""
+"""The report of the cause among several failures."""
 
 from dataclasses import replace
 from pathlib import Path

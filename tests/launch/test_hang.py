@@ -14,12 +14,19 @@ import pytest
 from torch.distributed import HashStore
 
 from mlm.generate.config import GenerateConfig
-from mlm.launch import watchdog
+from mlm.launch import failure as failures
 from mlm.launch.config import DistConfig
-from mlm.launch.failure import Death, Failure, LastWords, describe, end_stopped, report
+from mlm.launch.failure import (
+    Death,
+    Failure,
+    LastWords,
+    Watchdog,
+    describe,
+    end_stopped,
+    flight_recorder,
+    report,
+)
 from mlm.launch.process import ALONE, run_rank
-from mlm.launch.watchdog import Watchdog, flight_recorder
-from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.watch import LostPeer, Watch
 from tests.launch import jobs as launch_jobs
@@ -78,11 +85,11 @@ def test_killed_rank_is_named_with_what_broke(tmp_path: Path, capfd: pytest.Capt
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Failure]]:
     """Run a watchdog over a watch until it ends its rank, or for half a second: what it told."""
-    monkeypatch.setattr(watchdog, "POLL_S", 0.01)
-    monkeypatch.setattr(watchdog, "GRACE_S", 0.0)
+    monkeypatch.setattr(failures, "WATCH_POLL_S", 0.01)
+    monkeypatch.setattr(failures, "GRACE_S", 0.0)
     left = threading.Event()
 
-    monkeypatch.setattr(watchdog, "leave", lambda code: left.set())
+    monkeypatch.setattr(failures, "leave", lambda code: left.set())
 
     def run(watch: Watch, others_failed: bool = False) -> list[Failure]:
         told: list[Failure] = []
@@ -128,14 +135,12 @@ def wait_long(config: GenerateConfig, ctx: ParallelContext) -> None:
 
 
 def test_rank_runs_under_a_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "GRACE_S", 0.0)
-    monkeypatch.setattr(watchdog, "leave", lambda code: GONE.set())
+    monkeypatch.setattr(failures, "GRACE_S", 0.0)
+    monkeypatch.setattr(failures, "leave", lambda code: GONE.set())
     told: list[Failure] = []
     run_rank(
         f"{__name__}:wait_long",
-        GenerateConfig(ckpt="", prompt=""),
-        parallel=ParallelConfig(dp=1),
-        dist=DistConfig(device="cpu", timeout_s=0.1),
+        GenerateConfig(ckpt="", prompt="", dist=DistConfig(device="cpu", timeout_s=0.1)),
         place=ALONE,
         store=HashStore(),
         words=LastWords(0, told.append),

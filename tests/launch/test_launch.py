@@ -58,7 +58,7 @@ def start() -> Iterator[Start]:
 
 
 def told(folder: Path, when: Callable[[dict[str, Any]], bool] = lambda facts: True) -> list[dict[str, Any]]:
-    """What two ranks have told, once both have told what is waited for."""
+    """Return the facts of two ranks, once both satisfy `when`."""
     end = time.monotonic() + DEADLINE_S
     while time.monotonic() < end:
         facts = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]

@@ -5,8 +5,14 @@ import threading
 
 import pytest
 
-from mlm.launch.relay import Relay, handlers_restored
-from mlm.launch.stop import LAUNCHED, WORDS, StopRequest, requests_noted
+from mlm.launch.stop import (
+    LAUNCHED,
+    WORDS,
+    Relay,
+    StopRequest,
+    handlers_restored,
+    requests_noted,
+)
 
 
 @pytest.fixture(autouse=True)

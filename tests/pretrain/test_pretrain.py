@@ -162,7 +162,7 @@ def test_generate_continues_the_prompt_and_repeats_itself_for_a_seed(
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """What a refused command says: nothing on standard output, no traceback."""
+    """Return the errors of a rejected command: nothing on standard output, no traceback."""
     assert main(list(words)) in (1, 2)
     said = capsys.readouterr().err
     assert "Traceback" not in said

@@ -1,4 +1,4 @@
-"""What the reporting tests share: made-up metrics, a clock, a reporter on a string."""
+"""Shared by the reporting tests: made-up metrics, a clock, a reporter on a string."""
 
 import io
 import json
@@ -8,7 +8,8 @@ from typing import Any
 from rich.console import Console
 
 from mlm.report.config import LogConfig
-from mlm.report.metrics import Reporter, StepMetrics
+from mlm.report.metrics import StepMetrics
+from mlm.report.reporter import Reporter
 
 HEADER = [("run", "try"), ("layout", "tp=2 pp=1 dp=1")]
 

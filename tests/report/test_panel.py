@@ -1,4 +1,4 @@
-"""What the eye gets: plain lines a program can split, and a panel that fits."""
+"""Displays: plain lines that a program can split, and a panel that fits."""
 
 import os
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from mlm.report.config import LogConfig
-from mlm.report.metrics import training_console
 from mlm.report.panel import LivePanel, duration, quantity
+from mlm.report.reporter import training_console
 from tests.report.reporting import Clock, read_metrics, reporter, shown, step_metrics, terminal
 
 

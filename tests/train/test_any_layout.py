@@ -47,7 +47,7 @@ PADDED = {1: 50304, 2: 50432, 4: 50688, 8: 51200}
 """Rows of the table by tp: 50,257 rounded up to 128 * tp (arXiv:1909.08053, section 3)."""
 COUNTERS = {"step": 17, "consumed": 4321, "applied": 15.0, "scale": 1024.0, "clean_steps": 7, "skipped": 2}
 LEFT = 7.0
-"""What weights and moments hold before loading, and padding still does afterwards."""
+"""Value of weights and moments before loading, which padding keeps."""
 
 
 def spec_of(parallel: ParallelConfig) -> PretrainConfig:
@@ -81,7 +81,7 @@ def known(name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def part_of(name: str, shard: ParameterShard, ctx: ParallelContext, padding: float) -> Tensor:
-    """What this rank should hold of the known tensor of a checkpoint name: cut over tp, then over dp.
+    """Return this rank's part of the known tensor of a checkpoint name: split over tp, then over dp.
 
     The table is padded first. The cut is torch.chunk's, not that of the code under test.
     """
@@ -151,7 +151,7 @@ def load_each(ctx: ParallelContext, paths: dict[str, Path], spec: PretrainConfig
 
 
 def loaded(trainer: Trainer, path: Path, expected: list[Tensor]) -> list[str]:
-    """What is wrong with this rank's state after loading a checkpoint of the known one."""
+    """Return the errors of this rank's state after loading a checkpoint of the known one."""
     for _, _, x in held(trainer):
         x.fill_(LEFT)
     trainer.step = trainer.consumed_samples = 0

@@ -17,7 +17,7 @@ from mlm.errors import UserError
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.train.config import PretrainConfig
 from mlm.train.corpora import corpus_faults, corpus_samples, sources, train_dataset
-from mlm.train.resume import go_on_with_data
+from mlm.train.resume import continue_data
 from mlm.train.state import load, save
 from mlm.train.trainer import Trainer
 from tests.checkpoint.native.helpers import edit_manifest
@@ -62,7 +62,7 @@ def leg(ctx: ParallelContext, run: Path, of: PretrainConfig, steps: int) -> tupl
     trainer = Trainer(of, ctx)
     if (start := latest_checkpoint(run / "checkpoints")) is not None:
         load(trainer, start)
-    said = go_on_with_data(trainer)
+    said = continue_data(trainer)
     end = trainer.consumed_samples + steps * BATCH
     rows: list[Row] = []
     with Loader(
@@ -81,7 +81,7 @@ def leg(ctx: ParallelContext, run: Path, of: PretrainConfig, steps: int) -> tupl
 
 
 def read_on(run: Path, blend: tuple[str, ...] | str, steps: int, dp: int = 1, tp: int = 1) -> list[Row]:
-    """What all replicas read in a leg, sorted: a global batch has no order."""
+    """Return the samples that all replicas read in a leg, sorted: a global batch has no order."""
     of = spec(path=blend) if isinstance(blend, str) else spec(blend)
     alone = dp * tp == 1
     ranks = (
@@ -243,7 +243,7 @@ def test_a_state_of_another_kind_is_refused(corpora: Path, tmp_path: Path) -> No
 
 
 class TestFaults:
-    """What reading the corpora shows, before any rank starts."""
+    """Problems that reading the corpora shows, before any rank starts."""
 
     def test_sound_corpora_have_none(self, corpora: Path) -> None:
         assert corpus_faults(spec(WIKI_WEB)) == []

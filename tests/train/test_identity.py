@@ -1,4 +1,4 @@
-"""What a run is: keys that may not change on resume, keys that may, and a record of those that did."""
+"""The identity of a run: keys that may not change on resume, keys that may, and a record of changes."""
 
 import copy
 from dataclasses import replace
@@ -11,12 +11,12 @@ from mlm.checkpoint.native.save_load import read_manifest, save_checkpoint
 from mlm.config.build import to_dict
 from mlm.config.tree import leaves
 from mlm.data.config import DataConfig
-from mlm.finetune import settings
+from mlm.finetune import inputs
 from mlm.finetune.config import FinetuneConfig
 from mlm.parallel.mesh import shape_context
 from mlm.train.config import PretrainConfig
 from mlm.train.identity import FUNCTION_KEYS, KINDS, Kind, changes_since, identity_errors
-from mlm.train.resume import resume, start_faults
+from mlm.train.resume import resume, start_problems
 from mlm.train.state import model_shards, save
 from mlm.train.trainer import Trainer
 from tests.train.test_trainer import config, steps_of
@@ -44,11 +44,9 @@ def test_every_key_of_a_pretraining_run_is_of_one_kind() -> None:
 
 def test_every_key_of_a_finetuning_run_is_fixed_may_change_or_counts_by_content() -> None:
     for key in leaves(FinetuneConfig):
-        fixed = key in settings.FIXED or (
-            key.startswith(settings.FIXED_SECTIONS) and key not in settings.FREE
-        )
-        free = key in (*settings.FREE, *settings.MAY_CHANGE) or key.startswith(settings.MAY_CHANGE_SECTIONS)
-        by_content = key in (settings.WEIGHTS, settings.VOCABULARY, settings.ROWS)
+        fixed = key in inputs.FIXED or (key.startswith(inputs.FIXED_SECTIONS) and key not in inputs.FREE)
+        free = key in (*inputs.FREE, *inputs.MAY_CHANGE) or key.startswith(inputs.MAY_CHANGE_SECTIONS)
+        by_content = key in (inputs.WEIGHTS, inputs.VOCABULARY, inputs.ROWS)
         assert fixed or free or by_content, f"{key} is not classified"
         assert not (fixed and by_content)
 
@@ -115,8 +113,8 @@ def spec(out: Path, **model: Any) -> PretrainConfig:
     ids=str,
 )
 def test_a_run_is_not_resumed_as_another_function(run: Path, changed: dict[str, Any]) -> None:
-    assert start_faults(spec(run)) == []
-    (error,) = start_faults(spec(run, **changed))
+    assert start_problems(spec(run)) == []
+    (error,) = start_problems(spec(run, **changed))
     assert error.startswith(f"model.{next(iter(changed))}=")
 
 
@@ -127,8 +125,8 @@ def test_weights_begin_a_fresh_run_only_as_the_same_function(run: Path, tmp_path
     alone: dict[str, Any] = {"rank": 0, "world_size": 1, "group": None, "keep_last": 1, "keep_every": 0}
     save_checkpoint(tmp_path / "given/checkpoints", 0, model_shards(given.shards), state=state, **alone)
     fresh = replace(spec(tmp_path / "new", hidden_dropout=0.3), ckpt=str(tmp_path / "given"), seed=9)
-    assert start_faults(fresh) == []
-    (error,) = start_faults(replace(fresh, model=replace(fresh.model, num_heads=2)))
+    assert start_problems(fresh) == []
+    (error,) = start_problems(replace(fresh, model=replace(fresh.model, num_heads=2)))
     assert error.startswith("model.num_heads=2: the weights in")
     assert "model.num_heads" in FUNCTION_KEYS
 

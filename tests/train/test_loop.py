@@ -6,20 +6,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from mlm.data.config import DataConfig
 from mlm.parallel.mesh import ParallelContext
+from mlm.pretrain.loop import PretrainLoop
 from mlm.report.config import LogConfig
-from mlm.report.throughput import Throughput
+from mlm.report.metrics import Throughput
 from mlm.train.config import CheckpointConfig, TrainConfig
 from mlm.train.corpora import ValidationSet
-from mlm.train.loop import Loop
 from tests.report.reporting import Clock
 
 Event = tuple[str, int]
 
 
-class Quiet(Loop):
+class Quiet(PretrainLoop):
     """The loop without data, devices or numbers: what it does, in `events`."""
 
     def __init__(self, *, weights: tuple[float, ...] = (1.0,), **every: int) -> None:
@@ -31,13 +32,15 @@ class Quiet(Loop):
             checkpoint=CheckpointConfig(save_every=every.pop("save", 0)),
             log=LogConfig(every=every.pop("log", 100)),
             data=DataConfig(),
+            precision=None,
         )
         trainer = SimpleNamespace(
             step=0,
             config=config,
             ctx=ParallelContext(),
+            scaler=SimpleNamespace(exhausted=torch.tensor(False)),
             objective=SimpleNamespace(losses=1, parts=("loss",)),
-            train_step=self.count,
+            train_step=self.take_step,
             validate=lambda batches: self.spend(10.0, [next(losses)]),
         )
         reporter = SimpleNamespace(
@@ -63,11 +66,11 @@ class Quiet(Loop):
         self.clock.now += seconds
         return result
 
-    def count(self, batches: object) -> None:
+    def take_step(self, batches: object) -> None:
         self.clock.now += 1.0
         self.trainer.step += 1
 
-    def loader(self) -> AbstractContextManager[Iterator[list[Any]]]:  # type: ignore[override]
+    def batches(self) -> AbstractContextManager[Iterator[list[Any]]]:  # type: ignore[override]
         return nullcontext(iter(lambda: [], None))
 
     def validation_batches(self, part: ValidationSet) -> Iterator[Any]:
@@ -96,7 +99,7 @@ def test_the_first_and_the_last_step_are_logged_and_the_last_is_validated_and_sa
 def test_a_stop_is_logged_and_saved_at_the_end_of_its_step(asked_at: int) -> None:
     loop = Quiet()
     loop.stop = SimpleNamespace(requested=asked_at == 1)  # type: ignore[assignment]
-    step = loop.count
+    step = loop.take_step
 
     def count(batches: object) -> None:
         step(batches)

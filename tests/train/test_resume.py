@@ -1,4 +1,4 @@
-"""Where a run begins: its newest whole checkpoint, passing over damaged ones; a lock; weights alone."""
+"""The start of a run: its newest whole checkpoint, passing over damaged ones; a lock; weights alone."""
 
 import logging
 import shutil
@@ -16,7 +16,7 @@ from mlm.errors import CorruptFileError, UserError
 from mlm.files.lock import sole_writer
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.train.config import CheckpointConfig, PretrainConfig
-from mlm.train.resume import claim, resume, start_faults, starts
+from mlm.train.resume import claim, resume, start_problems, starts
 from mlm.train.state import model_shards, save
 from mlm.train.trainer import Trainer
 from tests.ranks import run_on_ranks
@@ -169,7 +169,7 @@ def resumed_on_ranks(ctx: ParallelContext, out: Path) -> tuple[str, list[str], l
 
 
 def test_all_ranks_pass_over_what_one_finds_damaged(out: Path, straight: tuple[Path, list[float]]) -> None:
-    """Which rank digests the file does not matter; one of them warns."""
+    """Any rank may digest the file; one of them warns."""
     flip(out / "checkpoints" / STEPS[2] / "rank-00000.safetensors")
     first, second = run_on_ranks(resumed_on_ranks, out, dp=2)
     assert first[0] == second[0] == STEPS[1]
@@ -220,9 +220,9 @@ def test_a_second_run_in_the_folder_is_refused(out: Path, monkeypatch: pytest.Mo
 def test_the_folder_is_found_taken_before_any_rank_starts(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlm.train.resume.sole_writer", lambda path: sole_writer(path, wait_s=0.0))
     with sole_writer(out / "checkpoints"):
-        (fault,) = start_faults(spec(out))
+        (fault,) = start_problems(spec(out))
     assert "in use by process" in fault
-    assert start_faults(spec(out)) == []
+    assert start_problems(spec(out)) == []
 
 
 def test_ranks_of_a_launcher_do_not_meet_themselves(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +231,7 @@ def test_ranks_of_a_launcher_do_not_meet_themselves(out: Path, monkeypatch: pyte
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_PORT", "1")
     with sole_writer(out / "checkpoints"):
-        assert start_faults(spec(out)) == []
+        assert start_problems(spec(out)) == []
 
 
 def claim_on(ctx: ParallelContext, out: Path) -> str:

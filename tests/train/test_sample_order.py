@@ -18,8 +18,8 @@ from mlm.data.gpt import GPTDataset
 from mlm.data.indexed import IndexedDataset
 from mlm.data.sampler import Loader
 from mlm.parallel.mesh import ParallelContext, shape_context
+from mlm.pretrain.loop import PretrainLoop
 from mlm.train.config import PretrainConfig
-from mlm.train.loop import Loop
 from mlm.train.state import load, save
 from mlm.train.trainer import Trainer
 from tests.data.corpora import counting_corpus
@@ -31,7 +31,7 @@ DOCUMENTS = [30, 45, 20, 35, 20]
 """Their 150 tokens make 37.5 windows an epoch: twelve steps of eight samples end in the third epoch."""
 
 Step = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
-"""What is read of a step: sample ids, and the samples' tokens."""
+"""Samples of a step: their ids, and their tokens."""
 
 
 class Leg(NamedTuple):
@@ -72,7 +72,7 @@ def spec_of(leg: Leg) -> PretrainConfig:
 
 
 def travel(ctx: ParallelContext, folder: Path, leg: Leg) -> list[Step]:
-    """What this rank reads in a leg, begun at the newest checkpoint and saved at its end."""
+    """Return the samples of this rank in a leg, begun at the newest checkpoint and saved at its end."""
     trainer = Trainer(spec_of(leg), ctx)
     if (start := latest_checkpoint(folder / "run" / "checkpoints")) is not None:
         load(trainer, start)
@@ -93,7 +93,7 @@ def travel(ctx: ParallelContext, folder: Path, leg: Leg) -> list[Step]:
 
 def loader_of(trainer: Trainer, samples: Any) -> Loader:
     """The loader that the training loop makes."""
-    return Loop.loader(SimpleNamespace(trainer=trainer, samples=samples))  # type: ignore[arg-type]
+    return PretrainLoop.batches(SimpleNamespace(trainer=trainer, samples=samples))  # type: ignore[arg-type]
 
 
 def together(ranks: list[list[Step]]) -> list[Step]:

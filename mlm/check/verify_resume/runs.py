@@ -16,8 +16,8 @@ from mlm.errors import UserError
 from mlm.files.atomic import write_atomic
 from mlm.files.ownership import delete_owned
 from mlm.launch.child_run import child_run, failure_of, kill
-from mlm.pretrain.run import composed_yaml
 from mlm.report.history import FILE_NAME, read_records
+from mlm.train.session import composed_yaml
 from mlm.train.state import CHECKPOINTS
 
 STRAIGHT, RESUMED = "straight", "resumed"
@@ -50,7 +50,7 @@ class Rehearsal:
         self.layout = [f"{key}={show(value)}" for key, value in config.resumed.chosen.items()]
         for name in (STRAIGHT, RESUMED):
             run = config.training_run(str(self.out / name), plan.last)
-            write_atomic(self.out / f"{name}.yaml", composed_yaml(run).encode())
+            write_atomic(self.out / f"{name}.yaml", composed_yaml(run, "pretrain").encode())
 
     def run_straight(self) -> None:
         """All steps, undisturbed. Raises UserError with the run's own last line if it fails."""

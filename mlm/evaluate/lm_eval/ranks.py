@@ -234,7 +234,7 @@ def main() -> int:
     config = from_dict(LmEvalConfig, json.loads(Path(sys.argv[1]).read_bytes()))
     target = "mlm.evaluate.lm_eval.ranks:serve"
     try:
-        return run_job(target, config, parallel=config.parallel, dist=config.dist, out=None)
+        return run_job(target, config, out=None)
     except UserError as error:
         print(f"mlm: {error}", file=sys.stderr)
         return error.exit_code

@@ -1,4 +1,4 @@
-"""Ranks of a restarted job do not meet what dead ones left in the store."""
+"""Ranks of a restarted job do not read keys that dead ones left in the store."""
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -6,13 +6,13 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore, Store
 
-from mlm.launch.attempt import own_store
+from mlm.launch.process import store_of_attempt
 
 
 def meet(store: Store, world_size: int) -> list[Store]:
     """All ranks of one attempt, each in a thread."""
     with ThreadPoolExecutor(world_size) as pool:
-        return list(pool.map(lambda rank: own_store(store, rank, world_size, 20.0), range(world_size)))
+        return list(pool.map(lambda rank: store_of_attempt(store, rank, world_size, 20.0), range(world_size)))
 
 
 def test_ranks_of_an_attempt_share_a_part_of_the_store() -> None:
@@ -32,10 +32,10 @@ def test_a_token_that_a_dead_rank_left_stands_for_nobody() -> None:
     store = HashStore()
     store.set("mlm/token/1", "dead")
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(own_store, store, 0, 2, 20.0)
+        first = pool.submit(store_of_attempt, store, 0, 2, 20.0)
         while not store.check(["mlm/attempt/dead"]):
             pass
-        second = pool.submit(own_store, store, 1, 2, 20.0)
+        second = pool.submit(store_of_attempt, store, 1, 2, 20.0)
         first.result().set("address", "here")
         assert second.result().get("address") == b"here"
 
@@ -44,9 +44,9 @@ def test_a_missing_rank_ends_the_wait() -> None:
     store = HashStore()
     store.set_timeout(timedelta(seconds=0.1))
     with pytest.raises(RuntimeError, match="timed out: 1 of 2 gloo ranks came"):
-        own_store(store, 0, 2, 0.05)
+        store_of_attempt(store, 0, 2, 0.05)
 
 
 def test_one_rank_needs_no_other() -> None:
     store = HashStore()
-    assert own_store(store, 0, 1, 0.0) is store
+    assert store_of_attempt(store, 0, 1, 0.0) is store

@@ -1,0 +1,233 @@
+"""Inputs of finetuning and its evaluation: the model of `ckpt`, its tokenizer and rows, and their identity.
+
+The scores of a run are a function of `depends_on`, but for rounding.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mlm.checkpoint.native.folders import latest_checkpoint
+from mlm.checkpoint.native.format import canonical
+from mlm.checkpoint.native.save_load import load_checkpoint, read_manifest
+from mlm.config.build import show, to_dict
+from mlm.config.tree import flatten
+from mlm.data.tokenizer import Tokenizer
+from mlm.errors import UserError
+from mlm.files.atomic import digest_bytes
+from mlm.finetune.batches import chosen_rows
+from mlm.finetune.best import best_of
+from mlm.finetune.config import EvalTaskConfig, FinetuneConfig
+from mlm.finetune.splits import Examples, Split, make_examples, read_split
+from mlm.finetune.task_config import TaskConfig
+from mlm.finetune.task_type import task_type
+from mlm.inference.hf_source import load_model_folder, open_tensors
+from mlm.inference.trained import Named, is_model_folder, load_tokenizer, named_checkpoint, vocabulary_fault
+from mlm.models.config import ModelConfig
+from mlm.parallel.mesh import ParallelContext
+from mlm.parallel.sharding import ParameterShard
+from mlm.train.state import CHECKPOINTS, FINETUNING, model_shards
+
+NOT_LOADED = ("model.mlm_head.", "model.sop_head.", "model.classifier.", "model.pooler.")
+"""Prefixes of tensors that a checkpoint may hold and the model with its new head does not take from it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """The model that finetuning begins with."""
+
+    named: Named
+    model: ModelConfig
+    """The checkpoint's, with the head of the task."""
+    tokenizer: Tokenizer
+    max_length: int
+    """Maximum tokens of a text: task.max_length, or model.max_positions if that is less."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Splits:
+    """The rows of a run."""
+
+    train: Split
+    validations: Sequence[Split]
+    """One per split of task.validations."""
+    tests: Sequence[Split] = ()
+    """Those of task.tests if data.predict_tests is set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """A split and its examples."""
+
+    split: Split
+    examples: Examples
+
+
+def start_of(config: FinetuneConfig | EvalTaskConfig) -> Start:
+    """Read the checkpoint of `ckpt`, but no tensor; of a finetuning run, the best one. Raises UserError."""
+    task, named = config.task, named_checkpoint(best_of(config.ckpt))
+    kind, model = task_type(task.kind), named.config.model
+    if isinstance(config, FinetuneConfig):
+        model = replace(model, head=kind.head, num_labels=kind.num_labels(task))
+        if config.dropout is not None:
+            model = replace(model, hidden_dropout=config.dropout, attention_dropout=config.dropout)
+    return Start(
+        named=named,
+        model=model,
+        tokenizer=tokenizer_of(config, named),
+        max_length=min(task.max_length, model.max_positions),
+    )
+
+
+def tokenizer_of(config: FinetuneConfig | EvalTaskConfig, named: Named) -> Tokenizer:
+    """Return the model's tokenizer. Raises UserError."""
+    given, key = config.data.tokenizer, "data.tokenizer"
+    tokenizer = load_tokenizer(given, named.path, key, force=True)  # compared below
+    if problem := vocabulary_fault(given, tokenizer, named.config.model, key):
+        raise UserError(problem)
+    if given is None:
+        return tokenizer
+    try:
+        saved = load_tokenizer(None, named.path)
+    except UserError:
+        return tokenizer
+    if saved.vocabulary_digest != tokenizer.vocabulary_digest:
+        raise UserError(
+            f"{key}={given} has another vocabulary than the one saved with ckpt={config.ckpt}: leave {key} "
+            "out"
+        )
+    return tokenizer
+
+
+def splits_of(config: FinetuneConfig) -> Splits:
+    """Read the rows to train on, to validate on and to predict. Raises UserError for unusable rows."""
+    task, path = config.task, config.data.path
+    train = read_split(task, task.train, path=path)
+    if config.data.train_rows is not None and config.data.train_rows > len(train):
+        raise UserError(
+            f"data.train_rows={config.data.train_rows} is more than the {len(train)} rows of {train.source}, "
+            f"split {train.name}; use data.train_rows={len(train)} or less, or null for all"
+        )
+    return Splits(
+        train=train,
+        validations=[read_split(task, name, path=path) for name in task.validations],
+        tests=[read_split(task, name, path=path) for name in task.tests] if config.data.predict_tests else (),
+    )
+
+
+def rows_trained_on(config: FinetuneConfig, split: Split) -> Split:
+    """Return the split, or data.train_rows of its rows."""
+    if config.data.train_rows is None:
+        return split
+    chosen = chosen_rows(len(split), config.data.train_rows, config.data.seed).tolist()
+    rows, places = ([of[n] for n in chosen] for of in (split.rows, split.places))
+    return replace(split, rows=rows, places=places)
+
+
+def evaluation_of(task: TaskConfig, split: Split, start: Start) -> Evaluation:
+    """Tokenise a split. Raises UserError."""
+    causal = start.model.family.causal
+    examples = make_examples(task, split, start.tokenizer, causal=causal, max_length=start.max_length)
+    return Evaluation(split=split, examples=examples)
+
+
+def check_texts(task: TaskConfig, split: Split, start: Start) -> None:
+    """Raise UserError if tokenizer and max_length make no examples."""
+    evaluation_of(task, replace(split, rows=split.rows[:1], places=split.places[:1]), start)
+
+
+def weights_digest(named: Named) -> str:
+    """Return the digest of the weights of `ckpt`, in any folder. Raises UserError, OSError."""
+    if not is_model_folder(named.path):
+        return read_manifest(named.path).digest
+    files: dict[str, Any] = open_tensors(named.path).digests(lambda _: None)
+    return digest_bytes(canonical(files))
+
+
+def load_body(shards: Sequence[ParameterShard], named: Named, ctx: ParallelContext) -> None:
+    """Load all weights but the new head from `ckpt`. Collective over all ranks.
+
+    A pooler that the checkpoint lacks is new too. Raises UserError, CorruptFileError.
+    """
+    body = [shard for shard in shards if not shard.name.startswith("classifier.")]
+    if is_model_folder(named.path):
+        load_model_folder(body, named.path, ctx, fill=False)
+        return
+    there = read_manifest(named.path).tensors
+    load_checkpoint(
+        named.path,
+        model_shards([s for s in body if f"model.{s.name}" in there or not s.name.startswith("pooler.")]),
+        rank=ctx.rank,
+        world_size=ctx.world_size,
+        group=ctx.host_group,
+        watch=ctx.watch,
+        allow_extra=lambda name: name.startswith(("optimizer.", *NOT_LOADED)),
+        cast=True,
+    )
+
+
+FIXED = ("seed", "dropout", "data.train_rows", "data.seed", "precision.dtype")
+FIXED_SECTIONS = ("train.", "optimizer.", "schedule.", "task.")
+FREE = (
+    "train.micro_batch_size",
+    *("task.hub", "task.hub_config", "task.tests", "task.submission", "task.submit_names", "task.id"),
+    *("task.lr", "task.weight_decay", "task.epochs", "task.batch_size", "task.warmup"),  # defaults of others
+)
+"""Keys of those sections that may change in a run directory."""
+MAY_CHANGE = (
+    *("name", "out", "seeds", "compile", "data.predict_tests"),
+    *("tp", "pp", "vp", "dp", "sequence_parallel", "pipeline", "zero", "zero_reduce", "recompute"),
+    *("precision.initial_loss_scale", "precision.min_loss_scale", "precision.loss_scale_window"),
+)
+MAY_CHANGE_SECTIONS = ("checkpoint.", "log.", "dist.")
+"""Other keys that may change. Every key of FinetuneConfig is fixed, may change, or counts by content."""
+WEIGHTS, VOCABULARY, ROWS = "ckpt", "data.tokenizer", "data.path"
+
+Settings = dict[str, Any]
+
+
+def depends_on(config: FinetuneConfig, start: Start, splits: Splits) -> Settings:
+    """Return by key the settings that may not change in a run directory.
+
+    Weights, tokenizer and rows are compared by digest: files may be moved. Raises UserError, OSError.
+    """
+    values = {
+        key: value
+        for key, value in flatten(to_dict(config)).items()
+        if key in FIXED or (key.startswith(FIXED_SECTIONS) and key not in FREE)
+    }
+    digests = {f"{ROWS} {split.name}": split.digest for split in (splits.train, *splits.validations)}
+    return {
+        **values,
+        "task.max_length": start.max_length,
+        WEIGHTS: weights_digest(start.named),
+        VOCABULARY: start.tokenizer.vocabulary_digest,
+        **digests,
+    }
+
+
+def change_problems(config: FinetuneConfig, now: Settings) -> list[str]:
+    """Return what keeps a run from resuming from its folder; empty if it holds no checkpoint.
+
+    Raises UserError, CorruptFileError.
+    """
+    newest = latest_checkpoint(Path(config.out, CHECKPOINTS))
+    if newest is None:
+        return []
+    state = read_manifest(newest).state.get(FINETUNING)
+    then = state.get("depends_on") if isinstance(state, dict) else None
+    if not isinstance(then, dict):
+        return [f"out={config.out}: holds checkpoints of another type of run: set another out=…"]
+    return [change(config, key, now.get(key), then[key]) for key in then if now.get(key) != then[key]]
+
+
+def change(config: FinetuneConfig, key: str, now: Any, then: Any) -> str:
+    """Return the error for a setting that differs from the run's."""
+    key, _, split = key.partition(" ")
+    value, other, remedy = {
+        WEIGHTS: (config.ckpt, "other weights", "name those"),
+        VOCABULARY: (config.data.tokenizer, "another vocabulary", "name that tokenizer"),
+        ROWS: (config.data.path, f"other rows of split {split}", "bring them back"),
+    }.get(key, (now, show(then), f"use {key}={show(then)}"))
+    return f"{key}={show(value)}: out={config.out} was begun with {other}: {remedy}, or set another out=…"

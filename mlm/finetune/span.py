@@ -1,0 +1,366 @@
+"""Span: words of a context that answer a question, if any, as SQuAD."""
+
+import re
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mlm.data.tokenizer import Tokenizer
+from mlm.extras import load_extra
+from mlm.finetune.examples import BATCH, Example, Frame, encode
+from mlm.finetune.metrics import EXTRA, error_of_mean
+from mlm.finetune.rows import Row, RowError, encodable, kind_of, sequence, shown, texts_of, whole_number
+from mlm.finetune.task_config import TaskConfig
+from mlm.finetune.task_type import Candidate, Made, Output, Prediction, TaskType, as_json
+from mlm.parallel.labels import IGNORE
+
+MODULE = "torchmetrics.functional.text"
+METRICS = ("f1", "exact_match", "has_answer_f1", "has_answer_exact_match", "no_answer_f1")
+OF_UNANSWERABLE = METRICS[2:]
+NO_ANSWER = "has no answer, as in SQuAD 2.0: use task=squad_v2, or set task.unanswerable=true"
+"""Problem of a question of SQuAD 2.0 in SQuAD 1.1."""
+
+
+class Answer(NamedTuple):
+    """Words of a context that answer its question."""
+
+    text: str
+    start: int
+    """Characters before it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Window(Example):
+    """A question and a part of its context, in one text."""
+
+    first: int
+    """Index of the first token of the context in the text."""
+    offsets: NDArray[np.int32]
+    """[n, 2] first character and end, in the context, of its n tokens in this window."""
+    null: int
+    """Index of the token that stands for no answer: [CLS], or GPT-2's last token, which has seen all."""
+
+
+class Span(TaskType):
+    """The words of a context that answer a question: SQuAD 1.1, and 2.0 with task.unanswerable."""
+
+    head: Literal["classification", "span"] = "span"
+    columns = ((2,), "the columns of context and question")
+    modules = (MODULE,)
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """Names of SQuAD's metrics."""
+        return METRICS
+
+    def num_labels(self, task: TaskConfig) -> int:
+        """Return the outputs per text."""
+        return 0
+
+    def row_id(self, task: TaskConfig, name: str, earlier: int) -> str:
+        """Return the name, which must be unique: answers are submitted by id."""
+        if earlier:
+            raise RowError(f"{task.id}={shown(name)} is another row's too: change or delete it")
+        return name
+
+    def unlabelled_row(self, task: TaskConfig) -> str:
+        """Return the problem of a row without an answer."""
+        # the Hub's SQuAD 2.0 has no is_impossible, and a test split withholds answers by an empty list too
+        return super().unlabelled_row(task) if task.unanswerable else NO_ANSWER
+
+    def unlabelled_split_hint(self, task: TaskConfig) -> str:
+        """Return a hint for a split without answers."""
+        return "" if task.unanswerable else "; for SQuAD 2.0 use task=squad_v2"
+
+    def least_room(self, task: TaskConfig) -> int:
+        """Least number of tokens left for texts."""
+        return task.doc_stride + 2
+
+    def problems(self, task: TaskConfig) -> list[str]:
+        """Return the problems of a task's columns, labels and lengths."""
+        found = super().problems(task)
+        if task.doc_stride >= task.max_length // 2:
+            found.append(
+                f"task.doc_stride={task.doc_stride} must be less than half of "
+                f"task.max_length={task.max_length}: windows must move on"
+            )
+        return found
+
+    def metric_problem(self, task: TaskConfig, name: str) -> str | None:
+        """Return why a known metric does not suit a task; None if it does."""
+        if name not in OF_UNANSWERABLE or task.unanswerable:
+            return None
+        return f"task.metrics: {name} needs task.unanswerable=true"
+
+    def parse(self, task: TaskConfig, record: Mapping[str, Any], id: str) -> Row:
+        """Return a row of a context, a question, and answers that the context holds. Raises RowError."""
+        texts = texts_of(task, record, task.columns)
+        answers = answers_of(task, record.get(task.label))
+        if answers == () and not task.unanswerable:
+            if record.get("is_impossible"):
+                raise RowError(NO_ANSWER)
+            answers = None
+        for answer in answers or ():
+            found = texts[0][answer.start : answer.start + len(answer.text)]
+            if answer.start < 0 or found != answer.text or not answer.text:
+                raise RowError(
+                    f"answer_start={answer.start} of '{task.label}' is not where {shown(answer.text)} is: "
+                    f"the context has {shown(found)} there: fix or delete it"
+                )
+        return Row(id, texts, answers)
+
+    def make_examples(
+        self, task: TaskConfig, rows: Sequence[Row], tokenizer: Tokenizer, frame: Frame
+    ) -> Iterator[Made]:
+        """Yield one example per window: [CLS] question [SEP] part of the context [SEP].
+
+        Neighbouring windows share task.doc_stride tokens of the context, as those of transformers' tokenizers
+        do (return_overflowing_tokens). A window without the answer is labelled as unanswerable.
+        """
+        longest = (frame.room(2) - task.doc_stride) // 2  # so that windows advance, by more than a token
+        for start in range(0, len(rows), BATCH):
+            batch = rows[start : start + BATCH]
+            questions = encode((row.texts[1] for row in batch), tokenizer)
+            distinct = list(dict.fromkeys(row.texts[0] for row in batch))
+            contexts = dict(zip(distinct, tokenizer.encode_with_offsets(distinct), strict=True))
+            for number, (row, question) in enumerate(zip(batch, questions, strict=True), start):
+                asked = question[: task.question_length][:longest]
+                ids, offsets = contexts[row.texts[0]]
+                size = frame.room(2) - len(asked)
+                windows = list[Example]()
+                for begin in window_starts(len(ids), size, task.doc_stride):
+                    part = slice(begin, begin + size)
+                    text = frame.two(asked, ids[part])
+                    null = len(text) - 1 if frame.causal else 0
+                    first = len(frame.begin) + len(asked) + len(frame.end)
+                    label = span_label(row.label, offsets[part], first, null)
+                    windows.append(Window(number, (text,), label, first, offsets[part], null))
+                yield windows, len(asked) < len(question)
+
+    def loss(self, outputs: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
+        """Mean of the losses of an answer's first and last token (arXiv:1810.04805, section 4.2), summed.
+
+        outputs [E, S, 2], labels [E, 2].
+        """
+        is_padding = torch.arange(outputs.shape[1], device=outputs.device) >= lengths[:, None]
+        outputs = outputs.masked_fill(is_padding.unsqueeze(-1), torch.finfo(outputs.dtype).min)
+        first, last = (
+            F.cross_entropy(outputs[..., i], labels[:, i], ignore_index=IGNORE, reduction="sum")
+            for i in (0, 1)
+        )
+        return (first + last) / 2
+
+    def predict(
+        self, task: TaskConfig, row: Row, examples: Sequence[Example], outputs: Sequence[Output]
+    ) -> Prediction:
+        """Return the best answer over all windows, or none if task.null_threshold says so.
+
+        As SQuAD's baselines do (arXiv:1810.04805, sections 4.2 and 4.3).
+        """
+        found = list[tuple[float, int, int]]()  # score, first character, end
+        null_score = np.inf
+        for window, output in zip(examples, outputs, strict=True):
+            assert isinstance(window, Window)
+            null_score = min(null_score, float(output[window.null].astype(np.float64).sum()))
+            found += window_candidates(task, window, output)
+        found.sort(key=lambda candidate: (-candidate[0], *candidate[1:]))
+        context = row.texts[0]
+        best: dict[str, float] = {}
+        for score, begin, end in found:
+            text = context[begin:end].strip()  # GPT-2's tokens begin with a space
+            if text and text not in best:
+                best[text] = score
+            if len(best) == task.n_best:
+                break
+        candidates = tuple(Candidate(text, score) for text, score in best.items())
+        answer = candidates[0].text if candidates else ""
+        if task.unanswerable and candidates and null_score - candidates[0].score > task.null_threshold:
+            answer = ""
+        return Prediction(row.id, answer, n_best=candidates, null_score=null_score)
+
+    def score(
+        self, task: TaskConfig, rows: Sequence[Row], predictions: Sequence[Prediction]
+    ) -> dict[str, float]:
+        """Return SQuAD's metrics, but those of questions that are not there, with or without an answer."""
+        each = scores_by_question(task, rows, predictions)
+        return {name: float(each[name].mean()) for name in task.metrics if each[name].size}
+
+    def standard_errors(
+        self, task: TaskConfig, rows: Sequence[Row], predictions: Sequence[Prediction]
+    ) -> dict[str, float]:
+        """Return the standard errors of task.metrics, as far as they have one."""
+        each = scores_by_question(task, rows, predictions)
+        return {name: error_of_mean(each[name]) for name in task.metrics if each[name].size > 1}
+
+    def best_threshold(
+        self, task: TaskConfig, rows: Sequence[Row], predictions: Sequence[Prediction]
+    ) -> dict[str, dict[str, float]]:
+        """Return by metric the task.null_threshold with the best score, and that score.
+
+        As `find_best_thresh` of SQuAD 2.0's evaluate-v2.0.py, with the best answer of each question and the
+        excess of the score of none over its score.
+        """
+        if not task.unanswerable:
+            return {}
+        answers = [p.n_best[0].text if p.n_best else "" for p in predictions]
+        texts = [answer_texts(row) for row in rows]
+        scores = [score_span(task, *pair) for pair in zip(texts, answers, strict=True)]
+        order = sorted(range(len(answers)), key=lambda n: excess(predictions[n]))
+        found = {}
+        for index, name in enumerate(("f1", "exact_match")):
+            total = best = float(sum(not each for each in texts))  # all questions unanswered
+            threshold = 0.0
+            for n in order:
+                total += scores[n][index] if texts[n] else -float(answers[n] != "")
+                if total > best:
+                    best, threshold = total, excess(predictions[n])
+            found[name] = {"threshold": threshold, "value": best / len(answers)}
+        return found
+
+    def files(self, task: TaskConfig, stem: str) -> list[str]:
+        """Return the files of the answers, the n best answers, and the scores of no answer."""
+        return [f"{stem}{end}.json" for end in ("", "-n-best", *(("-null",) if task.unanswerable else ()))]
+
+    def contents(self, task: TaskConfig, predictions: Sequence[Prediction]) -> list[str]:
+        """Return the answers as SQuAD's page takes them, the n best, and `excess` by id."""
+        n_best = {p.id: [{"text": c.text, "score": c.score} for c in p.n_best] for p in predictions}
+        nulls = [as_json({p.id: excess(p) for p in predictions})] if task.unanswerable else []
+        return [*super().contents(task, predictions), as_json(n_best), *nulls]
+
+
+def answers_of(task: TaskConfig, value: Any) -> tuple[Answer, ...] | None:
+    """Return the answers of a record; None without any. Raises RowError.
+
+    In the Hub's form, {text: [...], answer_start: [...]}, or in SQuAD's own, a list of {text, answer_start}.
+    """
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        texts, starts = sequence(value.get("text")), sequence(value.get("answer_start"))
+        if texts is None or starts is None or len(texts) != len(starts):
+            raise RowError(f"'{task.label}' has not as many text as answer_start: fix or delete it")
+        pairs = list(zip(texts, starts, strict=True))
+    else:
+        items = sequence(value)
+        if items is None or not all(isinstance(item, Mapping) for item in items):
+            raise RowError(
+                f"'{task.label}' holds {kind_of(value)}, not text and answer_start: fix or delete it"
+            )
+        pairs = [(item.get("text"), item.get("answer_start")) for item in items]
+    answers = list[Answer]()
+    for text, start in pairs:
+        number = whole_number(start)
+        if number is None:
+            raise RowError(
+                f"answer_start={shown(start)} of '{task.label}' is no whole number: fix or delete it"
+            )
+        answers.append(Answer(encodable(text, task.label), number))
+    return tuple(answers)
+
+
+def window_starts(length: int, size: int, overlap: int) -> list[int]:
+    """Return the first tokens of windows of `size` that cover `length` tokens and share `overlap` of them."""
+    assert size > overlap
+    count = -(-max(0, length - size) // (size - overlap))
+    return [n * (size - overlap) for n in range(count + 1)]
+
+
+def span_label(answers: object, offsets: NDArray[np.int32], first: int, null: int) -> tuple[int, int] | None:
+    """Return the first and last token of the first answer in a window; `null` twice if it is not inside."""
+    if answers is None:
+        return None
+    assert isinstance(answers, tuple)
+    if not answers or not len(offsets):
+        return null, null
+    answer = answers[0]
+    assert isinstance(answer, Answer)
+    end = answer.start + len(answer.text)
+    if answer.start < offsets[0, 0] or end > offsets[-1, 1]:
+        return null, null
+    begins = int(np.searchsorted(offsets[:, 0], answer.start, side="right")) - 1
+    ends = int(np.searchsorted(offsets[:, 1], end, side="left"))
+    return first + begins, first + ends
+
+
+def window_candidates(task: TaskConfig, window: Window, output: Output) -> list[tuple[float, int, int]]:
+    """Return the best answers in one window: score, first character, end."""
+    count = len(window.offsets)
+    scores = output[window.first : window.first + count].astype(np.float64)  # [count, 2]
+    top = np.argsort(-scores, axis=0, kind="stable")[: task.n_best]
+    begins, ends = np.meshgrid(top[:, 0], top[:, 1], indexing="ij")
+    allowed = (ends >= begins) & (ends - begins < task.max_answer_length)
+    begins, ends = begins[allowed], ends[allowed]
+    sums = scores[begins, 0] + scores[ends, 1]
+    order = np.argsort(-sums, kind="stable")[: task.n_best]
+    return [
+        (float(sums[n]), int(window.offsets[begins[n], 0]), int(window.offsets[ends[n], 1])) for n in order
+    ]
+
+
+def scores_by_question(
+    task: TaskConfig, rows: Sequence[Row], predictions: Sequence[Prediction]
+) -> dict[str, NDArray[np.float64]]:
+    """Return by metric the scores of the questions that it is the mean of: the best over the answers.
+
+    A question without answer has the empty text for its answer (arXiv:1806.03822), so that each of the two is
+    1 for no answer, else 0.
+    """
+    scores, answerable = list[tuple[float, float]](), list[bool]()
+    for row, prediction in zip(rows, predictions, strict=True):
+        texts = answer_texts(row)
+        scores.append(score_span(task, texts, str(prediction.value)))
+        answerable.append(bool(texts))
+    f1, exact = np.array(scores).T
+    has_answer = np.array(answerable)
+    return {
+        "f1": f1,
+        "exact_match": exact,
+        "has_answer_f1": f1[has_answer],
+        "has_answer_exact_match": exact[has_answer],
+        "no_answer_f1": f1[~has_answer],
+    }
+
+
+def answer_texts(row: Row) -> list[str]:
+    """Return the texts of a row's answers."""
+    assert isinstance(row.label, tuple)
+    return [answer.text for answer in row.label if isinstance(answer, Answer)]
+
+
+def score_span(task: TaskConfig, texts: Sequence[str], value: str) -> tuple[float, float]:
+    """Return (F1, exact match) of one answer, also if no word of a text counts, such as "The!".
+
+    SQuAD 1.1's evaluate-v1.1.py gives F1 = 0 where the answer has no word that counts; SQuAD 2.0's
+    evaluate-v2.0.py leaves such right answers out, and without another the right one is none.
+    """
+    squad = load_extra(MODULE, "task.kind=span", EXTRA).squad
+    if task.unanswerable:
+        texts = [text for text in texts if counted(text)]
+    # one at a time: of many, torchmetrics adds up scores in float32
+    found = squad(
+        [{"id": "", "prediction_text": value}], [{"id": "", "answers": {"text": list(texts) or [""]}}]
+    )
+    f1, exact = float(found["f1"]) / 100, float(found["exact_match"]) / 100
+    return (f1 if task.unanswerable or counted(value) else 0.0), exact
+
+
+def counted(text: str) -> str:
+    """Return the part of a text that SQuAD's scripts compare (arXiv:1606.05250, section 6.1)."""
+    letters = "".join(c for c in text.lower() if c not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", letters).split())
+
+
+def excess(prediction: Prediction) -> float:
+    """Return the score of no answer minus that of the best answer, which task.null_threshold limits."""
+    best = prediction.n_best[0].score if prediction.n_best else 0.0
+    return (prediction.null_score or 0.0) - best
+
+
+SPAN = Span()

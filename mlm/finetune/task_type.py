@@ -1,0 +1,217 @@
+"""Types of task: one object each, from a record to a score.
+
+`task.kind` names a shipped type, or a custom one by its import path, `my_package.my_module:TASK`: an instance
+of a subclass of `TaskType`. Its module must be importable where `mlm` runs.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mlm.config.build import show
+from mlm.data.tokenizer import Tokenizer
+from mlm.errors import UserError
+from mlm.extras import load_extra
+from mlm.finetune.examples import Example, Frame
+from mlm.finetune.metrics import EXTRA, Metric, quietly
+from mlm.finetune.rows import Row
+from mlm.finetune.task_config import TaskConfig
+
+SHIPPED = {
+    "classification": "mlm.finetune.classification:CLASSIFICATION",
+    "regression": "mlm.finetune.classification:REGRESSION",
+    "choice": "mlm.finetune.multiple_choice:CHOICE",
+    "span": "mlm.finetune.span:SPAN",
+}
+
+Made = tuple[list[Example], bool]
+"""The examples of a row, and True if it lost tokens because it was too long."""
+Output = NDArray[np.float32]
+"""Model output for one example: [num_labels] per text, or [n, 2] for the n tokens of a text (head span)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A possible answer."""
+
+    text: str
+    score: float
+    """Sum of the scores of its first and its last token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The model's answer to a row."""
+
+    id: str
+    """Id of the row."""
+    value: int | float | str
+    """Index of a label or option, a number, or a text; of type span the answer, empty for none."""
+    scores: tuple[float, ...] = ()
+    """The model's output for each label or option."""
+    n_best: tuple[Candidate, ...] = ()
+    """Type span: the best answers, without the one of no answer."""
+    null_score: float | None = None
+    """Type span: the score of no answer, the least over the windows."""
+
+
+class TaskType(ABC):
+    """A type of task. Subclasses define a row, its examples, the loss, and the prediction."""
+
+    head: Literal["classification", "span"] = "classification"
+    """Head of the model: num_labels outputs per text, or two scores per token."""
+    metrics: Mapping[str, Metric] = MappingProxyType({})
+    """Metrics that task.metrics may name, of labels and predicted values."""
+    modules: tuple[str, ...] = ()
+    """Optional modules that the metrics import (the extra `mlm[finetune]`)."""
+    columns: tuple[Sequence[int], str] | None = None
+    """Allowed numbers of task.columns, and their description; None allows any."""
+    names_labels: bool = False
+    """True if task.labels must name two labels or more; they must be empty otherwise."""
+    gives_probabilities: bool = False
+    """True if the softmax of a prediction's scores is the probability of each of task.labels."""
+
+    @abstractmethod
+    def num_labels(self, task: TaskConfig) -> int:
+        """Outputs per text of head=classification; 0 for head=span."""
+
+    @abstractmethod
+    def parse(self, task: TaskConfig, record: Mapping[str, Any], id: str) -> Row:
+        """Return the checked row of a record. Raises RowError."""
+
+    @abstractmethod
+    def make_examples(
+        self, task: TaskConfig, rows: Sequence[Row], tokenizer: Tokenizer, frame: Frame
+    ) -> Iterator[Made]:
+        """Yield the examples of each row, at least one."""
+
+    @abstractmethod
+    def loss(self, outputs: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
+        """Return the loss of a micro-batch, summed over its E examples: 0-d.
+
+        Args:
+            outputs: [T, num_labels], or [T, S, 2] of head=span, of T texts.
+            labels: [E] or [E, k] int64, IGNORE where not scored; or [E] float64, NaN where not scored.
+            lengths: [T] tokens of each text.
+        """
+
+    @abstractmethod
+    def predict(
+        self, task: TaskConfig, row: Row, examples: Sequence[Example], outputs: Sequence[Output]
+    ) -> Prediction:
+        """Return the prediction for a row, from the outputs for its examples."""
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """Names of the metrics; a type that overrides `score` may have others than `metrics`."""
+        return tuple(self.metrics)
+
+    def row_id(self, task: TaskConfig, name: str, earlier: int) -> str:
+        """Return the id of a row; `earlier` rows have the same name. Raises RowError."""
+        return name
+
+    def unlabelled_row(self, task: TaskConfig) -> str:
+        """Return the problem of a row without a label in a split with labels, and its fix."""
+        return f"no label ('{task.label}'): add it"
+
+    def unlabelled_split_hint(self, task: TaskConfig) -> str:
+        """Return an addition to the error of a split that needs labels and has none."""
+        return ""
+
+    def least_room(self, task: TaskConfig) -> int:
+        """Least number of tokens that must be left for texts besides the special tokens."""
+        return 2
+
+    def problems(self, task: TaskConfig) -> list[str]:
+        """Return the problems of a task's columns, labels and lengths."""
+        found = []
+        if self.columns is not None and len(task.columns) not in self.columns[0]:
+            found.append(f"task.columns={show(list(task.columns))}: kind {task.kind} has {self.columns[1]}")
+        if self.names_labels and (len(task.labels) < 2 or len(set(task.labels)) < len(task.labels)):
+            found.append(
+                f"task.labels={show(list(task.labels))} must be two or more names, all different, by number"
+            )
+        elif task.labels and not self.names_labels:
+            found.append(f"task.labels={show(list(task.labels))}: kind {task.kind} has none; leave it out")
+        return found
+
+    def metric_problem(self, task: TaskConfig, name: str) -> str | None:
+        """Return why a known metric does not suit a task; None if it does."""
+        return None
+
+    def score(
+        self, task: TaskConfig, rows: Sequence[Row], predictions: Sequence[Prediction]
+    ) -> dict[str, float]:
+        """Return each of task.metrics, in their order, for labelled rows and their predictions."""
+        labels = np.array([row.label for row in rows])
+        values = np.array([prediction.value for prediction in predictions])
+        with quietly():
+            return {name: self.metrics[name](labels, values) for name in task.metrics}
+
+    def standard_errors(
+        self, task: TaskConfig, rows: Sequence[Row], predictions: Sequence[Prediction]
+    ) -> dict[str, float]:
+        """Return the standard errors of those scores that have one: how far other rows would move them."""
+        return {}
+
+    def best_threshold(
+        self, task: TaskConfig, rows: Sequence[Row], predictions: Sequence[Prediction]
+    ) -> dict[str, dict[str, float]]:
+        """Return by metric the task.null_threshold with the best score, and that score; {} without one."""
+        return {}
+
+    def files(self, task: TaskConfig, stem: str) -> list[str]:
+        """Return the names of the files of a split's predictions."""
+        return [f"{stem}.json"]
+
+    def contents(self, task: TaskConfig, predictions: Sequence[Prediction]) -> list[str]:
+        """Return the contents of `files`."""
+        return [as_json({p.id: submitted(task, p) for p in predictions})]
+
+
+def task_type(kind: str) -> TaskType:
+    """Return the type of task that `task.kind` names. Raises UserError."""
+    module, colon, name = SHIPPED.get(kind, kind).partition(":")
+    if not colon:
+        known = ", ".join(SHIPPED)
+        raise UserError(f"task.kind={kind}: no such type of task; use {known}, or package.module:NAME")
+    try:
+        found = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(
+            f"task.kind={kind}: cannot import it ({error}); "
+            "install its package, or add its folder to PYTHONPATH"
+        ) from error
+    if not isinstance(found, TaskType):
+        raise UserError(f"task.kind={kind}: {name} is no TaskType; name an instance of a subclass of it")
+    return found
+
+
+def check_installed(task: TaskConfig) -> None:
+    """Raise UserError if a package is missing, before training rather than at its first validation."""
+    for module in task_type(task.kind).modules:
+        load_extra(module, f"task={task.name}", EXTRA)
+
+
+def submitted(task: TaskConfig, prediction: Prediction) -> str:
+    """Return a prediction as it is submitted."""
+    value = prediction.value
+    if isinstance(value, float):
+        low, high = task.label_range or (value, value)
+        return f"{min(max(value, low), high):.3f}"
+    if isinstance(value, int):
+        return task.labels[value] if task.submit_names and task.labels else str(value)
+    return value
+
+
+def as_json(content: Any) -> str:
+    """Return JSON with one entry per line."""
+    return json.dumps(content, ensure_ascii=False, indent=0) + "\n"

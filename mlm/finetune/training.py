@@ -1,0 +1,342 @@
+"""One finetuning run with one seed: its training loop, from its start or last checkpoint to its result."""
+
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import cast
+
+from mlm.checkpoint.native.exchange import Ranks
+from mlm.checkpoint.native.save_load import CheckpointError, read_manifest, resolve
+from mlm.checkpoint.native.tokenizer_digest import KEY as TOKENIZER
+from mlm.config.build import config_digest
+from mlm.data.config import DataConfig
+from mlm.errors import writing_to
+from mlm.files.atomic import write_atomic
+from mlm.finetune.batches import Batcher, Order, TaskBatch, batcher_of
+from mlm.finetune.best import DATA_PATH, Progress, Scores, best_folder, go_back_to, keep_bests, save_best
+from mlm.finetune.config import FinetuneConfig
+from mlm.finetune.examples import Example
+from mlm.finetune.inputs import Evaluation, Settings, Start, load_body
+from mlm.finetune.results import Result, header, write_result
+from mlm.finetune.scoring import Finetuning, evaluate, score_split
+from mlm.finetune.task_type import task_type
+from mlm.optim.config import ScheduleConfig
+from mlm.optim.precision import DTYPES
+from mlm.parallel.mesh import ParallelContext
+from mlm.report.curves import plot_losses
+from mlm.report.metrics import Parts, Rates
+from mlm.report.peak import peak_flops
+from mlm.train.config import CheckpointConfig, PretrainConfig, TrainConfig
+from mlm.train.loop import Loop, is_due
+from mlm.train.memory import out_of_memory_as_user_error, trim_memory
+from mlm.train.resume import claim, resume
+from mlm.train.run_tokenizer import digest_of
+from mlm.train.session import CONFIG, composed_yaml, training_session
+from mlm.train.state import FINETUNING, load_weights
+from mlm.train.trainer import Trainer
+
+TRIM_EVERY = 20
+"""Steps between returns of freed memory to the system: texts of other lengths need other blocks."""
+STEP_BITS = 32
+"""Bits below the step in a micro-batch's number, which hold its position in the step: all numbers differ."""
+
+
+@dataclass
+class FinetuneLoop(Loop):
+    """Train on epochs of batches, validate by the task's metrics, and keep the best checkpoint."""
+
+    warmup_key = "schedule.warmup"
+
+    config: FinetuneConfig
+    examples: Sequence[Example]
+    """All training examples."""
+    order: Order
+    batcher: Batcher
+    validations: Sequence[Evaluation]
+    """One per split of task.validations."""
+    progress: Progress
+    rows: int = field(default=0, init=False)
+    """Examples trained on since the last logged step."""
+
+    def __post_init__(self) -> None:
+        self.saved_best = self.progress.best_step
+        """The best step named by the last checkpoint to resume from, which may still be being written."""
+
+    @property
+    def out(self) -> Path:
+        """The run directory."""
+        return Path(self.config.out)
+
+    @property
+    def validate_every(self) -> int:
+        """Steps between validations."""
+        return self.config.train.validate_every or self.order.steps_per_epoch
+
+    def is_done(self) -> bool:
+        """True after the last step, or if patience is exhausted."""
+        return super().is_done() or 0 < self.config.train.patience <= self.progress.without_gain
+
+    def is_save_due(self, validated: bool) -> bool:
+        """True if a checkpoint to resume from is due."""
+        every = self.config.checkpoint.save_every
+        return is_due(self.trainer.step, every) if every else validated
+
+    @contextmanager
+    def batches(self) -> Iterator[Iterator[list[TaskBatch]]]:
+        """Batches of each step, from the next step on."""
+        yield map(self.micro_batches, count(self.trainer.step))
+
+    def micro_batches(self, step: int) -> list[TaskBatch]:
+        """This rank's micro-batches of a step."""
+        return self.batcher.micro_batches(self.examples, self.order.batch(step).tolist(), step << STEP_BITS)
+
+    def count(self) -> None:
+        """Count the step that was just taken."""
+        numbers = self.order.batch(self.trainer.step - 1)
+        tokens = sum(len(text) for n in numbers for text in self.examples[n].texts)
+        self.rows += len(numbers)
+        self.progress.tokens += tokens
+        self.throughput.count(tokens)
+        if self.trainer.ctx.device.type == "cpu" and is_due(self.trainer.step, TRIM_EVERY):
+            trim_memory()
+        self.reporter.advance(self.trainer.step)
+
+    def tokens(self) -> int:
+        """Tokens trained on so far."""
+        return self.progress.tokens
+
+    def parts(self, means: Sequence[float], rates: Rates) -> Parts:
+        """Epochs, and examples per second since the last logged step."""
+        rows, self.rows = self.rows, 0
+        return {
+            "epoch": self.trainer.step / self.order.steps_per_epoch,
+            "examples_per_s": rows / rates.steps / rates.step_time_s,
+        }
+
+    def score(self) -> None:
+        """Score every validation split, and keep the weights if they are the best."""
+        trainer, task = self.trainer, self.config.task
+        objective = cast(Finetuning, trainer.objective)
+        shown = trainer.ctx.is_main and self.config.log.live == "off"  # a live panel has the terminal
+        scores: Scores = {}
+        for each in self.validations:
+            metrics, _ = evaluate(trainer.model, objective, task, each, self.batcher, shown=shown)
+            scores[each.split.name] = metrics
+        is_best = self.progress.add(trainer.step, scores)
+        if is_best:
+            self.record_progress()
+            save_best(trainer, self.out)
+            self.tidy()
+        for name, metrics in scores.items():
+            self.reporter.scores(trainer.step, name, metrics, is_best=is_best)
+
+    def save(self, batches: list[TaskBatch], *, awaited: bool) -> None:
+        """Save, and remember which best checkpoint is named."""
+        self.record_progress()
+        super().save(batches, awaited=awaited)
+        self.saved_best = self.progress.best_step
+        if awaited:
+            self.tidy()
+
+    def record_progress(self) -> None:
+        """Have checkpoints say how far validation is."""
+        state = self.trainer.extra_state
+        # a new dictionary: a save under way may still be writing the one before
+        state[FINETUNING] = {**state[FINETUNING], "progress": self.progress.saved()}
+
+    def tidy(self) -> None:
+        """Delete the best checkpoints that nothing names any more."""
+        if self.trainer.ctx.is_main:
+            keep_bests(self.out, {self.progress.best_step, self.saved_best})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Material:
+    """Model and examples, shared by the runs of all seeds."""
+
+    start: Start
+    train: Evaluation
+    validations: Sequence[Evaluation]
+    """One per split of task.validations."""
+    tests: Sequence[Evaluation]
+    """Predicted at the end."""
+
+    def notes(self) -> list[str]:
+        """Return a line for each split with truncated rows."""
+        splits = (self.train, *self.validations, *self.tests)
+        return list(filter(None, (each.examples.note(each.split) for each in splits)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run of one seed on this rank."""
+
+    config: FinetuneConfig
+    settings: Settings
+    material: Material
+    order: Order
+    trainer: Trainer
+    objective: Finetuning
+    begun: float
+    """Monotonic clock at the start of this run in this command."""
+
+    @property
+    def out(self) -> Path:
+        """The run directory."""
+        return Path(self.config.out)
+
+
+def spec_of(config: FinetuneConfig, start: Start, steps: int) -> PretrainConfig:
+    """Return the run as the trainer takes it, and as checkpoints save it."""
+    warmup = min(math.ceil(config.schedule.warmup * steps), steps - 1)
+    return PretrainConfig(
+        name=config.name,
+        out=config.out,
+        seed=config.seed,
+        compile=config.compile,
+        model=start.model,
+        parallel=config.parallel,
+        optimizer=config.optimizer,
+        schedule=ScheduleConfig(
+            decay=config.schedule.decay, warmup_steps=warmup, min_lr=config.schedule.min_lr
+        ),
+        precision=config.precision,
+        data=DataConfig(seq_length=start.max_length),
+        train=TrainConfig(
+            steps=steps,
+            global_batch_size=config.train.global_batch_size,
+            micro_batch_size=config.train.micro_batch_size,
+        ),
+        checkpoint=CheckpointConfig(keep_last=config.checkpoint.keep_last, resume=config.checkpoint.resume),
+        log=config.log,
+        dist=config.dist,
+    )
+
+
+def finetune(
+    config: FinetuneConfig, settings: Settings, material: Material, ctx: ParallelContext
+) -> tuple[Result | None, bool]:
+    """Train; return (result, or None if stopped before the end; True if a stop was requested).
+
+    Collective over all ranks.
+    """
+    begun = time.monotonic()
+    order = Order(
+        material.train.examples,
+        batch_size=config.train.global_batch_size,
+        sort_batches=config.train.sort_batches,
+        seed=config.seed,
+    )
+    spec = spec_of(config, material.start, config.train.epochs * order.steps_per_epoch)
+    objective = Finetuning(task_type(config.task.kind), ctx, DTYPES[config.precision.dtype])
+    remedy = "set recompute=selective or full, or raise tp or pp"
+    with out_of_memory_as_user_error(config.train.micro_batch_size, remedy), ExitStack() as stack:
+        claim(spec, ctx, stack)
+        run = Run(
+            config=config,
+            settings=settings,
+            material=material,
+            order=order,
+            trainer=Trainer(spec, ctx, objective),
+            objective=objective,
+            begun=begun,
+        )
+        return train(run)
+
+
+def prepare_directory(config: FinetuneConfig, start: Start) -> None:
+    """Write the composed configuration, and the tokenizer where commands look for it. Raises UserError."""
+    out = Path(config.out)
+    with writing_to(config.out):
+        for folder in (out, best_folder(out)):
+            folder.mkdir(parents=True, exist_ok=True)
+            start.tokenizer.save(folder / "tokenizer.json")
+        write_atomic(out / CONFIG, composed_yaml(config, "finetune").encode())
+
+
+def train(run: Run) -> tuple[Result | None, bool]:
+    """Train from the beginning or from the newest checkpoint. Returns what `finetune` does."""
+    config, trainer, material, ctx = run.config, run.trainer, run.material, run.trainer.ctx
+    found, progress = begin(run)
+    if ctx.is_main:  # last, when all is checked and loaded: what is rejected stays as it was
+        prepare_directory(config, material.start)
+    notes = [f"resuming from {found} (step {trainer.step})"] if found else material.start.named.notes
+    lengths = [len(text) for example in material.train.examples for text in example.texts]
+    with training_session(
+        trainer,
+        run.out,
+        header=header(config, trainer, material.start, len(material.train.examples)),
+        record={"config_digest": config_digest(config), "resumed_from": found and str(found)},
+        notes=[*notes, *material.notes()],
+        peak=peak_flops(ctx.device, config.precision.dtype, config.dist.peak_tflops),
+        tokens_per_step=0,  # differs from step to step: the loop counts
+        seq_length=sum(lengths) // len(lengths),
+    ) as session:
+        loop = FinetuneLoop(
+            *session,
+            config=config,
+            examples=material.train.examples,
+            order=run.order,
+            batcher=batcher_of(trainer.model, config.train.micro_batch_size, material.start.max_length),
+            validations=material.validations,
+            progress=progress,
+        )
+        if not loop.run():
+            session.note_stopped("\nRun the same command again to continue.")
+            return None, True
+    return finish(run, progress), loop.is_stopping
+
+
+def begin(run: Run) -> tuple[Path | None, Progress]:
+    """Load the run's newest checkpoint, if any, else `ckpt`; return its path and the validations so far.
+
+    Collective over all ranks. Raises UserError, CorruptFileError.
+    """
+    trainer, start, ctx = run.trainer, run.material.start, run.trainer.ctx
+    trainer.extra_state[FINETUNING] = {
+        "depends_on": run.settings,
+        "progress": Progress().saved(),
+        DATA_PATH: None if run.config.data.path is None else os.path.abspath(run.config.data.path),
+    }
+    trainer.extra_state[TOKENIZER] = digest_of(start.tokenizer).encode()
+    found = resume(trainer)
+    if found is None:
+        load_body(trainer.shards, start.named, ctx)
+    progress = Progress() if found is None else Progress.read(read_manifest(found).state, found)
+    ranks = Ranks(ctx.rank, ctx.world_size, ctx.host_group, ctx.watch)
+    ranks.together(
+        lambda: go_back_to(run.out, progress.best_step) if ctx.is_main else None,
+        lambda error: CheckpointError(f"out={run.config.out}: {error}: fix it, or set another out=…"),
+    )
+    return found, progress
+
+
+def finish(run: Run, progress: Progress) -> Result:
+    """Predict the tests with the best weights, and write the result. Collective; raises UserError."""
+    config, trainer, material, out = run.config, run.trainer, run.material, run.out
+    if material.tests:
+        load_weights(trainer.shards, resolve(best_folder(out)), trainer.ctx)
+    batcher = batcher_of(trainer.model, config.train.micro_batch_size, material.start.max_length)
+    tests = [
+        score_split(config.task, test, trainer.model, run.objective, batcher, out / "predictions")
+        for test in material.tests
+    ]
+    result = Result.of(
+        config,
+        trainer,
+        progress,
+        settings=run.settings,
+        steps_per_epoch=run.order.steps_per_epoch,
+        tests=tests,
+        seconds=time.monotonic() - run.begun,
+    )
+    if trainer.ctx.is_main:
+        with writing_to(config.out):
+            write_result(out, result)
+            plot_losses(out / "metrics.jsonl", out / "loss.png", "per example")
+    return result
