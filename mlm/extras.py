@@ -1,4 +1,4 @@
-"""Packages that only some inputs and settings need: loaded when one of those is met."""
+"""Optional packages, imported when an input or setting needs them."""
 
 from importlib import import_module
 from typing import Any
@@ -10,9 +10,9 @@ OF_THE_HUB = ("datasets", "huggingface_hub")
 
 
 def load_extra(module: str, setting: str, extra: str = "data") -> Any:
-    """A module of an extra, mlm[data]. Raises UserError naming the extra when it is not installed.
+    """Import a module of an extra, mlm[data]. Raises UserError with the extra if it is not installed.
 
-    `setting` is what asks for it, as the user wrote it: `input=text.parquet`.
+    `setting` is the setting that needs it, as the user typed it: `input=text.parquet`.
     """
     if module in OF_THE_HUB:
         expect_hub()

@@ -1,4 +1,4 @@
-"""The Hub of Hugging Face, asked only where it can be reached: its libraries retry for half a minute."""
+"""Reachability of the Hugging Face Hub: its libraries retry for half a minute without one."""
 
 import os
 import socket
@@ -13,11 +13,11 @@ SETTINGS = {
     "huggingface_hub.constants": (OFFLINE,),
     "datasets.config": (OFFLINE, "HF_DATASETS_OFFLINE"),
 }
-"""Modules in which libraries that are imported already keep the setting."""
+"""Modules in which libraries that are already imported keep the setting."""
 
 
 def expect_hub() -> None:
-    """Have the Hub's libraries use their cache alone, and fail at once, where the Hub is out of reach."""
+    """Have the Hub's libraries use only their cache, and fail at once, if the Hub is unreachable."""
     if os.environ.get(OFFLINE) is not None or is_reachable():
         return
     os.environ[OFFLINE] = "1"
@@ -29,7 +29,7 @@ def expect_hub() -> None:
 
 @cache
 def is_reachable() -> bool:
-    """True if a connection to the Hub opens, or a proxy is to open it."""
+    """True if a connection to the Hub opens, or a proxy is configured."""
     url = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
     if url.scheme in getproxies() or "all" in getproxies():
         return True

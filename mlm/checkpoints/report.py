@@ -1,6 +1,5 @@
 """What the `mlm ckpt` commands share: the result for machines."""
 
-import json
 from typing import Any
 
 import torch
@@ -17,5 +16,4 @@ def versions() -> dict[str, str]:
 
 def write_result(out: str, result: dict[str, Any]) -> None:
     """Write the JSON for machines; numbers that are not finite become null. Raises UserError."""
-    text = json.dumps(finite(result), indent=2, allow_nan=False) + "\n"
-    result_files.write_result(out, text.encode())
+    result_files.write_result(out, finite(result))

@@ -1,9 +1,8 @@
 """`mlm data build`: from raw text to a corpus in Megatron's .bin/.idx."""
 
-import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,51 +10,57 @@ from typing import Any
 from rich.console import Console
 
 from mlm.config.build import to_dict
+from mlm.corpus.benchmarks import read_benchmarks, save_benchmarks
 from mlm.corpus.config import DataBuildConfig
-from mlm.corpus.decontaminate.benchmarks import read_benchmarks, save_benchmarks
-from mlm.corpus.read.inputs import digests_of, with_digests, write_inputs
-from mlm.corpus.read.one_text import parts_of_text
-from mlm.corpus.read.shards import Found, cut, find_all, group
-from mlm.corpus.stages.local import run_stages
-from mlm.corpus.stages.merge import move, publish
+from mlm.corpus.read.finding import Found, find_all
+from mlm.corpus.read.shards import digests_of, group, parts_of_text, split_inputs, with_digests, write_inputs
 from mlm.corpus.stages.plan import EVALUATION, TOKENIZER, Plan, shard_bytes
-from mlm.corpus.stages.report import outcome, refuse_empty_parts, summary, warn, write_rejected
-from mlm.data.parts import parse_split
+from mlm.corpus.stages.publish import (
+    move,
+    outcome,
+    publish,
+    reject_empty_parts,
+    summary,
+    warn,
+    write_rejected,
+)
+from mlm.corpus.stages.run import run_stages
+from mlm.data.corpus_files import MARKER, parse_split
 from mlm.data.receipt import RECEIPT, Receipt, check_corpus, damaged_file, read_receipt, write_receipt
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import UserError
-from mlm.files.atomic import digest_file, open_lock, write_atomic
+from mlm.files.atomic import digest_file, write_atomic
+from mlm.files.lock import Lock
 from mlm.files.ownership import claim_folder, claim_problems, delete_owned
 
 __all__ = ["check_corpus", "run_build"]
 
-MARKER = ".building"  # in `out` while a build is under way: what lies there is ours to replace
 LOCK = "lock"  # in the work folder
 OUT_LOCK = ".lock"
 WORK = "work"  # in `out`
 
 
 def run_build(config: DataBuildConfig, console: Console | None = None) -> Receipt | None:
-    """Write a corpus folder, its receipt last; the receipt is returned. Nothing to do if it is there already.
+    """Write a corpus folder, its receipt last; return the receipt. Does nothing if the corpus is there.
 
-    What an interrupted build has finished is not done again. None is returned while jobs on a cluster are
-    still at work. Raises UserError: bad input, an empty part, or a folder that holds something else.
+    Finished tasks of an interrupted build are reused. Returns None while jobs on a cluster are running.
+    Raises UserError: bad input, an empty part, or a folder that holds something else.
     """
     console = console or Console()
     parse_split(config.split)
     tokenizer = Tokenizer.load(config.tokenizer, eod=config.eod)
     if config.prepend_bos and tokenizer.bos_id is None:
         raise UserError(
-            f"prepend_bos=true: tokenizer={config.tokenizer} has no token for the beginning: leave it false"
+            f"prepend_bos=true: tokenizer={config.tokenizer} has no beginning-of-sequence token; set false"
         )
     found, out, work = find_all(config), Path(config.out), work_folder(config)
     if (warning := found.warning()) is not None:
         console.print(warning, soft_wrap=True, markup=False)
-    with explain_disk_faults(out), ExitStack() as stack:
+    with explain_disk_errors(out), ExitStack() as stack:
         begun = work.exists()
         claim_folders(config, tokenizer)
         stack.enter_context(sole_build(out / OUT_LOCK, f"out={out}"))
-        stack.enter_context(explain_disk_faults(work))
+        stack.enter_context(explain_disk_errors(work))
         stack.enter_context(sole_build(work / LOCK, f"work={work}"))
         digested = with_digests(found.inputs, work, console)
         tokenizer.save(work / TOKENIZER)
@@ -63,9 +68,9 @@ def run_build(config: DataBuildConfig, console: Console | None = None) -> Receip
         size = shard_bytes(sum(item.bytes for item in digested))
         parts = parts_of_text(digested, parse_split(config.split))
         if parts is not None:
-            say_how_one_text_is_cut(config, console)
+            print_split_of_one_text(config, console)
         config = with_min_tokens(config, is_one_text=parts is not None)
-        shards = tuple(parts or cut(digested, size))
+        shards = tuple(parts or split_inputs(digested, size))
         plan = Plan(
             config, work, digested, shards, group(digested, shards, size), tokenizer.digest, evaluation
         )
@@ -90,12 +95,12 @@ def run_build(config: DataBuildConfig, console: Console | None = None) -> Receip
 
 
 def work_folder(config: DataBuildConfig) -> Path:
-    """Folder of what lies between the stages."""
+    """Folder of the files between the stages."""
     return Path(config.work) if config.work is not None else Path(config.out, WORK)
 
 
 def preflight(config: DataBuildConfig) -> list[str]:
-    """Problems of the folders to write; called before the input is read."""
+    """Return problems of the folders to write; called before the input is read."""
     try:
         tokenizer = Tokenizer.load(config.tokenizer, eod=config.eod)
     except UserError as error:
@@ -104,21 +109,21 @@ def preflight(config: DataBuildConfig) -> list[str]:
     return [
         *claim_problems(config.out, **out),
         *claim_problems(work_folder(config), **work),
-        *place_faults(config),
+        *place_problems(config),
     ]
 
 
-def place_faults(config: DataBuildConfig) -> list[str]:
-    """`work` where it would be deleted with something else, or `out` with it."""
+def place_problems(config: DataBuildConfig) -> list[str]:
+    """Problems of a `work` that is, or contains, `out`."""
     out, work = Path(config.out).resolve(), work_folder(config).resolve()
     if work == out or work in out.parents:
-        said = "is" if work == out else "holds"
-        return [f"work={config.work}: {said} out={config.out}; name another folder"]
+        relation = "is" if work == out else "holds"
+        return [f"work={config.work}: {relation} out={config.out}; name another folder"]
     return []
 
 
 def claims(config: DataBuildConfig, tokenizer: Tokenizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments with which `out` and the work folder are claimed."""
+    """Return the arguments with which `out` and the work folder are claimed."""
     reads = [config.input, *config.decontaminate.against]
     key = "out" if config.work is None else "work"
     return (
@@ -128,25 +133,24 @@ def claims(config: DataBuildConfig, tokenizer: Tokenizer) -> tuple[dict[str, Any
 
 
 def claim_folders(config: DataBuildConfig, tokenizer: Tokenizer) -> None:
-    """Make or adopt both folders. Raises UserError where something of the user's is in the way."""
+    """Make or adopt both folders. Raises UserError if something of the user's is in the way."""
     out, work = claims(config, tokenizer)
-    faults = [*place_faults(config), *claim_problems(work_folder(config), **work)]
-    if faults:
-        raise UserError(faults[0])
+    if problems := [*place_problems(config), *claim_problems(work_folder(config), **work)]:
+        raise UserError(problems[0])
     claim_folder(config.out, **out)
     claim_folder(work_folder(config), **work)
 
 
 def delete_work(config: DataBuildConfig) -> str | None:
-    """Delete what the build left between its stages; a line on what stays, None if nothing does."""
+    """Delete the files between the stages; return a line on what is left, None if nothing is."""
     reads = [config.input, config.tokenizer, *config.decontaminate.against, config.out]
     return delete_owned(work_folder(config), "corpus-work", inputs=reads)
 
 
 def with_min_tokens(config: DataBuildConfig, *, is_one_text: bool) -> DataBuildConfig:
-    """The settings with filter.min_tokens=auto resolved; a typed number holds for every input.
+    """Return the settings with filter.min_tokens=auto resolved; a number applies to every input.
 
-    The parts of one text are no documents that could be too short.
+    The parts of one text are not documents that could be too short.
     """
     if config.filter.min_tokens != "auto":
         return config
@@ -154,19 +158,19 @@ def with_min_tokens(config: DataBuildConfig, *, is_one_text: bool) -> DataBuildC
     return replace(config, filter=replace(config.filter, min_tokens=least))
 
 
-def say_how_one_text_is_cut(config: DataBuildConfig, console: Console) -> None:
-    """A line on the parts of an input of one text, and on the rule that is off for them."""
-    off = "; filter.min_tokens=auto is off, a number holds" if config.filter.min_tokens == "auto" else ""
+def print_split_of_one_text(config: DataBuildConfig, console: Console) -> None:
+    """Print how an input of one text is split, and the rule that is off for its parts."""
+    off = "; filter.min_tokens=auto is off, a number applies" if config.filter.min_tokens == "auto" else ""
     console.print(
-        f"input={config.input} is one text: cut into consecutive parts by split={config.split}, at ends of "
-        f"paragraphs where there are any{off}",
+        f"input={config.input} is one text: split into consecutive parts by split={config.split}, at ends "
+        f"of paragraphs if there are any{off}",
         soft_wrap=True,
         markup=False,
     )
 
 
 def build(plan: Plan, found: Found, made_of: Receipt, out: Path, console: Console) -> Receipt | None:
-    """Run the stages and publish what they made. None while jobs on a cluster are at work."""
+    """Run the stages and publish their output. Returns None while jobs on a cluster are running."""
     path, executor = plan.save(), plan.config.executor
     if executor.kind == "local":
         workers = executor.workers or len(os.sched_getaffinity(0))
@@ -184,7 +188,7 @@ def build(plan: Plan, found: Found, made_of: Receipt, out: Path, console: Consol
         elif not run_slurm(plan, path, console):
             return None
     facts = outcome(plan) | {"not_read": found.account()}
-    refuse_empty_parts(plan, facts)
+    reject_empty_parts(plan, facts)
     names = publish(plan, out)
     move(plan.work / TOKENIZER, out / TOKENIZER)
     listed = [*write_rejected(plan, out), *write_inputs(plan.inputs, out)]
@@ -195,7 +199,7 @@ def build(plan: Plan, found: Found, made_of: Receipt, out: Path, console: Consol
 
 
 def ingredients(plan: Plan, tokenizer: Tokenizer) -> Receipt:
-    """Everything the output is a function of."""
+    """Everything that the output is a function of."""
     config = to_dict(plan.config)
     settings = (
         "text_key",
@@ -216,13 +220,13 @@ def ingredients(plan: Plan, tokenizer: Tokenizer) -> Receipt:
         "evaluation_texts": plan.evaluation,
         "split": list(parse_split(plan.config.split)) if plan.is_divided else None,
         "seed": plan.config.seed,
-        **{key: config[key] for key in ("eod", "keep_ids") if config[key]},  # receipts of old do not say it
+        **{key: config[key] for key in ("eod", "keep_ids") if config[key]},  # older receipts lack them
         "inputs": digests_of({item.name: item.digest for item in plan.inputs}),
     }
 
 
 def prepare_evaluation(config: DataBuildConfig, work: Path) -> str | None:
-    """Put the texts to keep out into the work folder; their digest is returned, None if there are none."""
+    """Write the evaluation texts into the work folder; return their digest, None if there are none."""
     if not config.decontaminate.against:
         return None
     save_benchmarks(read_benchmarks(config.decontaminate.against), work / EVALUATION)
@@ -230,7 +234,7 @@ def prepare_evaluation(config: DataBuildConfig, work: Path) -> str | None:
 
 
 def reusable(out: Path, made_of: Receipt) -> Receipt | None:
-    """The receipt of an equal corpus that is already whole. Raises UserError when another one is there."""
+    """Return the receipt of an equal, complete corpus. Raises UserError if another one is there."""
     receipt = read_receipt(out)
     if receipt is None:
         return None
@@ -241,44 +245,25 @@ def reusable(out: Path, made_of: Receipt) -> Receipt | None:
     if differing:
         raise UserError(f"out={out} holds a corpus made with other {', '.join(differing)}: {remedy}")
     if (name := damaged_file(out, receipt)) is not None:
-        raise UserError(f"out={out}: {name} is not what {RECEIPT} says: {remedy}")
+        raise UserError(f"out={out}: {name} differs from {RECEIPT}: {remedy}")
     return receipt
 
 
 @contextmanager
-def sole_build(lock: Path, folder: str) -> Iterator[None]:
+def sole_build(path: Path, folder: str) -> Iterator[None]:
     """Keep two commands from working in one folder. Raises UserError for the second."""
-    descriptor = take(lock)
-    if descriptor is None:
+    held = Lock(path)
+    if not held.take():
         raise UserError(f"{folder} is in use by another `mlm data build`: wait for it, or set another out=")
     try:
         yield
     finally:
-        with suppress(OSError):
-            lock.unlink()  # while it is held: `take` believes in no file but the one there now
-        os.close(descriptor)
-
-
-def take(lock: Path) -> int | None:
-    """A descriptor that holds the lock, None if another process has it. Raises OSError."""
-    while True:
-        descriptor = open_lock(lock)
-        try:
-            # not flock, whose lock the child processes would share and keep
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(descriptor), os.stat(lock)):
-                return descriptor
-        except (BlockingIOError, PermissionError):
-            os.close(descriptor)
-            return None
-        except FileNotFoundError:
-            pass  # gone with the one who held it
-        os.close(descriptor)
+        held.release(delete=True)
 
 
 @contextmanager
-def explain_disk_faults(folder: Path) -> Iterator[None]:
-    """Turn a full or read-only disk into a UserError. What was half written has no final name."""
+def explain_disk_errors(folder: Path) -> Iterator[None]:
+    """Turn a full or read-only disk into a UserError. Incomplete files have no final name."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`mlm data inspect`: what a corpus holds."""
+"""`mlm data inspect`: the contents of a corpus."""
 
 import json
 import os
@@ -12,19 +12,18 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from mlm.corpus.config import DataInspectConfig
-from mlm.data.corpus_files import corpora_at, eod_of, origins_of, size_of, tokenizer_beside, write_result
-from mlm.data.indexed import REBUILD, IndexedDataset, bin_path, idx_path
-from mlm.data.indexed_format import CHUNK, VERSION, Index
+from mlm.data.corpus_files import corpora_at, eod_of, origins_of, size_of, tokenizer_beside
+from mlm.data.indexed import CHUNK, REBUILD, VERSION, Index, IndexedDataset, bin_path, idx_path
 from mlm.data.receipt import Receipt, read_receipt
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import CorruptFileError, UserError
-from mlm.files.results import named
+from mlm.files.results import named, write_result
 from mlm.terminal import add_row, byte_progress, console, plain, size, table
 
 BITS = 16
 BINS = 1 << BITS
 BAR = 40  # characters of the longest bar
-LOOKED_AT = 10_000  # documents whose last token is looked at: each is a page to read
+CHECKED_ENDS = 10_000  # documents whose last token is read: each costs a page
 SAMPLE_TOKENS = 64
 SAMPLE_LETTERS = 200
 
@@ -46,7 +45,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Spread:
-    """How a count is spread over documents."""
+    """Distribution of a count over documents."""
 
     min: int
     median: int
@@ -59,7 +58,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Facts:
-    """What one .bin/.idx pair holds."""
+    """Contents of one .bin/.idx pair."""
 
     prefix: str
     dtype: str
@@ -72,13 +71,13 @@ class Facts:
     tokens_per_document: Spread
     sequences_per_document: Spread
     ends_with_eod: float | None
-    """Share of the documents looked at; None where the end-of-document token is not known."""
+    """Share of the checked documents; None if the end-of-document token is not known."""
     looked_at: int
     samples: list[Sample]
 
 
 def run_inspect(config: DataInspectConfig) -> None:
-    """Print tables, write out. Raises UserError, CorruptFileError for a pair that is not what it says."""
+    """Print tables, write out. Raises UserError, CorruptFileError for a damaged pair."""
     if config.samples < 0:
         raise UserError(f"samples={config.samples} is below 0: use 0 to decode none")
     folder, prefixes = corpora_at(config.path)
@@ -102,7 +101,7 @@ def run_inspect(config: DataInspectConfig) -> None:
 
 
 def run_document(config: DataInspectConfig, folder: Path, prefix: Path) -> None:
-    """Show one document and where it came from. Raises UserError."""
+    """Show one document and its origin. Raises UserError."""
     corpus, (tokenizer, _) = IndexedDataset(prefix), tokenizer_for(config, folder)
     number = document_wanted(config, corpus)
     origin = origin_of(prefix, number)
@@ -130,7 +129,7 @@ def run_document(config: DataInspectConfig, folder: Path, prefix: Path) -> None:
 
 
 def document_wanted(config: DataInspectConfig, corpus: IndexedDataset) -> int:
-    """The number of the document to show. Raises UserError when there is none of that number."""
+    """Return the number of the document to show. Raises UserError if it is out of range."""
     key, number = ("document", config.document) if config.document is not None else ("token", config.token)
     assert number is not None
     count = corpus.num_documents if key == "document" else corpus.num_tokens
@@ -140,7 +139,7 @@ def document_wanted(config: DataInspectConfig, corpus: IndexedDataset) -> int:
 
 
 def origin_of(prefix: Path, number: int) -> dict[str, Any] | None:
-    """Source, line and id of a document; None where they were not kept. Raises CorruptFileError."""
+    """Return source, line and id of a document; None if they were not kept. Raises CorruptFileError."""
     kept = origins_of(prefix)
     if not idx_path(kept).is_file():
         return None
@@ -155,7 +154,7 @@ def origin_of(prefix: Path, number: int) -> dict[str, Any] | None:
 
 
 def tokenizer_for(config: DataInspectConfig, folder: Path) -> tuple[Tokenizer | None, str | None]:
-    """What decodes the samples, and why nothing does. Raises UserError for a tokenizer that was named."""
+    """Return the tokenizer for samples, and a note if there is none. Raises UserError for a named one."""
     if config.tokenizer is not None:
         return Tokenizer.load(config.tokenizer), None
     try:
@@ -167,7 +166,7 @@ def tokenizer_for(config: DataInspectConfig, folder: Path) -> tuple[Tokenizer | 
 
 
 def facts_of(prefix: Path, tokenizer: Tokenizer | None, eod_id: int | None, samples: int) -> Facts:
-    """Look at one pair, in constant memory. Raises UserError, CorruptFileError."""
+    """Inspect one pair in constant memory. Raises UserError, CorruptFileError."""
     corpus = IndexedDataset(prefix, allow_empty=True)
     share, looked_at = ends_with(corpus, eod_id)
     return Facts(
@@ -187,17 +186,17 @@ def facts_of(prefix: Path, tokenizer: Tokenizer | None, eod_id: int | None, samp
 
 
 def tokens_of(index: Index, begin: int, end: int) -> NDArray[np.int64]:
-    """Tokens of documents `begin` to `end`: i64 [end - begin]."""
+    """Return the tokens of documents `begin` to `end`: i64 [end - begin]."""
     return np.diff(index.document_starts(begin, end))
 
 
 def sequences_of(index: Index, begin: int, end: int) -> NDArray[np.int64]:
-    """Sequences of documents `begin` to `end`: i64 [end - begin]."""
+    """Return the sequences of documents `begin` to `end`: i64 [end - begin]."""
     return np.diff(index.document_indices[begin : end + 1])
 
 
 def spread(index: Index, count: Count) -> Spread:
-    """Least, median, mean, most and histogram of a count, in constant memory; the median exact below 2**32.
+    """Return min, median, mean, max and histogram of a count in constant memory; median exact below 2**32.
 
     Two passes find the median: the first its upper 16 bits, the second the lower ones.
     """
@@ -221,16 +220,16 @@ def spread(index: Index, count: Count) -> Spread:
     for chunk in chunks():
         lower += np.bincount(chunk[chunk >> BITS == high] & (BINS - 1), minlength=BINS)
     low = int(np.searchsorted(np.cumsum(lower), middle - int(upper[:high].sum()), side="right"))
-    met = np.flatnonzero(logs)
-    bins = [(1 << k >> 1, (1 << k) - 1, int(logs[k])) for k in range(met[0], met[-1] + 1)]
+    present = np.flatnonzero(logs)
+    bins = [(1 << k >> 1, (1 << k) - 1, int(logs[k])) for k in range(present[0], present[-1] + 1)]
     return Spread(least, (high << BITS) + low, total / documents, most, bins)
 
 
 def ends_with(corpus: IndexedDataset, eod_id: int | None) -> tuple[float | None, int]:
-    """Share of documents whose last token is `eod_id`, and how many were looked at."""
+    """Return the share of documents that end with `eod_id`, and the number that were checked."""
     if eod_id is None or corpus.num_documents == 0:
         return None, 0
-    numbers = spaced(corpus.num_documents, LOOKED_AT)
+    numbers = spaced(corpus.num_documents, CHECKED_ENDS)
     itemsize, count = corpus.dtype.itemsize, 0
     with open(corpus.bin_path, "rb", buffering=0) as f:  # the map would keep the pages around each token
         for number in numbers:
@@ -242,7 +241,7 @@ def ends_with(corpus: IndexedDataset, eod_id: int | None) -> tuple[float | None,
 
 
 def spaced(count: int, wanted: int) -> list[int]:
-    """At most `wanted` numbers below `count`, evenly spread."""
+    """Return at most `wanted` numbers below `count`, evenly spaced."""
     number = min(count, wanted)
     return [(2 * i + 1) * count // (2 * number) for i in range(number)]
 
@@ -258,7 +257,7 @@ def sample_of(corpus: IndexedDataset, number: int, tokenizer: Tokenizer | None) 
 
 
 def share_of(facts: Facts) -> str:
-    """The share of documents that end as they should, in words."""
+    """Describe the share of documents that end with the end-of-document token."""
     if facts.ends_with_eod is None:
         return "unknown"
     return f"{facts.ends_with_eod:.1%} of {facts.looked_at:,}"
@@ -275,7 +274,7 @@ HEADER_ROWS: dict[str, Callable[[Facts], str]] = {
 
 
 def show(config: DataInspectConfig, found: list[Facts], receipt: Receipt | None, note: str | None) -> None:
-    """The tables for people."""
+    """Print the tables."""
     out = console()
     made = table(f"data inspect · {config.path}", "", *(f"{Path(facts.prefix).name}#" for facts in found))
     for name, cell in HEADER_ROWS.items():
@@ -302,7 +301,7 @@ def show(config: DataInspectConfig, found: list[Facts], receipt: Receipt | None,
 
 
 def show_spread(out: Console, title: str, found: Spread) -> None:
-    """A histogram as bars."""
+    """Print a histogram as bars."""
     summary = f"min {found.min:,} · median {found.median:,} · mean {found.mean:,.1f} · max {found.max:,}"
     made = table(f"{title}: {summary}", "from#", "to#", "documents#", "")
     longest = max((documents for *_, documents in found.histogram), default=1)
@@ -313,12 +312,12 @@ def show_spread(out: Console, title: str, found: Spread) -> None:
 
 
 def show_receipt(out: Console, receipt: Receipt) -> None:
-    """What the receipt says of how the corpus was made. It may be of any shape."""
+    """Print how the corpus was made, by its receipt, which may be of any shape."""
     made = table("receipt", "", "")
     recipe = receipt.get("recipe")
     sections = {f"recipe.{key}": value for key, value in recipe.items()} if isinstance(recipe, dict) else {}
-    told = {key: receipt.get(key) for key in ("format", "tokenizer", "vocab_size", "eod_id", "seed", "read")}
-    for key, value in (told | {"rejected": receipt.get("rejected")} | sections).items():
+    facts = {key: receipt.get(key) for key in ("format", "tokenizer", "vocab_size", "eod_id", "seed", "read")}
+    for key, value in (facts | {"rejected": receipt.get("rejected")} | sections).items():
         if value not in (None, {}):
             add_row(made, key, in_words(value))
     removed = receipt.get("removed")
@@ -328,7 +327,7 @@ def show_receipt(out: Console, receipt: Receipt) -> None:
 
 
 def in_words(value: Any) -> str:
-    """A table of the receipt in one line, without what is not set."""
+    """Format a table of the receipt in one line, without unset values."""
     if not isinstance(value, dict):
         return str(value)
     return " ".join(f"{key}={item}" for key, item in value.items() if item not in (None, [], {}))

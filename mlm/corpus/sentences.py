@@ -1,4 +1,4 @@
-"""Cutting a document into sentences, as BERT samples need them.
+"""Splitting a document into sentences, as BERT samples need them.
 
 The library is `sentencex` (Wikimedia; rules and lists of abbreviations, in Rust; nothing is downloaded).
 Tried against `nupunkt`, the Punkt algorithm that v1 took from NLTK, in Python. One core, English:
@@ -7,8 +7,8 @@ Tried against `nupunkt`, the Punkt algorithm that v1 took from NLTK, in Python. 
     60 Wikipedia articles                       46 MB/s as used here; nupunkt 20
     38 plays                                    37 MB/s; nupunkt 7
 
-It keeps quoted speech in one sentence, where nupunkt cuts. Two faults of its version 1.0 are kept from
-showing here: quadratic time over a long list, and a panic where a full stop follows a space outside ASCII.
+It keeps quoted speech in one sentence, where nupunkt splits. Two bugs of its version 1.0 are worked around
+here: quadratic time on a long list, and a panic where a full stop follows a non-ASCII space.
 """
 
 import re
@@ -20,20 +20,20 @@ from mlm.extras import load_extra
 PARAGRAPH_END = re.compile(r"\n\s*\n")
 WORD = re.compile(r"\w")
 BLOCK = 1 << 12
-"""Letters looked at at a time, so that time grows linearly. No sentence is longer, save marks behind it."""
+"""Letters processed at a time, so that time grows linearly. No sentence is longer, save marks after it."""
 HELD = 1 << 17
 """Letters of a paragraph that are held back until it ends."""
 SPACES = [chr(code) for code in range(0x80, 0x3001) if chr(code).isspace()]
-"""White space outside ASCII."""
+"""Non-ASCII white space."""
 
 Segment = Callable[[str, str], list[str]]
 
 
 def split_sentences(text: str) -> list[str]:
-    """The sentences of a text in order, without white space around them and none of them empty.
+    """Return the sentences of a text in order, without white space around them, none of them empty.
 
     Joined they hold all of the text but white space. A blank line ends a sentence, one line end does not.
-    What holds no letter or digit belongs to the sentence before it in its paragraph. The text must be valid
+    A piece without letter or digit belongs to the preceding sentence of its paragraph. The text must be valid
     Unicode (no lone surrogates). Raises UserError when the library is not installed.
     """
     segment: Segment = load_extra("sentencex", "sentences=true").segment
@@ -47,7 +47,7 @@ def split_sentences(text: str) -> list[str]:
 
 
 def long_sentences(pieces: Iterable[str]) -> Iterator[list[str]]:
-    """The same of a text that comes in pieces: the sentences of some at a time."""
+    """Yield the sentences of a text that comes in pieces, some at a time."""
     segment: Segment = load_extra("sentencex", "sentences=true").segment
     held = ""
     for piece in pieces:
@@ -57,7 +57,7 @@ def long_sentences(pieces: Iterable[str]) -> Iterator[list[str]]:
             yield split_sentences(held[: ends[-1]])
             held = held[ends[-1] :]
         if len(held) > HELD:
-            # Of a paragraph that has no end yet, what the letters to come cannot change.
+            # the part of an unfinished paragraph that later letters cannot change
             inside = held[: m.start()] if (m := PARAGRAPH_END.search(held)) else held
             begins = list[int]()
             limits = sentence_limits(inside, segment, begins)
@@ -71,7 +71,7 @@ def long_sentences(pieces: Iterable[str]) -> Iterator[list[str]]:
 
 
 def sentence_limits(paragraph: str, segment: Segment, begins: list[int] | None = None) -> list[int]:
-    """Begins of the sentences of a paragraph, then the paragraph's end. `begins` gets those of blocks."""
+    """Return starts of sentences of a paragraph, then its end. `begins` receives those of blocks."""
     limits = [0]
     begin = 0
     while begin < len(paragraph):
@@ -80,7 +80,7 @@ def sentence_limits(paragraph: str, segment: Segment, begins: list[int] | None =
         stop = block_end(paragraph, begin)
         pieces = segment("en", plain_spaces(paragraph[begin:stop]))
         assert sum(map(len, pieces)) == stop - begin, "the pieces are the text"
-        # The last piece may go on behind the block: the next block begins with it.
+        # The last piece may continue after the block: the next block begins with it.
         whole = pieces if stop == len(paragraph) or len(pieces) == 1 else pieces[:-1]
         for piece in whole:
             if not WORD.search(piece) and len(limits) > 1:
@@ -91,7 +91,7 @@ def sentence_limits(paragraph: str, segment: Segment, begins: list[int] | None =
 
 
 def block_end(text: str, begin: int) -> int:
-    """End of the block that begins at `begin`: after white space where there is any."""
+    """Return the end of the block that begins at `begin`: after white space, if there is any."""
     stop = begin + BLOCK
     if stop >= len(text):
         return len(text)
@@ -100,7 +100,7 @@ def block_end(text: str, begin: int) -> int:
 
 
 def plain_spaces(text: str) -> str:
-    """The text with a space for each white space outside ASCII."""
+    """Replace each non-ASCII white space by a space."""
     if not text.isascii():
         for space in SPACES:
             text = text.replace(space, " ")

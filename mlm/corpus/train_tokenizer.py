@@ -1,4 +1,4 @@
-"""`mlm data tokenizer`: learn a tokenizer from text, or take one over."""
+"""`mlm data tokenizer`: train a tokenizer on text, or convert one."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -8,8 +8,10 @@ from rich.console import Console
 from tokenizers import models, pre_tokenizers, trainers
 
 from mlm.corpus.config import DataBuildConfig, DataTokenizerConfig
-from mlm.corpus.read.read import Rejected, read_shard
-from mlm.corpus.read.shards import cut, find_inputs, kind_of
+from mlm.corpus.read.finding import find_inputs, kind_of
+from mlm.corpus.read.read import read_shard
+from mlm.corpus.read.records import Rejected
+from mlm.corpus.read.shards import split_inputs
 from mlm.data.tokenizer import BERT_SPECIAL, CONTINUES, EOD, FILES, UNK, Tokenizer, byte_level, word_piece
 from mlm.errors import UserError
 from mlm.files.results import is_stream, result_problems, write_result
@@ -17,20 +19,20 @@ from mlm.terminal import byte_progress
 
 BYTES = 256
 LETTERS = 1000
-"""Most letters a WordPiece vocabulary spells words with; words with others become [UNK]."""
+"""Size limit of a WordPiece alphabet; words with other letters become [UNK]."""
 SHARD_BYTES = 1 << 26
 Texts = Callable[[], Iterable[str]]
 
 
 def run_tokenizer(config: DataTokenizerConfig, console: Console | None = None) -> Path:
-    """Write tokenizer.json; its path is returned.
+    """Write tokenizer.json; return its path.
 
     Raises UserError: no text, bad input, or another tokenizer at `out`.
     """
     console = console or Console()
     path = tokenizer_path(config.out)
-    if faults := preflight(config):
-        raise UserError(faults[0])
+    if problems := preflight(config):
+        raise UserError(problems[0])
     tokenizer = Tokenizer.load(config.input) if is_tokenizer(config.input) else learn(config)
     if path.is_file() and digest_at(path) != tokenizer.digest:
         raise UserError(
@@ -51,24 +53,24 @@ def run_tokenizer(config: DataTokenizerConfig, console: Console | None = None) -
 
 
 def tokenizer_path(out: str) -> Path:
-    """The file that `out` means: itself, or tokenizer.json in it."""
+    """Return the file that `out` means: itself, or tokenizer.json in it."""
     return Path(out) if out.endswith(".json") or is_stream(out) else Path(out) / "tokenizer.json"
 
 
 def preflight(config: DataTokenizerConfig) -> list[str]:
-    """Problem of a file at `out` that is no tokenizer; called before the input is read."""
+    """Return the problem of a file at `out` that is not a tokenizer; called before the input is read."""
     path = tokenizer_path(config.out)
     if path.is_file() and not is_stream(path):
         return (
             []
             if digest_at(path) is not None
-            else [f"out={path}: exists and is no tokenizer; name another file, or delete it"]
+            else [f"out={path}: exists and is not a tokenizer; name another file, or delete it"]
         )
     return result_problems(path)
 
 
 def is_tokenizer(path: str) -> bool:
-    """Whether `input` names a tokenizer to take over: its file, or a folder with its files and no text."""
+    """True if `input` names a tokenizer to convert: its file, or a folder with its files and no text."""
     place = Path(path)
     if place.is_dir():
         parts = {*FILES, "merges.txt"}
@@ -79,7 +81,7 @@ def is_tokenizer(path: str) -> bool:
 
 
 def digest_at(path: Path) -> str | None:
-    """Digest of the tokenizer in a file; None when it is none, which differs from any."""
+    """Digest of the tokenizer in a file; None if it is not one."""
     try:
         return Tokenizer.load(path).digest
     except UserError:
@@ -95,18 +97,18 @@ def learn(config: DataTokenizerConfig) -> Tokenizer:
 
 
 def texts_of(config: DataTokenizerConfig) -> Texts:
-    """What iterates over the texts of `input` that are not held out, with a bar. Raises UserError.
+    """Return an iterable over the documents of `input` that are not held out, with a bar. Raises UserError.
 
-    Iterating raises UserError for a record that is no document, and at the end when all texts were empty.
+    Iterating raises UserError for a bad record, and at the end if all texts were empty.
     """
     build = DataBuildConfig(
         input=config.input, tokenizer="", out="", text_key=config.text_key, unreadable=config.unreadable
     )
     inputs = [item for item in find_inputs(build) if item.split in (None, "train")]
-    shards = cut(inputs, SHARD_BYTES)
+    shards = split_inputs(inputs, SHARD_BYTES)
 
-    def reject(fault: Rejected) -> None:
-        raise UserError(f"{fault.place_text}: {fault.detail}: mend or delete it")
+    def reject(record: Rejected) -> None:
+        raise UserError(f"{record.place_text}: {record.detail}: fix or delete it")
 
     def texts() -> Iterator[str]:
         seen = False
@@ -124,9 +126,7 @@ def texts_of(config: DataTokenizerConfig) -> Texts:
                     seen = seen or bool(document.text)
                     yield document.text
         if not seen:
-            raise UserError(
-                f"input={config.input} holds no text: a tokenizer needs some; name a file with documents"
-            )
+            raise UserError(f"input={config.input} holds no text to train on; name a file with documents")
 
     return texts
 
@@ -134,8 +134,8 @@ def texts_of(config: DataTokenizerConfig) -> Texts:
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Learn a byte-level BPE: 256 bytes, <|endoftext|>, and merges up to `vocab_size` tokens.
 
-    A small corpus may have fewer merges to offer. Equal texts give equal bytes, whatever the number of
-    threads. Raises UserError for a vocab_size below 257.
+    A small corpus may offer fewer merges. Equal documents give equal bytes, whatever the number of threads.
+    Raises UserError for a vocab_size below 257.
     """
     if vocab_size < BYTES + 1:
         raise UserError(
@@ -155,9 +155,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def train_wordpiece(texts: Texts, vocab_size: int, *, lowercase: bool = True) -> Tokenizer:
     """Learn a WordPiece vocabulary as BERT's: special tokens, letters, and pieces up to `vocab_size` tokens.
 
-    Reads the texts twice. Left alone, the library numbers letters inside words in the order of a hash table
-    and breaks ties by those numbers, so that each run learns other pieces: here it is given all letters
-    first. Raises UserError for a vocab_size too small for them.
+    Reads the documents twice. By default the library numbers letters inside words in the order of a hash
+    table and breaks ties by those numbers, so that each run learns different pieces: here all letters are
+    given first. Raises UserError for a vocab_size too small for them.
     """
     backend = word_piece(models.WordPiece(unk_token=UNK), lowercase=lowercase)
     letters = alphabet(texts(), backend.normalizer.normalize_str)
@@ -177,13 +177,13 @@ def train_wordpiece(texts: Texts, vocab_size: int, *, lowercase: bool = True) ->
         show_progress=False,
     )
     backend.train_from_iterator(texts(), trainer=trainer)
-    # Built anew from the ids alone: to the trainer all letters were special tokens.
+    # Rebuilt from the ids alone: to the trainer all letters were special tokens.
     vocabulary = backend.get_vocab(with_added_tokens=False)
     return Tokenizer(word_piece(models.WordPiece(vocabulary, unk_token=UNK), lowercase=lowercase).to_str())
 
 
 def alphabet(texts: Iterable[str], normalise: Callable[[str], str]) -> list[str]:
-    """The commonest letters of texts, at most LETTERS of them, sorted."""
+    """Return the commonest letters of texts, at most LETTERS of them, sorted."""
     counts = Counter[str]()
     for text in texts:
         counts.update(normalise(text))

@@ -1,4 +1,4 @@
-"""`mlm data verify`: is a corpus whole?
+"""`mlm data verify`: an integrity check of a corpus.
 
 Every byte is read, once: the tokens are checked while they are digested. Memory stays constant.
 """
@@ -21,14 +21,12 @@ from mlm.data.corpus_files import (
     eod_of,
     size_of,
     tokenizer_beside,
-    write_result,
 )
-from mlm.data.indexed import bin_path, idx_path
-from mlm.data.indexed_format import CHUNK, REBUILD, Index
+from mlm.data.indexed import CHUNK, REBUILD, Index, bin_path, idx_path
 from mlm.data.receipt import RECEIPT, Receipt, read_receipt
 from mlm.errors import CheckFailedError, CorruptFileError, UserError
 from mlm.files.atomic import digest_file, digest_name
-from mlm.files.results import named
+from mlm.files.results import named, write_result
 from mlm.terminal import Advance, add_row, byte_progress, console, plain, table
 
 BLOCK = 1 << 22  # bytes read at a time: 4 MiB
@@ -36,18 +34,18 @@ BLOCK = 1 << 22  # bytes read at a time: 4 MiB
 
 @dataclass(frozen=True)
 class Check:
-    """One thing looked at. A fault fails the command, a note does not."""
+    """One check of a file. An error fails the command, a note does not."""
 
     file: str
     name: str
     state: str
-    """ok, fault or note."""
+    """ok, error or note."""
     detail: str = ""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What a corpus is held against."""
+    """Facts that a corpus is compared with."""
 
     receipt: Receipt | None
     vocab_size: int | None
@@ -65,7 +63,7 @@ class Expected:
 
 
 def run_verify(config: DataVerifyConfig) -> None:
-    """Read a corpus whole, print a table, write out. Raises CheckFailedError when something is wrong."""
+    """Read a whole corpus, print a table, write out. Raises CheckFailedError if a check fails."""
     folder, prefixes = corpora_at(config.path)
     checks, expected = expectations(config, folder)
     others = [folder / name for name in other_files(expected, prefixes)] if Path(config.path).is_dir() else []
@@ -77,32 +75,32 @@ def run_verify(config: DataVerifyConfig) -> None:
     if Path(config.path).is_dir():
         checks += strays(folder, prefixes, expected)
     if config.out is not None:
-        whole = not any(check.state == "fault" for check in checks)
+        whole = not any(check.state == "error" for check in checks)
         found = [asdict(check) for check in checks]
         write_result(
             config.out, {"task": "data verify", "path": config.path, "whole": whole, "checks": found}
         )
     show(config, checks)
-    faults = [check for check in checks if check.state == "fault"]
-    if faults:
-        more = f" (and {len(faults) - 1} more)" if faults[1:] else ""
+    errors = [check for check in checks if check.state == "error"]
+    if errors:
+        more = f" (and {len(errors) - 1} more)" if errors[1:] else ""
         raise CheckFailedError(
-            f"{folder / faults[0].file}: {faults[0].detail}{more}: restore it from a copy, or write it again"
+            f"{folder / errors[0].file}: {errors[0].detail}{more}: restore it from a copy, or write it again"
         )
 
 
 def expectations(config: DataVerifyConfig, folder: Path) -> tuple[list[Check], Expected]:
-    """What receipt and tokenizer say of the corpus; a damaged one is a fault of its own."""
+    """Return the facts in receipt and tokenizer; a damaged one is itself an error."""
     checks, receipt, tokenizer = list[Check](), None, None
     try:
         receipt = read_receipt(folder)
         checks.append(Check(RECEIPT, "receipt", *(("ok",) if receipt else ("note", "no receipt"))))
     except CorruptFileError as error:
-        checks.append(Check(RECEIPT, "receipt", "fault", reason(error, folder / RECEIPT)))
+        checks.append(Check(RECEIPT, "receipt", "error", reason(error, folder / RECEIPT)))
     try:
         tokenizer = tokenizer_beside(folder)
     except UserError as error:
-        checks.append(Check(TOKENIZER, "tokenizer", "fault", reason(error, folder / TOKENIZER)))
+        checks.append(Check(TOKENIZER, "tokenizer", "error", reason(error, folder / TOKENIZER)))
     vocab_size = config.vocab_size
     if vocab_size is None and receipt is not None:
         vocab_size = receipt["vocab_size"]
@@ -112,33 +110,33 @@ def expectations(config: DataVerifyConfig, folder: Path) -> tuple[list[Check], E
 
 
 def reason(error: UserError, path: Path) -> str:
-    """What is wrong with a file, without its path and the remedy, which the command names itself."""
+    """Return the problem of a file without its path and fix, which the command adds itself."""
     text = str(error).removeprefix(str(path)).removesuffix(REBUILD)
     return text.lstrip(": ").rstrip(";: ")
 
 
 def verify_pair(prefix: Path, expected: Expected, advance: Advance) -> list[Check]:
-    """All checks of one .bin/.idx pair."""
+    """Run all checks of one .bin/.idx pair."""
     idx, tokens = idx_path(prefix), bin_path(prefix)
     missing = [path for path in (idx, tokens) if not path.is_file()]
     if missing:
-        return [Check(path.name, "files", "fault", "is missing: a corpus is a pair") for path in missing]
+        return [Check(path.name, "files", "error", "is missing: a corpus is a pair") for path in missing]
     try:
         index = Index(idx)
     except CorruptFileError as error:
         digests = [digest_check(path, digest_of(path, advance, expected), expected) for path in (idx, tokens)]
-        return [Check(idx.name, "header", "fault", reason(error, idx)), *digests]
-    fault = index.problem()
+        return [Check(idx.name, "header", "error", reason(error, idx)), *digests]
+    problem = index.problem()
     needed, found = index.num_tokens * index.dtype.itemsize, tokens.stat().st_size
-    size_fault = "" if needed == found else f"{found} bytes where the index says {needed}"
-    if found > needed:  # what is behind the tokens is not read, however much it is
-        return [Check(tokens.name, "size", "fault", size_fault)]
-    sound = fault is None and not size_fault
+    size_problem = "" if needed == found else f"{found} bytes where the index says {needed}"
+    if found > needed:  # what follows the tokens is not read, however much it is
+        return [Check(tokens.name, "size", "error", size_problem)]
+    sound = problem is None and not size_problem
     scan = Scan(index if sound else None, index.dtype, expected)
     checks = [
         Check(idx.name, "header", "ok", f"{index.dtype.name}, {index.num_documents:,} documents"),
-        Check(idx.name, "pointers and boundaries", "fault" if fault else "ok", fault or ""),
-        Check(tokens.name, "size", "fault" if size_fault else "ok", size_fault),
+        Check(idx.name, "pointers and boundaries", "error" if problem else "ok", problem or ""),
+        Check(tokens.name, "size", "error" if size_problem else "ok", size_problem),
         *scan.read(tokens, advance),
         digest_check(idx, digest_of(idx, advance, expected), expected),
         *(counts(prefix.name, index, expected) if sound else ()),
@@ -150,7 +148,7 @@ def verify_pair(prefix: Path, expected: Expected, advance: Advance) -> list[Chec
 class Scan:
     """One pass over a .bin: token ids, ends of documents, digest.
 
-    `index` is None where it cannot be trusted: faults are then named by their place in the .bin alone.
+    `index` is None if it is damaged: errors are then located by their position in the .bin alone.
     """
 
     def __init__(self, index: Index | None, dtype: np.dtype[Any], expected: Expected) -> None:
@@ -166,11 +164,11 @@ class Scan:
                 block = memoryview(buffer)[:count]
                 digest.update(block)
                 ids = np.frombuffer(block[: count - count % self.dtype.itemsize], dtype=self.dtype)
-                self.look_at(ids, position)
+                self.check_ids(ids, position)
                 position += len(ids)
                 advance(count)
         limit = self.expected.vocab_size
-        state, detail = ("fault", self.bad) if self.bad else ("ok", f"below {limit:,}" if limit else "")
+        state, detail = ("error", self.bad) if self.bad else ("ok", f"below {limit:,}" if limit else "")
         if limit is None and not self.bad:
             state, detail = "note", "not compared: no vocabulary known, set vocab_size=…"
         checks = [Check(path.name, "token ids", state, detail)]
@@ -178,21 +176,21 @@ class Scan:
             checks += [self.ends(path.name), *self.number_of_ends(path)]
         return [*checks, digest_check(path, digest_name(digest), self.expected)]
 
-    def look_at(self, ids: NDArray[Any], position: int) -> None:
-        """Tokens from `position` on."""
+    def check_ids(self, ids: NDArray[Any], position: int) -> None:
+        """Check the tokens from `position` on."""
         if not len(ids):
             return
         limit = self.expected.vocab_size
         if self.bad is None and (ids.min() < 0 or (limit is not None and ids.max() >= limit)):
             wrong = (ids < 0) if limit is None else (ids < 0) | (ids >= limit)
-            self.bad = self.place_of(int(ids[wrong.argmax()]), position + int(wrong.argmax()))
+            self.bad = self.describe(int(ids[wrong.argmax()]), position + int(wrong.argmax()))
         if self.expected.eod_id is not None:
             self.end_tokens += int((ids == self.expected.eod_id).sum())
             if self.index is not None:
-                self.look_at_ends(ids, position)
+                self.count_ends(ids, position)
 
-    def place_of(self, token: int, position: int) -> str:
-        """What is wrong with a token, and where it stands."""
+    def describe(self, token: int, position: int) -> str:
+        """Describe a wrong token and its position."""
         limit = self.expected.vocab_size
         bound = "negative" if token < 0 else f"not below vocab_size={limit}"
         if self.index is None:
@@ -201,8 +199,8 @@ class Scan:
         start = int(self.index.document_starts(document, document)[0])
         return f"document {document}, token {position - start} of it, is {token}, {bound}"
 
-    def look_at_ends(self, ids: NDArray[Any], position: int) -> None:
-        """Count the documents that end in these tokens, and not with the end-of-document token."""
+    def count_ends(self, ids: NDArray[Any], position: int) -> None:
+        """Count the documents that end in these tokens without the end-of-document token."""
         assert self.index is not None
         index, end = self.index, position + len(ids)
         # documents whose successor starts at or before the end of the block end in it, or before it
@@ -220,15 +218,15 @@ class Scan:
             self.documents_done = stop
 
     def number_of_ends(self, path: Path) -> Iterator[Check]:
-        """Compare the number of end-of-document tokens with that of the build: a text may hold none."""
-        said = self.expected.part(path.stem).get("end_tokens")
-        if said is not None:
-            detail = f"{self.end_tokens:,} end-of-document tokens, {RECEIPT} says {plain(said)}"
-            is_so = said == self.end_tokens
-            yield Check(path.name, "end-of-document tokens", *(("ok",) if is_so else ("fault", detail)))
+        """Compare the number of end-of-document tokens with that of the receipt: no text may hold one."""
+        recorded = self.expected.part(path.stem).get("end_tokens")
+        if recorded is not None:
+            detail = f"{self.end_tokens:,} end-of-document tokens, {RECEIPT} says {plain(recorded)}"
+            agrees = recorded == self.end_tokens
+            yield Check(path.name, "end-of-document tokens", *(("ok",) if agrees else ("error", detail)))
 
     def ends(self, name: str) -> Check:
-        """Whether documents end with the end-of-document token."""
+        """Report documents that do not end with the end-of-document token."""
         assert self.index is not None
         if not self.without_eod:
             return Check(name, "ends of documents", "ok")
@@ -240,7 +238,7 @@ class Scan:
 
 
 def fill(f: Any, buffer: bytearray) -> int:
-    """Read until the buffer is full or the file ends: so that blocks hold whole tokens."""
+    """Read until the buffer is full or the file ends, so that blocks hold whole tokens."""
     view, count = memoryview(buffer), 0
     while count < len(buffer) and (got := f.readinto(view[count:])):
         count += got
@@ -248,7 +246,7 @@ def fill(f: Any, buffer: bytearray) -> int:
 
 
 def digest_of(path: Path, advance: Advance, expected: Expected) -> str:
-    """Digest of a file; empty where there is none. One of another size than the receipt says is not read."""
+    """Digest of a file, empty if absent. A file whose size differs from the receipt's is not read."""
     entry, found = expected.file(path.name), size_of(path)
     if entry.get("bytes", found) != found:
         return f"{found} bytes, not {plain(entry['bytes'])}"
@@ -256,28 +254,32 @@ def digest_of(path: Path, advance: Advance, expected: Expected) -> str:
 
 
 def digest_check(path: Path, digest: str, expected: Expected) -> Check:
-    """Whether a file is the one the receipt describes."""
+    """Compare a file with its entry in the receipt."""
     entry = expected.file(path.name)
     if not path.is_file():
-        return Check(path.name, "digest", "fault", f"is missing, {RECEIPT} lists it")
+        return Check(path.name, "digest", "error", f"is missing, {RECEIPT} lists it")
     if "digest" not in entry:
         return Check(path.name, "digest", "note", "not compared: no receipt lists the file")
     if digest == entry["digest"]:
         return Check(path.name, "digest", "ok")
-    return Check(path.name, "digest", "fault", f"is not the file that {RECEIPT} describes: {digest}")
+    return Check(path.name, "digest", "error", f"is not the file that {RECEIPT} describes: {digest}")
 
 
 def counts(name: str, index: Index, expected: Expected) -> Iterator[Check]:
-    """Whether documents and tokens are as many as the receipt says."""
+    """Compare the numbers of documents, sequences and tokens with the receipt."""
     found = {"documents": index.num_documents, "sequences": index.num_sequences, "tokens": index.num_tokens}
-    said = {key: value for key, value in expected.part(name).items() if key in found}
-    wrong = [f"{found[key]:,} {key}, {RECEIPT} says {said[key]}" for key in said if found[key] != said[key]]
-    if said:
-        yield Check(idx_path(Path(name)).name, "counts", "fault" if wrong else "ok", "; ".join(wrong))
+    recorded = {key: value for key, value in expected.part(name).items() if key in found}
+    wrong = [
+        f"{found[key]:,} {key}, {RECEIPT} says {recorded[key]}"
+        for key in recorded
+        if found[key] != recorded[key]
+    ]
+    if recorded:
+        yield Check(idx_path(Path(name)).name, "counts", "error" if wrong else "ok", "; ".join(wrong))
 
 
 def empty_documents(name: str, index: Index) -> Iterator[Check]:
-    """How many documents hold no token."""
+    """Report documents without a token."""
     empty = 0
     for begin in range(0, index.num_documents, CHUNK):
         starts = index.document_starts(begin, min(begin + CHUNK, index.num_documents))
@@ -287,13 +289,13 @@ def empty_documents(name: str, index: Index) -> Iterator[Check]:
 
 
 def other_files(expected: Expected, prefixes: list[Path]) -> list[str]:
-    """Files the receipt lists beside the pairs that are there."""
+    """Files that the receipt lists beside the pairs."""
     pairs = {path(prefix).name for prefix in prefixes for path in (bin_path, idx_path)}
     return [name for name in (expected.receipt or {}).get("files", {}) if name not in pairs]
 
 
 def strays(folder: Path, prefixes: list[Path], expected: Expected) -> Iterator[Check]:
-    """What lies in the folder and is not part of the corpus."""
+    """Report files in the folder that are not part of the corpus."""
     if (folder / MARKER).exists():
         yield Check(MARKER, "stray files", "note", "a build is under way here, or was interrupted")
     for partial in sorted(folder.glob(".*.partial")):
@@ -306,7 +308,7 @@ def strays(folder: Path, prefixes: list[Path], expected: Expected) -> Iterator[C
 
 
 def show(config: DataVerifyConfig, checks: list[Check]) -> None:
-    """The table for people."""
+    """Print the table."""
     made = table(f"data verify · {config.path}", "file", "check", "", "")
     for check in checks:
         add_row(made, check.file, check.name, check.state, check.detail)

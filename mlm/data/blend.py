@@ -6,7 +6,7 @@ the weights and n. (Megatron-LM takes, at each step, the source that lags most: 
 samples before it. The proportions are as exact here.)
 
 The proportions. Let c_i be the samples of source i among the first n of the blend, k the number of sources.
-Cut the merge anywhere: there is a time t with every sample due before t taken, and none due after it, so
+Split the merge anywhere: there is a time t with every sample due before t taken, and none due after it, so
 w_i t - 1/2 <= c_i <= w_i t + 1/2. Summed over the sources, |n - t| <= k / 2. With c_i = w_i t + e_i, where
 |e_i| <= 1/2, and n = t + sum e:
 
@@ -18,8 +18,8 @@ the samples of a source due before a time can be counted by one multiplication, 
 sorted.
 
 Due times are float64: sums of halves and one IEEE division, the same on every machine, so the order is too.
-Rounding changes which of two samples due at almost the same time comes first, never whether the blocks of
-a sequence fit together: all of them compare the same numbers. It moves c_i by w_i t * 2^-52: 0.0002 samples
+Rounding may swap two samples that are due at almost the same time, but the blocks of a sequence always fit
+together: all of them compare the same numbers. It moves c_i by w_i t * 2^-52: 0.0002 samples
 at n = 1e12. Up to MAX_SAMPLES the due times of a source are all different.
 """
 
@@ -31,7 +31,7 @@ from numpy.typing import ArrayLike, NDArray
 from mlm.data.sampler import Dataset, Samples
 
 MAX_SAMPLES = 1 << 50
-GAP = 1024  # sample numbers further apart than this are looked up on their own
+GAP = 1024  # sample numbers further apart than this are looked up separately
 
 Ids = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -40,8 +40,8 @@ Floats = NDArray[np.float64]
 class BlendedDataset:
     """Samples of a blend by their number in the whole run: `from_sample` to `num_samples`.
 
-    `datasets` are its sources. `weights` [k] sum to 1. Of each, `first` [k] samples were read before the
-    blend began, and what `taken` says are read in it: they must reach that far.
+    `datasets` are its sources, `weights` [k] sum to 1. Of each source `first` [k] samples were read before
+    the blend began, and `taken` in it: each dataset must have that many.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class BlendedDataset:
         return self.num_samples
 
     def locate(self, sample_ids: ArrayLike) -> tuple[Ids, Ids]:
-        """(source, sample number in it) of samples of the run: int64 [n] each."""
+        """Return (source, sample number in it) of samples of the run: int64 [n] each."""
         ids = np.asarray(sample_ids, dtype=np.int64)
         inside = ids.size == 0 or (ids.min() >= self.from_sample and ids.max() < self.num_samples)
         assert inside, "sample id out of range"
@@ -70,7 +70,7 @@ class BlendedDataset:
         return source, number + self.first[source]
 
     def gather(self, sample_ids: ArrayLike) -> Samples:
-        """Samples in bulk, as the corpora give them. The ids must be in range."""
+        """Return samples in bulk, as the corpora return them. The ids must be in range."""
         source, number = self.locate(sample_ids)
         order = np.argsort(source, kind="stable")
         parts = [self.datasets[i].gather(number[source == i]) for i in np.unique(source)]
@@ -84,7 +84,7 @@ class BlendedDataset:
 
 
 def locate(weights: ArrayLike, sample_ids: ArrayLike) -> tuple[Ids, Ids]:
-    """(source, sample number in it) of any samples of a blend that begins at 0: int64 [n] each."""
+    """Return (source, sample number in it) of any samples of a blend that begins at 0: int64 [n] each."""
     ids = np.asarray(sample_ids, dtype=np.int64)
     source, number = np.empty_like(ids), np.empty_like(ids)
     order = np.argsort(ids, kind="stable")
@@ -97,25 +97,27 @@ def locate(weights: ArrayLike, sample_ids: ArrayLike) -> tuple[Ids, Ids]:
 
 
 def block(weights: ArrayLike, begin: int, end: int) -> tuple[Ids, Ids]:
-    """(source, sample number in it) of samples begin … end - 1 of a blend: int64 [end - begin] each.
+    """Return (source, sample number in it) of samples begin … end - 1 of a blend: int64 [end - begin] each.
 
     `weights` are positive and sum to 1. Time and memory grow with end - begin alone.
     """
     before, source, number = _around(np.asarray(weights, dtype=np.float64), begin, end)
-    cut = slice(begin - int(before.sum()), end - int(before.sum()))
-    return source[cut], number[cut]
+    wanted = slice(begin - int(before.sum()), end - int(before.sum()))
+    return source[wanted], number[wanted]
 
 
 def taken(weights: ArrayLike, n: int) -> Ids:
-    """How many of the first n samples are of each source: int64 [k]."""
+    """Count the first n samples by source: int64 [k]."""
     before, source, _ = _around(np.asarray(weights, dtype=np.float64), n, n)
     head = source[: n - int(before.sum())]
     return before + np.bincount(head, minlength=len(before))
 
 
 def _around(weights: Floats, begin: int, end: int) -> tuple[Ids, Ids, Ids]:
-    """A run of the blend that covers samples begin … end: (how many of each source come before it, [k];
-    source and number of each of its samples, [m])."""
+    """Return a run of the blend that covers samples begin … end.
+
+    It is (samples of each source before it, [k]; source and number of each of its samples, [m] each).
+    """
     assert 0 <= begin <= end <= MAX_SAMPLES
     reach = len(weights) + 2  # k / 2 is enough for weights that sum to 1 exactly
     before, after = _due_before(weights, begin - reach), _due_before(weights, end + reach)
@@ -126,14 +128,14 @@ def _around(weights: Floats, begin: int, end: int) -> tuple[Ids, Ids, Ids]:
     source = np.repeat(np.arange(len(weights)), count)
     number = np.arange(count.sum()) + np.repeat(before - (np.cumsum(count) - count), count)
     due = (number + 0.5) / np.repeat(weights, count)
-    order = np.argsort(due, kind="stable")  # of equal times the lower source stands first already
+    order = np.argsort(due, kind="stable")  # of equal times the lower source is first already
     return before, source[order], number[order]
 
 
 def _due_before(weights: Floats, time: int) -> Ids:
-    """Samples of each source that are due before a time: int64 [k].
+    """Count the samples of each source that are due before a time: int64 [k].
 
-    The product is a guess; the same division as everywhere else decides.
+    The product is an estimate; the same division as everywhere else decides.
     """
     count = np.maximum(0, np.ceil(weights * time - 0.5)).astype(np.int64)
     while (many := (count > 0) & ((count - 0.5) / weights >= time)).any():

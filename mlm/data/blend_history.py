@@ -1,7 +1,7 @@
-"""What a run has read of which corpus: segments of the run, each with one blend.
+"""History of the corpora that a run has read: segments of the run, each with one blend.
 
-A checkpoint carries them, so that a run resumed with other weights, or with corpora added or taken out, goes
-on in each corpus where it stopped. A corpus is known by its content, wherever it lies.
+A checkpoint holds them, so that a run resumed with other weights, or with corpora added or removed, continues
+in each corpus where it stopped. A corpus is identified by its content, wherever it is.
 """
 
 import math
@@ -32,19 +32,19 @@ class Source:
     """A corpus of a blend. Digests are `xxh3:<hex>`, empty where unknown."""
 
     name: str
-    """What logs call it."""
+    """Name in logs."""
     path: str
-    """Prefix of its .bin/.idx, as it was given."""
+    """Prefix of its .bin/.idx, as given."""
     digest: str
-    """Of the .idx: the order of samples is a function of it. Checkpoints of older versions do not say it."""
+    """Of the .idx: the order of samples is a function of it. Absent in older checkpoints."""
     tokens: str = ""
     """Of the .bin, by its receipt."""
     sampled: str = ""
-    """Of the .bin as it was found (`files.sampled_digest`). Older checkpoints do not say it."""
+    """Of the .bin as read (`files.sampled_digest`). Absent in older checkpoints."""
     receipt: str = ""
     """Of the receipt, corpus.json."""
     recipe: str = ""
-    """Of what the receipt says of how the text was cleaned."""
+    """Of the cleaning settings in the receipt."""
     tokenizer: str = ""
     """Of the tokenizer, by its receipt."""
     weight: float = 1.0
@@ -53,17 +53,17 @@ class Source:
     """Samples read of it before the segment."""
     order: int = 0
     """Rule of its sample order. 0: shuffled by the seed of the run, as every corpus was in earlier versions
-    and the only one of a run is; 1: by a seed of its own."""
+    and a single one is; 1: by a seed derived from its digest."""
 
     def is_same(self, other: "Source") -> bool:
-        """Whether both are one corpus, as far as it is known."""
+        """True if both are the same corpus, as far as known."""
         if not (self.digest and other.digest):
-            return self.lies_with(other)
+            return self.has_path_of(other)
         pairs = ((self.tokens, other.tokens), (self.sampled, other.sampled))
         return self.digest == other.digest and all(not (a and b) or a == b for a, b in pairs)
 
-    def lies_with(self, other: "Source") -> bool:
-        """Whether both are at the same place."""
+    def has_path_of(self, other: "Source") -> bool:
+        """True if both have the same path."""
         return os.path.realpath(self.path) == os.path.realpath(other.path)
 
 
@@ -79,9 +79,9 @@ History = tuple[Segment, ...]
 
 
 def continue_history(history: History, now: Sequence[Source], consumed: int) -> History:
-    """The history of a run that has read `consumed` samples and goes on with the blend `now`.
+    """Return the history of a run that has read `consumed` samples and continues with the blend `now`.
 
-    The same blend goes on in its segment; another begins one, each corpus where the run left it.
+    The same blend continues its segment; another begins one, each corpus where the run left it.
     """
     while history and history[-1].from_sample == consumed:  # nothing was read of it
         history = history[:-1]
@@ -100,7 +100,7 @@ def continue_history(history: History, now: Sequence[Source], consumed: int) -> 
 
 
 def is_same_blend(then: Sequence[Source], now: Sequence[Source]) -> bool:
-    """The same corpora in the same order, with the same weights."""
+    """True for the same corpora in the same order, with the same weights."""
     if len(then) != len(now):
         return False
     if len(now) == 1 and not then[0].digest:  # an older checkpoint; its only corpus may have moved
@@ -112,7 +112,7 @@ def is_same_blend(then: Sequence[Source], now: Sequence[Source]) -> bool:
 
 
 def samples_read(history: History, source: Source, consumed: int) -> int:
-    """Samples of a corpus that a run has read after `consumed` in all."""
+    """Count the samples of a corpus that a run has read after `consumed` in all."""
     end = consumed
     for segment in reversed(history):
         for i, known in enumerate(segment.sources):
@@ -124,35 +124,35 @@ def samples_read(history: History, source: Source, consumed: int) -> int:
 
 
 def order_of(history: History, source: Source) -> int:
-    """Rule of the sample order of a corpus: the one it was read by, if it was."""
+    """Return the rule of the sample order of a corpus: the one it was read by, if it was."""
     known = (old for segment in reversed(history) for old in segment.sources if old.is_same(source))
     return next((old.order for old in known), source.order)
 
 
 def seed_of(source: Source, seed: int) -> int:
-    """Seed that a corpus is shuffled by in a run of `seed`."""
+    """Return the seed that shuffles a corpus in a run of `seed`."""
     if source.order == 0:
         return seed
     digest = xxhash.xxh3_64_intdigest(f"{seed} {source.digest} {source.tokens}".encode())
-    return digest >> 1  # what every generator takes: 63 bits
+    return digest >> 1  # 63 bits: accepted by every generator
 
 
 def needed(segment: Segment, num_samples: int) -> list[int]:
-    """Samples of each source that a run has read once it has read `num_samples`, all blends together."""
+    """Count the samples of each source in a run's first `num_samples`, all blends together."""
     counts = taken([s.weight for s in segment.sources], max(0, num_samples - segment.from_sample))
     return [s.first + count for s, count in zip(segment.sources, counts.tolist(), strict=True)]
 
 
 def changed_corpus_problem(history: History, now: Sequence[Source]) -> str | None:
-    """A corpus that stands where the run knew another one, and that it has never read.
+    """Report a corpus that replaced another one of the run at its path, and that the run has never read.
 
-    To go on there would repeat and skip samples without a word.
+    To continue there would silently repeat and skip samples.
     """
     known = [source for segment in reversed(history) for source in segment.sources]
     for source in now:
         if any(old.is_same(source) for old in known):
             continue
-        old = next((old for old in known if old.lies_with(source)), None)
+        old = next((old for old in known if old.has_path_of(source)), None)
         if old is not None:
             what = "index" if old.digest != source.digest else "tokens"
             before, after = (old.digest, source.digest)
@@ -161,90 +161,90 @@ def changed_corpus_problem(history: History, now: Sequence[Source]) -> str | Non
                 before, after = (old.tokens, source.tokens) if by_receipt else (old.sampled, source.sampled)
             return (
                 f"{source.path}.{'idx' if what == 'index' else 'bin'} is not what this run was trained on "
-                f"({what} {after}, before {before}): put that corpus back, or rename this one's folder to go "
-                "on with it as a new corpus"
+                f"({what} {after}, before {before}): restore that corpus, or rename this one's folder to "
+                "continue with it as a new corpus"
             )
     return None
 
 
 def change(history: History, consumed: int) -> str | None:
-    """In a line, what the newest segment changes; None where it changes nothing."""
+    """Describe in a line the changes of the newest segment; None if there are none."""
     if len(history) < 2 or history[-1].from_sample != consumed:
         return None
     then, now = history[-2].sources, history[-1].sources
-    said = []
+    parts = []
     for source in now:
         before = next((s for s in then if s.is_same(source)), None)
         share = f"{source.name} {source.weight:.2%}"
         if before is not None and math.isclose(before.weight, source.weight, rel_tol=SAME_SHARE):
-            said.append(share)
+            parts.append(share)
         elif before is not None:
-            said.append(f"{share} (was {before.weight:.2%})")
+            parts.append(f"{share} (was {before.weight:.2%})")
         else:
-            said.append(f"{share} ({f'back, after {source.first:,}' if source.first else 'new'})")
+            parts.append(f"{share} ({f'back, after {source.first:,}' if source.first else 'new'})")
     gone = [s.name for s in then if not any(s.is_same(source) for source in now)]
     without = f"; without {', '.join(gone)}" if gone else ""
-    return f"data changed at sample {consumed:,}: {', '.join(said)}{without}"
+    return f"data changed at sample {consumed:,}: {', '.join(parts)}{without}"
 
 
 def trained_on(history: History) -> list[dict[str, Any]]:
-    """The corpora of the newest blend as JSON, for records and scores; empty for synthetic data."""
+    """Return the corpora of the newest blend as JSON, for records and scores; empty for synthetic data."""
     keys = ("name", "weight", "digest", "receipt")
     return [{key: asdict(source)[key] or None for key in keys} for s in history[-1:] for source in s.sources]
 
 
 def encode(history: History) -> list[dict[str, Any]]:
-    """A history as JSON."""
+    """Return a history as JSON."""
     return [{"from_sample": s.from_sample, "sources": [asdict(c) for c in s.sources]} for s in history]
 
 
-def decode(said: Any, consumed: int) -> History:
-    """The inverse of `encode`, of anything, for a run that has read `consumed` samples.
+def decode(saved: Any, consumed: int) -> History:
+    """Parse a saved history of a run that has read `consumed` samples.
 
-    Raises ValueError, KeyError or TypeError if it is no history of such a run.
+    Raises ValueError, KeyError or TypeError for anything else.
     """
-    if not isinstance(said, list) or len(said) > MAX_SEGMENTS:
-        raise ValueError("its segments are no list, or too many")
-    history = tuple(_segment(value) for value in said)
+    if not isinstance(saved, list) or len(saved) > MAX_SEGMENTS:
+        raise ValueError("its segments are not a list, or too many")
+    history = tuple(_segment(value) for value in saved)
     edges = [*(segment.from_sample for segment in history), consumed + 1]
     if history and (edges[0] != 0 or any(a >= b for a, b in pairwise(edges))):
         raise ValueError(f"its segments do not lead from sample 0 to {consumed}")
     return history
 
 
-def _segment(said: Any) -> Segment:
-    sources = said["sources"]
+def _segment(saved: Any) -> Segment:
+    sources = saved["sources"]
     if not isinstance(sources, list) or not 0 < len(sources) <= MAX_SOURCES:
-        raise ValueError("the sources of a segment are no list, or too many")
+        raise ValueError("the sources of a segment are not a list, or too many")
     found = tuple(_source(value) for value in sources)
     if not math.isclose(math.fsum(s.weight for s in found), 1.0, rel_tol=SAME_SHARE):
         raise ValueError("the weights of a segment do not sum to 1")
-    return Segment(_whole_number(said["from_sample"]), found)
+    return Segment(_whole_number(saved["from_sample"]), found)
 
 
-def _source(said: Any) -> Source:
-    said = NEWER | said
+def _source(saved: Any) -> Source:
+    saved = NEWER | saved
     for name in ("name", "path"):
-        text = said[name]
+        text = saved[name]
         if not isinstance(text, str) or not text.isprintable() or len(text) > MAX_TEXT:  # they are printed
             raise ValueError(f"{name} is not allowed")
     for name in DIGESTS:
-        if known_digest(said[name]) != said[name]:
-            raise ValueError(f"{name} is no digest")
-    if type(said["weight"]) is not float or not 0 < said["weight"] <= 1:
+        if known_digest(saved[name]) != saved[name]:
+            raise ValueError(f"{name} is not a digest")
+    if type(saved["weight"]) is not float or not 0 < saved["weight"] <= 1:
         raise ValueError("a weight is out of range")
-    _whole_number(said["first"])
-    if type(said["order"]) is not int or said["order"] not in ORDERS:
+    _whole_number(saved["first"])
+    if type(saved["order"]) is not int or saved["order"] not in ORDERS:
         raise ValueError("a sample order is not known")
-    return Source(**{field.name: said[field.name] for field in fields(Source)})
+    return Source(**{field.name: saved[field.name] for field in fields(Source)})
 
 
 def known_digest(value: Any) -> str:
-    """A digest that a file gives, or an empty text if it is none."""
+    """Return a digest that a file gives, or "" if it is not one."""
     return value if isinstance(value, str) and DIGEST.fullmatch(value) else ""
 
 
 def _whole_number(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= MAX_SAMPLES:
-        raise ValueError(f"{str(value)[:40]} is not a whole number in range")
+        raise ValueError(f"{str(value)[:40]} is not an integer in range")
     return value

@@ -1,27 +1,64 @@
-"""What lies in a corpus folder, and what is said about it for machines."""
+"""Files of a corpus folder, its parts (train, validation and test), and the part each document belongs to."""
 
-import json
+import math
 import os
+import struct
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-import mlm
+import xxhash
+
 from mlm.data.indexed import bin_path, idx_path
-from mlm.data.parts import SPLITS
 from mlm.data.receipt import Receipt, read_receipt
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import UserError
-from mlm.files import results as result_files
+
+SPLITS = ("train", "validation", "test")
+
+
+def parse_split(text: str) -> tuple[float, ...]:
+    """Parse shares of train, validation and test. Raises UserError unless they are three and sum to 1."""
+    try:
+        shares = tuple(float(share) for share in text.replace("/", ",").split(","))
+    except ValueError:
+        shares = ()
+    sound = len(shares) == len(SPLITS) and all(0 <= share <= 1 for share in shares) and shares[0] > 0
+    if not sound or not math.isclose(sum(shares), 1, abs_tol=1e-6):
+        raise UserError(
+            f"split={text} is not three shares that sum to 1; write for example split=0.98/0.01/0.01"
+        )
+    return shares
+
+
+def part_of(text: bytes | Iterable[bytes], shares: Iterable[float], seed: int) -> str:
+    """Return the part of a document: a function of (seed, its text) alone. The text may come in blocks.
+
+    So a document keeps its part when others are added or removed, and equal documents share one.
+    """
+    digest = xxhash.xxh3_64(struct.pack("<Q", seed % (1 << 64)))
+    for block in (text,) if isinstance(text, bytes) else text:
+        digest.update(block)
+    draw = digest.intdigest() / 2**64
+    bound, part = 0.0, SPLITS[0]
+    for name, share in zip(SPLITS, shares, strict=True):
+        if share > 0:
+            bound, part = bound + share, name
+            if draw < bound:
+                return part
+    return part  # the shares sum to a hair less than 1
+
 
 TOKENIZER = "tokenizer.json"
-ORIGINS = ".origins"  # ends the prefix of a file that says where documents came from
-MARKER = ".building"  # left in a folder by a build that is under way, or was killed
+ORIGINS = ".origins"  # ends the prefix of a file with the origins of documents
+MARKER = (
+    ".building"  # in a corpus folder while a build runs or after it was killed: its files may be replaced
+)
 
 
 def corpora_at(path: str) -> tuple[Path, list[Path]]:
-    """The folder of the corpora that `path` names, and their prefixes: all in a folder, or one.
+    """Return the folder of the corpora that `path` names, and their prefixes: all in a folder, or one.
 
-    Train, validation and test come first. Raises UserError when there is none.
+    Train, validation and test come first. Raises UserError if there is none.
     """
     place = Path(path)
     if place.is_dir():
@@ -45,12 +82,12 @@ def _order(prefix: Path) -> tuple[int, str]:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file, 0 where there is none."""
+    """Return the bytes of a file, 0 if there is none."""
     return path.stat().st_size if path.is_file() else 0
 
 
 def tokenizer_beside(folder: Path) -> Tokenizer | None:
-    """The tokenizer in a corpus folder, if there is one. Raises UserError, CorruptFileError."""
+    """Load the tokenizer in a corpus folder, if there is one. Raises UserError, CorruptFileError."""
     path = folder / TOKENIZER
     if not os.path.lexists(path):
         return None
@@ -59,7 +96,7 @@ def tokenizer_beside(folder: Path) -> Tokenizer | None:
 
 
 def eod_of(receipt: Receipt | None, tokenizer: Tokenizer | None) -> int | None:
-    """The end-of-document token, None when nothing says which it is."""
+    """Return the end-of-document token, None if it is unknown."""
     eod_id = (receipt or {}).get("eod_id")
     if type(eod_id) is int:
         return eod_id
@@ -67,11 +104,5 @@ def eod_of(receipt: Receipt | None, tokenizer: Tokenizer | None) -> int | None:
 
 
 def origins_of(prefix: Path) -> Path:
-    """Prefix of the file that says where the documents of another came from."""
+    """Return the prefix of the file with the origins of a corpus's documents."""
     return prefix.with_name(prefix.name + ORIGINS)
-
-
-def write_result(out: str, result: dict[str, Any]) -> None:
-    """Write the JSON for machines. Raises UserError."""
-    text = json.dumps({**result, "versions": {"mlm": mlm.__version__}}, indent=2, allow_nan=False) + "\n"
-    result_files.write_result(out, text.encode())

@@ -1,7 +1,7 @@
-"""GPT samples: windows of seq_length + 1 tokens over shuffled documents, in a shuffled order.
+"""GPT samples: windows of seq_length + 1 tokens over shuffled documents, in shuffled order.
 
-One pass over the corpus is an epoch. Each epoch's documents are shuffled on their own and laid end to end,
-epoch after epoch; window k covers tokens k * S to k * S + S of that endless stream (neighbours share one
+One pass over the corpus is an epoch. Each epoch's documents are shuffled separately and concatenated, epoch
+after epoch; window k covers tokens k * S to k * S + S of that endless stream (neighbours share one
 token), belongs to the epoch it starts in, and is served in an order shuffled within that epoch. So
 
 - every token is predicted exactly once per epoch, also those where one epoch runs into the next;
@@ -11,30 +11,23 @@ token), belongs to the epoch it starts in, and is served in an order shuffled wi
 Megatron-LM treats only its last epoch apart (its separate-last-epoch rule); here every epoch is apart.
 """
 
-import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import ArrayLike, NDArray
 
+from mlm.data.epochs import CACHE_FROM, EpochCache, Ids, permutation
 from mlm.data.indexed import IndexedDataset
-from mlm.data.vectors import coarse, copy_runs, first_above, stable_argsort
 from mlm.errors import UserError
-from mlm.files.atomic import digest_bytes, write_atomic
-from mlm.files.one_builder import one_builder
 from mlm.parallel.labels import IGNORE
 
-CACHE_FROM = 1 << 20
-"""Documents plus windows of an epoch from which its order is worth a file."""
-KEPT_EPOCHS = 2
-BLOCK = 1 << 16  # tokens gathered at a time: what is worked out on the way stays in a core's cache
+BLOCK = 1 << 16  # tokens gathered at a time: intermediate arrays stay in a core's cache
 RULE = 1  # number of the sampling rule; part of the cache key
-
-Ids = NDArray[np.int64]
+STRIDE = 32  # entries of a sorted array per entry of its coarse copy
+SHORT_RUN = 128  # tokens: below that, on average, one fancy index beats a slice per run
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,10 +50,9 @@ class Epoch:
 
 
 class GPTDataset:
-    """Training windows of a corpus. Sample ids run from 0 to num_samples.
+    """Training windows of a corpus. Sample ids range from 0 to num_samples.
 
-    `cache_dir` keeps the order of large epochs (None: nowhere). The cache is only an optimisation: damaged
-    files are rebuilt, a folder that cannot be written is done without, and of several processes one builds.
+    `cache_dir` keeps the order of large epochs (None: nowhere); see EpochCache.
 
     Raises UserError when the corpus is shorter than one window.
     """
@@ -78,20 +70,28 @@ class GPTDataset:
         if indexed.num_tokens < seq_length + 1:
             raise UserError(too_short(indexed, seq_length))
         self.indexed, self.seq_length, self.num_samples, self.seed = indexed, seq_length, num_samples, seed
-        self.cache_dir, self.cache_from = cache_dir, cache_from
-        self._epochs: dict[int, Epoch] = {}
+        self.cache_from = cache_from
+        self._epochs = EpochCache(
+            self._build,
+            lambda epoch: np.concatenate([epoch.documents, epoch.ends, epoch.windows]),
+            self._unpack,
+            folder=cache_dir,
+            name="gpt",
+            key=lambda: f"{RULE} {indexed.digest} {seq_length} {seed}",
+        )
 
     def __len__(self) -> int:
         return self.num_samples
 
     def __getitem__(self, i: int) -> Ids:
-        """Sample `i`: int64 [seq_length + 1]. Raises IndexError."""
+        """Return sample `i`: int64 [seq_length + 1]. Raises IndexError."""
         if not 0 <= i < self.num_samples:
             raise IndexError(f"sample {i} of {self.num_samples}")
-        return self.gather([i])[0]
+        sample: Ids = self.gather([i])[0]
+        return sample
 
     def gather(self, sample_ids: ArrayLike) -> Ids:
-        """Samples in bulk: int64 [n, seq_length + 1]. The ids must be in range."""
+        """Return samples in bulk: int64 [n, seq_length + 1]. The ids must be in range."""
         ids = np.asarray(sample_ids, dtype=np.int64)
         assert ids.size == 0 or (ids.min() >= 0 and ids.max() < self.num_samples), "sample id out of range"
         samples = np.empty((len(ids), self.seq_length + 1), dtype=np.int64)
@@ -103,15 +103,12 @@ class GPTDataset:
         return samples
 
     def epoch(self, number: int) -> Epoch:
-        """Sample order of one epoch: from memory, from the cache, or built."""
-        if number not in self._epochs:
-            while len(self._epochs) >= KEPT_EPOCHS:
-                self._epochs.pop(next(iter(self._epochs)), None)
-            self._epochs[number] = self._load_or_build(number)
-        return self._epochs[number]
+        """Return the sample order of one epoch: from memory, from the cache, or built."""
+        is_large = self.indexed.num_documents + self._windows_of(number) >= self.cache_from
+        return self._epochs.get(number, is_large=is_large)
 
     def _gather_epoch(self, number: int, ids: Ids) -> Ids:
-        """Samples of one epoch: [n, seq_length + 1]."""
+        """Return samples of one epoch: [n, seq_length + 1]."""
         samples = np.empty((len(ids), self.seq_length + 1), dtype=np.int64)
         rows = max(1, BLOCK // (self.seq_length + 1))
         for at in range(0, len(ids), rows):
@@ -120,9 +117,9 @@ class GPTDataset:
         return samples
 
     def _pieces(self, number: int, ids: Ids) -> tuple[Ids, Ids]:
-        """The runs of tokens that make up samples of one epoch: (first token in the .bin, tokens), [pieces].
+        """Return the runs of tokens that make up samples: (first token in the .bin, tokens), [pieces] each.
 
-        Windows are cut into pieces at document ends; a piece is a run of tokens of one document.
+        Windows are split at document ends; a piece is a run of tokens of one document.
         """
         epoch, width, first = self.epoch(number), self.seq_length + 1, self.first_window(number)
         begins = (first + epoch.windows[ids - first]) * self.seq_length - number * self.indexed.num_tokens
@@ -139,7 +136,7 @@ class GPTDataset:
         return self.indexed.document_starts[epoch.documents[place]] + begin - document_begin, length
 
     def first_window(self, epoch: int) -> int:
-        """Number of the first window that starts in an epoch: ceil(epoch * T / S)."""
+        """Return the number of the first window that starts in an epoch: ceil(epoch * T / S)."""
         return -(-epoch * self.indexed.num_tokens // self.seq_length)
 
     def _build(self, number: int) -> Epoch:
@@ -147,12 +144,11 @@ class GPTDataset:
         lengths = np.diff(self.indexed.document_starts)
         documents = permutation(count, self.seed, number, stream=0)
         documents = np.concatenate([documents, self._following(number + 1, lengths)])
-        windows = self.first_window(number + 1) - self.first_window(number)
-        order = permutation(windows, self.seed, number, stream=1)
+        order = permutation(self._windows_of(number), self.seed, number, stream=1)
         return Epoch(documents, np.cumsum(lengths[documents]), order)
 
     def _following(self, number: int, lengths: Ids) -> Ids:
-        """The head of an epoch's documents that the last windows of the epoch before reach into: S tokens."""
+        """Return the first documents of an epoch: the S tokens into which the last epoch extends."""
         head = 1024
         while True:
             documents = permutation(self.indexed.num_documents, self.seed, number, stream=0, head=head)
@@ -161,38 +157,16 @@ class GPTDataset:
                 return documents[: int(np.searchsorted(ends, self.seq_length)) + 1]
             head *= 16
 
-    def _load_or_build(self, number: int) -> Epoch:
-        windows = self.first_window(number + 1) - self.first_window(number)
-        if self.cache_dir is None or self.indexed.num_documents + windows < self.cache_from:
-            return self._build(number)
-        path = self._cache_path(self.cache_dir, number)
-        found = self._cached(path, windows)
-        if found is None:
-            with one_builder(path):  # which may be another one, and then its work is there
-                found = self._cached(path, windows) or self._build_into(path, number, windows)
-        return found
-
-    def _cached(self, path: Path, windows: int) -> Epoch | None:
-        """An epoch of so many windows from the cache: documents, ends and windows one after another."""
-        stored = load_checked(path)
-        if stored is None or len(stored) < windows or (len(stored) - windows) % 2:
+    def _unpack(self, number: int, stored: Ids) -> Epoch | None:
+        windows = self._windows_of(number)
+        if len(stored) < windows or (len(stored) - windows) % 2:
             return None
         documents = (len(stored) - windows) // 2
         return Epoch(stored[:documents], stored[documents : 2 * documents], stored[2 * documents :])
 
-    def _build_into(self, path: Path, number: int, windows: int) -> Epoch:
-        """An epoch, through the cache: its arrays are then shared by all processes that map them."""
-        built = self._build(number)
-        try:
-            save_checked(path, np.concatenate([built.documents, built.ends, built.windows]))
-        except OSError:
-            return built  # a read-only or full disk costs time at the next start, nothing else
-        return self._cached(path, windows) or built
-
-    def _cache_path(self, cache_dir: Path, number: int) -> Path:
-        key = f"{RULE} {self.indexed.digest} {self.seq_length} {self.seed}"
-        name = digest_bytes(key.encode()).partition(":")[2]
-        return cache_dir / f"gpt-{name}-epoch{number:05d}.npy"
+    def _windows_of(self, epoch: int) -> int:
+        """Count the windows that start in an epoch."""
+        return self.first_window(epoch + 1) - self.first_window(epoch)
 
 
 class EvalWindows:
@@ -221,12 +195,12 @@ class EvalWindows:
 
 
 def windows_per_epoch(num_tokens: int, seq_length: int) -> int:
-    """Whole windows in one pass over a corpus."""
+    """Count the whole windows in one pass over a corpus."""
     return max(0, num_tokens - 1) // seq_length
 
 
 def too_short(indexed: IndexedDataset, seq_length: int) -> str:
-    """What to say about a corpus that does not fill one window."""
+    """Describe a corpus that does not fill one window."""
     return (
         f"{indexed.bin_path} holds {indexed.num_tokens} tokens, one window of data.seq_length={seq_length} "
         f"needs {seq_length + 1}: lower data.seq_length to {max(1, indexed.num_tokens - 1)} or less or build "
@@ -234,37 +208,34 @@ def too_short(indexed: IndexedDataset, seq_length: int) -> str:
     )
 
 
-def permutation(n: int, seed: int, epoch: int, *, stream: int, head: int | None = None) -> Ids:
-    """A shuffle of 0 … n-1, int64 [n], the same on every machine and under every NumPy release.
+def coarse(rising: Ids) -> Ids:
+    """Copy the last of every STRIDE entries, which fits a cache: [len(rising) // STRIDE]."""
+    return rising[STRIDE - 1 :: STRIDE].copy()
 
-    NumPy promises that for a bit generator's raw output but not for Generator.permutation, so the raw
-    numbers are sorted. `head` gives the first entries alone, for less work.
+
+def first_above(rising: Ids, coarse_copy: Ids, values: Ids) -> Ids:
+    """Return np.searchsorted(rising, values, side="right") for values below the last entry: int64 [n].
+
+    A plain search of a large array waits for memory at each step; here all steps but the last stay in the
+    coarse copy, and the last reads neighbours.
     """
-    raw = np.random.PCG64(np.random.SeedSequence([seed % (1 << 64), epoch, stream])).random_raw(n)
-    if head is None or head >= n:
-        return stable_argsort(raw)
-    chosen = np.flatnonzero(raw <= np.partition(raw, head - 1)[head - 1])  # ties included
-    return chosen[stable_argsort(raw[chosen])][:head]
+    low = np.searchsorted(coarse_copy, values, side="right") * STRIDE
+    near = np.minimum(low[:, None] + np.arange(STRIDE), len(rising) - 1)
+    found: Ids = low + np.count_nonzero(rising[near] <= values[:, None], axis=1)
+    return found
 
 
-def save_checked(path: Path, values: NDArray[Any]) -> None:
-    """Write an .npy file followed by 8 bytes of its array's digest, atomically. Raises OSError."""
-
-    def write(f: BinaryIO) -> None:
-        np.lib.format.write_array(f, values, allow_pickle=False)
-        f.write(xxhash.xxh3_64(values.data).digest())
-
-    write_atomic(path, write)
-
-
-def load_checked(path: Path) -> Ids | None:
-    """The mapped array of a file `save_checked` wrote, or None if it is absent or damaged."""
-    try:
-        values = np.lib.format.open_memmap(path, mode="r").view(np.ndarray)  # refuses objects, so no pickle
-        with open(path, "rb") as f:
-            f.seek(-8, os.SEEK_END)
-            digest = f.read()
-    except Exception:  # NumPy's reader of headers raises half a dozen kinds on a damaged one
-        return None
-    whole = values.ndim == 1 and values.dtype == np.int64 and xxhash.xxh3_64(values.data).digest() == digest
-    return values if whole else None
+def copy_runs(tokens: NDArray[Any], begin: Ids, length: Ids, out: Ids) -> None:
+    """Fill `out` with tokens[b : b + n] of every run, one after another. begin, length: [runs]."""
+    ends = begin + length
+    if len(out) < SHORT_RUN * len(begin):
+        # Both ends of all runs are fetched first, many at a time: one by one each would wait for memory.
+        _ = tokens[begin[length > 0]], tokens[ends[length > 0] - 1]
+        index = np.arange(len(out))
+        index += np.repeat(ends - np.cumsum(length), length)
+        out[:] = tokens[index]
+        return
+    # Slices of a memoryview are made and joined several times faster than array slices are assigned.
+    view = memoryview(tokens.data)
+    content = b"".join([view[b:e] for b, e in zip(begin.tolist(), ends.tolist(), strict=True)])
+    out[:] = np.frombuffer(content, dtype=tokens.dtype)

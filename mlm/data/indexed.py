@@ -1,6 +1,17 @@
-"""Reading and writing Megatron's indexed corpora; indexed_format.py has the layout."""
+r"""Megatron's indexed corpora: `PREFIX.bin` holds the tokens, `PREFIX.idx` the position of each sequence.
+
+Byte-compatible with Megatron-LM both ways. Everything is little-endian.
+
+    .idx   9 bytes "MMIDIDX\0\0" · u64 version = 1 · u8 dtype code · u64 sequences n · u64 documents + 1
+           then i32 lengths [n] (tokens), i64 pointers [n] (byte offsets in .bin),
+           i64 document indices [documents + 1] (first sequence of each document, then n)
+    .bin   the tokens of all sequences, one after another
+
+A GPT corpus holds one sequence per document, a BERT corpus one per sentence.
+"""
 
 import os
+import struct
 from array import array
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -12,41 +23,132 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from mlm.data.indexed_format import (
-    DTYPES,
-    HEADER,
-    LENGTH,
-    LONGEST,
-    MAGIC,
-    POSITION,
-    REBUILD,
-    VERSION,
-    Index,
-    bin_path,
-    idx_path,
-    token_dtype,
-)
 from mlm.errors import CorruptFileError, UserError
 from mlm.files.atomic import copy_bytes, digest_file, fsync_directory, sync
 
-__all__ = [
-    "DTYPES",
-    "HEADER",
-    "MAGIC",
-    "REBUILD",
-    "IndexedDataset",
-    "IndexedWriter",
-    "bin_path",
-    "idx_path",
-    "token_dtype",
-]
+MAGIC = b"MMIDIDX\0\0"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES: dict[int, np.dtype[Any]] = {
+    code: np.dtype(name)
+    for code, name in enumerate(("u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"), 1)
+}
+CHUNK = 1 << 20  # entries processed at a time: constant memory
+LONGEST = (1 << 31) - 1  # tokens of a sequence: lengths are i32
+LENGTH, POSITION = struct.Struct("<i"), struct.Struct("<q")  # an entry of lengths, of the two others
+REBUILD = "write it again with `mlm data build`"
 
-CHUNK = 1 << 22  # elements looked at at a time: constant memory
-BUFFER = 1 << 18  # bytes a writer holds back: fewer calls of the kernel than documents
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """Return the dtype of a token on disk: u16 for a vocabulary below 65,500, else i32 (Megatron's rule)."""
+    return DTYPES[8] if vocab_size < 65_500 else DTYPES[4]
+
+
+def bin_path(prefix: Path) -> Path:
+    """Return the path of the tokens of a corpus."""
+    return prefix.with_name(f"{prefix.name}.bin")
+
+
+def idx_path(prefix: Path) -> Path:
+    """Return the path of the index of a corpus."""
+    return prefix.with_name(f"{prefix.name}.idx")
+
+
+def read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
+    """Read (token dtype, sequences, documents + 1) of an .idx and compare its size with them.
+
+    Raises CorruptFileError.
+    """
+    found = path.stat().st_size
+    with open(path, "rb") as f:
+        head = f.read(HEADER.size)
+    if not head.startswith(MAGIC):
+        raise CorruptFileError(f"{path} is not an indexed corpus: it does not begin with MMIDIDX; {REBUILD}")
+    if len(head) < HEADER.size:
+        raise CorruptFileError(
+            f"{path} is truncated: expected {HEADER.size} bytes of header, found {found}; {REBUILD}"
+        )
+    _, version, code, sequences, boundaries = HEADER.unpack(head)
+    if version != VERSION:
+        raise CorruptFileError(f"{path} has version {version}, not {VERSION}: {REBUILD}")
+    if code not in DTYPES or DTYPES[code].kind == "f":
+        name = DTYPES[code].name if code in DTYPES else "unknown"
+        raise CorruptFileError(f"{path} has dtype code {code} ({name}), which is not for tokens: {REBUILD}")
+    expected = HEADER.size + 12 * sequences + 8 * boundaries
+    if expected != found or boundaries < 1:
+        state = "truncated" if found < expected else "not of the size its header says"
+        raise CorruptFileError(f"{path} is {state}: expected {expected} bytes, found {found}; {REBUILD}")
+    return DTYPES[code], sequences, boundaries
+
+
+class Index:
+    """An .idx, memory-mapped. Its size is checked here, its content by `problem`.
+
+    Attributes:
+        dtype             of a token
+        lengths           i32 [num_sequences]       tokens per sequence
+        pointers          i64 [num_sequences]       byte offset of each sequence in the .bin
+        document_indices  i64 [num_documents + 1]   first sequence of each document, then num_sequences
+
+    Raises CorruptFileError.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.dtype, sequences, boundaries = read_header(path)
+        content = np.memmap(path, mode="r", dtype=np.uint8)[HEADER.size :].view(np.ndarray)
+        pointers_at, documents_at = 4 * sequences, 12 * sequences
+        self.lengths: NDArray[np.int32] = content[:pointers_at].view("<i4")
+        self.pointers: NDArray[np.int64] = content[pointers_at:documents_at].view("<i8")
+        self.document_indices: NDArray[np.int64] = content[documents_at:].view("<i8")
+        self.num_sequences, self.num_documents = sequences, boundaries - 1
+        chunks = (self.lengths[start : start + CHUNK] for start in range(0, sequences, CHUNK))
+        self.num_tokens = sum(int(chunk.sum(dtype=np.int64)) for chunk in chunks)
+
+    def problem(self) -> str | None:
+        """Return the first problem of the content, None if it is sound.
+
+        Pointers must follow from lengths, document boundaries must rise from 0 to num_sequences.
+        """
+        expected = 0
+        for start in range(0, self.num_sequences, CHUNK):
+            sizes = self.lengths[start : start + CHUNK].astype(np.int64) * self.dtype.itemsize
+            ends = expected + np.cumsum(sizes)
+            wrong = (sizes < 0) | (self.pointers[start : start + CHUNK] != ends - sizes)
+            if wrong.any():
+                return f"pointers do not follow from lengths at sequence {start + int(wrong.argmax())}"
+            expected = int(ends[-1])
+        rises = f"document boundaries do not rise from 0 to {self.num_sequences}"
+        for start in range(0, self.num_documents, CHUNK):
+            falls = np.diff(self.document_indices[start : start + CHUNK + 1]) < 0
+            if falls.any():
+                return f"{rises}: that of document {start + int(falls.argmax()) + 1} falls"
+        if self.document_indices[0] != 0 or self.document_indices[-1] != self.num_sequences:
+            return f"{rises}: they go from {self.document_indices[0]} to {self.document_indices[-1]}"
+        return None
+
+    def document_starts(self, begin: int, end: int) -> NDArray[np.int64]:
+        """Return the first token of documents `begin` to `end`, the latter included: i64 [end - begin + 1].
+
+        The one after the last starts at num_tokens. The content must be sound.
+        """
+        sequences = self.document_indices[begin : end + 1]
+        starts = np.full(len(sequences), self.num_tokens, dtype=np.int64)
+        inside = sequences < self.num_sequences  # not so the documents at the end that have no sequence
+        starts[inside] = self.pointers[sequences[inside]] // self.dtype.itemsize
+        return starts
+
+    def document_of(self, token: int) -> int:
+        """Return the document that holds a token. The content must be sound."""
+        sequence = int(np.searchsorted(self.pointers, token * self.dtype.itemsize, side="right")) - 1
+        return int(np.searchsorted(self.document_indices, sequence, side="right")) - 1
+
+
+BUFFER = 1 << 18  # bytes that a writer buffers: fewer system calls than documents
 
 
 class IndexedDataset:
-    """A memory-mapped corpus. Opening it checks all that is cheap to check; reading copies nothing.
+    """A memory-mapped corpus. Opening it runs all cheap checks; reading copies nothing.
 
     Attributes:
         lengths           i32 [num_sequences]       tokens per sequence
@@ -54,10 +156,9 @@ class IndexedDataset:
         document_indices  i64 [num_documents + 1]   first sequence of each document, then num_sequences
         tokens            [num_tokens]              the whole .bin
 
-    An empty corpus is a mistake unless `allow_empty` says that it may be: shards of a build may.
+    An empty corpus is an error unless `allow_empty`: shards of a build may be empty.
 
-    Raises UserError when a file is missing or the corpus is empty, CorruptFileError when the two files are
-    not what they say.
+    Raises UserError if a file is missing or the corpus is empty, CorruptFileError if the files are damaged.
     """
 
     def __init__(self, prefix: str | Path, *, allow_empty: bool = False) -> None:
@@ -79,8 +180,8 @@ class IndexedDataset:
         self.num_sequences, self.num_documents = index.num_sequences, index.num_documents
         if self.num_sequences == 0 and not allow_empty:
             raise UserError(f"{self.idx_path} holds no documents: the corpus is empty; {REBUILD}")
-        if (fault := index.problem()) is not None:
-            raise CorruptFileError(f"{self.idx_path}: {fault}: the index is damaged; {REBUILD}")
+        if (problem := index.problem()) is not None:
+            raise CorruptFileError(f"{self.idx_path}: {problem}: the index is damaged; {REBUILD}")
         if self.num_tokens == 0 and not allow_empty:
             raise UserError(f"{self.idx_path} holds no tokens: the corpus is empty; {REBUILD}")
         self._check_bin()
@@ -94,12 +195,12 @@ class IndexedDataset:
         return self.num_sequences
 
     def __getitem__(self, i: int) -> NDArray[Any]:
-        """Tokens of sequence `i`, a view into the map. Raises IndexError."""
+        """Return the tokens of sequence `i`, a view into the map. Raises IndexError."""
         start = int(self.pointers[i]) // self.dtype.itemsize
         return self.tokens[start : start + int(self.lengths[i])]
 
     def document(self, i: int) -> NDArray[Any]:
-        """Tokens of all sequences of document `i`, a view into the map. Raises IndexError."""
+        """Return the tokens of all sequences of document `i`, a view into the map. Raises IndexError."""
         if not 0 <= i < self.num_documents:
             raise IndexError(i)
         start, end = self.index.document_starts(i, i + 1)
@@ -116,7 +217,7 @@ class IndexedDataset:
         return self.index.document_starts(0, self.num_documents)
 
     def max_token(self) -> int:
-        """Largest token id. Reads the whole .bin in constant memory.
+        """Return the largest token id. Reads the whole .bin in constant memory.
 
         Raises CorruptFileError on a negative id.
         """
@@ -139,16 +240,16 @@ class IndexedDataset:
 
 
 class IndexedWriter:
-    """Writes a corpus document by document; both files appear when the `with` block ends well, or neither.
+    """Writer of a corpus, document by document; both files appear if the `with` block succeeds, or neither.
 
-    Memory stays constant: what becomes the index lies in files beside the corpus until then. Raises OSError.
+    Memory stays constant: until then the index is in files beside the corpus. Raises OSError.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype[Any]) -> None:
         assert dtype in DTYPES.values(), f"{dtype} has no code"
-        assert dtype.kind != "f", f"{dtype} holds no tokens"
+        assert dtype.kind != "f", f"{dtype} is not for tokens"
         self.prefix, self.dtype = Path(prefix), dtype
-        self.num_documents = self.num_sequences = self.num_tokens = self._under_way = 0
+        self.num_documents = self.num_sequences = self.num_tokens = self._unfinished = 0
         self._limits = np.iinfo(dtype)
         self._open = ExitStack()
 
@@ -168,43 +269,43 @@ class IndexedWriter:
     ) -> None:
         """Append one document: one sequence, or as many as `lengths` (tokens of each) divide it into.
 
-        Raises ValueError when a token id does not fit the dtype.
+        Raises ValueError if a token id does not fit the dtype.
         """
         self.extend(tokens)
         self.end_document(lengths)
 
     def extend(self, tokens: Sequence[int] | NDArray[Any]) -> None:
-        """Append tokens to the document under way.
+        """Append tokens to the unfinished document.
 
-        Raises ValueError when a token id does not fit the dtype.
+        Raises ValueError if a token id does not fit the dtype.
         """
         content = np.asarray(self._content(tokens))
         self._bin.write(content.data)
-        self._under_way += len(content)
-        if self._under_way > LONGEST:
-            raise ValueError(f"a document of {self._under_way} tokens: {LONGEST} is the limit of the format")
+        self._unfinished += len(content)
+        if self._unfinished > LONGEST:
+            raise ValueError(f"a document of {self._unfinished} tokens: {LONGEST} is the limit of the format")
 
     def end_document(self, lengths: Sequence[int] | NDArray[Any] | None = None) -> None:
-        """End the document under way: one sequence, or as many as `lengths` divide it into."""
-        count = self._under_way
+        """End the document: one sequence, or as many as `lengths` divide it into."""
+        count = self._unfinished
         if lengths is None:
             self._lengths.write(LENGTH.pack(count))
             self.num_sequences += 1
         else:
             each = np.asarray(lengths, dtype=np.int64)
             assert each.sum() == count, f"lengths sum to {each.sum()}, not to {count}"
-            assert not (each < 0).any(), "a sequence cannot have less than no tokens"
+            assert not (each < 0).any(), "a length is negative"
             self._lengths.write(each.astype("<i4").tobytes())
             self.num_sequences += len(each)
         self._documents.write(POSITION.pack(self.num_sequences))
         self.num_documents += 1
         self.num_tokens += count
-        self._under_way = 0
+        self._unfinished = 0
 
     def append(self, other: IndexedDataset) -> None:
         """Append all documents of another corpus of the same dtype, which may be empty.
 
-        The kernel copies the tokens, where it can without moving them. Raises CorruptFileError.
+        The kernel copies the tokens, by reference where it can. Raises CorruptFileError.
         """
         assert other.dtype == self.dtype, f"{other.dtype} tokens do not go into a file of {self.dtype}"
         copy_bytes(other.bin_path, self._bin, other.num_tokens * self.dtype.itemsize)
@@ -218,14 +319,14 @@ class IndexedWriter:
         self.num_tokens += other.num_tokens
 
     def _content(self, tokens: Sequence[int] | NDArray[Any]) -> "NDArray[Any] | array[int]":
-        """The tokens in the dtype of the file."""
+        """Convert tokens to the dtype of the file."""
         if isinstance(tokens, (bytes, bytearray, memoryview)):
             tokens = np.frombuffer(tokens, dtype=np.uint8)
         elif isinstance(tokens, array):
             tokens = np.frombuffer(tokens, dtype=tokens.typecode)
         if not isinstance(tokens, np.ndarray):
             try:
-                return array(self.dtype.char, tokens)  # checks as it goes, in less time than np.asarray takes
+                return array(self.dtype.char, tokens)  # checks the range, in less time than np.asarray takes
             except OverflowError:
                 tokens = np.asarray(tokens)
         if tokens.dtype != self.dtype and len(tokens):

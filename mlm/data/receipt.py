@@ -1,6 +1,5 @@
-"""corpus.json, the receipt of a built corpus, and what can be said about a corpus before training on it."""
+"""corpus.json, the receipt of a built corpus, and the checks of a corpus before training on it."""
 
-import json
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -10,7 +9,7 @@ from mlm.data.gpt import too_short, windows_per_epoch
 from mlm.data.indexed import REBUILD, IndexedDataset, bin_path
 from mlm.errors import CorruptFileError, UserError
 from mlm.files.atomic import WHOLE, digest_file, sampled_digest, write_atomic
-from mlm.files.bounded import parse_json, read_bounded
+from mlm.files.bounded import as_json, parse_json, read_bounded
 
 RECEIPT = "corpus.json"
 REJECTED = "rejected.jsonl"
@@ -22,22 +21,22 @@ Receipt = dict[str, Any]
 
 
 def read_receipt(folder: Path) -> Receipt | None:
-    """The receipt of a corpus folder, None when it has none. Raises CorruptFileError."""
+    """Read the receipt of a corpus folder, None if it has none. Raises CorruptFileError."""
     path = folder / RECEIPT
     if not path.is_file():
         return None
     content = read_bounded(path, MAX_RECEIPT_BYTES, REBUILD)
     try:
-        receipt = parse_json(content)
+        receipt: Receipt = parse_json(content)
     except ValueError as error:
         raise CorruptFileError(f"{path} is not JSON: {REBUILD}") from error
     if not _is_receipt(receipt):
-        raise CorruptFileError(f"{path} is no corpus receipt: {REBUILD}")
+        raise CorruptFileError(f"{path} is not a corpus receipt: {REBUILD}")
     return receipt
 
 
 def _is_receipt(value: Any) -> bool:
-    """Whether what is read of a receipt is there, and of the right kind."""
+    """True if the fields of a receipt that are used are present and of the right type."""
     if not isinstance(value, dict) or not _is_count(value.get("vocab_size")):
         return False
     tables = [value.get(name, {}) for name in ("splits", "files")]
@@ -57,18 +56,18 @@ def _is_count(value: Any) -> bool:
 
 
 def write_receipt(folder: Path, facts: Receipt, files: list[str]) -> Receipt:
-    """Write corpus.json: what the corpus was made of, its counts and its files' digests. Raises OSError."""
+    """Write corpus.json: settings and inputs, counts, and digests of its files. Raises OSError."""
     receipt = {
         **facts,
         "files": {name: file_entry(folder / name) for name in files},
         "versions": {"python": platform.python_version()} | {name: version_of(name) for name in PACKAGES},
     }
-    write_atomic(folder / RECEIPT, (json.dumps(receipt, indent=2) + "\n").encode())
+    write_atomic(folder / RECEIPT, as_json(receipt))
     return receipt
 
 
 def version_of(package: str) -> str:
-    """Release of a package; "unknown" for one that runs from its sources uninstalled."""
+    """Return the release of a package; "unknown" if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -76,19 +75,19 @@ def version_of(package: str) -> str:
 
 
 def file_entry(path: Path) -> Receipt:
-    """Size and digest of a file; of a large one also a digest of samples, for a quick look later."""
+    """Return size and digest of a file; of a large one also a digest of samples, for quick checks."""
     size = path.stat().st_size
     sampled = {"sampled": sampled_digest(path)} if size > WHOLE else {}
     return {"bytes": size, "digest": digest_file(path), **sampled}
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a plain file, -1 where there is none."""
+    """Return the bytes of a plain file, -1 if there is none."""
     return path.stat().st_size if path.is_file() else -1
 
 
 def damaged_file(folder: Path, receipt: Receipt) -> str | None:
-    """The first file that is not what the receipt says, None when all are. Reads those of that size whole."""
+    """Return the first file that differs from the receipt, None if none does. Reads files whole."""
     for name, entry in receipt.get("files", {}).items():
         path = folder / name
         if size_of(path) != entry.get("bytes") or not _is_entry_of(entry, file_entry(path)):
@@ -97,17 +96,17 @@ def damaged_file(folder: Path, receipt: Receipt) -> str | None:
 
 
 def _is_entry_of(entry: Receipt, found: Receipt) -> bool:
-    """True if a receipt's entry describes a file; one of an older version has no samples."""
+    """True if a receipt's entry matches a file; an older one has no digest of samples."""
     return all(entry.get(key) == found[key] for key in ("bytes", "digest")) and (
         entry.get("sampled", found.get("sampled")) == found.get("sampled")
     )
 
 
 def check_corpus(prefix: str | Path, *, vocab_size: int, seq_length: int, min_samples: int) -> list[str]:
-    """Faults that would stop training on a corpus, one line each with its remedy. None: an empty list.
+    """Return problems that would stop training on a corpus, one line each with its fix.
 
-    `min_samples` is what one step takes, a global batch. The receipt beside the corpus says its vocabulary;
-    without one the tokens are scanned for their largest id.
+    `min_samples` is a global batch. The vocabulary is that of the receipt beside the corpus; without one the
+    tokens are scanned for their largest id.
     """
     try:
         indexed = IndexedDataset(prefix)
@@ -115,15 +114,15 @@ def check_corpus(prefix: str | Path, *, vocab_size: int, seq_length: int, min_sa
         return [str(error)]
     except OSError as error:
         return [f"{error.filename or prefix}: {error.strerror}: set data.path to a corpus that can be read"]
-    faults = [fault_of_length(indexed, seq_length, min_samples), fault_of_vocabulary(indexed, vocab_size)]
-    found = [fault for fault in faults if fault]
-    if not found and (altered := fault_of_content(indexed)):
+    problems = [length_problem(indexed, seq_length, min_samples), vocabulary_problem(indexed, vocab_size)]
+    found = [problem for problem in problems if problem]
+    if not found and (altered := content_problem(indexed)):
         raise CorruptFileError(altered)
     return found
 
 
-def fault_of_length(indexed: IndexedDataset, seq_length: int, min_samples: int) -> str | None:
-    """Whether a corpus fills a window, and a global batch."""
+def length_problem(indexed: IndexedDataset, seq_length: int, min_samples: int) -> str | None:
+    """Report a corpus that does not fill a window, or a global batch."""
     if indexed.num_tokens < seq_length + 1:
         return too_short(indexed, seq_length)
     windows = windows_per_epoch(indexed.num_tokens, seq_length)
@@ -136,29 +135,29 @@ def fault_of_length(indexed: IndexedDataset, seq_length: int, min_samples: int) 
     )
 
 
-def fault_of_content(indexed: IndexedDataset) -> str | None:
-    """The reason why tokens are not those of the receipt; None where they are, or where it does not say.
+def content_problem(indexed: IndexedDataset) -> str | None:
+    """Report tokens that differ from the receipt; None if they agree, or without a digest.
 
-    Files up to 64 MiB are read whole, of larger ones 64 samples: `mlm data verify` reads every byte.
+    Files up to 64 MiB are read whole, of larger ones 64 samples; `mlm data verify` reads every byte.
     """
     path = indexed.bin_path
     try:
         entry = (read_receipt(indexed.prefix.parent) or {}).get("files", {}).get(path.name, {})
-        said = entry.get("digest" if path.stat().st_size <= WHOLE else "sampled")
-        if said is None or (found := sampled_digest(path)) == said:
+        recorded = entry.get("digest" if path.stat().st_size <= WHOLE else "sampled")
+        if recorded is None or (found := sampled_digest(path)) == recorded:
             return None
     except UserError as error:
         return str(error)
     except OSError as error:
         return f"{path}: {error.strerror}: set data.path to a corpus that can be read"
     return (
-        f"{path}: altered since it was written, digest {found}, {RECEIPT} says {said}. Restore it from a "
+        f"{path}: altered since it was written, digest {found}, {RECEIPT} says {recorded}. Restore it from a "
         "copy, or write the corpus again with `mlm data build`"
     )
 
 
-def fault_of_vocabulary(indexed: IndexedDataset, vocab_size: int) -> str | None:
-    """Whether the model has a row for every token id."""
+def vocabulary_problem(indexed: IndexedDataset, vocab_size: int) -> str | None:
+    """Report token ids beyond the model's vocabulary."""
     try:
         receipt = read_receipt(indexed.prefix.parent)
         entry = (receipt or {}).get("files", {}).get(bin_path(indexed.prefix).name)

@@ -1,4 +1,4 @@
-"""Which rank reads which samples, and reading them ahead of time.
+"""Assignment of samples to ranks, and a thread that reads them ahead.
 
 Shapes: B micro-batch, S sequence. Micro-batch j of a step holds samples consumed + j * B and on; of a
 global batch of m * size micro-batches, data-parallel rank r takes j = r, size + r, 2 * size + r, … So the
@@ -62,7 +62,7 @@ Samples = Ids | SampleBlock
 
 
 class Dataset(Protocol):
-    """What a loader reads: samples by number."""
+    """Samples by number, as a loader reads them."""
 
     def __len__(self) -> int: ...
 
@@ -101,7 +101,7 @@ def as_batch(samples: Samples, first_sample: int, *, pin_memory: bool = False) -
 
 @dataclass(frozen=True)
 class Plan:
-    """What one data-parallel rank reads at each step."""
+    """The samples of one data-parallel rank at each step."""
 
     dataset: Dataset
     consumed_samples: int

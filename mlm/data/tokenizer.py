@@ -1,6 +1,6 @@
-"""Text to token ids and back, on the `tokenizers` library: byte-level BPE as GPT-2's, WordPiece as BERT's.
+"""Text to token ids and back, with the library `tokenizers`: byte-level BPE as GPT-2's, WordPiece as BERT's.
 
-train_tokenizer.py learns them from text.
+mlm/corpus/train_tokenizer.py trains them.
 """
 
 import json
@@ -27,24 +27,25 @@ EOD = "<|endoftext|>"
 UNK, CLS, SEP, PAD, MASK = "[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]"
 BERT_SPECIAL = (PAD, UNK, CLS, SEP, MASK)
 EOD_NAMES = (EOD, "<|end_of_text|>", "</s>", "[EOS]", SEP)
-"""First come, first taken. BERT's vocabulary has none but [SEP]; Megatron-LM adds an [EOS] to it."""
+"""The first that exists counts. BERT's vocabulary has only [SEP]; Megatron-LM adds an [EOS]."""
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "[BOS]", EOD)
 """GPT-2's beginning of a sequence is its end of a document, as in transformers."""
 CONTINUES = "##"
-"""What a WordPiece token begins with that does not begin a word."""
+"""Prefix of a WordPiece token inside a word."""
 LONGEST_WORD = 100
 """Letters; BERT has no token for a longer word (its max_input_chars_per_word)."""
 FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
-"""What a folder with a tokenizer holds one of."""
+"""A folder with a tokenizer has one of these."""
 BYTE_LEVEL_SPACES = "ĠĊĉčċČ"
 """Byte-level BPE's letters for space, \\n, \\t, \\r, \\v and \\f."""
-MAX_TOKENS = 1 << 24  # of a vocabulary: tables with a row for each are made of it
+MAX_TOKENS = 1 << 24  # of a vocabulary: tables have a row for each
 MAX_BYTES = 1 << 28  # 256 MiB of tokenizer.json: the largest vocabularies in use need 40
 
 
 class Tokenizer:
-    """Text to token ids and back. Special tokens written out in a text are text: they encode as letters, in
-    every kind of model.
+    """Text to token ids and back.
+
+    Special tokens spelled out in a text are text: every type of model encodes them as letters.
 
     Attributes:
         vocab_size                        one more than the largest id
@@ -53,7 +54,7 @@ class Tokenizer:
         cls_id, sep_id, mask_id, pad_id   BERT's special tokens, None where the vocabulary has none
         digest                            of tokenizer.json
 
-    Raises UserError when no end-of-document token is known.
+    Raises UserError if no end-of-document token is known.
     """
 
     def __init__(self, content: str, source: str = "tokenizer", eod: str | int | None = None) -> None:
@@ -67,7 +68,7 @@ class Tokenizer:
         if isinstance(eod, int) and self._backend.id_to_token(eod) is not None:
             eod_id = eod
         if eod_id is None and isinstance(eod, str):
-            raise UserError(f"eod={eod} is no token of {source}; name one of its vocabulary")
+            raise UserError(f"eod={eod} is not a token of {source}; name one of its vocabulary")
         if eod_id is None:
             raise UserError(
                 f"{source} has no end-of-document token: add one of {', '.join(EOD_NAMES)} to its vocabulary"
@@ -80,10 +81,10 @@ class Tokenizer:
 
     @cached_property
     def _encoder(self) -> Backend:
-        """The library's tokenizer with its special tokens under names that no text holds.
+        """The library's tokenizer with its special tokens under names that no text contains.
 
-        Told to leave special tokens alone, the library still finds those not marked as special, and those
-        that are pieces of a Unigram, WordPiece or word vocabulary.
+        With encode_special_tokens the library still finds special tokens that are not marked as such, and
+        those that are pieces of a Unigram, WordPiece or word vocabulary.
         """
         content = json.loads(self._content)
         reserved = self._reserved(content)
@@ -99,7 +100,7 @@ class Tokenizer:
         return backend
 
     def _reserved(self, content: dict[str, Any]) -> set[str]:
-        """Names of special tokens, but for the one that stands for what is unknown."""
+        """Return the names of special tokens but the unknown token."""
         marked = {token["content"] for token in content.get("added_tokens") or () if token["special"]}
         named = {*EOD_NAMES, *BOS_NAMES, *BERT_SPECIAL} & self._vocabulary.keys()
         return (marked | named) - {UNK, content["model"].get("unk_token")}
@@ -109,8 +110,7 @@ class Tokenizer:
 
     @property
     def prefix_id(self) -> int:
-        """The token that a text without context is scored after: beginning of a sequence, else end of a
-        document."""
+        """The context of a text that has none: beginning of a sequence, else end of a document."""
         return self.eod_id if self.bos_id is None else self.bos_id
 
     @cached_property
@@ -120,17 +120,20 @@ class Tokenizer:
 
     @cached_property
     def vocabulary_digest(self) -> str:
-        """Digest of all tokens with their ids, and of the merges: the same for a tokenizer.json and for the
-        vocab.json and merges.txt that it was made of, and for either way to spell merges in JSON."""
+        """Digest of all tokens with their ids, and of the merges.
+
+        It is the same for a tokenizer.json and the vocab.json and merges.txt that it was made from, and for
+        both spellings of merges in JSON.
+        """
         pairs = merges_of(json.loads(self._content).get("model", {}))
         return digest_bytes(json.dumps([sorted(self._vocabulary.items()), pairs]).encode())
 
     @cached_property
     def is_word_start(self) -> NDArray[np.bool_]:
-        """Whether a token begins a word: bool [vocab_size].
+        """Mask of tokens that begin a word: bool [vocab_size].
 
-        WordPiece: it does not begin with ##. Byte-level BPE: it begins with white space. Special tokens do,
-        and so do all tokens of other kinds of models.
+        WordPiece: those without ##. Byte-level BPE: those that begin with white space. Special tokens do, and
+        all tokens of other types of models.
         """
         model = self._backend.model
         starts = np.ones(self.vocab_size, dtype=bool)
@@ -150,8 +153,8 @@ class Tokenizer:
         """Read a tokenizer.json, GPT-2's vocab.json and merges.txt or BERT's vocab.txt, or a folder of them.
 
         `eod` names its end-of-document token, or is the id that a receipt or checkpoint records; None, or an
-        id that it lacks, takes the first it has of EOD_NAMES. Raises UserError when there is none,
-        CorruptFileError when it cannot be read.
+        id that it lacks, means the first it has of EOD_NAMES. Raises UserError if there is none,
+        CorruptFileError if it cannot be read.
         """
         file = Path(path)
         if file.is_dir():
@@ -184,20 +187,20 @@ class Tokenizer:
         return self._content.encode()
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text; nothing is added at its ends."""
+        """Encode a text; nothing is added at its ends."""
         return list(self._encoder.encode(text, add_special_tokens=False).ids)
 
     def encode_special(self, text: str) -> list[int]:
-        """Token ids of a text in which the names of special tokens are these tokens."""
+        """Encode a text in which the names of special tokens are these tokens."""
         return list(self._with_special.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> "list[array[int]]":
-        """Token ids of many texts, on all cores: a uint32 array each."""
+        """Encode many texts, on all cores: a uint32 array each."""
         encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         return [array("I", encoding.ids) for encoding in encodings]  # a list of all lists would take longer
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
-        """Token ids [n] of many texts, and the letters [n, 2] of the text where each begins and ends."""
+        """Encode many texts: token ids [n], and begin and end [n, 2] of each in letters of the text."""
         encodings = self._encoder.encode_batch(list(texts), add_special_tokens=False)
         return [
             (np.array(e.ids, dtype=np.int32), np.array(e.offsets, dtype=np.int32).reshape(-1, 2))
@@ -205,12 +208,12 @@ class Tokenizer:
         ]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens written out; bytes that are no UTF-8 become U+FFFD."""
+        """Decode token ids, special tokens spelled out; bytes that are not UTF-8 become U+FFFD."""
         return str(self._backend.decode(list(ids), skip_special_tokens=False))
 
 
 def byte_level(model: models.Model, *, prefix_space: bool = False) -> Backend:
-    """GPT-2's pipeline around a BPE model: no normaliser, byte-level splitting.
+    """Wrap a BPE model in GPT-2's pipeline: no normaliser, byte-level splitting.
 
     `prefix_space`: a space is added before a text, as `add_prefix_space` of transformers does.
     """
@@ -222,7 +225,7 @@ def byte_level(model: models.Model, *, prefix_space: bool = False) -> Backend:
 
 
 def read_gpt2(folder: Path) -> str:
-    """A tokenizer.json made of GPT-2's vocab.json and merges.txt."""
+    """Make a tokenizer.json from GPT-2's vocab.json and merges.txt."""
     vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
     if not (vocabulary.is_file() and merges.is_file()):
         raise UserError(
@@ -266,7 +269,7 @@ def word_piece(
     strip_accents: bool | None = None,
     chinese_chars: bool = True,
 ) -> Backend:
-    """BERT's pipeline around a WordPiece model, its special tokens where the vocabulary has them.
+    """Wrap a WordPiece model in BERT's pipeline, with the special tokens that the vocabulary has.
 
     `strip_accents` None means as `lowercase`; `chinese_chars`: each of them is a word.
     """
@@ -285,10 +288,10 @@ def word_piece(
 
 
 def read_bert(file: Path) -> str:
-    """A tokenizer.json made of BERT's vocab.txt: one token a line, its id the line's number.
+    """Make a tokenizer.json from BERT's vocab.txt: one token a line, its id the line's number.
 
-    A tokenizer_config.json beside it says whether case is lowered and Chinese characters are words; without
-    one, a vocabulary without upper-case letters means that case is lowered. Raises UserError and
+    A tokenizer_config.json beside it decides if case is lowered and if Chinese characters are words; without
+    one, case is lowered if the vocabulary has no upper-case letters. Raises UserError and
     CorruptFileError.
     """
     check_size(file)
@@ -298,7 +301,7 @@ def read_bert(file: Path) -> str:
     except BaseException as error:
         raise damaged(str(file), error) from error
     if model.token_to_id(UNK) is None or model.token_to_id(SEP) is None:
-        raise UserError(f"{file} is no vocabulary of BERT's: it has no lines {UNK} and {SEP}; name another")
+        raise UserError(f"{file} is not a vocabulary of BERT: it has no lines {UNK} and {SEP}; name another")
     config = read_config(file.with_name("tokenizer_config.json"))
     cased = any(name != name.lower() for name in names if not name.startswith("["))
     lowercase, strip = config.get("do_lower_case"), config.get("strip_accents")
@@ -313,7 +316,7 @@ def read_bert(file: Path) -> str:
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """The settings in a tokenizer_config.json; none when there is no such file. Raises CorruptFileError."""
+    """Read a tokenizer_config.json; {} if there is none. Raises CorruptFileError."""
     if not file.is_file():
         return {}
     check_size(file)
@@ -325,7 +328,7 @@ def read_config(file: Path) -> dict[str, Any]:
 
 
 def can_spell(content: dict[str, Any], name: str) -> bool:
-    """True if a text that holds the name of a special token could become that token."""
+    """True if a text that contains the name of a special token could become that token."""
     model, added = content["model"], content.get("added_tokens") or ()
     if any(token["content"] == name and not token["special"] for token in added):
         return True
@@ -338,7 +341,7 @@ def can_spell(content: dict[str, Any], name: str) -> bool:
 
 
 def with_secret_names(content: dict[str, Any], names: set[str]) -> dict[str, Any]:
-    """A tokenizer.json in which these tokens keep their ids and have names drawn at random."""
+    """Return a tokenizer.json in which these tokens keep their ids and have random names."""
     secret = {name: f"{secrets.token_hex(16)}{number}" for number, name in enumerate(sorted(names))}
     model = dict(content["model"])
     if isinstance(model.get("vocab"), list):
@@ -357,17 +360,17 @@ def with_secret_names(content: dict[str, Any], names: set[str]) -> dict[str, Any
 
 
 def merges_of(model: dict[str, Any]) -> list[list[str]]:
-    """The merges of a BPE model as pairs: files have them as "a b" too."""
+    """Return the merges of a BPE model as pairs; files have them as "a b" too."""
     return [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges") or ()]
 
 
 def first_of(names: Sequence[str], vocabulary: dict[str, int]) -> int | None:
-    """The id of the first of these tokens that there is."""
+    """Return the id of the first of these tokens that exists."""
     return next((vocabulary[name] for name in names if name in vocabulary), None)
 
 
 def parse(content: str, source: str) -> Backend:
-    """The library's tokenizer, set to leave lengths and special tokens alone. Raises CorruptFileError."""
+    """Load the library's tokenizer without truncation, padding or special tokens. Raises CorruptFileError."""
     try:
         backend = Backend.from_str(content)
     except BaseException as error:
@@ -381,18 +384,18 @@ def parse(content: str, source: str) -> Backend:
 
 
 def check_size(file: Path) -> None:
-    """Refuse what is too large to be a tokenizer's, before it is read. Raises CorruptFileError."""
+    """Reject a file too large for a tokenizer before it is read. Raises CorruptFileError."""
     if (size := file.stat().st_size) > MAX_BYTES:
         raise CorruptFileError(f"{file}: {size} bytes, {MAX_BYTES} is the limit: replace it, or train one")
 
 
 def damaged(source: str, error: BaseException) -> CorruptFileError:
-    """What to say about a tokenizer file the library refuses.
+    """Describe a tokenizer file that the library rejects.
 
-    It raises bare Exception, and PanicException, which is none, where its Rust code gives up. What is not of
-    the file passes through.
+    It raises bare Exception, and PanicException, which is not one, when its Rust code panics. Interrupts pass
+    through.
     """
     if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
         raise error
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return CorruptFileError(f"{source} is no tokenizer ({reason}): replace it, or train one")
+    return CorruptFileError(f"{source} is not a tokenizer ({reason}): replace it, or train one")

@@ -11,7 +11,6 @@ of the run; loss per masked token and per order of two segments, and how many of
 The score does not depend on layout or batch size.
 """
 
-import json
 import math
 import os
 from collections.abc import Iterable, Iterator
@@ -179,7 +178,7 @@ def run(config: EvalLossConfig, ctx: ParallelContext) -> None:
         "versions": {"mlm": mlm.__version__, "torch": torch.__version__},
     }
     out = result_path(config, trained.config, trained.path, prefix)
-    write_result(out, (json.dumps(result, indent=2) + "\n").encode())
+    write_result(out, result)
     show(result, out)
 
 

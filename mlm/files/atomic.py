@@ -1,4 +1,4 @@
-"""Files that are whole or absent: atomic writes, durable directories, digests."""
+"""Atomic writes, durable directories, and digests of files."""
 
 import errno
 import os
@@ -24,11 +24,11 @@ def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], None]) -> Non
     """Write `content` to `path` so that a kill at any instant leaves the old file or the new one.
 
     `content` is the bytes, or a function that writes them to an open file. An old file's permissions are
-    kept; what is no regular file, or a link to one, is not replaced. Raises OSError.
+    kept; only a regular file, or a link to one, is replaced. Raises OSError.
     """
     mode = _mode_to_keep(path)
     partial = partial_of(path)
-    partial.unlink(missing_ok=True)  # of a killed process that had this number
+    partial.unlink(missing_ok=True)  # of a killed process with this id
     try:
         with open(partial, "xb") as f:
             if callable(content):
@@ -48,14 +48,14 @@ def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], None]) -> Non
 
 
 def partial_of(path: Path) -> Path:
-    """The name of a file while it is written: beside it, hidden, of this process."""
+    """Return the name of a file while it is written: beside it, hidden, with the process id."""
     end = f".{os.getpid()}.partial"
     name = os.fsencode(path.name)[: LONGEST_NAME - len(end) - 1]  # as long as a file system allows
     return path.with_name(f".{os.fsdecode(name)}{end}")
 
 
 def _mode_to_keep(path: Path) -> int | None:
-    """Permissions of the file at a path, None where there is none. Raises OSError for what is no file."""
+    """Return the permissions of the file at a path, None if absent. Raises OSError for anything else."""
     try:
         found = path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -66,24 +66,24 @@ def _mode_to_keep(path: Path) -> int | None:
 
 
 def no_regular_file(path: Path, mode: int) -> OSError:
-    """The error for a device, FIFO, socket or folder where a regular file belongs."""
+    """Return the error for a device, FIFO, socket or folder in place of a regular file."""
     number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EEXIST
-    return OSError(number, "Is a directory" if stat.S_ISDIR(mode) else "Is no regular file", str(path))
+    return OSError(number, "Is a directory" if stat.S_ISDIR(mode) else "Is not a regular file", str(path))
 
 
 def read_regular(path: Path, limit: int = -1) -> bytes:
-    """At most `limit` bytes of a regular file, or all.
+    """Read at most `limit` bytes of a regular file, or all.
 
-    Raises OSError, for a device or FIFO too: nothing blocks.
+    Raises OSError, also for a device or FIFO: nothing blocks.
     """
     with open(open_regular(path, os.O_RDONLY), "rb") as f:
         return f.read(limit)
 
 
 def open_regular(path: Path, flags: int) -> int:
-    """A descriptor of a regular file (links are followed unless `flags` has O_NOFOLLOW).
+    """Open a regular file (links are followed unless `flags` has O_NOFOLLOW); return its descriptor.
 
-    Raises OSError, for a device, FIFO or socket too: nothing blocks and nothing is written.
+    Raises OSError, also for a device, FIFO or socket: nothing blocks and nothing is written.
     """
     descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
     mode = os.fstat(descriptor).st_mode
@@ -91,11 +91,6 @@ def open_regular(path: Path, flags: int) -> int:
         return descriptor
     os.close(descriptor)
     raise no_regular_file(path, mode)
-
-
-def open_lock(path: Path) -> int:
-    """A descriptor of the file to lock, made if it is not there. Raises OSError for all but a plain file."""
-    return open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
 
 
 def sync(f: BinaryIO) -> None:
@@ -108,8 +103,8 @@ def sync(f: BinaryIO) -> None:
 def copy_bytes(source: Path, target: BinaryIO, count: int) -> None:
     """Append the first `count` bytes of a file to one open for writing.
 
-    The kernel copies, where it can: on some file systems nothing but references. Raises CorruptFileError when
-    the source is shorter, OSError.
+    The kernel copies, where it can; on some file systems only references. Raises CorruptFileError if the
+    source is shorter, OSError.
     """
     target.flush()
     with open(source, "rb", buffering=0) as f:
@@ -117,9 +112,9 @@ def copy_bytes(source: Path, target: BinaryIO, count: int) -> None:
         try:
             while left and (done := os.copy_file_range(f.fileno(), target.fileno(), left)):
                 left -= done
-        except OSError:  # not between these two places: copied below from where it stopped
+        except OSError:  # not supported between these files: the rest is copied below
             pass
-        target.seek(0, os.SEEK_END)  # the kernel moved the file on, the buffer before it does not know
+        target.seek(0, os.SEEK_END)  # the kernel moved the position behind the buffer's back
         while left and (block := f.read(min(left, CHUNK))):
             target.write(block)
             left -= len(block)
@@ -140,7 +135,7 @@ def fsync_directory(path: Path) -> None:
 
 
 def digest_file(path: Path, progress: Callable[[int], None] = lambda count: None) -> str:
-    """Content digest of a file, as `xxh3:<hex>`; `progress` hears of bytes read. Raises OSError."""
+    """Return the content digest of a file, `xxh3:<hex>`; `progress` receives bytes read. Raises OSError."""
     h = xxhash.xxh3_128()
     with open(path, "rb") as f:
         while block := f.read(CHUNK):
@@ -150,10 +145,10 @@ def digest_file(path: Path, progress: Callable[[int], None] = lambda count: None
 
 
 def sampled_digest(path: Path) -> str:
-    """Digest of a file in bounded time: of all of it up to WHOLE bytes, else of its size and SAMPLES blocks.
+    """Digest a file in bounded time: all of it up to WHOLE bytes, else its size and SAMPLES blocks.
 
-    The blocks lie at equal distances, the first and the last among them. A file that was rewritten differs in
-    them; a single changed byte between them is for a full read to find. Raises OSError.
+    The blocks are equally spaced, the first and the last included. A rewritten file differs in them; a single
+    changed byte between them is found by a full read alone. Raises OSError.
     """
     size = path.stat().st_size
     if size <= WHOLE:
@@ -166,10 +161,10 @@ def sampled_digest(path: Path) -> str:
 
 
 def digest_bytes(content: bytes) -> str:
-    """Content digest of bytes, as `xxh3:<hex>`."""
+    """Return the content digest of bytes, `xxh3:<hex>`."""
     return digest_name(xxhash.xxh3_128(content))
 
 
 def digest_name(h: "xxhash.xxh3_128") -> str:
-    """How a digest is written in manifests and receipts."""
+    """Format a digest as in manifests and receipts."""
     return f"xxh3:{h.hexdigest()}"

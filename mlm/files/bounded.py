@@ -1,35 +1,36 @@
-"""Files of others, read with their size compared first, and JSON that cannot overflow what reads it."""
+"""Reading of untrusted files: bounded size, and strict JSON with bounded numbers."""
 
 import json
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from mlm.errors import CorruptFileError
 
-LARGEST = 1 << 64  # a whole number beyond is none of ours; Python would compute with it for ever
+LARGEST = 1 << 64  # none of our numbers is larger; Python would compute with it for ever
 
 
 def read_bounded(path: Path, most: int, remedy: str) -> bytes:
-    """The content of a regular file of at most `most` bytes; a larger one, a pipe or a device is not read.
+    """Read a regular file of at most `most` bytes; a larger one, a pipe or a device is not read.
 
     Raises CorruptFileError, which ends in `remedy`, and OSError.
     """
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as f:
         found = os.fstat(f.fileno())
         if not stat.S_ISREG(found.st_mode):
-            raise CorruptFileError(f"{path}: no plain file; {remedy}")
+            raise CorruptFileError(f"{path}: not a regular file; {remedy}")
         if found.st_size > most:
             raise CorruptFileError(f"{path}: {found.st_size} bytes, {most} is the limit; {remedy}")
         return f.read(most + 1)
 
 
 def parse_json(content: bytes | str, *, finite: bool = True) -> Any:
-    """JSON as RFC 8259 has it: finite numbers, whole ones below 2^64, each key once in an object.
+    """Parse JSON as in RFC 8259: finite numbers, integers below 2^64, each key once in an object.
 
-    Python's writers say NaN and Infinity too: with `finite=False` they are numbers. Raises ValueError for
-    anything else, brackets too deep among it.
+    Python writes NaN and Infinity too: with `finite=False` they are numbers. Raises ValueError for anything
+    else, including brackets that nest too deeply.
     """
     try:
         return json.loads(
@@ -43,14 +44,19 @@ def parse_json(content: bytes | str, *, finite: bool = True) -> Any:
         raise ValueError("its brackets nest too deeply") from None
 
 
+def as_json(values: Mapping[str, Any]) -> bytes:
+    """Return indented JSON with a line end, as results and receipts are written."""
+    return (json.dumps(values, indent=2) + "\n").encode()
+
+
 def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object as a dict; one that says a key twice means different things to different readers.
+    """Return a JSON object as a dict; a key twice means different things to different readers.
 
     Raises ValueError.
     """
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a key stands twice in one object")
+        raise ValueError("a key occurs twice in one object")
     return found
 
 
@@ -68,4 +74,4 @@ def _finite(digits: str) -> float:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")

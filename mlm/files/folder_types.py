@@ -1,4 +1,4 @@
-"""Folders that mlm makes: their marker, the names written in each kind, how older ones are recognised."""
+"""Folders that mlm makes: their marker, the names written in each type, recognition of older ones."""
 
 import json
 import os
@@ -13,26 +13,25 @@ from mlm.files.atomic import read_regular
 MARKER = ".mlm.json"
 FORMAT = "mlm-folder-1"
 HEAD = 1 << 16  # bytes read of a marker, or to recognise a file
-LOCK = ".lock"  # of a folder of checkpoints: made before anything else is there
+LOCK = ".lock"  # of a folder of checkpoints: made before anything else
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of folder that mlm makes."""
+    """A type of folder that mlm makes."""
 
     noun: str
     """In messages: "a run"."""
     writes: tuple[str, ...]
-    """Patterns of the names that are written at its top: in the way if they are there already, and what
-    `delete_owned` deletes."""
+    """Patterns of the names written at its top: in the way if they exist, and deleted by `delete_owned`."""
     inside: tuple[str, ...] = ()
-    """Patterns of the names that are written in its own folders; none: all of these folders is ours."""
+    """Patterns of the names written in its subfolders; none: all of these folders is ours."""
     older: Callable[[Path], bool] = lambda folder: False
     """True for a folder without a marker that an earlier version wrote."""
 
 
 def _head(path: Path) -> bytes:
-    """The beginning of a regular file, empty where there is none that can be read."""
+    """Return the beginning of a regular file, empty if it cannot be read."""
     try:
         return read_regular(path, HEAD)
     except OSError:
@@ -40,7 +39,7 @@ def _head(path: Path) -> bytes:
 
 
 def is_run_config(path: Path) -> bool:
-    """True if a config.yaml is one that a run wrote."""
+    """True if a config.yaml was written by a run."""
     return _head(path).startswith(b"defaults:\n- hydra_quiet\n- ")
 
 
@@ -76,12 +75,12 @@ def _is_older_work(folder: Path) -> bool:
 
 
 def _is_older_unfinished(folder: Path) -> bool:
-    """`.NAME.partial` that holds nothing but its lock and NAME."""
+    """True for `.NAME.partial` with only its lock and NAME."""
     return set(os.listdir(folder)) <= {LOCK, folder.name.removeprefix(".").removesuffix(".partial")}
 
 
 def _is_older_predictions(folder: Path) -> bool:
-    """`predictions` in a run, or tables of predictions alone."""
+    """True for `predictions` in a run, or tables of predictions alone."""
     if folder.name == "predictions" and is_ours(folder.parent, "run"):
         return True
     files = list(folder.iterdir())
@@ -126,11 +125,11 @@ KINDS: dict[str, Kind] = {
     "verify-resume": Kind("a verify-resume", ()),
     "unfinished": Kind("an import or export that did not finish", (), older=_is_older_unfinished),
 }
-"""Folders that mlm makes. Names in `writes` that a user's folder may hold too are never replaced there."""
+"""Folders that mlm makes. In a user's folder, names in `writes` are never replaced."""
 
 
 def read_marker(folder: Path) -> dict[str, Any] | None:
-    """The marker of a folder, None where there is none of ours."""
+    """Read the marker of a folder, None if it has none of ours."""
     try:
         found = json.loads(read_regular(folder / MARKER, HEAD))
     except (OSError, ValueError, RecursionError):
@@ -139,7 +138,7 @@ def read_marker(folder: Path) -> dict[str, Any] | None:
 
 
 def kind_of_folder(folder: Path) -> str | None:
-    """The kind (a key of KINDS) of a folder that mlm made, by its marker or by what it holds; else None."""
+    """Return the type (a key of KINDS) of a folder that mlm made, by marker or content; else None."""
     if (marker := read_marker(folder)) is not None:
         kind = marker.get("kind")
         return kind if isinstance(kind, str) and kind in KINDS else None
@@ -152,7 +151,7 @@ def kind_of_folder(folder: Path) -> str | None:
 
 
 def is_ours(folder: Path, kind: str) -> bool:
-    """True if `folder` is one of this kind that mlm made. Raises OSError when it cannot be read."""
+    """True if mlm made `folder`, of this type. Raises OSError if it cannot be read."""
     if not folder.is_dir():
         return False
     marker = read_marker(folder)

@@ -1,12 +1,12 @@
-"""The one place that decides what may be written, replaced or deleted: folders and files that are ours.
+"""Ownership of folders: the only rules on what may be written, replaced or deleted.
 
-A folder is ours if it carries our marker (`.mlm.json`, of the kind of folder it is) or is recognisably one
-that an earlier version wrote. `claim_folder` makes one, or adopts a folder in which none of the names that a
-command writes is taken; `delete_owned` deletes what we wrote in one. A file that a user names for a result is
+A folder is ours if it has our marker (`.mlm.json`, with the type of the folder) or was recognisably written
+by an earlier version. `claim_folder` makes one, or adopts a folder in which none of the names that a command
+writes is taken; `delete_owned` deletes what mlm wrote in one. A file that a user names for a result is
 replaced by `write_result` only if mlm wrote it (mlm/files/results.py recognises it).
 
-No input, no ancestor of one, not the working directory, home or the root is ever claimed
-or deleted, and no link is followed by a deletion.
+No input, no ancestor of one, and neither the working directory, home nor the root is ever claimed or deleted,
+and deletions follow no link.
 """
 
 import glob
@@ -62,22 +62,24 @@ def claim_problems(
     writes: Sequence[str] | None = None,
     same: Mapping[str, bytes] | None = None,
 ) -> list[str]:
-    """Problems that keep a command from making `path` its own folder of this kind, for its preflight.
+    """Return problems that keep a command from claiming a folder, for its preflight.
 
     Args:
+        path: the folder.
+        kind: its type, a key of KINDS.
         key: the key that named the folder, for messages.
-        inputs: what the command reads, as it was typed.
-        writes: patterns of the names to write; None takes those of the kind.
-        same: contents to write under some names: a file that holds just that is not in the way.
+        inputs: inputs of the command, as typed.
+        writes: patterns of the names to write; None means those of the type.
+        same: contents to write under some names: a file of just that content is not in the way.
     """
     what, folder = f"{key}={path}", Path(path)
     if str(path) == STDOUT:
-        return [f"{what}: standard output cannot hold a folder; name a folder"]
+        return [f"{what}: standard output is not a folder; name a folder"]
     try:
         if not os.path.lexists(folder):
             return _no_place(what, folder.absolute()) or rejected_place(what, folder, inputs)
         if not folder.is_dir():
-            return [f"{what}: {described(folder)} stands there; name a new folder"]
+            return [f"{what}: is {described(folder)}; name a new folder"]
         marker = read_marker(folder)
         if is_ours(folder, kind):
             return []
@@ -85,8 +87,8 @@ def claim_problems(
             found = marker.get("kind")
             noun = KINDS[found].noun if found in KINDS else "another folder of mlm"
             return [f"{what}: holds {noun}, not {KINDS[kind].noun}; name a new folder"]
-        if faults := rejected_place(what, folder, inputs):
-            return faults
+        if problems := rejected_place(what, folder, inputs):
+            return problems
         name = _in_the_way(folder, KINDS[kind].writes if writes is None else writes, same or {})
     except OSError as error:
         return [f"{what}: {error.filename or folder}: {error.strerror}; name a folder that can be read"]
@@ -104,13 +106,13 @@ def claim_folder(
     writes: Sequence[str] | None = None,
     same: Mapping[str, bytes] | None = None,
 ) -> Path:
-    """Make a folder, or adopt one that is there, and mark it as ours; see `claim_problems`.
+    """Make a folder, or adopt an existing one, and mark it as ours; see `claim_problems`.
 
-    Raises UserError where something of the user's is in the way, OSError.
+    Raises UserError if something of the user's is in the way, OSError.
     """
-    faults = claim_problems(path, kind, key=key, inputs=inputs, writes=writes, same=same)
-    if faults:
-        raise UserError(faults[0])
+    problems = claim_problems(path, kind, key=key, inputs=inputs, writes=writes, same=same)
+    if problems:
+        raise UserError(problems[0])
     folder = Path(path)
     created = not folder.exists() or is_ours(folder, kind)
     folder.mkdir(parents=True, exist_ok=True)
@@ -128,10 +130,10 @@ def delete_owned(
     names: Sequence[str] | None = None,
     keep_folder: bool = False,
 ) -> str | None:
-    """Delete what mlm wrote in a folder of its own, then the folder if nothing else is in it.
+    """Delete what mlm wrote in one of its folders, then the folder if nothing else is in it.
 
-    `names`: patterns of what to delete, None takes those of the kind. Returns a line on what stays and why,
-    None if all is gone or nothing was there. Never raises for what cannot be deleted: it stays.
+    `names`: patterns of what to delete, None means those of the type. Returns a line on what is kept and why,
+    None if nothing is left. Never raises for what cannot be deleted.
     """
     folder = Path(path)
     try:
@@ -140,8 +142,8 @@ def delete_owned(
         marker = read_marker(folder)
         if marker is None or marker.get("kind") != kind or not folder.is_dir():
             return f"{path}: not deleted, as mlm did not make it"
-        if faults := rejected_place(str(path), folder, inputs, deletes=True):
-            return f"{faults[0].partition(';')[0]}: not deleted"
+        if problems := rejected_place(str(path), folder, inputs, deletes=True):
+            return f"{problems[0].partition(';')[0]}: not deleted"
         patterns = KINDS[kind].writes if names is None else names
         for entry in sorted(os.listdir(folder)):
             if matches(entry, patterns) or _is_partial(entry, patterns):
@@ -161,9 +163,9 @@ def delete_owned(
 
 
 def _delete(path: Path, inside: Sequence[str]) -> None:
-    """Delete a file, or of a folder what fits `inside` (no patterns: all) and then the folder if it is empty.
+    """Delete a file, or in a folder what matches `inside` (no patterns: all) and then the empty folder.
 
-    A link stays: mlm makes none. Raises OSError.
+    Links are kept: mlm makes none. Raises OSError.
     """
     if path.is_symlink():
         return
@@ -180,30 +182,30 @@ def _delete(path: Path, inside: Sequence[str]) -> None:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """The first names, and the number of the others."""
+    """List the first names, and count the others."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
 
 
 def _is_partial(name: str, patterns: Iterable[str]) -> bool:
-    """True for what a kill left of a file half written (`write_atomic`): .NAME.PID.partial."""
+    """True for an incomplete file that a kill left (`write_atomic`): .NAME.PID.partial."""
     stem, dot, pid = name.removeprefix(".").removesuffix(".partial").rpartition(".")
     hidden = name.startswith(".") and name.endswith(".partial")
     return hidden and bool(dot) and pid.isdigit() and matches(stem, (*patterns, MARKER))
 
 
 def _in_the_way(folder: Path, patterns: Sequence[str], same: Mapping[str, bytes]) -> str | None:
-    """The first entry of a folder whose name is to be written and that holds something."""
+    """Return the first non-empty entry of a folder whose name is to be written."""
     for name in sorted(os.listdir(folder)):
         if name == MARKER:
-            return name  # not one that we wrote: read_marker saw nothing in it
+            return name  # not ours: read_marker could not parse it
         if matches(name, patterns) and not _holds_nothing(folder / name, same.get(name)):
             return name
     return None
 
 
 def _holds_nothing(path: Path, content: bytes | None) -> bool:
-    """True for an empty file or folder, one with a lock alone, or a file of just that content."""
+    """True for an empty file or folder, a folder with only a lock, or a file of just that content."""
     mode = path.lstat().st_mode
     if stat.S_ISDIR(mode):
         return all(name == LOCK for name in os.listdir(path))
@@ -214,7 +216,7 @@ def _holds_nothing(path: Path, content: bytes | None) -> bool:
 
 
 def _no_place(what: str, path: Path) -> list[str]:
-    """Problem of a path where no folder can be made."""
+    """Return the problem of a path where no folder can be made."""
     parent = next(parent for parent in path.parents if os.path.lexists(parent))
     if parent.is_dir():
         return []
@@ -224,27 +226,27 @@ def _no_place(what: str, path: Path) -> list[str]:
 def rejected_place(
     what: str, folder: Path, inputs: Iterable[str | Path | None], *, deletes: bool = False
 ) -> list[str]:
-    """Why a folder is neither claimed nor deleted, whatever it holds. Raises OSError."""
+    """Return the reason never to claim or delete a folder, whatever its content. Raises OSError."""
     place, cwd, home = folder.resolve(), Path.cwd(), Path.home().resolve()
-    said = None
+    reason = None
     if place == cwd or (deletes and place in cwd.parents):
-        said = "is the working directory" if place == cwd else "holds the working directory"
+        reason = "is the working directory" if place == cwd else "holds the working directory"
     elif place == home or place in home.parents:
-        said = "is your home folder" if place == home else "holds your home folder"
-    elif deletes and os.path.ismount(place):  # as `out` a mounted volume is what containers are given
-        said = "is the root of a file system"
-    if said is None:
+        reason = "is your home folder" if place == home else "holds your home folder"
+    elif deletes and os.path.ismount(place):  # as `out`, containers receive a mounted volume
+        reason = "is the root of a file system"
+    if reason is None:
         for given in inputs:
             if (read := place_of(given)) is not None and (place == read or place in read.parents):
-                said = f"is the input {given}" if place == read else f"holds the input {given}"
+                reason = f"is the input {given}" if place == read else f"holds the input {given}"
                 break
-    return [] if said is None else [f"{what}: {said}; name a new folder"]
+    return [] if reason is None else [f"{what}: {reason}; name a new folder"]
 
 
 def place_of(given: str | Path | None) -> Path | None:
-    """The file or folder that an input names: of a glob the folder it begins in, of a prefix its .bin.
+    """Return the file or folder that an input names: of a glob its first folder, of a prefix its .bin.
 
-    None where nothing is there: an id of the Hub, a misspelled path.
+    None if there is nothing: an id of the Hub, a misspelled path.
     """
     text = "" if given is None else str(given)
     if not text or text.startswith(HUB) or text == STDOUT:
@@ -264,7 +266,7 @@ def place_of(given: str | Path | None) -> Path | None:
 
 
 def described(path: Path) -> str:
-    """Description of what stands at a path: "a FIFO"."""
+    """Describe the file at a path: "a FIFO"."""
     try:
         mode = path.stat().st_mode
     except OSError:

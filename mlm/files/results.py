@@ -1,7 +1,7 @@
-"""Files that a user names for results (out=, samples=): what may be replaced there, and the writing.
+"""Files that a user names for results (out=, samples=): the writing, and the rules on replacement.
 
 `-` is standard output; a character device or a FIFO is written to and never replaced; a link is followed to
-the file it names. A regular file is replaced only if mlm wrote it, and never if the command reads it.
+its file. A regular file is replaced only if mlm wrote it, and never if the command reads it.
 """
 
 import errno
@@ -9,45 +9,60 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
+import mlm
 from mlm.errors import UserError
 from mlm.files.atomic import read_regular, write_atomic
+from mlm.files.bounded import as_json
 from mlm.files.folder_types import KINDS, kind_of_folder, matches
 from mlm.files.ownership import STDOUT, described, place_of
 
 Content = bytes | Callable[[BinaryIO], None]
-HEAD = 1 << 12  # bytes in which a picture says who made it
-LARGEST_PARSED = 1 << 26  # bytes of JSON that are parsed to recognise it; of more, both ends are looked at
+"""Bytes, or a function that writes them to an open file."""
+HEAD = 1 << 12  # bytes of a picture that name its software
+LARGEST_PARSED = (
+    1 << 26
+)  # bytes of JSON that are parsed to recognise it; of larger files both ends are searched
 GENERATED = frozenset(("prompt", "sample", "continuation", "tokens", "stop", "seed"))
 """Keys of a line that `mlm generate out=` writes."""
 SCORED = frozenset(("task", "protocol"))
 """Keys of each line that `mlm eval … samples=` writes."""
 KEPT = ("run", "corpus", "corpus-work")
-"""Kinds of folders whose own files are replaced by what writes such folders alone."""
+"""Types of folders whose files are replaced only by commands that write such folders."""
 MANIFEST = "manifest.json"  # of a checkpoint
 NO_RESULTS = ("mlm-checkpoint", "mlm-corpus", "mlm-folder")
-"""Formats of JSON files of mlm that are no results, wherever they are copied to."""
+"""Formats of JSON files of mlm that are not results, wherever they are copied."""
+VERSIONS = frozenset(("versions", "versions_here"))
+"""Keys by which a result names the version of mlm that wrote it."""
 WRITABLE = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 CREATOR = "mlm"
-"""Software that our pictures name."""
+"""Software named in our pictures."""
 
 _results: ContextVar[TextIO | None] = ContextVar("results", default=None)
 
 
 def write_result(
-    path: str | Path, content: Content, *, key: str = "out", inputs: Iterable[str | Path | None] = ()
+    path: str | Path,
+    content: Content | Mapping[str, Any],
+    *,
+    key: str = "out",
+    inputs: Iterable[str | Path | None] = (),
 ) -> None:
-    """Write a result to the place that a user named: all of it or, to a regular file, nothing.
+    """Write a result to the target that a user named, to a regular file atomically.
 
-    Raises UserError where something stands that mlm did not write, and for what the disk rejects.
+    A mapping is written as JSON, with the version of mlm. Raises UserError for a file that mlm did not write,
+    and for errors of the disk.
     """
-    if faults := result_problems(path, key=key, inputs=inputs, content=content):
-        raise UserError(faults[0])
+    if isinstance(content, Mapping):
+        own = {} if VERSIONS & content.keys() else {"versions": {"mlm": mlm.__version__}}
+        content = as_json({**content, **own})
+    if problems := result_problems(path, key=key, inputs=inputs, content=content):
+        raise UserError(problems[0])
     try:
         if str(path) == STDOUT:
             _print(content)
@@ -66,7 +81,7 @@ def result_problems(
     inputs: Iterable[str | Path | None] = (),
     content: Content = b"",
 ) -> list[str]:
-    """Problems of writing a result to `path`, for a command's preflight. None: no result is wanted."""
+    """Return problems of writing a result to `path`, for a command's preflight. None: no result is wanted."""
     if path is None or str(path) == STDOUT:
         return []
     what, file = f"{key}={path}", Path(path)
@@ -96,7 +111,7 @@ def result_problems(
 
 
 def _is_there(file: Path) -> bool:
-    """True if something stands at a path. Raises OSError where nothing can: a name that is too long."""
+    """True if something exists at a path. Raises OSError for an impossible path, such as too long a name."""
     try:
         file.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -105,11 +120,11 @@ def _is_there(file: Path) -> bool:
 
 
 def _part_of_folder(file: Path) -> str | None:
-    """The reason why a file is a part of something that mlm keeps, and so no result; None for others."""
+    """Return the reason why a file belongs to a folder of mlm and is not a result; None for others."""
     place = file.resolve()
-    manifest = place.parent / MANIFEST  # a common name: other programs' manifests are none of ours
+    manifest = place.parent / MANIFEST  # a common name: other programs have manifests too
     if manifest.is_file() and b'"digest":"xxh3:' in read_regular(manifest, HEAD):
-        return "lies in a checkpoint"
+        return "is in a checkpoint"
     kind = kind_of_folder(place.parent)
     if kind in KEPT and matches(place.name, KINDS[kind].writes):
         return f"is a file of {KINDS[kind].noun}"
@@ -117,12 +132,12 @@ def _part_of_folder(file: Path) -> str | None:
 
 
 def named(path: str | Path) -> str:
-    """A place for results in words, for messages."""
+    """Name the target of a result, for messages."""
     return "standard output" if str(path) == STDOUT else str(path)
 
 
 def is_stream(path: str | Path | None) -> bool:
-    """True for standard output, a device or a FIFO: what is written to as it is, wherever it lies."""
+    """True for standard output, a device or a FIFO, which are written to directly."""
     try:
         return path is not None and (str(path) == STDOUT or _stream(Path(path)) is not None)
     except OSError:
@@ -130,7 +145,7 @@ def is_stream(path: str | Path | None) -> bool:
 
 
 def is_result(path: Path) -> bool:
-    """True if a regular file is empty, or a result that mlm wrote. Raises OSError."""
+    """True for a regular file that is empty or a result of mlm. Raises OSError."""
     size, head = path.stat().st_size, read_regular(path, HEAD)
     if size == 0:
         return True
@@ -160,7 +175,7 @@ def _is_result_object(path: Path, size: int) -> bool:
         return False
     named = isinstance(form, str) and form.startswith("mlm-")
     begun = found.keys() == {"task", "equal"}  # a verify-resume that was killed
-    versions = [found.get("versions"), found.get("versions_here")]
+    versions = [found.get(key) for key in VERSIONS]
     return named or begun or any(isinstance(v, dict) and "mlm" in v for v in versions)
 
 
@@ -187,7 +202,7 @@ def _is_same(file: Path, given: str | Path | None) -> bool:
 
 
 def _stream(path: Path) -> int | str | None:
-    """Target to write to without replacing it: a device or FIFO by its path, our own streams by number."""
+    """Return the target to write to directly: a device or FIFO by path, our streams by number."""
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -211,7 +226,7 @@ def _write_directly(stream: int | str, content: Content) -> None:
     else:
         descriptor = os.open(stream, os.O_WRONLY | os.O_CLOEXEC | os.O_NOCTTY)
         mode = os.fstat(descriptor).st_mode
-        if stat.S_ISREG(mode):  # swapped since it was looked at
+        if stat.S_ISREG(mode):  # replaced since it was checked
             os.close(descriptor)
             raise OSError(errno.EEXIST, "was replaced by a file", stream)
     with open(descriptor, "wb") as f:
@@ -219,19 +234,19 @@ def _write_directly(stream: int | str, content: Content) -> None:
 
 
 def _print(content: Content) -> None:
-    """Write to standard output, bytes as they are."""
+    """Write bytes to standard output."""
     stream = _results.get() or sys.stdout
     stream.flush()
     binary: BinaryIO | None = getattr(stream, "buffer", None)
     if binary is None:
-        raise OSError(errno.EBADF, "standard output takes no bytes")
+        raise OSError(errno.EBADF, "standard output does not accept bytes")
     binary.write(content) if isinstance(content, bytes) else content(binary)
     binary.flush()
 
 
 @contextmanager
 def results_alone_on_stdout() -> Iterator[None]:
-    """While inside, standard output gets results alone (out=-); tables and notes go to standard error."""
+    """Send tables and notes to standard error while inside; standard output gets results alone (out=-)."""
     if _results.get() is not None:
         yield
         return

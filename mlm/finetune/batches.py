@@ -14,9 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mlm.data.splitmix import Bits, draw, root
+from mlm.data.epochs import stable_argsort
 from mlm.finetune.examples import Example
 from mlm.parallel.labels import IGNORE
+from mlm.splitmix import Bits, draw, root
 from mlm.train.pipelined import PipelinedModel
 
 Ids = NDArray[np.int64]
@@ -82,7 +83,7 @@ class Order:
 
 def permutation(count: int, state: Bits) -> Ids:
     """Return the numbers below `count` in an order drawn from `state`."""
-    return np.argsort(draw(state, np.arange(count)), kind="stable")
+    return stable_argsort(draw(state, np.arange(count)))
 
 
 def chosen_rows(count: int, wanted: int, seed: int) -> Ids:

@@ -145,7 +145,7 @@ def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
     result = receipt(config, start, trained, found, seconds=time.monotonic() - begin)
     if config.probabilities is not None:
         write_result(config.probabilities, probabilities(task, found).encode(), key="probabilities")
-    write_result(out, (json.dumps(result, indent=2) + "\n").encode())
+    write_result(out, result)
     show_table(result, out)
 
 

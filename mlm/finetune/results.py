@@ -1,6 +1,5 @@
 """Results of finetuning: result.json of each seed, the median over seeds, and tables."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import mlm
 from mlm.config.build import config_digest, from_dict
 from mlm.errors import UserError, writing_to
 from mlm.files.atomic import write_atomic
-from mlm.files.bounded import parse_json
+from mlm.files.bounded import as_json, parse_json
 from mlm.files.ownership import claim_folder
 from mlm.finetune.best import Progress, Scores, best_folder, best_of, first_metric
 from mlm.finetune.config import FinetuneConfig
@@ -97,7 +96,7 @@ class Result:
 
 def write_result(out: Path, result: Result) -> None:
     """Write result.json. Raises OSError."""
-    write_atomic(out / RESULT, (json.dumps(asdict(result), indent=2) + "\n").encode())
+    write_atomic(out / RESULT, as_json(asdict(result)))
 
 
 def finished(config: FinetuneConfig, settings: dict[str, Any]) -> Result | None:
@@ -136,7 +135,7 @@ def report(config: FinetuneConfig, results: Sequence[Result], *, is_new: bool) -
         }
         with writing_to(config.out):
             claim_folder(config.out, "run", writes=(RESULT,))
-            write_atomic(Path(config.out) / RESULT, (json.dumps(document, indent=2) + "\n").encode())
+            write_atomic(Path(config.out) / RESULT, as_json(document))
     if not is_new:
         screen.print(f"{plain(config.out)} is finished: set another out=… to train again")
     screen.print(made)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mlm.corpus.read.hub import FORMATS
+from mlm.corpus.read.tables import FORMATS
 from mlm.errors import CorruptFileError, UserError
 from mlm.extras import load_extra
 from mlm.finetune.task_config import TaskConfig

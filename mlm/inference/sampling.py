@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mlm.data.splitmix import draw, root, uniform
+from mlm.splitmix import draw, root, uniform
 
 NOT_FINITE = -1
 """In place of a token where the logits are no numbers."""

@@ -4,7 +4,6 @@ A killed command cannot remove its folder. The kernel releases its lock (flock),
 a folder from one in use, also if containers share the temporary directory.
 """
 
-import fcntl
 import os
 import shutil
 import tempfile
@@ -12,6 +11,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from mlm.files.lock import Lock
 
 PREFIX = "mlm-job-"
 HELD = "held"
@@ -24,13 +25,13 @@ def job_folder() -> Iterator[Path]:
     """Make a folder for the files of a launch, and remove what killed launches have left. Raises OSError."""
     remove_abandoned(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=PREFIX) as name:
-        descriptor = os.open(Path(name, HELD), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = Lock(Path(name, HELD))
+        with suppress(OSError):  # where nothing can be locked, nothing is removed either
+            lock.take()
         try:
-            with suppress(OSError):  # where nothing can be locked, nothing is removed either
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield Path(name)
         finally:
-            os.close(descriptor)
+            lock.release()
 
 
 def remove_abandoned(parent: Path, young_s: float = YOUNG_S) -> None:
@@ -40,9 +41,7 @@ def remove_abandoned(parent: Path, young_s: float = YOUNG_S) -> None:
             said = folder.lstat()
             if said.st_uid != os.getuid() or time.time() - said.st_mtime < young_s:
                 continue
-            descriptor = os.open(folder / HELD, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while its command lives
+            lock = Lock(folder / HELD, create=False)
+            if lock.take():  # not while its command lives
                 shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(descriptor)
+                lock.release()

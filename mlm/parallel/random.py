@@ -10,18 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_MASK = (1 << 64) - 1
+from mlm.splitmix import GOLDEN, MASK, mix_int
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed from integers and names; the same on every machine. Mixing: splitmix64's finaliser."""
-    state = 0x9E3779B97F4A7C15
+    """A 63-bit seed from integers and names; the same on every machine."""
+    state = GOLDEN
     for part in parts:
         value = zlib.crc32(part.encode()) | 1 << 40 if isinstance(part, str) else part
-        state = (state ^ (value & _MASK)) & _MASK
-        state = ((state ^ state >> 30) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ state >> 27) * 0x94D049BB133111EB) & _MASK
-        state = (state ^ state >> 31) & _MASK
+        state = mix_int(state ^ (value & MASK))
     return state >> 1
 
 

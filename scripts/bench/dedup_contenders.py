@@ -16,8 +16,8 @@ from itertools import pairwise
 import numpy as np
 
 from bench.dedup_corpus import NGRAM, grams
-from mlm.corpus.dedup.duplicates import components, duplicates_in, links_of_band, star_links
-from mlm.corpus.dedup.signatures import Signer
+from mlm.corpus.duplicates import components, duplicates_in, links_of_band, star_links
+from mlm.corpus.minhash import Signer
 from mlm.corpus.sections import DedupConfig
 
 Steps = dict[str, float]

@@ -12,7 +12,7 @@ from mlm import hub
 from mlm.cli.compose import load_config
 from mlm.cli.streams import writable_streams
 from mlm.config.suggest import around, divisors
-from mlm.corpus.build import say_how_one_text_is_cut, with_min_tokens
+from mlm.corpus.build import print_split_of_one_text, with_min_tokens
 from mlm.corpus.config import DataBuildConfig
 from mlm.errors import UserError
 from mlm.evaluate.loss import corpus_prefix
@@ -275,5 +275,5 @@ def test_typed_min_tokens_holds_for_one_text_and_the_default_is_off(
     config: DataBuildConfig = load_config("data_build", words)
     assert with_min_tokens(config, is_one_text=False).filter.min_tokens == of_documents
     assert with_min_tokens(config, is_one_text=True).filter.min_tokens == of_one_text
-    say_how_one_text_is_cut(config, console())
+    print_split_of_one_text(config, console())
     assert ("filter.min_tokens=auto is off" in capsys.readouterr().out) == (not typed)

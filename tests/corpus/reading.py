@@ -3,13 +3,15 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mlm.corpus.read.read import Document, Rejected, read_shard
-from mlm.corpus.read.shards import Shard, cut, search
+from mlm.corpus.read.finding import search
+from mlm.corpus.read.read import read_shard
+from mlm.corpus.read.records import Document, Rejected, Shard
+from mlm.corpus.read.shards import split_inputs
 
 
 @dataclass
 class Outcome:
-    """What reading gave."""
+    """Result of reading."""
 
     documents: list[Document] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
@@ -34,7 +36,7 @@ def read(
     max_bytes: int = 1 << 20,
 ) -> Outcome:
     """Read all that an input names."""
-    shards = cut(search(str(path)).inputs, shard_bytes)
+    shards = split_inputs(search(str(path)).inputs, shard_bytes)
     return read_shards(shards, text_key=text_key, id_key=id_key, max_bytes=max_bytes)
 
 

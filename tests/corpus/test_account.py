@@ -34,7 +34,7 @@ def build(config: Any) -> Receipt:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """Documents that every rule has something to do with; of one that is cut a piece is too short."""
+    """Documents that exercise every rule; one that is cut has a piece that is too short."""
     rng = random.Random(1)
     leak = words(rng, 40)
     originals = [words(rng, 60) for _ in range(8)]
@@ -104,7 +104,7 @@ def test_file_that_is_touched_while_it_is_read_is_the_same(
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.bz2"])
 @pytest.mark.parametrize("between", ["\n\n", "\n", " "])
 def test_one_text_file_builds(tmp_path: Path, name: str, between: str) -> None:
-    """Into consecutive parts that make it up, cut where a paragraph, a line or a word ends."""
+    """Consecutive parts make it up, split where a paragraph, a line or a word ends."""
     text = between.join(" ".join(words(random.Random(i), 20)) for i in range(60))
     content = text.encode()
     (tmp_path / name).write_bytes(bz2.compress(content) if name.endswith("bz2") else content)
@@ -133,7 +133,7 @@ def test_end_of_document_token_can_be_named(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "t.jsonl", ["one", "two"])
     with pytest.raises(UserError, match="no end-of-document token"):
         run_build(plain(source, tokenizer=str(path)), quiet())
-    with pytest.raises(UserError, match="eod=<end> is no token of"):
+    with pytest.raises(UserError, match="eod=<end> is not a token of"):
         run_build(plain(source, tokenizer=str(path), eod="<end>"), quiet())
     receipt = build(plain(source, tokenizer=str(path), eod="<stop>"))
     tokens = IndexedDataset(tmp_path / "out/train").document(0).tolist()

@@ -102,7 +102,7 @@ def test_equal_build_is_up_to_date(source: Path) -> None:
     assert (source.parent / "out" / "corpus.json").stat().st_mtime_ns == before
 
 
-def test_other_build_in_the_same_folder_is_refused(source: Path) -> None:
+def test_other_build_in_the_same_folder_is_rejected(source: Path) -> None:
     build(source)
     write_jsonl(source / "train.jsonl", [*TEXTS, "one more"])
     with pytest.raises(UserError, match=r"made with other inputs.*another out="):
@@ -112,7 +112,7 @@ def test_other_build_in_the_same_folder_is_refused(source: Path) -> None:
 def test_damaged_corpus_is_not_called_up_to_date(source: Path) -> None:
     build(source)
     (source.parent / "out" / "train.bin").write_bytes(b"")
-    with pytest.raises(UserError, match=r"train\.bin is not what corpus\.json says"):
+    with pytest.raises(UserError, match=r"train\.bin differs from corpus\.json"):
         build(source)
 
 

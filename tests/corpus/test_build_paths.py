@@ -1,4 +1,4 @@
-"""What `mlm data build` does to folders: it deletes and replaces only what it wrote."""
+"""`mlm data build` deletes and replaces only what it wrote."""
 
 import json
 import os
@@ -176,7 +176,7 @@ def test_tokenizer_replaces_no_file_of_the_users_and_reads_nothing_first(
     words, mine = ["data", "tokenizer", f"input={source}", "vocab_size=300"], source.parent / "mine.json"
     mine.write_text('{"mine": 1}')
     assert main([*words, f"out={mine}"]) == 2
-    said = f"mlm data tokenizer: out={mine}: exists and is no tokenizer; name another file, or delete it\n"
+    said = f"mlm data tokenizer: out={mine}: exists and is not a tokenizer; name another file, or delete it\n"
     assert capfd.readouterr().err == said
     assert mine.read_text() == '{"mine": 1}'
     for _ in range(2):  # the same again

@@ -117,7 +117,7 @@ def test_negative_number_of_samples_is_a_users_mistake(tmp_path: Path) -> None:
         run_inspect(DataInspectConfig(path=str(tmp_path), samples=-1))
 
 
-def test_rules_that_removed_documents_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rules_that_removed_documents_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_corpus(tmp_path / "train", [[1]])
     receipt = {
         "vocab_size": 10,

@@ -1,4 +1,4 @@
-"""`mlm data tokenizer`: what is read, what is taken over, and that training is a function of the text."""
+"""`mlm data tokenizer`: inputs, conversion, and training as a function of the text alone."""
 
 import json
 import os
@@ -96,7 +96,7 @@ def test_text_beside_a_tokenizer_is_trained_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
-def test_faulty_line_is_named_by_file_and_line(tmp_path: Path, kind: str) -> None:
+def test_bad_line_is_named_by_file_and_line(tmp_path: Path, kind: str) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\nnonsense\n')
     with pytest.raises(UserError, match=r"a\.jsonl:2"):
         made(tmp_path / "a.jsonl", tmp_path / "out", kind=kind)

@@ -148,15 +148,15 @@ def test_corpus_the_receipt_does_not_list_is_noted(corpus: Path) -> None:
     assert found == {"other.bin", "other.idx"}
 
 
-def test_damaged_receipt_is_a_fault(corpus: Path) -> None:
+def test_damaged_receipt_is_a_error(corpus: Path) -> None:
     (corpus / RECEIPT).write_text("{")
-    assert states(verified(corpus), "receipt") == ["fault"]
+    assert states(verified(corpus), "receipt") == ["error"]
 
 
 def test_foreign_corpus_without_receipt_passes_with_notes(tmp_path: Path) -> None:
     write_corpus(tmp_path / "c_text_document", DOCUMENTS)
     checks = verified(tmp_path / "c_text_document")
-    assert not [check for check in checks if check["state"] == "fault"]
+    assert not [check for check in checks if check["state"] == "error"]
     assert states(checks, "token ids") == ["note"]
 
 
@@ -172,7 +172,7 @@ def contents(prefix: Path) -> list[list[int]]:
 
 
 def faults(prefix: Path, expected: Expected) -> list[Check]:
-    return [check for check in verify_pair(prefix, expected, lambda count: None) if check.state == "fault"]
+    return [check for check in verify_pair(prefix, expected, lambda count: None) if check.state == "error"]
 
 
 @pytest.mark.parametrize("change", [1, 2, 4, 8, 11, 16, 32, 64, 128, 255])

@@ -20,6 +20,6 @@ def write_corpus(
 
 
 def counting_corpus(prefix: Path, lengths: Sequence[int]) -> IndexedDataset:
-    """A corpus whose tokens are 0, 1, 2, …, so that a token says where it stood."""
+    """A corpus whose tokens are 0, 1, 2, …, so that a token is its position."""
     ends = np.cumsum(lengths)
     return write_corpus(prefix, [range(end - n, end) for n, end in zip(lengths, ends, strict=True)])

@@ -1,4 +1,4 @@
-"""Which sample of a blend is which of a corpus: the rule by another hand, proportions, random access."""
+"""Samples of a blend: the rule by a reference, proportions, random access."""
 
 import heapq
 from collections import Counter
@@ -166,7 +166,7 @@ def test_gather_gives_the_samples_of_the_sources(tmp_path: Path) -> None:
     assert Counter(blend.locate(np.arange(300))[0].tolist()) == {0: 225, 1: 75}
 
 
-def test_a_blend_that_begins_later_goes_on_where_its_sources_were(tmp_path: Path) -> None:
+def test_a_blend_that_begins_later_continues_where_its_sources_were(tmp_path: Path) -> None:
     blend, datasets = blended(tmp_path, from_sample=100, first=[60, 40])  # type: ignore[arg-type]
     source, number = locate([0.75, 0.25], np.arange(20))
     expected = [datasets[s][j + (60, 40)[s]] for s, j in zip(source, number, strict=True)]

@@ -1,4 +1,4 @@
-"""What a run has read of which corpus, across changes of its blend."""
+"""History of the corpora that a run has read, across changes of its blend."""
 
 import json
 from collections.abc import Sequence
@@ -81,7 +81,7 @@ def test_no_sample_is_repeated_or_skipped_however_the_blend_changes(
 
 
 @pytest.mark.parametrize("resumes", [[30], [1, 2, 3], [99]])
-def test_the_same_blend_goes_on_in_its_segment(resumes: list[int]) -> None:
+def test_the_same_blend_continues_in_its_segment(resumes: list[int]) -> None:
     history = begun = continue_history((), blend(a=0.3, b=0.7), 0)
     for consumed in resumes:
         history = continue_history(history, blend(a=0.3, b=0.7), consumed)
@@ -119,16 +119,16 @@ def test_a_corpus_of_equal_lengths_and_other_tokens_is_another() -> None:
     assert samples_read(continue_history((), (one,), 0), replace(other, tokens=""), 40) == 40
 
 
-def test_a_single_corpus_goes_on_in_a_blend() -> None:
+def test_a_single_corpus_continues_in_a_blend() -> None:
     history = continue_history(continue_history((), blend(a=1), 0), blend(b=1, a=1), 40)
     assert [s.first for s in history[-1].sources] == [0, 40]
 
 
 OLD = (Segment(0, (Source(name="a", path="corpora/a/train", digest=""),)),)
-"""What is made of a checkpoint that only names its corpus."""
+"""A history from a checkpoint that only names its corpus."""
 
 
-def test_a_corpus_without_digest_goes_on_where_it_lies() -> None:
+def test_a_corpus_without_digest_continues_where_it_lies() -> None:
     history = continue_history(OLD, blend(b=1, a=1), 40)
     assert [s.first for s in history[-1].sources] == [0, 40]
 
@@ -180,7 +180,7 @@ class TestChanged:
 
 
 class TestChange:
-    """The line that says what a resumed run does otherwise."""
+    """The line on changes of a resumed run."""
 
     def line(self, then: Sequence[Source], now: Sequence[Source]) -> str | None:
         return change(continue_history(continue_history((), then, 0), now, 40), 40)
@@ -270,7 +270,7 @@ SOURCES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", [*HOSTILE, *SOURCES])
-def test_what_is_no_history_is_refused(case: str) -> None:
+def test_damaged_history_is_rejected(case: str) -> None:
     if case in HOSTILE:
         value = HOSTILE[case](said())
     else:
@@ -281,7 +281,7 @@ def test_what_is_no_history_is_refused(case: str) -> None:
         decode(value, 1 << 12 if case == "too many segments" else 41)
 
 
-def test_a_corpus_is_told_by_the_place_its_path_leads_to(tmp_path: Path) -> None:
+def test_a_corpus_is_identified_by_the_target_of_its_path(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     here, there = (replace(blend(a=1)[0], path=str(tmp_path / name / "train")) for name in ("real", "link"))
@@ -289,6 +289,6 @@ def test_a_corpus_is_told_by_the_place_its_path_leads_to(tmp_path: Path) -> None
 
 
 def test_hostile_weights_that_nearly_sum_to_1_cost_no_more() -> None:
-    """What sums to 1 only to nine digits is still merged by due time, far out too."""
+    """Weights that sum to 1 only to nine digits are merged by due time, even far out."""
     source, _ = block(np.array([0.5, 0.5 + 4e-10]), 1 << 49, (1 << 49) + 10)
     assert source.shape == (10,)

@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlm.data.gpt import EvalWindows, GPTDataset, permutation, windows_per_epoch
+from mlm.data.epochs import permutation
+from mlm.data.gpt import EvalWindows, GPTDataset, windows_per_epoch
 from mlm.data.indexed import IndexedDataset
 from mlm.errors import UserError
 from mlm.parallel.labels import IGNORE
@@ -125,7 +126,7 @@ def test_cache_is_read_rather_than_built(
     corpus: IndexedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = cached(corpus, tmp_path / "cache")
-    monkeypatch.delattr(GPTDataset, "_build")
+    monkeypatch.setattr(GPTDataset, "_build", lambda *_: pytest.fail("built again"))
     np.testing.assert_array_equal(cached(corpus, tmp_path / "cache"), plain)
 
 

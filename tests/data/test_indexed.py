@@ -71,7 +71,7 @@ def test_truncated_bin_names_file_and_both_sizes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [3, 20, 40, -1])
-def test_truncated_index_is_refused(tmp_path: Path, size: int) -> None:
+def test_truncated_index_is_rejected(tmp_path: Path, size: int) -> None:
     write_corpus(tmp_path / "c", DOCUMENTS)
     (tmp_path / "c.idx").write_bytes(hand_made_index()[:size])
     with pytest.raises(CorruptFileError, match=r"c\.idx"):
@@ -99,7 +99,7 @@ def replaced(content: bytes, at: int, new: bytes) -> bytes:
         (82 + 32, struct.pack("<q", 9), "document boundaries"),
     ],
 )
-def test_altered_index_is_refused(tmp_path: Path, at: int, new: bytes, message: str) -> None:
+def test_altered_index_is_rejected(tmp_path: Path, at: int, new: bytes, message: str) -> None:
     write_corpus(tmp_path / "c", DOCUMENTS)
     (tmp_path / "c.idx").write_bytes(replaced(hand_made_index(), at, new))
     with pytest.raises(CorruptFileError, match=message):
@@ -158,7 +158,7 @@ def test_sequences_of_a_document_are_written_as_megatron_packs_them(tmp_path: Pa
     assert [corpus.document(i).tolist() for i in range(3)] == [[1, 2, 3], [], [7, 500, 600]]
 
 
-def test_lengths_that_do_not_sum_to_the_document_are_refused(tmp_path: Path) -> None:
+def test_lengths_that_do_not_sum_to_the_document_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="sum to 2"), IndexedWriter(tmp_path / "c", DTYPES[8]) as writer:
         writer.add_document([1, 2, 3], [1, 1])
 
@@ -174,7 +174,7 @@ def test_text_is_kept_as_bytes(tmp_path: Path, code: int) -> None:
 def test_merged_shards_are_the_bytes_of_one_corpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: bool
 ) -> None:
-    """Whether or not the kernel can copy between the files; empty shards are among them."""
+    """With and without copying by the kernel; some shards are empty."""
     if not kernel:
         monkeypatch.setattr("os.copy_file_range", lambda *args: (_ for _ in ()).throw(OSError(18, "EXDEV")))
     monkeypatch.setattr("mlm.data.indexed.CHUNK", 2)
@@ -204,7 +204,7 @@ def test_documents_may_follow_a_merged_shard(tmp_path: Path) -> None:
     assert [corpus[i].tolist() for i in range(len(corpus))] == [[9], [1], [2, 3], [8]]
 
 
-def test_shard_cut_short_while_it_is_merged_is_refused(tmp_path: Path) -> None:
+def test_shard_cut_short_while_it_is_merged_is_rejected(tmp_path: Path) -> None:
     shard = write_corpus(tmp_path / "s", [[1, 2, 3]])
     (tmp_path / "s.bin").write_bytes(b"12")
     with (
@@ -232,6 +232,6 @@ def test_documents_may_be_lists_or_arrays(tmp_path: Path, kind: Callable[[list[i
 
 
 @pytest.mark.parametrize("i", [-1, 4])
-def test_document_outside_the_corpus_is_refused(tmp_path: Path, i: int) -> None:
+def test_document_outside_the_corpus_is_rejected(tmp_path: Path, i: int) -> None:
     with pytest.raises(IndexError):
         write_corpus(tmp_path / "c", DOCUMENTS).document(i)

@@ -1,4 +1,4 @@
-"""What is said of a corpus before training on it."""
+"""Checks of a corpus before training on it."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_a_receipt_of_an_impossible_vocabulary_is_an_error(prefix: Path, vocab_s
     assert "corpus.json" in fault
 
 
-def test_sound_corpus_has_no_fault(prefix: Path) -> None:
+def test_sound_corpus_has_no_problem(prefix: Path) -> None:
     assert faults(prefix, vocab_size=50, seq_length=4, min_samples=12) == []
 
 
@@ -44,7 +44,7 @@ def test_missing_corpus_names_data_path(tmp_path: Path) -> None:
     assert "data.path" in fault
 
 
-def test_truncated_corpus_is_one_fault(prefix: Path) -> None:
+def test_truncated_corpus_is_one_error(prefix: Path) -> None:
     prefix.with_name("c.bin").write_bytes(b"1")
     (fault,) = faults(prefix)
     assert "expected 100 bytes" in fault
@@ -74,22 +74,22 @@ def test_receipt_says_the_vocabulary_without_scanning(prefix: Path, monkeypatch:
     assert "model.vocab_size=90" in fault
 
 
-def test_receipt_of_another_file_is_a_fault(prefix: Path) -> None:
+def test_receipt_of_another_file_is_a_error(prefix: Path) -> None:
     receipt(prefix.parent, vocab_size=90, num_bytes=102)
     (fault,) = faults(prefix)
     assert "corpus.json" in fault
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}"])
-def test_damaged_receipt_is_a_fault(prefix: Path, content: str) -> None:
+def test_damaged_receipt_is_a_error(prefix: Path, content: str) -> None:
     (prefix.parent / "corpus.json").write_text(content)
     (fault,) = faults(prefix)
     assert "corpus.json" in fault
 
 
-def test_all_faults_are_told_together(prefix: Path) -> None:
+def test_all_problems_are_reported_together(prefix: Path) -> None:
     assert len(faults(prefix, vocab_size=10, min_samples=99)) == 2
 
 
-def test_every_fault_is_one_line(prefix: Path) -> None:
+def test_every_problem_is_one_line(prefix: Path) -> None:
     assert all("\n" not in fault for fault in faults(prefix, vocab_size=10, min_samples=99))

@@ -1,4 +1,4 @@
-"""Which rank reads what, and the thread that reads ahead."""
+"""Assignment of samples to ranks, and the thread that reads ahead."""
 
 import threading
 from collections.abc import Iterator
@@ -99,7 +99,7 @@ def test_error_while_reading_surfaces_at_its_step_and_after() -> None:
     loader.close()
 
 
-def test_loader_reads_no_further_than_told() -> None:
+def test_loader_reads_no_further_than_its_prefetch() -> None:
     """prefetch steps wait in the queue and one more in the thread's hand."""
     asked: list[int] = []
     three = threading.Event()

@@ -98,12 +98,12 @@ def test_missing_tokenizer_is_a_users_mistake(tmp_path: Path, name: str) -> None
         Tokenizer.load(tmp_path / name)
 
 
-def test_tokenizer_without_end_of_document_is_refused(tokenizer: Tokenizer) -> None:
+def test_tokenizer_without_end_of_document_is_rejected(tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError, match="no end-of-document token"):
         Tokenizer(tokenizer._content.replace(EOD, "<|other|>"))
 
 
-def test_vocabulary_below_the_bytes_is_refused() -> None:
+def test_vocabulary_below_the_bytes_is_rejected() -> None:
     with pytest.raises(UserError, match=r"vocab_size=256.*257"):
         train_bpe(TEXTS, 256)
 
@@ -218,7 +218,7 @@ def test_accents_are_kept_where_the_config_says_so(tmp_path: Path) -> None:
 
 def test_text_that_is_no_vocabulary_is_a_users_mistake(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text("Once upon a time\n")
-    with pytest.raises(UserError, match=r"train\.txt is no vocabulary"):
+    with pytest.raises(UserError, match=r"train\.txt is not a vocabulary"):
         Tokenizer.load(tmp_path / "train.txt")
 
 
@@ -261,7 +261,7 @@ def test_special_tokens_of_a_trained_wordpiece_are_berts_five() -> None:
     assert [token["content"] for token in added] == list(BERT_SPECIAL)
 
 
-def test_wordpiece_too_small_for_the_letters_is_refused() -> None:
+def test_wordpiece_too_small_for_the_letters_is_rejected() -> None:
     with pytest.raises(UserError, match=r"vocab_size=20 .* set vocab_size to \d+ or more"):
         train_wordpiece(lambda: TEXTS, 20)
 

@@ -30,7 +30,7 @@ def holder(tmp_path: Path) -> subprocess.Popen[str]:
     process.stdout.close()
 
 
-def test_a_second_writer_is_refused_and_told_who_the_first_is(
+def test_a_second_writer_is_rejected_with_the_name_of_the_first(
     tmp_path: Path, holder: "subprocess.Popen[str]"
 ) -> None:
     told = rf"in use by process {holder.pid} on .* set out=… to another folder"
@@ -70,7 +70,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EINVAL])
-def test_a_file_system_without_locks_warns_and_goes_on(
+def test_a_file_system_without_locks_warns_and_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
     refused = OSError(number, os.strerror(number))

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from mlm.data.gpt import GPTDataset
-from mlm.files import one_builder as module
-from mlm.files.one_builder import one_builder
+from mlm.files import lock as module
+from mlm.files.lock import one_builder
 from tests.data.corpora import counting_corpus
 
 LENGTHS = [5, 1, 17, 3, 9, 2]

@@ -90,7 +90,7 @@ def test_claim_rejects_working_directory_home_root_and_inputs(
         "/": "holds your home folder",
         str(elsewhere / "data"): "holds the input",
         str(elsewhere / "data" / "text"): "is the input",
-        "-": "standard output cannot hold a folder",
+        "-": "standard output is not a folder",
     }
     for path, reason in said.items():
         (fault,) = claim_problems(path, "run", inputs=[elsewhere / "data" / "text", "hub:a/b", None])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import mlm
 from mlm.errors import UserError
 from mlm.files.atomic import write_atomic
 from mlm.files.results import is_result, result_problems, results_alone_on_stdout, write_result
@@ -121,7 +122,7 @@ def test_atomic_writing_replaces_no_device_fifo_socket_or_folder(tmp_path: Path)
         server.bind(str(tmp_path / "socket"))
         before = sorted(os.listdir(tmp_path))
         for name in before:
-            with pytest.raises(OSError, match=r"Is no regular file|Is a directory"):
+            with pytest.raises(OSError, match=r"Is not a regular file|Is a directory"):
                 write_atomic(tmp_path / name, b"x")
     assert sorted(os.listdir(tmp_path)) == before
     assert stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode)
@@ -206,3 +207,16 @@ def test_dev_stdout_is_written_to_where_a_shell_redirected_it(tmp_path: Path) ->
 def test_a_disk_that_rejects_the_result_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"out=.*: No such file or directory: choose a file"):
         write_result(tmp_path / "gone" / "f", OURS)
+
+
+def test_values_are_written_as_json_with_the_version_of_mlm(tmp_path: Path) -> None:
+    write_result(tmp_path / "a.json", {"task": "x", "score": 1})
+    assert json.loads((tmp_path / "a.json").read_text()) == {
+        "task": "x", "score": 1, "versions": {"mlm": mlm.__version__}
+    }  # fmt: skip
+    assert is_result(tmp_path / "a.json")
+
+
+def test_versions_among_the_values_are_kept(tmp_path: Path) -> None:
+    write_result(tmp_path / "a.json", {"versions": {"mlm": "0", "torch": "1"}, "score": 1})
+    assert (tmp_path / "a.json").read_text().startswith('{\n  "versions": {\n    "mlm": "0",')

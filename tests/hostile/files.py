@@ -20,7 +20,7 @@ import torch
 from mlm.checkpoint.native.folders import latest_checkpoint
 from mlm.checkpoint.native.format import MANIFEST, FileEntry, canonical, read_manifest
 from mlm.checkpoint.native.shard_file import read_header
-from mlm.data.gpt import load_checked
+from mlm.data.epochs import load_checked
 from mlm.data.indexed import HEADER, MAGIC, IndexedDataset
 from mlm.data.receipt import read_receipt
 from mlm.data.tokenizer import Tokenizer

@@ -25,7 +25,7 @@ from mlm.checkpoint.native.format import MANIFEST, decode_manifest, read_manifes
 from mlm.checkpoint.native.shard_file import read_header
 from mlm.cli import main
 from mlm.corpus.train_tokenizer import train_bpe
-from mlm.data.gpt import load_checked
+from mlm.data.epochs import load_checked
 from mlm.data.indexed import IndexedDataset
 from mlm.data.receipt import read_receipt
 from mlm.data.tokenizer import Tokenizer

@@ -10,8 +10,7 @@ import pytest
 
 from mlm.cli import main
 from mlm.errors import UserError
-from mlm.files.lock import LOCK, sole_writer
-from mlm.files.one_builder import one_builder
+from mlm.files.lock import LOCK, one_builder, sole_writer
 from mlm.files.ownership import claim_folder
 from mlm.report.curves import plot_losses
 from mlm.report.history import FILE_NAME, History

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlm.checkpoint.native.slices import MAX_CUT_DIMS, Region, describe, tiling_problem
+from mlm.splitmix import mix
 
 Ints: TypeAlias = npt.NDArray[np.integer[Any]]
 Hashes: TypeAlias = npt.NDArray[np.uint64]
@@ -283,12 +284,12 @@ class _Corners:
     def of(self, tensor: Ints, low: Ints, high: Ints) -> Hashes:
         """One sum per piece, modulo 2^64."""
         unused, dims = self.unused[tensor], self.dims[tensor]
-        hashes = {0: _mix(tensor.astype(np.uint64) + np.uint64(self.salt))}
+        hashes = {0: mix(tensor.astype(np.uint64) + np.uint64(self.salt))}
         for column in range(self.dims.shape[1]):
             at = dims[:, column : column + 1]
             ends = [np.take_along_axis(side, at, 1)[:, 0].astype(np.uint64) for side in (low, high)]
             hashes = {
-                bits | end << column: _mix((found ^ ends[end]) + np.uint64(column + 1))
+                bits | end << column: mix((found ^ ends[end]) + np.uint64(column + 1))
                 for bits, found in hashes.items()
                 for end in (0, 1)
             }
@@ -297,13 +298,3 @@ class _Corners:
             counted = np.where(unused & bits, np.uint64(0), found)
             total = total - counted if bits.bit_count() % 2 else total + counted
         return total
-
-
-def _mix(x: Hashes) -> Hashes:
-    """splitmix64's finaliser: a bijection that flips half of the bits where one is flipped."""
-    x = x ^ (x >> np.uint64(30))
-    x *= np.uint64(0xBF58476D1CE4E5B9)
-    x ^= x >> np.uint64(27)
-    x *= np.uint64(0x94D049BB133111EB)
-    x ^= x >> np.uint64(31)
-    return x

@@ -1,29 +1,108 @@
-"""The files that an `input=` names, and everything beside them that is not read, with the reason."""
+"""The files that an `input=` names, their formats, and everything beside them that is not read."""
 
 import errno
 import glob
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mlm.corpus.config import DataBuildConfig
-from mlm.corpus.read.formats import READABLE, kind_of, part_name, remedy_for
-from mlm.corpus.read.hub import HUB, HubSource, find_hub
-from mlm.corpus.read.own_files import check_apart, own_names
 from mlm.corpus.read.records import Input
-from mlm.data.parts import SPLITS
+from mlm.corpus.read.tables import HUB, HubSource, find_hub
+from mlm.data.corpus_files import SPLITS
+from mlm.data.receipt import INPUTS, RECEIPT, REJECTED
 from mlm.errors import UserError
+from mlm.files.folder_types import KINDS, kind_of_folder, matches
+
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+LINES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".txt": "txt"}
+READABLE = ".jsonl, .ndjson, .txt (also .gz, .zst, .bz2, .xz), .json.gz or .parquet"
+
+
+def kind_of(path: Path) -> str | None:
+    """Return the format of a file: jsonl.gz for a.ndjson.gz; None for an unknown format."""
+    return formats(path)[1]
+
+
+def formats(path: Path) -> tuple[str, str | None]:
+    """Return the name without the suffixes of its format, and that format.
+
+    A compressed .json holds one object per line in published corpora (C4, The Pile); a plain .json is mostly
+    one value, and is not read.
+    """
+    name = path.name.lower()
+    packing = next((suffix for suffix in COMPRESSED if name.endswith(suffix)), "")
+    inner = Path(name.removesuffix(packing))
+    if inner.suffix in LINES or (inner.suffix == ".json" and packing):
+        return inner.stem, LINES.get(inner.suffix, "jsonl") + packing
+    if inner.suffix == ".parquet" and not packing:
+        return inner.stem, "parquet"
+    return path.name, None
+
+
+def part_name(path: Path) -> str | None:
+    """Return the part that a readable file is named after: train for train.jsonl.gz."""
+    stem, kind = formats(path)
+    return stem if kind is not None and stem in SPLITS and path.name.startswith(stem) else None
+
+
+def remedy_for(path: Path) -> str:
+    """Suggest a fix for a file of unknown format."""
+    if path.suffix.lower() == ".json":
+        return "a .json file is one value; write one object per line and call it .jsonl"
+    return "rename it to its format, or convert it"
+
+
+OF_BUILDS = ("corpus", "corpus-work")  # types of folders
+IN_OUT = (REJECTED, INPUTS, RECEIPT, "tokenizer.json")
+
+
+def own_names(folder: Path, names: Collection[str]) -> set[str]:
+    """Return the entries of a folder that a build wrote: files of a corpus, or of a work folder."""
+    kind = kind_of_folder(folder)
+    return {name for name in names if matches(name, KINDS[kind].writes)} if kind in OF_BUILDS else set()
+
+
+def check_apart(inputs: Collection[str], setting: str, out: str, work: str | None) -> None:
+    """Reject a build that could not distinguish its files from its inputs, or would overwrite one.
+
+    `inputs` are paths of files. Raises UserError.
+    """
+    place = os.path.realpath(out)
+    between = os.path.realpath(work) if work is not None else os.path.join(place, "work")
+    given = os.path.realpath(setting.partition("=")[2])
+    written = {os.path.join(place, name) for name in IN_OUT}
+    for path in inputs:
+        real = os.path.realpath(path)
+        key, folder = ("work", between) if is_below(real, between) else ("out", place)
+        shown = work if key == "work" and work is not None else out
+        if real in written:
+            raise UserError(f"out={out} would replace the input {path}; set another out=")
+        # other files in `out` are the user's only if `out` is the input folder itself
+        if is_below(real, folder) and not is_below(given, folder):
+            raise UserError(
+                f"{key}={shown} lies inside {setting} and holds {path}, which no build wrote; set another "
+                f"{key}=, or move the file"
+            )
+        if key == "work" and is_below(real, between):
+            raise UserError(f"{key}={shown} holds the input {path}; set another {key}=")
+
+
+def is_below(path: str, folder: str) -> bool:
+    """True if a path is a folder or lies in it. Both are real paths."""
+    return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)
+
 
 WILDCARDS = "*?["
 LISTED = 100
-"""Files of each reason that a receipt names; all are counted."""
+"""Limit on the files that a receipt names for each reason; all are counted."""
 UNKNOWN_FORMAT, NO_PART, OWN, HIDDEN = "unknown format", "no part of the corpus", "written by mlm", "hidden"
 READ_ALREADY = "link to a folder that is read already"
-KINDS = (
+SPECIAL_FILES = (
     (stat.S_ISFIFO, "FIFO"),
     (stat.S_ISSOCK, "socket"),
     (stat.S_ISCHR, "device"),
@@ -38,7 +117,7 @@ class Unread:
     path: Path
     reason: str
     is_error: bool = False
-    """True for what belongs to the input and cannot be read."""
+    """True if it belongs to the input and cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +129,11 @@ class Found:
 
     @property
     def passed_over(self) -> tuple[Path, ...]:
-        """Files of an unknown format, or that are no part of the corpus."""
+        """Files of an unknown format, or that are not a part of the corpus."""
         return tuple(entry.path for entry in self.unread if entry.reason in (UNKNOWN_FORMAT, NO_PART))
 
     def warning(self) -> str | None:
-        """One line on files that are not read, None when all are."""
+        """Warn in a line of files that are not read; None if all are read."""
         lines, errors = list[str](), [entry for entry in self.unread if entry.is_error]
         if errors:
             lines.append(f"not read: {in_words(errors)}")
@@ -65,7 +144,7 @@ class Found:
         return "\n".join(lines) or None
 
     def account(self) -> dict[str, Any]:
-        """Everything that is not read, by reason: how many, and the first by name. Plain JSON."""
+        """Count what is not read by reason, and name the first files. Plain JSON."""
         counts, named = Counter[str](), dict[str, list[str]]()
         for entry in self.unread:
             counts[entry.reason] += 1
@@ -76,18 +155,18 @@ class Found:
 
 
 def in_words(entries: Sequence[Unread]) -> str:
-    """Some files with their reasons."""
+    """List some files with their reasons."""
     named = ", ".join(f"{entry.path} ({entry.reason})" for entry in entries[:3])
     return named + (f" and {len(entries) - 3} more" if len(entries) > 3 else "")
 
 
 def find_inputs(config: DataBuildConfig) -> list[Input]:
-    """The inputs of a build in corpus order. Raises UserError when there are none, or two for one part."""
+    """Return the inputs of a build in corpus order. Raises UserError for none, or two for one part."""
     return list(find_all(config).inputs)
 
 
 def find_all(config: DataBuildConfig) -> Found:
-    """The inputs of a build, and the files beside them that are not read. Raises UserError."""
+    """Return the inputs of a build, and the files beside them that are not read. Raises UserError."""
     hub = HubSource(config.input, config.hub_config, config.hub_split, config.hub_revision)
     found = search(config.input, hub, unreadable=config.unreadable)
     if config.out and not config.input.startswith(HUB):
@@ -96,7 +175,7 @@ def find_all(config: DataBuildConfig) -> Found:
 
 
 def search(path: str, hub: HubSource | None = None, *, unreadable: str = "error") -> Found:
-    """The contents of an `input=`: a Hub dataset, a file, a folder or a glob. Raises UserError."""
+    """Find the contents of an `input=`: a Hub dataset, a file, a folder or a glob. Raises UserError."""
     if path.startswith(HUB):
         dataset, size, digest = find_hub(hub or HubSource(path))
         return Found((Input(path, dataset, size, digest, None),))
@@ -112,7 +191,7 @@ def search(path: str, hub: HubSource | None = None, *, unreadable: str = "error"
     errors = [entry for entry in found.unread if entry.is_error]
     if errors and unreadable == "error":
         raise UserError(
-            f"{setting} holds what cannot be read: {in_words(errors)}; fix it or set unreadable=skip"
+            f"{setting} holds files that cannot be read: {in_words(errors)}; fix them or set unreadable=skip"
         )
     if not found.inputs:
         raise UserError(nothing_in(setting, [entry for entry in found.unread if entry.reason != HIDDEN]))
@@ -120,7 +199,7 @@ def search(path: str, hub: HubSource | None = None, *, unreadable: str = "error"
 
 
 def nothing_in(setting: str, unread: Sequence[Unread]) -> str:
-    """The error of an input without a file that can be read."""
+    """Describe an input without a file that can be read."""
     if errors := [entry for entry in unread if entry.is_error]:
         return f"{setting} holds nothing that can be read: {in_words(errors)}; fix it or name another"
     hint = remedy_for(unread[0].path) if unread else "name another"
@@ -129,7 +208,7 @@ def nothing_in(setting: str, unread: Sequence[Unread]) -> str:
 
 
 def one_file(path: Path) -> Found:
-    """A file that is named itself. Raises UserError."""
+    """Return a file that is named itself. Raises UserError."""
     if (reason := problem_of(path)) is not None:
         raise UserError(f"input={path} cannot be read ({reason}); name a file {READABLE}, a folder or a glob")
     if kind_of(path) is None:
@@ -138,7 +217,7 @@ def one_file(path: Path) -> Found:
 
 
 def in_folder(root: Path, files: list[Path], unread: list[Unread]) -> Found:
-    """The parts in a folder that has train.*, else every file below it that can be read, sorted by path."""
+    """Return the parts of a folder with train.*, else every readable file below it, sorted by path."""
     named: dict[str, list[Path]] = {split: [] for split in SPLITS}
     for file in files:
         if file.parent == root and (part := part_name(file)) is not None:
@@ -169,18 +248,18 @@ def is_part(path: Path, root: Path) -> bool:
 
 
 def as_part(item: Input) -> Input:
-    """An input as the part that it is named after."""
+    """Return an input as the part that it is named after."""
     return Input(item.name, item.path, item.bytes, item.digest, part_name(Path(item.path)))
 
 
 def in_glob(pattern: str) -> Found:
-    """The files that a glob names, sorted by path. Raises UserError."""
+    """Return the files that a glob matches, sorted by path. Raises UserError."""
     first = min(pattern.find(letter) for letter in WILDCARDS if letter in pattern)
     paths = sorted(map(Path, glob.glob(pattern, recursive=True)))
     unread = list(unreadable_folders(pattern))
     files = [path for path in paths if not path.is_dir()]
     if not files and not unread:
-        raise UserError(f"input={pattern} names no file: quote it from the shell, ** goes through folders")
+        raise UserError(f"input={pattern} matches no file: quote it from the shell; ** descends into folders")
     kept, ours = list[Path](), dict[Path, set[str]]()
     for file in files:
         folder = file.parent
@@ -194,7 +273,7 @@ def in_glob(pattern: str) -> Found:
 
 
 def own_below(folder: Path) -> set[str]:
-    """The files of a folder that a build wrote; all of them in a stage of a build."""
+    """Return the files of a folder that a build wrote; all of them in a stage of a build."""
     try:
         names = os.listdir(folder)
     except OSError:
@@ -204,7 +283,7 @@ def own_below(folder: Path) -> set[str]:
 
 
 def unreadable_folders(pattern: str) -> Iterator[Unread]:
-    """Folders that a glob goes through and that cannot be listed: glob leaves them out without a word."""
+    """Yield folders that a glob descends into and that cannot be listed: glob omits them silently."""
     parent = os.path.dirname(pattern)
     while parent:
         magic = glob.has_magic(parent)
@@ -221,7 +300,7 @@ def unreadable_folders(pattern: str) -> Iterator[Unread]:
 
 
 def chosen(files: Iterable[Path], root: Path, unread: Iterable[Unread]) -> Found:
-    """The files that can be read as inputs; the others with their reasons."""
+    """Return the files that can be read as inputs, and the others with their reasons."""
     inputs, left = list[Input](), list(unread)
     for file in files:
         known = kind_of(file) is not None
@@ -237,7 +316,7 @@ def chosen(files: Iterable[Path], root: Path, unread: Iterable[Unread]) -> Found
 
 
 def visible_files(root: Path) -> tuple[list[Path], list[Unread]]:
-    """All files below a folder but hidden ones and ours, sorted by path, and what is left out.
+    """Return all files below a folder but hidden ones and ours, sorted by path, and those left out.
 
     Links to folders are followed, once each.
     """
@@ -265,10 +344,10 @@ def visible_files(root: Path) -> tuple[list[Path], list[Unread]]:
 
 
 def problem_of(path: Path, *, opened: bool = True) -> str | None:
-    """The reason why a file cannot be read, None if it can. `opened`: also try to open it."""
+    """Return the reason why a file cannot be read, None if it can. `opened`: also try to open it."""
     try:
         mode = os.stat(path).st_mode
-        for is_kind, name in KINDS:
+        for is_kind, name in SPECIAL_FILES:
             if is_kind(mode):
                 return name
         if opened:
@@ -281,10 +360,10 @@ def problem_of(path: Path, *, opened: bool = True) -> str | None:
 
 
 def reason_of(error: OSError) -> str:
-    """An operating system's error in words."""
+    """Describe an error of the operating system."""
     return "circular link" if error.errno == errno.ELOOP else (error.strerror or type(error).__name__).lower()
 
 
 def file_input(path: Path, root: Path, split: str | None) -> Input:
-    """A file as an input; its name is its path below `root`."""
+    """Return a file as an input; its name is its path below `root`."""
     return Input(path.relative_to(root).as_posix(), str(path), path.stat().st_size, "", split)

@@ -1,24 +1,32 @@
-"""Long texts as pieces: what a worker holds of one does not grow with it.
+"""Long texts in pieces: what a worker holds of one does not grow with it.
 
-As a Python string a text of 60 MB may take 240 MB, and what is made of it (words, hashes, tokens) forty
-times that. A text above LONG bytes is therefore never one string: it is read, fixed, compared and tokenised a
-piece at a time, with the result of the whole. A source of pieces can be gone through again and again.
+As a Python string a text of 60 MB may take 240 MB, and what is made of it (words, hashes, tokens) forty times
+that. A text above LONG bytes is therefore never one string: it is read, fixed, compared and tokenised a piece
+at a time, with the result of the whole. A source of pieces can be read again and again.
+
+It is tokenised piece by piece as if whole, split where its tokens do not change: between two words, where the
+tokens of the characters around the split are those of the two sides. Every pattern that splits text into
+words (GPT-2's and its heirs, BERT's, Metaspace) offers such a position at each space. A tokenizer that looks
+at the whole text may not: the text is split all the same, and the tokens beside the split may differ.
 """
 
 import json
 import os
 import re
 import tempfile
+from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from mlm.data.tokenizer import Tokenizer
+
 LONG = 1 << 19
 """Bytes above which a text is processed in pieces: 512 KiB."""
 PIECE = 1 << 18
-"""Bytes of a piece: 256 KiB. What is made of it takes some 30 MB."""
+"""Bytes of a piece: 256 KiB. Processing it takes some 30 MB."""
 JSON_UNITS = re.compile(
     # letters and whole escapes; an escaped high surrogate at the end waits for its other half
     rb"(?:[^\\]++|\\u(?![dD][89abAB][0-9a-fA-F]{2}\Z)[0-9a-fA-F]{4}|\\[^u])*+",
@@ -30,7 +38,7 @@ class LongText(Protocol):
     """A text of more than LONG bytes."""
 
     def pieces(self) -> Iterator[str]:
-        """The text from its beginning, a piece at a time; no piece is empty."""
+        """Yield the text from its beginning, a piece at a time; no piece is empty."""
         ...
 
 
@@ -43,6 +51,7 @@ class Utf8Text:
     end: int
 
     def pieces(self) -> Iterator[str]:
+        """Yield the text, a piece at a time."""
         at = self.begin
         while at < self.end:
             stop = letter_start(self.content, min(at + PIECE, self.end), self.end)
@@ -50,7 +59,7 @@ class Utf8Text:
             at = stop
 
     def problem(self) -> tuple[str, int] | None:
-        """Why the bytes are no UTF-8, and the byte at which that shows; None if they are."""
+        """Return the reason why the bytes are not UTF-8, and the byte; None if they are."""
         at = self.begin
         while at < self.end:
             stop = letter_start(self.content, min(at + PIECE, self.end), self.end)
@@ -69,19 +78,21 @@ class StringText:
     text: str
 
     def pieces(self) -> Iterator[str]:
+        """Yield the text, a piece at a time."""
         for at in range(0, len(self.text), PIECE):
             yield self.text[at : at + PIECE]
 
 
 @dataclass(frozen=True, slots=True)
 class JsonText:
-    """A long text as the inside of a JSON string. Going through it raises ValueError where it is none."""
+    """A long text as the inside of a JSON string. Iterating raises ValueError if it is not one."""
 
     line: bytes | bytearray
     begin: int
     end: int
 
     def pieces(self) -> Iterator[str]:
+        """Yield the text, a piece at a time."""
         at = self.begin
         while at < self.end:
             stop = letter_start(self.line, min(at + PIECE, self.end), self.end)
@@ -103,6 +114,7 @@ class StoredText:
     num_bytes: int
 
     def pieces(self) -> Iterator[str]:
+        """Yield the text, a piece at a time."""
         left = b""
         for block in self.blocks():
             block = left + block
@@ -113,7 +125,7 @@ class StoredText:
         assert not left, "the text is valid UTF-8"
 
     def blocks(self) -> Iterator[bytes]:
-        """The bytes of the text."""
+        """Yield the bytes of the text."""
         at, end = self.begin, self.begin + self.num_bytes
         while at < end:
             block = os.pread(self.descriptor, min(PIECE, end - at), at)
@@ -122,11 +134,11 @@ class StoredText:
             at += len(block)
 
     def part(self, begin: int, end: int) -> "StoredText":
-        """The text between two of its bytes."""
+        """Return the text between two of its bytes."""
         return StoredText(self.descriptor, self.begin + begin, end - begin)
 
     def read(self) -> str:
-        """All of it as a string: for parts that are short."""
+        """Return all of it as a string; for short parts."""
         return b"".join(self.blocks()).decode()
 
 
@@ -143,7 +155,7 @@ class Letters:
         return self._letters[-1]
 
     def between(self, begin: int, end: int) -> str:
-        """Letters begin … end - 1, as far as there are any."""
+        """Return letters begin … end - 1, as far as they exist."""
         end = min(end, len(self))
         first = bisect_right(self._letters, begin) - 1
         last = bisect_left(self._letters, end)
@@ -151,7 +163,7 @@ class Letters:
         return some[begin - self._letters[first] : end - self._letters[first]]
 
     def part(self, begin: int, end: int) -> StoredText:
-        """The text of letters begin … end - 1."""
+        """Return the text of letters begin … end - 1."""
         return self.text.part(self._byte_of(begin), self._byte_of(end))
 
     def _byte_of(self, letter: int) -> int:
@@ -160,13 +172,13 @@ class Letters:
 
 
 class Scratch:
-    """A long text on its way to disk: a file without a name."""
+    """A long text that is being written to an unnamed file."""
 
     def __init__(self, folder: Path) -> None:
         self.file: BinaryIO = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         self.num_bytes = 0
         self.is_blank = True
-        """True while there is nothing but white space."""
+        """True while there is only white space."""
 
     def add(self, piece: str) -> None:
         """Append a piece. Raises OSError."""
@@ -177,6 +189,7 @@ class Scratch:
 
     @property
     def text(self) -> StoredText:
+        """The text so far."""
         self.file.flush()
         return StoredText(self.file.fileno(), 0, self.num_bytes)
 
@@ -188,9 +201,9 @@ class Scratch:
 
 
 def letter_start(content: bytes | bytearray | memoryview, at: int, end: int) -> int:
-    """The last byte at or before `at` where a letter of UTF-8 begins; `end` begins one.
+    """Return the last byte at or before `at` where a letter of UTF-8 begins; `end` begins one.
 
-    Where `at` is past the content, the end of its last whole letter.
+    If `at` is the end of the content, return the end of its last whole letter.
     """
     if at == end:
         return at
@@ -204,13 +217,13 @@ def letter_start(content: bytes | bytearray | memoryview, at: int, end: int) -> 
     begin = at
     while begin > max(0, at - 3) and content[begin] & 0xC0 == 0x80:
         begin -= 1
-    return at if content[begin] & 0xC0 == 0x80 else begin  # no UTF-8: whoever decodes it will say so
+    return at if content[begin] & 0xC0 == 0x80 else begin  # not UTF-8: decoding it reports that
 
 
 def at_breaks(pieces: Iterator[str], most: int = PIECE) -> Iterator[str]:
-    """The same text in pieces that end after a line end, else after white space, if at all possible.
+    """Yield the same text in pieces that end after a line end, else after white space, if at all possible.
 
-    A word of more than `most` letters is cut; not inside a run of dots but at a multiple of three of them.
+    A word of more than `most` letters is split, in a run of dots only at a multiple of three.
     """
     held = ""
     for piece in pieces:
@@ -226,7 +239,7 @@ def at_breaks(pieces: Iterator[str], most: int = PIECE) -> Iterator[str]:
 
 
 def last_break(text: str, most: int) -> int:
-    """Position to cut a text of at least 2 * `most` letters: at most `most` letters on."""
+    """Return the position to split a text of at least 2 * `most` letters, at most `most` letters on."""
     if (end := text.rfind("\n", 0, most) + 1) > most // 2:
         return end
     for at in range(most, most // 2, -1):
@@ -234,3 +247,44 @@ def last_break(text: str, most: int) -> int:
             return at
     end = len(text[:most].rstrip("."))
     return end or most - most % 3
+
+
+AROUND = 64
+"""Letters on each side of a split whose tokens must agree."""
+WINDOW = 1 << 13
+TRIED = 16
+BETWEEN_WORDS = re.compile(r"(?<=\w)(?= \w)")
+BETWEEN_CLASSES = re.compile(r"(?<=\S)(?=\s)|(?<=\s)(?=\S)|(?<=\w)(?=[^\w\s])|(?<=[^\w\s])(?=\w)")
+
+
+def long_tokens(tokenizer: Tokenizer, pieces: Iterable[str]) -> Iterator["array[int]"]:
+    """Yield the tokens of a text that comes in pieces."""
+    held = ""
+    for piece in pieces:
+        held += piece
+        while len(held) >= 2 * PIECE:
+            cut = split_position(tokenizer, held)
+            yield tokenizer.encode_batch([held[:cut]])[0]
+            held = held[cut:]
+    if held:
+        yield tokenizer.encode_batch([held])[0]
+
+
+def split_position(tokenizer: Tokenizer, text: str) -> int:
+    """Return the position to split a text of at least 2 * PIECE letters, at most PIECE letters on."""
+    begin, first = PIECE - WINDOW, PIECE
+    for pattern in (BETWEEN_WORDS, BETWEEN_CLASSES):
+        found = [begin + match.start() for match in pattern.finditer(text[begin:PIECE])][AROUND:]
+        places = found[:: -max(1, len(found) // TRIED)][:TRIED]
+        for place in places:
+            if splits_tokens(tokenizer, text, place):
+                return place
+        first = places[0] if places and first == PIECE else first
+    return first
+
+
+def splits_tokens(tokenizer: Tokenizer, text: str, place: int) -> bool:
+    """True if the tokens around a position are those of its two sides."""
+    left, right = text[place - AROUND : place], text[place : place + AROUND]
+    both, *sides = tokenizer.encode_batch([left + right, left, right])
+    return both == sides[0] + sides[1]

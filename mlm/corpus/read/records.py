@@ -1,4 +1,4 @@
-"""What the readers pass on: inputs and shards, documents and their places, why a record is no document."""
+"""Records of the readers: inputs, shards, documents and their locations, and reasons to reject a record."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,7 +25,7 @@ RULES = (
     "no_id",
     "id_type",
 )
-"""Why a record is rejected, in no order."""
+"""Reasons to reject a record, in no order."""
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,18 @@ class Input:
     """Its path below the folder or glob that was given: names are unique in a build."""
     path: str
     bytes: int
-    """Size of the file; of a Hub dataset what its card says, 0 when it says nothing."""
+    """Size of the file; of a Hub dataset the size on its card, 0 if unknown."""
     digest: str
     """Content digest: empty for files until they are read; a Hub dataset's is its commit."""
     split: str | None
-    """The part it belongs to, None when its documents are divided."""
+    """The part it belongs to, None if its documents are divided."""
     state: tuple[int, ...] = ()
     """Size and times of change when it was digested; empty for a Hub dataset."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What one task reads of an input. Plain values: JSON holds them."""
+    """Range of an input that one task reads. Plain values, which JSON can hold."""
 
     path: str
     kind: str
@@ -61,7 +61,7 @@ class Shard:
 
 @contextmanager
 def readable(path: str) -> Iterator[None]:
-    """Around what opens and reads an input. Raises UserError for what the disk refuses."""
+    """Turn an OSError while opening or reading an input into a UserError."""
     try:
         yield
     except OSError as error:
@@ -71,14 +71,14 @@ def readable(path: str) -> Iterator[None]:
 
 @dataclass(slots=True)
 class LinesBefore:
-    """Lines of a file before byte `begin`, counted when first asked for: only faults need the number."""
+    """Lines of a file before byte `begin`, counted when first asked for: only errors need the number."""
 
     path: str
     begin: int
     known: int | None = None
 
     def count(self) -> int:
-        """Newlines in the first `begin` bytes. Raises UserError when the file cannot be read any more."""
+        """Count newlines in the first `begin` bytes. Raises UserError if the file can no longer be read."""
         if self.known is None:
             self.known, left = 0, self.begin
             with readable(self.path), open(self.path, "rb") as f:
@@ -90,7 +90,7 @@ class LinesBefore:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a record lies; `str(place)` is what a user is told: `file:12`, or `file:row 12` in a table."""
+    """Location of a record; `str(place)` is shown to users: `file:12`, or `file:row 12` in a table."""
 
     source: str
     number: int
@@ -109,53 +109,53 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text and where it came from. The text may be empty."""
+    """One text and its origin. The text may be empty."""
 
     content: str | LongText
     num_bytes: int
     """Bytes of the text in UTF-8."""
     place: Place
     id: str | None = None
-    """Value under `id_key`; None when no key is set."""
+    """Value under `id_key`; None if no key is set."""
 
     @property
     def text(self) -> str:
-        """The whole text, also of a long one."""
+        """The whole text, even if long."""
         return self.content if isinstance(self.content, str) else "".join(self.content.pieces())
 
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A record that gives no document."""
+    """A record that is not a document."""
 
     place_text: str
     """`file:line`, or `file:row 12`."""
     rule: str
     """One of RULES."""
     detail: str
-    """What is wrong, in one line, without the remedy."""
+    """The problem, in one line, without a fix."""
 
 
 def kept_id(value: Any) -> str | None:
-    """An id that nothing depends on, None where there is none."""
+    """Return an id that nothing depends on, None if there is none."""
     if isinstance(value, bool) or not isinstance(value, str | int):
         return None
     return str(value)[:LONGEST_ID].encode("utf-8", "replace").decode()
 
 
 class BadRecordError(Exception):
-    """A record gives no document."""
+    """A record is not a document."""
 
     def __init__(self, rule: str, detail: str, place: Place | None = None) -> None:
         assert rule in RULES, rule
         super().__init__(rule, detail)
         self.rule, self.detail, self.place = rule, detail, place
-        """Where exactly, when its reader knows better than by the record's place."""
+        """Exact location, if its reader knows better than by the record's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Intake:
-    """What the readers of all formats share: which keys to take, and whom to tell of what is bad."""
+    """Settings that the readers of all formats share: keys to read, and a callback for bad records."""
 
     text_key: str
     id_key: str | None
@@ -163,24 +163,24 @@ class Intake:
     """Longest line or text."""
     on_reject: Callable[[Rejected], None] = field(repr=False)
     keep_ids: bool = False
-    """Default of the key of ids: what stands under "id", if anything does."""
+    """Read ids from the key "id" by default, where present."""
 
     @property
     def keys(self) -> list[str]:
-        """The keys or columns to read."""
+        """Keys or columns to read."""
         return [self.text_key] if self.id_key is None else [self.text_key, self.id_key]
 
-    def reject(self, place: Place, fault: BadRecordError) -> None:
-        """Report a record. Whether that ends the build is the caller's affair."""
-        self.on_reject(Rejected(str(fault.place or place), fault.rule, fault.detail))
+    def reject(self, place: Place, error: BadRecordError) -> None:
+        """Report a bad record; the caller decides if that ends the build."""
+        self.on_reject(Rejected(str(error.place or place), error.rule, error.detail))
 
     def damaged(self, place: Place, reason: object) -> None:
-        """Report that a file cannot be read from here on."""
+        """Report that the rest of a file cannot be read."""
         why = " ".join(str(reason).split())
         self.reject(place, BadRecordError("damaged", f"the file is damaged and its rest is lost ({why})"))
 
     def document(self, record: Mapping[str, Any], place: Place) -> Document:
-        """The document of a JSON object or table row. Raises BadRecordError."""
+        """Make the document of a JSON object or table row. Raises BadRecordError."""
         if self.text_key not in record:
             raise self.without_text(record)
         text = record[self.text_key]
@@ -193,7 +193,7 @@ class Intake:
         return Document(content, size, place, self.identity(record))
 
     def long_document(self, text: LongText, record: Mapping[str, Any], place: Place) -> Document:
-        """The document of a long text and the other keys of its record. Raises BadRecordError."""
+        """Make the document of a long text and the other keys of its record. Raises BadRecordError."""
         size = letters = 0
         for piece in text.pieces():
             size += self.measure(piece, letters)
@@ -203,19 +203,19 @@ class Intake:
         return Document(text, size, place, self.identity(record))
 
     def without_text(self, keys: Iterable[str]) -> BadRecordError:
-        """The fault of a record that has only these keys or columns."""
+        """Return the error of a record that has only these keys or columns."""
         known = ", ".join(islice((" ".join(str(key).split())[:40] for key in keys), 20)) or "none"
         detail = f'no key "{self.text_key}" (its keys: {known}; text_key names the one with the text)'
         return BadRecordError("no_text", detail)
 
     def measure(self, text: str, before: int = 0) -> int:
-        """UTF-8 bytes of a text, or of a piece after `before` letters. Raises BadRecordError."""
+        """Count UTF-8 bytes of a text, or of a piece after `before` letters. Raises BadRecordError."""
         if text.isascii():
             size = len(text)
         else:
             try:
                 size = len(text.encode("utf-8"))
-            except UnicodeEncodeError as error:  # JSON can spell what no UTF-8 holds
+            except UnicodeEncodeError as error:  # JSON can spell what UTF-8 cannot encode
                 detail = f"half a surrogate pair at letter {before + error.start + 1}"
                 raise BadRecordError("surrogate", detail) from error
         if size > self.max_bytes:
@@ -223,11 +223,11 @@ class Intake:
         return size
 
     def too_long(self, what: str) -> BadRecordError:
-        """The fault of a line, text or document above `max_bytes`."""
+        """Return the error of a line, text or document above `max_bytes`."""
         return BadRecordError("too_long", f"a {what} of more than max_document_bytes={self.max_bytes} bytes")
 
     def identity(self, record: Mapping[str, Any]) -> str | None:
-        """The id of a record, a string or a whole number; None where no key is set. Raises BadRecordError."""
+        """Return the id of a record, a string or integer; None if no key is set. Raises BadRecordError."""
         if self.id_key is None:
             return kept_id(record.get(ID)) if self.keep_ids else None
         value = record.get(self.id_key)
@@ -240,5 +240,5 @@ class Intake:
         return str(value)
 
     def without_id(self) -> BadRecordError:
-        """The fault of a record without the key of the id."""
+        """Return the error of a record without an id."""
         return BadRecordError("no_id", f'no "{self.id_key}", which id_key asks for')

@@ -1,28 +1,45 @@
-"""Cutting inputs into shards, and small shards into groups: what tasks work on.
+"""Shards: the parts of the inputs that tasks work on, and the digests that say what a build was made of.
 
-How an input is cut decides nothing but who reads what: the documents of all shards, one after the other, are
-those of the inputs in their order.
+How an input is divided decides nothing but who reads what: the documents of all shards, one after the other,
+are those of the inputs in their order.
+
+An input of one text (the only document of a .txt) cannot be divided by documents. It is split into
+consecutive parts, train first, at the ends of paragraphs, else of lines, else of words. Text of one part then
+occurs in no other, and nothing ends within a part that does not end in the text.
+
+Digesting 15 TB again only to learn that nothing changed would take hours: a file of the same size and times
+of change as when it was last digested is taken to be the same.
 """
 
+import json
+import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any, BinaryIO
 
-from mlm.corpus.read.finding import Found, find_all, find_inputs, search
-from mlm.corpus.read.formats import kind_of
-from mlm.corpus.read.hub import HUB, hub_shards
-from mlm.corpus.read.records import Input, Shard
-from mlm.corpus.read.tables import row_ranges
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-__all__ = ["Found", "Input", "Shard", "cut", "find_all", "find_inputs", "group", "kind_of", "search"]
+from mlm.corpus.read.finding import kind_of
+from mlm.corpus.read.records import Input, Shard, readable
+from mlm.corpus.read.streams import DamagedError, blocks, lines
+from mlm.corpus.read.tables import HUB, hub_shards, row_ranges
+from mlm.data.corpus_files import SPLITS
+from mlm.data.receipt import INPUTS
+from mlm.errors import UserError
+from mlm.files.atomic import digest_bytes, digest_file, write_atomic
 
 OPENING = 1 << 12
 """Bytes of text that take about as long to read as a file takes to open."""
 
 
-def cut(inputs: Iterable[Input], shard_bytes: int) -> list[Shard]:
-    """The shards of the inputs in corpus order, at least one for each input.
+def split_inputs(inputs: Iterable[Input], shard_bytes: int) -> list[Shard]:
+    """Split the inputs into shards in corpus order, at least one for each input.
 
-    Uncompressed .jsonl is cut every `shard_bytes` bytes (a line belongs where its first byte lies), Parquet
+    Uncompressed .jsonl is split every `shard_bytes` bytes (a line belongs to its first byte), Parquet
     where row groups begin; a .txt or compressed file is one shard. Raises UserError.
     """
     assert shard_bytes > 0, shard_bytes
@@ -30,17 +47,17 @@ def cut(inputs: Iterable[Input], shard_bytes: int) -> list[Shard]:
 
 
 def group(inputs: Iterable[Input], shards: Sequence[Shard], shard_bytes: int) -> tuple[int, ...]:
-    """Begins of groups of neighbouring shards, then the number of shards: each group is a task.
+    """Return starts of groups of neighbouring shards, then the number of shards: each group is a task.
 
     Small files share a task, up to a quarter of `shard_bytes`, so that the number of tasks grows with the
-    bytes of the input and not with its files. A group lies in one part.
+    bytes of the input and not with its files. A group belongs to one part.
     """
     sizes, many = {item.path: item.bytes for item in inputs}, dict[str, int]()
     for shard in shards:
         many[shard.path] = many.get(shard.path, 0) + 1
     bounds, held = [0], 0
     for i, shard in enumerate(shards):
-        # what a Hub's shard holds is not known
+        # the size of a Hub's shard is not known
         size = shard_bytes if shard.kind == "hub" else max(OPENING, sizes[shard.path] // many[shard.path])
         if i and (held + size > shared_bytes(shard_bytes) or shard.split != shards[i - 1].split):
             bounds.append(i)
@@ -50,12 +67,12 @@ def group(inputs: Iterable[Input], shards: Sequence[Shard], shard_bytes: int) ->
 
 
 def shared_bytes(shard_bytes: int) -> int:
-    """Most bytes of a task that is made of several shards."""
+    """Return the limit in bytes of a task with several shards."""
     return shard_bytes // 4
 
 
 def shards_of(item: Input, shard_bytes: int) -> Iterator[Shard]:
-    """The shards of one input."""
+    """Yield the shards of one input."""
     kind = "hub" if item.path.startswith(HUB) else kind_of(Path(item.path))
     assert kind is not None, item.path
     if kind == "hub":
@@ -67,3 +84,176 @@ def shards_of(item: Input, shard_bytes: int) -> Iterator[Shard]:
         ranges = [(begin, min(begin + step, item.bytes)) for begin in range(0, max(item.bytes, 1), step)]
     for begin, end in ranges:
         yield Shard(item.path, kind, begin, end, item.split)
+
+
+TEXT_END = b"<|endoftext|>"
+"""A line of a .txt file with just this ends a document."""
+HELD_OUT = 4096
+"""Minimum bytes of validation and of test, some thousand tokens; of a short text a tenth."""
+SEARCHED = 1 << 16
+"""Bytes searched for an end before a split."""
+ENDS = tuple(map(re.compile, (rb"\n[ \t\r]*\n", rb"\n", rb"\s")))
+
+
+def parts_of_text(inputs: Sequence[Input], shares: Sequence[float]) -> list[Shard] | None:
+    """Return the parts of the input if it is one text and several parts are wanted, else None.
+
+    Raises UserError for a file that cannot be read.
+    """
+    wanted = [(part, share) for part, share in zip(SPLITS, shares, strict=True) if share > 0]
+    kind = kind_of(Path(inputs[0].path)) or ""
+    if len(inputs) != 1 or inputs[0].split or len(wanted) < 2 or not kind.startswith("txt"):
+        return None
+    path = inputs[0].path
+    try:
+        if (total := size_of_one(path)) is None:
+            return None
+        held_out = [max(share * total, min(HELD_OUT, total / 10)) for _, share in wanted[1:]]
+        targets = [round(total - rest) for rest in accumulate(reversed(held_out))][::-1]
+        bounds = [0]
+        for target in targets:
+            bounds.append(split_before(path, target, bounds[-1]))
+    except DamagedError:
+        return None  # reading it reports the damage
+    bounds.append(total)
+    packing = kind.removeprefix("txt")
+    return [
+        Shard(path, f"slice{packing}", begin, end, part)
+        for (part, _), (begin, end) in zip(wanted, pairwise(bounds), strict=True)
+    ]
+
+
+def size_of_one(path: str) -> int | None:
+    """Return the bytes of the content of a .txt that is one document, None if it is several or none."""
+    total = 0
+    for line, length in lines(blocks(path, moved=ignore), SEARCHED):
+        if line is not None and line.strip() == TEXT_END:
+            return None
+        total += length
+    # `lines` counts a line end after the last line only if there is one
+    return total or None
+
+
+def split_before(path: str, target: int, least: int) -> int:
+    """Return the last position in (least, target] where a paragraph, a line or a word ends."""
+    begin = max(least, target - SEARCHED)
+    window = between(path, begin, target)
+    for end in ENDS:
+        if found := list(end.finditer(window)):
+            return begin + found[-1].end()
+    at = len(window)
+    while at and window[at - 1] & 0xC0 == 0x80:  # not inside a letter
+        at -= 1
+    return begin + max(0, at - 1) if at else target
+
+
+def between(path: str, begin: int, end: int) -> bytes:
+    """Return bytes begin … end - 1 of the content of a file."""
+    found, position = bytearray(), 0
+    for block in blocks(path, moved=ignore):
+        found += block[max(0, begin - position) : max(0, end - position)]
+        position += len(block)
+        if position >= end:
+            break
+    return bytes(found)
+
+
+def ignore(_: int) -> None:
+    """Show no progress."""
+
+
+KNOWN = "digests.json"
+IN_RECEIPT = 1000  # limit on inputs named in a receipt; more are in a file beside it
+_touched: dict[str, tuple[tuple[int, ...], str]] = {}
+"""State and digest of files of which only the times changed, as this process found."""
+SAVE_EVERY = 1 << 34  # bytes digested between two saves: 16 GiB
+
+
+def with_digests(inputs: Sequence[Input], work: Path, console: Console) -> tuple[Input, ...]:
+    """Return the inputs with content digests; a Hub dataset has one already. Raises OSError."""
+    known, fresh, unsaved = load_known(work / KNOWN), dict[str, list[object]](), 0
+    columns = (TextColumn("input"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    done = list[Input]()
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        row = bar.add_task("input", total=sum(item.bytes for item in inputs))
+        for item in inputs:
+            if item.digest:
+                done.append(item)
+                continue
+            path = Path(item.path)
+            state, key = state_of(item.path), str(path.resolve())
+            entry = known.get(key)
+            if (
+                isinstance(entry, list)
+                and len(entry) == 4
+                and tuple(entry[:3]) == state
+                and isinstance(entry[3], str)
+            ):
+                digest = entry[3]
+                bar.advance(row, item.bytes)
+            else:
+                with readable(item.path):
+                    digest = digest_file(path, lambda count: bar.advance(row, count))
+                unsaved += item.bytes
+            fresh[key] = [*state, digest]
+            done.append(item := replace(item, digest=digest, state=state, bytes=state[0]))
+            check_unchanged(item)
+            if unsaved >= SAVE_EVERY:
+                write_atomic(work / KNOWN, json.dumps(known | fresh).encode())
+                unsaved = 0
+    write_atomic(work / KNOWN, json.dumps(fresh).encode())
+    return tuple(done)
+
+
+def digests_of(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return digests of inputs by name for a receipt: of many, their number and one digest."""
+    if len(inputs) <= IN_RECEIPT:
+        return inputs
+    return {"files": len(inputs), "digest": digest_bytes(json.dumps(inputs, sort_keys=True).encode())}
+
+
+def write_inputs(inputs: Sequence[Input], out: Path) -> list[str]:
+    """Write names and digests of inputs that are too many for a receipt; return the file's name."""
+    if len(inputs) <= IN_RECEIPT:
+        return []
+
+    def write(f: BinaryIO) -> None:
+        f.writelines(
+            (json.dumps({"name": item.name, "bytes": item.bytes, "digest": item.digest}) + "\n").encode()
+            for item in inputs
+        )
+
+    write_atomic(out / INPUTS, write)
+    return [INPUTS]
+
+
+def state_of(path: str) -> tuple[int, int, int]:
+    """Return size and times of change of a file. Raises UserError if it is missing."""
+    with readable(path):
+        found = os.stat(path)
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def check_unchanged(item: Input) -> None:
+    """Raise UserError if an input changed since it was digested."""
+    if not item.state or (state := state_of(item.path)) == item.state:
+        return
+    if _touched.get(item.path) == (state, item.digest):
+        return  # digested again already: a large file has many shards
+    with readable(item.path):
+        same = state[0] == item.state[0] and digest_file(Path(item.path)) == item.digest
+    if same:
+        _touched[item.path] = state, item.digest
+    else:
+        raise UserError(
+            f"input {item.path} changed while the build read it; build again once nothing writes to it"
+        )
+
+
+def load_known(path: Path) -> dict[str, object]:
+    """Return the digests of an earlier start; empty if they cannot be read."""
+    try:
+        known = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return known if isinstance(known, dict) else {}

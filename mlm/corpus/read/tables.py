@@ -1,12 +1,23 @@
-"""Documents of Parquet files: the text's column (and the id's), a few rows at a time. Needs pyarrow."""
+"""Documents of tables: Parquet files and datasets of the Hugging Face Hub. Needs mlm[data].
 
+Of a Parquet file the columns of the text and the id are read, a few rows at a time. A Hub dataset is streamed
+by the library `datasets`: only its small cache is stored. No code of a dataset runs: `datasets` 4 and later
+reject a dataset that needs a script, and only formats that hold text are accepted (FORMATS).
+"""
+
+import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
+from urllib.parse import parse_qs, urlencode
 
 from mlm.corpus.read.long_text import LONG, Utf8Text
-from mlm.corpus.read.openers import DamagedError, damage_is_told
 from mlm.corpus.read.records import BadRecordError, Document, Intake, Place, Shard, readable
+from mlm.corpus.read.streams import DamagedError, explain_damage
+from mlm.errors import UserError
 from mlm.extras import load_extra
 
 BATCH_ROWS = 256
@@ -14,14 +25,14 @@ BUFFER = 1 << 20  # bytes read ahead per column
 
 
 def open_table(path: str, text_key: str | None = None) -> Any:
-    """A pyarrow ParquetFile. Raises DamagedError, and UserError when it cannot be read or pyarrow is missing.
+    """Open a pyarrow ParquetFile. Raises DamagedError, and UserError if it cannot be read.
 
-    Texts are read as entries of a dictionary: a file of a few kilobytes can say the same 64 MB a million
-    times, and no more than one copy is made of it.
+    Texts are read as entries of a dictionary: a file of a few kilobytes can repeat the same 64 MB a million
+    times, and only one copy is made.
     """
     parquet = load_extra("pyarrow.parquet", f"input {path}")
     as_dictionary = [text_key] if text_key is not None else None
-    with readable(path), damage_is_told():
+    with readable(path), explain_damage():
         file = parquet.ParquetFile(path, pre_buffer=False, buffer_size=BUFFER, read_dictionary=as_dictionary)
     if any(rows < 0 for rows in group_rows(file)):
         raise DamagedError("a row group of fewer than no rows")
@@ -29,9 +40,9 @@ def open_table(path: str, text_key: str | None = None) -> Any:
 
 
 def row_ranges(path: str, shard_bytes: int) -> list[tuple[int, int]]:
-    """Ranges of rows of whole row groups, of about `shard_bytes` each before compression; one at least.
+    """Return ranges of rows of whole row groups, of about `shard_bytes` each uncompressed; at least one.
 
-    A damaged file has the range (0, 0): who reads it will say so. Raises UserError.
+    A damaged file has the range (0, 0): reading it reports the damage. Raises UserError.
     """
     try:
         with open_table(path) as file:
@@ -49,19 +60,19 @@ def row_ranges(path: str, shard_bytes: int) -> list[tuple[int, int]]:
 
 
 def group_rows(file: Any) -> list[int]:
-    """Rows of every row group."""
+    """Return the rows of every row group."""
     return [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
 
 
 def read_parquet(shard: Shard, intake: Intake, moved: Callable[[int], None]) -> Iterator[Document]:
-    """Documents of the row groups that begin in the shard."""
+    """Yield documents of the row groups that begin in the shard."""
     row = shard.begin
     try:
         with open_table(shard.path) as file:
-            fault = column_fault(file, shard.path, intake)
-        if fault is not None:
+            problem = column_problem(file, shard.path, intake)
+        if problem is not None:
             if shard.begin == 0:  # once for the file
-                intake.reject(Place(shard.path, 1, unit="row "), fault)
+                intake.reject(Place(shard.path, 1, unit="row "), problem)
             return
         with open_table(shard.path, intake.text_key) as file:
             for batch in batches(file, shard, intake.keys):
@@ -79,8 +90,8 @@ def read_parquet(shard: Shard, intake: Intake, moved: Callable[[int], None]) -> 
         intake.damaged(Place(shard.path, row + 1, unit="row "), error)
 
 
-def column_fault(file: Any, path: str, intake: Intake) -> BadRecordError | None:
-    """What is wrong with the columns: they are missing, or the text's holds no strings."""
+def column_problem(file: Any, path: str, intake: Intake) -> BadRecordError | None:
+    """Return the problem of the columns: missing, or a text column without strings."""
     names, types = list(file.schema_arrow.names), load_extra("pyarrow.types", f"input {path}")
     if intake.text_key not in names:
         return intake.without_text(names)
@@ -92,7 +103,7 @@ def column_fault(file: Any, path: str, intake: Intake) -> BadRecordError | None:
 
 
 def batches(file: Any, shard: Shard, columns: list[str]) -> Iterator[Any]:
-    """Batches of the rows of a shard. Raises DamagedError where the file cannot be read on."""
+    """Yield batches of the rows of a shard. Raises DamagedError where the rest cannot be read."""
     starts = list(accumulate(group_rows(file), initial=0))
     for group, start in enumerate(starts[:-1]):
         if not shard.begin <= start < shard.end:
@@ -100,7 +111,7 @@ def batches(file: Any, shard: Shard, columns: list[str]) -> Iterator[Any]:
         # one row group at a time: a batch over two would be lost when the second is damaged
         source = file.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False)
         while True:
-            with readable(shard.path), damage_is_told():
+            with readable(shard.path), explain_damage():
                 batch = next(source, None)
             if batch is None:
                 break
@@ -108,7 +119,7 @@ def batches(file: Any, shard: Shard, columns: list[str]) -> Iterator[Any]:
 
 
 def row_document(batch: Any, index: int, intake: Intake, place: Place) -> Document:
-    """The document of one row. Raises BadRecordError."""
+    """Make the document of one row. Raises BadRecordError."""
     value = batch.column(intake.text_key)[index]
     value = getattr(value, "value", value)  # of a dictionary
     if value is not None and value.is_valid and value.as_buffer().size > intake.max_bytes:
@@ -128,9 +139,124 @@ def row_document(batch: Any, index: int, intake: Intake, place: Place) -> Docume
 
 
 def python_value(value: Any, key: str) -> Any:
-    """A cell as a Python value. Raises BadRecordError: pyarrow takes any bytes for a string."""
+    """Convert a cell to a Python value. Raises BadRecordError: pyarrow accepts any bytes as a string."""
     try:
         return value.as_py()
     except UnicodeDecodeError as error:
         detail = f'"{key}" is not UTF-8 ({error.reason} at byte {error.start + 1})'
         raise BadRecordError("not_utf8", detail) from error
+
+
+HUB = "hub:"
+FORMATS = ("arrow", "csv", "json", "parquet", "text")
+NAME = re.compile(r"[\w.-]+/[\w.-]+")
+LOCAL_COPY = "check name and network, or download it and give the files as input"
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """A dataset as the user names it."""
+
+    path: str
+    """hub:OWNER/NAME"""
+    config: str | None = None
+    split: str = "train"
+    revision: str | None = None
+
+    def pinned(self, commit: str) -> str:
+        """Return the path of a shard: all that another machine needs to read the same rows."""
+        fields = {"revision": commit, "config": self.config, "split": self.split}
+        return f"{self.path}?{urlencode({key: value for key, value in fields.items() if value is not None})}"
+
+    @classmethod
+    def of(cls, pinned: str) -> "HubSource":
+        """Parse what `pinned` returned."""
+        path, _, query = pinned.partition("?")
+        fields = {key: values[0] for key, values in parse_qs(query).items()}
+        return cls(path, fields.get("config"), fields["split"], fields["revision"])
+
+
+def find_hub(source: HubSource) -> tuple[str, int, str]:
+    """Return pinned path, size in bytes (0 if unknown) and digest of a dataset. Raises UserError.
+
+    The path names its commit, so that it cannot change between two stages.
+    """
+    if not NAME.fullmatch(source.path.removeprefix(HUB)):
+        raise UserError(f"input={source.path} is not a Hub dataset: write hub:OWNER/NAME")
+    builder, _ = open_hub(source)
+    commit = str(builder.hash)
+    splits = builder.info.splits or {}
+    size = splits[source.split].num_bytes if source.split in splits else 0
+    return source.pinned(commit), max(int(size or 0), 0), f"hub:{commit}:{source.config}:{source.split}"
+
+
+def hub_shards(pinned: str) -> int:
+    """Number of files, or the like, that can be read independently. Raises UserError."""
+    return int(open_hub(HubSource.of(pinned))[1].num_shards)
+
+
+@lru_cache(maxsize=4)
+def open_hub(source: HubSource) -> tuple[Any, Any]:
+    """Open the builder of a dataset, and its split as a stream. Raises UserError."""
+    datasets = load_extra("datasets", f"input={source.path}")
+    # the prefix keeps `datasets` from taking a folder of the same name for it
+    name = f"hf://datasets/{source.path.removeprefix(HUB)}"
+    with explain_hub_errors(source):
+        builder = datasets.load_dataset_builder(name, source.config, revision=source.revision)
+        if builder.name not in FORMATS:
+            raise UserError(
+                f"input={source.path} holds {builder.name}, not text in one of {', '.join(FORMATS)}: "
+                f"convert it to .jsonl"
+            )
+        return builder, builder.as_streaming_dataset(split=source.split)
+
+
+@contextmanager
+def explain_hub_errors(source: HubSource) -> Iterator[None]:
+    """Turn any error of `datasets` into a UserError of one line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # of the network, of the Hub, of a dozen libraries: no common base
+        reason = " ".join(str(error).split())[:300]
+        setting = f"input={source.path} hub_config={source.config} hub_split={source.split}"
+        raise UserError(f"{setting}: {type(error).__name__}: {reason}: {LOCAL_COPY}") from error
+
+
+def read_hub(shard: Shard, intake: Intake) -> Iterator[Document]:
+    """Yield documents of one of the dataset's shards; rows are counted from its beginning."""
+    source = HubSource.of(shard.path)
+    _, stream = open_hub(source)
+    unit = f"shard {shard.begin} row "
+    with explain_hub_errors(source):
+        if stream.features is not None and all(key in stream.features for key in intake.keys):
+            stream = stream.select_columns(intake.keys)  # so that nothing else is decoded
+        rows = iter(stream.shard(num_shards=stream.num_shards, index=shard.begin))
+    row = 0
+    while True:
+        place = Place(source.path, row + 1, unit=unit)
+        try:
+            with explain_hub_errors(source):
+                record = next(rows, None)
+        except UserError as error:
+            if not is_damage(error.__cause__):
+                raise
+            intake.damaged(place, error.__cause__)
+            return
+        if record is None:
+            return
+        try:
+            document = intake.document(record, place)
+        except BadRecordError as bad:
+            intake.reject(place, bad)
+        else:
+            yield document
+        row += 1
+
+
+def is_damage(error: BaseException | None) -> bool:
+    """True if a file of the dataset is damaged; False for errors of the network."""
+    # OSError and what derives from it is the network's; a row that cannot be decoded is a ValueError
+    arrow = load_extra("pyarrow", "hub").ArrowException
+    return isinstance(error, ValueError | EOFError | arrow) and not isinstance(error, OSError)

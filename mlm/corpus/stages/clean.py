@@ -1,11 +1,12 @@
-"""Stage `clean`: read shards, mend and filter their documents, sign them for the search for duplicates.
+"""Stage `clean`: read shards, fix and filter their documents, sign them for deduplication.
 
 Task 12 leaves 00012.bin/.idx, the kept texts as sequences of UTF-8 bytes; 00012.keys.npy, the keys of their
 bands [bands, documents]; 00012.ids.npy, digests of their ids; 00012.rejected.jsonl; and with keep_ids=true
-00012.origins.bin/.idx, where each text came from.
+00012.origins.bin/.idx, the origin of each text.
 """
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -17,52 +18,53 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from mlm.corpus.clean.cleaning import Cleaner
-from mlm.corpus.dedup.signatures import Signer
-from mlm.corpus.long_tokens import long_tokens
-from mlm.corpus.read.inputs import check_unchanged
-from mlm.corpus.read.long_text import LongText, Scratch, StoredText
-from mlm.corpus.read.read import Document, Rejected, read_shard
+from mlm.corpus.fix_text import Cleaner
+from mlm.corpus.minhash import Signer
+from mlm.corpus.read.long_text import LONG, LongText, Scratch, StoredText, long_tokens
+from mlm.corpus.read.read import read_shard
+from mlm.corpus.read.records import Document, Rejected
+from mlm.corpus.read.shards import check_unchanged
 from mlm.corpus.stages.markers import Advance, Counts, write_marker
 from mlm.corpus.stages.plan import Plan
 from mlm.data.corpus_files import origins_of
-from mlm.data.indexed import IndexedWriter, bin_path, idx_path
+from mlm.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import UserError
 from mlm.files.atomic import write_atomic
 
 TEXT = np.dtype("u1")
-BATCH_BYTES = 1 << 20  # text looked at together: more of it leaves the caches and takes longer
+BATCH_BYTES = 1 << 20  # text processed together: more of it leaves the caches and takes longer
 BATCH_DOCUMENTS = 4096
 BYTES_PER_TOKEN = 6  # more than English has on average: most documents are counted by their beginning alone
 
 
 @dataclass
 class Tally:
-    """Account of a task's documents.
+    """Counts of a task's documents.
 
-    bytes + mended_bytes = kept_bytes + removed_bytes: a text counts as read where it is removed before it is
-    compared by its tokens, and as mended from there on.
+    bytes + fixed_bytes = kept_bytes + removed_bytes: a text counts with the bytes that were read if it is
+    removed before its tokens are counted, and with its fixed bytes from there on.
     """
 
     documents: int = 0
     bytes: int = 0
-    mended_bytes: int = 0
-    """Bytes that mending added; below 0 where it took some."""
+    fixed_bytes: int = 0
+    """Bytes that fixing added; negative if it removed some."""
     kept: int = 0
     kept_bytes: int = 0
     removed: Counter[str] = field(default_factory=Counter)
     """Documents removed by each rule."""
     removed_bytes: Counter[str] = field(default_factory=Counter)
     rejected: Counter[str] = field(default_factory=Counter)
-    """Records that could not be read and are no documents, by fault."""
+    """Records that could not be read and are no documents, by rule."""
 
     def remove(self, rule: str, num_bytes: int) -> None:
+        """Count a document removed by a rule."""
         self.removed[rule] += 1
         self.removed_bytes[rule] += num_bytes
 
     def settle(self, rule: str | None, num_bytes: int) -> None:
-        """Count a mended document: removed by a rule, or kept."""
+        """Count a fixed document: removed by a rule, or kept."""
         if rule is not None:
             self.remove(rule, num_bytes)
         else:
@@ -70,13 +72,14 @@ class Tally:
 
 
 class Shortness:
-    """Whether a text has fewer than `least` tokens."""
+    """Test for texts with fewer than `least` tokens."""
 
     def __init__(self, tokenizer: Tokenizer, least: int) -> None:
         self.tokenizer, self.least = tokenizer, least
 
     def __call__(self, texts: list[str]) -> list[bool]:
-        # A long text is told by its beginning, cut where a word ends: its tokens are those of the whole.
+        """Test each text."""
+        # The beginning decides, up to the end of a word: its tokens are those of the whole.
         heads = [self.head(text) for text in texts]
         short = [len(ids) < self.least for ids in self.tokenizer.encode_batch(heads)]
         doubtful = [i for i, text in enumerate(texts) if short[i] and len(heads[i]) < len(text)]
@@ -86,7 +89,7 @@ class Shortness:
         return short
 
     def of_long(self, text: LongText) -> bool:
-        """The same of one long text."""
+        """Test one long text."""
         count = 0
         for tokens in long_tokens(self.tokenizer, text.pieces()):
             count += len(tokens)
@@ -95,13 +98,13 @@ class Shortness:
         return True
 
     def head(self, text: str) -> str:
-        """The first letters of a text, up to the end of a word."""
+        """Return the first letters of a text, up to the end of a word."""
         end = text.rfind(" ", 0, self.least * BYTES_PER_TOKEN)
         return text if end <= 0 or len(text) <= self.least * BYTES_PER_TOKEN else text[:end]
 
 
 class Cleaning:
-    """Processing of a task's documents, a few megabytes at a time; a long one on its own."""
+    """Processing of a task's documents, a few megabytes at a time; a long one alone."""
 
     def __init__(self, plan: Plan, task: int, stack: ExitStack) -> None:
         config, self.folder = plan.config, plan.stages["clean"].folder
@@ -120,7 +123,7 @@ class Cleaning:
         self._names = {item.path: item.name for item in plan.inputs}
 
     def take(self, document: Document) -> None:
-        """Look at one document."""
+        """Process one document."""
         tally = self.tally
         tally.documents, tally.bytes = tally.documents + 1, tally.bytes + document.num_bytes
         if not isinstance(document.content, str):
@@ -140,14 +143,14 @@ class Cleaning:
             self.flush()
 
     def flush(self) -> None:
-        """Settle the documents that are held."""
+        """Filter the held documents by length and write those that are kept."""
         texts, held = self._texts, self._held
         self._texts, self._held, self._size = [], [], 0
         short = self._is_short(texts) if self._is_short else [False] * len(texts)
         kept = list[str]()
         for text, document, goes in zip(texts, held, short, strict=True):
             content = text.encode()
-            self.tally.mended_bytes += len(content) - document.num_bytes
+            self.tally.fixed_bytes += len(content) - document.num_bytes
             self.tally.settle("min_tokens" if goes else None, len(content))
             if not goes:
                 kept.append(text)
@@ -164,21 +167,21 @@ class Cleaning:
             if rule is not None:
                 self.tally.remove(rule, document.num_bytes)
                 return
-            mended: StoredText = scratch.text
-            self.tally.mended_bytes += mended.num_bytes - document.num_bytes
-            goes = self._is_short is not None and self._is_short.of_long(mended)
-            self.tally.settle("min_tokens" if goes else None, mended.num_bytes)
+            fixed: StoredText = scratch.text
+            self.tally.fixed_bytes += fixed.num_bytes - document.num_bytes
+            goes = self._is_short is not None and self._is_short.of_long(fixed)
+            self.tally.settle("min_tokens" if goes else None, fixed.num_bytes)
             if goes:
                 return
-            for block in mended.blocks():
+            for block in fixed.blocks():
                 self._writer.extend(np.frombuffer(block, dtype=TEXT))
             self._writer.end_document()
             self._note(document)
             if self._signer is not None:
-                self.keys.append(self._signer.long_keys(mended.pieces()))
+                self.keys.append(self._signer.long_keys(fixed.pieces()))
 
     def _note(self, document: Document) -> None:
-        """Keep the digest of a document's id, and where it came from."""
+        """Keep the digest of a document's id, and its origin."""
         self.ids.append(xxhash.xxh3_64_intdigest(document.id.encode()) if document.id is not None else 0)
         if self._origins is not None:
             place = document.place
@@ -189,25 +192,25 @@ class Cleaning:
 
 
 def run(plan: Plan, task: int) -> None:
-    """Clean the shards of a task. Raises UserError for bad input that the configuration refuses."""
+    """Clean the shards of a task. Raises UserError for bad input if bad_input=refuse."""
     config, folder = plan.config, plan.stages["clean"].folder
     rejects = list[bytes]()
 
     with ExitStack() as stack:
         cleaning = Cleaning(plan, task, stack)
 
-        def reject(fault: Rejected) -> None:
+        def reject(record: Rejected) -> None:
             if config.bad_input == "refuse":
                 raise UserError(
-                    f"{fault.place_text}: {fault.detail}: mend or delete it, or set bad_input=skip"
+                    f"{record.place_text}: {record.detail}: fix or delete it, or set bad_input=skip"
                 )
-            cleaning.tally.rejected[fault.rule] += 1
-            line = {"place": fault.place_text, "rule": fault.rule, "detail": fault.detail}
+            cleaning.tally.rejected[record.rule] += 1
+            line = {"place": record.place_text, "rule": record.rule, "detail": record.detail}
             rejects.append((json.dumps(line) + "\n").encode())
 
         for document in documents_of(plan, task, reject):
             cleaning.take(document)
-            del document  # a long one is let go before the next is read
+            del document  # free a long one before the next is read
         cleaning.flush()
     prefix = cleaning.prefix
     files = [bin_path(prefix), idx_path(prefix)]
@@ -226,7 +229,7 @@ def run(plan: Plan, task: int) -> None:
 
 
 def documents_of(plan: Plan, task: int, reject: Callable[[Rejected], None]) -> Iterator[Document]:
-    """The documents of a task. Raises UserError where a file changes while it is read."""
+    """Yield the documents of a task. Raises UserError if a file changes while it is read."""
     config, advance = plan.config, Advance(plan.stages["clean"].folder, task)
     for shard in plan.shards_of(task):
         check_unchanged(plan.input_of(shard))
@@ -243,13 +246,13 @@ def documents_of(plan: Plan, task: int, reject: Callable[[Rejected], None]) -> I
 
 
 def as_counts(tally: Tally) -> Counts:
-    """A tally as JSON."""
+    """Convert a tally to JSON, with the keys of markers and receipts."""
     assert tally.documents == tally.kept + sum(tally.removed.values()), tally
-    assert tally.bytes + tally.mended_bytes == tally.kept_bytes + sum(tally.removed_bytes.values()), tally
+    assert tally.bytes + tally.fixed_bytes == tally.kept_bytes + sum(tally.removed_bytes.values()), tally
     return {
         "documents": tally.documents,
         "bytes": tally.bytes,
-        "mended_bytes": tally.mended_bytes,
+        "mended_bytes": tally.fixed_bytes,
         "kept": tally.kept,
         "kept_bytes": tally.kept_bytes,
         "removed": dict(tally.removed),
@@ -259,10 +262,45 @@ def as_counts(tally: Tally) -> Counts:
 
 
 def save(path: Path, values: NDArray[np.generic]) -> Path:
-    """Write an array as .npy; its path is returned. Raises OSError."""
+    """Write an array as .npy; return its path. Raises OSError."""
 
     def write(f: BinaryIO) -> None:
         np.lib.format.write_array(f, values, allow_pickle=False)
 
     write_atomic(path, write)
     return path
+
+
+class StoredTexts:
+    """The texts that stage `clean` kept, by number. A file stays open.
+
+    They are read, not mapped: the pages of a map count as memory of the process, up to the size of the file.
+    """
+
+    def __init__(self, prefix: Path) -> None:
+        self._index = IndexedDataset(prefix, allow_empty=True)
+        self._file = open(self._index.bin_path, "rb", buffering=0)  # noqa: SIM115
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all texts."""
+        return self._index.num_tokens
+
+    def raw(self, number: int) -> bytes | StoredText:
+        """Return a text in UTF-8; a long one stays in its file."""
+        begin, size = int(self._index.pointers[number]), int(self._index.lengths[number])
+        if size > LONG:
+            return StoredText(self._file.fileno(), begin, size)
+        return os.pread(self._file.fileno(), size, begin)
+
+    def text(self, number: int) -> str | StoredText:
+        """Return a text."""
+        found = self.raw(number)
+        return found.decode() if isinstance(found, bytes) else found
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

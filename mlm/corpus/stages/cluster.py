@@ -1,10 +1,10 @@
 """Running the stages of a build on a cluster: datatrove's SLURM and Ray executors.
 
 SLURM: each stage is a job array that waits for the one before it; the command submits them and ends. Run it
-again to see how far they are, and, when all are done, to finish the corpus. A job is told the path of the
+again to see their progress and, when all are done, to finish the corpus. A job receives the path of the
 plan and the name of its stage: `python -m mlm.corpus.stages.cluster PLAN STAGE`. (datatrove would have it
 unpickle its executor from a file of the work folder, which could execute code.)
-Ray: the command stays and waits. Ray itself passes tasks to its workers pickled, from this process.
+Ray: the command waits. Ray itself passes tasks to its workers pickled, from this process.
 """
 
 import json
@@ -22,10 +22,10 @@ from datatrove.utils.stats import PipelineStats
 from loguru import logger
 from rich.console import Console
 
-from mlm.corpus.config import ExecutorConfig
+from mlm.corpus.sections import ExecutorConfig
 from mlm.corpus.stages.markers import is_done
 from mlm.corpus.stages.plan import Plan, Stage
-from mlm.corpus.stages.task import first_fault, run_task
+from mlm.corpus.stages.run import first_error, run_task
 from mlm.errors import UserError
 from mlm.files.atomic import write_atomic
 
@@ -33,7 +33,7 @@ JOBS = "jobs.json"
 
 
 class Task(PipelineStep):
-    """What an executor runs for each rank: one task of a stage."""
+    """Work of one rank of an executor: one task of a stage."""
 
     name = "mlm data build"
 
@@ -42,11 +42,12 @@ class Task(PipelineStep):
         self.plan, self.stage = plan, stage
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
+        """Do task `rank`."""
         run_task(self.plan, self.stage, rank)
 
 
 class Ours:
-    """What we change in an executor: whether a task is done, and that a rank is the task and nothing more.
+    """Our changes to an executor: task markers decide what is done, and a rank runs its task alone.
 
     datatrove would log every rank to a file and its failures as tracebacks.
     """
@@ -55,11 +56,13 @@ class Ours:
     pipeline: list[Task]
 
     def is_rank_completed(self, rank: int) -> bool:
+        """True if the task's marker is there."""
         return is_done(self.stage.folder, rank)
 
     def get_incomplete_ranks(
         self, ranks: Iterable[int] | None = None, skip_completed: Any = None
     ) -> list[int]:
+        """Return the tasks without a marker."""
         candidates = range(self.stage.tasks) if ranks is None else ranks
         return [rank for rank in candidates if not is_done(self.stage.folder, rank)]
 
@@ -74,13 +77,15 @@ class Slurm(Ours, SlurmPipelineExecutor):
     plan: Path
 
     def get_launch_file_contents(self, sbatch_args: dict[str, Any], run_script: str) -> str:
+        """Return the job script, which runs our command for each rank."""
         mine = f"srun -l -n 1 {sys.executable} -m mlm.corpus.stages.cluster {self.plan} {self.stage.name}"
         return str(super().get_launch_file_contents(sbatch_args, mine))
 
     def launch_merge_stats(self) -> None:
-        """datatrove's statistics are not used."""
+        """Do nothing: datatrove's statistics are not used."""
 
     def launch_job(self) -> None:
+        """Submit the job; delete the pickled executor."""
         super().launch_job()
         (Path(self.stage.folder) / "datatrove" / "executor.pik").unlink(missing_ok=True)
 
@@ -127,18 +132,18 @@ def run_slurm(plan: Plan, path: Path, console: Console) -> bool:
         )
     ids = submitted(plan.work)
     waiting = queued(ids)
-    faults = [fault for stage in plan.stages.values() if (fault := first_fault(stage)) is not None]
-    if faults:
+    errors = [error for stage in plan.stages.values() if (error := first_error(stage)) is not None]
+    if errors:
         if waiting:  # what depends on the failed job would wait for ever
             subprocess.run(["scancel", *waiting], check=False)
-        for stage in plan.stages.values():  # said once: the next run tries again
-            for file in stage.folder.glob("*.fault.txt"):
+        for stage in plan.stages.values():  # reported once: the next run tries again
+            for file in stage.folder.glob("*.error.txt"):
                 file.unlink(missing_ok=True)
-        raise UserError(faults[0])
+        raise UserError(errors[0])
     if waiting:
         for stage in plan.stages.values():
             console.print(f"{stage.name}: {stage.tasks - len(unfinished(stage))} of {stage.tasks} tasks done")
-        console.print(f"jobs {' '.join(waiting)} are in the queue: run this again when they are done")
+        console.print(f"jobs {' '.join(waiting)} are in the queue: run this again when they have finished")
         return False
     submit(plan, path, console)
     return False
@@ -160,13 +165,13 @@ def submit(plan: Plan, path: Path, console: Console) -> None:
             executor.run()
         except (OSError, subprocess.CalledProcessError) as error:
             raise UserError(
-                f"sbatch refused stage {stage.name} ({error}): check executor.partition and time"
+                f"sbatch rejected stage {stage.name} ({error}): check executor.partition and time"
             ) from error
         before = str(executor.job_id)
         ids.append(before)
         console.print(f"{stage.name}: {len(left)} tasks, job {before}")
     write_atomic(plan.work / JOBS, json.dumps(ids).encode())
-    console.print("submitted: run this again to see how far they are, and to finish the corpus")
+    console.print("submitted: run this again to see their progress and to finish the corpus")
 
 
 def unfinished(stage: Stage) -> list[int]:
@@ -184,7 +189,7 @@ def submitted(work: Path) -> list[str]:
 
 
 def queued(ids: list[str]) -> list[str]:
-    """Which of these jobs wait or run."""
+    """Return those of these jobs that wait or run."""
     if not ids:
         return []
     asked = ["squeue", "--noheader", "--format=%A", f"--jobs={','.join(ids)}"]
@@ -222,13 +227,13 @@ def run_ray(plan: Plan, path: Path) -> None:
         executor.run()
         if left := unfinished(stage):
             raise UserError(
-                first_fault(stage)
+                first_error(stage)
                 or f"{stage.folder}: tasks {left[:10]} failed: see Ray's logs, then run this again"
             )
 
 
 def main() -> None:
-    """What a SLURM job runs: the tasks of its place in the array."""
+    """Run, in a SLURM job, the tasks of its index in the array."""
     path, name = Path(sys.argv[1]), sys.argv[2]
     plan = Plan.load(path)
     slurm(plan.stages[name], path, plan.config.executor).run()

@@ -1,6 +1,6 @@
-"""What a finished task leaves behind: a marker with its counts and the digests of its files.
+"""Markers of finished tasks, with their counts and the digests of their files, and progress of running ones.
 
-The marker is written last and atomically: where it lies, the files lie too, and whole.
+The marker is written last and atomically: where it is, the files are complete.
 """
 
 import json
@@ -18,12 +18,12 @@ Counts = dict[str, Any]
 
 
 def marker_path(folder: Path, task: int) -> Path:
-    """Where the marker of a task lies."""
+    """Path of the marker of a task."""
     return folder / f"{task:05d}.done.json"
 
 
 def write_marker(folder: Path, task: int, counts: Counts, files: Sequence[Path]) -> None:
-    """Say that a task is done. Raises OSError."""
+    """Mark a task as done. Raises OSError."""
     entries = {file.name: [file.stat().st_size, digest_file(file)] for file in files}
     content = {"counts": counts, "files": entries}
     write_atomic(marker_path(folder, task), json.dumps(content).encode())
@@ -31,7 +31,7 @@ def write_marker(folder: Path, task: int, counts: Counts, files: Sequence[Path])
 
 
 def read_marker(folder: Path, task: int) -> dict[str, Any] | None:
-    """The marker of a task, None while it is not done or where the marker is damaged."""
+    """Return the marker of a task, None while it is not done or if the marker is damaged."""
     path = marker_path(folder, task)
     try:
         if path.stat().st_size > MAX_MARKER_BYTES:
@@ -43,21 +43,21 @@ def read_marker(folder: Path, task: int) -> dict[str, Any] | None:
 
 
 def counts_of(folder: Path, tasks: int) -> list[Counts]:
-    """The counts of all tasks of a stage that is done."""
+    """Return the counts of all tasks of a finished stage."""
     markers = [read_marker(folder, task) for task in range(tasks)]
     assert all(markers), f"{folder} is not done"
     return [marker["counts"] for marker in markers if marker]
 
 
 def is_done(folder: Path, task: int) -> bool:
-    """Whether a task has left its marker."""
+    """True if a task has left its marker."""
     return marker_path(folder, task).exists()
 
 
 def withdraw_if_damaged(folder: Path, task: int) -> bool:
-    """Delete the marker of a task whose files are not what it says, so that the task runs again.
+    """Delete the marker of a task whose files differ from it, so that the task runs again.
 
-    Reads the files whole. Returns whether the marker stands.
+    Reads the files whole. Returns True if the marker is kept.
     """
     marker = read_marker(folder, task)
     if marker is not None and all(
@@ -72,17 +72,18 @@ def withdraw_if_damaged(folder: Path, task: int) -> bool:
 
 
 def progress_path(folder: Path, task: int) -> Path:
-    """Where a running task says how far it has come."""
+    """Path of a running task's progress."""
     return folder / f".{task:05d}.progress"
 
 
 class Advance:
-    """Counts the units a task has done and says so in a file, now and then: any machine can read it."""
+    """Counter of the units a task has done, written now and then to a file that any machine can read."""
 
     def __init__(self, folder: Path, task: int) -> None:
         self.path, self.units, self.written = progress_path(folder, task), 0, 0.0
 
     def __call__(self, units: int) -> None:
+        """Add units done; write them now and then."""
         self.units += units
         now = time.monotonic()
         if now - self.written >= INTERVAL_S:
@@ -91,22 +92,23 @@ class Advance:
 
 
 class UnitsDone:
-    """Units that all tasks of a stage have done so far. A task that is done is not looked at again."""
+    """Units that all tasks of a stage have done so far. A finished task is not read again."""
 
     def __init__(self, folder: Path, totals: Sequence[int]) -> None:
         self.folder, self.totals = folder, totals
         self.done, self.left = 0, list(range(len(totals)))
 
     def __call__(self) -> int:
-        under_way, left = 0, list[int]()
+        """Count the units done."""
+        running, left = 0, list[int]()
         for task in self.left:
             if is_done(self.folder, task):
                 self.done += self.totals[task]
                 continue
             left.append(task)
             try:
-                under_way += min(self.totals[task], int(progress_path(self.folder, task).read_text() or 0))
-            except (OSError, ValueError):  # not begun, or read while it was written
+                running += min(self.totals[task], int(progress_path(self.folder, task).read_text() or 0))
+            except (OSError, ValueError):  # not started, or read while it was written
                 continue
         self.left = left
-        return self.done + under_way
+        return self.done + running

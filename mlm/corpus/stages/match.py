@@ -1,13 +1,13 @@
 """Stages `match`, `group`, `verify` and `gather`: which documents are near-duplicates of an earlier one.
 
-match   task b < bands: documents that agree on band b, as links [m, 2]; the last task: documents whose id an
-        earlier one has
+match   task b < bands: documents that agree on band b, as links [m, 2]; the last task: documents with the
+        id of an earlier one
 group   documents that links connect, directly or not, a component each
-verify  in every component, in corpus order: a document goes if its exact Jaccard similarity with an earlier
-        one that stays is above the threshold
-gather  the documents that go, of all tasks, in order: each task of the next stage looks up its own
+verify  in every component, in corpus order: a document is removed if its exact Jaccard similarity with an
+        earlier kept one is above the threshold
+gather  the documents to remove, of all tasks, in order: each task of the next stage looks up its own
 
-Documents are numbered over all shards in corpus order. `match` looks at AT_ONCE of their keys at a time, so
+Documents are numbered over all shards in corpus order. `match` holds AT_ONCE of their keys at a time, so
 its memory is bounded; that of `group` grows with the documents that have links, about 40 bytes each.
 """
 
@@ -18,19 +18,18 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from mlm.corpus.dedup.duplicates import components, duplicates_in, links_of_band, star_links
+from mlm.corpus.duplicates import components, duplicates_in, links_of_band, star_links
 from mlm.corpus.read.long_text import StoredText
-from mlm.corpus.stages.clean import save
+from mlm.corpus.stages.clean import StoredTexts, save
 from mlm.corpus.stages.markers import Advance, counts_of, write_marker
 from mlm.corpus.stages.plan import Plan
-from mlm.corpus.stages.stored import StoredTexts
 
 Ids = NDArray[np.int64]
 
 AT_ONCE = 1 << 22
 """Keys of a band in memory: with what is made of them about 130 MB."""
 PASSES = 64
-"""Most times that the keys of a band are read; past AT_ONCE * PASSES documents memory grows instead."""
+"""Limit on readings of the keys of a band; beyond AT_ONCE * PASSES documents memory grows instead."""
 
 
 @lru_cache(maxsize=1)
@@ -44,7 +43,7 @@ def first_documents(folder: Path, tasks: int) -> Ids:
 
 
 class CleanTexts:
-    """The texts that stage `clean` kept, by their number in the corpus."""
+    """The documents that stage `clean` kept, by their number in the corpus."""
 
     def __init__(self, plan: Plan) -> None:
         stage = plan.stages["clean"]
@@ -85,6 +84,7 @@ class CleanTexts:
         return self._shards[shard]
 
     def close(self) -> None:
+        """Close all files."""
         for texts, _ in self._shards.values():
             texts.close()
 
@@ -121,7 +121,7 @@ def slices(texts: CleanTexts, band: int | None) -> Iterator[tuple[Ids, NDArray[n
 
 
 def repeated(ids: NDArray[np.uint64]) -> Ids:
-    """Where an id stands that stood before: int64 [k]."""
+    """Positions of ids that occurred before: int64 [k]."""
     order = np.argsort(ids, kind="stable")
     return order[np.flatnonzero(ids[order][1:] == ids[order][:-1]) + 1]
 
@@ -135,7 +135,7 @@ def group(plan: Plan, _: int) -> None:
         links = np.concatenate([links, load(before.folder / f"{band:05d}.npy")])
         links = star_links(*components(links, total))
     members, bounds = components(links, total)
-    # A document that goes for its id proposes nothing, but it may be what connects others.
+    # A document that is removed for its id proposes nothing, but may connect others.
     stays = ~np.isin(members, load(before.folder / f"{bands:05d}.npy"))
     bounds = np.append(0, np.cumsum(stays))[bounds]
     files = [save(folder / "members.npy", members[stays]), save(folder / "bounds.npy", bounds)]
@@ -166,7 +166,7 @@ def verify(plan: Plan, task: int) -> None:
 
 
 def share(bounds: Ids, task: int, tasks: int) -> tuple[int, int]:
-    """The run of components that a task takes: about as many documents as every other."""
+    """Return the range of components of a task: about as many documents as every other."""
     limits = np.array([task, task + 1]) * int(bounds[-1]) // tasks
     begin, end = np.searchsorted(bounds, limits, side="left").tolist()
     return begin, min(end, len(bounds) - 1)
@@ -187,7 +187,7 @@ def gather(plan: Plan, _: int) -> None:
 
 
 def removed_in(plan: Plan, task: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Documents of a task that go: as near-duplicates, and for an id seen before. Both [documents]."""
+    """Masks of a task's documents to remove: near-duplicates, and ids seen before. Both [documents]."""
     folder = plan.stages["gather"].folder
     begin, end = load(folder / "firsts.npy")[task : task + 2].tolist()
     near, again = (among(load(folder / f"{name}.npy"), begin, end) for name in ("near", "again"))

@@ -1,8 +1,8 @@
-"""What a build is going to do: its inputs, its stages, and where each leaves its files.
+"""The plan of a build: its inputs, its stages, and the folder of each.
 
-The plan is a JSON file in the work folder, so that a task on another machine reads what it needs from there.
-A stage's folder is named after the digest of all that its output is a function of: what lies in it was made
-by equal stages of equal inputs, whichever build made it, and can be taken as it is.
+The plan is a JSON file in the work folder, so that a task on another machine can read it. A stage's folder is
+named after the digest of all that its output is a function of: its contents were made by equal stages from
+equal inputs, whichever build made them, and can be reused.
 """
 
 import json
@@ -13,8 +13,8 @@ from typing import Any
 
 from mlm.config.build import from_dict, to_dict
 from mlm.corpus.config import DataBuildConfig
-from mlm.corpus.read.shards import Input, Shard
-from mlm.data.parts import SPLITS, parse_split
+from mlm.corpus.read.records import Input, Shard
+from mlm.data.corpus_files import SPLITS, parse_split
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import CorruptFileError
 from mlm.files.atomic import digest_bytes, write_atomic
@@ -34,7 +34,7 @@ class Stage:
     name: str
     tasks: int
     folder: Path
-    """Where its tasks leave their files."""
+    """Folder of its tasks' files."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Plan:
 
     @property
     def removes(self) -> bool:
-        """Whether documents are compared with each other."""
+        """True if documents are compared with each other."""
         return self.config.dedup.enabled or self.config.id_key is not None
 
     def shards_of(self, task: int) -> tuple[Shard, ...]:
@@ -99,7 +99,7 @@ class Plan:
         return stages
 
     def _ingredients(self, stage: str) -> Any:
-        """What a stage's output depends on beside the stages before it."""
+        """Everything a stage's output depends on beside the stages before it."""
         config = to_dict(self.config)
         match stage:
             case "clean":
@@ -152,7 +152,7 @@ class Plan:
         try:
             state = path.stat()
         except FileNotFoundError as error:
-            raise CorruptFileError(f"{path} is gone: build again") from error
+            raise CorruptFileError(f"{path} is missing: build again") from error
         return _load_plan(path, state.st_ino, state.st_size, state.st_mtime_ns)
 
     @classmethod
@@ -173,7 +173,7 @@ class Plan:
                 evaluation=content["evaluation"],
             )
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise CorruptFileError(f"{path} is no plan of a build: {remedy}") from error
+            raise CorruptFileError(f"{path} is not the plan of a build: {remedy}") from error
 
 
 @lru_cache(maxsize=1)
@@ -185,13 +185,13 @@ def _load_plan(path: Path, *_: int) -> Plan:
 def _load_tokenizer(path: Path, digest: str, eod: str | None) -> Tokenizer:
     tokenizer = Tokenizer.load(path, eod=eod)
     if tokenizer.digest != digest:
-        raise CorruptFileError(f"{path} is not what the plan beside it says: build again")
+        raise CorruptFileError(f"{path} differs from the plan beside it: build again")
     return tokenizer
 
 
 def shard_bytes(total: int) -> int:
-    """Size of a shard for so many bytes of input: 8 MiB to 1 GiB, about 4,096 shards between.
+    """Return the size of a shard for `total` bytes of input: 8 MiB to 1 GiB, about 4,096 shards between.
 
-    It decides how the work is divided and never what comes out.
+    It decides how the work is divided and never the output.
     """
     return min(1 << 30, max(1 << 23, total // 4096))

@@ -1,4 +1,4 @@
-"""Stage `tokenise`: the documents that stay, without the text of evaluation sets, as tokens of each part.
+"""Stage `tokenise`: the kept documents, without the text of evaluation sets, as tokens of each part.
 
 Task 12 leaves train-00012.bin/.idx and so on for every part, and with keep_ids=true
 train-00012.origins.bin/.idx.
@@ -15,20 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from mlm.corpus.decontaminate.decontaminate import Contaminants
-from mlm.corpus.decontaminate.decontaminate import Tally as Contamination
-from mlm.corpus.long_tokens import long_tokens
-from mlm.corpus.read.long_text import LONG, StoredText
+from mlm.corpus.decontaminate import Contaminants
+from mlm.corpus.decontaminate import Tally as Contamination
+from mlm.corpus.read.long_text import LONG, StoredText, long_tokens
 from mlm.corpus.sections import DecontaminateConfig
 from mlm.corpus.sentences import long_sentences, split_sentences
-from mlm.corpus.stages.clean import BATCH_BYTES, BATCH_DOCUMENTS, TEXT
+from mlm.corpus.stages.clean import BATCH_BYTES, BATCH_DOCUMENTS, TEXT, StoredTexts
 from mlm.corpus.stages.markers import Advance, write_marker
 from mlm.corpus.stages.match import removed_in
 from mlm.corpus.stages.plan import EVALUATION, Plan
-from mlm.corpus.stages.stored import StoredTexts
-from mlm.data.corpus_files import origins_of
+from mlm.data.corpus_files import origins_of, parse_split, part_of
 from mlm.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, token_dtype
-from mlm.data.parts import parse_split, part_of
 from mlm.data.tokenizer import Tokenizer
 
 Framed = tuple["array[int]", list[int]]
@@ -39,7 +36,7 @@ _loaded: dict[tuple[Path, str | None, DecontaminateConfig], Contaminants] = {}
 
 @dataclass
 class Part:
-    """What went into one part of the corpus."""
+    """Counts of one part of the corpus."""
 
     documents: int = 0
     sequences: int = 0
@@ -48,12 +45,12 @@ class Part:
     bytes: int = 0
     """UTF-8 bytes of text, for bits per byte."""
     end_tokens: int = 0
-    """End-of-document tokens: no text holds one, so there are those that were put between documents."""
+    """End-of-document tokens: those after documents, as no text holds one."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A text to tokenise: a document, or what decontamination left of one."""
+    """A text to tokenise: a document, or a piece of one after decontamination."""
 
     part: str
     text: str | StoredText
@@ -61,14 +58,14 @@ class Piece:
     is_cut: bool
     """True for a piece of a document that was cut."""
     origin: bytes | None
-    """Origin, as stage `clean` says it; None without keep_ids."""
+    """Origin, as stage `clean` records it; None without keep_ids."""
 
 
 @dataclass
 class Fates:
     """Account of a task's documents: kept whole, removed by a rule, or cut into pieces.
 
-    documents = kept + removed + cut, and pieces = kept + removed in their turn. All bytes of a document that
+    documents = kept + removed + cut, and likewise pieces = kept + removed. All bytes of a document that
     is cut are those of its pieces and `cut_bytes`.
     """
 
@@ -80,18 +77,18 @@ class Fates:
     cut_bytes: int = 0
 
     def remove(self, rule: str, num_bytes: int, *, is_piece: bool = False) -> None:
-        """Count a document or a piece that goes."""
+        """Count a removed document or piece."""
         (self.removed_pieces if is_piece else self.removed)[rule] += 1
         self.removed_bytes[rule] += num_bytes
 
     def cut_up(self, num_bytes: int, pieces: list[int]) -> None:
-        """Count a document of which pieces of so many bytes are left."""
+        """Count a document that was cut into pieces of these sizes in bytes."""
         self.cut, self.pieces = self.cut + 1, self.pieces + len(pieces)
         self.cut_bytes += num_bytes - sum(pieces)
 
 
 class Writers:
-    """The files of a task: tokens of each part, and where their documents came from."""
+    """The files of a task: tokens of each part, and the origins of their documents."""
 
     def __init__(self, plan: Plan, task: int, stack: ExitStack) -> None:
         folder, dtype = plan.stages["tokenise"].folder, token_dtype(plan.load_tokenizer().vocab_size)
@@ -110,13 +107,13 @@ class Writers:
         )
 
     def files(self) -> list[Path]:
-        """All files that are written."""
+        """List all files that are written."""
         prefixes = list(self.prefixes.values())
         prefixes += [origins_of(prefix) for prefix in prefixes] if self.origins else []
         return [path(prefix) for prefix in prefixes for path in (bin_path, idx_path)]
 
     def count(self, piece: Piece, sequences: int, tokens: int, end_tokens: int) -> None:
-        """Note a document that was written."""
+        """Count a document that was written."""
         part = self.parts[piece.part]
         part.documents += 1
         part.sequences += sequences
@@ -128,7 +125,7 @@ class Writers:
 
 
 def run(plan: Plan, task: int) -> None:
-    """Tokenise what one task of stage `clean` left."""
+    """Tokenise the documents of one task of stage `clean`."""
     stage = plan.stages["tokenise"]
     fates, contamination = Fates(), Contamination()
     prefix = plan.stages["clean"].folder / f"{task:05d}"
@@ -154,7 +151,7 @@ def run(plan: Plan, task: int) -> None:
 
 
 def check_balance(counts: dict[str, Any], documents: int, num_bytes: int) -> None:
-    """Check that all that comes in is kept or removed, in documents and in bytes."""
+    """Assert that every document and byte is kept or removed."""
     kept = [sum(part[key] for part in counts["parts"].values()) for key in ("documents", "bytes")]
     cut, pieces = counts["cut"], sum(counts["removed_pieces"].values())
     gone = sum(counts["removed"].values()) + cut["documents"] - cut["pieces"] + pieces
@@ -169,7 +166,7 @@ def pieces(
     contamination: Contamination,
     fates: Fates,
 ) -> Iterator[Piece]:
-    """Remains of the documents of a task."""
+    """Yield what remains of the documents of a task."""
     contaminants = load_contaminants(plan) if plan.evaluation else None
     advance, count = Advance(plan.stages["tokenise"].folder, task), len(texts)
     none = np.zeros(count, dtype=bool)
@@ -213,7 +210,7 @@ def size_of(text: str | StoredText) -> int:
 
 
 def load_contaminants(plan: Plan) -> Contaminants:
-    """The evaluation texts to keep out, kept between the tasks of a process: hashing them takes seconds."""
+    """Return the evaluation texts to keep out, cached for a process: hashing them takes seconds."""
     key = (plan.work, plan.evaluation, plan.config.decontaminate)
     if key not in _loaded:
         _loaded.clear()
@@ -222,7 +219,7 @@ def load_contaminants(plan: Plan) -> Contaminants:
 
 
 def write(plan: Plan, batch: list[Piece], writers: Writers, fates: Fates) -> None:
-    """Tokenise texts together and append each to its part."""
+    """Tokenise a batch of pieces and append each to its part."""
     config, tokenizer = plan.config, plan.load_tokenizer()
     least = config.filter.least_tokens or 1
     texts = [piece.text for piece in batch if isinstance(piece.text, str)]
@@ -241,11 +238,11 @@ def write(plan: Plan, batch: list[Piece], writers: Writers, fates: Fates) -> Non
 
 
 def write_long(plan: Plan, piece: Piece, text: StoredText, writers: Writers, fates: Fates) -> None:
-    """Tokenise a long text and append it to its part as it goes."""
+    """Tokenise a long text and append it to its part piece by piece."""
     tokenizer, least = plan.load_tokenizer(), plan.config.filter.least_tokens or 1
     bos, eod = ends(plan)
     writer, lengths, tokens = writers.tokens[piece.part], array("i"), 0
-    held: list[array[int]] | None = [bos]  # what comes before there are enough tokens for a document
+    held: list[array[int]] | None = [bos]  # until there are enough tokens for a document
     for ids, begins in long_sequences(plan, tokenizer, text):
         if not len(ids):
             continue
@@ -272,7 +269,7 @@ def write_long(plan: Plan, piece: Piece, text: StoredText, writers: Writers, fat
 
 
 def long_sequences(plan: Plan, tokenizer: Tokenizer, text: StoredText) -> Iterator[tuple["array[int]", bool]]:
-    """Tokens of a long text in order, each with whether a sequence begins with them."""
+    """Yield the tokens of a long text in order, each with True if a sequence begins with them."""
     if not plan.config.sentences:
         yield from ((ids, False) for ids in long_tokens(tokenizer, text.pieces()))
         return
@@ -283,14 +280,14 @@ def long_sequences(plan: Plan, tokenizer: Tokenizer, text: StoredText) -> Iterat
 
 
 def ends(plan: Plan) -> tuple["array[int]", "array[int]"]:
-    """Tokens that every document begins and ends with."""
+    """Return the tokens that every document begins and ends with."""
     tokenizer, config = plan.load_tokenizer(), plan.config
     bos = [tokenizer.bos_id] if config.prepend_bos and tokenizer.bos_id is not None else []
     return array("I", bos), array("I", [tokenizer.eod_id] if config.append_eod else [])
 
 
 def batches(texts: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Group texts so that memory stays bounded however many there are; a long one is alone."""
+    """Group pieces into batches of bounded size; a long one is alone."""
     batch, size = list[Piece](), 0
     for piece in texts:
         alone = isinstance(piece.text, StoredText)
@@ -307,7 +304,7 @@ def batches(texts: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 
 def framed(sequences: "list[array[int]]", bos: "array[int]", eod: "array[int]") -> "Framed":
-    """The tokens of a document, its ends marked, and the lengths of its sequences. Changes `sequences`."""
+    """Return a document's tokens with its end tokens, and its sequence lengths. Changes `sequences`."""
     sequences[0][:0] = bos
     sequences[-1] += eod
     tokens = sequences[0] if len(sequences) == 1 else array("I", chain(*sequences))

@@ -268,7 +268,7 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
         write_result(config.samples, samples(protocols, outcomes).encode(), key="samples")
     if config.out is None:
         set_aside(out, identity_of_result(result))
-    write_result(out, (json.dumps(result, indent=2) + "\n").encode())
+    write_result(out, result)
     kept.unlink(missing_ok=True)
     show(result, protocols, out)
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from mlm.corpus.decontaminate.benchmarks import is_title
+from mlm.corpus.benchmarks import is_title
 from mlm.errors import CorruptFileError, UserError
 from mlm.extras import load_extra
 from mlm.files.atomic import digest_bytes

@@ -16,15 +16,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from mlm.data.gpt import CACHE_FROM, KEPT_EPOCHS, load_checked, permutation, save_checked
+from mlm.data.epochs import CACHE_FROM, EpochCache, permutation
 from mlm.data.indexed import IndexedDataset
-from mlm.data.splitmix import draw, root
 from mlm.errors import UserError
-from mlm.files.atomic import digest_bytes
-from mlm.files.one_builder import one_builder
 from mlm.models.bert.masking import BERTVocab, mask_tokens
 from mlm.models.bert.pairs import Pairs, Targets, find_spans, make_pairs
 from mlm.parallel.labels import IGNORE
+from mlm.splitmix import draw, root
 
 SPECIAL = 3
 """Tokens of a sample that are no text: [CLS] and two [SEP]."""
@@ -143,8 +141,15 @@ class BERTDataset:
             )
         self.indexed, self.seq_length, self.num_samples, self.seed = indexed, seq_length, num_samples, seed
         self.vocab, self.masked_lm_prob, self.max_ngram = vocab, masked_lm_prob, max_ngram
-        self.short_seq_prob, self.cache_dir, self.cache_from = short_seq_prob, cache_dir, cache_from
-        self._epochs: dict[int, Ids] = {}
+        self.short_seq_prob, self.cache_from = short_seq_prob, cache_from
+        self._epochs = EpochCache[Ids](
+            self._build,
+            lambda spans: spans.reshape(-1),
+            lambda _, stored: None if len(stored) % 2 else stored.reshape(2, -1),
+            folder=cache_dir,
+            name="bert",
+            key=self._key,
+        )
         self._firsts = [0]  # first sample of epoch 0, 1, … as far as the epochs before it were looked at
         if self.epoch(0).shape[1] == 0:
             raise UserError(
@@ -174,11 +179,9 @@ class BERTDataset:
 
         From memory, from the cache, or built.
         """
-        if number not in self._epochs:
-            while len(self._epochs) >= KEPT_EPOCHS:
-                self._epochs.pop(next(iter(self._epochs)), None)
-            self._epochs[number] = self._load_or_build(number)
-        return self._epochs[number]
+        # How many samples an epoch has is known once it is built.
+        size = self.indexed.num_documents + self.indexed.num_tokens // self.seq_length
+        return self._epochs.get(number, is_large=size >= self.cache_from)
 
     def targets(self, epoch: int) -> Targets:
         """Target lengths of an epoch's samples, [CLS] and [SEP] not counted."""
@@ -233,35 +236,5 @@ class BERTDataset:
         spans = np.stack(find_spans(self.indexed, self.targets(number)))
         return spans[:, permutation(spans.shape[1], self.seed, number, stream=ORDER_STREAM)]
 
-    def _load_or_build(self, number: int) -> Ids:
-        # How many samples an epoch has is known once it is built.
-        size = self.indexed.num_documents + self.indexed.num_tokens // self.seq_length
-        if self.cache_dir is None or size < self.cache_from:
-            return self._build(number)
-        path = self._cache_path(self.cache_dir, number)
-        found = self._cached(path)
-        if found is None:
-            with one_builder(path):  # which may be another one, and then its work is there
-                found = self._cached(path)
-                if found is None:
-                    found = self._build_into(path, number)
-        return found
-
-    def _cached(self, path: Path) -> Ids | None:
-        stored = load_checked(path)
-        return None if stored is None or len(stored) % 2 else stored.reshape(2, -1)
-
-    def _build_into(self, path: Path, number: int) -> Ids:
-        """An epoch, through the cache: its arrays are then shared by all processes that map them."""
-        built = self._build(number)
-        try:
-            save_checked(path, built.reshape(-1))
-        except OSError:
-            return built  # a read-only or full disk costs time at the next start, nothing else
-        found = self._cached(path)
-        return built if found is None else found
-
-    def _cache_path(self, cache_dir: Path, number: int) -> Path:
-        key = f"{RULE} {self.indexed.digest} {self.seq_length} {self.short_seq_prob!r} {self.seed}"
-        name = digest_bytes(key.encode()).partition(":")[2]
-        return cache_dir / f"bert-{name}-epoch{number:05d}.npy"
+    def _key(self) -> str:
+        return f"{RULE} {self.indexed.digest} {self.seq_length} {self.short_seq_prob!r} {self.seed}"

@@ -1,4 +1,4 @@
-"""What an input holds is read, stops the build, or is listed with its reason; our own files are not read."""
+"""Files of an input are read, stop the build, or are listed with a reason; files of builds are not read."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import pytest
 
 from mlm.corpus import build as build_module
 from mlm.corpus.build import run_build
-from mlm.corpus.read.shards import Found, search
+from mlm.corpus.read.finding import Found, search
 from mlm.errors import UserError
 from tests.corpus.read.test_shards import names, put
 from tests.corpus.texts import documents, output, plain, quiet, write_jsonl
@@ -167,7 +167,7 @@ def test_input_that_the_build_would_replace_is_rejected(tmp_path: Path) -> None:
     assert json.loads(source.read_text()) == {"text": "mine"}
 
 
-def test_text_of_the_users_in_out_is_told_from_ours_by_the_user(tmp_path: Path) -> None:
+def test_text_of_the_users_in_out_is_named_by_the_user(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "text/a.jsonl", ["one"])
     write_jsonl(tmp_path / "text/out/notes.jsonl", ["mine"])
     with pytest.raises(UserError, match=r"out=.*notes\.jsonl, which no build wrote"):

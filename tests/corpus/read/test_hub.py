@@ -1,4 +1,4 @@
-"""Hub datasets through `datasets`: a local stand-in for the loader, streamed by the real library."""
+"""Hub datasets through `datasets`: a local fake of the loader, streamed by the real library."""
 
 import json
 import sys
@@ -10,8 +10,9 @@ import datasets
 import pytest
 
 from mlm.corpus.config import DataBuildConfig
-from mlm.corpus.read.hub import HubSource, open_hub
-from mlm.corpus.read.shards import cut, find_inputs
+from mlm.corpus.read.finding import find_inputs
+from mlm.corpus.read.shards import split_inputs
+from mlm.corpus.read.tables import HubSource, open_hub
 from mlm.errors import UserError
 from tests.corpus.reading import Outcome, read_shards, write
 
@@ -34,13 +35,13 @@ def local(folder: Path, monkeypatch: pytest.MonkeyPatch, rows: list[list[Any]]) 
     ]
     real, calls = datasets.load_dataset_builder, list[tuple[Any, ...]]()
 
-    def stand_in(path: str, name: str | None = None, revision: str | None = None) -> Any:
+    def fake(path: str, name: str | None = None, revision: str | None = None) -> Any:
         calls.append((path, name, revision))
         builder = real("json", data_files={"train": files}, cache_dir=str(folder / "cache"))
         builder.hash = COMMIT
         return builder
 
-    monkeypatch.setattr(datasets, "load_dataset_builder", stand_in)
+    monkeypatch.setattr(datasets, "load_dataset_builder", fake)
     return calls
 
 
@@ -50,7 +51,7 @@ def config(**changes: Any) -> DataBuildConfig:
 
 def read(**changes: Any) -> Outcome:
     wanted = config(**changes)
-    shards = cut(find_inputs(wanted), 1)
+    shards = split_inputs(find_inputs(wanted), 1)
     return read_shards(shards, text_key=wanted.text_key, id_key=wanted.id_key, max_bytes=1000)
 
 
@@ -70,7 +71,7 @@ def test_digest_is_the_commit_and_later_stages_read_that_commit(
     calls = local(tmp_path, monkeypatch, [[{"text": "x"}]])
     [item] = find_inputs(config(hub_config="old", hub_revision="main"))
     assert (item.name, item.digest) == ("hub:us/books", f"hub:{COMMIT}:old:train")
-    cut([item], 1)
+    split_inputs([item], 1)
     assert calls == [("hf://datasets/us/books", "old", "main"), ("hf://datasets/us/books", "old", COMMIT)]
 
 
@@ -92,7 +93,7 @@ def test_bad_rows_are_named_and_the_next_is_read(tmp_path: Path, monkeypatch: py
     assert found.faults == [("books:shard 0 row 2", "text_type"), ("books:shard 0 row 3", "too_long")]
 
 
-def test_damaged_file_of_a_dataset_is_one_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_file_of_a_dataset_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     local(tmp_path, monkeypatch, [[{"text": "x"}], [{"text": "y"}]])
     write(tmp_path / "1.jsonl", b'{"text": "y"}\n{"text": \n')
     found = read()
@@ -125,7 +126,7 @@ def test_dataset_that_cannot_be_had_says_why(
 
 def test_lost_network_ends_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     local(tmp_path, monkeypatch, [[{"text": "x"}]])
-    shards = cut(find_inputs(config()), 1)
+    shards = split_inputs(find_inputs(config()), 1)
 
     def fail(self: object) -> Iterator[None]:
         raise ConnectionError("gone")
@@ -143,14 +144,14 @@ def test_split_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("name", ["hub:", "hub:books", "hub:us/books/more", "hub:../books?x"])
-def test_name_that_is_none_is_refused(name: str) -> None:
+def test_malformed_hub_name_is_rejected(name: str) -> None:
     with pytest.raises(UserError, match="hub:OWNER/NAME"):
         find_inputs(config(input=name))
 
 
-def test_format_that_holds_no_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_format_that_holds_no_text_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     local(tmp_path, monkeypatch, [[{"text": "x"}]])
-    monkeypatch.setattr("mlm.corpus.read.hub.FORMATS", ("parquet",))
+    monkeypatch.setattr("mlm.corpus.read.tables.FORMATS", ("parquet",))
     with pytest.raises(UserError, match="holds json, not text"):
         find_inputs(config())
 
@@ -161,8 +162,8 @@ def test_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch
         find_inputs(config())
 
 
-def test_dataset_with_a_script_is_refused_by_the_library(tmp_path: Path) -> None:
-    """What the docstring of hub.py says of `datasets`: no code of a dataset runs."""
+def test_dataset_with_a_script_is_rejected_by_the_library(tmp_path: Path) -> None:
+    """No code of a dataset runs."""
     write(tmp_path / "books/books.py", b"raise SystemExit('ran')\n")
     with pytest.raises(RuntimeError, match="scripts are no longer supported"):
         datasets.load_dataset_builder(str(tmp_path / "books"))

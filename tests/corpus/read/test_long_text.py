@@ -1,4 +1,4 @@
-"""A long text in pieces gives what the whole gives, whatever the pieces are."""
+"""A long text in pieces gives the result of the whole, whatever the pieces."""
 
 import json
 import random
@@ -12,26 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlm.corpus import long_tokens, sentences
+from mlm.corpus import decontaminate, fix_text, sentences
+from mlm.corpus.benchmarks import EvaluationText
 from mlm.corpus.build import run_build
-from mlm.corpus.clean import fix_text as mending
-from mlm.corpus.clean.fix_text import mend, mend_pieces
-from mlm.corpus.clean.long_quality import LongMeasures
-from mlm.corpus.clean.quality import Measures
-from mlm.corpus.decontaminate import decontaminate
-from mlm.corpus.decontaminate.benchmarks import EvaluationText
-from mlm.corpus.decontaminate.decontaminate import Contaminants
-from mlm.corpus.dedup.duplicates import jaccard
-from mlm.corpus.dedup.shingles import flat_shingles, long_shingles, shingles
-from mlm.corpus.dedup.signatures import Signer
-from mlm.corpus.dedup.spilled import SpilledHashes
-from mlm.corpus.read import long_json, long_text, read, records
-from mlm.corpus.read.long_json import LongLine
+from mlm.corpus.decontaminate import Contaminants
+from mlm.corpus.duplicates import jaccard
+from mlm.corpus.filter import LongMeasures, Measures
+from mlm.corpus.fix_text import fix_pieces, fixed
+from mlm.corpus.minhash import Signer, SpilledHashes, flat_shingles, long_shingles, shingles
+from mlm.corpus.read import long_text, read, records
 from mlm.corpus.read.long_text import JsonText, Letters, Scratch
+from mlm.corpus.read.read import LongLine
 from mlm.corpus.read.records import BadRecordError
 from mlm.corpus.sections import DecontaminateConfig, DedupConfig, FilterConfig
 from mlm.corpus.sentences import long_sentences, split_sentences
-from mlm.corpus.stages import stored
+from mlm.corpus.stages import clean as clean_stage
 from mlm.corpus.stages import tokenise as tokenise_stage
 from mlm.data.tokenizer import Tokenizer
 from tests.corpus.texts import output, quiet, small_tokenizer, thorough, words, write_jsonl
@@ -69,17 +64,17 @@ def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 
 
 def make_small(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have texts be long from 150 bytes on, and their pieces be small."""
-    for module in (long_text, read, records, long_json, stored, tokenise_stage):
+    """Treat texts as long from 150 bytes on, in small pieces."""
+    for module in (long_text, read, records, clean_stage, tokenise_stage):
         monkeypatch.setattr(module, "LONG", 150)
-    for module in (long_text, long_tokens, decontaminate):
+    for module in (long_text, decontaminate):
         monkeypatch.setattr(module, "PIECE", size)
     monkeypatch.setattr(long_text.at_breaks, "__defaults__", (size,))
-    monkeypatch.setattr(long_json, "HELD", 20)
-    monkeypatch.setattr(long_tokens, "AROUND", 12)
-    monkeypatch.setattr(long_tokens, "WINDOW", size - 13)
-    monkeypatch.setattr(mending, "PIECE", 30)
-    monkeypatch.setattr(mending, "HELD", 50)
+    monkeypatch.setattr(read, "HELD", 20)
+    monkeypatch.setattr(long_text, "AROUND", 12)
+    monkeypatch.setattr(long_text, "WINDOW", size - 13)
+    monkeypatch.setattr(fix_text, "PIECE", 30)
+    monkeypatch.setattr(fix_text, "HELD", 50)
     monkeypatch.setattr(sentences, "HELD", 3 * sentences.BLOCK)
 
 
@@ -94,9 +89,9 @@ def on_disk(text: str, folder: Path) -> Scratch:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_mending_rules_and_shingles_of_pieces_are_those_of_the_whole(seed: int, small: int) -> None:
+def test_fixes_rules_and_shingles_of_pieces_are_those_of_the_whole(seed: int, small: int) -> None:
     text = odd_text(seed, 120).replace("x" * 90, "x" * 30)
-    assert "".join(mend_pieces(lambda: cut_up(text, small))) == mend(text)
+    assert "".join(fix_pieces(lambda: cut_up(text, small))) == fixed(text)
     whole, pieces = Measures(text), LongMeasures(lambda: cut_up(text, small))
     assert len(pieces.words) == len(whole.words)
     for name in ("mean_word_length", "symbol_ratio", "alphabetic_words", "stop_words", "bullet_lines"):
@@ -158,7 +153,7 @@ def test_tokens_and_sentences_of_pieces_are_those_of_the_whole(tmp_path: Path, s
     tokenizer = Tokenizer.load(small_tokenizer(tmp_path))
     for seed in range(6):
         text = " ".join(words(random.Random(seed), 300)) + odd_text(seed, 20)
-        found = [id for ids in long_tokens.long_tokens(tokenizer, cut_up(text, small)) for id in ids]
+        found = [id for ids in long_text.long_tokens(tokenizer, cut_up(text, small)) for id in ids]
         assert found == tokenizer.encode(text)
         prose = ". ".join(map(str.capitalize, cut_up(text, 33))) + "\n\nNew. " * (seed % 3)
         prose = prose * 12 + "\n \n" + prose

@@ -1,4 +1,4 @@
-"""Documents of .jsonl and .txt files, whole and cut; faults by file and line."""
+"""Documents of .jsonl and .txt files, whole and in shards; errors by file and line."""
 
 import gzip
 import json
@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from mlm.corpus.read.read import RULES, Rejected, read_shard
-from mlm.corpus.read.shards import cut, search
+from mlm.corpus.read.finding import search
+from mlm.corpus.read.read import read_shard
+from mlm.corpus.read.records import RULES, Rejected
+from mlm.corpus.read.shards import split_inputs
 from mlm.errors import UserError
 from tests.corpus.reading import Outcome, read, write
 
@@ -40,7 +42,7 @@ def test_nul_is_a_letter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 2, 13, 14, 15, 16, 29, 64, 1000])
-def test_documents_do_not_depend_on_where_a_file_is_cut(tmp_path: Path, shard_bytes: int) -> None:
+def test_documents_do_not_depend_on_where_a_file_is_split(tmp_path: Path, shard_bytes: int) -> None:
     """Lines of 14 bytes with their newline: cuts fall before, on and after one; also CRLF and empty lines."""
     content = b'{"text": "1"}\n{"text": "2"}\r\n\n\r\n{"text": "a longer one"}\n\n\n[]\n'
     content += b'{"text": "4"}\n{"text": "5"}'
@@ -59,7 +61,7 @@ def test_documents_do_not_depend_on_where_a_file_is_cut(tmp_path: Path, shard_by
 
 
 def test_cut_file_has_no_shard_beyond_its_end(tmp_path: Path) -> None:
-    shards = cut(search(str(jsonl(tmp_path, GOOD * 10))).inputs, 50)
+    shards = split_inputs(search(str(jsonl(tmp_path, GOOD * 10))).inputs, 50)
     assert [(shard.begin, shard.end) for shard in shards] == [(0, 50), (50, 100), (100, 140)]
 
 
@@ -94,11 +96,11 @@ def test_bad_line_is_named_and_the_next_is_read(
     assert rule in RULES
 
 
-def test_fault_ends_the_reading_when_it_is_refused(tmp_path: Path) -> None:
+def test_error_ends_the_reading_if_the_callback_raises(tmp_path: Path) -> None:
     def refuse(fault: Rejected) -> None:
         raise UserError(f"{fault.place_text}: {fault.detail}")
 
-    [shard] = cut(search(str(jsonl(tmp_path, GOOD + b"[]\n" + GOOD))).inputs, 1000)
+    [shard] = split_inputs(search(str(jsonl(tmp_path, GOOD + b"[]\n" + GOOD))).inputs, 1000)
     found = read_shard(shard, text_key="text", id_key=None, max_bytes=99, reject=refuse, advance=print)
     assert next(found).text == "x"
     with pytest.raises(UserError, match=r"a\.jsonl:2: a JSON list"):
@@ -117,7 +119,7 @@ def test_compressed_file_reads_as_the_plain_one(tmp_path: Path, name: str, suffi
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.gz"])
-def test_truncated_file_is_one_fault_and_its_beginning_stands(tmp_path: Path, name: str) -> None:
+def test_truncated_file_is_one_error_and_its_beginning_is_read(tmp_path: Path, name: str) -> None:
     pieces = [json.dumps({"text": str(i) * 50}) for i in range(1000)]
     content = "\n".join(pieces if "jsonl" in name else "\n<|endoftext|>\n".join(pieces).split("\n")).encode()
     whole = read(write(tmp_path / "whole" / name, gzip.compress(content)))
@@ -193,7 +195,7 @@ def test_plain_text_has_no_id(tmp_path: Path) -> None:
     assert read(write(tmp_path / "a.txt", b"x"), id_key="id").faults == [("a.txt:1", "no_id")]
 
 
-def test_lines_before_a_shard_are_counted_for_faults_alone(
+def test_lines_before_a_shard_are_counted_for_errors_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unwanted(self: object) -> int:
@@ -203,7 +205,7 @@ def test_lines_before_a_shard_are_counted_for_faults_alone(
     assert len(read(jsonl(tmp_path, GOOD * 10), shard_bytes=50).texts) == 10
 
 
-def test_empty_files_are_no_fault(tmp_path: Path) -> None:
+def test_empty_files_are_not_an_error(tmp_path: Path) -> None:
     write(tmp_path / "b.txt", b"")
     found: Outcome = read(jsonl(tmp_path, b"").parent)
     assert (found.documents, found.rejected) == ([], [])

@@ -1,4 +1,4 @@
-"""What an `input=` names: files, folders with and without parts, globs."""
+"""Inputs: files, folders with and without parts, globs."""
 
 import os
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mlm.corpus.config import DataBuildConfig
-from mlm.corpus.read.shards import find_inputs, search
+from mlm.corpus.read.finding import find_inputs, search
 from mlm.errors import UserError
 
 
@@ -88,7 +88,7 @@ def test_input_knows_path_and_size(tmp_path: Path) -> None:
         (["a.json"], "", "only 1 others such as a.json: a .json file"),
         ([], "absent.jsonl", "does not exist"),
         ([], "", r"holds no \.jsonl"),
-        ([], "*.jsonl", "names no file"),
+        ([], "*.jsonl", "matches no file"),
         (["a.csv"], "*", "rename"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Documents of Parquet files, whole and by row groups; faults by file and row."""
+"""Documents of Parquet files, whole and by row groups; errors by file and row."""
 
 import subprocess
 import sys
@@ -9,7 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mlm.corpus.read.shards import cut, search
+from mlm.corpus.read.finding import search
+from mlm.corpus.read.shards import split_inputs
 from tests.corpus.reading import read, write
 
 TEXTS = [f"document {i} " * 20 for i in range(100)]
@@ -29,7 +30,7 @@ def test_rows_are_documents(tmp_path: Path, compression: str, use_dictionary: bo
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.string_view()])
-def test_every_kind_of_string_is_text(tmp_path: Path, kind: pa.DataType) -> None:
+def test_every_type_of_string_is_text(tmp_path: Path, kind: pa.DataType) -> None:
     assert read(table(tmp_path / "a.parquet", {"text": pa.array(["é", ""], kind)})).texts == ["é", ""]
 
 
@@ -39,7 +40,7 @@ def test_dictionaries_of_strings_are_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 5000, 1 << 30])
-def test_documents_do_not_depend_on_where_a_file_is_cut(tmp_path: Path, shard_bytes: int) -> None:
+def test_documents_do_not_depend_on_where_a_file_is_split(tmp_path: Path, shard_bytes: int) -> None:
     path = table(tmp_path / "a.parquet", {"text": TEXTS}, row_group_size=7)
     found = read(path, shard_bytes=shard_bytes)
     assert found.texts == TEXTS
@@ -47,13 +48,13 @@ def test_documents_do_not_depend_on_where_a_file_is_cut(tmp_path: Path, shard_by
     assert sum(found.advanced) == 100
 
 
-def test_file_is_cut_where_row_groups_begin(tmp_path: Path) -> None:
+def test_file_is_split_where_row_groups_begin(tmp_path: Path) -> None:
     path = table(tmp_path / "a.parquet", {"text": TEXTS}, row_group_size=30)
-    shards = cut(search(str(path)).inputs, 1)
+    shards = split_inputs(search(str(path)).inputs, 1)
     assert [(shard.begin, shard.end) for shard in shards] == [(0, 30), (30, 60), (60, 90), (90, 100)]
 
 
-def test_faults_name_the_row(tmp_path: Path) -> None:
+def test_errors_name_the_row(tmp_path: Path) -> None:
     broken = pa.Array.from_buffers(pa.string(), 1, pa.array([b"a\xff"]).buffers())
     texts = pa.concat_arrays([pa.array(["one", None, "x" * 200, "two"]), broken, pa.array(["three"])])
     path = table(tmp_path / "a.parquet", {"text": texts}, row_group_size=2)
@@ -82,7 +83,7 @@ def test_ids_are_strings_or_whole_numbers(tmp_path: Path) -> None:
         ({"text": TEXTS}, "no_id", '"id"'),
     ],
 )
-def test_columns_that_do_not_fit_are_one_fault_of_the_file(
+def test_wrong_columns_are_one_error_of_the_file(
     tmp_path: Path, columns: dict[str, Any], rule: str, detail: str
 ) -> None:
     path = table(tmp_path / "a.parquet", columns, row_group_size=10)
@@ -92,7 +93,7 @@ def test_columns_that_do_not_fit_are_one_fault_of_the_file(
 
 
 @pytest.mark.parametrize("keep", [0, 3, 100, 0.9])
-def test_truncated_file_is_one_fault(tmp_path: Path, keep: float) -> None:
+def test_truncated_file_is_one_error(tmp_path: Path, keep: float) -> None:
     file = table(tmp_path / "a.parquet", {"text": TEXTS}).read_bytes()
     path = write(tmp_path / "b.parquet", file[: int(keep * len(file)) if keep == 0.9 else int(keep)])
     assert read(path).faults == [("b.parquet:row 1", "damaged")]
@@ -109,7 +110,7 @@ def test_documents_before_damaged_rows_stand(tmp_path: Path) -> None:
     assert found.faults == [("a.parquet:row 51", "damaged")]
 
 
-def test_table_without_rows_is_no_fault(tmp_path: Path) -> None:
+def test_table_without_rows_is_not_an_error(tmp_path: Path) -> None:
     found = read(table(tmp_path / "a.parquet", {"text": pa.array([], pa.string())}))
     assert (found.texts, found.faults) == ([], [])
 
@@ -117,12 +118,13 @@ def test_table_without_rows_is_no_fault(tmp_path: Path) -> None:
 MEMORY = """
 import resource, sys
 from tests.corpus.reading import read
-from mlm.corpus.read.shards import cut, search
+from mlm.corpus.read.shards import split_inputs
+from mlm.corpus.read.finding import search
 from mlm.corpus.read.read import read_shard
 import pyarrow.parquet
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 before, total = peak(), 0
-[shard] = cut(search(sys.argv[1]).inputs, 1 << 30)
+[shard] = split_inputs(search(sys.argv[1]).inputs, 1 << 30)
 for document in read_shard(shard, text_key="text", id_key=None, max_bytes=1 << 30, reject=print, advance=id):
     total += document.num_bytes
 print(total >> 20, peak() - before)

@@ -1,4 +1,4 @@
-"""`mlm data build` from end to end: what stays, what goes, and that nothing but the input decides it."""
+"""`mlm data build` from end to end: kept and removed documents, decided by the input alone."""
 
 import gzip
 import json
@@ -132,7 +132,7 @@ def test_keys_looked_at_a_few_at_a_time_change_nothing(source: Path, monkeypatch
 
 KILL = """
 import os, signal, sys
-from mlm.corpus.stages import task
+from mlm.corpus.stages import run
 from mlm.corpus.stages import markers
 import mlm.corpus.stages.{module} as module
 def kill(folder, number, *rest):
@@ -151,7 +151,7 @@ run_build(thorough(Path(sys.argv[1])), quiet())
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_kill_in_a_stage_changes_nothing_and_loses_no_finished_task(source: Path, stage: str) -> None:
-    module = {"clean": "clean", "tokenise": "tokenise", "merge": "merge"}.get(stage, "match")
+    module = {"clean": "clean", "tokenise": "tokenise", "merge": "publish"}.get(stage, "match")
     number = 0 if stage in ("group", "gather") else 1
     code = KILL.format(module=module, stage=stage, task=number)
     done = subprocess.run(
@@ -234,8 +234,8 @@ def test_sentences_become_sequences(tmp_path: Path) -> None:
 
 
 def test_same_folder_is_not_built_in_twice(source: Path) -> None:
-    code = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.lockf(f, 2); print(flush=True)"
-    code += "; time.sleep(60)"
+    code = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX)"
+    code += "; print(flush=True); time.sleep(60)"
     work = source.parent / "out/work"
     work.mkdir(parents=True)
     (source.parent / "out/.building").touch()

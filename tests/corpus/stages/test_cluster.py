@@ -1,4 +1,4 @@
-"""Builds on SLURM, with stand-ins for its commands that run a job array at once, in order."""
+"""Builds on SLURM, with fakes of its commands that run a job array at once, in order."""
 
 import os
 from dataclasses import replace
@@ -79,7 +79,7 @@ def test_jobs_in_the_queue_are_not_submitted_again(source: Path) -> None:
     assert len((source.parent / "sbatch.log").read_text().splitlines()) == 3
 
 
-def test_bad_input_found_by_a_job_is_told_and_what_waits_for_it_cancelled(source: Path) -> None:
+def test_bad_input_found_by_a_job_is_reported_and_dependent_jobs_cancelled(source: Path) -> None:
     (source / "1.jsonl").write_text("nonsense\n")
     config = plain(source, executor=SLURM)
     assert run_build(config, quiet()) is None

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from mlm.corpus.build import run_build
-from mlm.corpus.read import inputs
-from mlm.corpus.read.shards import Input, cut, group
+from mlm.corpus.read import shards
+from mlm.corpus.read.records import Input
+from mlm.corpus.read.shards import group, split_inputs
 from mlm.corpus.stages import markers, plan
 from mlm.data.receipt import read_receipt
 from tests.corpus.texts import documents, output, plain, quiet, thorough, words, write_jsonl
@@ -67,7 +68,7 @@ def test_files_opened_grow_with_the_number_of_tasks(
 
 def test_small_files_share_tasks() -> None:
     files = [Input(f"{i}.txt", f"{i}.txt", 100, "", None) for i in range(20_000)]
-    bounds = group(files, cut(files, 1 << 23), 1 << 23)
+    bounds = group(files, split_inputs(files, 1 << 23), 1 << 23)
     assert len(bounds) - 1 == 40  # 20,000 files at 4 KiB each in tasks of 2 MiB
     assert (bounds[0], bounds[-1]) == (0, 20_000)
 
@@ -79,7 +80,7 @@ def test_groups_keep_parts_apart_and_large_files_alone() -> None:
         for part, some in sizes.items()
         for i, size in enumerate(some)
     ]
-    assert group(files, cut(files, 1 << 23), 1 << 23) == (0, 2, 3, 4, 6)
+    assert group(files, split_inputs(files, 1 << 23), 1 << 23) == (0, 2, 3, 4, 6)
 
 
 def test_files_that_share_a_task_give_the_same_corpus(
@@ -99,10 +100,10 @@ def test_receipt_of_many_files_names_them_in_a_file_of_its_own(
 ) -> None:
     source = many_files(tmp_path / "text", 5)
     config = plain(source)
-    monkeypatch.setattr(inputs, "IN_RECEIPT", 10)
+    monkeypatch.setattr(shards, "IN_RECEIPT", 10)
     whole = run_build(config, quiet())
     assert whole is not None
-    monkeypatch.setattr(inputs, "IN_RECEIPT", 3)
+    monkeypatch.setattr(shards, "IN_RECEIPT", 3)
     console = quiet()
     assert run_build(config, console) == whole, "a corpus whose receipt names all files is still up to date"
     receipt = run_build(replace(config, out=str(tmp_path / "many")), quiet())

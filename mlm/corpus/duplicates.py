@@ -1,0 +1,287 @@
+"""Deduplication, from equal band keys to the documents to remove: links, components, exact similarities.
+
+Documents are processed in corpus order. One is removed if its Jaccard similarity with an earlier kept one
+that shares a band key with it is above the threshold. So each removed document has a similar kept one, the
+first of equals is kept, and the result is a function of the corpus and the configuration.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from mlm.corpus.minhash import (
+    NO_KEY,
+    AnyHashes,
+    Hashes,
+    Numbers,
+    Signer,
+    SpilledHashes,
+    long_shingles,
+    ranges_of,
+    shingles,
+)
+from mlm.corpus.read.long_text import StoredText
+from mlm.corpus.sections import DedupConfig
+
+# What bounds the work on a component of thousands of documents that share boilerplate. All are counts of
+# documents, so the result depends on no clock, machine or number of workers.
+SMALL = 64  # components up to this size: every candidate is compared exactly
+PROPOSED = 1000  # kept documents that a band key proposes; a key more common than that is boilerplate
+COMPARED = 256  # candidates compared exactly, those of the most similar signatures
+SLACK = 4  # standard deviations below the threshold at which the estimate of a signature rules a pair out
+CACHED_BYTES = 1 << 26  # shingles kept in memory; others are recomputed from the text
+
+
+@dataclass(frozen=True, slots=True)
+class Duplicate:
+    """A document to remove, the earliest similar one that is kept, and their exact Jaccard similarity."""
+
+    document: int
+    kept: int
+    jaccard: float
+
+
+def links_of_band(keys: Hashes) -> Numbers:
+    """Documents that agree on a band: int64 [m, 2], (first of its group, other), as positions in `keys` [n].
+
+    Memory: `keys` and two more arrays of its size, and what is returned.
+    """
+    members = np.flatnonzero(_repeated(keys) & (keys != NO_KEY))
+    found = keys[members]
+    order = np.argsort(found, kind="stable")  # in each group the documents keep their order
+    return star_links(members[order], _changes(found[order]))
+
+
+def star_links(documents: Numbers, boundaries: Numbers) -> Numbers:
+    """The fewest links that hold groups together: from the first of each group to its others, int64 [m, 2].
+
+    Group g is documents[boundaries[g]:boundaries[g + 1]]. Links of one band after another can be folded:
+    star_links(*components(links, n)) has at most one per document.
+    """
+    begins = boundaries[:-1]
+    firsts = np.repeat(documents[begins], np.diff(boundaries))
+    others = np.ones(len(documents), np.bool_)
+    others[begins] = False
+    return np.stack((firsts[others], documents[others]), axis=1)
+
+
+def components(links: Numbers, num_documents: int) -> tuple[Numbers, Numbers]:
+    """Return the connected components of at least two documents.
+
+    They are documents [k], sorted by component and within it by number, and boundaries [c + 1]: component i
+    is documents[boundaries[i]:boundaries[i + 1]]. Components are ordered by their first documents.
+
+    Each round attaches every root to its smallest neighbour and then flattens the trees (Shiloach and Vishkin
+    1982). Two rounds at least halve the roots: O(log k) rounds, and memory in proportion to the links alone.
+    """
+    documents = _unique(links.reshape(-1))
+    assert not len(documents) or (documents[0] >= 0 and documents[-1] < num_documents)
+    roots = np.arange(len(documents))
+    a, b = np.searchsorted(documents, links[:, 0]), np.searchsorted(documents, links[:, 1])
+    while len(a):
+        np.minimum.at(roots, np.maximum(a, b), np.minimum(a, b))
+        while not np.array_equal(above := roots[roots], roots):
+            roots = above
+        a, b = roots[a], roots[b]
+        apart = a != b
+        a, b = a[apart], b[apart]
+    order = np.argsort(roots, kind="stable")
+    return documents[order], _changes(roots[order])
+
+
+def duplicates_in(
+    component: Numbers,
+    keys_of: Callable[[Numbers], Hashes],
+    text_of: Callable[[int], str | StoredText],
+    config: DedupConfig,
+    folder: Path | None = None,
+) -> list[Duplicate]:
+    """Return the documents of one component to remove, in corpus order.
+
+    `component` [k] holds document numbers, ascending; keys_of(documents [k]) are their band keys [k, bands],
+    text_of(document) is its text. The shingles of long texts are in files in `folder`. Memory: about
+    3 * bands * 8 bytes per document of the component, shingles up to CACHED_BYTES, and the sketches
+    (bands * rows bytes each) of the kept ones.
+    """
+    keys = keys_of(component)
+    # A key that no other document of the component has proposes nobody.
+    shared = _repeated(keys.reshape(-1)).reshape(keys.shape) & (keys != NO_KEY)
+    kept = _Kept(config, text_of, folder, estimates=len(component) > SMALL)
+    decided: dict[bytes, tuple[int, float]] = {}  # by digest of a text: the kept document and the similarity
+    found = []
+    for document, its_keys, its_shared in zip(component.tolist(), keys, shared, strict=True):
+        proposing = its_keys[its_shared].tolist()
+        if not proposing:
+            continue
+        text = text_of(document)
+        digest = digest_of_text(text)
+        if digest not in decided:
+            hashes = shingles_of(text, config, folder)
+            similar = kept.first_similar(hashes, proposing)
+            if similar is None:
+                kept.add(document, hashes, proposing)
+                if config.threshold < 1:
+                    decided[digest] = document, 1.0
+                continue
+            decided[digest] = similar
+        found.append(Duplicate(document, *decided[digest]))
+    return found
+
+
+def digest_of_text(text: str | StoredText) -> bytes:
+    """Digest of a text's UTF-8."""
+    if isinstance(text, str):
+        return bytes(xxhash.xxh3_128_digest(text.encode("utf-8", "surrogatepass")))
+    found = xxhash.xxh3_128()
+    for block in text.blocks():
+        found.update(block)
+    return bytes(found.digest())
+
+
+def shingles_of(text: str | StoredText, config: DedupConfig, folder: Path | None) -> AnyHashes:
+    """Return the set of shingles of a text: in memory, or on disk for a long one."""
+    if isinstance(text, str):
+        return shingles(text, ngram=config.ngram, unit=config.unit)
+    return SpilledHashes(long_shingles(text.pieces(), ngram=config.ngram, unit=config.unit), folder)
+
+
+@dataclass(slots=True)
+class _Kept:
+    """The documents of a component that are kept so far. A position is a number among them."""
+
+    config: DedupConfig
+    text_of: Callable[[int], str | StoredText]
+    folder: Path | None
+    estimates: bool
+    """True if signatures choose among candidates."""
+    documents: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    """Shingles of each."""
+    by_key: dict[int, list[int]] = field(default_factory=dict)
+    """Positions that each band key proposes."""
+    sketches: NDArray[np.uint8] = field(init=False)
+    """Low byte of each slot of each signature (b-bit minwise hashing, Li and König 2010): [>= n, slots]."""
+    sketch: NDArray[np.uint8] = field(init=False)
+    """Of the latest document."""
+    cache: OrderedDict[int, AnyHashes] = field(default_factory=OrderedDict)
+    """Shingles by position, the least recently used first."""
+    cached_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.sketches = np.empty((0, self.config.bands * self.config.rows), np.uint8)
+        self.sketch = np.empty(0, np.uint8)
+
+    def first_similar(self, hashes: AnyHashes, keys: list[int]) -> tuple[int, float] | None:
+        """Return the earliest candidate above the threshold and its similarity with a document's `hashes`."""
+        if self.estimates:
+            self.sketch = self._sketch_of(hashes)
+        lists = [self.by_key[key] for key in keys if key in self.by_key]
+        candidates = np.array(sorted(set().union(*lists)), np.int64)
+        for position in self._promising(candidates, len(hashes)).tolist():
+            similarity = jaccard(hashes, self._hashes_of(position))
+            if similarity > self.config.threshold:
+                return self.documents[position], similarity
+        return None
+
+    def add(self, document: int, hashes: AnyHashes, keys: list[int]) -> None:
+        """Keep a document; `first_similar` was called for it just before."""
+        position = len(self.documents)
+        self.documents.append(document)
+        self.sizes.append(len(hashes))
+        for key in keys:
+            positions = self.by_key.setdefault(key, [])
+            if len(positions) < PROPOSED:
+                positions.append(position)
+        if self.estimates:
+            if position == len(self.sketches):
+                self.sketches = np.resize(self.sketches, (max(2 * position, SMALL), self.sketches.shape[1]))
+            self.sketches[position] = self.sketch
+        self._remember(position, hashes)
+
+    def _promising(self, candidates: Numbers, size: int) -> Numbers:
+        """Candidates that can be similar to a set of `size` shingles: at most COMPARED, in corpus order."""
+        threshold = self.config.threshold
+        sizes = np.array([self.sizes[i] for i in candidates.tolist()], np.int64)
+        # |A and B| <= min, |A or B| >= max
+        candidates = candidates[np.minimum(sizes, size) > threshold * np.maximum(sizes, size)]
+        if not self.estimates:
+            return candidates
+        estimate = (self.sketches[candidates] == self.sketch).mean(axis=1)
+        deviation = (threshold * (1 - threshold) / len(self.sketch)) ** 0.5
+        above = estimate > threshold - SLACK * deviation
+        candidates, estimate = candidates[above], estimate[above]
+        best = np.argsort(-estimate, kind="stable")[:COMPARED]
+        return np.sort(candidates[best])
+
+    def _sketch_of(self, hashes: AnyHashes) -> NDArray[np.uint8]:
+        """The low bytes of a signature [slots]."""
+        parts = hashes.ranges() if isinstance(hashes, SpilledHashes) else [hashes]
+        slots = Signer(self.config).long_slots(parts)
+        assert slots is not None, "a proposed document has shingles"
+        return (slots[0] & 0xFF).astype(np.uint8)
+
+    def _hashes_of(self, position: int) -> AnyHashes:
+        """Return the shingles of a kept document."""
+        if position in self.cache:
+            self.cache.move_to_end(position)
+            return self.cache[position]
+        hashes = shingles_of(self.text_of(self.documents[position]), self.config, self.folder)
+        self._remember(position, hashes)
+        return hashes
+
+    def _remember(self, position: int, hashes: AnyHashes) -> None:
+        self.cache[position] = hashes
+        self.cached_bytes += hashes.nbytes
+        while self.cached_bytes > CACHED_BYTES and len(self.cache) > 1:
+            _, oldest = self.cache.popitem(last=False)
+            self.cached_bytes -= oldest.nbytes
+
+
+def jaccard(a: AnyHashes, b: AnyHashes) -> float:
+    """Return the exact Jaccard similarity of two sets of hashes, each sorted and unique."""
+    if isinstance(a, SpilledHashes) or isinstance(b, SpilledHashes):
+        common = sum(map(in_common, ranges_of(a), ranges_of(b)))
+    else:
+        common = in_common(a, b)
+    return common / (len(a) + len(b) - common)
+
+
+def in_common(a: Hashes, b: Hashes) -> int:
+    """Count the hashes that both sets hold."""
+    both = np.concatenate((a, b))
+    both.sort(kind="stable")  # two runs: merged in linear time
+    return int(np.count_nonzero(both[1:] == both[:-1]))
+
+
+def _repeated(values: NDArray) -> NDArray[np.bool_]:
+    """Mask of the values [n] that occur more than once."""
+    order = np.argsort(values)
+    same = _equal_neighbours(values, order)
+    repeated = np.zeros(len(values), np.bool_)
+    repeated[order[1:]] = same
+    repeated[order[:-1]] |= same
+    return repeated
+
+
+def _equal_neighbours(values: NDArray, order: Numbers) -> NDArray[np.bool_]:
+    """Mask of values[order] that equal their successor: bool [n - 1]. The sorted copy is freed on return."""
+    in_order = values[order]
+    return in_order[1:] == in_order[:-1]
+
+
+def _unique(values: Numbers) -> Numbers:
+    """Return the distinct values, sorted."""
+    in_order = np.sort(values)
+    return in_order[_changes(in_order)[:-1]]
+
+
+def _changes(values: NDArray) -> Numbers:
+    """Starts of runs of equal values, then the length of `values`: [runs + 1]."""
+    if not len(values):
+        return np.zeros(1, np.int64)
+    return np.concatenate(([0], np.flatnonzero(values[1:] != values[:-1]) + 1, [len(values)]))

@@ -1,0 +1,337 @@
+r"""MinHash signatures of documents: shingles, band keys, and shingles of long texts on disk.
+
+Shingles are the n-grams of a document as a set of 64-bit hashes. Text is normalised first: case-folded, and
+every run of anything but letters, marks, digits and `_` becomes a space (`\w` of Unicode TS 18, annex C,
+without its join controls). A document shorter than one n-gram has one shingle, its whole normalised text; a
+document without words has none. Text in a script without spaces between words is better compared by
+characters.
+
+A signature has bands * rows slots. Two documents agree on a slot with probability J, the Jaccard similarity
+of their shingles, so on some band with probability 1 - (1 - J**rows)**bands (Leskovec, Rajaraman and Ullman,
+Mining of Massive Datasets, section 3.4); documents that agree on one whole band are compared. The slots are
+rensa's R-MinHash, after the fast similarity sketching of Dahlgaard, Knudsen and Thorup 2017
+(arXiv:1704.04370).
+
+Shapes: T units (words, or characters of the normalised text) of D documents laid end to end.
+"""
+
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import lru_cache
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+from rensa import RMinHash
+
+from mlm.corpus.read.long_text import at_breaks
+from mlm.corpus.sections import DedupConfig
+from mlm.splitmix import mix
+
+Hashes = NDArray[np.uint64]
+Numbers = NDArray[np.int64]
+Unit = Literal["word", "character"]
+
+SPACE = ord(" ")
+BLOCK = 1 << 22  # bytes of text hashed at a time: bounds what a long document needs besides its hashes
+VECTORISED = 32  # bytes of the longest word that is hashed by NumPy; longer ones go to xxhash one at a time
+
+FOLD = 0x9E3779B97F4A7C15  # 5 modulo 8, so no two of its first 8 powers agree in more than 4 low bits
+PAD = 0xD1B54A32D192ED03  # fills up a document shorter than one n-gram; no word hashes to it but by chance
+
+ASCII = bytes(ord(chr(i).lower()) if chr(i).isalnum() or chr(i) == "_" else SPACE for i in range(128))
+ASCII_OR_MORE = ASCII + bytes(range(128, 256))
+
+
+def shingles(text: str, *, ngram: int, unit: Unit) -> Hashes:
+    """Return the set of n-grams of one document, sorted."""
+    flat, _ = flat_shingles([text], ngram=ngram, unit=unit)
+    flat.sort()
+    return flat[np.concatenate(([True], flat[1:] != flat[:-1]))] if len(flat) else flat
+
+
+def flat_shingles(texts: Sequence[str], *, ngram: int, unit: Unit) -> tuple[Hashes, Numbers]:
+    """Return the n-grams of each document in text order, with repetitions.
+
+    They are hashes [T'] and offsets [D + 1]: those of document d are hashes[offsets[d]:offsets[d + 1]].
+    """
+    normal = [normalise(text) for text in texts]
+    units, counts = _words(normal) if unit == "word" else _characters(normal)
+    return _ngrams(units, counts, ngram)
+
+
+def long_shingles(pieces: Iterable[str], *, ngram: int, unit: Unit) -> Iterator[Hashes]:
+    """Yield the n-grams of a text that comes in pieces: together those of `flat_shingles`.
+
+    A word longer than a piece counts as several.
+    """
+    before, seen, spaced = np.empty(0, np.uint64), 0, True
+    for piece in at_breaks(iter(pieces)):
+        normal = normalise(piece)
+        if unit == "word":
+            units, _ = _words([normal])
+        else:
+            text = " ".join(normal.decode().split())
+            # white space between two letters is one space, wherever the pieces are split
+            first = " " if text and seen and (spaced or normal[:1] == b" ") else ""
+            spaced = normal[-1:] == b" " if text else spaced or bool(normal)
+            units, _ = _hash_characters([first + text])
+        seen += len(units)
+        units = np.concatenate((before, units))
+        if seen >= ngram and len(units) >= ngram:
+            yield _ngrams(units, np.array([len(units)]), ngram)[0]
+        before = units[max(0, len(units) - ngram + 1) :]
+    if 0 < seen < ngram:
+        yield _ngrams(before, np.array([len(before)]), ngram)[0]
+
+
+def normalise(text: str) -> bytes:
+    """Return case-folded text as UTF-8, with a space for whatever separates words."""
+    if text.isascii():
+        return text.encode("ascii").translate(ASCII_OR_MORE)
+    # JSON can spell lone surrogates; they are not letters and become spaces
+    codes = np.frombuffer(text.casefold().encode("utf-32-le", "surrogatepass"), "<u4")
+    return np.where(_in_words()[codes], codes, SPACE).astype("<u4").tobytes().decode("utf-32-le").encode()
+
+
+@lru_cache(maxsize=1)
+def _in_words() -> NDArray[np.bool_]:
+    """Mask of code points that are part of words: bool [0x110000]. Made at the first non-ASCII text."""
+    from unicodedata import category
+
+    every = map(chr, range(0x110000))
+    return np.fromiter((c.isalnum() or c == "_" or category(c)[0] == "M" for c in every), bool, 0x110000)
+
+
+def _words(normal: Sequence[bytes]) -> tuple[Hashes, Numbers]:
+    """Hash each word [T], and count the words of each document [D]."""
+    ends = np.cumsum([len(text) + 1 for text in normal], dtype=np.int64)  # of documents, in bytes
+    text = b" ".join([*normal, b""])
+    hashes, starts = [], []
+    for begin, block in _blocks(text):
+        found, words = _hash_words(block)
+        hashes.append(words)
+        starts.append(found + begin)
+    before = np.searchsorted(_joined(starts, np.int64), ends)
+    return _joined(hashes, np.uint64), np.diff(before, prepend=0)
+
+
+def _blocks(text: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield pieces of about BLOCK bytes with their offsets; no word is split."""
+    begin = 0
+    while begin < len(text):
+        end = text.find(b" ", begin + BLOCK) + 1 or len(text)
+        yield begin, text[begin:end]
+        begin = end
+
+
+def _hash_words(text: bytes) -> tuple[Numbers, Hashes]:
+    """Return the start of each word of normalised text and its 64-bit hash, a function of its bytes alone."""
+    padded = b" " + text + b" " * 8
+    inside = np.frombuffer(padded, np.uint8)[: len(text) + 2] != SPACE
+    edges = np.flatnonzero(inside[1:] != inside[:-1])
+    starts, lengths = edges[::2], edges[1::2] - edges[::2]
+    eights: Hashes = np.ndarray(len(text) + 1, "<u8", padded, offset=1, strides=(1,))  # [i]: bytes i to i + 8
+    hashes = eights[starts] & _LOW_BYTES[np.minimum(lengths, 8)]
+    mix(hashes)
+    for done in range(8, VECTORISED, 8):
+        longer = np.flatnonzero((lengths > done) & (lengths <= VECTORISED))
+        if not len(longer):
+            break
+        block = eights[starts[longer] + done] & _LOW_BYTES[np.minimum(lengths[longer] - done, 8)]
+        block ^= hashes[longer]
+        mix(block)
+        hashes[longer] = block
+    for i in np.flatnonzero(lengths > VECTORISED):
+        hashes[i] = xxhash.xxh3_64_intdigest(text[starts[i] : starts[i] + lengths[i]])
+    return starts, hashes
+
+
+_LOW_BYTES: Hashes = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)  # masks of the first n bytes
+
+
+def _characters(normal: Sequence[bytes]) -> tuple[Hashes, Numbers]:
+    """Hash each character of text with single spaces [T], and count them per document [D]."""
+    return _hash_characters([" ".join(text.decode().split()) for text in normal])
+
+
+def _hash_characters(texts: Sequence[str]) -> tuple[Hashes, Numbers]:
+    """Hash each character [T], and count them per document [D]."""
+    units = np.frombuffer("".join(texts).encode("utf-32-le"), "<u4").astype(np.uint64)
+    mix(units)
+    return units, np.array([len(text) for text in texts], np.int64)
+
+
+def _ngrams(units: Hashes, counts: Numbers, n: int) -> tuple[Hashes, Numbers]:
+    """Hash n neighbouring units within one document [T'], and return offsets [D + 1]."""
+    ends = np.cumsum(counts)
+    short = np.flatnonzero((counts > 0) & (counts < n))
+    if len(short):
+        missing = n - counts[short]
+        units = np.insert(units, np.repeat(ends[short], missing), np.uint64(PAD))
+        counts = counts.copy()
+        counts[short] = n
+        ends = np.cumsum(counts)
+    offsets = np.concatenate(([0], np.cumsum(np.maximum(counts - n + 1, 0))))
+    if not offsets[-1]:
+        return np.empty(0, np.uint64), offsets
+    total = len(units) - n + 1
+    hashes = units[:total].copy()
+    for k in range(1, n):  # polynomial in FOLD, modulo 2^64
+        hashes *= np.uint64(FOLD)
+        hashes += units[k : total + k]
+    mix(hashes)
+    if len(counts) == 1:
+        return hashes, offsets
+    whole = np.ones(len(units), np.bool_)
+    for k in range(1, n):  # those that begin less than n units before a document's end run into the next
+        whole[ends[ends >= k] - k] = False
+    return hashes[whole[:total]], offsets
+
+
+def _joined(pieces: list[NDArray], dtype: type) -> NDArray:
+    """Concatenate the pieces; there may be none."""
+    return np.concatenate(pieces) if pieces else np.empty(0, dtype)
+
+
+Slots = NDArray[np.uint32]
+
+NO_KEY = 0
+"""Key, in every band, of a document without shingles: it matches nothing."""
+SEED = 1
+# A batch stays below what rensa spreads over its threads (128 sets, or about 10^5 shingles): a worker is one
+# core. What fits the processor's caches is also hashed twice as fast.
+BATCH_DOCUMENTS = 64
+BATCH_CHARACTERS = {"word": 1 << 18, "character": 1 << 16}
+AT_ONCE = 1 << 16  # shingles of a long text signed at a time
+_MULTIPLIER = np.uint64(0xFF51AFD7ED558CCD)
+
+
+class Signer:
+    """Signatures of documents under one configuration.
+
+    A document's signature is a function of its set of shingles and the configuration, not of its neighbours,
+    the machine or the number of threads.
+    """
+
+    def __init__(self, config: DedupConfig) -> None:
+        self.config = config
+
+    def keys(self, texts: Sequence[str]) -> Hashes:
+        """Return one key per band of each text: uint64 [n, bands], NO_KEY for a text without words.
+
+        Equal keys mean the same band with equal slots, but for a chance of 2^-64 per pair of documents.
+        """
+        bands = self.config.bands
+        keys = np.full((len(texts), bands), NO_KEY, np.uint64)
+        for begin, flat, offsets in self._batches(texts):
+            full = np.flatnonzero(np.diff(offsets))
+            keys[begin + full] = band_keys(self.slots(flat, offsets)[full], bands)
+        return keys
+
+    def long_keys(self, pieces: Iterable[str]) -> Hashes:
+        """Return the keys of one text that comes in pieces: uint64 [1, bands]."""
+        slots = self.long_slots(long_shingles(pieces, ngram=self.config.ngram, unit=self.config.unit))
+        if slots is None:
+            return np.full((1, self.config.bands), NO_KEY, np.uint64)
+        return band_keys(slots, self.config.bands)
+
+    def long_slots(self, shingles: Iterable[Hashes]) -> Slots | None:
+        """Return the signature [1, bands * rows] of a set whose shingles come in parts; None without any.
+
+        A slot holds a minimum over the set, so the signature of a union is the minimum of signatures.
+        """
+        found: Slots | None = None
+        for part in shingles:
+            for begin in range(0, len(part), AT_ONCE):
+                some = part[begin : begin + AT_ONCE]
+                slots = self.slots(some, np.array([0, len(some)]))
+                found = slots if found is None else np.minimum(found, slots)
+        return found
+
+    def slots(self, flat: Hashes, offsets: Numbers) -> Slots:
+        """Return signatures [n, bands * rows] of the sets of shingles flat[offsets[i]:offsets[i + 1]]."""
+        width = self.config.bands * self.config.rows
+        matrix = RMinHash.digest_matrix_from_flat_token_hashes(
+            np.ascontiguousarray(flat), offsets.astype(np.uint64), num_perm=width, seed=SEED
+        )
+        return np.array(matrix.to_rows(), np.uint32).reshape(-1, width)
+
+    def _batches(self, texts: Sequence[str]) -> Iterator[tuple[int, Hashes, Numbers]]:
+        """Yield the texts a few at a time: number of the first, shingles, offsets."""
+        begin, most = 0, BATCH_CHARACTERS[self.config.unit]
+        while begin < len(texts):
+            end, characters = begin, 0
+            while end < min(len(texts), begin + BATCH_DOCUMENTS) and characters < most:
+                characters += len(texts[end])
+                end += 1
+            yield begin, *flat_shingles(texts[begin:end], ngram=self.config.ngram, unit=self.config.unit)
+            begin = end
+
+
+def band_keys(slots: Slots, bands: int) -> Hashes:
+    """Return a strong 64-bit hash of each band of each signature: [n, bands * rows] to [n, bands]."""
+    bands_of = slots.reshape(len(slots), bands, -1)
+    keys = np.broadcast_to(np.arange(1, bands + 1, dtype=np.uint64), (len(slots), bands)).copy()
+    for row in range(bands_of.shape[2]):
+        keys ^= bands_of[:, :, row]
+        keys *= _MULTIPLIER
+        keys ^= keys >> np.uint64(32)
+    keys *= _MULTIPLIER
+    keys ^= keys >> np.uint64(29)
+    keys[keys == NO_KEY] = 1
+    return keys
+
+
+BITS = 6
+RANGES = 1 << BITS
+"""Ranges of hashes, by their highest bits; one is in memory at a time."""
+SHIFT = np.uint64(64 - BITS)
+EDGES: Hashes = np.arange(1, RANGES, dtype=np.uint64) << SHIFT
+
+
+class SpilledHashes:
+    """A set of hashes of a long text, in an unnamed file, read a range at a time."""
+
+    nbytes = 1 << 20
+    """Weight in a cache: one open file."""
+
+    def __init__(self, parts: Iterable[Hashes], folder: Path | None) -> None:
+        self._file: BinaryIO = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+        self._bounds = [0]
+        with ExitStack() as stack:
+            ranges = [stack.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in range(RANGES)]
+            for part in parts:
+                in_order = np.sort(part)
+                for file, some in zip(ranges, split_by_range(in_order), strict=True):
+                    file.write(some.tobytes())
+            for file in ranges:
+                file.seek(0)
+                found = np.unique(np.frombuffer(file.read(), dtype=np.uint64))
+                self._file.write(found.tobytes())
+                self._bounds.append(self._bounds[-1] + len(found))
+
+    def __len__(self) -> int:
+        return self._bounds[-1]
+
+    def ranges(self) -> Iterator[Hashes]:
+        """Yield the hashes of each range, sorted."""
+        for begin, end in zip(self._bounds, self._bounds[1:], strict=False):
+            self._file.seek(8 * begin)
+            yield np.frombuffer(self._file.read(8 * (end - begin)), dtype=np.uint64)
+
+
+AnyHashes = Hashes | SpilledHashes
+
+
+def split_by_range(hashes: Hashes) -> list[Hashes]:
+    """Split sorted hashes by range."""
+    return np.split(hashes, np.searchsorted(hashes, EDGES))
+
+
+def ranges_of(hashes: AnyHashes) -> Iterable[Hashes]:
+    """Return the hashes of each range."""
+    return hashes.ranges() if isinstance(hashes, SpilledHashes) else split_by_range(hashes)

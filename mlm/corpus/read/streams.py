@@ -1,0 +1,212 @@
+"""Bytes of plain and compressed files, block by block: memory does not grow with the file.
+
+Python's gzip module hides what it decoded before an error, and python-zstandard's reader accepts a truncated
+file; so gzip is unpacked with zlib and Zstandard with pyarrow, which reports both. A compressed file of no
+bytes is damaged: every compressor writes a header.
+"""
+
+import bz2
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Protocol
+
+from mlm.corpus.read.records import readable
+from mlm.extras import load_extra
+
+BLOCK = 1 << 18  # bytes yielded at a time: 256 KiB
+ZSTD_BLOCK = 1 << 14  # 16 KiB: sound bytes lost with an error
+GZIP_WBITS = 31  # zlib: expect gzip's header and check its checksum (RFC 1952)
+XZ_MEMORY = 1 << 27  # 128 MiB: twice what xz -9 needs; a file that needs more counts as damaged
+EMPTY = "no bytes"
+
+
+class DamagedError(Exception):
+    """A compressed file is truncated or corrupt."""
+
+    line: int | None = None
+    """Line reached, where it is known."""
+
+
+def blocks(path: str, *, begin: int = 0, moved: Callable[[int], None]) -> Iterator[bytes]:
+    """Yield the content of a file from byte `begin` on (0 for compressed ones), in blocks of at most 256 KiB.
+
+    `moved` is called with the bytes of the file that were read. Raises DamagedError after the last sound
+    block, and UserError if the file cannot be read or the package for Zstandard is missing.
+    """
+    name = path.lower()
+    if name.endswith(".zst"):
+        return zstd_blocks(path, moved)
+    raw = raw_blocks(path, begin, moved)
+    if name.endswith(".gz"):
+        return gzip_blocks(raw)
+    if name.endswith(".bz2"):
+        return packed_blocks(raw, bz2.BZ2Decompressor, padded=False)
+    if name.endswith(".xz"):
+        return packed_blocks(raw, lambda: lzma.LZMADecompressor(memlimit=XZ_MEMORY), padded=True)
+    return raw
+
+
+def raw_blocks(path: str, begin: int, moved: Callable[[int], None]) -> Iterator[bytes]:
+    """Yield the bytes of a file unchanged."""
+    with ExitStack() as stack:
+        with readable(path):
+            f = stack.enter_context(open(path, "rb", buffering=0))
+            f.seek(begin)
+        while True:
+            with readable(path):
+                block = f.read(BLOCK)
+            if not block:
+                return
+            moved(len(block))
+            yield block
+
+
+def gzip_blocks(source: Iterator[bytes]) -> Iterator[bytes]:
+    """Unpack members one after the other (RFC 1952, section 2.2); zeros may pad the end, as on tapes."""
+    member, first = None, True
+    for data in source:
+        while data:
+            if member is None:
+                if not first and not (data := data.lstrip(b"\0")):
+                    break
+                member, first = zlib.decompressobj(wbits=GZIP_WBITS), False
+            try:
+                block = member.decompress(data, BLOCK)
+            except zlib.error as error:
+                raise DamagedError(error) from error
+            data = member.unused_data if member.eof else member.unconsumed_tail
+            if member.eof:
+                member = None
+            if block:
+                yield block
+    if member is not None or first:
+        raise DamagedError(EMPTY if first else "truncated")
+
+
+class Unpacker(Protocol):
+    """Interface that bz2 and lzma share: one stream."""
+
+    @property
+    def eof(self) -> bool:
+        """True at the end of the stream."""
+        ...
+
+    @property
+    def needs_input(self) -> bool:
+        """True if all input was used."""
+        ...
+
+    @property
+    def unused_data(self) -> bytes:
+        """Bytes after the end of the stream."""
+        ...
+
+    def decompress(self, data: bytes, max_length: int) -> bytes:
+        """Unpack at most `max_length` bytes."""
+        ...
+
+
+def packed_blocks(source: Iterator[bytes], new: Callable[[], Unpacker], *, padded: bool) -> Iterator[bytes]:
+    """Unpack streams of bzip2 or xz. `padded`: zeros may separate them, as xz allows."""
+    stream, first = None, True
+    for data in source:
+        while data or (stream is not None and not stream.needs_input):
+            if stream is None:
+                if padded and not first and not (data := data.lstrip(b"\0")):
+                    break
+                stream, first = new(), False
+            try:
+                block = stream.decompress(data, BLOCK)
+            except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
+                raise DamagedError(error) from error
+            data = stream.unused_data if stream.eof else b""
+            if stream.eof:
+                stream = None
+            if block:
+                yield block
+    if stream is not None or first:
+        raise DamagedError(EMPTY if first else "truncated")
+
+
+def zstd_blocks(path: str, moved: Callable[[int], None]) -> Iterator[bytes]:
+    """Unpack frames one after the other. A window above 128 MiB (zstd --long=28) counts as damage."""
+    pyarrow = load_extra("pyarrow", f"input {path}")
+    position = 0
+    with ExitStack() as stack:
+        with readable(path):
+            f = stack.enter_context(pyarrow.OSFile(path))
+            stream = stack.enter_context(pyarrow.CompressedInputStream(f, "zstd"))
+        while True:
+            with readable(path), explain_damage():
+                block = stream.read(ZSTD_BLOCK)
+                count, position = f.tell() - position, f.tell()
+            if not block:
+                if not position and not f.size():
+                    raise DamagedError(EMPTY)
+                return
+            moved(count)
+            yield block
+
+
+@contextmanager
+def explain_damage() -> Iterator[None]:
+    """Turn pyarrow's errors for a damaged file into DamagedError; errors of the disk pass."""
+    try:
+        yield
+    except load_extra("pyarrow", "the input").ArrowException as error:
+        raise DamagedError(error) from error
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise DamagedError(error) from error
+
+
+def lines(source: Iterator[bytes], max_bytes: int) -> Iterator[tuple[bytes | bytearray | None, int]]:
+    """Yield lines without their newline, and their length with it; None for a line above `max_bytes`.
+
+    Such a line is dropped while it is read: at most `max_bytes` and two blocks are held.
+    """
+    held, size = bytearray(), 0  # of the unfinished line
+    for block in source:
+        *ended, rest = block.split(b"\n")
+        for piece in ended:
+            size += len(piece)
+            if size > max_bytes:
+                yield None, size + 1
+            elif held:
+                held += piece
+                whole, held = held, bytearray()
+                yield whole, size + 1
+                del whole  # a long line is held once, by the caller
+            else:
+                yield piece, size + 1
+            held, size = bytearray(), 0
+        size += len(rest)
+        if size > max_bytes:
+            held = bytearray()
+        else:
+            held += rest
+    if size:
+        yield (None if size > max_bytes else held), size
+
+
+def first_line(path: str, begin: int, end: int) -> int | None:
+    """Return the start of the first line that begins in [begin, end); None if there is none.
+
+    Reads to the end of the preceding line and holds none of it. Raises UserError if the file cannot be read.
+    """
+    if begin == 0:
+        return begin
+    # from the byte before: when it is a newline, a line starts at `begin`
+    position = begin - 1
+    for block in raw_blocks(path, position, lambda count: None):
+        found = block.find(b"\n")
+        if found >= 0:
+            start = position + found + 1
+            return start if start < end else None
+        position += len(block)
+        if position >= end:
+            break
+    return None

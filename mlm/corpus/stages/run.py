@@ -1,0 +1,255 @@
+"""Running the tasks of a build: one task, or all stages on this machine with progress.
+
+On one machine they run in the standard library's process pool: datatrove's executor waits for ever for a task
+whose worker was killed, and when its own process is killed leaves another behind.
+"""
+
+import multiprocessing.forkserver
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from mlm.corpus.stages import clean as clean_stage
+from mlm.corpus.stages import match as match_stage
+from mlm.corpus.stages import tokenise as tokenise_stage
+from mlm.corpus.stages.markers import UnitsDone, counts_of, is_done, withdraw_if_damaged
+from mlm.corpus.stages.plan import Plan, Stage
+from mlm.corpus.stages.publish import merge
+from mlm.errors import UserError
+from mlm.files.atomic import write_atomic
+
+
+def units_of(plan: Plan, stage: str) -> list[int]:
+    """Return the amount of work of each task, in the unit of its progress; earlier stages are done."""
+    match stage:
+        case "clean":
+            many = plan.stages["clean"].tasks
+            return [max(1, sum(s.end - s.begin for s in plan.shards_of(task))) for task in range(many)]
+        case "tokenise":
+            cleaned = plan.stages["clean"]
+            return [max(1, count["kept_bytes"]) for count in counts_of(cleaned.folder, cleaned.tasks)]
+        case "verify":
+            tasks = plan.stages["verify"].tasks
+            documents = counts_of(plan.stages["group"].folder, 1)[0]["documents"]
+            return [max(1, documents // tasks)] * tasks
+        case "merge":
+            tokenised = plan.stages["tokenise"]
+            counts = counts_of(tokenised.folder, tokenised.tasks)
+            return [max(1, sum(count["parts"][part]["tokens"] for count in counts)) for part in plan.parts]
+        case _:
+            return [1] * plan.stages[stage].tasks
+
+
+WORK: dict[str, Callable[[Plan, int], None]] = {
+    "clean": clean_stage.run,
+    "match": match_stage.match,
+    "group": match_stage.group,
+    "verify": match_stage.verify,
+    "gather": match_stage.gather,
+    "tokenise": tokenise_stage.run,
+    "merge": merge,
+}
+
+
+def run_task(path: Path, stage: str, task: int, *, all_cores: bool = False) -> None:
+    """Do one task of the plan at `path`, unless it is done. Raises UserError for bad input.
+
+    The error is written to a file too: a command that submitted the task to a cluster reads it.
+    """
+    plan = Plan.load(path)
+    folder = plan.stages[stage].folder
+    if is_done(folder, task):
+        return
+    try:
+        with library_threads(all_cores=all_cores):
+            WORK[stage](plan, task)
+    except UserError as error:
+        write_atomic(error_path(folder, task), str(error).encode(errors="surrogateescape"))
+        raise
+    error_path(folder, task).unlink(missing_ok=True)
+
+
+def error_path(folder: Path, task: int) -> Path:
+    """Path of a task's error."""
+    return folder / f"{task:05d}.error.txt"
+
+
+def first_error(stage: Stage) -> str | None:
+    """Return the error of the first task that failed, None if none did."""
+    for task in range(stage.tasks):
+        try:
+            return error_path(stage.folder, task).read_text(errors="surrogateescape")
+        except OSError:
+            continue
+    return None
+
+
+@contextmanager
+def library_threads(*, all_cores: bool) -> Iterator[None]:
+    """Set the number of cores that `tokenizers` may use: one for this task, or all.
+
+    It reads the setting when it first encodes. Its own thread is a tenth faster than this one with
+    TOKENIZERS_PARALLELISM off: measured, not understood.
+    """
+    wanted = {"TOKENIZERS_PARALLELISM": "true"} | ({} if all_cores else {"RAYON_NUM_THREADS": "1"})
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+REFRESH_S = 0.5
+
+
+def run_stages(plan: Plan, path: Path, workers: int, console: Console) -> None:
+    """Run the unfinished tasks of every stage. Raises UserError for bad input, KeyboardInterrupt."""
+    with Workers(workers) as pool:
+        for stage in plan.stages.values():
+            stage.folder.mkdir(parents=True, exist_ok=True)
+            for partial in stage.folder.glob(".*.partial"):  # of a task that was killed
+                partial.unlink(missing_ok=True)
+            left = [task for task in range(stage.tasks) if not withdraw_if_damaged(stage.folder, task)]
+            if left:
+                units = units_of(plan, stage.name)
+                left.sort(key=lambda task: -units[task])  # the last to finish is then a short one
+                with watched(plan, stage, units, console):
+                    pool.run(path, stage, left)
+
+
+class Workers:
+    """Worker processes, started when first needed; they end when this process does."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._context = multiprocessing.get_context("forkserver")
+        # Workers hold one end of a pipe and exit when the other is closed, by us or by the kernel. An Event
+        # would not do: setting it waits for every process that waits for it, also for one that was killed.
+        self._ours, self._theirs = self._context.Pipe()
+        self._pool: ProcessPoolExecutor | None = None
+
+    def run(self, path: Path, stage: Stage, tasks: list[int]) -> None:
+        """Do the given tasks of a stage, in any order."""
+        if self.count == 1 or len(tasks) == 1:
+            # A task that has the machine to itself lets the libraries use its cores.
+            for task in tasks:
+                run_task(path, stage.name, task, all_cores=self.count > 1)
+            return
+        pool = self._pool = self._pool or self._start()
+        try:
+            doing = [pool.submit(run_task, path, stage.name, task) for task in tasks]
+            # the pool watches the workers it had at the last submission: submit a trifle
+            pool.submit(os.getpid)
+            for done in as_completed(doing):
+                done.result()
+        except BrokenProcessPool as error:
+            raise UserError(
+                f"executor.workers={self.count}: a worker was killed in stage {stage.name}, perhaps for "
+                f"memory: set fewer, and run this again: finished tasks are kept"
+            ) from error
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._ours.close()  # workers in the middle of a task end too
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+        self._ours.close()
+        self._theirs.close()
+
+    def _start(self) -> ProcessPoolExecutor:
+        self._context.set_forkserver_preload(["mlm.corpus.stages.run"])  # imported once, not by every worker
+        ignore_interrupts_in_workers()
+        return ProcessPoolExecutor(
+            self.count,
+            mp_context=self._context,
+            initializer=end_with,
+            initargs=(self._theirs,),
+        )
+
+
+def ignore_interrupts_in_workers() -> None:
+    """Have worker processes ignore Ctrl-C: this process receives it and ends them.
+
+    They inherit the settings of their server.
+    """
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class Pipe(Protocol):
+    """One end of a pipe between processes. Nothing is sent through it."""
+
+    def recv_bytes(self) -> bytes:
+        """Wait for a message, or for the other end to be closed."""
+        ...
+
+
+def end_with(pipe: Pipe) -> None:
+    """End this worker when the other end of the pipe is closed: the command is done, or was killed."""
+
+    def watch() -> None:
+        with suppress(EOFError, OSError):
+            pipe.recv_bytes()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+@contextmanager
+def watched(plan: Plan, stage: Stage, totals: list[int], console: Console) -> Iterator[None]:
+    """Show a bar with the time left while a stage runs, on a terminal."""
+    number = list(plan.stages).index(stage.name) + 1
+    columns = (
+        TextColumn(f"{number}/{len(plan.stages)} {stage.name}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("tasks"),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    over, units_done = threading.Event(), UnitsDone(stage.folder, totals)
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        row = bar.add_task(stage.name, total=max(1, sum(totals)))
+
+        def refresh() -> None:
+            while not over.wait(REFRESH_S):
+                bar.update(row, completed=units_done())
+
+        thread = threading.Thread(target=refresh, daemon=True)
+        if console.is_terminal:
+            thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            if thread.is_alive():
+                thread.join()

@@ -1,0 +1,138 @@
+"""Sample orders of epochs: shuffles that depend on no machine, and a cache that processes share."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO, Generic, TypeVar
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from mlm.files.atomic import digest_bytes, write_atomic
+from mlm.files.lock import one_builder
+
+CACHE_FROM = 1 << 20
+"""Documents plus windows of an epoch from which its order is worth a file."""
+KEPT_EPOCHS = 2
+"""Epochs in memory: two overlap where one runs into the next."""
+
+Ids = NDArray[np.int64]
+Order = TypeVar("Order")
+
+
+class EpochCache(Generic[Order]):
+    """Orders of epochs: the last two in memory, large ones also in files that all processes map.
+
+    The files are only an optimisation: damaged ones are rebuilt, a folder that cannot be written is done
+    without, and of several processes one builds.
+
+    Args:
+        build: makes the order of an epoch.
+        pack: the order as one array, int64 [n].
+        unpack: the order of an epoch from that array; None if the array is not of this epoch.
+        folder: the folder of the files; None: nowhere.
+        name: beginning of the files' names.
+        key: everything the order is a function of but the epoch, in words; called when a file is needed.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[int], Order],
+        pack: Callable[[Order], Ids],
+        unpack: Callable[[int, Ids], Order | None],
+        *,
+        folder: Path | None,
+        name: str,
+        key: Callable[[], str],
+    ) -> None:
+        self._build, self._pack, self._unpack = build, pack, unpack
+        self._folder, self._name, self._key = folder, name, key
+        self._epochs: dict[int, Order] = {}
+
+    def get(self, epoch: int, *, is_large: bool) -> Order:
+        """The order of an epoch: from memory, if `is_large` from a file, or built."""
+        if epoch not in self._epochs:
+            while len(self._epochs) >= KEPT_EPOCHS:
+                self._epochs.pop(next(iter(self._epochs)), None)
+            stored = self._folder is not None and is_large
+            self._epochs[epoch] = self._load_or_build(epoch) if stored else self._build(epoch)
+        return self._epochs[epoch]
+
+    def _load_or_build(self, epoch: int) -> Order:
+        path = self._path(epoch)
+        if (found := self._load(path, epoch)) is not None:
+            return found
+        with one_builder(path):  # another process may have built it meanwhile
+            if (found := self._load(path, epoch)) is not None:
+                return found
+            built = self._build(epoch)
+            try:
+                save_checked(path, self._pack(built))
+            except OSError:
+                return built  # a read-only or full disk costs time at the next start, nothing else
+            # mapped, its arrays are shared by all processes
+            return built if (found := self._load(path, epoch)) is None else found
+
+    def _load(self, path: Path, epoch: int) -> Order | None:
+        stored = load_checked(path)
+        return None if stored is None else self._unpack(epoch, stored)
+
+    def _path(self, epoch: int) -> Path:
+        assert self._folder is not None
+        digest = digest_bytes(self._key().encode()).partition(":")[2]
+        return self._folder / f"{self._name}-{digest}-epoch{epoch:05d}.npy"
+
+
+def permutation(n: int, seed: int, epoch: int, *, stream: int, head: int | None = None) -> Ids:
+    """A shuffle of 0 … n-1, int64 [n], the same on every machine and under every NumPy release.
+
+    NumPy promises that for a bit generator's raw output but not for Generator.permutation, so the raw
+    numbers are sorted. `head` gives the first entries alone, for less work.
+    """
+    raw = np.random.PCG64(np.random.SeedSequence([seed % (1 << 64), epoch, stream])).random_raw(n)
+    if head is None or head >= n:
+        return stable_argsort(raw)
+    chosen = np.flatnonzero(raw <= np.partition(raw, head - 1)[head - 1])  # ties included
+    return chosen[stable_argsort(raw[chosen])][:head]
+
+
+def stable_argsort(raw: NDArray[np.uint64]) -> Ids:
+    """np.argsort(raw, kind="stable"), int64 [n], for random numbers in a third of the time.
+
+    A number's low bits make room for its position; such values can be sorted without an index beside them,
+    for which NumPy has vector instructions. Numbers that agree in what is left are then sorted whole.
+    """
+    bits = np.uint64(len(raw).bit_length())
+    packed = (raw >> bits << bits) | np.arange(len(raw), dtype=np.uint64)
+    packed.sort()
+    order: Ids = (packed & ((np.uint64(1) << bits) - np.uint64(1))).view(np.int64)
+    packed >>= bits
+    again = np.flatnonzero(packed[1:] == packed[:-1])
+    tied = np.union1d(again, again + 1)
+    positions = order[tied]
+    order[tied] = positions[np.lexsort((positions, raw[positions]))]
+    return order
+
+
+def save_checked(path: Path, values: NDArray[Any]) -> None:
+    """Write an .npy file followed by 8 bytes of its array's digest, atomically. Raises OSError."""
+
+    def write(f: BinaryIO) -> None:
+        np.lib.format.write_array(f, values, allow_pickle=False)
+        f.write(xxhash.xxh3_64(values.data).digest())
+
+    write_atomic(path, write)
+
+
+def load_checked(path: Path) -> Ids | None:
+    """The mapped array of a file that `save_checked` wrote, or None if it is absent or damaged."""
+    try:
+        values = np.lib.format.open_memmap(path, mode="r").view(np.ndarray)  # rejects objects, so no pickle
+        with open(path, "rb") as f:
+            f.seek(-8, os.SEEK_END)
+            digest = f.read()
+    except Exception:  # NumPy's reader of headers raises half a dozen types on a damaged one
+        return None
+    whole = values.ndim == 1 and values.dtype == np.int64 and xxhash.xxh3_64(values.data).digest() == digest
+    return values if whole else None

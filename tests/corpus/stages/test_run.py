@@ -1,0 +1,82 @@
+"""Workers of a build on one machine: what becomes of the others, and of the command, when one is killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mlm.corpus.stages import run
+from mlm.corpus.stages.plan import Stage
+from mlm.corpus.stages.run import Workers
+from mlm.errors import UserError
+
+
+def note_pid(path: Path) -> None:
+    """Record the process of a task."""
+    (path / str(os.getpid())).touch()
+
+
+def killed_or_long(path: Path, stage: str, task: int, *, all_cores: bool = False) -> None:
+    """Task 1 is killed once the other is under way, which takes long."""
+    note_pid(path)
+    while len(list(path.iterdir())) < 2:
+        time.sleep(0.01)
+    if task == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+
+
+def long(path: Path, stage: str, task: int, *, all_cores: bool = False) -> None:
+    """A task in the middle of something."""
+    note_pid(path)
+    time.sleep(600)
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        time.sleep(0.02)
+
+
+def pids_in(path: Path) -> list[int]:
+    return [int(file.name) for file in path.iterdir()]
+
+
+@pytest.mark.timeout(60)
+def test_a_killed_worker_is_reported_in_a_line_and_ends_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "run_task", killed_or_long)
+    said = r"executor\.workers=2: a worker was killed in stage clean"
+    with pytest.raises(UserError, match=said), Workers(2) as workers:
+        workers.run(tmp_path, Stage("clean", 2, tmp_path), [0, 1])
+    assert len(pids_in(tmp_path)) == 2
+    wait_until_gone(pids_in(tmp_path))
+
+
+COMMAND = """
+import sys
+from pathlib import Path
+from mlm.corpus.stages import run
+from mlm.corpus.stages.plan import Stage
+from tests.corpus.stages.test_run import long
+run.run_task = long
+path = Path(sys.argv[1])
+with run.Workers(2) as workers:
+    workers.run(path, Stage("clean", 2, path), [0, 1])
+"""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=str)
+def test_no_worker_outlives_the_command(tmp_path: Path, number: signal.Signals) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", COMMAND, str(tmp_path)], stderr=subprocess.DEVNULL
+    ) as command:
+        while len(pids_in(tmp_path)) < 2:
+            time.sleep(0.02)
+        command.send_signal(number)
+    wait_until_gone(pids_in(tmp_path))

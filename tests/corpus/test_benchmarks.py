@@ -1,0 +1,154 @@
+"""Evaluation texts: each format is read, and a bad file is named in one line."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from mlm.corpus.benchmarks import (
+    EvaluationText,
+    load_benchmarks,
+    read_benchmarks,
+    save_benchmarks,
+)
+from mlm.errors import CorruptFileError, UserError
+
+WIKI = "\n = Lobster = \n \n Red @-@ tipped claws . \n = = Life = = \n Long . \n \n = Crab = \n \n Short . \n"
+
+
+def read(path: Path) -> list[tuple[str, str]]:
+    return [(text.place, text.text) for text in read_benchmarks([str(path)])]
+
+
+def written(path: Path, content: str | bytes) -> Path:
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def test_jsonl_gives_the_key_text_first(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.jsonl", '{"text": "one", "label": "no"}\n\n{"text": "two"}\n')
+    assert read(path) == [("line 1", "one"), ("line 3", "two")]
+
+
+def test_jsonl_without_text_gives_every_string_inside(tmp_path: Path) -> None:
+    record = {"article": "a b", "options": [["c", "d"]], "answers": {"first": "e"}, "id": 4}
+    path = written(tmp_path / "race.jsonl", json.dumps(record))
+    assert [text for _, text in read(path)] == ["a b", "c", "d", "e"]
+
+
+@pytest.mark.parametrize("line", ["{", "[" * 100_000, '"\xff"'])
+def test_line_that_is_no_json_is_named(tmp_path: Path, line: str) -> None:
+    path = written(tmp_path / "a.jsonl", b'{"text": "one"}\n' + line.encode("latin-1") + b"\n")
+    with pytest.raises(UserError, match=r"a\.jsonl:2: not a line of JSON"):
+        read(path)
+
+
+def test_wikitext_is_read_article_by_article(tmp_path: Path) -> None:
+    assert read(written(tmp_path / "wiki.valid.tokens", WIKI)) == [
+        ("Lobster", "= Lobster =\nRed @-@ tipped claws .\n= = Life = =\nLong ."),
+        ("Crab", "= Crab =\nShort ."),
+    ]
+
+
+def test_plain_text_is_read_line_by_line(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.txt", "one\u2028two\n\n  three = four\r\n")
+    assert read(path) == [("line 1", "one\u2028two"), ("line 3", "three = four")]
+
+
+def test_parquet_gives_its_columns_of_strings(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"q": ["a", None], "n": [1, 2], "r": ["b", "c"]}), tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet") == [("row 1", "a"), ("row 1", "b"), ("row 2", "c")]
+
+
+def test_damaged_parquet_is_rejected(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    with pytest.raises(CorruptFileError, match="is not a Parquet file, or damaged"):
+        read(written(tmp_path / "a.parquet", b"PAR1" + b"\xff" * 50 + b"PAR1"))
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("wikitext2", "neither a known set nor a file of a known format: use wikitext103, lambada or a"),
+        ("absent.jsonl", "absent.jsonl is not a file"),
+        ("empty.txt", "holds no text"),
+        ("latin.txt", "is not UTF-8"),
+    ],
+)
+def test_unknown_evaluation_set_is_rejected(tmp_path: Path, name: str, message: str) -> None:
+    written(tmp_path / "empty.txt", " \n\n")
+    written(tmp_path / "latin.txt", b"caf\xe9")
+    with pytest.raises(UserError, match=message) as caught:
+        read(tmp_path / name)
+    assert "\n" not in str(caught.value)
+
+
+def test_two_sets_of_one_name_are_rejected(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    paths = [str(written(folder / "a.txt", "text")) for folder in (tmp_path, tmp_path / "b")]
+    with pytest.raises(UserError, match=r"second set named a\.txt"):
+        read_benchmarks(paths)
+
+
+def test_file_too_large_for_an_evaluation_set_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlm.corpus.benchmarks.MAX_BYTES", 3)
+    with pytest.raises(UserError, match="has 4 bytes, 3 is the limit"):
+        read(written(tmp_path / "a.txt", "text"))
+
+
+def hub(monkeypatch: pytest.MonkeyPatch, load_dataset: Callable[..., object]) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+
+
+def test_wikitext103_from_the_hub_is_validation_and_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[tuple[str, str, str]]()
+
+    def load_dataset(source: str, config: str, *, split: str) -> dict[str, list[str]]:
+        asked.append((source, config, split))
+        return {"text": WIKI.splitlines(keepends=True)}
+
+    hub(monkeypatch, load_dataset)
+    texts = read_benchmarks(["wikitext103"])
+    splits = ["validation", "test"]
+    assert asked == [("Salesforce/wikitext", "wikitext-103-raw-v1", split) for split in splits]
+    places = ["validation Lobster", "validation Crab", "test Lobster", "test Crab"]
+    assert [text.place for text in texts] == places
+    assert texts[3] == EvaluationText("wikitext103", "test Crab", "= Crab =\nShort .")
+
+
+def test_set_that_the_hub_does_not_give_asks_for_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(*args: str, **options: str) -> None:
+        raise ConnectionError("a long\nstory")
+
+    hub(monkeypatch, load_dataset)
+    with pytest.raises(
+        UserError, match=r"lambada_openai could not be read from the Hub.*get it as a file"
+    ) as e:
+        read_benchmarks(["lambada"])
+    assert "\n" not in str(e.value)
+
+
+def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match=r"pip install 'mlm\[data\]'"):
+        read_benchmarks(["lambada"])
+
+
+def test_saved_texts_come_back(tmp_path: Path) -> None:
+    texts = [EvaluationText("a", "line 1", "one\n\u2028two"), EvaluationText("b", "line 9", "three \ud800")]
+    save_benchmarks(texts, tmp_path / "saved.jsonl")
+    assert load_benchmarks(tmp_path / "saved.jsonl") == texts
+
+
+@pytest.mark.parametrize("content", [b"{", b'["a", "b"]', b'["a", "b", 3]', b"\xff"])
+def test_damaged_saved_texts_are_rejected(tmp_path: Path, content: bytes) -> None:
+    with pytest.raises(CorruptFileError, match="not a file of evaluation texts"):
+        load_benchmarks(written(tmp_path / "saved.jsonl", content))

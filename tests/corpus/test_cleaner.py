@@ -1,0 +1,88 @@
+"""A document is fixed, its language identified, and the rules applied, in that order."""
+
+import sys
+
+import pytest
+
+from mlm.corpus.filter import SAMPLE, LanguageFilter, sample
+from mlm.corpus.fix_text import Cleaner
+from mlm.corpus.sections import FilterConfig, NormaliseConfig
+from mlm.errors import UserError
+
+ENGLISH = (
+    "The council voted last night to spend more on schools, although many had asked for new roads instead."
+)
+GERMAN = (
+    "Der Rat beschloss gestern, mehr Geld für Schulen auszugeben, obwohl viele neue Straßen verlangt hatten."
+)
+OFF = NormaliseConfig(ftfy=False)
+NO_RULE = FilterConfig(min_tokens=None)
+
+
+@pytest.fixture(scope="module")
+def english() -> LanguageFilter:
+    return LanguageFilter(["en"], 0.65)
+
+
+def test_text_is_fixed_before_the_rules_are_applied() -> None:
+    assert Cleaner(NormaliseConfig(), FilterConfig(min_words=2))("“one”\u2028two") == ('"one"\ntwo', None)
+
+
+def test_text_stays_as_it_is_without_ftfy() -> None:
+    assert Cleaner(OFF, NO_RULE)("“one”\r\n") == ("“one”\r\n", None)
+
+
+def test_min_tokens_is_not_judged_here() -> None:
+    assert Cleaner(OFF, FilterConfig(min_tokens=100))("one") == ("one", None)
+
+
+@pytest.mark.parametrize("text", ["", " \n"])
+def test_text_of_white_space_has_no_language(text: str) -> None:
+    cleaner = Cleaner(NormaliseConfig(languages=("en",)), FilterConfig(min_stop_words=2))
+    assert cleaner(text) == (text, None)
+
+
+def test_language_is_identified_before_the_rules() -> None:
+    cleaner = Cleaner(NormaliseConfig(languages=("en",)), FilterConfig(min_stop_words=2))
+    assert [cleaner(text)[1] for text in (ENGLISH, GERMAN)] == [None, "language"]
+
+
+def test_languages_are_kept_by_their_codes(english: LanguageFilter) -> None:
+    assert english(ENGLISH)
+    assert not english(GERMAN)
+    assert LanguageFilter(["fr", "de"], 0.65)(GERMAN)
+
+
+def test_text_below_the_least_score_is_of_no_language(english: LanguageFilter) -> None:
+    short = "one to"
+    score = english.detector.classify(short)[1]
+    assert english.detector.classify(short)[0] == "en"
+    assert LanguageFilter(["en"], score - 0.01)(short)
+    assert not LanguageFilter(["en"], score + 0.01)(short)
+
+
+def test_language_of_a_long_text_is_identified_at_three_positions() -> None:
+    text = "".join(chr(i % 1000 + 32) for i in range(100_000))
+    found = sample(text)
+    assert found == text[:SAMPLE] + "\n" + text[50_000 - SAMPLE // 2 :][:SAMPLE] + "\n" + text[-SAMPLE:]
+
+
+@pytest.mark.parametrize(
+    ("code", "meant"), [("eng", "en"), ("DE", "de"), ("french", "fr"), ("qqq", "name some of ace, af")]
+)
+def test_unknown_language_names_the_nearest(code: str, meant: str) -> None:
+    with pytest.raises(UserError, match=rf"normalise\.languages=\[{code}\].*{meant}"):
+        Cleaner(NormaliseConfig(languages=(code,)), NO_RULE)
+
+
+def test_missing_detector_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "py3langid.langid", None)
+    with pytest.raises(
+        UserError, match=r"normalise\.languages=\[en\] needs the package py3langid.*mlm\[data\]"
+    ):
+        Cleaner(NormaliseConfig(languages=("en",)), NO_RULE)
+
+
+def test_detector_is_not_loaded_unless_languages_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "py3langid.langid", None)
+    assert Cleaner(OFF, NO_RULE)(GERMAN) == (GERMAN, None)

@@ -1,0 +1,249 @@
+"""Decontamination removes what occurs in evaluation texts, in whatever form, and nothing else."""
+
+import json
+import unicodedata
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlm.corpus import ngrams as module
+from mlm.corpus.benchmarks import EvaluationText
+from mlm.corpus.decontaminate import Contaminants, Tally, cut
+from mlm.corpus.ngrams import NGrams, spans, words
+from mlm.corpus.sections import DecontaminateConfig
+
+WIKI = (
+    'It was " red @-@ tipped " , 5 @,@ 000 strong and 0 @.@ 7 long ; the crab \'s claw '
+    "did n't close on the naïve fisherman , who <unk> and went home to his wife and told her all about it "
+    "in great detail ."
+)
+RAW = (
+    "It was “RED-tipped”, 5,000 strong\nand 0.7 long; the crab's claw didn't  close on the naïve fisherman, "
+    "who stumbled and went home\r\n\r\nto his wife and _told_ her all about it in great detail."
+)
+FILLER = " ".join(f"word{i}" for i in range(200))  # 1.5 kB that no evaluation text holds
+
+
+def against(*texts: str, **options: object) -> Contaminants:
+    """Contaminants of one set. Margins and least lengths default to 0."""
+    config = DecontaminateConfig(**{"margin": 0, "min_piece": 0} | options)  # type: ignore[arg-type]
+    return Contaminants(config, [EvaluationText("set", f"line {i}", text) for i, text in enumerate(texts)])
+
+
+def count_from(first: int, count: int) -> str:
+    """Words that all differ."""
+    return " ".join(f"w{i}" for i in range(first, first + count))
+
+
+def test_raw_text_is_found_by_its_wikitext_form() -> None:
+    cleaned = against(WIKI).clean(f"{FILLER}. {RAW} {FILLER}")
+    assert "crab" not in "".join(cleaned.pieces)
+    assert "told" not in "".join(cleaned.pieces)
+
+
+def test_words_that_agree_are_what_punctuation_case_and_line_breaks_leave() -> None:
+    assert words("“RED-tipped”, 5,000\r\n_So_ it’s Straße…")[:5] == [b"red", b"tipped", b"5", b"000", b"so"]
+    assert words("Straße") == words("STRASSE") == [b"strasse"]
+
+
+def test_decomposed_letters_are_the_same_words() -> None:
+    text = "Überraschung für die naïve Señora Ångström àéîõü"
+    assert words(unicodedata.normalize("NFD", text)) == words(text)
+
+
+def test_document_without_a_match_stays_as_it_is() -> None:
+    text = f"  \u2028{FILLER}…\r\n\ud7ff\x00 {count_from(0, 12)}\n"
+    cleaned = against(count_from(0, 40)).clean(text)
+    assert cleaned.pieces == [text]
+    assert (cleaned.fate, cleaned.matches, cleaned.letters_removed) == ("kept", [], 0)
+
+
+@pytest.mark.parametrize("agreeing, fate", [(12, "kept"), (13, "cut")])
+def test_as_many_words_as_ngram_must_agree(agreeing: int, fate: str) -> None:
+    contaminants = against(count_from(0, 40), ngram=13)
+    assert contaminants.clean(f"before {count_from(7, agreeing)} after").fate == fate
+
+
+@pytest.mark.parametrize("length, fate", [(7, "kept"), (8, "cut"), (12, "cut")])
+def test_short_evaluation_text_is_matched_whole(length: int, fate: str) -> None:
+    contaminants = against(count_from(0, length), ngram=13, min_ngram=8)
+    assert contaminants.clean(f"before {count_from(0, length)} after").fate == fate
+    assert contaminants.clean(f"before {count_from(0, length - 1)} after").fate == "kept"
+
+
+def test_texts_too_short_to_look_for_are_counted() -> None:
+    contaminants = against(count_from(0, 7), "…", count_from(20, 9), count_from(40, 20))
+    assert contaminants.describe() == {"set": {"texts": 4, "too_short": 2, "ngrams": 1 + 8}}
+
+
+def test_nothing_matches_across_a_word_that_was_lost() -> None:
+    contaminants = against(f"{count_from(0, 7)} <unk> {count_from(7, 7)}")
+    for between in ("", "lost", "unk"):
+        assert contaminants.clean(f"{count_from(0, 7)} {between} {count_from(7, 7)}").fate == "kept"
+
+
+@pytest.mark.parametrize("written", ["did n't", "didn't", "DID N’T"])
+def test_negations_split_by_the_penn_treebank_are_joined(written: str) -> None:
+    assert against(f"{count_from(0, 11)} {written}").clean(f"{count_from(0, 11)} didn't").fate == "dropped"
+
+
+def test_ngrams_of_several_texts_are_counted_once() -> None:
+    contaminants = against(count_from(0, 20), count_from(0, 25))
+    assert contaminants.describe()["set"]["ngrams"] == 25 - 12
+
+
+def test_margin_is_removed_at_word_boundaries() -> None:
+    text = f"alpha beta gamma {count_from(0, 13)} delta, epsilon"
+    assert against(count_from(0, 13), margin=4).clean(text).pieces == ["alpha beta", ", epsilon"]
+    assert against(count_from(0, 13), margin=6).clean(text).pieces == ["alpha beta", ", epsilon"]
+    assert against(count_from(0, 13), margin=8).clean(text).pieces == ["alpha", "epsilon"]
+
+
+def test_white_space_goes_at_cuts_only() -> None:
+    text = f"\n first \n {count_from(0, 13)} \n last \n"
+    assert against(count_from(0, 13)).clean(text).pieces == ["\n first", "last \n"]
+
+
+def test_pieces_with_few_letters_go() -> None:
+    text = f"1234567 {count_from(0, 13)} 12345678"
+    assert against(count_from(0, 13), min_piece=8).clean(text).pieces == ["12345678"]
+    assert against(count_from(0, 13), min_piece=9).clean(text).fate == "dropped"
+
+
+@pytest.mark.parametrize("most, fate", [(3, "cut"), (2, "dropped")])
+def test_document_cut_at_too_many_places_is_dropped(most: int, fate: str) -> None:
+    match = count_from(0, 13)
+    text = f"before {match} one {match} two {match} after"
+    assert against(match, max_matches=most).clean(text).fate == fate
+
+
+def test_cuts_that_overlap_by_their_margins_are_one_place() -> None:
+    match = count_from(0, 13)
+    text = f"{FILLER} {match} one {match} two {match} {FILLER}"
+    cleaned = against(match, max_matches=1, margin=5).clean(text)
+    assert (len(cleaned.matches), len(cleaned.pieces)) == (3, 2)
+
+
+def test_action_drop_removes_the_document() -> None:
+    cleaned = against(count_from(0, 13), action="drop").clean(f"{FILLER} {count_from(0, 13)}")
+    assert (cleaned.pieces, cleaned.fate) == ([], "dropped")
+
+
+def test_overlapping_ngrams_are_one_match_with_its_place() -> None:
+    text = f"before ({count_from(3, 20)}) after"
+    (match,) = against(count_from(50, 30), count_from(0, 40)).clean(text).matches
+    assert (match.set, match.text, match.num_words) == ("set", 1, 20)
+    assert text[match.begin : match.end] == count_from(3, 20)
+
+
+def test_touching_ngrams_are_one_match() -> None:
+    contaminants = against(f"{count_from(0, 13)} <unk> {count_from(13, 13)}")
+    (match,) = contaminants.clean(f"before {count_from(0, 26)} after").matches
+    assert match.num_words == 26
+
+
+def test_equal_hashes_of_different_ngrams_are_distinguished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every n-gram has the same hash: the comparison of words alone decides."""
+    monkeypatch.setattr(
+        module, "ngram_hashes", lambda keys, n: np.zeros(max(0, len(keys) - n + 1), np.uint64)
+    )
+    contaminants = against(count_from(0, 13), count_from(20, 15))
+    assert [
+        m.text for m in contaminants.clean(f"a {count_from(20, 15)} b {count_from(1, 13)} c").matches
+    ] == [1]
+
+
+def test_ngrams_at_block_edges_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BLOCK", 5)
+    contaminants = against(count_from(0, 40))
+    for before in range(12):
+        assert contaminants.clean(f"{'x ' * before}{count_from(3, 13)} y").matches[0].num_words == 13
+
+
+WORDS = st.sampled_from(["a", "B", "é", "e\u0301", "ß", "SS", "<unk>", "ﬁ", "'", "n't", "_", "中", "İ", "7"])
+GAPS = st.sampled_from([" ", "  ", "\n", "-", "\u2028", ""])
+TEXTS = st.lists(st.tuples(WORDS, GAPS), max_size=30).map(lambda pairs: "".join(w + g for w, g in pairs))
+
+
+def found_plainly(text: str, texts: Sequence[str], ngram: int, min_ngram: int) -> set[tuple[int, int]]:
+    """(first word, one past the last) of every n-gram of `text` in `texts`, by comparing lists."""
+    known = set[tuple[bytes, ...]]()
+    for runs in ([*module.runs(text)] for text in texts):
+        short = not any(len(run) >= ngram for run in runs)
+        if short and max(map(len, runs), default=0) >= min_ngram:
+            known.add(tuple(max(runs, key=len)))
+        for run in runs:
+            known.update(tuple(run[i : i + ngram]) for i in range(len(run) - ngram + 1))
+    mine = words(text)
+    pairs = ((i, j) for i in range(len(mine)) for j in range(i + 1, len(mine) + 1))
+    return {(i, j) for i, j in pairs if tuple(mine[i:j]) in known}
+
+
+@settings(deadline=None, max_examples=200)
+@given(TEXTS, st.lists(TEXTS, min_size=1, max_size=4), st.integers(2, 5), st.integers(1, 2))
+def test_ngrams_found_are_those_of_a_plain_search(
+    text: str, texts: list[str], ngram: int, min_ngram: int
+) -> None:
+    hits = NGrams(texts, ngram=ngram, min_ngram=min_ngram).find(text)
+    found = set() if hits is None else set(zip(hits.begin.tolist(), hits.end.tolist(), strict=True))
+    assert found == found_plainly(text, texts, ngram, min_ngram)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.text() | TEXTS)
+def test_spans_are_where_the_words_stand(text: str) -> None:
+    begin, end = spans(text)
+    pieces = [text[b:e] for b, e in zip(begin.tolist(), end.tolist(), strict=True)]
+    assert len(pieces) == len(words(text))
+    for word, piece in zip(words(text), pieces, strict=True):
+        assert word in words(piece)
+
+
+@settings(deadline=None, max_examples=100)
+@given(TEXTS, st.lists(TEXTS, min_size=1, max_size=3), st.integers(0, 3), st.integers(0, 3))
+def test_pieces_hold_no_match_and_stand_in_the_document_in_order(
+    text: str, texts: list[str], margin: int, min_piece: int
+) -> None:
+    contaminants = against(*texts, ngram=2, min_ngram=1, margin=margin, min_piece=min_piece)
+    at = 0
+    for piece in contaminants.clean(text).pieces:
+        assert contaminants.clean(piece).fate == "kept"
+        assert text.find(piece, at) >= at
+        at = text.find(piece, at) + len(piece)
+
+
+def test_account_names_sets_and_the_texts_hit_most() -> None:
+    contaminants = against(count_from(0, 20), count_from(100, 20), action="drop")
+    tallies = [Tally(), Tally()]
+    tallies[0].add(contaminants.clean(f"x {count_from(0, 20)} y {count_from(0, 20)} {count_from(100, 20)}"))
+    tallies[1].add(contaminants.clean(count_from(100, 13)))
+    tallies[1].add(contaminants.clean("nothing"))
+    merged = Tally.merge(json.loads(json.dumps(tally.to_json())) for tally in tallies)
+    report = json.loads(json.dumps(contaminants.report(merged)))
+    assert report["documents_dropped"] == 2
+    assert report["letters_removed"] == sum(tally.letters_removed for tally in tallies) > 100
+    assert report["sets"]["set"] == {
+        "texts": 2, "too_short": 0, "ngrams": 16, "texts_hit": 2, "documents": 2
+    }  # fmt: skip
+    assert [(hit["text"], hit["documents"]) for hit in report["most_hit"]] == [(1, 2), (0, 1)]
+
+
+def test_letters_removed_are_those_that_are_gone() -> None:
+    tally, text = Tally(), f"before {count_from(0, 13)} after"
+    tally.add(against(count_from(0, 13)).clean(text))
+    assert (tally.cut, tally.letters_removed) == (1, len(text) - len("before") - len("after"))
+
+
+def test_digest_is_of_rules_and_texts() -> None:
+    digests = {against("one").digest, against("two").digest, against("one", margin=3).digest}
+    assert len(digests) == 3
+    assert against("one", against=("elsewhere/set",)).digest == against("one").digest
+
+
+def test_cut_without_margins_leaves_the_text_between() -> None:
+    config = DecontaminateConfig(margin=0, min_piece=0)
+    text = f"a {count_from(0, 13)} b {count_from(0, 13)} c"
+    assert cut(text, against(count_from(0, 13)).clean(text).matches, config) == ["a", "b", "c"]

@@ -1,0 +1,221 @@
+"""Links, components and removed documents, against union-find, sets of words, and planted near-duplicates."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from bench.dedup_contenders import run_mlm
+from bench.dedup_corpus import plant, score, similar_pairs
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlm.corpus import duplicates as module
+from mlm.corpus.duplicates import (
+    Duplicate,
+    components,
+    duplicates_in,
+    jaccard,
+    links_of_band,
+    star_links,
+)
+from mlm.corpus.minhash import NO_KEY, Signer
+from mlm.corpus.sections import DedupConfig
+
+CONFIG = DedupConfig()
+REAL_SHINGLES = module.shingles
+EDGES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=60)
+
+
+def as_links(pairs: Sequence[tuple[int, int]]) -> np.ndarray:
+    return np.array(pairs, np.int64).reshape(-1, 2)
+
+
+def union_find(pairs: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """Components of two documents and more, by the textbook."""
+    parent = {x: x for pair in pairs for x in pair}
+
+    def root(x: int) -> int:
+        while parent[x] != x:
+            x = parent[x]
+        return x
+
+    for a, b in pairs:
+        parent[root(a)] = root(b)
+    found: dict[int, list[int]] = {}
+    for x in sorted(parent):
+        found.setdefault(root(x), []).append(x)
+    return sorted(one for one in found.values() if len(one) > 1)
+
+
+def spelled(documents: np.ndarray, boundaries: np.ndarray) -> list[list[int]]:
+    return [documents[begin:end].tolist() for begin, end in pairwise(boundaries)]
+
+
+@given(keys=st.lists(st.sampled_from([NO_KEY, 1, 2, 3, 2**63, 2**64 - 1]), max_size=30))
+def test_documents_of_one_key_hang_on_the_first_of_them(keys: list[int]) -> None:
+    links = links_of_band(np.array(keys, np.uint64))
+    expected = {(keys.index(key), i) for i, key in enumerate(keys) if key != NO_KEY and i > keys.index(key)}
+    assert {tuple(link) for link in links.tolist()} == expected
+    assert len(links) == len(expected)
+
+
+@given(pairs=EDGES)
+def test_components_are_those_of_union_find(pairs: list[tuple[int, int]]) -> None:
+    pairs = [(a, b) for a, b in pairs if a != b]
+    assert spelled(*components(as_links(pairs), 41)) == union_find(pairs)
+
+
+def test_the_components_of_a_long_shuffled_path_are_one() -> None:
+    """The case that takes a label n rounds where it only spreads to neighbours."""
+    path = np.random.default_rng(1).permutation(200_001)
+    documents, boundaries = components(np.stack((path[:-1], path[1:]), axis=1), len(path))
+    assert np.array_equal(documents, np.arange(200_001))
+    assert boundaries.tolist() == [0, 200_001]
+
+
+@given(first=EDGES, second=EDGES)
+def test_links_can_be_folded_band_after_band(
+    first: list[tuple[int, int]], second: list[tuple[int, int]]
+) -> None:
+    first, second = ([(a, b) for a, b in pairs if a != b] for pairs in (first, second))
+    folded = star_links(*components(as_links(first), 41))
+    assert len(folded) <= len({x for pair in first for x in pair})
+    assert spelled(*components(np.concatenate((folded, as_links(second))), 41)) == union_find(first + second)
+
+
+@given(a=st.sets(st.integers(0, 30)), b=st.sets(st.integers(0, 30), min_size=1))
+def test_jaccard_is_that_of_the_sets(a: set[int], b: set[int]) -> None:
+    arrays = (np.array(sorted(values), np.uint64) for values in (a, b))
+    assert jaccard(*arrays) == len(a & b) / len(a | b)
+
+
+def found_in(
+    texts: list[str], config: DedupConfig = CONFIG, keys: np.ndarray | None = None
+) -> list[Duplicate]:
+    """Documents removed from one component; without `keys`, all share all keys."""
+    if keys is None:
+        keys = np.tile(np.arange(1, config.bands + 1, dtype=np.uint64), (len(texts), 1))
+    return duplicates_in(np.arange(len(texts)), keys.__getitem__, texts.__getitem__, config)
+
+
+def words(*numbers: int) -> str:
+    return " ".join(f"w{number}" for number in numbers)
+
+
+def test_a_document_goes_above_the_threshold_only() -> None:
+    config = DedupConfig(threshold=0.5, ngram=1)
+    above, at = words(1, 2, 3), words(1, 2, 4, 5)  # of {1, 2, 3, 4}: 0.75, and 0.33 of the other
+    base = words(1, 2, 3, 4)
+    assert found_in([base, above], config) == [Duplicate(1, 0, 0.75)]
+    assert found_in([words(1, 2, 3), words(1, 2, 4)], config) == []  # exactly 0.5
+    assert found_in([words(*range(20)), words(*range(11))], config) == [Duplicate(1, 0, 0.55)]
+    assert found_in([above, at], config) == []
+
+
+def test_the_earliest_partner_that_stays_is_named() -> None:
+    config = DedupConfig(threshold=0.4, ngram=1)
+    a, b = words(1, 2, 3, 7), words(4, 5, 6, 7)
+    assert found_in([a, b, words(1, 2, 3, 4, 5, 6, 7)], config) == [Duplicate(2, 0, 4 / 7)]
+
+
+def test_a_document_that_goes_takes_nobody_with_it() -> None:
+    """0 and 1 are similar, 1 and 2 are, 0 and 2 are not: 2 stays."""
+    config = DedupConfig(threshold=0.5, ngram=1)
+    chain = [words(*range(i, i + 10)) for i in (0, 3, 6)]  # neighbours 7/13, the ends 4/16
+    assert found_in(chain, config) == [Duplicate(1, 0, 7 / 13)]
+
+
+def test_only_documents_that_share_a_key_are_compared() -> None:
+    keys = np.arange(1, 1 + 3 * 42, dtype=np.uint64).reshape(3, 42)
+    keys[2, 5] = keys[0, 5]
+    base = words(*range(50))
+    assert found_in([base, base + " x", base + " y"], keys=keys) == [Duplicate(2, 0, pytest.approx(46 / 47))]
+
+
+def test_documents_without_words_stay() -> None:
+    keys = np.full((3, 42), NO_KEY, np.uint64)
+    assert found_in(["...", "...", "?"], keys=keys) == []
+
+
+def test_at_threshold_1_nothing_goes() -> None:
+    assert found_in(["same text"] * 3, DedupConfig(threshold=1.0)) == []
+
+
+def test_equal_documents_are_read_once_and_hashed_never_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """20,000 copies of two similar texts: linear work."""
+    hashed = []
+    monkeypatch.setattr(
+        module, "shingles", lambda text, **kw: hashed.append(text) or REAL_SHINGLES(text, **kw)
+    )
+    base = words(*range(100))
+    texts = [base, base + " more"] * 10_000
+    found = found_in(texts)
+    assert len(hashed) == 2
+    assert [duplicate.document for duplicate in found] == list(range(1, 20_000))
+    assert {duplicate.kept for duplicate in found} == {0}
+    assert {duplicate.jaccard for duplicate in found} == {1.0, 96 / 97}
+
+
+def test_boilerplate_is_bounded_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Distinct documents that share one key: no exact comparison, and repetitions are removed."""
+    compared = []
+    monkeypatch.setattr(module, "jaccard", lambda a, b: compared.append(1) or jaccard(a, b))
+    monkeypatch.setattr(module, "PROPOSED", 100)
+    rng = np.random.default_rng(2)
+    keys = rng.integers(1, 2**63, (1000, 42), dtype=np.uint64)
+    keys[:, 7] = 1
+    texts = [words(*rng.integers(0, 10**6, 60)) for _ in range(1000)]
+    texts[900] = texts[5] + " end"
+    assert found_in(texts, keys=keys) == [Duplicate(900, 5, pytest.approx(56 / 57))]
+    assert len(compared) <= 10
+
+
+def test_the_most_similar_of_many_candidates_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "COMPARED", 4)
+    # 160 words of 200 in common: all have similarity 156 / 236 = 0.66
+    texts = [words(*range(160), *range(1000 * i, 1000 * i + 40)) for i in range(1, 100)]
+    texts.append(texts[70] + " end")
+    assert found_in(texts) == [Duplicate(99, 70, 196 / 197)]
+
+
+def test_signatures_skip_no_pair_that_exact_comparison_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus = plant(made_up_paragraphs(), seed=4, limit=60)
+    without = found_in(corpus.texts)
+    assert len(corpus.texts) > module.SMALL
+    monkeypatch.setattr(module, "SMALL", 10**6)
+    assert found_in(corpus.texts) == without != []
+
+
+def test_shingles_that_left_the_cache_are_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = plant(made_up_paragraphs(), seed=5, limit=20).texts
+    cached = found_in(texts)
+    monkeypatch.setattr(module, "CACHED_BYTES", 1)
+    assert found_in(texts) == cached != []
+
+
+def made_up_paragraphs(num_words: int = 120_000) -> list[str]:
+    """Paragraphs of words drawn by Zipf's law."""
+    rng = np.random.default_rng(6)
+    drawn = np.minimum(rng.zipf(1.3, num_words), 30_000).tolist()
+    return [words(*drawn[i : i + 60]) for i in range(0, num_words, 60)]
+
+
+@pytest.mark.parametrize("unit", ["word", "character"])
+def test_planted_duplicates_are_found_and_nothing_else_goes(unit: str) -> None:
+    """The bounds of the benchmark, scripts/bench_dedup.py, on a small corpus."""
+    config = DedupConfig(unit="word" if unit == "word" else "character")
+    corpus = plant(made_up_paragraphs(), seed=7, limit=130)
+    pairs = similar_pairs(corpus.texts, unit, least=0.3)
+    found = score(corpus, pairs, run_mlm(corpus.texts, {}, config), config.threshold)
+    assert sum(pairs.get(pair, 0) > config.threshold for pair in corpus.planted) > 60
+    assert found["recall"] >= 0.98
+    assert found["precision"] == 1
+
+
+def test_similarities_reported_are_those_of_ngrams_spelled_out() -> None:
+    corpus = plant(made_up_paragraphs(), seed=8, limit=60)
+    pairs = similar_pairs(corpus.texts, "word", least=0.3)
+    keys = Signer(CONFIG).keys(corpus.texts)
+    for duplicate in found_in(corpus.texts, keys=keys):
+        assert duplicate.jaccard == pairs[duplicate.kept, duplicate.document]

@@ -1,0 +1,68 @@
+"""Mending: equal to ftfy's own result, in less time and in bounded pieces."""
+
+from itertools import product
+
+import ftfy
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from mlm.corpus.fix_text import CONFIG, PIECE, fixed, pieces_of
+
+# letters that ftfy looks at, beside any others
+TRICKY = "“”‘’–—…\n\r\t\x0c\x00\x85\u2028\u2029 &<;#'\"!~%aeÃ¢â‚¬œ™éﬁＡ，\u0301\xa0\xad\ufeff\x1b[0m"
+
+
+@given(st.text(st.sampled_from(TRICKY) | st.characters(codec="utf-8"), max_size=40))
+@example("â€œone\n“two” – three…\nfour’s")
+@example("&lt;\n<\n&lt;")
+@example("“" * 5 + "Ã©\n" + "é\r\n")
+def test_fixed_text_equals_that_of_ftfy(text: str) -> None:
+    assert fixed(text) == ftfy.fix_text(text, CONFIG)
+
+
+@given(st.text(st.sampled_from("\t\n\x0c ab<!%'~“”‘’–—…"), max_size=40))
+def test_lines_that_ftfy_does_not_see_are_those_it_would_not_change(text: str) -> None:
+    assert fixed(text) == ftfy.fix_text(text, CONFIG)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_every_short_run_of_letters_of_mojibake_is_what_ftfy_makes_of_it(length: int) -> None:
+    for letters in product("“”‘’–—…Ãâ€Ðé\xa0 a", repeat=length):
+        text = "".join(letters)
+        assert fixed(text) == ftfy.fix_text(text, CONFIG)
+
+
+def test_markup_far_on_in_a_line_keeps_its_entities() -> None:
+    line = "a &amp; b " + "word " * PIECE + "<p>"
+    assert fixed(line) == line
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("“quotes” and ‘quotes’ – not dashes…", "\"quotes\" and 'quotes' – not dashes…"),
+        ("schÃ¶n", "schön"),
+        ("one\r\ntwo\rthree\u2028four", "one\ntwo\nthree\nfour"),
+        ("ﬁnal\x00", "final"),
+        ("e\u0301", "é"),
+        ("a &amp; b", "a & b"),
+        ("<p>a &amp; b", "<p>a &amp; b"),
+        ("\tif x:\n\t\treturn  1\n", "\tif x:\n\t\treturn  1\n"),
+        ("这是，测试！", "这是，测试！"),
+    ],
+)
+def test_text_is_fixed_and_code_is_unchanged(text: str, expected: str) -> None:
+    assert fixed(text) == expected
+
+
+@pytest.mark.parametrize("unit", ["a" * PIECE, "ab cd", "\u0301", "word " * 999])
+def test_long_line_is_split_into_pieces_that_make_it_up(unit: str) -> None:
+    line = unit * (3 * PIECE // len(unit) + 1)
+    found = list(pieces_of(line))
+    assert "".join(found) == line
+    assert max(map(len, found)) <= PIECE
+
+
+def test_long_line_is_split_after_a_space() -> None:
+    assert all(piece.endswith(" ") for piece in list(pieces_of("word " * 5000))[:-1])
