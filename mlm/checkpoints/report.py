@@ -16,4 +16,4 @@ def versions() -> dict[str, str]:
 
 def write_result(out: str, result: dict[str, Any]) -> None:
     """Write the JSON for machines; numbers that are not finite become null. Raises UserError."""
-    result_files.write_result(out, finite(result))
+    result_files.write_result(out, {key: finite(value) for key, value in result.items()})

@@ -80,7 +80,8 @@ class BlendedDataset:
         if windows:
             return np.concatenate(windows)[back]
         first, *others = (part for part in parts if not isinstance(part, np.ndarray))
-        return first.followed_by(others)[back]
+        joined: Samples = first.followed_by(others)[back]
+        return joined
 
 
 def locate(weights: ArrayLike, sample_ids: ArrayLike) -> tuple[Ids, Ids]:
