@@ -38,7 +38,7 @@ from mlm.errors import UserError
 from mlm.files.atomic import write_atomic
 
 TARGET = 1.6
-"""How many times as fast as `transformers` mlm is to be."""
+"""Target speedup of mlm over `transformers`."""
 CONTENDERS = {
     "mlm": "as `mlm pretrain` runs it",
     "mlm-compiled": "the same with compile=true: each layer",
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def reached(result: dict[str, Any]) -> bool:
-    """Whether mlm is fast enough beside each contender of `transformers`."""
+    """True if mlm reaches the target against each contender of `transformers`."""
     series = [s for s in result["series"] if s["other"].startswith("transformers")]
     return all(s["tokens_ratio"] and s["tokens_ratio"]["median"] >= TARGET for s in series)
 

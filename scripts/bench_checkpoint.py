@@ -1,4 +1,4 @@
-"""What a checkpoint costs training: saved synchronously and in the background, on this machine.
+"""Cost of a checkpoint in training: saved synchronously and in the background, on this machine.
 
     python scripts/bench_checkpoint.py --out scripts/results/bench_checkpoint-cpu.json
 
@@ -129,7 +129,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def costs(found: list[tuple[str, dict[str, float]]]) -> dict[str, Any]:
-    """What both saves of a round cost, in seconds."""
+    """Cost of both saves of a round, in seconds."""
     plain = sum(w["seconds"] for kind, w in found if kind == "none") / 2
     by_kind = dict(found)
     result: dict[str, Any] = {"plain_s": plain, "kept": bool(by_kind["background"]["done"])}

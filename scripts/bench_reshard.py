@@ -142,7 +142,7 @@ def make(folder: Path, tensors: dict[str, GlobalTensor], config: PretrainConfig)
 
 
 def child(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """What a process that reshards in `folder` tells."""
+    """Report of a process that reshards in `folder`."""
     words = [sys.executable, __file__, "--child", str(folder), "--tp", str(args.tp), "--pp", str(args.pp)]
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, env=environ, check=False)

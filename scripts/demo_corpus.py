@@ -68,7 +68,7 @@ def clean(block: str) -> str:
 
 
 def is_direction(block: str) -> bool:
-    """Whether a paragraph is one run of emphasis. Lines of a speech end in two spaces, its lines do not."""
+    """True if a paragraph is one run of emphasis. Lines of a speech end in two spaces, its lines do not."""
     text = block.strip()
     marked = any(text.startswith(m) and text.endswith(m) and not text.startswith("**") for m in "_*")
     return marked and "  \n" not in text
@@ -118,7 +118,7 @@ def installed_plays() -> list[Path]:
 
 
 def is_play(name: str) -> bool:
-    """Whether a file of the package is a play."""
+    """True if a file of the package is a play."""
     return name.startswith(PLAYS) and name.endswith(".md")
 
 

@@ -1,8 +1,7 @@
-"""Scores kept on disk while a long evaluation runs, so that it goes on after a stop.
+"""Scores kept on disk while a long evaluation runs, so that it resumes after a stop.
 
 JSON lines: a header that says what is scored, then one line for each request that is done. A command that is
-killed may leave half a line at the end, which is dropped. Whatever else is not as it was written makes the
-whole file worthless: it is written anew.
+killed may leave half a line at the end, which is dropped. Any other damage discards the whole file.
 """
 
 import json
@@ -24,7 +23,7 @@ Result = tuple[float, bool]
 
 
 class Text(Protocol):
-    """What of a request its score is a function of."""
+    """The fields of a request that determine its score."""
 
     @property
     def tokens(self) -> NDArray[np.int64]: ...
@@ -33,7 +32,7 @@ class Text(Protocol):
 
 
 class KeptScores:
-    """The file of one evaluation; for one process at a time.
+    """File of one evaluation's scores, for one process at a time.
 
     Attributes:
         found: what an earlier command left, by the request's number.
@@ -71,7 +70,7 @@ def as_lines(results: Mapping[int, Result]) -> bytes:
 
 
 def read_results(path: Path, header: bytes, count: int) -> dict[int, Result]:
-    """What a file kept under this header holds; nothing where it is another's, damaged or not there.
+    """Scores kept in a file under this header; none if it is of another evaluation, damaged or missing.
 
     Raises OSError where it cannot be read.
     """

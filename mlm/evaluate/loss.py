@@ -133,7 +133,7 @@ def _no_validation_set(data: DataConfig) -> str:
 
 
 def result_path(config: EvalLossConfig, trained: PretrainConfig, checkpoint: Path, prefix: Path) -> Path:
-    """Where the JSON receipt goes. The corpora of a blend have validation sets of one name."""
+    """Path of the JSON receipt. The corpora of a blend have validation sets of one name."""
     name = f"{prefix.parent.name}-{prefix.name}" if trained.data.blend else prefix.name
     return Path(config.out) if config.out else result_file(checkpoint, f"eval-loss-{name}.json")
 
@@ -190,7 +190,7 @@ def scored_windows(config: EvalLossConfig, trained: Trained, prefix: Path, seq_l
 
 
 def training_corpora(trained: Trained) -> list[dict[str, Any]]:
-    """What the checkpoint says of the corpora it was trained on; older and imported ones say nothing.
+    """Corpora the checkpoint was trained on; none if it is older or imported.
 
     Raises CorruptFileError.
     """

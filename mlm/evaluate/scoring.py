@@ -49,14 +49,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a model makes of a request."""
+    """Score of one request."""
 
     loss: float
     """Summed over the scored tokens, in nats: the negative log-likelihood."""
     is_greedy: bool
-    """Whether every scored token is the most probable one, given the text's own tokens before it."""
+    """True if every scored token is the argmax, given the text's own tokens before it."""
     tokens: int
-    """How many were scored."""
+    """Number of scored tokens."""
 
 
 Reading = list[int]
@@ -135,7 +135,7 @@ def score(
 
 
 def is_valid(request: Request, max_positions: int, vocab_size: int) -> bool:
-    """Whether the model can score a request."""
+    """Check that the model can score a request."""
     tokens = request.tokens
     fits = 1 <= request.first < len(tokens) <= max_positions + 1
     return fits and int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size

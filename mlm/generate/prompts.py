@@ -13,7 +13,7 @@ from mlm.generate.config import STDIN, GenerateConfig
 from mlm.parallel.mesh import ParallelContext
 
 KEYS = ("prompt", "text")
-"""What a line of a .jsonl file may call its prompt; the first that is there."""
+"""Keys of the prompt in a line of a .jsonl file; the first present counts."""
 REMEDY = 'give prompt="some text", prompt=- for standard input, or prompts=FILE'
 MAX_BYTES = 1 << 28
 """Of a file of prompts, or of standard input: 256 MiB."""
@@ -24,10 +24,10 @@ class Prompt:
     """A text to continue."""
 
     place: str
-    """Where it stands, for messages: prompt, or FILE:LINE."""
+    """Its location in messages: prompt, or FILE:LINE."""
     text: str
     ids: tuple[int, ...] = ()
-    """Its tokens; of an empty text the end-of-document token, behind which a document begins."""
+    """Its tokens; of an empty text the end-of-document token, after which a document begins."""
 
 
 def read_prompts(config: GenerateConfig, tokenizer: Tokenizer) -> list[Prompt]:
@@ -49,7 +49,7 @@ def read_prompts(config: GenerateConfig, tokenizer: Tokenizer) -> list[Prompt]:
 
 
 def share_prompts(config: GenerateConfig, tokenizer: Tokenizer, ctx: ParallelContext) -> list[Prompt]:
-    """What rank 0 reads, on every rank: it alone has standard input. Collective; raises as `read_prompts`."""
+    """Return rank 0's prompts on every rank: it alone has standard input. Collective, raises UserError."""
     ranks = Ranks(ctx.rank, ctx.world_size, ctx.host_group, ctx.watch)
 
     def explain(error: Exception) -> UserError:

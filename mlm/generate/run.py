@@ -57,7 +57,7 @@ def preflight(config: GenerateConfig) -> list[str]:
 
 
 def out_problems(out: str | None) -> list[str]:
-    """Whether a file can be written there."""
+    """Problems of writing a file at `out`."""
     folder = None if out is None or is_stream(out) else Path(out).parent
     if folder is None or (os.access(folder, os.W_OK) and not Path(out or "").is_dir()):
         return []
@@ -102,7 +102,7 @@ def run(config: GenerateConfig, ctx: ParallelContext) -> None:
 
 
 def sampling(config: GenerateConfig) -> Sampling:
-    """How the command wants texts continued."""
+    """Sampling settings of the command."""
     return Sampling(
         max_new_tokens=config.max_new_tokens,
         min_new_tokens=config.min_new_tokens,
@@ -202,8 +202,11 @@ def record(
 
 
 class Stream:
-    """Prints text as its tokens come; a character split over tokens waits until it is whole, and so does
-    what may become one of `stops`, before which the text ends."""
+    """Printer of text as its tokens come.
+
+    A character split over tokens waits until it is whole, and so does what may become one of `stops`, before
+    which the text ends.
+    """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), *, shown: bool) -> None:
         self.tokenizer, self.stops, self.shown = tokenizer, stops, shown

@@ -1,1 +1,1 @@
-"""What a run will do, worked out before it starts."""
+"""Plans of a run, computed before it starts."""

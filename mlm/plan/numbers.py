@@ -1,9 +1,10 @@
-"""What a plan's simulation showed, as numbers: the bubble beside its closed formula, and a line per rank."""
+"""Numbers of a simulated plan: the bubble beside its closed formula, a row per rank, and all as JSON."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from mlm.parallel.pipeline.actions import Plan, Receive, Send
+from mlm.parallel.pipeline.actions import Action, Instruction, Plan, Receive, Send
 from mlm.plan.config import PlanScheduleConfig
 
 
@@ -72,7 +73,7 @@ def rank_numbers(plan: Plan) -> list[RankNumbers]:
 
 
 def count(instructions: Sequence[object], kind: type) -> int:
-    """How many instructions are of a kind."""
+    """Number of instructions of a type."""
     return sum(isinstance(instruction, kind) for instruction in instructions)
 
 
@@ -82,3 +83,40 @@ def title(config: PlanScheduleConfig) -> str:
     if config.vp > 1:
         name = f"interleaved {name}"
     return f"{name} · pp={config.pp} vp={config.vp} micro_batches={config.micro_batches}"
+
+
+def record(plan: Plan, config: PlanScheduleConfig) -> dict[str, Any]:
+    """All of a plan in values that JSON holds; times in the unit of the costs."""
+    formula = closed_bubble(config)
+    return {
+        "format": "mlm-schedule-1",
+        "settings": {key: value for key, value in asdict(config).items() if key != "out"},
+        "bubble": plan.bubble,
+        "bubble_formula": {"formula": formula.words, "value": formula.value, "exact": formula.holds},
+        "makespan": plan.makespan,
+        "ranks": [
+            {
+                **asdict(numbers),
+                "instructions": [instruction_record(instruction) for instruction in instructions],
+                "timeline": [
+                    {**action_record(span.action), "start": span.start, "end": span.end} for span in spans
+                ],
+            }
+            for numbers, instructions, spans in zip(
+                rank_numbers(plan), plan.instructions, plan.timeline, strict=True
+            )
+        ],
+    }
+
+
+def instruction_record(instruction: Instruction) -> dict[str, Any]:
+    """An instruction of a rank: do (compute, send, receive), op, chunk, micro_batch, peer."""
+    if isinstance(instruction, Action):
+        return {"do": "compute", **action_record(instruction)}
+    verb = "send" if isinstance(instruction, Send) else "receive"
+    return {"do": verb, **action_record(instruction.action), "peer": instruction.peer}
+
+
+def action_record(action: Action) -> dict[str, Any]:
+    """An action's op as F, B or W, its chunk and micro-batch."""
+    return {"op": action.op.value, "chunk": action.chunk, "micro_batch": action.micro_batch}

@@ -11,8 +11,7 @@ from matplotlib.ticker import MaxNLocator
 
 from mlm.files.results import CREATOR
 from mlm.parallel.pipeline.actions import Action, Op, Plan, Span
-from mlm.plan.colours import fill, ink
-from mlm.plan.terminal import INPUT_GRADIENT, NAMES
+from mlm.plan.terminal import INPUT_GRADIENT, NAMES, fill, ink
 
 IDLE, INK = "#e8e8e8", "#333333"
 CELL_INCHES = 0.24  # width of the shortest computation

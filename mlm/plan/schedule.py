@@ -15,8 +15,7 @@ from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule
 from mlm.plan import picture, terminal
 from mlm.plan.config import PlanScheduleConfig
-from mlm.plan.numbers import Formula, closed_bubble, rank_numbers, title
-from mlm.plan.record import record
+from mlm.plan.numbers import Formula, closed_bubble, rank_numbers, record, title
 
 
 def run(config: PlanScheduleConfig, console: Console | None = None) -> Plan:
@@ -71,7 +70,7 @@ def say(line: str, console: Console) -> None:
 
 
 def compared(bubble: float, formula: Formula) -> str:
-    """What the formula says beside the simulation, and why where they differ."""
+    """The formula's value beside the simulated one, and why they differ."""
     said = f"formula {formula.words} = {formula.value:.2%}"
     return said if abs(bubble - formula.value) < 1e-9 else f"{said} (exact {formula.holds})"
 

@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.text import Text
 
 from mlm.parallel.pipeline.actions import Action, Op, Plan, Span
-from mlm.plan.colours import fill, ink
 
 NAMES = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.WEIGHT: "weight gradient"}
 INPUT_GRADIENT = "input gradient"  # what BACKWARD is where there are WEIGHT actions
@@ -20,6 +19,8 @@ IDLE = "."
 MOST_LINES = 60  # of a picture; longer ones lose their middle
 MOST_UNEQUAL = 8  # a computation this many times shorter than the longest is drawn without its number
 TICK_COLUMNS = 10  # between numbers on the time axis, at least
+HUES = {Op.FORWARD: (43, 108, 176), Op.BACKWARD: (39, 119, 73), Op.WEIGHT: (192, 86, 33)}
+LIGHTEST = 0.65  # share of white in the last chunk's colour
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Scale:
     columns_per_time: float
 
     def column(self, time: float) -> int:
-        """Where a time is, in columns from the start."""
+        """Column of a time, counted from the start."""
         return round(time * self.columns_per_time)
 
 
@@ -53,7 +54,7 @@ def draw(plan: Plan, console: Console) -> None:
 
 
 def has_shades(console: Console) -> bool:
-    """Whether chunks can be told apart by shades: 8 or 16 colours are too few."""
+    """True if the terminal has enough colours to tell chunks apart by shades: 8 or 16 are too few."""
     return console.color_system in ("256", "truecolor") and not console.no_color
 
 
@@ -75,7 +76,7 @@ def show(line: Text, console: Console) -> None:
 
 
 def row_name(rank: int) -> str:
-    """What a line begins with."""
+    """Label at the start of a line."""
     return f"rank {rank}"
 
 
@@ -96,7 +97,7 @@ def scale_for(plan: Plan, *, coloured: bool) -> Scale:
 
 
 def label(action: Action, scale: Scale) -> str:
-    """What a cell shows, its op and chunk in colours or in letters: F3 and f3 on two chunks, F3.2 on more."""
+    """Label of a cell: its op and chunk in colours or in letters (F3 and f3 on two chunks, F3.2 on more)."""
     if scale.coloured:
         return f" {action.micro_batch}"
     letter = action.op.value.lower() if scale.num_chunks == 2 and action.chunk else action.op.value
@@ -151,7 +152,7 @@ def round_step(least: float) -> float:
 
 
 def legend(plan: Plan, scale: Scale) -> Text:
-    """What the cells mean."""
+    """Legend of the cells."""
     ops = [op for op in Op if any(span.action.op is op for spans in plan.timeline for span in spans)]
     line = Text()
     for op in ops:
@@ -169,9 +170,21 @@ def legend(plan: Plan, scale: Scale) -> Text:
 
 
 def chunk_words(scale: Scale) -> str:
-    """How to tell a rank's chunks apart."""
+    """The legend's words on a rank's chunks."""
     if scale.coloured:
         return "later chunks lighter"
     if scale.num_chunks == 2:
         return "small letters: the second chunk"
     return "after the point: chunks"
+
+
+def fill(action: Action, num_chunks: int) -> str:
+    """The colour of a computation's cell, as #rrggbb."""
+    white = LIGHTEST * action.chunk / max(num_chunks - 1, 1)
+    return "#" + "".join(f"{round(value + white * (255 - value)):02x}" for value in HUES[action.op])
+
+
+def ink(colour: str) -> str:
+    """Black or white, whichever reads better on a colour given as #rrggbb."""
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#ffffff"

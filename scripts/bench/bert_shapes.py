@@ -1,4 +1,4 @@
-"""What a BERT benchmark trains: shapes, random weights and micro-batches, the same for every contender."""
+"""Inputs of a BERT benchmark: shapes, random weights and micro-batches, the same for every contender."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -37,7 +37,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Seen:
-    """What was seen of a command and its descendants.
+    """Observations of a command and its descendants.
 
     peaks   bytes, of the `main` process and of its largest `worker`: `resident` is VmHWM, which counts mapped
             files too; `anonymous` the largest RssAnon that was seen

@@ -1,4 +1,4 @@
-"""How a benchmark ends: a line for a mistake, no traceback for Ctrl-C."""
+"""The end of a benchmark: a line for a mistake, no traceback for Ctrl-C."""
 
 from collections.abc import Callable
 

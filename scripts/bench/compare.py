@@ -16,7 +16,7 @@ from bench.timing import Clock, Say, Series
 
 @dataclass(frozen=True)
 class Plan:
-    """What is compared with what, and how often."""
+    """Contenders to compare, and the number of rounds."""
 
     whole: tuple[str, ...]
     """Contenders in one process each; the first is the reference."""
@@ -67,7 +67,7 @@ class Field:
         self.reference = folder / "reference.safetensors"
         self.up: dict[str, Ranks] = {}
         self.facts: dict[str, dict[str, Any]] = {}
-        """What is known of each contender that was ever up."""
+        """Facts about each contender that started."""
 
     def get(self, name: str) -> Ranks:
         """The contender, started if it is not up. Raises UserError if it does not compute the same."""

@@ -68,7 +68,7 @@ class Trainee(ABC):
 
 
 def run_config(spec: Spec, micro_batch_size: int, parallel: ParallelConfig | None = None) -> PretrainConfig:
-    """What `mlm` trains with."""
+    """Training settings of `mlm`."""
     return PretrainConfig(
         name="bench",
         out="",

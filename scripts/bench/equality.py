@@ -40,7 +40,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How near a contender came to the reference; 0.0 for the reference itself."""
+    """Difference of a contender from the reference; 0.0 for the reference itself."""
 
     loss_error: float
     gradient_error: float

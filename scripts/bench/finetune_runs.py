@@ -58,7 +58,7 @@ class Finetune:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run gave."""
+    """Results of one run."""
 
     train_s: float
     """Seconds of training alone: not starting, tokenising, scoring or saving."""

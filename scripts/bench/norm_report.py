@@ -1,4 +1,4 @@
-"""What the runs of the experiment on the order of layer norm say: a row each, a picture, a table."""
+"""Report on the experiment on the order of layer norm: a row for each run, a picture, a table."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -57,7 +57,7 @@ class Row:
     highest_norm: float | None
     """Gradient norms before clipping: of step 1, and over the run."""
     ended: str
-    """What the run said if it could not go on."""
+    """The error of a run that could not continue."""
 
 
 Curve = dict[str, list[Any]]
@@ -119,7 +119,7 @@ def final_loss(losses: Sequence[float | None]) -> float | None:
 
 
 def tail_size(losses: Sequence[float | None]) -> int:
-    """How many logged steps a final loss is the mean of."""
+    """Number of logged steps that a final loss averages."""
     return max(LEAST, round(TAIL * len(losses)))
 
 
@@ -148,7 +148,7 @@ def rounded(value: float | None) -> float | None:
 
 
 def verdict(losses: Sequence[float | None], entropy: float, *, ended: bool) -> str:
-    """What became of a run, by its training losses alone."""
+    """Outcome of a run, by its training losses alone."""
     final = final_loss(losses)
     if ended or final is None:
         return "diverged"

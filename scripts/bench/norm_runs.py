@@ -25,7 +25,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What all runs share."""
+    """Inputs shared by all runs."""
 
     hidden: int
     heads: int
@@ -57,7 +57,7 @@ class Trial:
 
 
 def settings_of(trial: Trial, sizes: Sizes) -> list[str]:
-    """What `mlm pretrain` is told: only norm differs between two runs of a pair."""
+    """Arguments of `mlm pretrain`: only norm differs between two runs of a pair."""
     return [
         "model=bert_tiny",
         f"model.num_layers={trial.layers}",
@@ -97,7 +97,7 @@ def last_step(run: Path) -> int:
 
 
 def is_over(run: Path, steps: int) -> bool:
-    """Whether nothing is left to do: the last step is validated, or the run could not go on."""
+    """True if the run is complete: the last step is validated, or it could not continue."""
     if (run / ENDED).exists():
         return True
     try:
@@ -117,7 +117,7 @@ class Runs:
         self.running: dict[Trial, subprocess.Popen[bytes]] = {}
 
     def is_kept(self, trial: Trial) -> bool:
-        """Whether a finished run of the same settings is there. Raises UserError for one of others."""
+        """True if a finished run of the same settings exists. Raises UserError for one of others."""
         run, said = self.work / trial.name, self.work / f"{trial.name}.json"
         told = {"settings": settings_of(trial, self.sizes)}
         if said.exists():

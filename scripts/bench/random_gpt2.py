@@ -31,7 +31,7 @@ def save_random_gpt2(
 
 
 def machine_facts(threads: int, packages: Sequence[str]) -> dict[str, Any]:
-    """What a measurement hangs on, for its result file."""
+    """Settings that a measurement depends on, for its result file."""
     return {
         "cpu": cpu_model(),
         "threads": threads,

@@ -80,7 +80,7 @@ def synchronise(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a contender says of itself once built."""
+    """A contender's description of itself once built."""
 
     flops_per_token: float
     notes: tuple[str, ...]

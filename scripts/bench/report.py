@@ -1,4 +1,4 @@
-"""What a person reads: one table per shape."""
+"""Report for people: one table per shape."""
 
 from typing import Any
 

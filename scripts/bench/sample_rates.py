@@ -1,4 +1,4 @@
-"""How fast sample orders are made and samples are read: tokens per second on one core."""
+"""Rates of making sample orders and of reading samples: tokens per second on one core."""
 
 import argparse
 import tempfile

@@ -1,4 +1,4 @@
-"""What is trained: model shapes, weights and tokens, the same for every contender.
+"""Inputs of training: model shapes, weights and tokens, the same for every contender.
 
 The vocabulary is the padded one for everybody (50,304 for GPT-2's 50,257), so that all compute one function:
 who pads and masks, who pads and does not, would otherwise differ.

@@ -1,4 +1,4 @@
-"""What a process needs to know to build a contender. Sent to worker processes, so plain data only."""
+"""Specification of a contender, sent to the worker process that builds it, so plain data only."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

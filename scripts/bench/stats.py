@@ -28,7 +28,7 @@ class Sample:
     """Seconds of the same product just after."""
 
     def steady(self, session_median: float) -> bool:
-        """Whether the machine was the same before, after and through the session.
+        """True if the machine was the same before, after and through the session.
 
         Dropped if the two products differ by more than MAX_DRIFT, or either from the session's median.
         """
@@ -49,11 +49,11 @@ class Pair:
 
     @property
     def ratio(self) -> float:
-        """How many times the tokens/s of the other the reference reached, tokens per step being equal."""
+        """Ratio of the reference's tokens/s to the other's, at equal tokens per step."""
         return self.other.seconds / self.reference.seconds
 
     def steady(self, session_median: float) -> bool:
-        """Whether both samples count."""
+        """True if both samples count."""
         return self.reference.steady(session_median) and self.other.steady(session_median)
 
 

@@ -100,7 +100,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def sizes_of(args: argparse.Namespace) -> Sizes:
-    """What all runs share. Raises UserError."""
+    """Inputs shared by all runs. Raises UserError."""
     if min([*args.layers, args.steps, args.batch, args.jobs, args.threads]) < 1:
         raise UserError("--layers, --steps, --batch, --jobs and --threads: use 1 or more")
     if args.hidden < 16 or args.hidden % 16:

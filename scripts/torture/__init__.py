@@ -1,1 +1,1 @@
-"""What scripts/torture_checkpoint.py is made of."""
+"""Parts of scripts/torture_checkpoint.py."""

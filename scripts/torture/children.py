@@ -25,7 +25,7 @@ from mlm.train import resume, saver
 HUNG_S = 120.0
 HUNG = 124  # exit code of what took longer, as timeout(1) has it
 SAVE, LOAD, RESHARD = "S", "L", "R"
-"""What a job writes to its pipe as one begins; the same in lower case as it ends."""
+"""Written by a job to its pipe as one begins; in lower case as it ends."""
 NOBODY = 65534
 
 
@@ -37,7 +37,7 @@ class Job:
     pipe: int
     log: Path
     heard: str = ""
-    """What it has told so far."""
+    """Messages received so far."""
     codes: dict[int, int] = field(default_factory=dict)
     """Exit code of each child that has ended; minus the signal if one ended it."""
 
@@ -65,7 +65,7 @@ class Job:
                 os.kill(pid, signal.SIGKILL)
 
     def is_over(self) -> bool:
-        """Whether all its children have ended."""
+        """True if all its children have ended."""
         for pid in self.pids:
             if pid not in self.codes:
                 found, status = os.waitpid(pid, os.WNOHANG)
@@ -94,7 +94,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Manner:
-    """How a child differs from a plain one."""
+    """Differences of a child from a plain one."""
 
     unprivileged: bool = False
     """Give up root first: permissions mean nothing to it."""

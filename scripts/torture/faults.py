@@ -210,7 +210,7 @@ def moved_away(trial: Trial, what: Path) -> None:
 
 
 def told_well(trial: Trial, said: str) -> None:
-    """Whatever a run says, it is no traceback."""
+    """Check that the output of a run is no traceback."""
     if "Traceback" in said:
         last = next(line for line in reversed(said.splitlines()) if "Error" in line)
         trial.found.other.append(f"the run ends with a traceback: {last}")

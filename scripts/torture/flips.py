@@ -93,7 +93,7 @@ class Flip:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command said and made."""
+    """Output and results of a command."""
 
     code: int
     said: str
@@ -146,7 +146,7 @@ def targets(template: Path) -> list[str]:
 
 
 def references(template: Path, folder: Path) -> dict[str, Outcome]:
-    """What each command makes of the undamaged run."""
+    """Result of each command on the undamaged run."""
     found = {}
     for name in COMMANDS:
         place = folder / name.replace(" ", "-")

@@ -19,7 +19,7 @@ LEFTOVER = (".saving-", ".replaced-", ".latest-")
 
 @dataclass
 class Findings:
-    """What went wrong, a line each. All empty: nothing did."""
+    """Problems found, a line each; all empty if none."""
 
     lost: list[str] = field(default_factory=list)
     """Checkpoints that were published, kept by policy and untouched by the fault, and cannot be loaded."""
@@ -50,7 +50,7 @@ class Trial:
     """Factor on the time before a kill."""
     found: Findings = field(default_factory=Findings)
     note: str = ""
-    """What was done, for the record."""
+    """Actions taken, for the record."""
 
     @property
     def root(self) -> Path:
@@ -79,13 +79,13 @@ class Trial:
                 self.found.lost.append(f"step {step}: {faults[0].file}: {faults[0].why}")
 
     def all_that_is_whole_is_right(self) -> None:
-        """Whatever verification lets pass must have the content of the undisturbed run."""
+        """Check that checkpoints which pass verification have the content of the undisturbed run."""
         for step, path in checkpoints(self.root).items():
             if verify_checkpoint(path).whole and content(path) != self.reference.contents.get(step):
                 self.found.silent.append(f"step {step} passes for whole and holds something else")
 
     def newest_is_whole(self) -> None:
-        """What a run would begin with is whole."""
+        """Check that the checkpoint a run would start from is whole."""
         with quiet():
             try:
                 newest = latest_checkpoint(self.root)

@@ -15,7 +15,7 @@ from torture.runs import HALF, STEPS, WORDS, content, start_reshard
 WIDER = 1.3  # of the time an operation takes: some kills fall behind its end
 POLL_S = 0.005
 OVER, COMMAND = "over already", "the command itself"
-"""What a kill met that came too late, and one that could not be told."""
+"""Labels of a kill that came too late, and of one that hit an unknown operation."""
 
 
 def kill_in(trial: Trial, job: Job, letter: str, count: int, usual_s: float) -> str:
@@ -113,4 +113,4 @@ KILLS: dict[str, Callable[[Trial], str]] = {
     "resharding": kill_resharding,
     "command": kill_command,
 }
-"""What a round is aimed at → how; each returns what the kill met."""
+"""Target of a round → its function, which returns the operation that the kill hit."""

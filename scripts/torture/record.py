@@ -1,4 +1,4 @@
-"""What a session of torture found: counted for people and kept for machines."""
+"""Findings of a torture session: counts for people and a record for machines."""
 
 import platform
 import time
@@ -22,9 +22,9 @@ class Round:
     kind: str
     """kill, or fault."""
     aim: str
-    """What was to be hit: saving, …; or which fault."""
+    """The target: saving, …; or the injected error."""
     met: str
-    """What a kill met; empty for a fault."""
+    """The operation that a kill hit; empty for an injected error."""
     note: str
     seconds: float
     found: Findings

@@ -55,7 +55,7 @@ def config_of(layout: str) -> PretrainConfig:
 
 
 def content(path: Path) -> Content:
-    """What a checkpoint holds, put together by the safetensors library from the chunks in the manifest."""
+    """Content of a checkpoint, assembled by the safetensors library from the chunks in the manifest."""
     manifest = read_manifest(path)
     files = {name: load_file(path / name) for name in manifest.files}
     found = {}

@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any
 
+from mlm.check.parity.compare import Report, compare
 from mlm.check.parity.config import ParityConfig
-from mlm.check.parity.runs import Report, compare
 from mlm.check.parity.verdict import Verdict, judge
 from mlm.data.config import DataConfig
 from mlm.models.config import ModelConfig
@@ -122,13 +122,13 @@ AXES: dict[str, tuple[Any, ...]] = {
     "dropout": (False, True),
     "documents": (False, True),
 }
-"""What a layout may be. `uneven`: stages of unequal numbers of layers."""
+"""Values of a layout. `uneven`: stages of unequal numbers of layers."""
 
 Pair = frozenset[tuple[str, Any]]
 
 
 def is_compatible(axes: dict[str, Any]) -> bool:
-    """Whether the values go together and each of them has an effect, on two to eight ranks."""
+    """True if the values are compatible and each has an effect, on two to eight ranks."""
     a = axes
     return (
         2 <= a["tp"] * a["pp"] * a["dp"] <= 8

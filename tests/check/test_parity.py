@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from mlm.check.parity.checks import check_parity
-from mlm.check.parity.command_run import memory_fault, needed_bytes, run
 from mlm.check.parity.config import FIRST_LOSS_SCALE, ParityConfig
+from mlm.check.parity.run import memory_fault, needed_bytes, run
 from mlm.cli.compose import load_config
 from mlm.config.tree import leaves
 from mlm.errors import UserError
@@ -150,7 +150,7 @@ def test_a_disk_that_fills_while_comparing_is_one_line(
     def full(path: Path, _: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr("mlm.check.parity.command_run.write_result", full)
+    monkeypatch.setattr("mlm.check.parity.run.write_result", full)
     small = ("steps=1", "model.hidden_size=16", "data.seq_length=16", "train.global_batch_size=2")
     with pytest.raises(UserError, match=r"out=.*No space left on device"):
         run(parity(f"out={tmp_path}", *small), shape_context())

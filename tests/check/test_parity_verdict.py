@@ -1,11 +1,11 @@
-"""What the numbers of a comparison are said to mean."""
+"""Verdicts on the numbers of a comparison."""
 
 from dataclasses import replace
 from math import inf, nan
 
 import pytest
 
-from mlm.check.parity.runs import Difference, Pair, Report, StepReport
+from mlm.check.parity.compare import Difference, Pair, Report, StepReport
 from mlm.check.parity.verdict import TOLERANCES, judge, relative
 
 NAMES = ("token.weight", "layers.0.attention_norm.bias", "layers.0.mlp.up.weight", "final_norm.bias")

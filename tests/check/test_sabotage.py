@@ -76,7 +76,7 @@ def mean_of_micro_batch(objective: NextToken, chunk: Any, batch: Batch, scale: T
 
 
 def tokens_of_replica(trainer: Trainer, batches: list[Batch]) -> Tensor:
-    """What the loss is divided by, not summed over dp."""
+    """The divisor of the loss, not summed over dp."""
     count = sum(batch.labels.numel() for batch in batches)
     return torch.tensor([float(count)], dtype=parameter_dtype(trainer.config.precision))
 
@@ -105,7 +105,7 @@ def masks_of_first_rank(*args: Any, split_parts: tuple[int, ...], **kwargs: Any)
 
 @dataclass(frozen=True)
 class Sabotage:
-    """What is replaced by what, at which layout, and what the verdict must say of it."""
+    """A replaced function, its replacement, the layout, and the expected verdict."""
 
     target: str
     broken: Callable[..., Any]

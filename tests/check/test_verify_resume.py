@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from mlm.check.verify_resume import runs as resume_runs
+from mlm.check.verify_resume import rehearsal as resume_runs
 from mlm.check.verify_resume.config import KillPlan, VerifyResumeConfig
+from mlm.check.verify_resume.rehearsal import Kill, Rehearsal
 from mlm.check.verify_resume.run import first_step, out_problems, preflight
-from mlm.check.verify_resume.runs import Kill, Rehearsal
 from mlm.checkpoint.native.folders import step_name
 from mlm.cli import main
 from mlm.cli.compose import load_config

@@ -1,4 +1,4 @@
-"""What `mlm verify-resume` refuses before anything starts, and where it asks for equal bits."""
+"""Settings that `mlm verify-resume` rejects before it starts, and those compared bit for bit."""
 
 import pytest
 

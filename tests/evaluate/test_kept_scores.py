@@ -1,4 +1,4 @@
-"""What a scoring run that stops leaves on disk, and which of it the next one takes."""
+"""Scores that a stopped run leaves on disk, and those that the next run reads."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -44,7 +44,7 @@ def stop_after(count: int) -> Callable[[int], None]:
 
 @pytest.fixture
 def stopped(reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What a run leaves that was stopped after about half of the requests, one text per micro-batch."""
+    """Scores of a run stopped after about half of the requests, one text per micro-batch."""
     monkeypatch.setattr(scoring, "CPU_TOKENS", 1)
     kept = tmp_path / "kept.jsonl"
     with pytest.raises(KeyboardInterrupt):

@@ -11,7 +11,7 @@ import pytest
 
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.errors import CheckFailedError, UserError
-from mlm.evaluate.lm_eval import command_line as lm_eval_command
+from mlm.evaluate import lm_eval as lm_eval_command
 from mlm.evaluate.lm_eval import ranks as lm_eval_ranks
 from mlm.evaluate.zero_shot.sources import Texts
 from mlm.evaluate.zero_shot.wikitext103 import per_article

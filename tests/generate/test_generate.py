@@ -43,7 +43,7 @@ def generated(model: Path, *settings: str) -> list[dict[str, Any]]:
 
 
 def refused(capsys: pytest.CaptureFixture[str], model: Path, *settings: str, code: int = 2) -> str:
-    """What a command that is refused says; nothing else may be on the terminal."""
+    """Message of a rejected command; nothing else may be on the terminal."""
     assert main([*COMMAND, f"ckpt={model}", *settings]) == code
     out, said = capsys.readouterr()
     assert (out, "Traceback" in said) == ("", False)

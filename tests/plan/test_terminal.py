@@ -12,8 +12,7 @@ from rich.segment import Segment
 from mlm.parallel.pipeline.actions import Cost, Op, Plan
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule
-from mlm.plan.colours import fill
-from mlm.plan.terminal import draw, round_step, row, scale_for, windows
+from mlm.plan.terminal import draw, fill, round_step, row, scale_for, windows
 
 
 def plan(name: str = "1f1b", p: int = 4, v: int = 1, m: int = 8, cost: Cost | None = None) -> Plan:
@@ -113,7 +112,7 @@ def test_line_has_no_gap_and_no_overlap() -> None:
 
 
 def coloured(plan: Plan, **options: object) -> list[Segment]:
-    """What a terminal with colours gets."""
+    """Output to a terminal with colours."""
     console = Console(
         file=io.StringIO(), width=400, force_terminal=True, **{"color_system": "truecolor", **options}
     )

@@ -14,7 +14,7 @@ from tests.convert.hf_models import TEXT, add_tokenizer
 
 
 def test_it_ends_with_a_ratio_and_answers_that_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the ratio of so small a model: the exit code is its only judge."""
+    """The ratio of so small a model is not judged, only the exit code."""
     monkeypatch.setattr(bench_eval, "TARGETS", {"lambada": 0.0, "wikitext": 0.0})
     add_tokenizer(tmp_path)
     (tmp_path / "lambada.jsonl").write_text(json.dumps({"text": " ".join(TEXT.split())}) + "\n")

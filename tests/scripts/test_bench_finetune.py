@@ -33,7 +33,7 @@ TEXTS = ["a good film .", "bad", "very very bad film", "good good"]
 
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the script sets for its own process."""
+    """Variables that the script sets for its own process."""
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
 
 

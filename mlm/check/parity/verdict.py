@@ -1,8 +1,8 @@
-"""Whether a layout equals one process: tolerances, the verdict in words, and what to suspect.
+"""The verdict on a layout against one process: tolerances, a sentence, and what to suspect.
 
 A layout adds the same numbers in another order. So in float64 losses and gradients agree to rounding, some
 1e-15, and a mechanism that is wrong shows ten orders of magnitude above that. In narrower formats the same
-faults show less clearly: float64 proves, the others only reassure.
+errors show less clearly: float64 proves, the others only reassure.
 """
 
 import math
@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mlm.check.parity.runs import Difference, Report, StepReport
+from mlm.check.parity.compare import Difference, Report, StepReport
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What may differ by rounding alone."""
+    """Largest differences attributed to rounding."""
 
     loss: float
     """Nats per token."""
@@ -51,17 +51,17 @@ ALIKE = 1e-6
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the numbers say."""
+    """Verdict on a comparison."""
 
     word: Literal["EQUAL", "DIFFERENT", "UNDECIDED"]
     sentence: str
     """One line."""
     hint: str = ""
-    """Which mechanism to suspect, where the pattern of differences says it."""
+    """The mechanism to suspect, if the pattern of differences shows it."""
 
     @property
     def equal(self) -> bool:
-        """Whether the layout was found to train as one process does."""
+        """True if the layout trains as one process does."""
         return self.word == "EQUAL"
 
 
@@ -96,7 +96,7 @@ def judge(report: Report, precision: str) -> Verdict:
 
 
 def skipped(step: StepReport) -> bool:
-    """Whether both sides skipped the step because its gradients overflow float16."""
+    """True if both sides skipped the step because its gradients overflow float16."""
     return not (math.isfinite(step.grad_norm.one_process) or math.isfinite(step.grad_norm.layout))
 
 
@@ -112,7 +112,7 @@ def of_moved(difference: float, moved: float) -> float:
 
 
 def _of_step(step: StepReport, tolerance: Tolerance) -> Verdict | None:
-    """What is wrong with a step, None where nothing is."""
+    """The verdict on a step that differs; None if it agrees."""
     if not step.loss.difference <= tolerance.loss:
         return Verdict(
             "DIFFERENT",
@@ -163,7 +163,7 @@ def _hint_of_loss(step: StepReport, tolerance: Tolerance) -> str:
             f"all gradients are {factor:.6g} times those of one process: suspect what the loss is divided by"
         )
     return (
-        "the forward pass differs: suspect how weights are cut (the order of the qkv rows), a sum over tp, "
+        "the forward pass differs: suspect how weights are split (the order of the qkv rows), a sum over tp, "
         "dropout masks, or which samples each replica reads"
     )
 
@@ -188,7 +188,7 @@ def _hint_of_gradients(wrong: Sequence[Difference], gradients: Sequence[Differen
     last = gradients.index(wrong[-1])
     if any(gradient not in wrong for gradient in gradients[:last]):
         return (
-            "gradients before and behind it are right, so the way back through the layers is: suspect how "
+            "gradients before and after it are right, so backward through the layers is right: suspect how "
             "its own gradient is computed, kept or reduced"
         )
     if last == len(gradients) - 1:
@@ -213,7 +213,7 @@ def common_factor(gradients: Sequence[Difference]) -> float | None:
 
 
 def _agreement(report: Report) -> str:
-    """How equal, in words."""
+    """The agreement in words."""
     counted = [step for step in report.steps if not skipped(step)]
     losses = max(step.loss.difference for step in report.steps)
     gradients = max(by for step in counted for by in relative(step.gradients))

@@ -19,7 +19,7 @@ from mlm.check.parity.config import comparable
 from mlm.check.parity.verdict import Verdict
 from mlm.check.verify_resume.checks import faults_here, same_layout
 from mlm.check.verify_resume.config import KillPlan, VerifyResumeConfig
-from mlm.check.verify_resume.runs import FILES, RESUMED, STRAIGHT, Kill, Rehearsal, Show
+from mlm.check.verify_resume.rehearsal import FILES, RESUMED, STRAIGHT, Kill, Rehearsal, Show
 from mlm.check.verify_resume.verdict import (
     FIELDS,
     Allowed,
@@ -51,7 +51,7 @@ from mlm.train.state import CHECKPOINTS, is_weights_only
 TASK = "verify-resume"
 RESULT = f"{TASK}.json"
 OURS = {RESULT, STRAIGHT, RESUMED, *FILES, LOCK, MARKER}
-"""What may stand in `out`."""
+"""Names allowed in `out`."""
 MAX_RESULT = 1 << 28  # bytes of an earlier result that is looked at
 LISTED = 24
 """Steps up to which the table shows all; of more, those around the kill and the last."""
@@ -97,7 +97,7 @@ def out_problems(out: Path) -> list[str]:
 
 
 def _is_partial(name: str) -> bool:
-    """Whether a kill left this file half written (write_atomic)."""
+    """True for a file that a kill left half written (write_atomic)."""
     return name.endswith(".partial") and any(name.startswith(f".{ours}.") for ours in OURS)
 
 
@@ -163,7 +163,7 @@ def progress() -> Iterator[Show]:
 
 
 def collect(out: Path, plan: KillPlan) -> Runs:
-    """What both runs left. Raises UserError for checkpoints that cannot be read, OSError for metrics."""
+    """Read the records of both runs. Raises UserError for unreadable checkpoints, OSError for metrics."""
     first, second = (out / name / CHECKPOINTS / step_name(plan.last) for name in (STRAIGHT, RESUMED))
     count = compared_bytes(read_manifest(first), read_manifest(second))
     with byte_progress("comparing the last checkpoints", count) as advance:

@@ -1,4 +1,4 @@
-"""Whether a run that was killed and resumed is the run that nobody killed: every step, then every tensor."""
+"""Comparison of a killed and resumed run with an undisturbed one: every step, then every tensor."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -24,15 +24,15 @@ FIELDS = {
     "skipped_steps": "count of skipped steps",
     "tokens": "count of consumed tokens",
 }
-"""What is compared of each step, and its name in words."""
+"""Compared fields of each step, and their names in words."""
 NO_COUNTERS = ("config", "versions", LINEAGE)
-"""What a checkpoint's state holds besides counters."""
+"""Entries of a checkpoint's state that are not counters."""
 FIRST, SECOND = MOMENTS
 
 
 @dataclass(frozen=True)
 class Runs:
-    """What both runs left."""
+    """Records of both runs."""
 
     plan: KillPlan
     straight: Records
@@ -46,14 +46,14 @@ class Runs:
 
 @dataclass(frozen=True)
 class Allowed:
-    """How far the second half may be from the straight run's."""
+    """Tolerance between the second half and the straight run's."""
 
     tolerance: Tolerance | None
     """None: not by a bit."""
     precision: str
 
     def step_differs(self, field: str, straight: Any, resumed: Any) -> bool:
-        """Whether a number of a step is beyond what may be; null (not finite) equals null alone."""
+        """True if a number of a step is beyond the tolerance; null (not finite) equals only null."""
         if straight == resumed:
             return False
         limits = {} if self.tolerance is None else {"loss": self.tolerance.loss}
@@ -220,7 +220,7 @@ def step_difference(runs: Runs, step: int) -> float | None:
 
 
 def _agreement(runs: Runs, may: Allowed) -> str:
-    """How equal, in words."""
+    """The agreement in words."""
     steps, final = runs.plan.last - runs.plan.first, runs.final
     elements = sum(tensor.elements for tensor in final.tensors)
     counted = f"{steps} steps, then {len(final.tensors)} tensors of {elements:,} elements"

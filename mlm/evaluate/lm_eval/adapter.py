@@ -2,7 +2,7 @@
 
     mlm-lm-eval --model mlm --model_args ckpt=runs/shakespeare,tp=2 --tasks lambada_openai
 
-`mlm-lm-eval`, or `python -m mlm.evaluate.lm_eval.command_line`, is lm-eval's own command line with the
+`mlm-lm-eval`, or `python -m mlm.evaluate.lm_eval`, is lm-eval's own command line with the
 model `mlm` registered: lm-eval (0.4) finds models of other packages only when these are
 imported. In Python, import this module before `lm_eval.simple_evaluate(model="mlm", model_args=…)`.
 
@@ -43,12 +43,12 @@ from mlm.launch.start import choose_world_size, launch_facts
 KEYS = {"precision": "precision.dtype", "device": "dist.device"}
 """Short names of model_args, and the fields they set."""
 UNSAID = "cuda:0"
-"""What lm-eval's command passes as device when nobody names one, GPU or not."""
+"""The device that lm-eval's command passes by default, with or without a GPU."""
 IGNORED = {"num_beams": 1, "use_cache": True, "num_return_sequences": 1}
 """Settings of tasks for `transformers` that say what we do anyhow."""
 Tokens = list[int]
 Part = tuple[tuple[str, str] | None, Tokens, Tokens]
-"""What lm-eval wants scored: its cache key, the context, and the continuation."""
+"""A text to score: lm-eval's cache key, the context, and the continuation."""
 
 
 @register_model("mlm")
@@ -180,7 +180,7 @@ class MlmLM(TemplateLM):
         return self.tok_encode(context)[-room:] or [self.prefix_token_id]
 
     def _options(self, arguments: dict[str, Any]) -> tuple[Sampling, list[str]]:
-        """How to draw, and the texts that end a continuation. Raises UserError."""
+        """Return the sampling settings and the texts that end a continuation. Raises UserError."""
         said = dict(normalize_gen_kwargs(arguments, self.settings.max_gen_toks))
         stops = handle_stop_sequences(said.pop("until"), eos=self.tokenizer.decode([self.eot_token_id]))
         most = said.pop("max_gen_toks")
@@ -210,7 +210,7 @@ class MlmLM(TemplateLM):
 
 
 def settings(arguments: dict[str, Any]) -> LmEvalConfig:
-    """What model_args and lm-eval's own flags mean. Raises ConfigError with all faults."""
+    """Return the settings from model_args and lm-eval's flags. Raises ConfigError with all problems."""
     values = {KEYS.get(key, key): value for key, value in arguments.items() if key != "max_batch_size"}
     if str(values.get("batch_size", "")).startswith("auto"):  # lm-eval's word for as much as fits
         del values["batch_size"]

@@ -4,13 +4,15 @@ lm-eval is one process and knows nothing of tp or pp. For more than one rank it 
 that starts the ranks, `python -m mlm.evaluate.lm_eval.ranks CONFIG.json`, and talks to rank 0 over a Unix
 socket in a folder only this user can enter. Rank 0 tells the others what is asked; all of them do it.
 
-Bodies of messages are arrays: int64 tokens, float64 scores. Nothing is pickled.
+A message is two lengths of 8 bytes, little-endian, then that much JSON and an array of that many bytes: int64
+tokens, float64 scores. Nothing is pickled.
 """
 
 import json
 import os
 import select
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -30,7 +32,6 @@ from mlm.config.build import from_dict, to_dict
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import CheckFailedError, UserError
 from mlm.evaluate.config import LmEvalConfig
-from mlm.evaluate.lm_eval.channel import Channel, read_message
 from mlm.evaluate.scoring import Request, Score, score
 from mlm.inference.generation import Sampling, continuations, ends_at
 from mlm.inference.trained import Trained, load_tokenizer, load_trained
@@ -47,10 +48,57 @@ IDLE_S = 20.0
 """While nothing is asked, how often rank 0 tells the others so: they would take its silence for a hang."""
 LEAVE_S = 10.0
 STDERR = 2
+HEADER = struct.Struct("<QQ")
+
+
+class Channel:
+    """One end of the socket between lm-eval and rank 0."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.end = end
+
+    @classmethod
+    def connect(cls, path: str) -> "Channel":
+        """Rank 0's end."""
+        end = socket.socket(socket.AF_UNIX)
+        end.connect(path)
+        return cls(end)
+
+    def is_ready(self, seconds: float) -> bool:
+        """True if a message, or the peer's disconnection, arrives within this time."""
+        return bool(select.select([self.end], [], [], seconds)[0])
+
+    def send(self, head: dict[str, Any], body: bytes = b"") -> None:
+        """Send a message. Raises OSError when the other has left."""
+        content = json.dumps(head).encode()
+        self.end.sendall(HEADER.pack(len(content), len(body)) + content + body)
+
+    def receive(self) -> bytes | None:
+        """The next message as it was sent; None when the other has left."""
+        start = self._exactly(HEADER.size)
+        rest = None if start is None else self._exactly(sum(HEADER.unpack(start)))
+        return None if start is None or rest is None else start + rest
+
+    def _exactly(self, count: int) -> bytes | None:
+        content = bytearray(count)
+        view = memoryview(content)
+        while view:
+            received = self.end.recv_into(view)
+            if not received:
+                return None
+            view = view[received:]
+        return bytes(content)
+
+
+def read_message(message: bytes) -> tuple[dict[str, Any], bytes]:
+    """Its JSON and its array."""
+    size, _ = HEADER.unpack_from(message)
+    middle = HEADER.size + size
+    return json.loads(message[HEADER.size : middle]), message[middle:]
 
 
 class Model(Protocol):
-    """What the adapter asks of a model, wherever it is."""
+    """Interface of the model to the adapter, in this process or on other ranks."""
 
     def score(self, requests: Sequence[Request], advance: Advance) -> list[Score]:
         """See `scoring.score`."""
@@ -112,7 +160,7 @@ def serve(config: LmEvalConfig, ctx: ParallelContext) -> None:
 
 
 def next_message(channel: Channel | None, ctx: ParallelContext, idle_s: float) -> bytes | None:
-    """What rank 0 hears, on every rank; None when lm-eval has left."""
+    """Return rank 0's next message on every rank; None when lm-eval has left."""
     while True:
         message: bytes | None = b""
         if channel is not None and channel.is_ready(idle_s):
@@ -220,7 +268,7 @@ class Elsewhere:
             raise self._failure()
 
     def _failure(self) -> UserError:
-        """What to say of ranks that have ended."""
+        """Return the error for ranks that have ended."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(LEAVE_S)
         self._end()

@@ -10,6 +10,7 @@ from functools import partial
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import UserError
 from mlm.evaluate.scoring import Request, Score
+from mlm.evaluate.zero_shot import sources
 from mlm.evaluate.zero_shot.protocol import (
     LM_EVAL,
     MAX_PLACES,
@@ -17,28 +18,55 @@ from mlm.evaluate.zero_shot.protocol import (
     Metric,
     Outcome,
     Protocol,
+    exp,
     listed,
+    mean,
+    mean_stderr,
+    of_exp,
     rolling_request,
 )
 from mlm.evaluate.zero_shot.sources import Texts
-from mlm.evaluate.zero_shot.statistics import exp, mean, mean_stderr, of_exp
 
 TASK = "lambada"
 Split = tuple[list[int], list[int]]
 """Tokens of the context, and of the word to be found."""
 
 
+def protocols(
+    path: str | None, standard_path: str | None, tokenizer: Tokenizer, length: int, limit: int | None
+) -> list[Protocol]:
+    """Both protocols; lm-eval's again on the lower-case form, if that is given.
+
+    Without either file, all forms of the Hub. Raises UserError, CorruptFileError.
+    """
+    from_hub = path is None and standard_path is None
+    found = list[Protocol]()
+    if path is not None or from_hub:
+        passages = sources.lambada(path, standard=False)
+        found += [
+            build(passages, tokenizer, seq_length=length, limit=limit) for build in (strict_cloze, cloze)
+        ]
+    if standard_path is not None or from_hub:
+        passages = sources.lambada(standard_path, standard=True)
+        found.append(cloze(passages, tokenizer, seq_length=length, limit=limit))
+    return found
+
+
 def strict_cloze(source: Texts, tokenizer: Tokenizer, *, seq_length: int, limit: int | None) -> Protocol:
-    """Megatron-LM's (arXiv:1909.08053, appendix E.2): the word is what follows the last white space; context
-    and word are tokenised apart. Raises UserError when no passage can be scored."""
+    """Strict cloze accuracy of Megatron-LM (arXiv:1909.08053, appendix E.2).
+
+    The word is what follows the last white space; context and word are tokenised apart. Raises UserError if
+    no passage can be scored.
+    """
     return build(TASK, V1, source, strict_splits(source.texts[:limit], tokenizer), seq_length)
 
 
 def cloze(source: Texts, tokenizer: Tokenizer, *, seq_length: int, limit: int | None) -> Protocol:
-    """lm-eval's lambada_openai and lambada_standard (lm_eval/tasks/lambada): the word is what follows the
-    last space; its tokens are those of the whole passage, without as many as the context alone has.
+    """Accuracy and perplexity of lm-eval's lambada_openai and lambada_standard (lm_eval/tasks/lambada).
 
-    The two are one protocol on two forms of the data. Raises UserError when no passage can be scored.
+    The word is what follows the last space; its tokens are those of the whole passage, without as many as
+    the context alone has. The two are one protocol on two forms of the data. Raises UserError if no passage
+    can be scored.
     """
     task = "lambada_standard" if source.form.startswith("lower") else "lambada_openai"
     return build(task, LM_EVAL, source, joint_splits(source.texts[:limit], tokenizer), seq_length)

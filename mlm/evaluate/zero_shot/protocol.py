@@ -1,5 +1,6 @@
-"""What a protocol is: requests to score, and what their scores come to."""
+"""Evaluation protocols: requests to score, and metrics from their scores."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ from mlm.evaluate.scoring import Request, Score
 from mlm.evaluate.zero_shot.sources import Texts
 
 V1, LM_EVAL = "Megatron-LM", "lm-eval"
+LARGEST_EXPONENT = 700.0  # exp of more is no float64
 MAX_PLACES = 20
 """Places that a receipt lists of what was cut or left out; it counts all."""
 
@@ -26,7 +28,7 @@ class Metric:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a protocol says of a model."""
+    """Metrics of a model by one protocol."""
 
     metrics: dict[str, Metric]
     samples: list[dict[str, Any]]
@@ -38,7 +40,7 @@ class Protocol:
     """A text or texts, cut into requests by one protocol."""
 
     task: str
-    """What it is called where it comes from: wikitext103, lambada_openai, …"""
+    """Its name at its source: wikitext103, lambada_openai, …"""
     name: str
     """V1 (arXiv:1909.08053, appendix E) or LM_EVAL."""
     source: Texts
@@ -46,11 +48,11 @@ class Protocol:
     finish: Callable[[Sequence[Score]], Outcome]
     """Metrics from the scores of `requests`, in their order."""
     facts: dict[str, Any]
-    """What a receipt says of it: T, T_o, N, …, by key."""
+    """Entries of the receipt: T, T_o, N, …, by key."""
     counts: str
     """The same in one line, for people."""
     warnings: tuple[str, ...] = field(default=())
-    """What was left out or cut, and whether the text is of the form that the protocol is meant for."""
+    """Texts left out or truncated, and a text that is not of the protocol's form."""
 
 
 def rolling_request(context: Sequence[int], scored: Sequence[int]) -> Request:
@@ -83,3 +85,48 @@ def listed(places: Sequence[str]) -> str:
     """Some places, in words."""
     shown = ", ".join(places[:3])
     return f"{shown} and {len(places) - 3} more" if len(places) > 3 else shown
+
+
+# ----- means and perplexities with their standard errors; sums are float64 sums by fsum
+
+
+def exp(x: float) -> float:
+    """Return e to the x, without overflow."""
+    return math.exp(min(x, LARGEST_EXPONENT))
+
+
+def mean(values: Sequence[float]) -> float:
+    """The arithmetic mean of at least one number."""
+    return math.fsum(values) / len(values)
+
+
+def mean_stderr(values: Sequence[float]) -> float | None:
+    """Standard error of a mean: the sample's deviation (over n - 1) over sqrt(n); None for n < 2.
+
+    For zeros and ones of mean p this is sqrt(p (1 - p) / (n - 1)). lm-eval (lm_eval/api/metrics.py,
+    mean_stderr) computes accuracies' errors so.
+    """
+    n = len(values)
+    if n < 2:
+        return None
+    centre = mean(values)
+    return math.sqrt(math.fsum((x - centre) ** 2 for x in values) / (n - 1) / n)
+
+
+def ratio_stderr(sums: Sequence[float], weights: Sequence[float]) -> float | None:
+    """Standard error of sum(sums) / sum(weights) over groups drawn independently; None for fewer than two.
+
+    The linearised ratio estimator: sqrt(n / (n - 1) * sum_i (s_i - R w_i)^2) / sum(w), R the ratio. With
+    equal weights it is `mean_stderr`. Cochran, Sampling Techniques, 3rd edition, section 2.11.
+    """
+    n, total = len(sums), math.fsum(weights)
+    if n < 2 or total == 0:
+        return None
+    ratio = math.fsum(sums) / total
+    squares = math.fsum((s - ratio * w) ** 2 for s, w in zip(sums, weights, strict=True))
+    return math.sqrt(n / (n - 1) * squares) / total
+
+
+def of_exp(x: float, stderr: float | None) -> float | None:
+    """Standard error of exp(x) from that of x, to first order."""
+    return None if stderr is None else exp(x) * stderr

@@ -1,5 +1,7 @@
-"""What an evaluation leaves behind: a table for people, and JSON that says how each number came about."""
+"""The results of an evaluation: a table, and JSON that says how each number was computed."""
 
+import json
+import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -12,15 +14,23 @@ import mlm
 from mlm.config.build import to_dict
 from mlm.data.receipt import version_of
 from mlm.data.tokenizer import Tokenizer
-from mlm.evaluate.config import ZeroShotConfig
+from mlm.evaluate.config import EvalAllConfig, EvalLambadaConfig, EvalWikitext103Config, ZeroShotConfig
+from mlm.evaluate.kept_scores import digest_requests
+from mlm.evaluate.scoring import Request
 from mlm.evaluate.zero_shot.protocol import Outcome, Protocol
+from mlm.files.atomic import digest_bytes
 from mlm.files.results import named
-from mlm.inference.trained import Trained
+from mlm.inference.trained import Trained, result_file
 from mlm.terminal import add_row, console, plain, table
+
+TASKS: dict[type[ZeroShotConfig], str] = {
+    EvalWikitext103Config: "wikitext103",
+    EvalLambadaConfig: "lambada",
+    EvalAllConfig: "all",
+}
 
 
 def receipt(
-    task: str,
     config: ZeroShotConfig,
     trained: Trained,
     tokenizer: Tokenizer,
@@ -31,7 +41,7 @@ def receipt(
 ) -> dict[str, Any]:
     """Everything that a score depends on, and the scores."""
     return {
-        "task": task,
+        "task": TASKS[type(config)],
         "results": [result_of(protocol, outcome) for protocol, outcome in found],
         "checkpoint": str(trained.path),
         "checkpoint_digest": trained.manifest.digest,
@@ -97,3 +107,70 @@ def show(result: dict[str, Any], protocols: Sequence[Protocol], out: Path) -> No
 def number(value: float) -> str:
     """Five significant digits, and thousands set apart."""
     return f"{value:,.5g}" if abs(value) < 1e6 else f"{value:.4e}"
+
+
+# ----- the files of results
+
+
+def result_path(config: ZeroShotConfig, checkpoint: Path) -> Path:
+    """The file of the JSON receipt. A trial with limit=N has one of its own beside the full result's."""
+    return Path(config.out) if config.out else default_path(config, checkpoint)
+
+
+def default_path(config: ZeroShotConfig, checkpoint: Path) -> Path:
+    """Path without `out`, and of what is scored already if `out` is a stream."""
+    trial = "" if config.limit is None else f"-limit{config.limit}"
+    return result_file(checkpoint, f"eval-{TASKS[type(config)]}{trial}.json")
+
+
+def replaced_problems(config: ZeroShotConfig, out: Path) -> list[str]:
+    """The error where a trial would replace the result of a full evaluation."""
+    found = read_result(out)
+    if config.limit is None or found is None or found["config"].get("limit") is not None:
+        return []
+    return [
+        f"out={out}: holds the result of a full evaluation, limit={config.limit} is a trial; "
+        "name another file"
+    ]
+
+
+def read_result(out: Path) -> dict[str, Any] | None:
+    """The receipt of an earlier evaluation; None where there is none."""
+    if not out.is_file():  # a pipe would block
+        return None
+    try:
+        found = json.loads(out.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    sound = isinstance(found, dict) and isinstance(found.get("config"), dict)
+    return found if sound and "checkpoint_digest" in found else None
+
+
+def set_aside(out: Path, identity: str) -> None:
+    """Give the result of another evaluation a name with its digest, rather than replace it."""
+    found = read_result(out)
+    if found is not None and (other := identity_of_result(found)) != identity:
+        os.replace(out, out.with_name(f"{out.stem}.{short(other)}{out.suffix}"))
+
+
+def identity_of_result(result: dict[str, Any]) -> str:
+    """The evaluation that a receipt is the result of: checkpoint, texts, protocols, settings of the score."""
+    config = {key: result["config"].get(key) for key in ("limit", "seq_length", "overlapping_eval", "force")}
+    about = [
+        [each.get(key) for key in ("task", "protocol", "digest")]
+        for each in result.get("results", [])
+        if isinstance(each, dict)
+    ]
+    facts = [result["checkpoint_digest"], result.get("tokenizer_digest"), result.get("precision"), config]
+    return digest_bytes(json.dumps([*facts, about], sort_keys=True).encode())
+
+
+def short(digest: str) -> str:
+    """Enough of a digest for a file name."""
+    return digest.partition(":")[2][:8]
+
+
+def kept_path(out: Path, identity: str, requests: Sequence[Request]) -> Path:
+    """The file of scores so far: of this evaluation alone, so that a trial leaves another's as they are."""
+    about = digest_bytes(f"{identity} {digest_requests(requests)}".encode())
+    return out.with_name(f".{out.stem}.{short(about)}.partial.jsonl")

@@ -4,9 +4,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import mlm
 from mlm.data.tokenizer import Tokenizer
@@ -17,13 +15,20 @@ from mlm.evaluate.config import (
     EvalWikitext103Config,
     ZeroShotConfig,
 )
-from mlm.evaluate.kept_scores import digest_requests
 from mlm.evaluate.loss import training_corpora
-from mlm.evaluate.scoring import Request, score
-from mlm.evaluate.zero_shot import lambada, sources, wikitext103
+from mlm.evaluate.scoring import score
+from mlm.evaluate.zero_shot import lambada, wikitext103
 from mlm.evaluate.zero_shot.protocol import Outcome, Protocol, distinct
-from mlm.evaluate.zero_shot.receipt import receipt, show
-from mlm.files.atomic import digest_bytes
+from mlm.evaluate.zero_shot.receipt import (
+    default_path,
+    identity_of_result,
+    kept_path,
+    receipt,
+    replaced_problems,
+    result_path,
+    set_aside,
+    show,
+)
 from mlm.files.results import is_stream, result_problems, write_result
 from mlm.inference.trained import (
     checkpoint_faults,
@@ -31,19 +36,12 @@ from mlm.inference.trained import (
     load_tokenizer,
     load_trained,
     named_checkpoint,
-    result_file,
     vocabulary_fault,
     window_length,
 )
 from mlm.models.config import ModelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.terminal import count_progress, plain
-
-TASKS: dict[type[ZeroShotConfig], str] = {
-    EvalWikitext103Config: "wikitext103",
-    EvalLambadaConfig: "lambada",
-    EvalAllConfig: "all",
-}
 
 
 def preflight(config: ZeroShotConfig) -> list[str]:
@@ -64,11 +62,11 @@ def preflight(config: ZeroShotConfig) -> list[str]:
     except UserError as error:
         return [str(error)]
     out = result_path(config, named.path)
-    return [*folder_faults(config, out), *replaced_faults(config, out)]
+    return [*folder_problems(config, out), *replaced_problems(config, out)]
 
 
-def folder_faults(config: ZeroShotConfig, out: Path) -> list[str]:
-    """What keeps a command from writing its result, or its samples."""
+def folder_problems(config: ZeroShotConfig, out: Path) -> list[str]:
+    """Problems that prevent writing the result or the samples."""
     if faults := result_problems(out):
         return faults
     files = {} if is_stream(out) else {f"out={config.out}": out}
@@ -116,121 +114,30 @@ def saved_tokenizer(path: Path) -> Tokenizer | None:
 
 def protocols_of(config: ZeroShotConfig, tokenizer: Tokenizer, length: int) -> list[Protocol]:
     """Read the texts and cut them into requests. Raises UserError, CorruptFileError."""
+    limit = config.limit
     match config:
         case EvalWikitext103Config(data=data):
-            return wikitext(data.path, data.raw_path, config.overlapping_eval, config, tokenizer, length)
+            return wikitext103.protocols(
+                data.path, data.raw_path, tokenizer, length, config.overlapping_eval, limit
+            )
         case EvalLambadaConfig(data=data):
-            return cloze(data.path, data.standard_path, config, tokenizer, length)
+            return lambada.protocols(data.path, data.standard_path, tokenizer, length, limit)
         case EvalAllConfig(data=data):
             stride = config.overlapping_eval
             return [
-                *wikitext(data.wikitext103, data.wikitext103_raw, stride, config, tokenizer, length),
-                *cloze(data.lambada, data.lambada_standard, config, tokenizer, length),
+                *wikitext103.protocols(
+                    data.wikitext103, data.wikitext103_raw, tokenizer, length, stride, limit
+                ),
+                *lambada.protocols(data.lambada, data.lambada_standard, tokenizer, length, limit),
             ]
     raise AssertionError(config)
 
 
-def wikitext(
-    path: str | None,
-    raw_path: str | None,
-    stride: int,
-    config: ZeroShotConfig,
-    tokenizer: Tokenizer,
-    length: int,
-) -> list[Protocol]:
-    """Both protocols of WikiText. A single file serves both."""
-    words = sources.wikitext(path, raw=False)
-    raw = words if path is not None and raw_path is None else sources.wikitext(raw_path, raw=True)
-    limit = config.limit
-    return [
-        wikitext103.whole_text(words, tokenizer, seq_length=length, stride=stride, limit=limit),
-        wikitext103.per_article(raw, tokenizer, seq_length=length, limit=limit),
-    ]
-
-
-def cloze(
-    path: str | None, standard_path: str | None, config: ZeroShotConfig, tokenizer: Tokenizer, length: int
-) -> list[Protocol]:
-    """Both protocols of LAMBADA; lm-eval's again on the lower-case form, where that is given."""
-    from_hub = path is None and standard_path is None
-    found = list[Protocol]()
-    if path is not None or from_hub:
-        passages = sources.lambada(path, standard=False)
-        for build in (lambada.strict_cloze, lambada.cloze):
-            found.append(build(passages, tokenizer, seq_length=length, limit=config.limit))
-    if standard_path is not None or from_hub:
-        passages = sources.lambada(standard_path, standard=True)
-        found.append(lambada.cloze(passages, tokenizer, seq_length=length, limit=config.limit))
-    return found
-
-
-def result_path(config: ZeroShotConfig, checkpoint: Path) -> Path:
-    """The file of the JSON receipt. A trial with limit=N has one of its own beside the full result's."""
-    return Path(config.out) if config.out else default_path(config, checkpoint)
-
-
-def default_path(config: ZeroShotConfig, checkpoint: Path) -> Path:
-    """Path without `out`, and of what is scored already if `out` is a stream."""
-    trial = "" if config.limit is None else f"-limit{config.limit}"
-    return result_file(checkpoint, f"eval-{TASKS[type(config)]}{trial}.json")
-
-
-def replaced_faults(config: ZeroShotConfig, out: Path) -> list[str]:
-    """The error where a trial would replace the result of a full evaluation."""
-    found = read_result(out)
-    if config.limit is None or found is None or found["config"].get("limit") is not None:
-        return []
-    return [
-        f"out={out}: holds the result of a full evaluation, limit={config.limit} is a trial; "
-        "name another file"
-    ]
-
-
-def read_result(out: Path) -> dict[str, Any] | None:
-    """The receipt of an earlier evaluation; None where there is none."""
-    if not out.is_file():  # a pipe would block
-        return None
-    try:
-        found = json.loads(out.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None
-    sound = isinstance(found, dict) and isinstance(found.get("config"), dict)
-    return found if sound and "checkpoint_digest" in found else None
-
-
-def set_aside(out: Path, identity: str) -> None:
-    """Give the result of another evaluation a name with its digest, rather than replace it."""
-    found = read_result(out)
-    if found is not None and (other := identity_of_result(found)) != identity:
-        os.replace(out, out.with_name(f"{out.stem}.{short(other)}{out.suffix}"))
-
-
-def identity_of_result(result: dict[str, Any]) -> str:
-    """The evaluation that a receipt is the result of: checkpoint, texts, protocols, settings of the score."""
-    config = {key: result["config"].get(key) for key in ("limit", "seq_length", "overlapping_eval", "force")}
-    about = [
-        [each.get(key) for key in ("task", "protocol", "digest")]
-        for each in result.get("results", [])
-        if isinstance(each, dict)
-    ]
-    facts = [result["checkpoint_digest"], result.get("tokenizer_digest"), result.get("precision"), config]
-    return digest_bytes(json.dumps([*facts, about], sort_keys=True).encode())
-
-
-def short(digest: str) -> str:
-    """Enough of a digest for a file name."""
-    return digest.partition(":")[2][:8]
-
-
-def kept_path(out: Path, identity: str, requests: Sequence[Request]) -> Path:
-    """The file of scores so far: of this evaluation alone, so that a trial leaves another's as they are."""
-    about = digest_bytes(f"{identity} {digest_requests(requests)}".encode())
-    return out.with_name(f".{out.stem}.{short(about)}.partial.jsonl")
-
-
 def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
-    """Score the texts; rank 0 prints a table and writes a JSON receipt. What is scored already is kept beside
-    it until then, so that a command that was stopped goes on."""
+    """Score the texts; rank 0 prints a table and writes a JSON receipt.
+
+    Scores are kept beside the receipt until it is written, so that a stopped command resumes.
+    """
     trained = load_trained(config.ckpt, config.parallel, config.precision, ctx)
     tokenizer = checked_tokenizer(config, trained.path, trained.config.model)
     protocols = protocols_of(config, tokenizer, window_length(config.seq_length, trained.config))
@@ -256,7 +163,6 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
     places = iter(where)
     outcomes = [p.finish([found[next(places)] for _ in p.requests]) for p in protocols]
     result = receipt(
-        TASKS[type(config)],
         config,
         trained,
         tokenizer,

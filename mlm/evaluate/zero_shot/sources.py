@@ -18,7 +18,7 @@ from mlm.files.atomic import digest_bytes
 
 MAX_BYTES = 1 << 28  # of one file: WikiText-103's test split has 1.3 MB
 BLANK_LINE = " \n"
-"""How WikiText's files write a blank line. The Hub's loading script made it an empty row."""
+"""A blank line in WikiText's files. The Hub's loading script made it an empty row."""
 HUB_WIKITEXT, HUB_WIKITEXT_RAW = "wikitext-103-v1", "wikitext-103-raw-v1"
 HUB_LAMBADA, HUB_LAMBADA_STANDARD = "EleutherAI/lambada_openai", "cimec/lambada"
 
@@ -30,17 +30,17 @@ class Texts:
     name: str
     """A file, or what was taken from the Hub."""
     form: str
-    """Which of a data set's forms it is in, in words."""
+    """The form of the data set, in words."""
     texts: tuple[str, ...]
     places: tuple[str, ...]
-    """Where each text is: file:line."""
+    """Location of each text: file:line."""
     digest: str
     """Of the texts, whatever holds them, as `xxh3:<hex>`."""
     file_digest: str | None = None
     """Of the file; None from the Hub."""
 
     def facts(self) -> dict[str, Any]:
-        """What a receipt says of it."""
+        """Return the entries of the receipt."""
         return {"data": self.name, "form": self.form, "digest": self.digest, "file_digest": self.file_digest}
 
 
@@ -96,7 +96,7 @@ def articles(text: str) -> list[str]:
 
 
 def is_article_title(line: str) -> bool:
-    """Whether a line is ` = Title = `; a section's is ` = = Section = = `."""
+    """True for the line ` = Title = `; a section's is ` = = Section = = `."""
     stripped = line.strip()
     return is_title(stripped) and not stripped.endswith("= =")
 

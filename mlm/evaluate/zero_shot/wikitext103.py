@@ -11,12 +11,34 @@ from functools import partial
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import UserError
 from mlm.evaluate.scoring import Request, Score
-from mlm.evaluate.zero_shot.detokenise import detokenise
-from mlm.evaluate.zero_shot.protocol import LM_EVAL, V1, Metric, Outcome, Protocol, as_tokens, rolling_request
+from mlm.evaluate.zero_shot import sources
+from mlm.evaluate.zero_shot.protocol import (
+    LM_EVAL,
+    V1,
+    Metric,
+    Outcome,
+    Protocol,
+    as_tokens,
+    exp,
+    of_exp,
+    ratio_stderr,
+    rolling_request,
+)
 from mlm.evaluate.zero_shot.sources import Texts, articles
-from mlm.evaluate.zero_shot.statistics import exp, of_exp, ratio_stderr
 
 TASK, LM_EVAL_TASK = "wikitext103", "wikitext"
+
+
+def protocols(
+    path: str | None, raw_path: str | None, tokenizer: Tokenizer, length: int, stride: int, limit: int | None
+) -> list[Protocol]:
+    """Both protocols. A single file serves both. Raises UserError, CorruptFileError."""
+    words = sources.wikitext(path, raw=False)
+    raw = words if path is not None and raw_path is None else sources.wikitext(raw_path, raw=True)
+    return [
+        whole_text(words, tokenizer, seq_length=length, stride=stride, limit=limit),
+        per_article(raw, tokenizer, seq_length=length, limit=limit),
+    ]
 
 
 def first_articles(text: str, limit: int | None) -> str:
@@ -196,9 +218,48 @@ def title(article: str) -> str:
 
 
 def form_warning(source: Texts, *, wants_unk: bool) -> tuple[str, ...]:
-    """Whether a text is of the form that published numbers of a protocol are on."""
+    """Warn if a text is not of the form that the protocol's published numbers are on."""
     if ("<unk>" in source.texts[0]) == wants_unk:
         return ()
     wanted = "wiki.test.tokens (wikitext-103-v1)" if wants_unk else "the raw form (wikitext-103-raw-v1)"
     name = V1 if wants_unk else LM_EVAL
     return (f"published numbers by {name}'s protocol are on {wanted}; {source.name} is not: {source.form}",)
+
+
+# ----- WikiText as it reads, from WikiText as it is distributed: words and punctuation set apart by spaces
+#
+# The rules are those that Megatron-LM (tasks/zeroshot_gpt/detokenizer.py, until 2025) and lm-eval
+# (lm_eval/tasks/wikitext/preprocess_wikitext.py) share; scores are comparable with theirs only when the same
+# letters are scored. The rules are greedy and imperfect (every "s '" loses its space), and are applied in
+# this order, over the whole text at once: a pair of marks may span lines. One more rule of both has no effect
+# and is left out: meant for years as in "' 90s", it asks for a slash before and after them.
+
+NUMBER_MARKS = "-,."
+"""Set apart as " @-@ "."""
+ENDING_MARKS = ":;.!?,"
+"""Set apart on both sides; in a text they have a space behind them only."""
+PAIRS = (("(", ")"), ("[", "]"), ("{", "}"), ('"', '"'), ("'", "'"))
+HEADINGS = ("====", "===", "==")
+"""Set apart as "= = = =". The longest first: the others are part of it."""
+
+
+def detokenise(text: str) -> str:
+    """The text with the artefacts of WikiText's tokenisation undone. README.md lists the rules."""
+    text = text.replace("s '", "s'")
+    for mark in NUMBER_MARKS:
+        text = text.replace(f" @{mark}@ ", mark)
+    for mark in ENDING_MARKS:  # one after the other: each finds the spaces that the one before left
+        text = text.replace(f" {mark} ", f"{mark} ")
+    for opening, closing in PAIRS:
+        text = hug(text, opening, closing)
+    for heading in HEADINGS:
+        text = text.replace(" ".join(heading), heading)
+    for apart, together in ((" ° ", "°"), (" \n", "\n"), ("\n ", "\n"), (" N ", " 1 "), (" 's", "'s")):
+        text = text.replace(apart, together)
+    return text
+
+
+def hug(text: str, opening: str, closing: str) -> str:
+    """Take the white space off inside each pair of marks, which are not nested: "( 24 in )" to "(24 in)"."""
+    inside = rf"{re.escape(opening)}\s*([^{re.escape(closing)}]*?)\s*{re.escape(closing)}"
+    return re.sub(inside, lambda found: f"{opening}{found[1]}{closing}", text)

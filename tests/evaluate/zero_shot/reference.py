@@ -38,7 +38,7 @@ def wikitext103(
 
 
 def strict_cloze(model: Any, tokenizer: Tokenizer, texts: list[str], *, length: int) -> list[bool]:
-    """Whether each passage's last word is what the model would say, token by token."""
+    """For each passage, True if its last word is the model's argmax, token by token."""
     correct = []
     for text in texts:
         word = text.split()[-1]

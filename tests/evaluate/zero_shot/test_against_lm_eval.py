@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def theirs(folder: Path) -> dict[str, dict[str, Any]]:
-    """What lm-eval says, by task. Its task files are taken as they are; only the data is local."""
+    """lm-eval's scores, by task. Its task files are used unchanged; only the data is local."""
     import lm_eval.tasks
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -78,7 +78,7 @@ def theirs(folder: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def ours(folder: Path) -> dict[str, dict[str, Any]]:
-    """What `mlm eval all` says, by task, of lm-eval's protocol."""
+    """Scores of `mlm eval all` by lm-eval's protocol, by task."""
     config = EvalAllConfig(
         ckpt=str(folder / "model"),
         out=str(folder / "eval-all.json"),

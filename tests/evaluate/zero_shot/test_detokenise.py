@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlm.evaluate.zero_shot.detokenise import detokenise
+from mlm.evaluate.zero_shot.wikitext103 import detokenise
 from tests.evaluate.zero_shot.texts import WIKITEXT
 
 

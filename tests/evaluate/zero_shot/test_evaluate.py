@@ -77,7 +77,7 @@ def cloze(folder: Path, **changes: Any) -> EvalLambadaConfig:
 
 
 def run(config: Any, ctx: ParallelContext | None = None) -> dict[str, Any]:
-    """What a command writes."""
+    """Files that a command writes."""
     assert evaluate.preflight(config) == []
     evaluate.run(config, ctx or ParallelContext())
     out = evaluate.result_path(config, named_checkpoint(config.ckpt).path)
@@ -95,7 +95,7 @@ def metrics(result: dict[str, Any]) -> dict[str, float]:
 
 
 def check_layout(ctx: ParallelContext, config: EvalAllConfig) -> str:
-    """What a rank prints."""
+    """Output of a rank."""
     with redirect_stdout(io.StringIO()) as printed:
         evaluate.run(config, ctx)
     return printed.getvalue()
@@ -169,7 +169,7 @@ def test_the_table_names_every_number_and_digest(folder: Path, capsys: pytest.Ca
 def test_a_command_that_was_stopped_goes_on(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is kept is beside the result until that is written, and is not scored again."""
+    """Scores are kept beside the result until that is written, and are not computed again."""
     config = cloze(folder, out=str(folder / "stopped.json"))
     expected = metrics(run(config))
     Path(config.out or "").unlink()

@@ -25,7 +25,7 @@ def built(folder: Path, texts: tuple[str, ...] = PASSAGES, *, strict: bool, leng
 
 
 def word(protocol: Protocol, number: int = 0) -> str:
-    """What a passage is asked for."""
+    """Requests for a passage."""
     request = protocol.requests[number]
     return tokenizer().decode(request.tokens[request.first :].tolist())
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from mlm.evaluate.zero_shot.statistics import exp, mean_stderr, of_exp, ratio_stderr
+from mlm.evaluate.zero_shot.protocol import exp, mean_stderr, of_exp, ratio_stderr
 
 LOSSES = np.random.default_rng(7).uniform(0, 9, 400).tolist()
 

@@ -9,8 +9,8 @@ import pytest
 from mlm.errors import UserError
 from mlm.evaluate.scoring import Score, score
 from mlm.evaluate.zero_shot import sources, wikitext103
-from mlm.evaluate.zero_shot.detokenise import detokenise
 from mlm.evaluate.zero_shot.protocol import Protocol
+from mlm.evaluate.zero_shot.wikitext103 import detokenise
 from mlm.parallel.mesh import ParallelContext
 from tests.evaluate.zero_shot import reference
 from tests.evaluate.zero_shot.texts import SEQ_LENGTH, WIKITEXT, load, tokenizer, write_model, write_wikitext

@@ -41,7 +41,7 @@ divides a gradient by its own size, which makes whole steps of rounding: these w
 gradients are. The bound on weights in narrower formats allows for such steps."""
 
 Value = Callable[[Trainer, ParameterShard], Tensor]
-"""What of a parameter is compared: a tensor laid out like this rank's part of it."""
+"""The compared value of a parameter: a tensor laid out like this rank's shard."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class Pair:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a parameter's gradient or weight on the layout is from that on one process."""
+    """Difference of a parameter's gradient or weight between the layout and one process."""
 
     name: str
     replicated: bool
-    """Whether every tensor-parallel rank holds all of it."""
+    """True if every tensor-parallel rank holds all of it."""
     largest: float
     """Largest magnitude of an element on one process."""
     difference: float
@@ -107,7 +107,7 @@ class Report:
 def compare(config: ParityConfig, ctx: ParallelContext, on_step: Callable[[], None] = lambda: None) -> Report:
     """Run `config.steps` steps on the layout and, on rank 0, on one process. Collective over all ranks.
 
-    `on_step` is called after each. Raises UserError for what the user can mend.
+    `on_step` is called after each. Raises UserError for what the user can fix.
     """
     config = config.comparable()
     layout: Trainer[MicroBatch] = Trainer(config, ctx)
@@ -207,7 +207,7 @@ class Comparison:
             maxima[row, 0] = expected.abs().amax()
             for shard in shards:
                 mine = shard.without_padding(value(self.layout, shard)).double().cpu()
-                part = _rectangle(expected, shard, mine.shape).double()
+                part = _slice_of(expected, shard, mine.shape).double()
                 if mine.numel() == 0:
                     continue
                 off = (mine - part).abs().nan_to_num(nan=torch.inf)  # a maximum over ranks drops NaN
@@ -245,7 +245,7 @@ class Comparison:
         return broadcast(expected, self.everyone, 0)
 
     def torn_replicas(self) -> tuple[int, tuple[str, ...]]:
-        """How many parameters several ranks hold copies of, and the names of those with unequal copies."""
+        """Return the number of replicated parameters, and the names of those with unequal copies."""
         ctx, names = self.layout.ctx, list(self.whole)
         found = torch.zeros(2, len(names))  # copied, torn
         axes: list[tuple[Axis, Callable[[ParameterShard], Any]]] = [
@@ -272,8 +272,8 @@ def whole_parameters(config: PretrainConfig) -> dict[str, ParameterShard]:
     return {s.name: s for chunk in model.chunks for s in parameter_shards(chunk, ctx.tp)}
 
 
-def _rectangle(whole: Tensor, shard: ParameterShard, shape: Sequence[int]) -> Tensor:
-    """What a rank's part covers of a whole tensor."""
+def _slice_of(whole: Tensor, shard: ParameterShard, shape: Sequence[int]) -> Tensor:
+    """The slice of a whole tensor that a rank's shard covers."""
     return whole[tuple(slice(o, o + n) for o, n in zip(shard.offset, shape, strict=True))]
 
 
@@ -292,6 +292,6 @@ def _difference(whole: ParameterShard, maxima: list[float], sums: list[float]) -
 
 
 def _is_equal_over(axis: Axis, x: Tensor) -> bool:
-    """Whether this rank's copy has the bits of the axis's first rank."""
+    """True if this rank's copy has the bits of the axis's first rank."""
     first = broadcast(x.clone(memory_format=torch.contiguous_format), axis, 0)
     return torch.equal(first.view(torch.uint8), x.contiguous().view(torch.uint8))

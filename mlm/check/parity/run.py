@@ -1,4 +1,4 @@
-"""`mlm parity`: does this layout train as one process does?"""
+"""`mlm parity`: compare a layout's training with that of one process."""
 
 import json
 import math
@@ -17,8 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import mlm
+from mlm.check.parity.compare import Report, compare
 from mlm.check.parity.config import ParityConfig
-from mlm.check.parity.runs import Report, compare
 from mlm.check.parity.verdict import TOLERANCES, Verdict, judge, of_moved, relative, skipped
 from mlm.checkpoint.native.save_load import read_manifest, resolve
 from mlm.config.build import to_dict
@@ -96,7 +96,7 @@ def needed_bytes(config: ParityConfig, num_layers: int) -> int:
 
 
 def _share_of_layout(config: ParityConfig) -> float:
-    """How many times the model the layout's ranks hold, in the memory that rank 0 uses."""
+    """Copies of the model that the layout's ranks hold in the memory that rank 0 uses."""
     parallel = config.parallel
     if device_kind(config.dist) == "cuda":
         return 1 / (parallel.tp * parallel.pp)

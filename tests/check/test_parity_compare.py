@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlm.check.parity.runs import Comparison, Report, compare, one_process
+from mlm.check.parity.compare import Comparison, Report, compare, one_process
 from mlm.check.parity.verdict import Verdict, judge
 from mlm.data.sampler import Plan
 from mlm.data.synthetic import SyntheticDataset
@@ -40,7 +40,7 @@ def test_every_two_compatible_features_meet_in_a_layout() -> None:
 
 
 def test_every_two_but_precision_meet_in_float64() -> None:
-    """Where equal means equal to 1e-10."""
+    """Settings whose runs agree to 1e-10."""
     exact = [pairs(layout.axes, without="precision") for layout in LAYOUTS if layout.precision == "fp64"]
     wanted = {pair for pair in compatible_pairs() if "precision" not in dict(pair)}
     assert wanted - set(chain.from_iterable(exact)) == set()

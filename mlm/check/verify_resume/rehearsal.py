@@ -32,14 +32,14 @@ Show = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Kill:
-    """How the second run ended."""
+    """End of the second run."""
 
     after_s: float
     """Seconds after the checkpoint of plan.kill was seen."""
     step: int
     """Last step it had reported."""
     tries: int
-    """How many runs it took: a run may be over before it is killed."""
+    """Number of runs it took: one may be over before it is killed."""
 
 
 class Rehearsal:
@@ -57,8 +57,10 @@ class Rehearsal:
         self._run_to_end("straight run", STRAIGHT, [])
 
     def run_killed(self) -> Kill:
-        """Up to a random instant between the two checkpoints, then SIGKILL. Raises UserError if it fails by
-        itself, or is always over before it can be killed."""
+        """Run up to a random instant between the two checkpoints, then SIGKILL.
+
+        Raises UserError if the run fails, or is always over before it can be killed.
+        """
         window_s, log = self._between_checkpoints_s(), self.out / "killed.log"
         for tries in range(1, TRIES + 1):
             delete_owned(self.out, "verify-resume", names=(RESUMED,), keep_folder=True)
@@ -118,7 +120,7 @@ class Rehearsal:
         return named_latest(self.out / name / CHECKPOINTS)
 
     def _is_saved(self) -> bool:
-        """Whether the checkpoint to resume from is published, or one behind it is already."""
+        """True once the checkpoint to resume from, or a later one, is published."""
         return self._latest(RESUMED) in (step_name(self.plan.kill), step_name(self.plan.last))
 
     def _between_checkpoints_s(self) -> float:
