@@ -1,15 +1,20 @@
-"""A pool of worker processes that tests borrow as ranks: spawning costs seconds, so it happens once.
+"""A pool of processes that tests borrow as ranks.
 
 `run_on_ranks(check, …, tp=2, dp=2)` runs `check(ctx, …)` on four gloo ranks and returns their results; a
 failing rank fails the test with its traceback. `check` must be a module-level function.
+
+Importing torch and the trainer takes seconds of processor time, so one process does it and forks the ranks.
 """
 
 import atexit
 import multiprocessing as mp
 import os
+import signal
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib import import_module
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -20,7 +25,9 @@ import torch.distributed as dist
 from mlm.parallel.mesh import ParallelContext, build_mesh
 
 TIMEOUT_S = 100.0
-_pool: list[tuple[BaseProcess, Connection]] = []
+USUAL = 8
+_parents: list[BaseProcess] = []
+_pool: list[Connection] = []
 
 
 def run_on_ranks(
@@ -28,21 +35,56 @@ def run_on_ranks(
 ) -> list[Any]:
     """Run `check(ctx, *args, **kwargs)` on tp * pp * dp ranks; the results in rank order."""
     size = tp * pp * dp
-    while len(_pool) < size:
-        parent, child = mp.get_context("spawn").Pipe()
-        process = mp.get_context("spawn").Process(target=_serve, args=(child,), daemon=True)
-        process.start()
-        _pool.append((process, parent))
+    if len(_pool) < size:
+        close()
+        _start(max(size, USUAL))
     with tempfile.TemporaryDirectory() as folder:
         layout = {"tp": tp, "pp": pp, "dp": dp}
-        for rank, (_, pipe) in enumerate(_pool[:size]):
+        for rank, pipe in enumerate(_pool[:size]):
             pipe.send((os.path.join(folder, "store"), rank, layout, check, args, kwargs))
-        answers = [pipe.recv() if pipe.poll(TIMEOUT_S) else ("hung", None) for _, pipe in _pool[:size]]
-    faults = [f"--- rank {rank} of {layout} ---\n{why}" for rank, (why, _) in enumerate(answers) if why]
-    if faults:
-        close()  # ranks may be stuck in a collective: the next test starts fresh ones
-        raise AssertionError("\n".join(faults))
+        answers = [_answer(pipe) for pipe in _pool[:size]]
+    errors = [f"--- rank {rank} of {layout} ---\n{why}" for rank, (why, _) in enumerate(answers) if why]
+    if errors:
+        close()  # ranks may be stuck in a collective: the next test starts new ones
+        raise AssertionError("\n".join(errors))
     return [value for _, value in answers]
+
+
+def _answer(pipe: Connection) -> tuple[str, Any]:
+    """A rank's error and value."""
+    try:
+        answer: tuple[str, Any] = pipe.recv() if pipe.poll(TIMEOUT_S) else ("hung", None)
+    except EOFError:
+        return "died", None
+    return answer
+
+
+def _start(size: int) -> None:
+    spawning = mp.get_context("spawn")
+    ours, theirs = zip(*(spawning.Pipe() for _ in range(size)), strict=True)
+    parent = spawning.Process(target=_fork, args=(theirs,), daemon=True)
+    parent.start()
+    for pipe in theirs:
+        pipe.close()
+    _parents.append(parent)
+    _pool.extend(ours)
+
+
+def _fork(pipes: Sequence[Connection]) -> None:
+    """Import what most checks need, fork a rank per pipe and wait for all."""
+    os.setpgrp()  # to be ended together
+    import_module("mlm.train.trainer")
+    for pipe in pipes:
+        if os.fork() == 0:
+            for other in pipes:
+                if other is not pipe:
+                    other.close()
+            _serve(pipe)
+            os._exit(0)
+    for pipe in pipes:
+        pipe.close()
+    for _ in pipes:
+        os.wait()
 
 
 def _serve(pipe: Connection) -> None:
@@ -73,9 +115,13 @@ def _run(
 
 @atexit.register
 def close() -> None:
-    """End the workers."""
+    """End the ranks."""
     while _pool:
-        process, pipe = _pool.pop()
-        pipe.close()
-        process.kill()
-        process.join()
+        _pool.pop().close()
+    while _parents:
+        parent = _parents.pop()
+        assert parent.pid
+        with suppress(ProcessLookupError):  # it has not got as far as having a group
+            os.killpg(parent.pid, signal.SIGKILL)
+        parent.kill()
+        parent.join()
