@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 RUN := runs/shakespeare
 JOBS ?= 2
-# A file's tests share fixtures and ranks, so a file stays with one worker; each worker computes on one thread.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+# A file's tests share fixtures and ranks, so a file stays with one worker, in the order of tests/conftest.py;
+# each worker computes on one thread.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo test test-all lint format clean
 .DEFAULT_GOAL := help

@@ -69,7 +69,7 @@ def test_the_first_difference_on_the_way_back_is_named() -> None:
     [
         ({"token": 1.0}, "only the table that embedding and head share"),
         ({"bias": 1.0}, "only parameters that every tp rank holds"),
-        ({"up": 1.0}, "gradients before and behind it are right"),
+        ({"up": 1.0}, "gradients before and after it are right"),
         ({"weight": 1.0, "bias": 1.0}, "all gradients are 2 times those of one process"),
     ],
 )
