@@ -42,7 +42,7 @@ def scenes(markdown: str) -> Iterator[str]:
         heading = HEADING.fullmatch(block.strip())
         if heading is None:
             text = clean(block)
-            if text and text.upper() != title:  # printed pages left their running heads behind
+            if text and text.upper() != title:  # printed pages left their running heads
                 body.append(text)
             continue
         if any(not text.startswith("[") for text in body):

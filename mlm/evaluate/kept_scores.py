@@ -47,7 +47,7 @@ class KeptScores:
             self.found = read_results(path, header, len(requests))
             write_atomic(path, header + as_lines(self.found))
         except OSError as error:
-            raise self._fault(error) from error
+            raise self._problem(error) from error
 
     def add(self, results: Mapping[int, Result]) -> None:
         """Append finished requests. Raises UserError."""
@@ -55,9 +55,9 @@ class KeptScores:
             with open(self.path, "ab") as f:
                 f.write(as_lines(results))
         except OSError as error:
-            raise self._fault(error) from error
+            raise self._problem(error) from error
 
-    def _fault(self, error: OSError) -> UserError:
+    def _problem(self, error: OSError) -> UserError:
         return UserError(
             f"{self.path}: {error.strerror}: scores are kept here; make room, or set out= to another folder"
         )

@@ -55,14 +55,14 @@ from mlm.train.state import saved_history
 
 
 def preflight(config: EvalLossConfig) -> list[str]:
-    """Faults that reading the named files shows; called before any rank starts."""
-    faults = checkpoint_faults(config.ckpt, config.parallel)
-    if faults:
-        return faults
+    """Problems that reading the named files shows; called before any rank starts."""
+    problems = checkpoint_faults(config.ckpt, config.parallel)
+    if problems:
+        return problems
     named = named_checkpoint(config.ckpt)
     path, trained = named.path, named.config
-    if fault := predicts_fault(config.ckpt, trained.model):
-        return [fault]
+    if problem := predicts_fault(config.ckpt, trained.model):
+        return [problem]
     try:
         prefix = corpus_prefix(config, trained, path)
         seq_length = window_length(config.seq_length, trained)
@@ -72,8 +72,8 @@ def preflight(config: EvalLossConfig) -> list[str]:
         raise  # damage has an exit code of its own
     except UserError as error:
         return [str(error)]
-    if fault := corpus_fault(prefix, path):
-        return [fault]
+    if problem := corpus_fault(prefix, path):
+        return [problem]
     out = result_path(config, trained, path, prefix)
     folder = out.parent
     return [

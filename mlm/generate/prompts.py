@@ -81,7 +81,7 @@ def _of_json(line: str, place: str) -> str:
     try:
         said = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{place}: is no JSON ({error}): mend it") from error
+        raise UserError(f"{place}: is no JSON ({error}): fix it") from error
     texts = [said[key] for key in KEYS if key in said] if isinstance(said, dict) else []
     if not texts or not isinstance(texts[0], str):
         raise UserError(f'{place}: holds no prompt: write {{"prompt": "…"}} or {{"text": "…"}}')

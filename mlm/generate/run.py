@@ -34,26 +34,26 @@ SAMPLE_BITS = 32
 
 
 def preflight(config: GenerateConfig) -> list[str]:
-    """Faults that reading the named files shows; called before any rank starts."""
-    faults = checkpoint_faults(config.ckpt, config.parallel)
-    if faults:
-        return faults
+    """Problems that reading the named files shows; called before any rank starts."""
+    problems = checkpoint_faults(config.ckpt, config.parallel)
+    if problems:
+        return problems
     try:
         named = named_checkpoint(config.ckpt)
-        if fault := continues_fault(config.ckpt, named.config.model):
-            return [fault]
+        if problem := continues_fault(config.ckpt, named.config.model):
+            return [problem]
         tokenizer = load_tokenizer(config.tokenizer, named.path)
-        fault = vocabulary_fault(config.tokenizer, tokenizer, named.config.model)
-        faults = [*([fault] if fault else []), *out_problems(config.out)]
+        problem = vocabulary_fault(config.tokenizer, tokenizer, named.config.model)
+        problems = [*([problem] if problem else []), *out_problems(config.out)]
         if "" in config.stop:
-            faults.append('stop="" would end every text at once; give texts of one character or more')
+            problems.append('stop="" would end every text at once; give texts of one character or more')
         if config.prompt != STDIN:  # which can be read once
             read_prompts(config, tokenizer)
     except CorruptFileError:
         raise  # damage has an exit code of its own
     except UserError as error:
-        return [*faults, str(error)]
-    return faults
+        return [*problems, str(error)]
+    return problems
 
 
 def out_problems(out: str | None) -> list[str]:

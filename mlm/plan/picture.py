@@ -17,7 +17,7 @@ IDLE, INK = "#e8e8e8", "#333333"
 CELL_INCHES = 0.24  # width of the shortest computation
 ROW_INCHES = 0.3
 LEGEND_INCHES = 1.5  # width of one entry
-LARGEST_INCHES = 60  # 9,000 pixels: viewers refuse much larger ones
+LARGEST_INCHES = 60  # 9,000 pixels: viewers reject much larger ones
 MOST_LABELS = 20_000  # matplotlib takes about a millisecond for each
 FONT_POINTS, SMALLEST_POINTS = 8, 3.5
 
@@ -50,7 +50,7 @@ def picture_inches(plan: Plan) -> float:
 
 
 def draw_cells(axes: Axes, plan: Plan) -> None:
-    """A rectangle per computation, on a grey band per rank that shows where it idles."""
+    """A cell per computation, on a grey band per rank that shows where it idles."""
     bands = [corners(rank, 0, plan.makespan) for rank in range(len(plan.timeline))]
     axes.add_collection(PolyCollection(bands, facecolors=IDLE, edgecolors="none"))
     cells = [(rank, span) for rank, spans in enumerate(plan.timeline) for span in spans]

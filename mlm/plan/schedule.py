@@ -61,7 +61,7 @@ def show_numbers(plan: Plan, formula: Formula, console: Console) -> None:
         cells = (row.rank, f"{row.idle:.6g}", row.peak_in_flight, row.sends, row.receives)
         table.add_row(*map(str, cells))
     console.print(table)
-    say("in flight: micro-batches whose activations it holds, each chunk's by itself", console)
+    say("in flight: micro-batches whose activations it holds, each chunk's counted separately", console)
 
 
 def say(line: str, console: Console) -> None:

@@ -8,7 +8,7 @@ from mlm.errors import UserError
 
 
 def guarded(name: str, run: Callable[[Console], int]) -> int:
-    """Exit code of run(console): 0 a result, 1 a run with doubts; 2 a mistake or refusal, 130 Ctrl-C."""
+    """Exit code of run(console): 0 a result, 1 a run with doubts; 2 a mistake or rejection, 130 Ctrl-C."""
     console = Console(stderr=True)
     try:
         return run(console)

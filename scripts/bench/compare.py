@@ -10,7 +10,7 @@ from typing import Any
 from bench.machine import Probe, measure_peak_flops
 from bench.ranks import WARM_UP_STEPS, Ranks
 from bench.spec import Spec
-from bench.stats import MAX_SPREAD, MIN_PAIRS, Pair, Spread, refuse_above_peak
+from bench.stats import MAX_SPREAD, MIN_PAIRS, Pair, Spread, reject_above_peak
 from bench.timing import Clock, Say, Series
 
 
@@ -38,7 +38,7 @@ class Plan:
 
 
 def run_shape(spec: Spec, plan: Plan, say: Say) -> dict[str, Any]:
-    """Everything about one shape as JSON. Raises UserError when contenders differ or a result is refused."""
+    """Everything about one shape as JSON. Raises UserError when contenders differ or a result is rejected."""
     say("measuring the peak of matrix products")
     peaks = measure_peak_flops(spec)
     clock = Clock(Probe(spec), plan.min_sample_s)
@@ -129,7 +129,7 @@ def summarise(
         flops_per_step = fact["flops_per_token"] * tokens
         entry: dict[str, Any] = dict(fact)
         if seconds:
-            refuse_above_peak(name, flops_per_step / min(seconds), peak)
+            reject_above_peak(name, flops_per_step / min(seconds), peak)
             flops = Spread.of(seconds).inverse_of(flops_per_step)
             entry |= {
                 "step_s": asdict(Spread.of(seconds)),
@@ -167,15 +167,15 @@ def doubts(plan: Plan, all_series: Sequence[dict[str, Any]]) -> list[str]:
     if plan.pairs < MIN_PAIRS:
         out.append(f"--pairs {plan.pairs}: a trial; a result needs {MIN_PAIRS}")
     for s in all_series:
-        faults = []
+        problems = []
         if s["kept"] < plan.pairs or s["dropped"] > s["kept"]:
-            faults.append(f"{s['kept']} of {plan.pairs} pairs kept, {s['dropped']} dropped")
+            problems.append(f"{s['kept']} of {plan.pairs} pairs kept, {s['dropped']} dropped")
         ratio = s["tokens_ratio"]
         if ratio is not None and ratio["high"] - ratio["low"] > MAX_SPREAD * ratio["median"]:
-            faults.append(f"quartiles {ratio['low']:.3f} to {ratio['high']:.3f} are too far apart")
-        if faults:
+            problems.append(f"quartiles {ratio['low']:.3f} to {ratio['high']:.3f} are too far apart")
+        if problems:
             out.append(
-                f"{s['reference']} : {s['other']}: {'; '.join(faults)}. "
+                f"{s['reference']} : {s['other']}: {'; '.join(problems)}. "
                 "The machine was not steady: run again with nothing else running"
             )
     return out

@@ -44,7 +44,7 @@ class Contender:
             self.run(
                 ["some words in a row", "and some others after them"], {}
             )  # and what it imports is loaded
-        except Exception as error:  # whatever keeps a library from running here is no fault of the others
+        except Exception as error:  # whatever keeps a library from running here is no problem of the others
             return f"fails with the packages installed: {type(error).__name__}: {error}"
         return ""
 

@@ -28,7 +28,7 @@ from mlm.parallel.mesh import ParallelContext
 
 PEER = Path(__file__).with_name("finetune_peer.py")
 HIDDEN_TOLERANCE = 1e-4
-"""Largest difference of a hidden state; behind layer norm they are of size 1."""
+"""Largest difference of a hidden state; after layer norm they are of size 1."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,7 @@ def measure_peak(trainee: Trainee, warm_up_steps: int) -> dict[str, Any]:
 
 
 def return_freed_memory() -> None:
-    """Give freed heap back to the system, or the baseline would hold what building the model left behind."""
+    """Give freed heap back to the system, or the baseline would hold what building the model left."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError):  # another C library

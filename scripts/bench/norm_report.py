@@ -220,7 +220,7 @@ def draw(curves: Mapping[Trial, Curve], entropy: float, png: Path) -> None:
         axes[2 * at + 1, 0].set_ylabel("gradient norm")
         for column, norm in enumerate(norms):
             loss, norm_axes = axes[2 * at, column], axes[2 * at + 1, column]
-            loss.set_title(f"layer norm {'behind' if norm == 'post' else 'before'} (norm={norm}), lr {lr:g}")
+            loss.set_title(f"layer norm {'after' if norm == 'post' else 'before'} (norm={norm}), lr {lr:g}")
             loss.axhline(entropy, color="#333333", linewidth=0.8, linestyle=":", label="single tokens")
             norm_axes.set_yscale("log")
             norm_axes.set_xlabel("step")

@@ -18,7 +18,7 @@ POLL_S = 1.0
 LOGGED = 3000
 """Logged steps of a run, about."""
 ENDED = "ended.txt"
-"""Beside a run that could not go on to its last step: what it said."""
+"""Error of a run that could not continue to its last step, beside it."""
 
 Say = Callable[[str], None]
 

@@ -1,4 +1,4 @@
-"""The arithmetic of fair timing: quartiles, ratios of pairs, what is dropped and what is refused."""
+"""Arithmetic of fair timing: quartiles, ratios of pairs, and the rules for dropping and rejecting samples."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -94,11 +94,11 @@ def next_order(kept: Sequence[Pair]) -> str:
     return "AB" if sum(p.order == "AB" for p in kept) <= sum(p.order == "BA" for p in kept) else "BA"
 
 
-def refuse_above_peak(contender: str, flops: float, peak: float) -> None:
+def reject_above_peak(contender: str, flops: float, peak: float) -> None:
     """Raise UserError if a model FLOP/s exceeds the measured peak: one of the two is then wrong."""
     if flops > peak:
         raise UserError(
             f"{contender} reached {flops / 1e9:.1f} model GFLOP/s, above the measured matrix-product peak of "
-            f"{peak / 1e9:.1f}: refused. The machine was busy when the peak was measured, or the clock is "
+            f"{peak / 1e9:.1f}: rejected. The machine was busy when the peak was measured, or the clock is "
             "wrong; run again with nothing else running"
         )

@@ -1,4 +1,4 @@
-"""Does depth hurt a BERT with layer norm behind the residual sums, and not with layer norm before attention
+"""Does depth hurt a BERT with layer norm after the residual sums, and not with layer norm before attention
 and MLP?
 
     python scripts/demo_corpus.py plays
@@ -24,7 +24,7 @@ Verdicts: "learns" is a final training loss below the entropy of masked tokens, 
 knowledge of their frequencies and of no context, "diverged" one that rose again by 0.3 nats, or was not
 finite.
 
-Runs are `mlm pretrain` in processes of their own, --jobs at a time. What is stopped goes on at its last
+Runs are `mlm pretrain` in processes of their own, --jobs at a time. A stopped run resumes at its last
 checkpoint when the same command is typed again; what is done is kept.
 
 Exit code: 0 all runs are over, 2 a mistake, 130 stopped by Ctrl-C.

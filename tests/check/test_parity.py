@@ -12,7 +12,7 @@ import pytest
 
 from mlm.check.parity.checks import check_parity
 from mlm.check.parity.config import FIRST_LOSS_SCALE, ParityConfig
-from mlm.check.parity.run import memory_fault, needed_bytes, run
+from mlm.check.parity.run import memory_problem, needed_bytes, run
 from mlm.cli.compose import load_config
 from mlm.config.tree import leaves
 from mlm.errors import UserError
@@ -66,15 +66,15 @@ def test_a_comparison_that_decides_nothing_ends_with_1_and_one_line(tmp_path: Pa
     assert json.loads((tmp_path / "out/parity.json").read_text())["equal"] is False
 
 
-def test_a_faulty_key_ends_with_2(cli: Cli) -> None:
+def test_a_wrong_key_ends_with_2(cli: Cli) -> None:
     assert cli("parity tp=2 step=3") == 2
     assert cli.err == "mlm parity: unknown key 'step'; did you mean 'steps'?\n"
 
 
-@pytest.mark.parametrize("fault", ["tp=3", "steps=0", "train.global_batch_size=3", "vp=2"])
-def test_a_layout_that_cannot_train_is_refused_as_by_pretrain(cli: Cli, fault: str) -> None:
-    assert cli(f"parity {fault}") == 2
-    assert cli.err.startswith(f"mlm parity: {fault}")
+@pytest.mark.parametrize("problem", ["tp=3", "steps=0", "train.global_batch_size=3", "vp=2"])
+def test_a_layout_that_cannot_train_is_rejected_as_by_pretrain(cli: Cli, problem: str) -> None:
+    assert cli(f"parity {problem}") == 2
+    assert cli.err.startswith(f"mlm parity: {problem}")
 
 
 def test_a_large_run_is_compared_small_and_exactly(cli: Cli) -> None:
@@ -117,29 +117,29 @@ def test_layouts_that_are_proven_equal_can_be_typed() -> None:
         assert check_parity(layout.config(), world_size=None, local_devices=None) == [], str(layout)
 
 
-def test_a_model_beyond_the_memory_is_refused_with_fewer_layers() -> None:
+def test_a_model_beyond_the_memory_is_rejected_with_fewer_layers() -> None:
     config = parity("model=gpt2_8b", "tp=2", "pp=2")
-    fault = memory_fault(config, 64 << 30)
-    assert fault is not None
-    assert fault.startswith("model.num_layers=72: a model of 8.3 billion parameters")
-    layers = int(fault.rpartition("model.num_layers=")[2].partition(",")[0])
+    problem = memory_problem(config, 64 << 30)
+    assert problem is not None
+    assert problem.startswith("model.num_layers=72: a model of 8.3 billion parameters")
+    layers = int(problem.rpartition("model.num_layers=")[2].partition(",")[0])
     assert layers % 2 == 0
     assert needed_bytes(config, layers) <= 64 << 30 < needed_bytes(config, layers + 2)
 
 
 def test_a_model_too_wide_for_any_depth_gets_another_remedy() -> None:
-    fault = memory_fault(parity("model=gpt2_8b"), 1 << 30)
-    assert fault is not None
-    assert "use a smaller model=…" in fault
+    problem = memory_problem(parity("model=gpt2_8b"), 1 << 30)
+    assert problem is not None
+    assert "use a smaller model=…" in problem
 
 
-@pytest.mark.parametrize(("dropout", "faults"), [(0.0, 0), (0.1, 1)])
-def test_dropout_in_compiled_layers_cannot_be_compared(dropout: float, faults: int) -> None:
-    """Inductor draws masks of its own: a fault, rather than a verdict that says DIFFERENT."""
+@pytest.mark.parametrize(("dropout", "problems"), [(0.0, 0), (0.1, 1)])
+def test_dropout_in_compiled_layers_cannot_be_compared(dropout: float, problems: int) -> None:
+    """Inductor draws masks of its own: a problem, rather than a verdict that says DIFFERENT."""
     config = parity(f"model.hidden_dropout={dropout}", "model.attention_dropout=0", "compile=true")
     found = check_parity(config, world_size=None, local_devices=None)
-    assert len(found) == faults
-    assert all("compile=true" in fault for fault in found)
+    assert len(found) == problems
+    assert all("compile=true" in problem for problem in found)
 
 
 def test_a_disk_that_fills_while_comparing_is_one_line(

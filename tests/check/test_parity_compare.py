@@ -1,4 +1,4 @@
-"""Every layout equals one process: a matrix of layouts in which every two features meet."""
+"""Every layout equals one process: a matrix of layouts that combines every two features."""
 
 import math
 from dataclasses import replace

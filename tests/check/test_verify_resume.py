@@ -198,7 +198,7 @@ def test_a_run_that_is_always_over_before_the_kill_is_tried_again_then_told(
 
 @pytest.mark.parametrize("first,kill,last", [(0, 4, 8), (1000, 1004, 1008), (1001, 1004, 1008)])
 def test_the_kill_follows_a_step_that_is_saved(first: int, kill: int, last: int) -> None:
-    """Checkpoints come at multiples of k, also where the run goes on from another's."""
+    """Checkpoints come at multiples of k, also if the run continues another's."""
     assert verify_resume("steps=4").plan(first) == KillPlan(first, kill, last)
 
 
@@ -239,17 +239,17 @@ def test_every_key_of_pretrain_is_known_with_its_help() -> None:
     assert all(leaf.doc for leaf in leaves(VerifyResumeConfig).values())
 
 
-def test_a_fault_ends_with_2_and_one_line(cli: Cli) -> None:
+def test_a_problem_ends_with_2_and_one_line(cli: Cli) -> None:
     assert cli("verify-resume --resumed.tp 3") == 2
     assert cli.err.startswith("mlm verify-resume: resumed.tp=3 does not divide")
     assert len(cli.err.splitlines()) == 1
 
 
-def test_as_a_rank_of_a_launcher_it_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_as_a_rank_of_a_launcher_it_is_rejected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for key, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(key, value)
-    (fault,) = preflight(verify_resume(f"out={tmp_path}"))
-    assert "start this plainly" in fault
+    (problem,) = preflight(verify_resume(f"out={tmp_path}"))
+    assert "start this plainly" in problem
 
 
 @pytest.mark.parametrize(
@@ -272,11 +272,11 @@ def test_a_folder_of_its_own_is_taken_again(tmp_path: Path, left: list[str]) -> 
     ],
     ids=str,
 )
-def test_a_folder_that_holds_anything_else_is_refused(tmp_path: Path, left: list[str]) -> None:
+def test_a_folder_that_holds_anything_else_is_rejected(tmp_path: Path, left: list[str]) -> None:
     for name in left:
         (tmp_path / name).write_text('{"task": "verify-resume"}')
-    (fault,) = out_problems(tmp_path)
-    assert "which is not of an earlier verify-resume: name another folder" in fault
+    (problem,) = out_problems(tmp_path)
+    assert "which is not of an earlier verify-resume: name another folder" in problem
 
 
 def test_a_result_of_another_command_is_no_mark(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_a_result_of_another_command_is_no_mark(tmp_path: Path) -> None:
     assert len(out_problems(tmp_path)) == 1
 
 
-def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+def test_a_file_in_the_place_of_the_folder_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("")
-    (fault,) = out_problems(tmp_path / "out")
-    assert "a file stands there" in fault
+    (problem,) = out_problems(tmp_path / "out")
+    assert "a file stands there" in problem

@@ -13,7 +13,7 @@ def verify_resume(*overrides: str) -> VerifyResumeConfig:
     return config
 
 
-def faults(*overrides: str) -> list[str]:
+def problems(*overrides: str) -> list[str]:
     return check_verify_resume(verify_resume(*overrides))
 
 
@@ -30,18 +30,18 @@ def faults(*overrides: str) -> list[str]:
     ],
     ids=str,
 )
-def test_a_fault_names_the_half_it_is_in(words: list[str], begins: str) -> None:
-    (fault,) = faults(*words)
-    assert fault.startswith(begins)
+def test_a_problem_names_the_half_it_is_in(words: list[str], begins: str) -> None:
+    (problem,) = problems(*words)
+    assert problem.startswith(begins)
 
 
 def test_dropout_masks_that_depend_on_tp_cannot_be_compared() -> None:
-    (fault,) = faults("model.attention_dropout=0.1", "resumed.tp=2")
-    assert fault.startswith("model.attention_dropout=0.1 draws other masks at resumed.tp=2 than at tp=1")
-    (fault,) = faults("model.hidden_dropout=0.1", "tp=2", "resumed.sequence_parallel=true")
-    assert fault.startswith("model.hidden_dropout=0.1 draws other masks")
-    assert faults("model.hidden_dropout=0.1", "resumed.tp=2") == []
-    assert faults("model.attention_dropout=0.1", "dp=2", "resumed.dp=1", "resumed.pp=2") == []
+    (problem,) = problems("model.attention_dropout=0.1", "resumed.tp=2")
+    assert problem.startswith("model.attention_dropout=0.1 draws other masks at resumed.tp=2 than at tp=1")
+    (problem,) = problems("model.hidden_dropout=0.1", "tp=2", "resumed.sequence_parallel=true")
+    assert problem.startswith("model.hidden_dropout=0.1 draws other masks")
+    assert problems("model.hidden_dropout=0.1", "resumed.tp=2") == []
+    assert problems("model.attention_dropout=0.1", "dp=2", "resumed.dp=1", "resumed.pp=2") == []
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,6 @@ def test_bits_are_asked_for_where_nothing_of_the_layout_changes(words: list[str]
 
 def test_other_hosts_are_no_remedy() -> None:
     """The ranks of a run that is killed are all on this one."""
-    (fault,) = faults("dp=128", "train.global_batch_size=256")
-    assert fault.startswith("tp=1 * pp=1 * dp=128 = 128 ranks, but a CPU host runs at most 64; use dp=")
-    assert "torchrun" not in fault
+    (problem,) = problems("dp=128", "train.global_batch_size=256")
+    assert problem.startswith("tp=1 * pp=1 * dp=128 = 128 ranks, but a CPU host runs at most 64; use dp=")
+    assert "torchrun" not in problem

@@ -155,7 +155,7 @@ def test_ranks_leave_when_nothing_more_is_asked(two_ranks: MlmLM) -> None:
     assert model.process.returncode == 0
 
 
-def test_ranks_that_do_not_come_up_are_a_fault(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_do_not_come_up_are_a_problem(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(CheckFailedError, match="have ended with code 1"):
         MlmLM(ckpt=str(folder / "run"), device="cpu", tp=2)
@@ -174,7 +174,7 @@ def test_a_text_without_tokens_has_no_loss(one_rank: MlmLM) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 49])
-def test_a_continuation_the_model_cannot_read_is_refused(one_rank: MlmLM, count: int) -> None:
+def test_a_continuation_the_model_cannot_read_is_rejected(one_rank: MlmLM, count: int) -> None:
     with pytest.raises(UserError, match=rf"a continuation of {count} tokens .* max_length=48"):
         one_rank._loglikelihood_tokens([(None, [3], [5] * count)])
 
@@ -188,7 +188,7 @@ def test_a_continuation_ends_before_the_first_stop(one_rank: MlmLM) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments, fault",
+    "arguments, problem",
     [
         ({"max_gen_toks": 9, "num_beams": 4}, "num_beams"),
         ({"max_gen_toks": 9, "no_repeat_ngram_size": 2}, "no_repeat_ngram_size"),
@@ -196,13 +196,15 @@ def test_a_continuation_ends_before_the_first_stop(one_rank: MlmLM) -> None:
         ({"max_gen_toks": 48}, "max_gen_toks=48: use 1 to 47"),
     ],
 )
-def test_generation_we_do_not_have_is_refused(one_rank: MlmLM, arguments: dict[str, Any], fault: str) -> None:
-    with pytest.raises(UserError, match=fault):
+def test_generation_we_do_not_have_is_rejected(
+    one_rank: MlmLM, arguments: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(UserError, match=problem):
         one_rank.generate_until(instances(("To be", {"until": ["x"]} | arguments)), disable_tqdm=True)
 
 
 @pytest.mark.parametrize(
-    "arguments, fault",
+    "arguments, problem",
     [
         ({"tp": 3}, "tp=3 does not divide the checkpoint's num_heads=4"),
         ({"tp": 0}, "tp=0 must be greater than 0"),
@@ -217,9 +219,9 @@ def test_generation_we_do_not_have_is_refused(one_rank: MlmLM, arguments: dict[s
     ids=str,
 )
 def test_a_mistake_in_the_arguments_names_its_key(
-    folder: Path, arguments: dict[str, Any], fault: str
+    folder: Path, arguments: dict[str, Any], problem: str
 ) -> None:
-    with pytest.raises(UserError, match=fault):
+    with pytest.raises(UserError, match=problem):
         settings({"ckpt": str(folder / "run")} | arguments)
 
 
@@ -274,7 +276,7 @@ def test_a_text_without_context_is_scored_after_the_token_that_mlm_eval_takes(tm
     assert model.prefix_token_id == article.requests[0].tokens[0] == 300 != model.eot_token_id
 
 
-def test_as_a_rank_of_a_launcher_it_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_a_rank_of_a_launcher_it_is_rejected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(key, value)
     with pytest.raises(UserError, match="start it plainly"):

@@ -136,7 +136,7 @@ def test_groups_hold_every_text_once_within_the_budget(size: int) -> None:
 
 
 def test_the_end_of_a_document_is_a_token_like_any_other(reference: Reference) -> None:
-    """Also to a model trained with all that can begin anew behind it."""
+    """Also to a model trained with everything that can restart after it."""
     model, run = reference
     requests = [Request(np.array([7, 0, 9, 11, 0, 3, 0]), 1)]
     trained = load(run)

@@ -1,4 +1,4 @@
-"""`mlm generate`: where prompts come from, what is printed and written, and what is refused."""
+"""`mlm generate`: sources of prompts, output, and rejected settings."""
 
 import io
 import json
@@ -42,7 +42,7 @@ def generated(model: Path, *settings: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
 
 
-def refused(capsys: pytest.CaptureFixture[str], model: Path, *settings: str, code: int = 2) -> str:
+def rejected(capsys: pytest.CaptureFixture[str], model: Path, *settings: str, code: int = 2) -> str:
     """Message of a rejected command; nothing else may be on the terminal."""
     assert main([*COMMAND, f"ckpt={model}", *settings]) == code
     out, said = capsys.readouterr()
@@ -88,14 +88,14 @@ class TestPrompts:
         assert main([*COMMAND, f"ckpt={model}", "max_new_tokens=6", "min_new_tokens=6"]) == 0
         assert capsys.readouterr().out == said["continuation"] + "\n"
 
-    def test_empty_standard_input_is_refused(
+    def test_empty_standard_input_is_rejected(
         self, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         give_stdin(monkeypatch, b"\n")
-        assert "standard input is empty" in refused(capsys, model, "prompt=-")
+        assert "standard input is empty" in rejected(capsys, model, "prompt=-")
 
     @pytest.mark.parametrize(
-        ("name", "content", "fault"),
+        ("name", "content", "problem"),
         [
             ("p.txt", b"\n\n", "holds no prompt"),
             ("p.txt", b"a\n\xff", "is not UTF-8"),
@@ -103,14 +103,14 @@ class TestPrompts:
             ("p.jsonl", b'{"text": "a"}\n[', "p.jsonl:2: is no JSON"),
         ],
     )
-    def test_a_file_without_prompts_is_refused(
-        self, model: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes, fault: str
+    def test_a_file_without_prompts_is_rejected(
+        self, model: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes, problem: str
     ) -> None:
         Path(name).write_bytes(content)
-        assert fault in refused(capsys, model, f"prompts={name}")
+        assert problem in rejected(capsys, model, f"prompts={name}")
 
     @pytest.mark.parametrize(
-        ("settings", "fault"),
+        ("settings", "problem"),
         [
             (["prompt=a", "stop=['']"], 'stop="" would end'),
             (["prompt=a", "repetition_penalty=0"], "repetition_penalty=0.0 must be greater than 0"),
@@ -125,9 +125,9 @@ class TestPrompts:
         ],
     )
     def test_mistakes_are_one_line(
-        self, model: Path, capsys: pytest.CaptureFixture[str], settings: list[str], fault: str
+        self, model: Path, capsys: pytest.CaptureFixture[str], settings: list[str], problem: str
     ) -> None:
-        assert fault in refused(capsys, model, *settings)
+        assert problem in rejected(capsys, model, *settings)
 
 
 class TestResults:
@@ -182,7 +182,7 @@ class TestResults:
         want = [f"--- prompt {n}, sample 1\n{body}\n" for n, body in enumerate(("bca", "ba", "b"))]
         assert capsys.readouterr().out == "\n".join(want)
 
-    def test_one_text_is_streamed_behind_its_prompt(
+    def test_one_text_is_streamed_after_its_prompt(
         self, model: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert main([*COMMAND, f"ckpt={model}", "prompt='To be'", "max_new_tokens=5"]) == 0
@@ -204,12 +204,12 @@ class TestResults:
         assert "new token 1 of text 1 are not finite" in capsys.readouterr().err
         assert not Path("x.jsonl").exists()
 
-    def test_a_tokenizer_with_tokens_the_model_lacks_is_refused(
+    def test_a_tokenizer_with_tokens_the_model_lacks_is_rejected(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         make_model(tmp_path / "small", vocab_size=200)
         add_tokenizer(tmp_path / "small")
-        assert "model.vocab_size=200" in refused(capsys, tmp_path / "small", "prompt=a")
+        assert "model.vocab_size=200" in rejected(capsys, tmp_path / "small", "prompt=a")
 
 
 class TestStops:

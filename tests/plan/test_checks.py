@@ -1,4 +1,4 @@
-"""Faults of `mlm plan schedule`: key, value, remedy."""
+"""Problems of `mlm plan schedule`: key, value, remedy."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from mlm.cli.compose import load_config
 from mlm.plan.checks import MAX_COMPUTATIONS, check_plan_schedule
 
 
-def faults_of(*overrides: str) -> list[str]:
+def problems_of(*overrides: str) -> list[str]:
     return check_plan_schedule(load_config("plan_schedule", overrides))
 
 
@@ -24,12 +24,12 @@ def faults_of(*overrides: str) -> list[str]:
         ["transfer_cost=0"],
     ],
 )
-def test_sound_settings_have_no_fault(overrides: list[str]) -> None:
-    assert faults_of(*overrides) == []
+def test_sound_settings_have_no_problem(overrides: list[str]) -> None:
+    assert problems_of(*overrides) == []
 
 
 @pytest.mark.parametrize(
-    "overrides, fault",
+    "overrides, problem",
     [
         (["pp=0"], "pp=0 must be greater than 0"),
         (["micro_batches=-1"], "micro_batches=-1 must be greater than 0"),
@@ -55,19 +55,19 @@ def test_sound_settings_have_no_fault(overrides: list[str]) -> None:
         ),
     ],
 )
-def test_fault_names_value_and_remedy(overrides: list[str], fault: str) -> None:
-    assert faults_of(*overrides) == [fault]
+def test_problem_names_value_and_remedy(overrides: list[str], problem: str) -> None:
+    assert problems_of(*overrides) == [problem]
 
 
-def test_remedy_for_a_long_schedule_has_no_fault_itself() -> None:
-    (fault,) = faults_of("pp=96", "vp=7", "micro_batches=9600")
-    remedy = fault.rpartition("use ")[2].split()[0]
-    assert faults_of("pp=96", "vp=7", remedy) == []
+def test_remedy_for_a_long_schedule_has_no_problem_itself() -> None:
+    (problem,) = problems_of("pp=96", "vp=7", "micro_batches=9600")
+    remedy = problem.rpartition("use ")[2].split()[0]
+    assert problems_of("pp=96", "vp=7", remedy) == []
 
 
 def test_pipeline_too_wide_for_any_micro_batch_has_another_remedy() -> None:
-    (fault,) = faults_of(f"pp={MAX_COMPUTATIONS}")
-    assert fault.endswith("use a smaller pp or vp")
+    (problem,) = problems_of(f"pp={MAX_COMPUTATIONS}")
+    assert problem.endswith("use a smaller pp or vp")
 
 
 @pytest.mark.parametrize(
@@ -82,26 +82,26 @@ def test_pipeline_too_wide_for_any_micro_batch_has_another_remedy() -> None:
     ],
 )
 def test_unknown_ending_gets_the_nearest(out: str, remedy: str) -> None:
-    assert faults_of(f"out='{out}'") == [f"out={out} must end in .svg, .png or .json; use out={remedy}"]
+    assert problems_of(f"out='{out}'") == [f"out={out} must end in .svg, .png or .json; use out={remedy}"]
 
 
-def test_folder_that_does_not_exist_yet_is_no_fault(tmp_path: Path) -> None:
-    assert faults_of(f"out={tmp_path}/new/folder/a.svg") == []
+def test_folder_that_does_not_exist_yet_is_no_problem(tmp_path: Path) -> None:
+    assert problems_of(f"out={tmp_path}/new/folder/a.svg") == []
 
 
 def test_file_in_the_place_of_a_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    (fault,) = faults_of(f"out={tmp_path}/file/b/a.svg")
-    assert fault.endswith(f"{tmp_path}/file is no folder that can be written; use out=a.svg")
+    (problem,) = problems_of(f"out={tmp_path}/file/b/a.svg")
+    assert problem.endswith(f"{tmp_path}/file is no folder that can be written; use out=a.svg")
 
 
 def test_folder_in_the_place_of_the_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.svg").mkdir()
-    assert faults_of(f"out={tmp_path}/a.svg") == [
+    assert problems_of(f"out={tmp_path}/a.svg") == [
         f"out={tmp_path}/a.svg is a folder; use out={tmp_path}/a.svg/schedule.svg"
     ]
 
 
-def test_faults_come_together() -> None:
-    faults = faults_of("pp=0", "vp=2", "pipeline=zb_h1", "transfer_cost=-1", "out=a")
-    assert [fault.split("=")[0] for fault in faults] == ["pp", "transfer_cost", "vp", "out"]
+def test_problems_come_together() -> None:
+    problems = problems_of("pp=0", "vp=2", "pipeline=zb_h1", "transfer_cost=-1", "out=a")
+    assert [problem.split("=")[0] for problem in problems] == ["pp", "transfer_cost", "vp", "out"]

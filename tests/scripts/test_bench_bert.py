@@ -41,7 +41,7 @@ def test_both_sides_have_equal_losses_and_gradients(name: str, norm: str) -> Non
     assert found.gradient_error < 1e-4
 
 
-def test_another_model_is_refused() -> None:
+def test_another_model_is_rejected() -> None:
     """The embeddings of two token types exchanged: a mistake of a mapping, say."""
     other = trainee("transformers")
     assert isinstance(other, TransformersBert)

@@ -98,7 +98,7 @@ def test_a_subset_is_drawn_by_its_seed(rows: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("count", "name"), [(13, "rows"), (1, "nowhere")])
-def test_rows_that_are_not_there_are_refused(count: int, name: str, rows: Path, tmp_path: Path) -> None:
+def test_rows_that_are_not_there_are_rejected(count: int, name: str, rows: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--rows 13 is more than the 12|--data .*nowhere"):
         write_subset(rows.with_name(name), count, 0, tmp_path / "out")
 

@@ -19,7 +19,7 @@ def test_words_make_a_layout() -> None:
 
 
 @pytest.mark.parametrize("words", ["tp", "tq=2", "tp=two", "pipeline=1f2b", "tp=2,,pp=2"])
-def test_a_word_that_means_nothing_is_refused(words: str) -> None:
+def test_a_word_that_means_nothing_is_rejected(words: str) -> None:
     with pytest.raises(UserError):
         parse_layout(words)
 

@@ -1,4 +1,4 @@
-"""The training benchmark: its arithmetic, what it drops and refuses, one tiny run. No time is asserted."""
+"""The training benchmark: its arithmetic, what it drops and rejects, one tiny run. No time is asserted."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from bench.equality import Reference
 from bench.ranks import Ranks
 from bench.shapes import NAMED, Shape
 from bench.spec import Spec
-from bench.stats import Pair, Sample, Spread, next_order, quantile, refuse_above_peak
+from bench.stats import Pair, Sample, Spread, next_order, quantile, reject_above_peak
 
 from mlm.errors import UserError
 
@@ -94,10 +94,10 @@ def test_orders_alternate_and_balance_what_is_kept() -> None:
     assert next_order([p for p in kept if p.order == "BA"]) == "AB"
 
 
-def test_result_above_the_peak_is_refused() -> None:
-    refuse_above_peak("mlm", 1e9, peak=1e9)
-    with pytest.raises(UserError, match=r"mlm reached 2\.0 model GFLOP/s, above .* 1\.0: refused"):
-        refuse_above_peak("mlm", 2e9, peak=1e9)
+def test_result_above_the_peak_is_rejected() -> None:
+    reject_above_peak("mlm", 1e9, peak=1e9)
+    with pytest.raises(UserError, match=r"mlm reached 2\.0 model GFLOP/s, above .* 1\.0: rejected"):
+        reject_above_peak("mlm", 2e9, peak=1e9)
 
 
 def test_contender_with_other_weights_is_not_timed() -> None:

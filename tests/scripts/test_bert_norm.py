@@ -128,7 +128,7 @@ def test_what_is_done_is_kept_and_what_is_not_goes_on(tmp_path: Path) -> None:
         assert runs.waiting == [PRE]
 
 
-def test_runs_of_other_settings_are_refused(tmp_path: Path) -> None:
+def test_runs_of_other_settings_are_rejected(tmp_path: Path) -> None:
     Runs([POST], SIZES, tmp_path, jobs=1)
     with pytest.raises(UserError, match="made with other settings"):
         Runs([POST], Sizes(**{**norm_runs.asdict(SIZES), "batch": 4}), tmp_path, jobs=1)

@@ -37,16 +37,16 @@ SHOWN = 3
 
 
 def preflight(config: ParityConfig) -> list[str]:
-    """Faults that the named files and this host's memory show; called before any rank starts."""
-    faults = corpus_faults(config.comparable())
+    """Problems that the named files and this host's memory show; called before any rank starts."""
+    problems = corpus_faults(config.comparable())
     if config.ckpt is not None:
         try:
             read_manifest(resolve(config.ckpt))
         except UserError as error:
-            faults.append(str(error))
-    too_large = memory_fault(config, available_bytes(config))
-    faults += result_problems(Path(config.out, RESULT))
-    return [*faults, too_large] if too_large else faults
+            problems.append(str(error))
+    too_large = memory_problem(config, available_bytes(config))
+    problems += result_problems(Path(config.out, RESULT))
+    return [*problems, too_large] if too_large else problems
 
 
 def available_bytes(config: ParityConfig) -> int:
@@ -59,7 +59,7 @@ def available_bytes(config: ParityConfig) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def memory_fault(config: ParityConfig, available: int) -> str | None:
+def memory_problem(config: ParityConfig, available: int) -> str | None:
     """Why the whole model does not fit beside its layout, with the remedy; None where it does."""
     needed = needed_bytes(config, config.model.num_layers)
     if needed <= available:

@@ -58,23 +58,23 @@ LISTED = 24
 
 
 def preflight(config: VerifyResumeConfig) -> list[str]:
-    """Faults that this host and the named files show; called before anything starts."""
+    """Problems that this host and the named files show; called before anything starts."""
     try:
         facts = launch_facts(config.dist)
     except UserError as error:
         return [str(error)]
     if facts.joined:
         return ["runs here are killed and started again, on one host: start this plainly, not as a rank"]
-    if faults := faults_here(config, local_devices=facts.local_devices):
-        return faults
+    if problems := faults_here(config, local_devices=facts.local_devices):
+        return problems
     run = comparable(config)
-    faults = [*corpus_faults(run), *out_problems(Path(config.out))]
+    problems = [*corpus_faults(run), *out_problems(Path(config.out))]
     try:
         first_step(config)
         tokenizer_of(run.data)
     except UserError as error:
-        faults.append(str(error))
-    return faults
+        problems.append(str(error))
+    return problems
 
 
 def out_problems(out: Path) -> list[str]:
@@ -133,8 +133,8 @@ def run(config: VerifyResumeConfig) -> None:
 
 def claim(out: Path) -> None:
     """Mark the folder as this command's. Raises UserError where anything else is there, OSError."""
-    if faults := out_problems(out):
-        raise UserError(faults[0])
+    if problems := out_problems(out):
+        raise UserError(problems[0])
     claim_folder(out, TASK)
 
 

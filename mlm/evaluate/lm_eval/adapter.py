@@ -60,8 +60,8 @@ class MlmLM(TemplateLM):
         config = self.settings = settings(arguments)
         named = named_checkpoint(config.ckpt)
         self.named, self.tokenizer = named, load_tokenizer(config.tokenizer, named.path)
-        if fault := vocabulary_fault(config.tokenizer, self.tokenizer, named.config.model):
-            raise UserError(fault)
+        if problem := vocabulary_fault(config.tokenizer, self.tokenizer, named.config.model):
+            raise UserError(problem)
         longest = named.config.model.max_positions
         self.max_length = min(config.max_length or longest, longest)
         self.batch_size, self.model = config.batch_size, start(config)
@@ -228,10 +228,10 @@ def settings(arguments: dict[str, Any]) -> LmEvalConfig:
         return check_lm_eval(config, world_size=facts.world_size, local_devices=facts.local_devices)
 
     config = build(LmEvalConfig, values, check)
-    if faults := checkpoint_faults(config.ckpt, config.parallel):
-        raise ConfigError(faults)
-    if fault := continues_fault(config.ckpt, named_checkpoint(config.ckpt).config.model):
-        raise UserError(fault)
+    if problems := checkpoint_faults(config.ckpt, config.parallel):
+        raise ConfigError(problems)
+    if problem := continues_fault(config.ckpt, named_checkpoint(config.ckpt).config.model):
+        raise UserError(problem)
     return config
 
 
@@ -249,7 +249,7 @@ def device_of(said: str) -> str:
 
 
 def start(config: LmEvalConfig) -> Model:
-    """The model on this process where it needs one rank, else on ranks of its own."""
+    """The model on this process where it needs one rank, else on separate ranks."""
     ranks = choose_world_size(config.parallel, launch_facts(config.dist))
     if ranks == 1:
         return Here(config)

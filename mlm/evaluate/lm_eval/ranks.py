@@ -1,4 +1,4 @@
-"""The model behind lm-eval's `mlm`: in lm-eval's own process, or on ranks of its own.
+"""The model of lm-eval's `mlm`: in lm-eval's own process, or on separate ranks.
 
 lm-eval is one process and knows nothing of tp or pp. For more than one rank it therefore starts a command
 that starts the ranks, `python -m mlm.evaluate.lm_eval.ranks CONFIG.json`, and talks to rank 0 over a Unix

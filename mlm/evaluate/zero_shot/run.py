@@ -45,14 +45,14 @@ from mlm.terminal import count_progress, plain
 
 
 def preflight(config: ZeroShotConfig) -> list[str]:
-    """Faults that reading the named files shows; called before any rank starts."""
-    faults = checkpoint_faults(config.ckpt, config.parallel)
-    if faults:
-        return faults
+    """Problems that reading the named files shows; called before any rank starts."""
+    problems = checkpoint_faults(config.ckpt, config.parallel)
+    if problems:
+        return problems
     try:
         named = named_checkpoint(config.ckpt)
-        if fault := continues_fault(config.ckpt, named.config.model):
-            return [fault]
+        if problem := continues_fault(config.ckpt, named.config.model):
+            return [problem]
         length = window_length(config.seq_length, named.config)
         protocols_of(config, checked_tokenizer(config, named.path, named.config.model), length)
     except CorruptFileError:
@@ -67,17 +67,17 @@ def preflight(config: ZeroShotConfig) -> list[str]:
 
 def folder_problems(config: ZeroShotConfig, out: Path) -> list[str]:
     """Problems that prevent writing the result or the samples."""
-    if faults := result_problems(out):
-        return faults
+    if problems := result_problems(out):
+        return problems
     files = {} if is_stream(out) else {f"out={config.out}": out}
     if config.samples is not None and not is_stream(config.samples):
         files[f"samples={config.samples}"] = Path(config.samples)
-    faults = [
+    problems = [
         f"{setting}: {path} is a folder; name a file in it"
         for setting, path in files.items()
         if path.is_dir()
     ]
-    return faults or [
+    return problems or [
         f"{setting}: {path.parent} is no folder that can be written; name a file in one that is"
         for setting, path in files.items()
         if not (path.parent.is_dir() and os.access(path.parent, os.W_OK))
@@ -90,8 +90,8 @@ def checked_tokenizer(config: ZeroShotConfig, path: Path, model: ModelConfig) ->
     With force=true another may be used, as long as the model has a row for each of its tokens.
     """
     tokenizer = load_tokenizer(config.tokenizer, path, force=True)
-    if fault := vocabulary_fault(config.tokenizer, tokenizer, model):
-        raise UserError(fault)
+    if problem := vocabulary_fault(config.tokenizer, tokenizer, model):
+        raise UserError(problem)
     if config.tokenizer is None or config.force:
         return tokenizer
     saved = saved_tokenizer(path)

@@ -122,7 +122,7 @@ def lambada(path: str | None, *, standard: bool) -> Texts:
         else:
             lines = decode(content, path).split("\n")
             rows = [(f"{path}:{n}", "", line) for n, line in enumerate(lines, 1)]
-            if not lines[-1]:  # behind the last newline
+            if not lines[-1]:  # after the last newline
                 rows.pop()
         places, found = [place for place, _, _ in rows], [text for _, _, text in rows]
         file_digest = digest_bytes(content)
@@ -172,12 +172,12 @@ def rows_of(path: str, content: bytes, keys: Sequence[str]) -> Iterator[tuple[st
     for place, record in source:
         key = next((key for key in keys if isinstance(record.get(key), str)), None)
         if key is None:
-            raise UserError(f"{place}: no text under {' or '.join(map(repr, keys))}: mend or delete it")
+            raise UserError(f"{place}: no text under {' or '.join(map(repr, keys))}: fix or delete it")
         if not record[key].isascii():
             try:
                 record[key].encode()
             except UnicodeEncodeError as error:
-                raise UserError(f"{place}: holds half a surrogate pair: mend or delete it") from error
+                raise UserError(f"{place}: holds half a surrogate pair: fix or delete it") from error
         yield place, key, record[key]
 
 
@@ -189,9 +189,9 @@ def jsonl_rows(path: str, content: bytes) -> Iterator[tuple[str, dict[str, Any]]
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:  # ValueError covers bad UTF-8 too
-            raise UserError(f"{path}:{number}: not a line of JSON: mend or delete it") from error
+            raise UserError(f"{path}:{number}: not a line of JSON: fix or delete it") from error
         if not isinstance(record, dict):
-            raise UserError(f"{path}:{number}: not a JSON object: mend or delete it")
+            raise UserError(f"{path}:{number}: not a JSON object: fix or delete it")
         yield f"{path}:{number}", record
 
 

@@ -237,7 +237,7 @@ def form_warning(source: Texts, *, wants_unk: bool) -> tuple[str, ...]:
 NUMBER_MARKS = "-,."
 """Set apart as " @-@ "."""
 ENDING_MARKS = ":;.!?,"
-"""Set apart on both sides; in a text they have a space behind them only."""
+"""Set apart on both sides; in a text they have a space after them only."""
 PAIRS = (("(", ")"), ("[", "]"), ("{", "}"), ('"', '"'), ("'", "'"))
 HEADINGS = ("====", "===", "==")
 """Set apart as "= = = =". The longest first: the others are part of it."""

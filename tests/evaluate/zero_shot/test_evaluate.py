@@ -1,4 +1,4 @@
-"""The commands: layouts and batch sizes, receipts, going on after a stop, and what is refused."""
+"""The commands: layouts and batch sizes, receipts, resuming after a stop, and rejected settings."""
 
 import io
 import json
@@ -204,8 +204,8 @@ def test_a_trial_does_not_replace_a_full_result(folder: Path) -> None:
     run(replace(config, limit=2))
     assert full.read_bytes() == before
     assert (folder / "run" / "eval-lambada-limit2.json").exists()
-    (fault,) = evaluate.preflight(replace(config, limit=2, out=str(full)))
-    assert fault.startswith(f"out={full}: holds the result of a full evaluation")
+    (problem,) = evaluate.preflight(replace(config, limit=2, out=str(full)))
+    assert problem.startswith(f"out={full}: holds the result of a full evaluation")
 
 
 def test_the_result_of_another_evaluation_is_kept_under_a_name_with_its_digest(folder: Path) -> None:
@@ -232,15 +232,15 @@ def test_the_context_is_that_of_the_checkpoint_by_default(folder: Path) -> None:
     assert run(cloze(folder))["results"][0]["seq_length"] == 48
 
 
-# ----- what is refused, before any rank starts
+# ----- rejected before any rank starts
 
 
-def test_another_tokenizer_is_refused_unless_forced(folder: Path, tmp_path: Path) -> None:
+def test_another_tokenizer_is_rejected_unless_forced(folder: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.json"
     train_bpe(["quite another text, of other words"] * 9, 280).save(other)
-    (fault,) = evaluate.preflight(cloze(folder, tokenizer=str(other)))
-    assert "has another vocabulary" in fault
-    assert "force=true" in fault
+    (problem,) = evaluate.preflight(cloze(folder, tokenizer=str(other)))
+    assert "has another vocabulary" in problem
+    assert "force=true" in problem
     assert evaluate.preflight(cloze(folder, tokenizer=str(other), force=True)) == []
 
 
@@ -265,24 +265,24 @@ def test_a_tokenizer_with_one_change_is_another(folder: Path, tmp_path: Path, ch
         vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
     other = tmp_path / "other.json"
     other.write_text(json.dumps(saved))
-    (fault,) = evaluate.preflight(cloze(folder, tokenizer=str(other)))
-    assert "has another vocabulary" in fault
+    (problem,) = evaluate.preflight(cloze(folder, tokenizer=str(other)))
+    assert "has another vocabulary" in problem
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_a_tokenizer_larger_than_the_model_is_refused(folder: Path, tmp_path: Path, force: bool) -> None:
+def test_a_tokenizer_larger_than_the_model_is_rejected(folder: Path, tmp_path: Path, force: bool) -> None:
     large = tmp_path / "large.json"
     words = [f"w{n:03}" for n in range(300)]
     train_bpe([" ".join(words)] * 9, 400).save(large)
-    (fault,) = evaluate.preflight(cloze(folder, tokenizer=str(large), force=force))
-    assert "model.vocab_size=331" in fault
+    (problem,) = evaluate.preflight(cloze(folder, tokenizer=str(large), force=force))
+    assert "model.vocab_size=331" in problem
 
 
 def test_a_run_without_a_tokenizer_asks_for_one(folder: Path, tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").unlink()
-    (fault,) = evaluate.preflight(cloze(folder, ckpt=str(tmp_path / "model")))
-    assert "tokenizer=" in fault
+    (problem,) = evaluate.preflight(cloze(folder, ckpt=str(tmp_path / "model")))
+    assert "tokenizer=" in problem
 
 
 @pytest.mark.parametrize("command", ["loss", "wikitext103", "lambada", "all"])
@@ -297,11 +297,11 @@ def test_windows_longer_than_the_model_reads_name_the_key_as_typed(folder: Path,
     ]
 
 
-def test_a_stride_longer_than_the_window_is_refused(folder: Path) -> None:
-    (fault,) = evaluate.preflight(everything(folder, overlapping_eval=25))
-    assert "overlapping_eval=25" in fault
-    faults = check_zero_shot(everything(folder, overlapping_eval=25), world_size=None, local_devices=None)
-    assert any("overlapping_eval=25" in fault for fault in faults)
+def test_a_stride_longer_than_the_window_is_rejected(folder: Path) -> None:
+    (problem,) = evaluate.preflight(everything(folder, overlapping_eval=25))
+    assert "overlapping_eval=25" in problem
+    problems = check_zero_shot(everything(folder, overlapping_eval=25), world_size=None, local_devices=None)
+    assert any("overlapping_eval=25" in problem for problem in problems)
 
 
 @pytest.mark.parametrize(
@@ -315,13 +315,13 @@ def test_a_stride_longer_than_the_window_is_refused(folder: Path) -> None:
     ],
 )
 def test_a_wrong_path_is_named(folder: Path, changes: dict[str, Any], setting: str) -> None:
-    (fault,) = evaluate.preflight(cloze(folder, **changes))
-    assert setting in fault
-    assert "\n" not in fault
+    (problem,) = evaluate.preflight(cloze(folder, **changes))
+    assert setting in problem
+    assert "\n" not in problem
 
 
 @pytest.mark.parametrize(
-    ("changes", "fault"),
+    ("changes", "problem"),
     [
         ({"limit": 0}, "limit=0 must be greater than 0"),
         ({"batch_size": 0}, "batch_size=0 must be greater than 0"),
@@ -330,6 +330,6 @@ def test_a_wrong_path_is_named(folder: Path, changes: dict[str, Any], setting: s
         ({"samples": "samples.jsonl"}, ""),
     ],
 )
-def test_settings_are_checked(folder: Path, changes: dict[str, Any], fault: str) -> None:
-    faults = check_zero_shot(cloze(folder, **changes), world_size=None, local_devices=None)
-    assert [found[: len(fault)] for found in faults] == ([fault] if fault else [])
+def test_settings_are_checked(folder: Path, changes: dict[str, Any], problem: str) -> None:
+    problems = check_zero_shot(cloze(folder, **changes), world_size=None, local_devices=None)
+    assert [found[: len(problem)] for found in problems] == ([problem] if problem else [])

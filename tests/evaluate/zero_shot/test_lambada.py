@@ -104,7 +104,7 @@ def test_passages_without_context_or_word_are_left_out_counted_and_named(
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_passages_that_are_all_unfit_are_refused(tmp_path: Path, strict: bool) -> None:
+def test_passages_that_are_all_unfit_are_rejected(tmp_path: Path, strict: bool) -> None:
     with pytest.raises(UserError, match=r"lambada\.jsonl:1"):
         built(tmp_path, ("one", ""), strict=strict)
 

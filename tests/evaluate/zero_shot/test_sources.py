@@ -1,4 +1,4 @@
-"""Texts from files and the Hub: every form gives the same text, every fault names its place."""
+"""Texts from files and the Hub: every form gives the same text, every problem names its place."""
 
 import json
 from pathlib import Path
@@ -133,7 +133,7 @@ def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
         sources.lambada(str(path), standard=False)
 
 
-def test_a_file_too_large_to_be_a_test_split_is_refused(
+def test_a_file_too_large_to_be_a_test_split_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sources, "MAX_BYTES", 10)

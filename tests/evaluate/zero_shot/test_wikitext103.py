@@ -81,7 +81,7 @@ def test_a_limit_takes_the_first_articles(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["word \n", " \n \n", "", "a"])
-def test_a_text_too_short_for_a_window_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_text_too_short_for_a_window_is_rejected(tmp_path: Path, text: str) -> None:
     with pytest.raises(UserError, match=r"wiki\.test\.tokens"):
         whole(tmp_path, 5, text)
 
