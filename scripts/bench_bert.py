@@ -22,10 +22,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # mlm of this checkout, installed or not
-
 from bench.bert_shapes import BERT_NAMED, BertShape, bert_batches, bert_shape
 from bench.command import guarded
 from bench.compare import Plan, run_shape
@@ -33,6 +29,7 @@ from bench.machine import describe_machine
 from bench.report import print_shape
 from bench.spec import Spec
 from bench.stats import MIN_PAIRS
+from rich.console import Console
 
 from mlm.errors import UserError
 from mlm.files.atomic import write_atomic

@@ -22,13 +22,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # mlm of this checkout, installed or not
-
 import torch
 from bench.command import guarded
+from rich.console import Console
+from rich.table import Table
 
 import mlm
 from mlm.cli.compose import load_config

@@ -27,15 +27,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # mlm of this checkout, installed or not
-
 from bench.build_runs import FLAT, TOKENISE_TARGET, be_bare, memory, tokenise
 from bench.command import guarded
 from bench.machine import REPOSITORY, commit_of, cpu_model
 from bench.sample_rates import INDEX_TARGET, LOAD_TARGET, index, load
+from rich.console import Console
+from rich.table import Table
 
 from mlm.files.atomic import write_atomic
 

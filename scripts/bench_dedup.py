@@ -29,16 +29,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # mlm of this checkout, installed or not
-
 from bench.command import guarded
 from bench.dedup_contenders import Contender, Steps, contenders
 from bench.dedup_corpus import Corpus, Pairs, plant, score, similar_pairs
 from bench.machine import REPOSITORY, commit_of, cpu_model
 from demo_corpus import installed_plays, scenes
+from rich.console import Console
+from rich.table import Table
 
 from mlm.corpus.sections import DedupConfig
 from mlm.errors import UserError

@@ -30,11 +30,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # mlm of this checkout, installed or not
-
 from bench.command import guarded
 from bench.finetune_runs import (
     HIDDEN_TOLERANCE,
@@ -48,6 +43,8 @@ from bench.finetune_runs import (
 )
 from bench.random_gpt2 import machine_facts
 from bench.stats import Spread
+from rich.console import Console
+from rich.table import Table
 
 from mlm.errors import UserError
 from mlm.files.atomic import write_atomic

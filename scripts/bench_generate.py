@@ -21,14 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # mlm of this checkout, installed or not
-
 from bench.command import guarded
 from bench.random_gpt2 import machine_facts, save_random_gpt2
 from bench.stats import Spread
+from rich.console import Console
+from rich.table import Table
 
 from mlm.errors import UserError
 from mlm.files.atomic import write_atomic

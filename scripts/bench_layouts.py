@@ -20,11 +20,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # mlm of this checkout, installed or not
-
 from bench.command import guarded
 from bench.layouts import parse_layout
 from bench.machine import Probe, describe_machine
@@ -33,6 +28,8 @@ from bench.shapes import shapes_of
 from bench.spec import Spec
 from bench.stats import MIN_PAIRS
 from bench.timing import Clock, Series
+from rich.console import Console
+from rich.table import Table
 
 from mlm.errors import UserError
 from mlm.files.atomic import write_atomic

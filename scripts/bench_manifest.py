@@ -19,14 +19,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # mlm of this checkout, installed or not
-
 import numpy as np
 import torch
 from bench.command import guarded
+from rich.console import Console
+from rich.table import Table
 
 import mlm
 from mlm.checkpoint.native.declaration import declare_shards, file_name, merge_declared

@@ -23,14 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench.command import guarded
+from bench.machine import REPOSITORY, commit_of, cpu_model
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # mlm of this checkout, installed or not
-
-from bench.command import guarded
-from bench.machine import REPOSITORY, commit_of, cpu_model
 
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.stream import GlobalTensor, write_streamed

@@ -20,10 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # mlm of this checkout, installed or not
-
 from bench.command import guarded
 from bench.compare import Plan, run_shape
 from bench.machine import describe_machine, describe_peers
@@ -31,6 +27,7 @@ from bench.report import print_shape
 from bench.shapes import check_shape, shapes_of
 from bench.spec import Spec
 from bench.stats import MIN_PAIRS
+from rich.console import Console
 
 from mlm.errors import UserError
 from mlm.files.atomic import write_atomic

@@ -21,12 +21,9 @@ import time
 from pathlib import Path
 
 import torch
+from bench.command import guarded
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # mlm of this checkout, installed or not
-
-from bench.command import guarded
 from torture.faults import FAULTS
 from torture.inspection import Trial
 from torture.kills import COMMAND, KILLS

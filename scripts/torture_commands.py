@@ -20,12 +20,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from bench.command import guarded
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # mlm of this checkout, installed or not
-
-from bench.command import guarded
 from torture.command_lines import Verdict, mutate, try_line
 from torture.flips import make_template
 

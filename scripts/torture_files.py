@@ -22,12 +22,9 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+from bench.command import guarded
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # mlm of this checkout, installed or not
-
-from bench.command import guarded
 from torture.flips import Flip, make_template, one_flip, references, targets
 
 import mlm

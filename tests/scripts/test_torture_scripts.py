@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torture.command_lines import mutate
+from torture.flips import Flip, Outcome, judge
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-from torture.command_lines import mutate  # noqa: E402
-from torture.flips import Flip, Outcome, judge  # noqa: E402
 
 
 @pytest.mark.parametrize(
