@@ -1,0 +1,1 @@
+"""Checks of a layout and of resuming, by comparing runs."""

@@ -26,9 +26,14 @@ class Text(Protocol):
     """The fields of a request that determine its score."""
 
     @property
-    def tokens(self) -> NDArray[np.int64]: ...
+    def tokens(self) -> NDArray[np.int64]:
+        """[n] token ids."""
+        ...
+
     @property
-    def first(self) -> int: ...
+    def first(self) -> int:
+        """Index of the first scored token."""
+        ...
 
 
 class KeptScores:

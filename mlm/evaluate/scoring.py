@@ -91,6 +91,9 @@ def score(
     """Score requests. Collective over all ranks; in the order of the requests and the same on each.
 
     Args:
+        trained: the model.
+        requests: the texts and their scored tokens.
+        ctx: process groups.
         batch_size: texts of max_positions tokens per micro-batch and rank at the most; the shorter texts are,
             the more of them go together. Scores do not depend on it.
         kept: file in which rank 0 keeps what is scored, for a command that is stopped and started again; its
@@ -152,8 +155,10 @@ def distinct(requests: Sequence[Request], numbers: Sequence[int]) -> list[Readin
 def in_groups(
     requests: Sequence[Request], readings: Sequence[Reading], *, budget: int, size: int
 ) -> Iterator[list[Reading]]:
-    """Readings that the `size` data-parallel ranks share among them, each at most `budget` tokens, padding
-    included; one where it alone is longer."""
+    """Readings for the `size` data-parallel ranks, each at most `budget` tokens with padding.
+
+    A reading that is longer is a group of its own.
+    """
     first = 0
     while first < len(readings):
         rows = max(1, budget // (len(requests[readings[first][0]].tokens) - 1))

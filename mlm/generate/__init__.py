@@ -1,0 +1,1 @@
+"""Continuation of prompts by a checkpoint."""

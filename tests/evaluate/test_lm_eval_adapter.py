@@ -138,7 +138,7 @@ def instances(*arguments: tuple[Any, ...]) -> list[Any]:
 
 
 def test_two_ranks_of_their_own_answer_as_one(one_rank: MlmLM, two_ranks: MlmLM) -> None:
-    assert isinstance(two_ranks.model, lm_eval_ranks.Elsewhere)
+    assert isinstance(two_ranks.model, lm_eval_ranks.RemoteModel)
     texts = [str(document["text"]) for document in DOCUMENTS]
     pairs = instances(*((text, " end") for text in texts))
     for one, two in zip(*(model.loglikelihood(pairs) for model in (one_rank, two_ranks)), strict=True):
@@ -150,7 +150,7 @@ def test_two_ranks_of_their_own_answer_as_one(one_rank: MlmLM, two_ranks: MlmLM)
 
 def test_ranks_leave_when_nothing_more_is_asked(two_ranks: MlmLM) -> None:
     model = two_ranks.model
-    assert isinstance(model, lm_eval_ranks.Elsewhere)
+    assert isinstance(model, lm_eval_ranks.RemoteModel)
     model.close()
     assert model.process.returncode == 0
 

@@ -1,0 +1,1 @@
+"""Comparison of a layout's training with one process: `mlm parity`."""

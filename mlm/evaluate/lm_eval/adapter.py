@@ -27,7 +27,7 @@ from mlm.config.build import build
 from mlm.errors import ConfigError, UserError
 from mlm.evaluate.checks import check_lm_eval
 from mlm.evaluate.config import LmEvalConfig
-from mlm.evaluate.lm_eval.ranks import Elsewhere, Here, Model
+from mlm.evaluate.lm_eval.ranks import LocalModel, Model, RemoteModel
 from mlm.evaluate.scoring import Request
 from mlm.inference.generation import Sampling
 from mlm.inference.trained import (
@@ -252,6 +252,6 @@ def start(config: LmEvalConfig) -> Model:
     """The model on this process where it needs one rank, else on separate ranks."""
     ranks = choose_world_size(config.parallel, launch_facts(config.dist))
     if ranks == 1:
-        return Here(config)
+        return LocalModel(config)
     logging.getLogger(__name__).info("starting %d ranks", ranks)
-    return Elsewhere(config)
+    return RemoteModel(config)

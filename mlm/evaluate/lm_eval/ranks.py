@@ -111,11 +111,11 @@ class Model(Protocol):
         ...
 
     def close(self) -> None:
-        """Nothing more will be asked."""
+        """Release the model."""
         ...
 
 
-class Here:
+class LocalModel:
     """The model on this process alone, or this rank's part of it. Its methods are collective over `ctx`."""
 
     def __init__(self, config: LmEvalConfig, ctx: ParallelContext | None = None) -> None:
@@ -125,11 +125,13 @@ class Here:
         self.batch_size = config.batch_size
 
     def score(self, requests: Sequence[Request], advance: Advance) -> list[Score]:
+        """Score the requests on these ranks."""
         return score(self.trained, requests, batch_size=self.batch_size, ctx=self.ctx, advance=advance)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], options: Sampling, stops: Sequence[str], advance: Advance
     ) -> list[list[int]]:
+        """Continue the prompts on these ranks."""
         eod_id, until = self.tokenizer.eod_id, ends_at(self.tokenizer, stops)
         texts: list[list[int]] = [[] for _ in prompts]
         found = continuations(self.trained, prompts, options, ctx=self.ctx, eod_id=eod_id, until=until)
@@ -141,12 +143,12 @@ class Here:
         return texts
 
     def close(self) -> None:
-        pass
+        """Do nothing: the model is this process's."""
 
 
 def serve(config: LmEvalConfig, ctx: ParallelContext) -> None:
     """Answer what lm-eval asks until it leaves. Every rank calls this; rank 0 has the socket."""
-    model = Here(config, ctx)
+    model = LocalModel(config, ctx)
     channel = Channel.connect(config.socket) if ctx.is_main else None
 
     def tell(head: dict[str, Any], body: bytes = b"") -> None:
@@ -187,7 +189,7 @@ def answer(model: Model, head: dict[str, Any], body: bytes, advance: Advance) ->
     return {"done": True, "new": new}, b""
 
 
-class Elsewhere:
+class RemoteModel:
     """The model on ranks that this process starts, and that end with it."""
 
     def __init__(self, config: LmEvalConfig) -> None:
@@ -218,6 +220,7 @@ class Elsewhere:
         self._reply(lambda count: None)
 
     def score(self, requests: Sequence[Request], advance: Advance) -> list[Score]:
+        """Have the ranks score the requests."""
         if not requests:
             return []
         head = {"do": "score", "firsts": [request.first for request in requests]}
@@ -228,6 +231,7 @@ class Elsewhere:
     def generate(
         self, prompts: Sequence[Sequence[int]], options: Sampling, stops: Sequence[str], advance: Advance
     ) -> list[list[int]]:
+        """Have the ranks continue the prompts."""
         if not prompts:
             return []
         head = {"do": "generate", "options": asdict(options), "stops": list(stops)}
@@ -235,6 +239,7 @@ class Elsewhere:
         return list(reply["new"])
 
     def close(self) -> None:
+        """End the ranks."""
         self.channel.end.close()  # rank 0 hears it, and all leave
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(LEAVE_S)
