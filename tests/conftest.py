@@ -1,4 +1,6 @@
-"""Order of the test files."""
+"""Order of the test files, and garbage collection that skips what lives to the end."""
+
+import gc
 
 import pytest
 
@@ -11,3 +13,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return 0 if names.keys() & {"run_on_ranks", "subprocess"} else 1 if "main" in names else 2
 
     items.sort(key=rank)  # stable: a file's tests stay together
+
+
+def pytest_collection_finish() -> None:
+    """Exclude half a million objects of imported libraries and tests from collections: 0.3 s each."""
+    gc.collect()
+    gc.freeze()
