@@ -2,9 +2,6 @@
 
 import errno
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +10,7 @@ import pytest
 from mlm.check.parity.checks import check_parity
 from mlm.check.parity.config import FIRST_LOSS_SCALE, ParityConfig
 from mlm.check.parity.run import memory_problem, needed_bytes, run
+from mlm.cli import main
 from mlm.cli.compose import load_config
 from mlm.config.tree import leaves
 from mlm.errors import UserError
@@ -30,38 +28,32 @@ def parity(*overrides: str) -> ParityConfig:
     return config
 
 
-def mlm(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """`mlm parity` of the smallest run, as typed in a shell."""
+def compare(folder: Path, *words: str) -> int:
+    """Exit code of `mlm parity` of the smallest run, on ranks of its own."""
     small = ["model.hidden_size=16", "model.vocab_size=61", "data.seq_length=16", "train.global_batch_size=4"]
-    return subprocess.run(
-        [sys.executable, "-m", "mlm", "parity", *small, "steps=2", f"out={folder / 'out'}", *words],
-        cwd=folder,
-        env={
-            key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "RANK", "WORLD"))
-        },
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return main(["parity", *small, "steps=2", f"out={folder / 'out'}", *words])
 
 
-def test_an_equal_layout_ends_with_0_and_leaves_its_numbers(tmp_path: Path) -> None:
-    done = mlm(tmp_path, "tp=2", "sequence_parallel=true")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "parity of tp=2 pp=1 dp=1 sequence_parallel=true with one process" in done.stdout
-    assert "EQUAL: losses to" in done.stdout
+def test_an_equal_layout_ends_with_0_and_leaves_its_numbers(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert compare(tmp_path, "tp=2", "sequence_parallel=true") == 0
+    told = capfd.readouterr()
+    assert told.err == ""
+    assert "parity of tp=2 pp=1 dp=1 sequence_parallel=true with one process" in told.out
+    assert "EQUAL: losses to" in told.out
     result = json.loads((tmp_path / "out/parity.json").read_text())
     assert result["equal"] is True
     assert [step["step"] for step in result["steps"]] == [1, 2]
     assert len(result["weights"]) == len(result["steps"][0]["gradients"]) == 28
 
 
-def test_a_comparison_that_decides_nothing_ends_with_1_and_one_line(tmp_path: Path) -> None:
+def test_a_comparison_that_decides_nothing_ends_with_1_and_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """A loss scale that float16 overflows at, on two ranks: the way out of every verdict but EQUAL."""
-    done = mlm(tmp_path, "tp=2", "precision=fp16", "precision.min_loss_scale=4e9")
-    assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
+    assert compare(tmp_path, "tp=2", "precision=fp16", "precision.min_loss_scale=4e9") == 1
+    (line,) = capfd.readouterr().err.splitlines()
     assert "UNDECIDED: nothing could be compared" in line
     assert json.loads((tmp_path / "out/parity.json").read_text())["equal"] is False
 
