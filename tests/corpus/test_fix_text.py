@@ -4,7 +4,7 @@ from itertools import product
 
 import ftfy
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mlm.corpus.fix_text import CONFIG, PIECE, fixed, pieces_of
@@ -13,6 +13,7 @@ from mlm.corpus.fix_text import CONFIG, PIECE, fixed, pieces_of
 TRICKY = "“”‘’–—…\n\r\t\x0c\x00\x85\u2028\u2029 &<;#'\"!~%aeÃ¢â‚¬œ™éﬁＡ，\u0301\xa0\xad\ufeff\x1b[0m"
 
 
+@settings(deadline=None)  # the first call loads ftfy's tables
 @given(st.text(st.sampled_from(TRICKY) | st.characters(codec="utf-8"), max_size=40))
 @example("â€œone\n“two” – three…\nfour’s")
 @example("&lt;\n<\n&lt;")

@@ -285,7 +285,7 @@ def test_a_corpus_is_identified_by_the_target_of_its_path(tmp_path: Path) -> Non
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     here, there = (replace(blend(a=1)[0], path=str(tmp_path / name / "train")) for name in ("real", "link"))
-    assert here.lies_with(there)
+    assert here.has_path_of(there)
 
 
 def test_hostile_weights_that_nearly_sum_to_1_cost_no_more() -> None:
