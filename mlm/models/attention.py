@@ -62,12 +62,15 @@ class SelfAttention(nn.Module):
         with `reading` tokens attend to what the cache holds of their texts."""
         qkv = self.qkv(x)  # [S, B, 3H/t]: all of S, also with sequence parallelism
         if reading is not None:
-            return self.out(reading.attend(self.layer, qkv, self.head_dim))
-        if stream is None or self.dropout == 0:
-            return self.out(self._fused(qkv, 0.0, spans))
-        parts = zip(stream.split_parts, qkv.chunk(len(stream.split_parts), dim=-1), strict=True)
-        results = [self._with_dropout(part, stream, rank, spans) for rank, part in parts]
-        return self.out(results[0] if len(results) == 1 else torch.cat(results, dim=-1))
+            attended = reading.attend(self.layer, qkv, self.head_dim)
+        elif stream is None or self.dropout == 0:
+            attended = self._fused(qkv, 0.0, spans)
+        else:
+            parts = zip(stream.split_parts, qkv.chunk(len(stream.split_parts), dim=-1), strict=True)
+            results = [self._with_dropout(part, stream, rank, spans) for rank, part in parts]
+            attended = results[0] if len(results) == 1 else torch.cat(results, dim=-1)
+        y: Tensor = self.out(attended)
+        return y
 
     def _fused(self, qkv: Tensor, p: float, spans: Spans | None) -> Tensor:
         return self._inside(spans, partial(fused_attention, head_dim=self.head_dim, p=p), qkv)
@@ -78,7 +81,8 @@ class SelfAttention(nn.Module):
             return attention(qkv, causal=self.causal)
         if spans.bias is not None:
             return attention(qkv, bias=spans.bias, causal=False)
-        return spans.each(partial(attention, causal=self.causal), qkv)
+        y: Tensor = spans.each(partial(attention, causal=self.causal), qkv)
+        return y
 
     def _with_dropout(self, qkv: Tensor, stream: DropoutStream, rank: int, spans: Spans | None) -> Tensor:
         """Attention with the dropout mask of one tp rank; on CPUs PyTorch has no fused kernel for it."""

@@ -1,4 +1,4 @@
-"""What GPT-2 and BERT have in common: embeddings, layers split over tensor-parallel ranks, pipeline stages.
+"""Base of all families: embeddings, layers split over tensor-parallel ranks, pipeline stages.
 
 Shapes: S sequence, B micro-batch, H hidden, t = tensor-parallel size. Between layers and stages the hidden
 states are [S, B, H], with sequence parallelism [S/t, B, H].
@@ -112,7 +112,7 @@ class Transformer(nn.Module):
             self._add_head()
 
     def _add_head(self) -> None:
-        """What is behind the layers; models add what they are pretrained with."""
+        """Add the modules after the layers; models add the heads that they are pretrained with."""
         config = self.config
         h, std = config.hidden_size, config.init_std
         if config.norm == "pre":
@@ -166,8 +166,7 @@ class Transformer(nn.Module):
         return self.through_layers(x, stream, inputs.spans)
 
     def outputs(self, inputs: Inputs, stream: DropoutStream | None = None, x: Tensor | None = None) -> Tensor:
-        """What head=classification|span says of each text, on every tp rank; hidden states before the last
-        stage.
+        """Return the outputs of head=classification|span, on every tp rank; else hidden states.
 
         Returns:
             classification: [B, num_labels], from [CLS] by way of the pooler (arXiv:1810.04805, section 4), in
@@ -187,7 +186,8 @@ class Transformer(nn.Module):
         rows = torch.arange(len(inputs.lengths), device=h.device)
         if self.sequence_parallel:  # a row's last token lies with any one of the ranks
             return self.whole(self.classifier(h))[inputs.lengths - 1, rows]
-        return self.classifier(h[inputs.lengths - 1, rows])
+        y: Tensor = self.classifier(h[inputs.lengths - 1, rows])
+        return y
 
     def pool(self, h: Tensor) -> Tensor:
         """tanh(W x + b) of the first token of [S, B, H]: [1, B, H]. With sequence parallelism each tp rank
@@ -195,5 +195,5 @@ class Transformer(nn.Module):
         return torch.tanh(self.pooler(h[:1]))
 
     def whole(self, y: Tensor) -> Tensor:
-        """What is computed of each rank's rows, side by side on every rank: [S/t, …] -> [S, …]."""
+        """Gather results of each rank's rows on every rank: [S/t, …] -> [S, …]."""
         return gather_outputs(y, self.tp) if self.sequence_parallel else y

@@ -65,7 +65,7 @@ class Fill:
 
     cache: KeyValueCache
     rows: Sequence[int]
-    """Where the B texts lie in the cache."""
+    """Rows of the B texts in the cache."""
 
     documents: None = None
     wants_logits = False

@@ -1,4 +1,4 @@
-"""What must hold between the settings of a model, and between a model and what it is trained on.
+"""Checks between the settings of a model, and between a model and its training data.
 
 Each returns a line with the fix, or None. A family that cannot be found is reported by `model_fault` alone.
 """
@@ -33,7 +33,8 @@ def pretraining_fault(config: Any) -> str | None:
 
 def data_fault(config: Any) -> str | None:
     """Return a setting of the data that the model's samples cannot be made with."""
+    model: ModelConfig = config.model
     try:
-        return config.model.family.data_problem(config.data)
+        return model.family.data_problem(config.data)
     except OwnCodeError:
         return None

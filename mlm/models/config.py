@@ -43,14 +43,14 @@ class ModelConfig:
     layer_norm_eps: float = 1e-5
     """Added to the variance in layer norm."""
     norm: Literal["pre", "post"] = "pre"
-    """Where layer norm is: before attention and MLP (arXiv:1909.08053, figure 7b), or behind the residual
+    """Place of layer norm: before attention and MLP (arXiv:1909.08053, figure 7b), or behind the residual
     sums as in the first BERT (figure 7a). gpt2 knows pre only."""
     activation: Literal["gelu", "gelu_tanh"] = "gelu_tanh"
     """Nonlinearity of the MLP: GELU, or its approximation by tanh as in GPT-2."""
     token_types: int = 0
     """Kinds of segments a text may have, each with an embedding of its own; 0 for gpt2, 2 for bert."""
     head: Literal["language_model", "none", "classification", "span"] = "language_model"
-    """What is made of the hidden states: what the model is pretrained for (bert: masked tokens and the order
+    """Outputs made of the hidden states: those of pretraining (bert: masked tokens and the order
     of sentences), nothing, num_labels numbers per text, or two per token (where an answer begins, ends)."""
     num_labels: int = 0
     """Outputs of head=classification."""
@@ -78,7 +78,7 @@ class ModelConfig:
 
     @property
     def is_tied(self) -> bool:
-        """Whether the output layer is the token table, which the last stage then holds too."""
+        """True if the output layer is the token table, which the last stage then holds too."""
         return self.head == "language_model"
 
     def padded_vocab_size(self, tp: int) -> int:

@@ -21,7 +21,7 @@ from mlm.parallel.labels import IGNORE
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """Where the documents of a micro-batch lie, for attention that stays inside each of them."""
+    """Lengths of the documents of a micro-batch, for attention that stays inside each of them."""
 
     lengths: tuple[tuple[int, ...], ...]
     """Tokens of each document, for each of the B samples; empty where `bias` serves."""
@@ -42,7 +42,7 @@ class Spans:
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """What a model is told about the documents of a micro-batch."""
+    """Documents of a micro-batch, as a model reads them."""
 
     positions: Tensor | None
     """[B, S] int64: each token's place in its document; None counts through the sample."""
@@ -52,7 +52,7 @@ class Documents:
 
 @dataclass(frozen=True)
 class Boundaries:
-    """Which of the three begin anew behind an end-of-document token."""
+    """Switches: the parts that begin anew after an end-of-document token."""
 
     eod_id: int
     reset_positions: bool = False
@@ -102,7 +102,7 @@ def spans_of(ends: Tensor, dtype: torch.dtype) -> Spans:
 
 
 def without_padding(lengths: Tensor, width: int, dtype: torch.dtype, device: torch.device) -> Spans | None:
-    """What keeps the tokens of texts from looking at the padding behind them; None where there is none.
+    """Return spans that hide the padding after texts; None if there is none.
 
     Args:
         lengths: [B] int64 on the host.
@@ -125,7 +125,7 @@ def bias_of(ends: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _behind(ends: Tensor) -> Tensor:
-    """Whether each token comes right behind the end of a document: bool [B, S]."""
+    """True if each token comes right behind the end of a document: bool [B, S]."""
     begins = ends.roll(1, dims=1)
     begins[:, 0] = False
     return begins

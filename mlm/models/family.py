@@ -1,4 +1,4 @@
-"""Model families: one object says all that the rest of the toolkit knows of a kind of model.
+"""Model families: one object holds all that the rest of the toolkit knows of a family.
 
 `model.kind` names a shipped family (gpt2, bert), or one of the user's own by its import path,
 `my_package.my_family:FAMILY`. A variation of a shipped one takes the rest from it:
@@ -63,11 +63,11 @@ class SampleSource(Protocol):
 
 
 class HuggingFaceMapping(Protocol):
-    """How a family is written in `transformers`' format; the family's huggingface.py fills it."""
+    """Mapping of a family to the format of `transformers`; the family's huggingface.py fills it."""
 
 
 class MegatronMapping(Protocol):
-    """How a family is written in Megatron-LM's format; the family's megatron.py fills it."""
+    """Mapping of a family to Megatron-LM's format; the family's megatron.py fills it."""
 
 
 def no_problem(*_: object) -> None:
@@ -90,9 +90,9 @@ class ModelFamily(Generic[C, B]):
     at no padding on the right, and is finetuned on texts that end with the end-of-document token. Others read
     both ways, and texts framed by [CLS] and [SEP]."""
     objective: "Callable[[DataConfig, ParallelContext, torch.dtype], Objective[C, B]]"
-    """What it is pretrained for; the dtype is that of activations."""
+    """Objective of pretraining; the dtype is that of activations."""
     samples: SampleSource
-    """What it is pretrained on."""
+    """Samples of pretraining."""
     check_tokenizer: "Callable[[Tokenizer], object] | None" = None
     """Raises UserError if samples cannot be made with a tokenizer; None if they depend on none."""
     data_keys: tuple[str, ...] = ()

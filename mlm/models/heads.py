@@ -59,7 +59,8 @@ class MaskedTokenHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[R, H] -> [R, H]."""
-        return self.norm(activate(self.transform(x), self.activation))
+        y: Tensor = self.norm(activate(self.transform(x), self.activation))
+        return y
 
 
 class _GatherOutputs(torch.autograd.Function):
@@ -79,5 +80,5 @@ def gather_outputs(x: Tensor, tp: Axis) -> Tensor:
     For what every rank then computes alike, a loss: each keeps the gradient of its own rows, where
     `gather_sequence` would count it t times.
     """
-    y: Tensor = x if tp.size == 1 else _GatherOutputs.apply(x, tp)
+    y: Tensor = x if tp.size == 1 else _GatherOutputs.apply(x, tp)  # type: ignore[no-untyped-call]
     return y

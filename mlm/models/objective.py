@@ -14,7 +14,7 @@ B = TypeVar("B", bound=MicroBatch, contravariant=True)
 
 
 class Objective(Protocol[C, B]):
-    """What a model of class C is trained for on micro-batches B.
+    """Objective of a model of class C on micro-batches B.
 
     Its `parts` are k numbers; the first `losses` of them are minimised.
     """
@@ -25,7 +25,7 @@ class Objective(Protocol[C, B]):
     """Methods of the model that it calls, besides `forward`."""
 
     def counts(self, batch: B) -> Sequence[int]:
-        """Return what each part of a micro-batch is a sum over: scored tokens, samples. Runs on the host."""
+        """Return the number of terms in each part of a micro-batch: scored tokens, samples. On the host."""
         ...
 
     def output(

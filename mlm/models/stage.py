@@ -1,10 +1,10 @@
-"""Which layers a pipeline stage holds."""
+"""Layers of pipeline stages."""
 
 import re
 from dataclasses import dataclass
 
 BEHIND = ("final_norm", "pooler", "mlm_head", "sop_head", "classifier")
-"""Modules of a model behind its layers: they are in the last stage."""
+"""Modules of a model after its layers: they are in the last stage."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def split_layers(num_layers: int, num_stages: int) -> list[Stage]:
 
 
 def home_of(name: str) -> int | str:
-    """Where a parameter lives: its layer's global number, or "first" or "last" for the stages at the ends.
+    """Return the home of a parameter: its layer's global number, or "first" or "last" for the end stages.
 
     A table that both ends hold is at home in the first.
     """

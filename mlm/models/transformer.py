@@ -49,7 +49,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[S, B, H] -> [S, B, H]."""
-        return self.down(activate(self.up(x), self.activation))
+        y: Tensor = self.down(activate(self.up(x), self.activation))
+        return y
 
 
 class TransformerLayer(nn.Module):
@@ -93,7 +94,8 @@ class TransformerLayer(nn.Module):
         if not self.norms_first:
             y = self.attention(x, stream, spans, reading)
             x = self.attention_norm(x + self.drop(y, stream, "attention out"))
-            return self.mlp_norm(x + self.drop(self.mlp(x), stream, "mlp out"))
+            x = self.mlp_norm(x + self.drop(self.mlp(x), stream, "mlp out"))
+            return x
         y = self.attention(self.attention_norm(x), stream, spans, reading)
         x = x + self.drop(y, stream, "attention out")
         return x + self.drop(self.mlp(self.mlp_norm(x)), stream, "mlp out")

@@ -40,7 +40,7 @@ def scale_gradients(shards: Sequence[ParameterShard], factor: Tensor) -> None:
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients of this norm are multiplied by; 1 when max_norm is 0 (clipping off)."""
+    """Return the factor for gradients of this norm; 1 when max_norm is 0 (clipping off)."""
     if max_norm == 0:
         return torch.ones_like(norm)
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -26,10 +26,10 @@ class Pending:
     """A communication under way."""
 
     op: str
-    """What it is, in words for an error."""
+    """Its name in errors."""
     axis: Axis
     out: Tensor
-    """What `wait` returns; nobody may read or write it before."""
+    """Result of `wait`; nobody may read or write it before."""
     work: dist.Work | None
     """None where there was nothing to communicate."""
     ranks: tuple[int, ...] = ()
@@ -197,7 +197,7 @@ class _ScatterSequence(torch.autograd.Function):
 
 def copy_to_tp(x: Tensor, axis: Axis) -> Tensor:
     """f: enter a region where each tp rank holds its share of a layer. Gradients are summed over tp."""
-    return x if axis.size == 1 else _CopyToTP.apply(x, axis)
+    return x if axis.size == 1 else _CopyToTP.apply(x, axis)  # type: ignore[no-untyped-call]
 
 
 def reduce_from_tp(x: Tensor, axis: Axis) -> Tensor:
@@ -205,14 +205,14 @@ def reduce_from_tp(x: Tensor, axis: Axis) -> Tensor:
 
     `x` must be contiguous and needed by nobody else in its partial form.
     """
-    return x if axis.size == 1 else _ReduceFromTP.apply(x, axis)
+    return x if axis.size == 1 else _ReduceFromTP.apply(x, axis)  # type: ignore[no-untyped-call]
 
 
 def gather_sequence(x: Tensor, axis: Axis) -> Tensor:
     """f of sequence parallelism: [S/t, …] -> [S, …]. Gradients: summed over tp, each rank keeps its rows."""
-    return x if axis.size == 1 else _GatherSequence.apply(x, axis)
+    return x if axis.size == 1 else _GatherSequence.apply(x, axis)  # type: ignore[no-untyped-call]
 
 
 def scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
     """g of sequence parallelism: partial sums [S, …] -> this rank's rows of the whole sum [S/t, …]."""
-    return x if axis.size == 1 else _ScatterSequence.apply(x, axis)
+    return x if axis.size == 1 else _ScatterSequence.apply(x, axis)  # type: ignore[no-untyped-call]

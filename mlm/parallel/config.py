@@ -30,4 +30,4 @@ class ParallelConfig:
     """zero=2|3: reduce-scatter gradients in the last micro-batch of a step, until which the whole gradient is
     kept, or in every micro-batch, which keeps 1/dp of it."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """What backward computes again rather than keep: selective the attention matrices, full each layer."""
+    """Activations that backward recomputes: selective the attention matrices, full each layer."""

@@ -177,7 +177,7 @@ def linear_cross_entropy(
     Returns:
         0-d float32 (float64 for float64 input).
     """
-    loss: Tensor = _LinearCrossEntropy.apply(
+    loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, table.weight, None, labels, scale, table, chunk_bytes, False
     )[0]
     return loss
@@ -193,7 +193,7 @@ def cross_entropy_and_hits(
 ) -> tuple[Tensor, Tensor]:
     """As `linear_cross_entropy`, with `bias` [V/t] on the logits; and scale * how many labels of scored rows
     are the most probable token, 0-d, without a gradient."""
-    result: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(
+    result: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, table.weight, bias, labels, scale, table, chunk_bytes, True
     )
     return result
@@ -233,7 +233,7 @@ def token_scores(
 
 
 def is_most_probable(logits: Tensor, labels: Tensor, table: VocabParallelEmbedding) -> Tensor:
-    """Whether each row's label has the largest logit, of equals the lowest id: [R, V/t], [R] -> bool [R].
+    """True if each row's label has the largest logit, of equals the lowest id: [R, V/t], [R] -> bool [R].
 
     Ranks exchange their shard's largest logit and whether the label has it, never logits.
     """

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def _prefer_onednn() -> bool:
-    """Whether this is an AMD processor and a PyTorch with both libraries.
+    """True if this is an AMD processor and a PyTorch with both libraries.
 
     A fact about the machine, not a measurement, so that every rank and every restart decides alike.
     """
@@ -31,12 +31,12 @@ _PREFER_ONEDNN = _prefer_onednn()  # read once: torch.compile traces through the
 
 
 def onednn_is_faster() -> bool:
-    """Whether float32 products on this CPU go to oneDNN."""
+    """True if float32 products on this CPU go to oneDNN."""
     return _PREFER_ONEDNN
 
 
 def uses_onednn(*operands: Tensor) -> bool:
-    """Whether the product of these operands goes to oneDNN."""
+    """True if the product of these operands goes to oneDNN."""
     return all(x.dtype == torch.float32 and x.device.type == "cpu" for x in operands) and onednn_is_faster()
 
 
@@ -45,12 +45,14 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not uses_onednn(x, weight):
         return F.linear(x, weight, bias)
     if torch.compiler.is_compiling():
-        return _opaque_onednn_product(x, weight, bias)
+        y: Tensor = _opaque_onednn_product(x, weight, bias)
+        return y
     return _onednn_product(x, weight, bias)
 
 
 def _onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return y
 
 
 # Inductor lowers oneDNN's operator for constant weights only; inside one of our own it is left alone.

@@ -54,7 +54,7 @@ class ParallelContext:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank speaks for the job."""
+        """True if this rank speaks for the job."""
         return self.rank == 0
 
 
@@ -125,7 +125,8 @@ def host_group(world_size: int, timeout_s: float, backend: str = "gloo") -> Proc
     """
     if world_size == 1:
         return None
-    return dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s))
+    group: ProcessGroup = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s))
+    return group
 
 
 def _make_axis(name: str, lines: list[list[int]], rank: int, timeout_s: float, watch: Watch) -> Axis:

@@ -194,7 +194,7 @@ def _local(x: Tensor) -> Tensor:
 
 
 def _run_post_backward(root: FSDPModule) -> None:
-    """What FSDP2 does at the end of a backward pass, for gradients that came without one.
+    """Do as FSDP2 at the end of a backward pass, for gradients that came without one.
 
     Private API, there being no public one; torch.distributed.pipelining calls it too (stage.py, REDUCE_GRAD).
     It adds gradients to the accumulated ones; with sync it reduces them, drops gathered weights and makes the

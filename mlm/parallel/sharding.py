@@ -1,4 +1,4 @@
-"""Which part of each parameter this rank holds.
+"""Parts of parameters that a rank holds.
 
 A module whose parameters are split says so in a class-level map `tp_dims` (parameter name -> split dim);
 every other parameter is replicated over tp. A vocabulary-sized parameter may also have padding rows at its
@@ -28,7 +28,7 @@ class DataParallelSlice:
     part_shape: tuple[int, ...]
     """Shape of the whole tensor-parallel part."""
     first_row: int
-    """Where in that part they begin."""
+    """Their offset in that part."""
     dp: Axis
 
 
@@ -48,11 +48,11 @@ class ParameterShard:
     true_size: int | None = None
     """Global size of tp_dim without padding; None when there is none."""
     dp_slice: DataParallelSlice | None = None
-    """How dim 0 is cut over dp; None when every data-parallel rank holds all of the tp part."""
+    """Slice of dim 0 over dp; None when every data-parallel rank holds all of the tp part."""
 
     @property
     def is_owner(self) -> bool:
-        """Whether this rank counts this part: every element has one owner among the ranks that split it.
+        """True if this rank counts this part: every element has one owner among the ranks that split it.
 
         Those are the tp ranks, and the dp ranks too where `dp_slice` cuts it over them. Else each dp rank has
         a replica, with an owner of its own. A tied copy never counts: its original does.
@@ -78,7 +78,7 @@ class ParameterShard:
 
     @property
     def offset(self) -> tuple[int, ...]:
-        """Where this part begins in the whole parameter; its end for a part of nothing but padding."""
+        """Offset of this part in the whole parameter; its end for a part of nothing but padding."""
         first = [0] * self.parameter.dim()
         if self.tp_dim is not None:
             first[self.tp_dim] = self.tp.rank * self.part_shape[self.tp_dim]

@@ -1,4 +1,4 @@
-"""What this rank is waiting for, so that a hang can be named.
+"""Waits of this rank, so that a hang can be named.
 
 Every communication waits inside `Watch.waiting`. A transport that gives up (gloo at its timeout, or when a
 peer's connection closes) raises there, and the error becomes a `LostPeer` of one line. A wait that outlives
@@ -28,7 +28,7 @@ class LostPeer(RuntimeError):  # noqa: N818 - it says what is wrong
 
 
 def is_transport_error(error: BaseException) -> bool:
-    """Whether the exception came from the transport between ranks: usually because another rank is gone."""
+    """True if the exception came from the transport between ranks: usually because another rank is gone."""
     if isinstance(error, LostPeer) or any(base.__name__ == "DistError" for base in type(error).__mro__):
         return True  # DistError is torch.distributed's own
     text = str(error).lower()
@@ -107,7 +107,7 @@ class Watch:
     waits: dict[int, Wait] = field(default_factory=dict)
     """The waits under way, the innermost last."""
     followed: deque[Wait] = field(default_factory=lambda: deque(maxlen=FOLLOWED))
-    """What the device waits for, the oldest first."""
+    """Waits of the device, the oldest first."""
 
     def waiting(self, op: str, axis: str, ranks: tuple[int, ...], limit_s: float | None = None) -> Wait:
         """Context manager around a wait for `op` over the axis named `axis`, of these global ranks.
@@ -125,7 +125,7 @@ class Watch:
         self.followed.append(wait)
 
     def overdue(self, grace_s: float) -> LostPeer | None:
-        """What has lasted longer than it may: a wait by `grace_s`, as the transport is to speak first."""
+        """Return waits that are overdue, by `grace_s`: the transport reports first."""
         now = time.monotonic()
         for wait in reversed(list(self.waits.values())):
             if now - wait.since > wait.limit_s + grace_s:
@@ -134,7 +134,7 @@ class Watch:
         return oldest.unfinished() if oldest and now - oldest.since > oldest.limit_s else None
 
     def interrupted(self) -> LostPeer | None:
-        """What this rank waits for at the moment when it hears that another one failed."""
+        """Return the wait of this rank at the moment when it hears that another one failed."""
         waits = list(self.waits.values())
         wait = waits[-1] if waits else self._oldest_followed()
         return None if wait is None else wait.lost("was under way when another rank failed")

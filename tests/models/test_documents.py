@@ -45,7 +45,7 @@ LENGTHS = (
     (1,) * 16,
 )
 CLOSED = (False, True, False, True)
-"""Whether a sample's last document ends with it."""
+"""True if a sample's last document ends with it."""
 ONE = Axis("tp")
 
 
@@ -130,7 +130,7 @@ def test_documents_stay_apart_on_two_tensor_parallel_ranks(sequence_parallel: bo
 
 
 class ParallelContextOfOne:
-    """What the check below needs of a context."""
+    """Part of a context that the check below needs."""
 
     tp = ONE
 
@@ -180,7 +180,7 @@ def test_every_switch_changes_the_loss() -> None:
 def test_the_mask_for_one_kernel_gives_what_document_by_document_gives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What a GPU is given, here on the CPU."""
+    """The mask that a GPU is given, here on the CPU."""
     monkeypatch.setattr(module, "spans_of", lambda ends, dtype: Spans((), bias_of(ends, dtype)))
     check_against_transformers(ParallelContextOfOne(), expected(True, True, False))
 

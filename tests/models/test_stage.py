@@ -1,4 +1,4 @@
-"""How layers are dealt out to stages."""
+"""Assignment of layers to stages."""
 
 import pytest
 from hypothesis import given

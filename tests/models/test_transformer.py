@@ -1,4 +1,4 @@
-"""What every model hands to its layers: settings, and a dropout mask for each place."""
+"""Arguments that every model hands to its layers: settings, and a dropout mask for each place."""
 
 from dataclasses import dataclass, field
 
@@ -43,7 +43,7 @@ class Noted(DropoutStream):
 
 
 def places_of(model: Transformer, tokens: Tensor) -> list[tuple[int, str]]:
-    """Where a forward pass up to the head draws masks, in order."""
+    """Places where a forward pass up to the head draws masks, in order."""
     init_parameters(model, 1, ONE)
     stream = Noted(5, torch.device("cpu"))
     model.outputs(Inputs(tokens, torch.tensor([6, 6])), stream)

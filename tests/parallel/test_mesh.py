@@ -1,4 +1,4 @@
-"""Where a rank stands in a layout."""
+"""Place of a rank in a layout."""
 
 import pytest
 

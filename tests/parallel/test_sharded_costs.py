@@ -1,4 +1,4 @@
-"""What sharded data parallelism sends and keeps: collectives, bytes and dtypes."""
+"""Costs of sharded data parallelism: collectives, bytes and dtypes."""
 
 import math
 from collections.abc import Iterator

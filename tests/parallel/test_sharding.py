@@ -1,4 +1,4 @@
-"""Which rectangle of each parameter a rank holds, at any cut over tp and dp."""
+"""Slices of parameters that a rank holds, at any split over tp and dp."""
 
 from collections.abc import Iterator
 

@@ -33,7 +33,7 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class BERTVocab:
-    """What BERT samples must know of a tokenizer."""
+    """Special tokens and word starts of a tokenizer, which BERT samples depend on."""
 
     cls_id: int
     sep_id: int
@@ -181,7 +181,7 @@ def fill(lengths: Ids, budgets: Ids) -> Flags:
 
 
 def replacements(tokens: Ids, places: Ids, vocab: BERTVocab, states: Bits) -> Ids:
-    """What stands in the place of each chosen token: int64, as `places` (flat in [n, S])."""
+    """Replacement of each chosen token: int64, as `places` (flat in [n, S])."""
     streams = draw(states[places // tokens.shape[1]], places % tokens.shape[1])
     kind = uniform(streams)
     random = vocab.ordinary[below(draw(streams, 0), len(vocab.ordinary))]

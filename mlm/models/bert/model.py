@@ -21,13 +21,13 @@ from mlm.parallel.labels import IGNORE
 from mlm.parallel.random import DropoutStream
 
 PARTS = ("mlm_loss", "sop_loss", "mlm_accuracy", "sop_accuracy")
-"""What pretraining looks at: cross-entropy of masked tokens (nats per masked token) and of the order of the
+"""Parts of the objective: cross-entropy of masked tokens (nats per masked token) and of the order of the
 segments (nats per sample), and how many of each the model has right. The first two are trained for."""
 
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """What is to be predicted of a micro-batch, on the device. Only masked tokens go through the head."""
+    """Targets of a micro-batch, on the device. Only masked tokens go through the head."""
 
     places: Tensor
     """[R] int64: s * B + b for the masked token s of text b. With sequence parallelism those among this tp

@@ -1,4 +1,4 @@
-"""Which sentences make up a BERT sample, and how they become its segments A and B.
+"""Sentences of a BERT sample, and its segments A and B.
 
 A sample is a run of consecutive sentences of one document, cut as Megatron-LM's build_mapping cuts them. From
 the front of a document, a run ends with the sentence that brings it to its target length, if it then has two
@@ -80,7 +80,7 @@ def cut_documents(places: Ids, bounds: Ids, numbers: Ids, targets: Targets) -> t
     """
 
     def ends_of(begins: Ids, limits: Ids) -> Ids:
-        """Where the samples that begin at these sentences end, in documents that end at `limits`."""
+        """Ends of the samples that begin at these sentences, in documents that end at `limits`."""
         goals = places[begins] + targets.of(numbers[begins])
         ends = np.maximum(np.searchsorted(places, goals), begins + 2)
         return np.where(limits - ends < 2, limits, ends)

@@ -88,7 +88,7 @@ class BERTSamples:
     @property
     def masked_positions(self) -> NDArray[np.bool_]:
         """bool [n, S]: whether a token is to be predicted."""
-        return self.labels != IGNORE
+        return np.not_equal(self.labels, IGNORE)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""What a pipeline rank does in a step, as data: the words that schedules, plans and the engine share.
+"""Actions of a pipeline rank in a step, as data: the words that schedules, plans and the engine share.
 
 A pipeline of p ranks with v chunks each has p * v stages; stage s is chunk s // p of rank s % p
 (arXiv:2104.04473, section 2.2). A micro-batch goes forward through stages 0, 1, … and backward in reverse.

@@ -29,7 +29,7 @@ def check_no_deadlock(instructions: Sequence[Sequence[Instruction]]) -> None:
 
 
 class _Execution:
-    """How far every rank is in `check_no_deadlock`."""
+    """Progress of every rank in `check_no_deadlock`."""
 
     def __init__(self, instructions: Sequence[Sequence[Instruction]]) -> None:
         self.instructions = instructions
@@ -41,7 +41,7 @@ class _Execution:
         """Per rank, the actions whose input from another rank is there."""
 
     def current(self, rank: int) -> Instruction | None:
-        """What a rank is at; None when it is through."""
+        """Return the next instruction of a rank; None at its end."""
         mine, position = self.instructions[rank], self.position[rank]
         return mine[position] if position < len(mine) else None
 

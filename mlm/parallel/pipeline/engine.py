@@ -30,7 +30,7 @@ every transfer blocks both its ranks (deadlock.py)."""
 
 @dataclass(frozen=True)
 class Stages(Generic[T]):
-    """What the engine is to run; T is whatever the caller uses as a micro-batch."""
+    """Stages that the engine runs; T is whatever the caller uses as a micro-batch."""
 
     pp: Axis
     num_stages: int
@@ -52,7 +52,7 @@ class Stages(Generic[T]):
 
 @dataclass
 class _Kept:
-    """What a forward leaves for its backward: of its output only the place in the graph."""
+    """State that a forward pass keeps for its backward: of its output only the node in the graph."""
 
     x: Tensor | None
     edge: GradientEdge
@@ -110,7 +110,7 @@ class _Run(Generic[T]):
         self.arriving[instruction.action] = start_receive(buffer, self.stages.pp, instruction.peer)
 
     def take(self, action: Action) -> Tensor:
-        """What an action needs from the stage before or after."""
+        """Return the input of an action, from the stage before or after."""
         arriving = self.arriving.pop(action, None)
         return self.local.pop(action) if arriving is None else arriving.wait()
 

@@ -92,7 +92,7 @@ def check_complete(schedule: Schedule) -> None:
 
 
 def _is_complete(actions: Sequence[Action], ops: list[Op], pairs: int) -> bool:
-    """Whether each of `pairs` pairs of chunk and micro-batch has each of `ops`, once and in that order."""
+    """True if each of `pairs` pairs of chunk and micro-batch has each of `ops`, once and in that order."""
     done: dict[tuple[int, int], int] = {}
     for action in actions:
         pair = (action.chunk, action.micro_batch)

@@ -7,7 +7,7 @@ from mlm.parallel.pipeline.actions import Action, Cost, Op, Schedule, ScheduleEr
 
 
 def needs_neighbour(rank: int, action: Action, *, p: int, v: int) -> bool:
-    """Whether `action` on `rank` needs what another stage computes.
+    """True if `action` on `rank` needs what another stage computes.
 
     Not so for F of the first stage, B of the last (its loss is its own) and W.
     """

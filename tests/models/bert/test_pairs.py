@@ -1,4 +1,4 @@
-"""Which sentences make up a sample, and how they become two segments."""
+"""Sentences of a sample, and their two segments."""
 
 import importlib.util
 from collections.abc import Sequence

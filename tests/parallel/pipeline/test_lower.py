@@ -140,7 +140,7 @@ def test_plan_completes_on_one_stream_per_rank(schedule: Schedule, cost: Cost) -
 
 
 def completes_on_streams(instructions: tuple[tuple[Instruction, ...], ...]) -> bool:
-    """Whether all complete if posting waits for nothing, and each rank's transfers run in order beside it."""
+    """True if all complete if posting waits for nothing, and each rank's transfers run in order beside it."""
     p = len(instructions)
     todo = [list(mine) for mine in instructions]
     posted: list[list[Send | Receive]] = [[] for _ in range(p)]
