@@ -18,8 +18,13 @@ from mlm.errors import UserError
 
 TRUST = "MLM_TRUST"
 PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
-KEYS = ("model.kind", "optimizer.kind", "schedule.decay", "data.kind")
-"""Keys whose value may be an import path."""
+KEYS = {
+    "model.kind": ("gpt2", "bert"),
+    "optimizer.kind": ("adamw",),
+    "schedule.decay": ("cosine", "linear", "constant"),
+    "data.kind": ("indexed", "synthetic"),
+}
+"""Keys whose value may be an import path, and their shipped values."""
 
 
 class OwnCodeError(UserError):

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import asdict
 
-from mlm.config.imports import OwnCodeError, imported
+from mlm.config.imports import KEYS, OwnCodeError, imported, is_path
 from mlm.config.ranges import out_of_range
 from mlm.config.tree import HOISTED, MISSING_VALUE, flatten
 from mlm.data import files_present as present
@@ -43,6 +43,11 @@ def saved_faults(config: PretrainConfig) -> list[str]:
         one
         for value in values.values()
         for one in (value if isinstance(value, list | tuple | dict) else [value])
+    ]
+    faults += [
+        f"{key}={values[key][:40]!r} is neither shipped nor an import path"
+        for key, shipped in KEYS.items()
+        if values[key] not in shipped and not is_path(values[key])
     ]
     faults += [f"{text[:40]!r} is no value" for text in each if isinstance(text, str) and _is_no_value(text)]
     if model.vocab_multiple > MOST_PADDING:
