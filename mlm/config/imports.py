@@ -23,6 +23,7 @@ KEYS = {
     "optimizer.kind": ("adamw",),
     "schedule.decay": ("cosine", "linear", "constant"),
     "data.kind": ("indexed", "synthetic"),
+    "task.kind": ("classification", "regression", "choice", "span"),
 }
 """Keys whose value may be an import path, and their shipped values."""
 

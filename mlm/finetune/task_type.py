@@ -1,7 +1,7 @@
 """Types of task: one object each, from a record to a score.
 
 `task.kind` names a shipped type, or a custom one by its import path, `my_package.my_module:TASK`: an instance
-of a subclass of `TaskType`. Its module must be importable where `mlm` runs.
+of a subclass of `TaskType`, in a module that mlm/config/imports.py trusts.
 """
 
 import json
@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mlm.config.build import show
+from mlm.config.imports import imported
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import UserError
 from mlm.extras import load_extra
 from mlm.finetune.examples import Example, Frame
 from mlm.finetune.metrics import EXTRA, Metric, quietly
@@ -179,19 +179,11 @@ class TaskType(ABC):
 
 def task_type(kind: str) -> TaskType:
     """Return the type of task that `task.kind` names. Raises UserError."""
-    module, colon, name = SHIPPED.get(kind, kind).partition(":")
-    if not colon:
-        known = ", ".join(SHIPPED)
-        raise UserError(f"task.kind={kind}: no such type of task; use {known}, or package.module:NAME")
-    try:
+    found = imported("task.kind", kind, SHIPPED, TaskType)
+    if found is None:
+        module, _, name = SHIPPED[kind].partition(":")
         found = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(
-            f"task.kind={kind}: cannot import it ({error}); "
-            "install its package, or add its folder to PYTHONPATH"
-        ) from error
-    if not isinstance(found, TaskType):
-        raise UserError(f"task.kind={kind}: {name} is no TaskType; name an instance of a subclass of it")
+    assert isinstance(found, TaskType)
     return found
 
 

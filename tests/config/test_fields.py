@@ -14,7 +14,7 @@ from mlm.errors import ConfigError
 NO_PATHS = {
     *("name", "prompt", "revision", "split", "text_key", "id_key", "hub_config", "hub_split", "hub_revision"),
     *("eod", "stop"),
-    *("model.kind", "optimizer.kind", "schedule.decay", "data.kind"),
+    *("model.kind", "optimizer.kind", "schedule.decay", "data.kind", "task.kind"),
     *("log.wandb_project", "normalise.languages"),
     *("executor.partition", "executor.time", "executor.environment"),
     *(f"task.{key}" for key in ("name", "columns", "label", "id", "labels", "metrics", "hub", "hub_config")),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlm.cli import main
+from mlm.config.imports import TRUST
 from mlm.errors import UserError
 from mlm.finetune.task_type import task_type
 from tests.finetune.material import write_rows
@@ -35,6 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     draw = random.Random(0)
     (tmp_path / "my_stars.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv(TRUST, "my_stars")
     monkeypatch.delitem(sys.modules, "my_stars", raising=False)
     (tmp_path / "conf/task").mkdir(parents=True)
     (tmp_path / "conf/task/reviews.yaml").write_text(YAML)
@@ -79,12 +81,14 @@ def test_a_custom_type_reports_its_own_problems_of_rows(
 @pytest.mark.parametrize(
     "kind, problem",
     [
-        ("classificaton", "no such type of task"),
-        ("no_such_module:TASK", "cannot import it"),
-        ("json:NOTHING", "cannot import it"),
-        ("json:dumps", "dumps is no TaskType"),
+        ("classificaton", "no such choice; did you mean task.kind=classification"),
+        ("json:dumps", "not a TaskType"),
+        ("my_stars:TASK", "if you trust it, type task.kind=my_stars:TASK or set MLM_TRUST=my_stars"),
     ],
 )
-def test_a_wrong_type_of_task_is_an_error_of_its_key(kind: str, problem: str) -> None:
+def test_a_wrong_type_of_task_is_an_error_of_its_key(
+    kind: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TRUST, "json")
     with pytest.raises(UserError, match=f"task.kind={kind}: .*{problem}"):
         task_type(kind)
