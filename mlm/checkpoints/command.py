@@ -3,11 +3,11 @@
 from mlm.checkpoints.checks import check_out_file
 from mlm.checkpoints.config import CkptDiffConfig, CkptInspectConfig, CkptPruneConfig, CkptVerifyConfig
 from mlm.config.command import Command
-from mlm.config.ranges import check_numbers
 
 COMMANDS = (
     Command(
         words=("ckpt", "inspect"),
+        also=("checkpoint",),
         config="ckpt_inspect",
         spec=CkptInspectConfig,
         target="mlm.checkpoints.inspect:run",
@@ -50,7 +50,6 @@ COMMANDS = (
         config="ckpt_prune",
         spec=CkptPruneConfig,
         target="mlm.checkpoints.prune:run",
-        local_check=check_numbers,
         positional=("ckpt",),
         summary="delete old checkpoints of a run",
         about=(

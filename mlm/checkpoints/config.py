@@ -1,9 +1,9 @@
 """What the commands that look after checkpoints are told: see schema.py."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from mlm.config.fields import Forbid, InputPath, ResultFile
+from mlm.config.fields import NOT_NEGATIVE, POSITIVE, CheckpointPath, Forbid, InputPath, ResultFile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -12,7 +12,7 @@ class CkptInspectConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    ckpt: InputPath
+    ckpt: CheckpointPath
     """Checkpoint (step-…) or run directory (its latest checkpoint)."""
     tensors: bool = False
     """List every tensor with its shape, dtype and pieces, optimizer state too."""
@@ -26,7 +26,7 @@ class CkptVerifyConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    ckpt: InputPath
+    ckpt: CheckpointPath
     """Checkpoint (step-…), or run directory: then every checkpoint in it."""
     out: ResultFile | None = None
     """JSON file for the result; null writes none."""
@@ -52,11 +52,11 @@ class CkptPruneConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    ckpt: InputPath
+    ckpt: CheckpointPath
     """Run directory, or folder of checkpoints."""
-    keep_last: int = 2
+    keep_last: Annotated[int, POSITIVE] = 2
     """Newest whole checkpoints kept; the one to continue from always is."""
-    keep_every: int = 0
+    keep_every: Annotated[int, NOT_NEGATIVE] = 0
     """Checkpoints at multiples of this step are kept too; 0 keeps none for that."""
     verify: bool = False
     """Read every byte of the newest until keep_last are found whole; false goes by names and sizes."""

@@ -1,4 +1,4 @@
-"""What the user typed: the command, Hydra's own flags, and overrides in any of their three spellings.
+"""The words of a command line: the command, Hydra's own flags, and overrides in any of their three spellings.
 
 `key=value`, `--key=value` and `--key value` mean the same; a bare `--key` means key=true. Some commands take
 a path without its key: `mlm ckpt inspect runs/shakespeare`.
@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 
 from mlm.cli.commands import COMMANDS, Command
 from mlm.cli.tasks import takes_task, task_names
-from mlm.config.fields import length_fault
-from mlm.config.neighbours import COMMANDS as OTHER_NAMES
+from mlm.config.fields import length_problem
 from mlm.config.suggest import did_you_mean
 from mlm.config.tree import leaves
-from mlm.errors import UserError
+from mlm.errors import Problem, UserError
 
 HELP = ("--help", "-h")
 VERSION = "--version"
@@ -50,7 +49,7 @@ class Arguments:
         return next((self.flags[name] for name in names if name in self.flags), None)
 
     def has(self, *names: str) -> bool:
-        """Whether one of these flags was typed."""
+        """True if one of these flags was typed."""
         return any(name in self.flags for name in names)
 
     @property
@@ -68,8 +67,8 @@ def find_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
     tasks = tasks_of(first, config_dir_of(argv))
     if not tasks:
         names = [command.words[0] for command in COMMANDS]
-        theirs = OTHER_NAMES.get(first.lower().replace("-", "_"))
-        hint = f"; did you mean '{theirs}'?" if theirs else did_you_mean(first, names)
+        ours = next((c.name for c in COMMANDS if first.lower().replace("-", "_") in c.also), None)
+        hint = f"; did you mean '{ours}'?" if ours else did_you_mean(first, names)
         raise UserError(f"mlm: unknown command '{first}'{hint} (list: mlm --help)")
     if len(argv) > 1 and not argv[1].startswith("-") and "=" not in argv[1]:
         hint = did_you_mean(argv[1], tasks) or f"; choose {', '.join(tasks)}"
@@ -78,7 +77,7 @@ def find_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
 
 
 def takes(command: Command, argv: Sequence[str]) -> bool:
-    """Whether a command of one word is meant, where there are others that begin with it: `mlm eval race`."""
+    """True if a command of one word is meant where others begin with it: `mlm eval race`."""
     if len(command.words) > 1 or not second_words(command.words[0]):
         return True
     names = task_names(config_dir_of(argv))
@@ -91,7 +90,7 @@ def second_words(word: str) -> list[str]:
 
 
 def tasks_of(word: str, config_dir: str | None = None) -> list[str]:
-    """What may follow `word`: eval → loss, …, race."""
+    """Words that may follow `word`: eval → loss, …, race."""
     about_task = any(c.words == (word,) and takes_task(c) for c in COMMANDS)
     return [*second_words(word), *(task_names(config_dir) if about_task else [])]
 
@@ -115,8 +114,8 @@ def parse(command: Command, words: Sequence[str]) -> Arguments:
             parsed.flags[name] = None
         elif name in VALUE_FLAGS:
             parsed.flags[name] = _flag_value(name, value if equals else None, rest)
-            if fault := _length_fault(name, parsed.flags[name] or ""):
-                raise UserError(fault)
+            if problem := _length_problem(name, parsed.flags[name] or ""):
+                raise UserError(problem)
         elif name == "--experimental-rerun":
             raise UserError(
                 "--experimental-rerun reads a pickle, and mlm reads none; give the overrides again"
@@ -154,16 +153,16 @@ def check_task(command: Command, arguments: Arguments) -> None:
 
 
 def is_flag(word: str) -> bool:
-    """Whether a word begins a new flag or --key; negative numbers do not."""
+    """True if a word begins a new flag or --key; negative numbers do not."""
     return word.startswith("-") and len(word) > 1 and not NUMBER.match(word)
 
 
-def _length_fault(name: str, value: str) -> str | None:
+def _length_problem(name: str, value: str) -> Problem | None:
     """Problem of a flag's folder, or of the file that Hydra would look for."""
     if name in CONFIG_NAME_FLAGS:
         value = f"{value}.yaml"
     is_path = name in (*CONFIG_NAME_FLAGS, *CONFIG_DIR_FLAGS, *CONFIG_PATH_FLAGS)
-    return length_fault(name, value) if is_path else None
+    return length_problem(name, value) if is_path else None
 
 
 def _flag_value(name: str, value: str | None, rest: list[str]) -> str | None:

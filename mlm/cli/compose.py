@@ -4,16 +4,21 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import yaml  # type: ignore[import-untyped]
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from mlm.cli.commands import SPECS
 from mlm.config.build import build
 from mlm.config.paths import CONFIG_DIR
+from mlm.config.suggest import did_you_mean
 from mlm.config.tree import defaults
+from mlm.errors import Problem
 
 
 @cache  # once a process: it takes a quarter of the time of a composition
@@ -58,3 +63,21 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Any:
     Types are checked, cross-checks are not. Raises ConfigError.
     """
     return build(SPECS[name], compose_values(name, overrides))
+
+
+def reword(error: Exception) -> Problem:
+    """Hydra's, OmegaConf's and YAML's errors in one line, of the key that they name."""
+    if isinstance(error, yaml.YAMLError):
+        return Problem((), f"cannot read YAML: {' '.join(str(error).split())}")
+    if isinstance(error, RecursionError):
+        return Problem((), "cannot read YAML: it nests too deeply")
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first = lines[0] if lines else type(error).__name__
+    if isinstance(error, MissingConfigException) and error.options:
+        wanted = (error.missing_cfg_file or "").rpartition("/")[2]
+        return Problem((), f"{first}{did_you_mean(wanted, error.options)}")
+    key = getattr(error, "full_key", None)
+    cause = error.__cause__
+    if isinstance(error, HydraException) and isinstance(cause, OmegaConfBaseException):
+        first = f"{first.rstrip('.')}: {str(cause).splitlines()[0]}"
+    return Problem((key,), f"{key}: {first}") if key else Problem((), first)

@@ -84,8 +84,8 @@ def _act(command: Command, arguments: Arguments) -> int:
         own_path=arguments.has(*CONFIG_PATH_FLAGS),
     )
     runs = not arguments.flags.keys() & {"--cfg", "-c", "--info", "-i", "--hydra-help"}
-    if prepared.faults and (not runs or arguments.has(*MULTIRUN)):
-        raise ConfigError(prepared.faults)
+    if prepared.problems and (not runs or arguments.has(*MULTIRUN)):
+        raise ConfigError(prepared.problems)
     return call_hydra(command, arguments.hydra_argv, prepared, saved)
 
 

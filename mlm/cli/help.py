@@ -10,11 +10,9 @@ from mlm.cli.commands import COMMANDS, Command
 from mlm.cli.compose import compose_values
 from mlm.cli.overrides import command_groups
 from mlm.cli.tasks import takes_task, task_names, task_summaries
-from mlm.config.build import describe_type, show
-from mlm.config.ranges import BOUNDS
 from mlm.config.suggest import did_you_mean
-from mlm.config.tree import MISSING_VALUE, Leaf, flatten, leaves
-from mlm.errors import UserError
+from mlm.config.tree import MISSING_VALUE, Leaf, describe_type, flatten, leaves
+from mlm.errors import UserError, show
 
 USAGE = "mlm COMMAND [TASK] [key=value …]"
 SPELLINGS = "key=value, --key=value and --key value mean the same. Values you type win over every group."
@@ -117,8 +115,7 @@ def _row(leaf: Leaf) -> tuple[str, str]:
 
 def _full_row(leaf: Leaf) -> tuple[str, str]:
     """With the type, and the bounds of a number."""
-    bound = BOUNDS.get(leaf.key)
-    allowed = f"{describe_type(leaf.type)}, {bound.words}" if bound else describe_type(leaf.type)
+    allowed = describe_type(leaf.type) + (f", {leaf.bound.words}" if leaf.bound else "")
     return leaf.key, f"{leaf.doc} ({allowed}) [{_default(leaf)}]"
 
 

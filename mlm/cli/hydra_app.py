@@ -17,15 +17,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mlm.cli.arguments import CONFIG_DIR_FLAGS
 from mlm.cli.commands import Command
-from mlm.cli.compose import register_defaults
+from mlm.cli.compose import register_defaults, reword
 from mlm.cli.foreign_yaml import check_foreign_yaml
 from mlm.cli.overrides import Prepared, command_groups
 from mlm.cli.rejected import rejected_override
 from mlm.cli.run import Job, report, run, show
 from mlm.cli.saved import Saved, unset_config
 from mlm.config.paths import CONFIG_DIR
-from mlm.config.suggest import did_you_mean
-from mlm.errors import ConfigError
+from mlm.errors import ConfigError, Problem
 
 
 class JobFailedError(Exception):
@@ -41,9 +40,9 @@ def call_hydra(
 ) -> int:
     """Let Hydra act on its flags and overrides, and run the command where it says so. Returns the exit code.
 
-    With `saved`, Hydra composes what the command line sets, and the rest is those values. The faults in
-    `prepared` are reported with those of the composed config. Raises ConfigError for what Hydra
-    cannot compose; exceptions of the run itself pass through.
+    With `saved`, Hydra composes what the command line sets, and the rest is those values. The problems
+    in `prepared` are reported with those of the composed config. Raises ConfigError for what Hydra cannot
+    compose; exceptions of the run itself pass through.
     """
     typed = prepared or Prepared()
     flags, shows = (list(flags), False) if saved is None else without_print(flags)
@@ -69,15 +68,15 @@ def call_hydra(
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except ConfigError as error:
-        raise ConfigError(typed.all_faults(error.problems)) from None
+        raise ConfigError(typed.all_problems(error.problems)) from None
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
         if started:
             raise
-        raise ConfigError(typed.all_faults([_explained(command, flags, typed, error)])) from None
+        raise ConfigError(typed.all_problems([_explained(command, flags, typed, error)])) from None
     return 0
 
 
-def _explained(command: Command, flags: Sequence[str], typed: Prepared, error: Exception) -> str:
+def _explained(command: Command, flags: Sequence[str], typed: Prepared, error: Exception) -> Problem:
     if isinstance(error, ConfigCompositionException) and not isinstance(error, MissingConfigException):
         at = next((n for n, flag in enumerate(flags) if flag in CONFIG_DIR_FLAGS), None)
         groups = command_groups(command, None if at is None else flags[at + 1])
@@ -135,21 +134,3 @@ def _process_as_hydra_wants(argv: Sequence[str]) -> Iterator[None]:
             del os.environ["HYDRA_FULL_ERROR"]
         else:
             os.environ["HYDRA_FULL_ERROR"] = full_error
-
-
-def reword(error: Exception) -> str:
-    """Hydra's, OmegaConf's and YAML's errors in one line."""
-    if isinstance(error, yaml.YAMLError):
-        return f"cannot read YAML: {' '.join(str(error).split())}"
-    if isinstance(error, RecursionError):
-        return "cannot read YAML: it nests too deeply"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    first = lines[0] if lines else type(error).__name__
-    if isinstance(error, MissingConfigException) and error.options:
-        wanted = (error.missing_cfg_file or "").rpartition("/")[2]
-        return f"{first}{did_you_mean(wanted, error.options)}"
-    key = getattr(error, "full_key", None)
-    cause = error.__cause__
-    if isinstance(error, HydraException) and isinstance(cause, OmegaConfBaseException):
-        first = f"{first.rstrip('.')}: {str(cause).splitlines()[0]}"
-    return f"{key}: {first}" if key else first

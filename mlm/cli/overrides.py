@@ -1,4 +1,4 @@
-"""Overrides before Hydra sees them: all faults of spelling at once, and text taken literally."""
+"""Overrides before Hydra sees them: all problems of spelling at once, and text taken literally."""
 
 import os
 import re
@@ -19,12 +19,12 @@ from hydra.core.override_parser.types import (
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
+from mlm.cli.choices import other_names as other_choices
 from mlm.cli.commands import Command
-from mlm.config.build import concerns, describe_type, nearest_key, show, unknown_key
-from mlm.config.neighbours import FLAGS, KEYS
 from mlm.config.paths import CONFIG_DIR, groups
-from mlm.config.suggest import nearest, nearest_choice
-from mlm.config.tree import MISSING_VALUE, leaves, sections
+from mlm.config.suggest import nearest, nearest_key, unknown_key
+from mlm.config.tree import MISSING_VALUE, describe_type, leaves, other_names, sections
+from mlm.errors import Problem, show
 from mlm.train.config import PretrainConfig
 
 MOST_LISTED = 16  # choices that one line names
@@ -37,18 +37,22 @@ GROUP_SETS = {
     "task": {"name", "out", "task", "optimizer", "train", "schedule"},
     "experiment": {"name", "out", *sections(PretrainConfig), "tp", "pp", "vp", "dp", "recompute"},
 }
-"""What the groups set that are not named as the section they fill."""
+"""Sections and keys that the groups set which are not named as the section they fill."""
+DRY_RUN = "--cfg job prints what would run, and stops"
+OWN_CONFIG = "--config-dir DIR --config-name NAME composes a config of yours"
+FLAGS = {"dry_run": DRY_RUN, "print_config": DRY_RUN, "config": OWN_CONFIG, "config_file": OWN_CONFIG}
+"""Flags of other programs that are no key here → the flag of ours."""
 
 
 @dataclass
 class Prepared:
-    """Overrides that Hydra can compose, and the faults of the others."""
+    """Overrides that Hydra can compose, and the problems of the others."""
 
     overrides: list[str] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
     doubtful: set[str] = field(default_factory=set)
-    """Keys and sections that the faulty overrides were meant for: what the rest of the config says about
-    them is not what the user asked for, so further faults about them are no news."""
+    """Keys and sections that the rejected overrides were meant for: the rest of the config does not have the
+    values that the user asked for, so further problems of these keys are no news."""
 
     def swept(self, overrides: Iterable[str]) -> str:
         """Those of a job's overrides that the sweep varies: what its folder is named by."""
@@ -58,9 +62,9 @@ class Prepared:
         kept = sorted(o.input_line or "" for o in job if o.key_or_group in keys and o.key_or_group != "out")
         return ",".join(kept)
 
-    def all_faults(self, further: Iterable[str]) -> list[str]:
-        """The faults of spelling, and those of `further` that do not follow from them."""
-        return [*self.faults, *(fault for fault in further if not concerns(fault, self.doubtful))]
+    def all_problems(self, further: Iterable[Problem]) -> list[Problem]:
+        """The problems of spelling, and those of `further` that do not follow from them."""
+        return [*self.problems, *(each for each in further if not each.concerns(self.doubtful))]
 
 
 def command_groups(command: Command, config_dir: str | None = None) -> dict[str, list[str]]:
@@ -78,7 +82,7 @@ def command_groups(command: Command, config_dir: str | None = None) -> dict[str,
 def prepare(
     command: Command, typed: Sequence[str], *, config_dir: str | None, multirun: bool, own_path: bool = False
 ) -> Prepared:
-    """Sort overrides into composable ones and faults.
+    """Sort overrides into composable ones and problems.
 
     `own_path` says that the user replaced the config search path: choices are then left to Hydra.
     """
@@ -89,23 +93,23 @@ def prepare(
     options = command_groups(command, config_dir)
     parser = OverridesParser.create()
     for text in typed:
-        fault = _spelling(command, text, options)
-        if fault is None:
+        problem = _spelling(command, text, options)
+        if problem is None:
             text = literal(command, text, multirun=multirun)
-            fault = _grammar(command, parser, text, multirun=multirun)
-        if fault is None and not own_path:
+            problem = _grammar(command, parser, text, multirun=multirun)
+        if problem is None and not own_path:
             override = parser.parse_override(text)
-            fault = _choice(command, override, options, config_dir) or _keys_below(command, override)
-        if fault is None:
+            problem = _choice(command, override, options, config_dir) or _keys_below(command, override)
+        if problem is None:
             prepared.overrides.append(text)
         else:
-            prepared.faults.append(fault)
+            prepared.problems.append(problem)
             prepared.doubtful |= _meant(command, text, options)
     return prepared
 
 
 def _own_choices(command: Command, typed: Sequence[str]) -> list[str]:
-    """What the command chooses where an experiment would choose for it, unless it is typed."""
+    """Choices of the command itself where an experiment would choose for it, unless typed."""
     keys = {text.partition("=")[0].lstrip("+~") for text in typed}
     choices = command.own_choices if "experiment" in keys else ()
     return [choice for choice in choices if choice.partition("=")[0] not in keys]
@@ -140,27 +144,30 @@ def quote(value: str) -> str:
     return "'" + escaped + "\\" * backslashes + "'"
 
 
-def _spelling(command: Command, text: str, options: dict[str, list[str]]) -> str | None:
+def _spelling(command: Command, text: str, options: dict[str, list[str]]) -> Problem | None:
     key, equals, _ = text.partition("=")
     name = key.lstrip("+~")
-    known = [*leaves(command.spec), *options]
+    known, theirs = [*leaves(command.spec), *options], other_names(command.spec)
     if key.startswith("+++"):
-        return f"cannot read '{text}': + adds a key, ++ adds or replaces one; use ++{name}=…"
+        problem = f"cannot read '{text}': + adds a key, ++ adds or replaces one"
+        return Problem((name,), problem, f"use ++{name}=…")
     if not equals and not text.startswith("~"):
-        near = nearest(text, known)
-        return f"cannot read '{text}': expected key=value" + (f"; did you mean {near}=…?" if near else "")
+        near = nearest(text, known, theirs)
+        hint = f"did you mean {near}=…?" if near else ""
+        return Problem((name,), f"cannot read '{text}': expected key=value", hint)
     left_to_hydra = key[:1] in ("+", "~") or "@" in key or name.split(".")[0].split("/")[0] == "hydra"
     if left_to_hydra or name in leaves(command.spec) or name in options or name in sections(command.spec):
         return None
-    if FLAGS.get(name) or set(KEYS.get(name, ())) & set(known):
-        return unknown_key(command.spec, name)
-    if "." not in name and (group := nearest(name, options)) and nearest(name, known) == group:
-        return f"unknown key '{name}'; did you mean '{group}'?"
+    if name in FLAGS:
+        return Problem((name,), f"unknown key '{name}'", FLAGS[name])
+    group = nearest(name, options) if "." not in name else None
+    if group and nearest(name, known, theirs) == group:
+        return Problem((name,), f"unknown key '{name}'", f"did you mean '{group}'?")
     return unknown_key(command.spec, name)
 
 
 def _meant(command: Command, text: str, options: dict[str, list[str]]) -> set[str]:
-    """Keys and sections that a faulty override was meant to set."""
+    """Keys and sections that a rejected override was meant to set."""
     name = text.partition("=")[0].lstrip("+~")
     if name not in options and name not in leaves(command.spec):
         group = nearest(name, options) if "." not in name else None
@@ -168,24 +175,25 @@ def _meant(command: Command, text: str, options: dict[str, list[str]]) -> set[st
     return GROUP_SETS.get(name) or {name}
 
 
-def _grammar(command: Command, parser: OverridesParser, text: str, *, multirun: bool) -> str | None:
+def _grammar(command: Command, parser: OverridesParser, text: str, *, multirun: bool) -> Problem | None:
+    key = text.partition("=")[0]
     try:
         override = parser.parse_override(text)
     except HydraException:
-        key = text.partition("=")[0]
         leaf = leaves(command.spec).get(key)
         if leaf is None or leaf.type in (str, str | None):
-            return f"cannot read '{text}'; quote the value: \"{key}='…'\""
+            return Problem((key,), f"cannot read '{text}'", f"quote the value: \"{key}='…'\"")
         example = "" if leaf.default in (None, MISSING_VALUE) else f", such as '{key}={show(leaf.default)}'"
-        return f"cannot read '{text}': {key} must be {describe_type(leaf.type)}{example}"
+        problem = f"cannot read '{text}': {key} must be {describe_type(leaf.type)}{example}"
+        return Problem((key,), problem)
     if override.is_sweep_override() and not multirun:
-        return f"{text} is a sweep: add --multirun, or quote the value"
+        return Problem((key,), f"{text} is a sweep: add --multirun, or quote the value")
     return None
 
 
 def _choice(
     command: Command, override: Override, options: dict[str, list[str]], config_dir: str | None
-) -> str | None:
+) -> Problem | None:
     group = override.key_or_group
     if group not in options:
         return None
@@ -194,12 +202,13 @@ def _choice(
         name = choice.removesuffix(".yaml") if isinstance(choice, str) else None
         if name is None or not any(os.path.isfile(root / group / f"{name}.yaml") for root in roots):
             typed = choice if isinstance(choice, str) else show(choice)
-            near = nearest_choice(typed, options[group])
+            theirs = other_choices(group, options[group], config_dir)
+            near = theirs.get(typed.lower().replace("-", "_")) or nearest(typed, options[group])
             hint = f"did you mean {near}? (list: mlm {command.name} --help)"
             if near is None:
                 hint = _listed(command, options[group])
             group = f"~{group}" if override.is_delete() else group
-            return f"{group}={typed}: no such choice; {hint}"
+            return Problem((override.key_or_group,), f"{group}={typed}: no such choice", hint)
     return None
 
 
@@ -227,7 +236,7 @@ def _unquoted(choice: Any) -> Any:
     return choice.text if isinstance(choice, QuotedString) else choice
 
 
-def _keys_below(command: Command, override: Override) -> str | None:
+def _keys_below(command: Command, override: Override) -> Problem | None:
     """The first key that a section does not have, of a value that sets several: `optimizer={lr: 0.1}`."""
     name, value = override.key_or_group, override.value()
     if name not in sections(command.spec) or not isinstance(value, dict):

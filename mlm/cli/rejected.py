@@ -7,14 +7,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 
 from mlm.cli.commands import Command
-from mlm.config.build import unknown_key
-from mlm.config.suggest import did_you_mean
+from mlm.config.suggest import nearest, unknown_key
 from mlm.config.tree import leaves, sections
+from mlm.errors import Problem
 
 
 def rejected_override(
     command: Command, overrides: Sequence[str], groups: Collection[str], complaint: str
-) -> str | None:
+) -> Problem | None:
     """The error of the first override that Hydra's complaint names and that it may reject, None if none is.
 
     The complaint's first line is searched for the override's own key only: no sentence of Hydra's is read.
@@ -29,30 +29,35 @@ def rejected_override(
     return None
 
 
-def _error(command: Command, override: Override, groups: Collection[str]) -> str | None:
+def _error(command: Command, override: Override, groups: Collection[str]) -> Problem | None:
     text, name = override.input_line or "", override.key_or_group
     chosen = f"{name}={text.partition('=')[2] or '…'}"
     if override.package is not None and name not in groups:
-        return f"{text}: no config group '{name}'{did_you_mean(name, groups) or '; use ' + _listed(groups)}"
+        near = nearest(name, groups)
+        hint = f"did you mean '{near}'?" if near else f"use {_listed(groups)}"
+        return Problem((name,), f"{text}: no config group '{name}'", hint)
     if override.package is not None:
-        return f"{text}: a config group has one place, and @ names another; use {chosen}"
+        one = f"{text}: a config group has one place, and @ names another"
+        return Problem((name,), one, f"use {chosen}")
     if override.is_delete():
         return _deletion(command, override, groups)
     if override.is_add() or override.is_force_add():
-        return f"{text}: {name} has a value, and + adds what has none; use {chosen}"
+        return Problem((name,), f"{text}: {name} has a value, and + adds what has none", f"use {chosen}")
     if name in groups:
-        return f"{text}: `mlm {command.name}` has no choice of {name} to replace; use +{chosen}"
+        none = f"{text}: `mlm {command.name}` has no choice of {name} to replace"
+        return Problem((name,), none, f"use +{chosen}")
     return None
 
 
-def _deletion(command: Command, override: Override, groups: Collection[str]) -> str:
+def _deletion(command: Command, override: Override, groups: Collection[str]) -> Problem:
     text, name = override.input_line or "", override.key_or_group
     _, valued, value = text.partition("=")
     if name not in {*leaves(command.spec), *sections(command.spec), *groups}:
         return unknown_key(command.spec, name)
     if not valued:
-        return f"{text}: {name} has no value to delete; leave it out"
-    return f"{text}: {name} has another value; use {name}={value} to set it, or leave {text} out"
+        return Problem((name,), f"{text}: {name} has no value to delete", "leave it out")
+    fix = f"use {name}={value} to set it, or leave {text} out"
+    return Problem((name,), f"{text}: {name} has another value", fix)
 
 
 def _listed(groups: Collection[str]) -> str:

@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mlm.cli.commands import Command, resolve
-from mlm.cli.compose import resolved
+from mlm.cli.compose import resolved, reword
 from mlm.cli.overrides import Prepared
 from mlm.cli.saved import Saved
 from mlm.config.build import build
 from mlm.config.imports import trusting
-from mlm.config.path_errors import path_faults, streams_for
+from mlm.config.path_errors import path_problems, streams_for
 from mlm.config.tree import MISSING_VALUE, flatten
 from mlm.errors import ConfigError, UserError
 from mlm.files.ownership import STDOUT
@@ -36,7 +36,7 @@ class Job:
 
     command: Command
     typed: Prepared
-    """The overrides, with the faults found before composing."""
+    """The overrides, with the problems found before composing."""
     sweep: Any = None
     """Hydra's own config in a job of a sweep, None outside one."""
     saved: Saved | None = None
@@ -47,8 +47,7 @@ class Job:
         try:
             return resolved(composed) if self.saved is None else self.saved.overlaid(composed)
         except OmegaConfBaseException as error:
-            where = f"{error.full_key}: " if error.full_key else ""
-            raise ConfigError(self.typed.all_faults([f"{where}{str(error).splitlines()[0]}"])) from None
+            raise ConfigError(self.typed.all_problems([reword(error)])) from None
 
     def typed_values(self, composed: DictConfig) -> dict[str, Any]:
         """Flat values of the command line and the YAML it chooses, without those of a saved run."""
@@ -77,7 +76,7 @@ def folder_name(overrides: str) -> str:
 def report(command: Command | None, work: Callable[[], int]) -> int:
     """The exit code of `work`, a user's mistake printed as one line per error and no traceback.
 
-    2 for a mistake the user can mend, 1 for a damaged file or a failed check, 130 when interrupted. Other
+    2 for a mistake the user can fix, 1 for a damaged file or a failed check, 130 when interrupted. Other
     exceptions pass.
     """
     try:
@@ -95,7 +94,7 @@ def report(command: Command | None, work: Callable[[], int]) -> int:
 
 
 def speaks_for_host(environ: Mapping[str, str]) -> bool:
-    """Whether this process reports mistakes: alone, or as the first rank that torchrun or srun started here.
+    """True if this process reports mistakes: alone, or as the first rank that torchrun or srun started here.
 
     All ranks of a host see the same settings and the same files, so they find the same mistakes.
     """
@@ -105,9 +104,9 @@ def speaks_for_host(environ: Mapping[str, str]) -> bool:
 
 
 def run(job: Job, composed: DictConfig) -> int:
-    """Build the run spec, report every fault, and run the command. Returns its exit code.
+    """Build the run spec, report every problem, and run the command. Returns its exit code.
 
-    Raises ConfigError with the faults of the typed overrides and all that is wrong with the composed values.
+    Raises ConfigError with the problems of the typed overrides and those of the composed values.
     """
     command = job.command
     values = job.values(composed)
@@ -119,7 +118,7 @@ def run(job: Job, composed: DictConfig) -> int:
 
 
 def _execute(command: Command, config: Any) -> int:
-    if found := path_faults(config):
+    if found := path_problems(config):
         raise ConfigError(found)
     if command.preflight and (found := resolve(command.preflight)(config)):
         raise ConfigError(found)
@@ -140,19 +139,19 @@ def show(job: Job, composed: DictConfig) -> int:
 def _build(job: Job, values: dict[str, Any]) -> Any:
     command = job.command
 
-    def check(config: Any) -> list[str]:
+    def check(config: Any) -> Sequence[str]:
         assert command.check is not None
         try:
             facts = resolve(f"{LAUNCH}:launch_facts")(config.dist)
         except UserError as error:  # check the rest as if the launch were right
             ranks = config.parallel.tp * config.parallel.pp * (config.parallel.dp or 1)
-            return [str(error), *command.check(config, world_size=ranks, local_devices=1)]
+            return [*error.problems, *command.check(config, world_size=ranks, local_devices=1)]
         return command.check(config, world_size=facts.world_size, local_devices=facts.local_devices)
 
     try:
         config = build(command.spec, values, check if command.check else command.local_check)
     except ConfigError as error:
-        raise ConfigError(job.typed.all_faults(error.problems)) from None
-    if job.typed.faults:
-        raise ConfigError(job.typed.faults)
+        raise ConfigError(job.typed.all_problems(error.problems)) from None
+    if job.typed.problems:
+        raise ConfigError(job.typed.problems)
     return config

@@ -18,10 +18,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from mlm.cli.commands import SPECS
 from mlm.cli.compose import register_defaults, resolved
-from mlm.config.build import show, unknown_key
 from mlm.config.paths import CONFIG_DIR
+from mlm.config.suggest import unknown_key
 from mlm.config.tree import MISSING_VALUE, flatten, leaves
-from mlm.errors import ConfigError, UserError, has_controls, visible
+from mlm.errors import ConfigError, UserError, has_controls, show, visible
 
 CONFIG = "config.yaml"
 CONFIG_NAMES = ("config", CONFIG, "config.yml")
@@ -183,7 +183,7 @@ def check_keys(node: Any) -> None:
 
 
 def problem_of(value: Any) -> str | None:
-    """Why a value is none that a run saves: an interpolation or a missing value, in a list too."""
+    """The reason why a run saves no such value: an interpolation or a missing value, in a list too."""
     if isinstance(value, list | dict):
         each_value = value.values() if isinstance(value, dict) else value
         return next((why for each in each_value if (why := problem_of(each))), None)

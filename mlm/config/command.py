@@ -1,12 +1,17 @@
-"""What a command is: which config it composes, what it runs, and what its help says.
+"""Declaration of a command: the config that it composes, the function that it runs, and its help.
 
-Targets are import strings, so that help, completion and faults come without importing torch.
+Targets are import strings, so that help, completion and errors need no torch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
+
+
+def no_problems(config: Any) -> Sequence[str]:
+    """The check of a command that has no conditions between settings."""
+    return ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,15 +26,15 @@ class Command:
     """The dataclass that its config becomes."""
     target: str
     """module:function that does the work."""
-    check: Callable[..., list[str]] | None = None
-    """check(config, world_size=…, local_devices=…) -> faults; a command that has one runs on ranks, as
+    check: Callable[..., Sequence[str]] | None = None
+    """check(config, world_size=…, local_devices=…) -> problems; a command that has one runs on ranks, as
     target(config, ctx). One without runs in this process, as target(config)."""
-    local_check: Callable[[Any], list[str]] | None = None
-    """local_check(config) -> faults, of a command that runs in this process."""
+    local_check: Callable[[Any], Sequence[str]] = no_problems
+    """local_check(config) -> problems between settings, of a command that runs in this process."""
     preflight: str | None = None
-    """module:function(config) -> faults found by looking into files, asked when there is no other fault."""
+    """module:function(config) -> problems in files, called when there is no other problem."""
     out_is_run_folder: bool = False
-    """Whether `out` is a run folder, where failing ranks may leave their logs."""
+    """True if `out` is a run folder, where failing ranks may leave their logs."""
     has_runs: bool = False
     """True if it writes run folders, which `resume=` continues."""
     summary: str
@@ -44,6 +49,8 @@ class Command:
     """(as typed, key) pairs: `mlm data build data=text` means input=text."""
     own_choices: tuple[str, ...] = ()
     """Choices of groups that experiment=… leaves as they are here; typed ones win."""
+    also: tuple[str, ...] = ()
+    """Names that other programs have for it, in lower case, with underscores."""
     keys: tuple[str, ...] = ()
     """Most used keys, for its help; empty means all."""
 

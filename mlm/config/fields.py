@@ -1,13 +1,20 @@
-"""Types of the fields of a config dataclass: paths by their purpose, and no unknown keys.
+"""Metadata of config fields, declared in annotations: bounds of numbers, purposes of paths, other names.
 
-A field of a run spec that holds a path is annotated with one of these types; `build.py` then expands `~` and
-rejects the empty path, and `path_faults.py` looks at what stands there.
+A field is annotated `Annotated[int, POSITIVE]`, `InputPath | None` or `Annotated[int, Also("n_layer")]`. The
+engine reads the metadata: `build.py` checks bounds, expands `~` and rejects empty paths, `path_errors.py`
+looks at what exists at a path, and `suggest.py` knows the other names.
 """
 
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, TypeVar, get_args
+
+from mlm.errors import Problem, show
+
+M = TypeVar("M")
 
 Forbid: dict[str, str] = {"extra": "forbid"}
 """As `__pydantic_config__` of a dataclass: an unknown key is an error."""
@@ -16,6 +23,50 @@ Options = dict[str, bool | int | float | str]
 """Settings by name, of code that is not ours."""
 
 LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, of Linux
+MOST = 2**31 - 1
+"""Limit of whole numbers other than seeds and bytes: more is a slip of a finger."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A condition on a number, or on each number of a list."""
+
+    holds: Callable[[float], bool]
+    words: str
+    """The condition, behind `must be`."""
+    most: int | None = MOST
+    """Limit of whole numbers."""
+
+    def problem(self, key: str, value: Any) -> Problem | None:
+        """The problem of a value outside the bound. Values that are no numbers, such as null, have none."""
+        numbers = value if isinstance(value, list | tuple) else [value]
+        numbers = [number for number in numbers if isinstance(number, int | float)]
+        if not all(map(self.holds, numbers)):
+            return Problem((key,), f"{key}={show(value)} must be {self.words}")
+        if self.most is not None and any(isinstance(n, int) and n > self.most for n in numbers):
+            return Problem((key,), f"{key}={show(value)} must be at most {self.most}")
+        return None
+
+
+POSITIVE = Bound(lambda x: x > 0, "greater than 0")
+NOT_NEGATIVE = Bound(lambda x: x >= 0, "0 or more")
+FRACTION = Bound(lambda x: 0 <= x < 1, "at least 0 and below 1")
+PROBABILITY = Bound(lambda x: 0 < x <= 1, "above 0 and at most 1")
+SHARE = Bound(lambda x: 0 <= x <= 1, "from 0 to 1")
+PORT = Bound(lambda x: 0 <= x < 65536, "0 (any free port) to 65535")
+SEED = Bound(lambda x: 0 <= x < 2**63, "0 to 2**63 - 1", most=None)
+MANY = Bound(lambda x: x > 0, "greater than 0", most=None)
+
+
+class Also:
+    """Names that other programs have for a field, as someone who comes from there types them.
+
+    nanoGPT and minGPT, Megatron-LM's and DeepSpeed's flags, `transformers`' configurations and
+    TrainingArguments; in lower case, with underscores.
+    """
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
 
 
 class Role(Enum):
@@ -32,21 +83,29 @@ class Role(Enum):
     CACHE = "a folder to keep files in that can be made again"
 
 
+OUT_NAMES = Also("out_dir", "output_dir", "save", "save_dir")
+"""Of the first path that a command writes."""
+
 InputPath = Annotated[str, Role.INPUT]
+CheckpointPath = Annotated[
+    str,
+    Role.INPUT,
+    Also("checkpoint", "load", "load_dir", "init_from", "model_name_or_path", "pretrained"),
+]
 BlendEntry = Annotated[str, Role.BLEND]
-ResultFile = Annotated[str, Role.RESULT]
-OutPlace = Annotated[str, Role.PLACE]
-OutFolder = Annotated[str, Role.FOLDER]
+ResultFile = Annotated[str, Role.RESULT, OUT_NAMES]
+OutPlace = Annotated[str, Role.PLACE, OUT_NAMES]
+OutFolder = Annotated[str, Role.FOLDER, OUT_NAMES]
 CacheFolder = Annotated[str, Role.CACHE]
 
 
-def role_of(annotation: Any) -> Role | None:
-    """The role in an annotation such as `InputPath | None` or `tuple[InputPath, ...]`; None: no path."""
-    if isinstance(annotation, Role):
+def metadata(annotation: Any, kind: type[M]) -> M | None:
+    """The metadata of one type in an annotation such as `InputPath | None`; None if it has none."""
+    if isinstance(annotation, kind):
         return annotation
-    metadata = getattr(annotation, "__metadata__", ())
-    found = (role_of(inner) for inner in (*metadata, *get_args(annotation)))
-    return next((role for role in found if role is not None), None)
+    own = getattr(annotation, "__metadata__", ())
+    found = (metadata(inner, kind) for inner in (*own, *get_args(annotation)))
+    return next((each for each in found if each is not None), None)
 
 
 def expanded(value: Any, role: Role) -> Any:
@@ -67,28 +126,31 @@ def expand_home(path: str) -> str:
         return path
 
 
-def path_fault(key: str, value: Any, role: Role) -> str | None:
-    """Problem of an expanded path itself: it is empty, or of a user who is not there."""
+def path_problem(key: str, value: Any, role: Role) -> Problem | None:
+    """The problem of an expanded path itself: it is empty, too long, or of an unknown user."""
     if isinstance(value, list | tuple):
-        return next((fault for item in value if (fault := path_fault(key, item, role))), None)
+        return next((problem for item in value if (problem := path_problem(key, item, role))), None)
     if not isinstance(value, str):
         return None
     path = split_weight(value)[1] if role is Role.BLEND else value
-    if not path.strip() and role is not Role.BLEND:  # blend.py says what is missing there
-        return f"{key}= is empty; name a path, or omit the key"
+    if not path.strip() and role is not Role.BLEND:  # blend_checks.py names the entry
+        return Problem((key,), f"{key}= is empty", "name a path, or omit the key")
     if path.startswith("~"):
         user = path.partition("/")[0]
-        return f"{key}={value}: {user} is no user's home folder; write the path in full, or ./{path}"
+        return Problem.at(
+            key, value, f"{user} is no user's home folder", f"write the path in full, or ./{path}"
+        )
     if "\0" in path:
-        return f"{key}={value!r}: holds a null byte; correct the path"
-    return length_fault(key, path)
+        return Problem((key,), f"{key}={value!r}: holds a null byte", "correct the path")
+    return length_problem(key, path)
 
 
-def length_fault(key: str, path: str) -> str | None:
-    """Problem of a path that no file system takes: the search for it would end in OSError."""
+def length_problem(key: str, path: str) -> Problem | None:
+    """The problem of a path that no file system takes: looking for it would end in OSError."""
     longest = max((len(os.fsencode(name)) for name in path.split("/")), default=0)
     if longest > LONGEST_NAME or len(os.fsencode(path)) > LONGEST_PATH:
-        return f"{key}={path[:40]}…: a name of {longest} bytes is too long for a file system; shorten it"
+        too_long = f"a name of {longest} bytes is too long for a file system"
+        return Problem.at(key, f"{path[:40]}…", too_long, "shorten it")
     return None
 
 

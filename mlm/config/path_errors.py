@@ -1,54 +1,55 @@
-"""Checks of what stands at the paths of a run spec: made for every command, before anything is computed."""
+"""Checks of the paths of a run spec on disk, made for every command before anything is computed."""
 
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import is_dataclass
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from mlm.config.fields import Role, split_weight
-from mlm.config.tree import HOISTED, leaves
+from mlm.config.tree import leaves, values_of
+from mlm.errors import Problem
 from mlm.files.ownership import STDOUT, described, kind_of_folder, rejected_place
 from mlm.files.results import result_problems, results_alone_on_stdout
 
 
-def path_faults(config: Any) -> list[str]:
-    """Results that would replace something of the user's, and folders that no command may take for its own.
+def path_problems(config: Any) -> list[str]:
+    """Results that would replace a user's file, and folders that no command may claim.
 
-    Which names in a folder are in the way, the command knows and asks itself (`claim_problems`).
+    Names in a folder that are in the way are known to the command, which checks them itself.
     """
-    faults = list[str]()
+    problems = list[str]()
     for key, value, role in paths_of(config):
         if role is Role.RESULT:
-            faults += result_problems(value, key=key, inputs=inputs_of(config))
+            problems += result_problems(value, key=key, inputs=inputs_of(config))
         elif role in (Role.FOLDER, Role.CACHE):
-            faults += folder_faults(key, value, protected_from(config), is_cache=role is Role.CACHE)
-    return faults
+            problems += folder_problems(key, value, protected_from(config), is_cache=role is Role.CACHE)
+    return problems
 
 
-def folder_faults(key: str, value: str, inputs: list[str], *, is_cache: bool = False) -> list[str]:
-    """Problems of a path that can be no folder of ours. A cache may lie anywhere: it adds files."""
+def folder_problems(key: str, value: str, inputs: list[str], *, is_cache: bool = False) -> list[str]:
+    """Problems of a path where the command cannot write a folder. A cache may be anywhere: it adds files."""
     what, folder = f"{key}={value}", Path(value)
     if value == STDOUT:
-        return [f"{what}: standard output cannot hold a folder; name a folder"]
+        return [Problem.at(key, value, "standard output cannot hold a folder", "name a folder")]
     try:
         if os.path.lexists(folder) and not folder.is_dir():
-            return [f"{what}: {described(folder)} stands there; name a new folder"]
+            return [Problem.at(key, value, f"{described(folder)} stands there", "name a new folder")]
         is_ours = is_cache or kind_of_folder(folder) is not None
         return [] if is_ours else rejected_place(what, folder, inputs)
     except OSError as error:
-        return [f"{what}: {error.strerror}; name another folder"]
+        return [Problem.at(key, value, str(error.strerror), "name another folder")]
 
 
 def paths_of(config: Any) -> Iterator[tuple[str, str, Role]]:
     """(key, path, role) of every path that a run spec holds."""
     spec: type = type(config)
+    values = values_of(config)
     for key, leaf in leaves(spec).items():
         if leaf.role is None:
             continue
-        value = reduce(getattr, [p for p in key.split(".") if p != HOISTED], config)
+        value = values[key]
         for item in value if isinstance(value, list | tuple) else (value,):
             if item is not None:
                 yield key, split_weight(item)[1] if leaf.role is Role.BLEND else item, leaf.role

@@ -1,23 +1,26 @@
 """The nearest valid setting: of a misspelled word, of a number that does not divide."""
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from math import isqrt
 
-from mlm.config.neighbours import CHOICES, KEYS
+from mlm.config.tree import HOISTED, leaves, other_names, sections
+from mlm.errors import Problem
 
 
-def nearest(word: str, candidates: Iterable[str]) -> str | None:
+def nearest(
+    word: str, candidates: Iterable[str], also: Mapping[str, Sequence[str]] | None = None
+) -> str | None:
     """The candidate the user most likely meant, or None.
 
     A dotted key also matches by its last part, so `hidden_size` and `modl.hidden_size` find
-    `model.hidden_size`. The names that other programs have for a key come next.
+    `model.hidden_size`. Next come the names that other programs have for candidates: `also`, in lower case.
     """
     known = list(candidates)
     last = word.rpartition(".")[2]
     same = [key for key in known if key.rpartition(".")[2] == last]
-    meant = () if same else KEYS.get(last.lower().replace("-", "_"), ())
+    meant = () if same else (also or {}).get(last.lower().replace("-", "_"), ())
     if found := next((key for key in meant if key in known), None):
         return found
     if len(same) == 1:
@@ -31,11 +34,21 @@ def nearest(word: str, candidates: Iterable[str]) -> str | None:
     return tails[close[0]] if close else None
 
 
-def nearest_choice(word: str, choices: Iterable[str]) -> str | None:
-    """The choice of a group that the user most likely meant, or None: gpt2-medium → gpt2_355m."""
-    known = list(choices)
-    found = CHOICES.get(word.lower().replace("-", "_"))
-    return found if found in known else nearest(word, known)
+def nearest_key(cls: type, key: str) -> str | None:
+    """The key of a run spec closest to an unknown one; `tp` for `parallel.tp`."""
+    top = key.removeprefix(f"{HOISTED}.")
+    return top if top in leaves(cls) else nearest(key, leaves(cls), other_names(cls))
+
+
+def unknown_key(cls: type, key: str) -> Problem:
+    """The problem of a key that this type of run spec does not have, with the closest one that it has."""
+    if key in sections(cls):
+        first = next(iter(leaves(sections(cls)[key])))
+        return Problem((key,), f"'{key}' is a section: set its keys, such as {key}.{first}=…")
+    if (top := key.split(".")[0]) in leaves(cls):
+        return Problem((key,), f"unknown key '{key}': {top} has no keys below it")
+    found = nearest_key(cls, key)
+    return Problem((key,), f"unknown key '{key}'", f"did you mean '{found}'?" if found else "")
 
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""The run specs seen as trees of keys: `model.hidden_size`, its type, default and docstring.
+"""Run specs as trees of keys: `model.hidden_size`, its type, default and docstring.
 
 `parallel` has no section in YAML: its fields (tp, pp, zero, …) are top-level keys (HOISTED).
 """
@@ -6,12 +6,13 @@
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterator
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from functools import cache
-from typing import Any, get_type_hints
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
+from functools import cache, reduce
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from mlm.config.fields import Role, role_of
+from mlm.config.fields import Also, Bound, Options, Role, metadata
+from mlm.errors import Problem
 
 HOISTED = "parallel"  # the section whose fields are top-level keys
 OPTIONS = "options"  # the field of settings whose names only the user's own code knows
@@ -32,6 +33,12 @@ class Leaf:
     """The string beneath the field."""
     role: Role | None = None
     """Purpose of its path; None for what is no path."""
+    bound: Bound | None = None
+    """Bound of its number; None for what is no number, or has no bound."""
+    also: tuple[str, ...] = ()
+    """Names that other programs have for it."""
+    is_hoisted: bool = False
+    """True for a field of `parallel`."""
 
     @property
     def section(self) -> str:
@@ -43,6 +50,34 @@ class Leaf:
 def leaves(cls: type) -> dict[str, Leaf]:
     """Every key of a run spec, in the order of its fields."""
     return {leaf.key: leaf for leaf in _walk(cls, "")}
+
+
+@cache
+def other_names(cls: type) -> dict[str, tuple[str, ...]]:
+    """Names that other programs have for keys of a run spec, and the keys: the first is the likeliest."""
+    found: dict[str, tuple[str, ...]] = {}
+    for key, leaf in leaves(cls).items():
+        for name in leaf.also:
+            found[name] = (*found.get(name, ()), key)
+    return found
+
+
+def values_of(config: Any) -> dict[str, Any]:
+    """The value of every key of a run spec: `model.num_layers` → 2, `tp` → 1."""
+    spec: type = type(config)
+    return {
+        key: reduce(getattr, [HOISTED, key] if leaf.is_hoisted else key.split("."), config)
+        for key, leaf in leaves(spec).items()
+    }
+
+
+def out_of_range(config: Any, names: Mapping[str, str] | None = None) -> dict[str, Problem]:
+    """The problem of each key whose number is outside its bound; `names` are those it was typed under."""
+    spec: type = type(config)
+    values, names = values_of(config), names or {}
+    bounded = ((key, leaf.bound) for key, leaf in leaves(spec).items() if leaf.bound)
+    found = ((key, bound.problem(names.get(key, key), values[key])) for key, bound in bounded)
+    return {key: problem for key, problem in found if problem}
 
 
 @cache
@@ -90,6 +125,38 @@ def field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
+def describe_type(kind: Any) -> str:
+    """A type annotation in words: `a whole number or null`."""
+    words = list[str]()
+    for alternative in alternatives(kind):
+        origin, args = get_origin(alternative), get_args(alternative)
+        if origin is Literal:
+            words += map(str, args)
+        elif origin in (tuple, list):
+            inner = [each for each in args if each is not Ellipsis]
+            counted = f"{len(inner)} " if origin is tuple and Ellipsis not in args else ""
+            words.append(f"a list of {counted}{_PLURALS.get(inner[0], 'values')}")
+        else:
+            words.append(_WORDS.get(alternative, str(alternative)))
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+_WORDS[Options] = "names with numbers, texts, true or false"
+_PLURALS = {int: "whole numbers", float: "numbers", str: "texts"}
+
+
+def alternatives(kind: Any) -> list[Any]:
+    """The members of an optional type; of any other, the type itself."""
+    args = get_args(kind)
+    return list(args) if args and type(None) in args else [kind]
+
+
+def choices(kind: Any) -> list[Any]:
+    """The values that a type lists with `Literal`."""
+    return [choice for a in alternatives(kind) if get_origin(a) is Literal for choice in get_args(a)]
+
+
 def _walk(cls: type, prefix: str) -> Iterator[Leaf]:
     types, docs = get_type_hints(cls), field_docs(cls)
     annotations = get_type_hints(cls, include_extras=True)
@@ -97,10 +164,22 @@ def _walk(cls: type, prefix: str) -> Iterator[Leaf]:
         kind = types[item.name]
         if is_dataclass(kind):
             assert isinstance(kind, type)
-            yield from _walk(kind, prefix if item.name == HOISTED else f"{prefix}{item.name}.")
+            if item.name == HOISTED:
+                yield from (replace(leaf, is_hoisted=True) for leaf in _walk(kind, prefix))
+            else:
+                yield from _walk(kind, f"{prefix}{item.name}.")
         else:
-            role = role_of(annotations[item.name])
-            yield Leaf(f"{prefix}{item.name}", kind, _default(item), docs.get(item.name, ""), role)
+            annotation = annotations[item.name]
+            names = metadata(annotation, Also)
+            yield Leaf(
+                key=f"{prefix}{item.name}",
+                type=kind,
+                default=_default(item),
+                doc=docs.get(item.name, ""),
+                role=metadata(annotation, Role),
+                bound=metadata(annotation, Bound),
+                also=names.names if names else (),
+            )
 
 
 def _default(item: "Field[Any]") -> Any:

@@ -1,7 +1,6 @@
 """The commands `mlm reshard`, `mlm import` and `mlm export`."""
 
 from mlm.config.command import Command
-from mlm.config.ranges import check_numbers
 from mlm.convert.config import ExportHFConfig, ImportHFConfig, ImportMegatronConfig, ReshardConfig
 
 COMMANDS = (
@@ -10,7 +9,6 @@ COMMANDS = (
         config="reshard",
         spec=ReshardConfig,
         target="mlm.convert.reshard:run",
-        local_check=check_numbers,
         preflight="mlm.convert.reshard:preflight",
         positional=("ckpt",),
         summary="write a checkpoint again as another layout would, weights and optimizer state",
@@ -29,6 +27,7 @@ COMMANDS = (
     ),
     Command(
         words=("import", "hf"),
+        also=("convert",),
         config="import_hf",
         spec=ImportHFConfig,
         target="mlm.convert.import_hf:run",

@@ -1,9 +1,10 @@
 """Settings of `mlm reshard`, `mlm import` and `mlm export`."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from mlm.config.fields import Forbid, InputPath, OutFolder
+from mlm.config.fields import POSITIVE, CheckpointPath, Forbid, InputPath, OutFolder
+from mlm.parallel.config import PipelineSize, TensorSize, VirtualSize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,11 +29,11 @@ class ExportHFConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    ckpt: InputPath
+    ckpt: CheckpointPath
     """Checkpoint (step-…) or run directory (its latest checkpoint)."""
     out: OutFolder
     """Folder to write: config.json, model.safetensors (or several and their index), the tokenizer."""
-    max_file_gb: float = 5.0
+    max_file_gb: Annotated[float, POSITIVE] = 5.0
     """Largest .safetensors file, in 10^9 bytes; a larger model is cut into several."""
     verify: bool = True
     """Compare logits with those of `transformers` on the same tokens, and refuse where they differ."""
@@ -64,15 +65,15 @@ class ReshardConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    ckpt: InputPath
+    ckpt: CheckpointPath
     """Checkpoint (step-…) or run directory (its latest checkpoint) to read."""
     out: OutFolder
     """Run directory to write: out/checkpoints/step-… and the tokenizer."""
-    tp: int = 1
+    tp: TensorSize = 1
     """Tensor-parallel size, t: every stage becomes t files."""
-    pp: int = 1
+    pp: PipelineSize = 1
     """Pipeline-parallel size, p."""
-    vp: int = 1
+    vp: VirtualSize = 1
     """Virtual stages (chunks) per pipeline rank, v."""
     weights_only: bool = False
     """Leave the optimizer's moments out: a third of the size, to start runs from or to give away."""

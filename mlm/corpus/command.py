@@ -7,6 +7,7 @@ from mlm.corpus.config import DataBuildConfig, DataInspectConfig, DataTokenizerC
 COMMANDS = (
     Command(
         words=("data", "tokenizer"),
+        also=("tokenize",),
         config="data_tokenizer",
         spec=DataTokenizerConfig,
         target="mlm.corpus.train_tokenizer:run_tokenizer",
@@ -27,6 +28,7 @@ COMMANDS = (
     ),
     Command(
         words=("data", "build"),
+        also=("prepare", "preprocess"),
         config="data_build",
         spec=DataBuildConfig,
         target="mlm.corpus.build:run_build",

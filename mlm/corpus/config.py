@@ -1,9 +1,9 @@
 """What the commands of `mlm data` are told: frozen dataclasses, one docstring per field."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from mlm.config.fields import Forbid, InputPath, OutFolder, OutPlace, ResultFile
+from mlm.config.fields import MANY, NOT_NEGATIVE, SEED, Forbid, InputPath, OutFolder, OutPlace, ResultFile
 from mlm.corpus.sections import (
     DecontaminateConfig,
     DedupConfig,
@@ -11,6 +11,7 @@ from mlm.corpus.sections import (
     FilterConfig,
     NormaliseConfig,
 )
+from mlm.data.config import DataPath
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,7 +20,7 @@ class DataTokenizerConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    input: InputPath
+    input: DataPath
     """Text as `mlm data build` takes it (held-out parts of a folder are not read), or a tokenizer to take
     over: a folder with vocab.json and merges.txt, a vocab.txt, or a tokenizer.json."""
     out: OutPlace
@@ -43,7 +44,7 @@ class DataBuildConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    input: InputPath
+    input: DataPath
     """File, folder or glob of .jsonl, .ndjson, .txt (also .gz, .zst, .bz2, .xz), .json.gz or .parquet; or
     hub:OWNER/NAME, a Hub dataset.
 
@@ -75,9 +76,9 @@ class DataBuildConfig:
     unreadable: Literal["error", "skip"] = "error"
     """A folder or file of the input that cannot be opened, a link that leads nowhere, a FIFO, socket or
     device stops the build (error), or is listed in the receipt (skip)."""
-    max_document_bytes: int = 1 << 26
+    max_document_bytes: Annotated[int, MANY] = 1 << 26
     """Longest line or document, in bytes; a longer one is bad input."""
-    seed: int = 1234
+    seed: Annotated[int, SEED] = 1234
     """Which document falls in which part of the split is a function of it and of the text."""
     append_eod: bool = True
     """End every document with the end-of-document token."""
@@ -106,11 +107,11 @@ class DataInspectConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    path: InputPath
+    path: DataPath
     """Corpus folder, or prefix of a .bin/.idx pair."""
     tokenizer: InputPath | None = None
     """Tokenizer to decode samples with; null takes tokenizer.json beside the corpus, if there is one."""
-    samples: int = 3
+    samples: Annotated[int, NOT_NEGATIVE] = 3
     """Documents to decode, spread over the corpus; 0 decodes none."""
     document: int | None = None
     """Number of a document to show whole, with where it came from if the corpus was built with keep_ids=true;
@@ -127,7 +128,7 @@ class DataVerifyConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    path: InputPath
+    path: DataPath
     """Corpus folder, or prefix of a .bin/.idx pair."""
     vocab_size: int | None = None
     """Token ids must be below it; null takes the receipt's or the tokenizer's beside the corpus."""

@@ -1,9 +1,9 @@
 """The sections of `mlm data build`: how text is cleaned, and where the work runs; see data_schema.py."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from mlm.config.fields import Forbid, InputPath
+from mlm.config.fields import FRACTION, NOT_NEGATIVE, POSITIVE, PROBABILITY, SHARE, Forbid, InputPath
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,7 +16,7 @@ class NormaliseConfig:
     """Mend mojibake, curly quotes, ligatures, control letters and Unicode forms (library ftfy)."""
     languages: tuple[str, ...] = ()
     """ISO 639-1 codes to keep, such as [en]; empty keeps all. Needs mlm[data]."""
-    min_language_score: float = 0.65
+    min_language_score: Annotated[float, PROBABILITY] = 0.65
     """Least probability of a document's language for it to count as one of `languages`."""
 
 
@@ -30,28 +30,28 @@ class FilterConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    min_tokens: int | Literal["auto"] | None = "auto"
+    min_tokens: Annotated[int | Literal["auto"] | None, POSITIVE] = "auto"
     """Fewest tokens, the end-of-document token not counted; auto is 128 (arXiv:1909.08053, section 4.1), and
     off for a single text, which is divided into parts rather than documents."""
-    min_words: int | None = None
+    min_words: Annotated[int | None, NOT_NEGATIVE] = None
     """Fewest words; 50 in arXiv:2112.11446, table A1."""
-    max_words: int | None = None
+    max_words: Annotated[int | None, NOT_NEGATIVE] = None
     """Most words; 100,000 there."""
-    min_mean_word_length: float | None = None
+    min_mean_word_length: Annotated[float | None, NOT_NEGATIVE] = None
     """Least mean length of a word, in letters; 3 there."""
-    max_mean_word_length: float | None = None
+    max_mean_word_length: Annotated[float | None, NOT_NEGATIVE] = None
     """Greatest mean length of a word; 10 there."""
-    max_symbol_ratio: float | None = None
+    max_symbol_ratio: Annotated[float | None, NOT_NEGATIVE] = None
     """Most `#` and `…` per word; 0.1 there."""
-    max_bullet_lines: float | None = None
+    max_bullet_lines: Annotated[float | None, SHARE] = None
     """Largest share of lines that begin with a bullet; 0.9 there."""
-    max_ellipsis_lines: float | None = None
+    max_ellipsis_lines: Annotated[float | None, SHARE] = None
     """Largest share of lines that end with an ellipsis; 0.3 there."""
-    min_alphabetic_words: float | None = None
+    min_alphabetic_words: Annotated[float | None, SHARE] = None
     """Least share of words with a letter; 0.8 there."""
-    min_stop_words: int | None = None
+    min_stop_words: Annotated[int | None, NOT_NEGATIVE] = None
     """Fewest different words among the, be, to, of, and, that, have, with; 2 there."""
-    max_duplicate_lines: float | None = None
+    max_duplicate_lines: Annotated[float | None, SHARE] = None
     """Largest share of lines that repeat an earlier one; 0.3 there."""
 
     @property
@@ -68,15 +68,15 @@ class DedupConfig:
 
     enabled: bool = True
     """Whether near-duplicates are removed. The first in corpus order stays."""
-    threshold: float = 0.7
+    threshold: Annotated[float, FRACTION] = 0.7
     """A document whose Jaccard similarity with an earlier kept one is above it goes (arXiv:1909.08053)."""
-    ngram: int = 5
+    ngram: Annotated[int, POSITIVE] = 5
     """Length of a shingle, in units."""
     unit: Literal["word", "character"] = "word"
     """What a shingle is made of."""
-    bands: int = 42
+    bands: Annotated[int, POSITIVE] = 42
     """Bands of the signature: a pair that agrees on one whole band is compared."""
-    rows: int = 6
+    rows: Annotated[int, POSITIVE] = 6
     """Hashes in a band. A pair of similarity J is missed with probability (1 - J**rows)**bands."""
 
 
@@ -88,17 +88,17 @@ class DecontaminateConfig:
 
     against: tuple[InputPath, ...] = ()
     """Evaluation texts: wikitext103, lambada (from the Hub; needs mlm[data]) or files .jsonl, .txt."""
-    ngram: int = 13
+    ngram: Annotated[int, POSITIVE] = 13
     """Words that must agree in a row."""
-    min_ngram: int = 8
+    min_ngram: Annotated[int, POSITIVE] = 8
     """An evaluation text shorter than `ngram` words is matched whole if it has this many."""
     action: Literal["cut", "drop"] = "cut"
     """cut removes the match and `margin` letters on each side, drop the document."""
-    margin: int = 200
+    margin: Annotated[int, NOT_NEGATIVE] = 200
     """Letters removed on each side of a match."""
-    min_piece: int = 200
+    min_piece: Annotated[int, NOT_NEGATIVE] = 200
     """Pieces with fewer letters go."""
-    max_matches: int = 10
+    max_matches: Annotated[int, NOT_NEGATIVE] = 10
     """A document cut at more places goes as a whole."""
 
 
@@ -110,13 +110,13 @@ class ExecutorConfig:
 
     kind: Literal["local", "slurm", "ray"] = "local"
     """local: processes of this machine; slurm: submitted jobs; ray: a Ray cluster (needs the package ray)."""
-    workers: int | None = None
+    workers: Annotated[int | None, POSITIVE] = None
     """Tasks at a time; null means this machine's cores, on a cluster no limit. Never changes the output."""
     partition: str | None = None
     """SLURM partition; required by slurm."""
     time: str = "24:00:00"
     """SLURM time limit of one task."""
-    memory_gb: int = 4
+    memory_gb: Annotated[int, POSITIVE] = 4
     """Memory per task on slurm and ray, GiB."""
     environment: str = ""
     """Shell command that a SLURM task starts with, such as `source .venv/bin/activate`."""

@@ -1,4 +1,4 @@
-"""data.blend: what its entries mean, and what is wrong with them that shows before a corpus is read."""
+"""Entries of data.blend, and their problems that are visible before a corpus is read."""
 
 import math
 import os
@@ -8,10 +8,12 @@ from pathlib import Path
 
 from mlm.data.config import DataConfig
 from mlm.data.files_present import WRITE_ONE, absent
+from mlm.errors import Problem
 
 MAX_SOURCES = 1000
 MIN_SHARE = 1e-12
 """Least share of a blend that a corpus may have: below it a run never sees a sample."""
+BLEND = ("data.blend",)
 HOW = "write data.blend=[0.3 corpora/wiki,0.7 corpora/web]"
 
 
@@ -49,74 +51,87 @@ def shares(weights: Sequence[float]) -> list[float]:
     return [weight / total for weight in scaled]
 
 
-def blend_faults(data: DataConfig) -> list[str]:
-    """What is wrong with data.blend, a line each. Nothing is read but the names of files."""
+def blend_problems(data: DataConfig) -> list[Problem]:
+    """Problems of data.blend. Only names of files are read."""
     if data.kind != "indexed" or not data.blend:
         return []
     entries = [entry(text) for text in data.blend]
-    faults = [
-        f"data.blend and {key}={value} both say what to train on; leave one of them out ({key}=null)"
+    problems = [
+        Problem(
+            ("data.blend", key),
+            f"data.blend and {key}={value} both name what to train on",
+            f"leave one of them out ({key}=null)",
+        )
         for key, value in (("data.path", data.path), ("data.train", data.train))
         if value is not None
     ]
     if len(entries) > MAX_SOURCES:
-        faults.append(f"data.blend names {len(entries)} corpora, {MAX_SOURCES} is the limit; join some")
-    of_entries = [fault_of_weight(e) or fault_of_path(e) for e in entries]
-    faults += [fault for fault in of_entries if fault]
-    faults += faults_of_repeats(entries)
+        problem = f"data.blend names {len(entries)} corpora, {MAX_SOURCES} is the limit"
+        problems.append(Problem(BLEND, problem, "join some"))
+    of_entries = [problem_of_weight(e) or problem_of_path(e) for e in entries]
+    problems += [problem for problem in of_entries if problem]
+    problems += problems_of_repeats(entries)
     weights = [e.weight for e in entries if e.weight is not None]
     if weights and len(weights) < len(entries):
         (bare, *_) = (e for e in entries if e.weight is None)
-        faults.append(
-            f"data.blend: '{bare.text}' has no weight and others have one; give it one, or leave all out: "
-            "then each corpus counts by its tokens"
+        problems.append(
+            Problem(
+                BLEND,
+                f"data.blend: '{bare.text}' has no weight and others have one",
+                "give it one, or leave all out: then each corpus counts by its tokens",
+            )
         )
     if len(weights) == len(entries) and not any(of_entries):
-        faults += [
-            f"data.blend: '{e.text}' has a share of {share:.1g}, too small to ever count; leave it out"
+        problems += [
+            Problem(
+                BLEND,
+                f"data.blend: '{e.text}' has a share of {share:.1g}, too small to ever count",
+                "leave it out",
+            )
             for e, share in zip(entries, shares(weights), strict=True)
             if share < MIN_SHARE
         ]
-    return faults
+    return problems
 
 
-def fault_of_weight(e: Entry) -> str | None:
-    """A weight must be a positive, finite number."""
+def problem_of_weight(e: Entry) -> Problem | None:
+    """The problem of a weight that is not a positive, finite number."""
     if e.weight is None or (math.isfinite(e.weight) and e.weight > 0):
         return None
-    remedy = "leave the entry out" if e.weight == 0 else HOW
-    return f"data.blend: '{e.text}' has the weight {e.weight:g}, which must be above 0 and finite; {remedy}"
+    problem = f"data.blend: '{e.text}' has the weight {e.weight:g}, which must be above 0 and finite"
+    return Problem(BLEND, problem, "leave the entry out" if e.weight == 0 else HOW)
 
 
-def fault_of_path(e: Entry) -> str | None:
-    """A folder with train.bin/.idx, or the prefix of such a pair."""
+def problem_of_path(e: Entry) -> Problem | None:
+    """The problem of what is neither a folder with train.bin/.idx nor the prefix of such a pair."""
     if not e.path:
-        return f"data.blend: '{e.text}' names no corpus; {HOW}"
+        return Problem(BLEND, f"data.blend: '{e.text}' names no corpus", HOW)
     stem, _, suffix = e.path.rpartition(".")
     if suffix in ("bin", "idx") and not absent(stem):
-        return f"data.blend: '{e.text}': give the prefix of .bin and .idx, which is {stem}"
+        return Problem(BLEND, f"data.blend: '{e.text}': give the prefix of .bin and .idx, which is {stem}")
     missing = absent(str(e.prefix))
     if len(missing) == 2 and not Path(e.path).is_dir():
-        return f"data.blend: '{e.text}': no folder {e.path}, no pair {e.path}.bin/.idx; {WRITE_ONE}"
-    return f"data.blend: '{e.text}': {' and '.join(missing)} is not there; {WRITE_ONE}" if missing else None
+        problem = f"data.blend: '{e.text}': no folder {e.path}, no pair {e.path}.bin/.idx"
+        return Problem(BLEND, problem, WRITE_ONE)
+    if not missing:
+        return None
+    return Problem(BLEND, f"data.blend: '{e.text}': {' and '.join(missing)} is not there", WRITE_ONE)
 
 
-def faults_of_repeats(entries: Sequence[Entry]) -> list[str]:
-    """A corpus that stands twice would be read twice, sample for sample."""
+def problems_of_repeats(entries: Sequence[Entry]) -> list[Problem]:
+    """Problems of corpora that are listed twice, and would be read twice."""
     seen: dict[Path, Entry] = {}
-    faults = []
+    problems = []
     for e in entries:
         first = seen.setdefault(e.prefix.resolve(), e)
         if first is not e:
-            faults.append(
-                f"data.blend: '{first.text}' and '{e.text}' are the same corpus; name it once, with the "
-                "sum of the weights"
-            )
-    return faults
+            same = f"data.blend: '{first.text}' and '{e.text}' are the same corpus"
+            problems.append(Problem(BLEND, same, "name it once, with the sum of the weights"))
+    return problems
 
 
 def names(prefixes: Sequence[Path]) -> list[str]:
-    """What to call each corpus in logs: its folder's name, with as much before it as tells them apart."""
+    """A name of each corpus for logs: its folder's, with as much before it as tells them apart."""
     # the pair train.bin/.idx has the name of its folder
     paths = [Path(os.path.abspath(p.parent if p.name == "train" else p)) for p in prefixes]
     parts = [path.parts for path in paths]
@@ -129,5 +144,5 @@ def names(prefixes: Sequence[Path]) -> list[str]:
 
 
 def _plain(word: str) -> str:
-    """A name without what would break a line of a log."""
+    """A name without characters that would break a line of a log."""
     return "".join(c if c.isalnum() or c in "._" else "_" for c in word)[:100]

@@ -1,12 +1,34 @@
 """Settings of the data that a run reads."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from mlm.config.fields import BlendEntry, CacheFolder, Forbid, InputPath
+from mlm.config.fields import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    PROBABILITY,
+    SHARE,
+    Also,
+    BlendEntry,
+    CacheFolder,
+    Forbid,
+    InputPath,
+)
 
 MASKED = 0.15
 """Share of the tokens that a BERT predicts (arXiv:1810.04805, section 3.1)."""
+
+DataPath = Annotated[InputPath, Also("dataset", "data_dir", "data_path", "train_file")]
+SeqLength = Annotated[
+    int,
+    POSITIVE,
+    Also("block_size", "context_length", "context_size", "max_seq_len", "max_seq_length", "n_ctx"),
+]
+MicroBatchSize = Annotated[
+    int,
+    POSITIVE,
+    Also("batch_size", "per_device_train_batch_size", "train_micro_batch_size_per_gpu", "micro_batch_size"),
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,7 +41,7 @@ class DataConfig:
     """indexed reads Megatron's .bin/.idx; synthetic draws random tokens, for throughput runs; or a function
     of your own by its import path, my_package.my_module:dataset, which is called as dataset(data,
     vocab_size=…, num_samples=…, seed=…, validation=…) and returns a Dataset (mlm/data/sampler.py)."""
-    path: InputPath | None = None
+    path: DataPath | None = None
     """Corpus folder written by `mlm data build`: train.bin/.idx, validation.bin/.idx, tokenizer.json."""
     train: InputPath | None = None
     """Prefix of the training .bin/.idx; null means {path}/train."""
@@ -29,7 +51,7 @@ class DataConfig:
     """tokenizer.json the corpus was written with; null means {path}/tokenizer.json, if it exists."""
     cache: CacheFolder | None = None
     """Folder of cached sample indices; null means a folder beside the corpus."""
-    seq_length: int = 1024
+    seq_length: SeqLength = 1024
     """Tokens per sample, S. At most model.max_positions."""
     blend: tuple[BlendEntry, ...] = ()
     """Corpora to mix, each `WEIGHT FOLDER` such as [0.3 corpora/wiki, 0.7 corpora/web], in place of path and
@@ -43,11 +65,11 @@ class DataConfig:
     """Let tokens attend only to their own document."""
     mask_eod_loss: bool = False
     """Do not score what follows an end-of-document token: the first token of the next document."""
-    masked_lm_prob: float = MASKED
+    masked_lm_prob: Annotated[float, PROBABILITY] = MASKED
     """bert: share of a sample's tokens that are to be predicted."""
-    short_seq_prob: float = 0.1
+    short_seq_prob: Annotated[float, SHARE] = 0.1
     """bert: share of samples made shorter than seq_length, so that the model learns to read such."""
-    max_ngram: int = 3
+    max_ngram: Annotated[int, POSITIVE] = 3
     """bert: words masked together at the most; n with probability proportional to 1/n."""
-    eod_id: int | None = None
+    eod_id: Annotated[int | None, NOT_NEGATIVE] = None
     """The end-of-document token, for these three; null takes that of the corpus's receipt or tokenizer."""

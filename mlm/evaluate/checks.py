@@ -4,75 +4,73 @@ from dataclasses import asdict
 from typing import Any
 
 from mlm.data import files_present as present
+from mlm.errors import Problem
 from mlm.evaluate.config import EvalLossConfig, LmEvalConfig, ZeroShotConfig
-from mlm.launch.checks import (
-    Rule,
-    devices_are_there,
-    errors_of,
-    loss_scale_can_fall,
-)
+from mlm.launch.checks import devices_exist, loss_scale_can_fall, problems_of
 from mlm.parallel.layout_checks import RANK_RULES, Launch
 
 
 def check_eval_loss(
     config: EvalLossConfig, *, world_size: int | None, local_devices: int | None
-) -> list[str]:
-    """Faults of `mlm eval loss` that show without reading the checkpoint.
+) -> list[Problem]:
+    """Problems of `mlm eval loss` that are visible without reading the checkpoint.
 
-    sequence_parallel, pipeline, zero and recompute say how training saves memory and time. A layout that was
-    trained with may name them here too; they have no effect.
+    sequence_parallel, pipeline, zero and recompute are accepted, so that the layout of the training can be
+    given here too; they have no effect.
     """
-    return errors_of(config, Launch(world_size, local_devices), RANK_RULES, EVAL_LOSS_RULES)
+    return problems_of(config, Launch(world_size, local_devices), RANK_RULES, EVAL_LOSS_RULES)
 
 
 def check_zero_shot(
     config: ZeroShotConfig, *, world_size: int | None, local_devices: int | None
-) -> list[str]:
-    """Faults of `mlm eval wikitext103`, `lambada` and `all` that show without reading a file."""
-    return errors_of(config, Launch(world_size, local_devices), RANK_RULES, ZERO_SHOT_RULES)
+) -> list[Problem]:
+    """Problems of `mlm eval wikitext103`, `lambada` and `all` that are visible without reading a file."""
+    return problems_of(config, Launch(world_size, local_devices), RANK_RULES, ZERO_SHOT_RULES)
 
 
-def check_lm_eval(config: LmEvalConfig, *, world_size: int | None, local_devices: int | None) -> list[str]:
-    """Faults of lm-eval's model `mlm` that show without reading the checkpoint."""
-    return errors_of(config, Launch(world_size, local_devices), RANK_RULES, LM_EVAL_RULES)
+def check_lm_eval(
+    config: LmEvalConfig, *, world_size: int | None, local_devices: int | None
+) -> list[Problem]:
+    """Problems of lm-eval's model `mlm` that are visible without reading the checkpoint."""
+    return problems_of(config, Launch(world_size, local_devices), RANK_RULES, LM_EVAL_RULES)
 
 
-def _windows_overlap(config: Any, _: Launch) -> str | None:
+def _model_exists(config: Any, _: Launch) -> Problem | None:
+    return present.model(config.ckpt)
+
+
+def _tokenizer_exists(config: Any, _: Launch) -> Problem | None:
+    return present.tokenizer("tokenizer", config.tokenizer)
+
+
+def _corpus_exists(config: EvalLossConfig, _: Launch) -> Problem | None:
+    return present.indexed("path", config.path)
+
+
+def _files_exist(config: Any, _: Launch) -> Problem | None:
+    named = ((f"data.{key}", path) for key, path in asdict(config.data).items())
+    return next((problem for key, path in named if (problem := present.file(key, path))), None)
+
+
+def _windows_overlap(config: Any, _: Launch) -> Problem | None:
     stride, length = getattr(config, "overlapping_eval", 1), config.seq_length
     if length is None or stride <= length:
         return None
-    return (
+    return Problem(
+        ("overlapping_eval", "seq_length"),
         f"overlapping_eval={stride} is more than seq_length={length}, so tokens between windows would not be "
-        f"scored; use overlapping_eval={length} or less"
+        "scored",
+        f"use overlapping_eval={length} or less",
     )
 
 
-def _texts_are_there(config: Any, _: Launch) -> str | None:
-    named = ((f"data.{key}", path) for key, path in asdict(config.data).items())
-    return next((fault for key, path in named if (fault := present.file(key, path))), None)
-
-
-EVAL_LOSS_RULES: list[tuple[str, Rule]] = [
-    ("", devices_are_there),
-    ("precision.min_loss_scale precision.initial_loss_scale", loss_scale_can_fall),
-    ("", lambda config, _: present.model(config.ckpt)),
-    ("", lambda config, _: present.indexed("path", config.path)),
-    ("", lambda config, _: present.tokenizer("tokenizer", config.tokenizer)),
-]
-
-
-LM_EVAL_RULES: list[tuple[str, Rule]] = [
-    ("", devices_are_there),
-    ("", lambda config, _: present.model(config.ckpt)),
-    ("", lambda config, _: present.tokenizer("tokenizer", config.tokenizer)),
-]
-
-
-ZERO_SHOT_RULES: list[tuple[str, Rule]] = [
-    ("", devices_are_there),
-    ("precision.min_loss_scale precision.initial_loss_scale", loss_scale_can_fall),
-    ("overlapping_eval seq_length", _windows_overlap),
-    ("", lambda config, _: present.model(config.ckpt)),
-    ("", lambda config, _: present.tokenizer("tokenizer", config.tokenizer)),
-    ("", _texts_are_there),
-]
+EVAL_LOSS_RULES = (devices_exist, loss_scale_can_fall, _model_exists, _corpus_exists, _tokenizer_exists)
+LM_EVAL_RULES = (devices_exist, _model_exists, _tokenizer_exists)
+ZERO_SHOT_RULES = (
+    devices_exist,
+    loss_scale_can_fall,
+    _windows_overlap,
+    _model_exists,
+    _tokenizer_exists,
+    _files_exist,
+)

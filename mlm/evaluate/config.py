@@ -1,9 +1,10 @@
 """What `mlm eval wikitext103`, `lambada` and `all` need to know; see schema.py."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from mlm.config.fields import Forbid, InputPath, ResultFile
+from mlm.config.fields import POSITIVE, SEED, CheckpointPath, Forbid, InputPath, ResultFile
+from mlm.data.config import DataPath, MicroBatchSize, SeqLength
 from mlm.launch.config import DistConfig
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
@@ -15,7 +16,7 @@ class WikitextDataConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    path: InputPath | None = None
+    path: DataPath | None = None
     """wiki.test.tokens, or another file of its form (.tokens, .txt, .raw), or .jsonl or .parquet with `text`
     (lines) or `page` (articles); null means the Hub's Salesforce/wikitext."""
     raw_path: InputPath | None = None
@@ -28,7 +29,7 @@ class LambadaDataConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    path: InputPath | None = None
+    path: DataPath | None = None
     """Passages: .jsonl or .parquet with `text`, or .txt with one per line; null means the Hub's
     EleutherAI/lambada_openai, unless standard_path is given."""
     standard_path: InputPath | None = None
@@ -58,17 +59,17 @@ class ZeroShotConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    ckpt: InputPath
+    ckpt: CheckpointPath
     """Checkpoint (step-…), run directory (its latest checkpoint), or Hugging Face folder or id (GPT-2)."""
     out: ResultFile | None = None
     """JSON file for the result; null means eval-<task>.json in the run directory."""
     samples: ResultFile | None = None
     """JSONL file for the result of each window, article or passage; null writes none."""
-    batch_size: int = 8
+    batch_size: MicroBatchSize = 8
     """Full-length texts per micro-batch on each rank; more of shorter ones. No score depends on it."""
-    seq_length: int | None = None
+    seq_length: SeqLength | None = None
     """Tokens that the model reads at a time; null takes the checkpoint's data.seq_length."""
-    limit: int | None = None
+    limit: Annotated[int | None, POSITIVE] = None
     """Score the first so many articles or passages only, for a trial; null scores all."""
     tokenizer: InputPath | None = None
     """tokenizer.json; null takes the one saved with the run."""
@@ -84,7 +85,7 @@ class EvalWikitext103Config(ZeroShotConfig):
     """The run spec of `mlm eval wikitext103`: perplexities on WikiText."""
 
     data: WikitextDataConfig = field(default_factory=WikitextDataConfig)
-    overlapping_eval: int = 32
+    overlapping_eval: Annotated[int, POSITIVE] = 32
     """Tokens by which a window is moved on: those at its end that it scores (arXiv:1909.08053, appendix E.1).
     At most seq_length."""
 
@@ -101,7 +102,7 @@ class EvalAllConfig(ZeroShotConfig):
     """The run spec of `mlm eval all`: wikitext103 and lambada."""
 
     data: AllDataConfig = field(default_factory=AllDataConfig)
-    overlapping_eval: int = 32
+    overlapping_eval: Annotated[int, POSITIVE] = 32
     """As of `mlm eval wikitext103`."""
 
 
@@ -111,16 +112,16 @@ class EvalLossConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    ckpt: InputPath
+    ckpt: CheckpointPath
     """Checkpoint (step-…), run directory (its latest checkpoint), or Hugging Face folder or id (GPT-2)."""
     out: ResultFile | None = None
     """JSON file for the result; null means eval-loss-<corpus>.json in the run directory; for a Hugging Face
     model, <model>-eval-loss-<corpus>.json in the working directory."""
-    batch_size: int = 8
+    batch_size: MicroBatchSize = 8
     """Samples per micro-batch on each rank. The score does not depend on it."""
-    seq_length: int | None = None
+    seq_length: SeqLength | None = None
     """Tokens per window; null takes the checkpoint's data.seq_length."""
-    path: InputPath | None = None
+    path: DataPath | None = None
     """Prefix of the .bin/.idx to score; null takes the validation set the checkpoint was trained with."""
     tokenizer: InputPath | None = None
     """tokenizer.json for bits per byte; null takes the one saved with the run."""
@@ -135,17 +136,17 @@ class LmEvalConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    ckpt: InputPath
+    ckpt: CheckpointPath
     """Checkpoint (step-…), run directory (its latest checkpoint), or Hugging Face folder or id (GPT-2)."""
     tokenizer: InputPath | None = None
     """tokenizer.json; null takes the one saved with the run."""
-    batch_size: int = 8
+    batch_size: MicroBatchSize = 8
     """Full-length texts per micro-batch on each rank. No score depends on it."""
-    max_length: int | None = None
+    max_length: Annotated[int | None, POSITIVE] = None
     """Tokens the model reads at the most; null means its max_positions."""
-    max_gen_toks: int = 256
+    max_gen_toks: Annotated[int, POSITIVE] = 256
     """Tokens a text is continued by, where the task does not say."""
-    seed: int = 1234
+    seed: Annotated[int, SEED] = 1234
     """Of the sampling, for tasks that sample."""
     socket: str = ""
     """Where the ranks meet lm-eval; set by the adapter."""

@@ -1,46 +1,56 @@
 """Checks of the settings of `mlm finetune` and `mlm eval TASK`."""
 
+from typing import Any
+
 from mlm.data import files_present as present
+from mlm.errors import Problem
 from mlm.finetune.config import EvalTaskConfig, FinetuneConfig
 from mlm.finetune.task_checks import check_task
-from mlm.launch.checks import (
-    Rule,
-    devices_are_there,
-    errors_of,
-    loss_scale_can_fall,
-    lr_falls,
-)
+from mlm.launch.checks import devices_exist, loss_scale_can_fall, lr_falls, problems_of
 from mlm.parallel.layout_checks import FINETUNE_LAYOUT_RULES, RANK_RULES, Launch
 
 
 def check_finetune(config: FinetuneConfig, *, world_size: int | None, local_devices: int | None) -> list[str]:
-    """Faults of `mlm finetune` that show without reading the checkpoint or the rows."""
-    faults = errors_of(config, Launch(world_size, local_devices), FINETUNE_LAYOUT_RULES, FINETUNE_RULES)
-    return [*faults, *check_task(config.task)]
+    """Problems of `mlm finetune` that are visible without reading the checkpoint or the rows."""
+    launch = Launch(world_size, local_devices)
+    return [
+        *problems_of(config, launch, FINETUNE_LAYOUT_RULES, FINETUNE_RULES),
+        *check_task(config.task),
+    ]
 
 
 def check_eval_task(
     config: EvalTaskConfig, *, world_size: int | None, local_devices: int | None
 ) -> list[str]:
-    """Faults of `mlm eval TASK` that show without reading the checkpoint or the rows."""
-    faults = errors_of(config, Launch(world_size, local_devices), RANK_RULES, EVAL_TASK_RULES)
-    return [*faults, *check_task(config.task)]
+    """Problems of `mlm eval TASK` that are visible without reading the checkpoint or the rows."""
+    launch = Launch(world_size, local_devices)
+    return [*problems_of(config, launch, RANK_RULES, EVAL_TASK_RULES), *check_task(config.task)]
 
 
-def _tests_are_named(config: FinetuneConfig, _: Launch) -> str | None:
+def _tests_are_named(config: FinetuneConfig, _: Launch) -> Problem | None:
     if not config.data.predict_tests or config.task.tests:
         return None
-    return f"data.predict_tests=true: task {config.task.name} has no task.tests; use data.predict_tests=false"
+    return Problem(
+        ("data.predict_tests", "task.tests"),
+        f"data.predict_tests=true: task {config.task.name} has no task.tests",
+        "use data.predict_tests=false",
+    )
 
 
-FINETUNE_RULES: list[tuple[str, Rule]] = [
-    ("", devices_are_there),
-    ("", _tests_are_named),
-    ("schedule.min_lr optimizer.lr", lr_falls),
-    ("precision.min_loss_scale precision.initial_loss_scale", loss_scale_can_fall),
-    ("", lambda config, _: present.folder("data.path", config.data.path)),
-    ("", lambda config, _: present.tokenizer("data.tokenizer", config.data.tokenizer)),
-]
+def _rows_exist(config: Any, _: Launch) -> Problem | None:
+    return present.folder("data.path", config.data.path)
 
 
-EVAL_TASK_RULES = [rule for rule in FINETUNE_RULES if rule[1] not in (_tests_are_named, lr_falls)]
+def _tokenizer_exists(config: Any, _: Launch) -> Problem | None:
+    return present.tokenizer("data.tokenizer", config.data.tokenizer)
+
+
+EVAL_TASK_RULES = (devices_exist, loss_scale_can_fall, _rows_exist, _tokenizer_exists)
+FINETUNE_RULES = (
+    devices_exist,
+    _tests_are_named,
+    lr_falls,
+    loss_scale_can_fall,
+    _rows_exist,
+    _tokenizer_exists,
+)

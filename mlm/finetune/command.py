@@ -7,6 +7,7 @@ from mlm.finetune.config import EvalTaskConfig, FinetuneConfig
 COMMANDS = (
     Command(
         words=("finetune",),
+        also=("fine_tune",),
         config="finetune",
         spec=FinetuneConfig,
         target="mlm.finetune.run:run",
@@ -49,6 +50,7 @@ COMMANDS = (
     ),
     Command(
         words=("eval",),
+        also=("evaluate", "test"),
         config="eval_task",
         spec=EvalTaskConfig,
         target="mlm.finetune.evaluate:run",

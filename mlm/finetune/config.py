@@ -1,12 +1,24 @@
 """What `mlm finetune` and `mlm eval TASK` are told; see schema.py, and downstream_schema.py for the task."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from mlm.config.fields import Forbid, InputPath, OutFolder, ResultFile
+from mlm.config.fields import (
+    FRACTION,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SEED,
+    Also,
+    CheckpointPath,
+    Forbid,
+    InputPath,
+    OutFolder,
+    ResultFile,
+)
+from mlm.data.config import DataPath, MicroBatchSize
 from mlm.finetune.task_config import TaskConfig
 from mlm.launch.config import DistConfig
-from mlm.optim.config import OptimizerConfig, PrecisionConfig
+from mlm.optim.config import DECAY_NAMES, WARMUP_NAMES, MinLearningRate, OptimizerConfig, PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.report.config import LogConfig
 
@@ -17,7 +29,7 @@ class TaskDataConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    path: InputPath | None = None
+    path: DataPath | None = None
     """Folder with a file per split (train.jsonl, validation.jsonl; also .parquet, .csv, .tsv, .json); null
     means the Hub's task.hub."""
     tokenizer: InputPath | None = None
@@ -28,9 +40,9 @@ class TaskDataConfig:
 class FinetuneDataConfig(TaskDataConfig):
     """Where the rows of a task come from, and how many of them are trained on."""
 
-    train_rows: int | None = None
+    train_rows: Annotated[int | None, POSITIVE] = None
     """Rows of the training split to train on, drawn at random with data.seed; null takes all."""
-    seed: int = 1234
+    seed: Annotated[int, SEED] = 1234
     """Of that choice. It is no function of `seed`, so that runs of several seeds see the same rows."""
     predict_tests: bool = False
     """Write predictions of the task's test splits with the best checkpoint."""
@@ -42,19 +54,21 @@ class FinetuneTrainConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    epochs: int = 3
+    epochs: Annotated[int, POSITIVE, Also("num_epochs", "num_train_epochs")] = 3
     """Passes over the training rows."""
-    global_batch_size: int = 32
+    global_batch_size: Annotated[int, POSITIVE, Also("train_batch_size", "gradient_accumulation_steps")] = 32
     """Rows per step over all data-parallel ranks; the last step of an epoch takes what is left."""
-    micro_batch_size: int = 8
+    micro_batch_size: MicroBatchSize = 8
     """Texts of task.max_length tokens one rank runs through the model at once; more of shorter ones. The rest
     of a batch is accumulated."""
-    sort_batches: int = 50
+    sort_batches: Annotated[int, POSITIVE] = 50
     """Rows of so many batches are sorted by length before they are cut into batches, so that little is
     padded; 1 leaves them in random order."""
-    validate_every: int | None = None
+    validate_every: Annotated[
+        int | None, NOT_NEGATIVE, Also("eval_interval", "eval_steps", "val_interval", "val_every")
+    ] = None
     """Steps between validations; null validates after every epoch. The last step is validated too."""
-    patience: int = 0
+    patience: Annotated[int, NOT_NEGATIVE] = 0
     """Stop after so many validations in a row without a better score; 0 trains to the end."""
 
 
@@ -64,11 +78,11 @@ class FinetuneScheduleConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    decay: Literal["cosine", "linear", "constant"] = "linear"
+    decay: Annotated[Literal["cosine", "linear", "constant"], DECAY_NAMES] = "linear"
     """Shape of the decay."""
-    warmup: float = 0.06
+    warmup: Annotated[float, FRACTION, WARMUP_NAMES] = 0.06
     """Share of the steps that warm up."""
-    min_lr: float = 0.0
+    min_lr: MinLearningRate = 0.0
     """Learning rate at the end."""
 
 
@@ -78,9 +92,9 @@ class FinetuneCheckpointConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    save_every: int = 0
+    save_every: Annotated[int, NOT_NEGATIVE, Also("save_interval", "save_steps")] = 0
     """Steps between checkpoints to resume from; 0 saves after each validation."""
-    keep_last: int = 1
+    keep_last: Annotated[int, POSITIVE] = 1
     """Newest checkpoints kept, besides the best."""
     resume: bool = True
     """Continue from the newest whole checkpoint in `out`; false refuses an `out` that already holds one."""
@@ -96,14 +110,14 @@ class FinetuneConfig:
     """Name of the run; the default of `out` is runs/{name}."""
     out: OutFolder
     """Run directory: config, checkpoints, metrics.jsonl, result.json, predictions."""
-    ckpt: InputPath
+    ckpt: CheckpointPath
     """Model to begin with: checkpoint (step-…), run directory, or Hugging Face folder or id (BERT, GPT-2)."""
-    seed: int = 1234
+    seed: Annotated[int, SEED] = 1234
     """The new head, dropout and the order of rows are functions of it."""
-    seeds: int = 1
+    seeds: Annotated[int, POSITIVE] = 1
     """Runs with the seeds seed, seed + 1, …, each in out/seed-…; the median of their scores is reported
     (arXiv:1909.08053, section 5.3)."""
-    dropout: float | None = None
+    dropout: Annotated[float | None, FRACTION, Also("resid_pdrop", "embd_pdrop", "dropout_rate")] = None
     """Dropout of hidden states and of attention; null takes the checkpoint's."""
     compile: bool = False
     """torch.compile each transformer layer."""
@@ -125,7 +139,7 @@ class EvalTaskConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    ckpt: InputPath
+    ckpt: CheckpointPath
     """What `mlm finetune` wrote: its run directory (the best checkpoint), or a checkpoint (step-…); or a
     folder or id of Hugging Face with a head for such a task."""
     out: ResultFile | None = None
@@ -137,7 +151,7 @@ class EvalTaskConfig:
     no labels: then predictions beside `out`."""
     probabilities: ResultFile | None = None
     """JSONL file for the probability of each label or option, a line per row; null writes none."""
-    batch_size: int = 8
+    batch_size: MicroBatchSize = 8
     """Texts of task.max_length tokens per micro-batch on each rank; more of shorter ones. No score depends on
     it."""
     task: TaskConfig

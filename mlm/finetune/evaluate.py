@@ -14,9 +14,9 @@ import torch
 
 import mlm
 from mlm.checkpoint.native.save_load import read_manifest
-from mlm.config.build import show, to_dict
+from mlm.config.build import to_dict
 from mlm.data.receipt import version_of
-from mlm.errors import ConfigError, UserError
+from mlm.errors import ConfigError, UserError, show
 from mlm.files.ownership import claim_problems
 from mlm.files.results import is_stream, named, result_problems, write_result
 from mlm.finetune.batches import batcher_of

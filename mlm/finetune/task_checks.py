@@ -4,9 +4,8 @@ import math
 import re
 from typing import TYPE_CHECKING
 
-from mlm.config.build import show
 from mlm.config.suggest import did_you_mean
-from mlm.errors import UserError
+from mlm.errors import UserError, show
 from mlm.finetune.task_config import TaskConfig
 
 if TYPE_CHECKING:

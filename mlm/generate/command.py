@@ -7,6 +7,7 @@ from mlm.generate.config import GenerateConfig
 COMMANDS = (
     Command(
         words=("generate",),
+        also=("sample",),
         config="generate",
         spec=GenerateConfig,
         target="mlm.generate.run:run",

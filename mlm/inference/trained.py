@@ -27,9 +27,9 @@ from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.layout_checks import SPLIT_RULES, Launch
 from mlm.parallel.mesh import ParallelContext
-from mlm.parallel.nearest_layout import layout_faults
+from mlm.parallel.nearest_layout import layout_problems
 from mlm.parallel.sharding import parameter_shards
-from mlm.train.checks import saved_faults
+from mlm.train.checks import saved_problems
 from mlm.train.config import PretrainConfig
 from mlm.train.memory import reuse_large_blocks
 from mlm.train.pipelined import PipelinedModel
@@ -101,7 +101,7 @@ def trained_config(manifest: Manifest, path: Path) -> PretrainConfig:
         config = from_dict(PretrainConfig, dict(manifest.state["config"]))
         if is_path(config.model.kind):
             family_of(config.model.kind)
-        if faults := saved_faults(config):
+        if faults := saved_problems(config):
             raise ValueError("; ".join(faults[:LISTED]))
         Boundaries.of(config.data)  # the model will be asked to keep documents apart by it
         return config
@@ -180,8 +180,8 @@ def predicts_fault(ckpt: str, model: ModelConfig) -> str | None:
 def split_faults(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
     """What keeps tp from dividing the layers of a trained model, or pp and vp from dealing them out."""
     values = {f"model.{key}": value for key, value in asdict(model).items()} | asdict(parallel)
-    faults = layout_faults(values, Launch(None, None), SPLIT_RULES)
-    return [fault.replace("model.", "the checkpoint's ") for fault in faults]
+    names = {f"model.{key}": f"the checkpoint's {key}" for key in asdict(model)}
+    return list(layout_problems(values, Launch(None, None), SPLIT_RULES, names=names))
 
 
 def run_directory(path: Path) -> Path:

@@ -1,40 +1,45 @@
 """Checks between the settings of a model, and between a model and its training data.
 
-Each returns a line with the fix, or None. A family that cannot be found is reported by `model_fault` alone.
+A family that cannot be found is reported by `model_problem` alone.
 """
 
 from typing import Any
 
 from mlm.config.imports import OwnCodeError
+from mlm.errors import Problem
 from mlm.models.config import ModelConfig
 
 
-def model_fault(model: ModelConfig) -> str | None:
-    """Return what is wrong with a model's family, or with settings that no model of it has."""
+def model_problem(model: ModelConfig) -> Problem | None:
+    """Return the problem of a model's family, or of settings that no model of it has."""
     try:
         family = model.family
     except OwnCodeError as error:
-        return str(error)
+        return error.problems[0]
     for name in model.options.keys() - family.options.keys():
         known = ", ".join(family.options) or "none"
-        return f"model.options.{name}: model.kind={model.kind} has the settings: {known}; remove it"
-    return family.model_problem(model)
+        problem = f"model.options.{name}: model.kind={model.kind} has the settings: {known}"
+        return Problem((f"model.options.{name}", "model.kind"), problem, "remove it")
+    found = family.model_problem(model)
+    return None if found is None else Problem.of(found)
 
 
-def pretraining_fault(config: Any) -> str | None:
+def pretraining_problem(config: Any) -> Problem | None:
     """Return the problem of a head that is not pretrained."""
     head = config.model.head
     if head == "language_model":
         return None
-    return (
-        f"model.head={head} is for finetuning (`mlm finetune`); pretraining needs model.head=language_model"
+    return Problem(
+        ("model.head",),
+        f"model.head={head} is for finetuning (`mlm finetune`)",
+        "pretraining needs model.head=language_model",
     )
 
 
-def data_fault(config: Any) -> str | None:
-    """Return a setting of the data that the model's samples cannot be made with."""
-    model: ModelConfig = config.model
+def data_problem(config: Any) -> Problem | None:
+    """Return the problem of data settings that the model's samples cannot be made with."""
     try:
-        return model.family.data_problem(config.data)
+        found = config.model.family.data_problem(config.data)
     except OwnCodeError:
         return None
+    return None if found is None else Problem.of(found)

@@ -1,9 +1,9 @@
 """Settings of a model: shape, regularisation and head of a transformer."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from mlm.config.fields import Forbid, Options
+from mlm.config.fields import FRACTION, NOT_NEGATIVE, POSITIVE, Also, Forbid, Options
 from mlm.models.family import ModelFamily, family_of
 
 if TYPE_CHECKING:
@@ -20,39 +20,47 @@ class ModelConfig:
     kind: str = "gpt2"
     """Model family: gpt2 reads from left to right, bert both ways; or one of your own by its import path,
     my_package.my_family:FAMILY."""
-    num_layers: int
+    num_layers: Annotated[int, POSITIVE, Also("n_layer", "n_layers", "num_hidden_layers", "layers", "depth")]
     """Transformer layers, L."""
-    hidden_size: int
+    hidden_size: Annotated[int, POSITIVE, Also("n_embd", "d_model", "dim", "embed_dim", "width")]
     """Width of the residual stream, H. Must be a multiple of num_heads."""
-    num_heads: int
+    num_heads: Annotated[int, POSITIVE, Also("n_head", "n_heads", "num_attention_heads", "heads")]
     """Attention heads, N. Must be a multiple of tp."""
-    ffn_hidden_size: int | None = None
+    ffn_hidden_size: Annotated[
+        int | None, POSITIVE, Also("n_inner", "d_ff", "intermediate_size", "mlp_dim")
+    ] = None
     """Width of the MLP; null means 4 * hidden_size. Must be a multiple of tp."""
-    max_positions: int = 1024
+    max_positions: Annotated[int, POSITIVE, Also("n_positions", "max_position_embeddings")] = 1024
     """Rows of the learned position table: the longest sequence the model can read, in tokens."""
-    vocab_size: int = 50257
+    vocab_size: Annotated[int, POSITIVE] = 50257
     """Tokens of the tokenizer. The table is padded to a multiple of vocab_multiple * tp rows."""
-    vocab_multiple: int = 128
+    vocab_multiple: Annotated[int, POSITIVE] = 128
     """Padding quantum of the vocabulary (arXiv:1909.08053, section 3)."""
-    hidden_dropout: float = 0.1
+    hidden_dropout: Annotated[
+        float, FRACTION, Also("dropout", "resid_pdrop", "embd_pdrop", "dropout_rate")
+    ] = 0.1
     """Dropout after the embeddings and on both residual branches."""
-    attention_dropout: float = 0.1
+    attention_dropout: Annotated[
+        float, FRACTION, Also("attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
+    ] = 0.1
     """Dropout on attention probabilities."""
-    init_std: float = 0.02
+    init_std: Annotated[float, NOT_NEGATIVE, Also("init_method_std", "initializer_range")] = 0.02
     """Standard deviation of initial weights; residual outputs get init_std / sqrt(2 * num_layers)."""
-    layer_norm_eps: float = 1e-5
+    layer_norm_eps: Annotated[
+        float, POSITIVE, Also("layer_norm_epsilon", "layernorm_epsilon", "norm_eps")
+    ] = 1e-5
     """Added to the variance in layer norm."""
     norm: Literal["pre", "post"] = "pre"
     """Place of layer norm: before attention and MLP (arXiv:1909.08053, figure 7b), or behind the residual
     sums as in the first BERT (figure 7a). gpt2 knows pre only."""
     activation: Literal["gelu", "gelu_tanh"] = "gelu_tanh"
     """Nonlinearity of the MLP: GELU, or its approximation by tanh as in GPT-2."""
-    token_types: int = 0
+    token_types: Annotated[int, NOT_NEGATIVE] = 0
     """Kinds of segments a text may have, each with an embedding of its own; 0 for gpt2, 2 for bert."""
     head: Literal["language_model", "none", "classification", "span"] = "language_model"
     """Outputs made of the hidden states: those of pretraining (bert: masked tokens and the order
     of sentences), nothing, num_labels numbers per text, or two per token (where an answer begins, ends)."""
-    num_labels: int = 0
+    num_labels: Annotated[int, NOT_NEGATIVE] = 0
     """Outputs of head=classification."""
     options: Options = field(default_factory=dict)
     """Settings of a family of your own, by name; the shipped ones have none."""

@@ -1,9 +1,13 @@
 """Settings of the optimizer, its schedule and the precision of compute."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from mlm.config.fields import Forbid
+from mlm.config.fields import FRACTION, NOT_NEGATIVE, POSITIVE, Also, Forbid
+
+DECAY_NAMES = Also("lr_decay_style", "lr_scheduler_type", "scheduler", "decay_lr")
+MinLearningRate = Annotated[float, NOT_NEGATIVE, Also("min_learning_rate", "lr_min")]
+WARMUP_NAMES = Also("warmup_iters", "num_warmup_steps", "lr_warmup_iters", "warmup")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,15 +19,20 @@ class OptimizerConfig:
     kind: str = "adamw"
     """adamw; or a function of your own by its import path, my_package.my_module:build, which is called as
     build(groups, config) and returns a torch.optim.Optimizer."""
-    lr: float = 1.5e-4
+    lr: Annotated[float, POSITIVE, Also("learning_rate", "max_lr", "base_lr", "peak_lr")] = 1.5e-4
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: Annotated[tuple[float, float], FRACTION, Also("beta1", "beta2", "adam_beta1", "adam_beta2")] = (
+        0.9,
+        0.999,
+    )
     """Decay rates of the first and second moment."""
-    eps: float = 1e-8
+    eps: Annotated[float, POSITIVE, Also("adam_eps", "adam_epsilon", "epsilon")] = 1e-8
     """Added to the root of the second moment."""
-    weight_decay: float = 0.01
+    weight_decay: Annotated[float, NOT_NEGATIVE, Also("wd")] = 0.01
     """Decoupled weight decay; biases and norm parameters have none."""
-    clip_grad_norm: float = 1.0
+    clip_grad_norm: Annotated[
+        float, NOT_NEGATIVE, Also("grad_clip", "clip_grad", "max_grad_norm", "gradient_clip_val")
+    ] = 1.0
     """Largest global L2 norm of the gradient; 0 turns clipping off."""
 
 
@@ -33,15 +42,15 @@ class ScheduleConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    decay: str = "cosine"
+    decay: Annotated[str, DECAY_NAMES] = "cosine"
     """Shape of the decay: cosine, linear or constant; or a function of your own by its import path,
     my_package.my_module:decay. decay(progress), with progress from 0 after the warm-up to 1 at decay_steps,
     is the share of the way from min_lr up to optimizer.lr."""
-    warmup_steps: int | None = None
+    warmup_steps: Annotated[int | None, NOT_NEGATIVE, WARMUP_NAMES] = None
     """Steps of linear warm-up from 0; null means a hundredth of train.steps, as in arXiv:1909.08053."""
-    decay_steps: int | None = None
+    decay_steps: Annotated[int | None, POSITIVE, Also("lr_decay_iters", "decay_iters")] = None
     """Step at which min_lr is reached; null means train.steps."""
-    min_lr: float = 1e-5
+    min_lr: MinLearningRate = 1e-5
     """Learning rate at decay_steps and after."""
 
     def warmup(self, steps: int) -> int:
@@ -59,11 +68,13 @@ class PrecisionConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    dtype: Annotated[
+        Literal["fp32", "bf16", "fp16", "fp64"], Also("bf16", "fp16", "mixed_precision", "torch_dtype")
+    ] = "fp32"
     """Format of activations and matrix products."""
-    initial_loss_scale: float = 2.0**32
+    initial_loss_scale: Annotated[float, POSITIVE] = 2.0**32
     """fp16: the loss is multiplied by this before backward."""
-    min_loss_scale: float = 1.0
+    min_loss_scale: Annotated[float, POSITIVE] = 1.0
     """fp16: training aborts with a diagnosis when the scale would fall below."""
-    loss_scale_window: int = 1000
+    loss_scale_window: Annotated[int, POSITIVE] = 1000
     """fp16: the scale doubles after this many steps without overflow."""

@@ -1,9 +1,21 @@
 """Settings of the parallel layout."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from mlm.config.fields import Forbid
+from mlm.config.fields import POSITIVE, Also, Forbid
+
+TensorSize = Annotated[
+    int, POSITIVE, Also("tensor_model_parallel_size", "tensor_parallel", "tensor_parallel_size")
+]
+PipelineSize = Annotated[
+    int, POSITIVE, Also("pipeline_model_parallel_size", "pipeline_parallel", "pipeline_parallel_size")
+]
+VirtualSize = Annotated[
+    int,
+    POSITIVE,
+    Also("num_layers_per_virtual_pipeline_stage", "virtual_pipeline_model_parallel_size"),
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -12,22 +24,25 @@ class ParallelConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    tp: int = 1
+    tp: TensorSize = 1
     """Tensor-parallel size, t: ranks that split each layer. Must divide model.num_heads."""
-    pp: int = 1
+    pp: PipelineSize = 1
     """Pipeline-parallel size, p: ranks that hold consecutive layers. At most model.num_layers."""
-    vp: int = 1
+    vp: VirtualSize = 1
     """Virtual stages (chunks) per pipeline rank, v; more than 1 interleaves the schedule."""
-    dp: int | None = None
+    dp: Annotated[int | None, POSITIVE, Also("data_parallel", "data_parallel_size", "world_size")] = None
     """Data-parallel size, d: replicas. null takes world size / (tp * pp)."""
     sequence_parallel: bool = False
     """Cut activations outside the tensor-parallel regions along the sequence too (arXiv:2205.05198)."""
     pipeline: Literal["1f1b", "gpipe", "zb_h1"] = "1f1b"
     """Pipeline schedule. 1f1b interleaves when vp > 1; zb_h1 puts weight gradients into the bubble."""
-    zero: Literal[0, 2, 3] = 0
+    zero: Annotated[Literal[0, 2, 3], Also("zero_stage", "fsdp", "use_distributed_optimizer")] = 0
     """Sharded over dp replicas: 0 nothing, 2 optimizer state and reduced gradients, 3 weights too."""
     zero_reduce: Literal["last", "every"] = "last"
     """zero=2|3: reduce-scatter gradients in the last micro-batch of a step, until which the whole gradient is
     kept, or in every micro-batch, which keeps 1/dp of it."""
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Annotated[
+        Literal["none", "selective", "full"],
+        Also("activation_checkpointing", "gradient_checkpointing", "recompute_granularity"),
+    ] = "none"
     """Activations that backward recomputes: selective the attention matrices, full each layer."""

@@ -1,7 +1,8 @@
-"""How a run may be split over ranks: the rules of tp, pp, vp, dp, schedule, ZeRO and batches.
+"""Rules of a layout: conditions between tp, pp, vp, dp, the schedule, ZeRO, batches and the model's shape.
 
-A rule reads values by their keys as typed (`tp`, `model.num_heads`) and says what is wrong; nearest_layout.py
-finds the nearest setting that mends it. Letters: p = pp, v = vp, d = dp, m micro-batches per replica.
+A rule reads settings by their keys as typed (`tp`, `model.num_heads`) and returns what is wrong;
+nearest_layout.py finds the nearest settings that fix it. Letters: p = pp, v = vp, d = dp, m micro-batches per
+replica.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,18 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlm.config.suggest import divisors
+from mlm.errors import show
 
 MAX_CPU_RANKS = 64  # ranks one plain launch starts on a host without GPUs
 RANKS_PER_NODE = 8  # of scripts/slurm/pretrain.sbatch
 LAUNCHERS = "start them with torchrun or SLURM (scripts/slurm/pretrain.sbatch)"
 
-Values = Mapping[str, Any]
-"""Key as typed → value."""
-
 
 @dataclass(frozen=True)
 class Launch:
-    """Where the run would start: on a launcher's `world_size` ranks, or this host's `local_devices` GPUs."""
+    """Ranks that are available: a launcher's `world_size`, or this host's `local_devices` GPUs."""
 
     world_size: int | None
     local_devices: int | None
@@ -33,24 +32,44 @@ class Launch:
         return self.world_size or self.local_devices or MAX_CPU_RANKS
 
 
+class Settings(dict[str, Any]):
+    """Key → value, and the names under which the user typed the keys, where those differ."""
+
+    def __init__(self, values: Mapping[str, Any], names: Mapping[str, str] | None = None) -> None:
+        super().__init__(values)
+        self.names = names or {}
+
+    def name(self, key: str) -> str:
+        """The key as typed: `resumed.tp` for tp."""
+        return self.names.get(key, key)
+
+    def typed(self, *keys: str) -> str:
+        """Settings as typed: `tp=2 * pp=4`."""
+        return " * ".join(f"{self.name(key)}={show(self[key])}" for key in keys)
+
+    def changed(self, change: Mapping[str, Any]) -> "Settings":
+        """These settings with other values."""
+        return Settings({**self, **change}, self.names)
+
+
 @dataclass(frozen=True)
 class Breach:
-    """What is wrong with a layout, in words."""
+    """A broken rule."""
 
     why: str
-    """The setting, its value, and what it conflicts with."""
+    """The settings and what they conflict with."""
     note: str = ""
-    """What else would mend it, or helps to choose."""
+    """Another way to fix it, or help to choose."""
     start: str = ""
     """The launch that these settings are meant for, where no setting needs to change."""
 
-    def line(self, remedy: str, *, alone: bool, others: bool = False) -> str:
-        """The fault, with the settings that mend it. `alone` if these suffice whatever mends other faults.
+    def fix(self, settings: str, *, alone: bool, others: bool = False) -> str:
+        """The fix by `settings`; `alone` if these suffice however other problems are fixed.
 
-        `others`: other faults may change the number of ranks, so that no launch can be spelled out.
+        `others`: fixes of other problems may change the number of ranks, so that no launch can be named.
         """
         start = LAUNCHERS if self.start and others else self.start
-        return f"{self.why}; {f'{start}, or here ' if start else ''}use {remedy}{self.note if alone else ''}"
+        return f"{f'{start}, or here ' if start else ''}use {settings}{self.note if alone else ''}"
 
 
 @dataclass(frozen=True)
@@ -60,22 +79,22 @@ class LayoutRule:
     reads: tuple[str, ...]
     """Keys it depends on; skipped when one of them is out of range."""
     moves: tuple[str, ...]
-    """Keys that a remedy changes, the likeliest first."""
-    breach: Callable[[Values, Launch], Breach | None]
+    """Keys that a fix changes, the likeliest first."""
+    breach: Callable[[Settings, Launch], Breach | None]
     only_here: bool = False
-    """Whether another place to start in mends it too: other remedies need not keep it when it is broken."""
+    """True if starting elsewhere fixes it too: the fixes of other problems need not keep it when broken."""
 
 
 def num_replicas(tp: int, pp: int, dp: int | None, launch: Launch) -> int:
-    """d with its default filled in: what tp * pp leave of the world, of this host's GPUs, or 1 on CPU."""
+    """d with its default filled in: the rest of the world or of this host's GPUs, or 1 on CPU."""
     if dp is not None:
         return dp
     available = launch.world_size or launch.local_devices or tp * pp
     return max(available // (tp * pp), 1)
 
 
-def batch_quantum(values: Values, launch: Launch) -> int:
-    """What train.global_batch_size must be a multiple of, in samples.
+def batch_quantum(values: Settings, launch: Launch) -> int:
+    """Samples of which train.global_batch_size must be a multiple.
 
     Interleaved 1F1B takes micro-batches in groups of p (arXiv:2104.04473, section 2.2.2).
     """
@@ -84,119 +103,117 @@ def batch_quantum(values: Values, launch: Launch) -> int:
     return int(replicas * values["train.micro_batch_size"] * (values["pp"] if interleaved else 1))
 
 
-def _heads_divide_hidden(values: Values, _: Launch) -> Breach | None:
-    heads, hidden = values["model.num_heads"], values["model.hidden_size"]
-    return (
-        Breach(f"model.num_heads={heads} does not divide model.hidden_size={hidden}")
-        if hidden % heads
-        else None
-    )
-
-
-def _tp_divides_heads(values: Values, _: Launch) -> Breach | None:
-    return _tp_divides(values["tp"], "model.num_heads", values["model.num_heads"])
-
-
-def _tp_divides_ffn(values: Values, _: Launch) -> Breach | None:
-    size = values["model.ffn_hidden_size"]
-    # null is 4 * hidden_size: divided where the heads are
-    return None if size is None else _tp_divides(values["tp"], "model.ffn_hidden_size", size)
-
-
-def _tp_divides(tp: int, key: str, size: int) -> Breach | None:
-    if size % tp == 0:
+def _heads_divide_hidden(values: Settings, _: Launch) -> Breach | None:
+    if values["model.hidden_size"] % values["model.num_heads"] == 0:
         return None
-    valid = divisors(size)
+    return Breach(f"{values.typed('model.num_heads')} does not divide {values.typed('model.hidden_size')}")
+
+
+def _tp_divides_heads(values: Settings, _: Launch) -> Breach | None:
+    return _tp_divides("model.num_heads", values)
+
+
+def _tp_divides_ffn(values: Settings, _: Launch) -> Breach | None:
+    # null is 4 * hidden_size: divided where the heads are
+    return None if values["model.ffn_hidden_size"] is None else _tp_divides("model.ffn_hidden_size", values)
+
+
+def _tp_divides(key: str, values: Settings) -> Breach | None:
+    if values[key] % values["tp"] == 0:
+        return None
+    valid = divisors(values[key])
     listed = f" (its divisors: {', '.join(map(str, valid))})" if len(valid) <= 12 else ""
-    return Breach(f"tp={tp} does not divide {key}={size}", note=listed)
+    return Breach(f"{values.typed('tp')} does not divide {values.typed(key)}", note=listed)
 
 
-def _sequence_fits(values: Values, _: Launch) -> Breach | None:
+def _sequence_fits(values: Settings, _: Launch) -> Breach | None:
     length, positions = values["data.seq_length"], values["model.max_positions"]
     if length <= positions:
         return None
     return Breach(
-        f"data.seq_length={length} is more than model.max_positions={positions}",
+        f"{values.typed('data.seq_length')} is more than {values.typed('model.max_positions')}",
         note=f", or model.max_positions={length}",
     )
 
 
-def _tp_divides_sequence(values: Values, _: Launch) -> Breach | None:
-    tp, length = values["tp"], values["data.seq_length"]
-    if not values["sequence_parallel"] or length % tp == 0:
+def _tp_divides_sequence(values: Settings, _: Launch) -> Breach | None:
+    if not values["sequence_parallel"] or values["data.seq_length"] % values["tp"] == 0:
         return None
     return Breach(
-        f"sequence_parallel=true cuts sequences, but tp={tp} does not divide data.seq_length={length}"
+        f"{values.typed('sequence_parallel')} splits sequences, but {values.typed('tp')} does not divide "
+        f"{values.typed('data.seq_length')}"
     )
 
 
-def _layers_fill_stages(values: Values, _: Launch) -> Breach | None:
+def _layers_fill_stages(values: Settings, _: Launch) -> Breach | None:
     layers, pp, vp = values["model.num_layers"], values["pp"], values["vp"]
-    stages = f"pp={pp} * vp={vp} = {pp * vp} stages" if vp > 1 else f"pp={pp} stages"
+    stages = f"{values.typed('pp', 'vp')} = {pp * vp} stages" if vp > 1 else f"{values.typed('pp')} stages"
     if pp * vp > layers:
-        return Breach(f"{stages} are more than model.num_layers={layers}")
+        return Breach(f"{stages} are more than {values.typed('model.num_layers')}")
     if vp > 1 and layers % (pp * vp):
-        return Breach(f"{stages} do not divide model.num_layers={layers}, as interleaving (vp > 1) needs")
+        return Breach(
+            f"{stages} do not divide {values.typed('model.num_layers')}, as interleaving (vp > 1) needs"
+        )
     return None
 
 
-def _chunks_interleave(values: Values, _: Launch) -> Breach | None:
+def _chunks_interleave(values: Settings, _: Launch) -> Breach | None:
     if values["vp"] == 1 or values["pp"] > 1:
         return None
-    return Breach(f"vp={values['vp']} interleaves the stages of a pipeline, but pp=1 makes none")
-
-
-def _schedule_interleaves(values: Values, _: Launch) -> Breach | None:
-    vp, pipeline = values["vp"], values["pipeline"]
-    if vp == 1 or pipeline != "zb_h1":
-        return None
-    return Breach(f"pipeline={pipeline} has one stage per rank, but vp={vp}")
-
-
-def _weights_stay_gathered(values: Values, _: Launch) -> Breach | None:
-    if values["zero"] != 3 or values["pp"] == 1:
-        return None
     return Breach(
-        f"zero=3 would gather the weights again for each micro-batch of a pipeline (pp={values['pp']})"
+        f"{values.typed('vp')} interleaves the stages of a pipeline, but {values.typed('pp')} makes none"
     )
 
 
-def _replicas_fill_world(values: Values, launch: Launch) -> Breach | None:
+def _schedule_interleaves(values: Settings, _: Launch) -> Breach | None:
+    if values["vp"] == 1 or values["pipeline"] != "zb_h1":
+        return None
+    return Breach(f"{values.typed('pipeline')} has one stage per rank, but {values.typed('vp')}")
+
+
+def _weights_stay_gathered(values: Settings, _: Launch) -> Breach | None:
+    if values["zero"] != 3 or values["pp"] == 1:
+        return None
+    return Breach(
+        f"{values.typed('zero')} would gather the weights again for each micro-batch of a pipeline "
+        f"({values.typed('pp')})"
+    )
+
+
+def _replicas_fill_world(values: Settings, launch: Launch) -> Breach | None:
     tp, pp, world_size = values["tp"], values["pp"], launch.world_size
     if world_size is None or world_size % (tp * pp) == 0:
         return None
     return Breach(
-        f"tp={tp} * pp={pp} = {tp * pp} does not divide the {world_size} ranks started",
+        f"{values.typed('tp', 'pp')} = {tp * pp} does not divide the {world_size} ranks started",
         note=f", or start a multiple of {tp * pp} ranks",
     )
 
 
-def _dp_fills_world(values: Values, launch: Launch) -> Breach | None:
+def _dp_fills_world(values: Settings, launch: Launch) -> Breach | None:
     tp, pp, dp, world_size = values["tp"], values["pp"], values["dp"], launch.world_size
     if world_size is None or dp is None or world_size % (tp * pp) or tp * pp * dp == world_size:
         return None
     ranks = tp * pp * dp
     return Breach(
-        f"tp={tp} * pp={pp} * dp={dp} = {ranks} ranks, but the launcher started {world_size}",
+        f"{values.typed('tp', 'pp', 'dp')} = {ranks} ranks, but the launcher started {world_size}",
         note=f", or start {ranks} ranks",
     )
 
 
-def _host_has_ranks(values: Values, launch: Launch) -> Breach | None:
+def _host_has_ranks(values: Settings, launch: Launch) -> Breach | None:
     tp, pp, most = values["tp"], values["pp"], launch.most_ranks
     dp = num_replicas(tp, pp, values["dp"], launch)
     if launch.world_size is not None or tp * pp * dp <= most:
         return None
     here = f"this host has {most} GPUs" if launch.local_devices else f"a CPU host runs at most {most}"
-    ranks = tp * pp * dp
-    return Breach(
-        f"tp={tp} * pp={pp} * dp={dp} = {ranks} ranks, but {here}",
-        start=_start_of(ranks, launch.local_devices or RANKS_PER_NODE) if launch.elsewhere else "",
-    )
+    ranks, typed = tp * pp * dp, values.changed({"dp": dp}).typed("tp", "pp", "dp")
+    start = _start_of(ranks, launch.local_devices or RANKS_PER_NODE) if launch.elsewhere else ""
+    return Breach(f"{typed} = {ranks} ranks, but {here}", start=start)
 
 
 def _start_of(ranks: int, most_per_node: int) -> str:
-    """The launchers' own options for so many ranks."""
+    """The launchers' own options for this number of ranks."""
     each = max(size for size in divisors(ranks) if size <= most_per_node)
     nodes, slurm = ranks // each, "" if each == RANKS_PER_NODE else f" --ntasks-per-node={each}"
     return (
@@ -205,18 +222,17 @@ def _start_of(ranks: int, most_per_node: int) -> str:
     )
 
 
-def _batches_divide(values: Values, launch: Launch) -> Breach | None:
+def _batches_divide(values: Settings, launch: Launch) -> Breach | None:
     size, micro = values["train.global_batch_size"], values["train.micro_batch_size"]
     dp = num_replicas(values["tp"], values["pp"], values["dp"], launch)
+    batch = values.typed("train.global_batch_size")
     if size % (dp * micro):
-        return Breach(
-            f"train.global_batch_size={size} is not a multiple of dp={dp} * train.micro_batch_size={micro} "
-            f"= {dp * micro}"
-        )
+        typed = values.changed({"dp": dp}).typed("dp", "train.micro_batch_size")
+        return Breach(f"{batch} is not a multiple of {typed} = {dp * micro}")
     if size % batch_quantum(values, launch):
         return Breach(
-            f"train.global_batch_size={size} gives each replica {size // (dp * micro)} micro-batches, but "
-            f"vp={values['vp']} takes them in groups of pp={values['pp']}"
+            f"{batch} gives each replica {size // (dp * micro)} micro-batches, but "
+            f"{values.typed('vp')} takes them in groups of {values.typed('pp')}"
         )
     return None
 
@@ -228,19 +244,19 @@ SPLIT_RULES = (
     LayoutRule(("tp", "model.ffn_hidden_size"), ("tp",), _tp_divides_ffn),
     LayoutRule(("pp", "vp", "model.num_layers"), ("vp", "pp"), _layers_fill_stages),
 )
-"""What a model's shape asks of a layout."""
+"""Conditions of a model's shape."""
 RANK_RULES = (
     LayoutRule(("pp", "vp"), ("vp", "pp"), _chunks_interleave),
     LayoutRule(("tp", "pp"), ("tp", "pp"), _replicas_fill_world),
     LayoutRule(_RANKS, ("dp",), _dp_fills_world),
     LayoutRule(_RANKS, ("dp", "tp", "pp"), _host_has_ranks, only_here=True),
 )
-"""What the ranks ask of a layout: for commands that learn the model's shape later, from a checkpoint."""
+"""Conditions of the ranks, for commands that read the model's shape from a checkpoint later."""
 SCHEDULE_RULES = (
     LayoutRule(("vp", "pipeline"), ("pipeline", "vp"), _schedule_interleaves),
     LayoutRule(("pp", "zero"), ("zero",), _weights_stay_gathered),
 )
-"""What a training step asks of a layout."""
+"""Conditions of a training step."""
 FINETUNE_LAYOUT_RULES = (*RANK_RULES, *SCHEDULE_RULES)
 TRAIN_RULES = (
     LayoutRule(("model.num_heads", "model.hidden_size"), ("model.num_heads",), _heads_divide_hidden),
@@ -259,4 +275,4 @@ TRAIN_RULES = (
         _batches_divide,
     ),
 )
-"""All that a training run asks of a layout."""
+"""All conditions of a training run."""

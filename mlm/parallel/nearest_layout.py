@@ -1,59 +1,81 @@
-"""The nearest layout that works: faults of a layout, each with the settings that mend it.
+"""The nearest valid layout: problems of a layout, each with the settings that fix it.
 
-The remedies of one report fit together: whichever alternative is taken of each fault, the layout is sound
-afterwards. Where changing one key per fault cannot give that, all faults name their parts of one layout, the
-nearest sound one.
+The fixes of one report fit together: any alternative of each problem gives a valid layout. Where changing one
+key per problem cannot give that, all problems name their parts of one layout, the nearest valid one.
 """
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from itertools import product
 from typing import Any
 
-from mlm.config.build import show
 from mlm.config.suggest import around, divisors, multiples_around
-from mlm.parallel.layout_checks import Launch, LayoutRule, Values, batch_quantum
+from mlm.errors import Problem, spelled
+from mlm.parallel.layout_checks import Launch, LayoutRule, Settings, batch_quantum
 
 Change = dict[str, Any]
 """Keys to set, with their new values."""
 
-MOST_ALTERNATIVES = 2  # that a fault names
+MOST_ALTERNATIVES = 2  # that a problem names
 HEADS, LAYERS = "model.num_heads", "model.num_layers"
 FALLBACKS = {"pipeline": "1f1b", "zero": 2, "sequence_parallel": False}  # what goes with every layout
 MOVABLE = (HEADS, "tp", "pp", "vp", "dp", *FALLBACKS, "data.seq_length", "train.global_batch_size")
 
 
-def layout_faults(
-    values: Values, launch: Launch, rules: Iterable[LayoutRule], out_of_range: Collection[str] = ()
-) -> list[str]:
-    """One line per rule that a layout breaks. Rules that read a key `out_of_range` are skipped."""
+def layout_problems(
+    values: Mapping[str, Any],
+    launch: Launch,
+    rules: Iterable[LayoutRule],
+    out_of_range: Collection[str] = (),
+    *,
+    names: Mapping[str, str] | None = None,
+    fix_names: Mapping[str, str] | None = None,
+) -> list[Problem]:
+    """One problem per rule that a layout breaks. Rules that read a key `out_of_range` are skipped.
+
+    `names` maps keys to the names they were typed under, `fix_names` to those under which a fix sets them.
+    """
     sound = [rule for rule in rules if not set(rule.reads) & set(out_of_range)]
-    broken = [rule for rule in sound if rule.breach(values, launch)]
+    settings = Settings(values, names)
+    broken = [rule for rule in sound if rule.breach(settings, launch)]
     elsewhere = [rule for rule in broken if rule.only_here]
     rest = [rule for rule in broken if not rule.only_here]
-    lines = Layout(values, launch, [rule for rule in sound if rule not in elsewhere]).faults(rest)
-    return lines + Layout(values, launch, sound).faults(elsewhere, others=bool(rest))
+    kept = [rule for rule in sound if rule not in elsewhere]
+    return [
+        *Layout(settings, launch, kept, fix_names).problems(rest),
+        *Layout(settings, launch, sound, fix_names).problems(elsewhere, others=bool(rest)),
+    ]
 
 
 class Layout:
     """The settings of a layout and the rules that it should keep."""
 
-    def __init__(self, values: Values, launch: Launch, rules: list[LayoutRule]) -> None:
-        self.values, self.launch, self.rules = values, launch, rules
+    def __init__(
+        self,
+        values: Settings,
+        launch: Launch,
+        rules: list[LayoutRule],
+        fix_names: Mapping[str, str] | None = None,
+    ) -> None:
+        self.values, self.launch, self.rules, self.fix_names = values, launch, rules, fix_names or {}
         self.read = {key for rule in rules for key in rule.reads}
 
-    def faults(self, broken: list[LayoutRule], *, others: bool = False) -> list[str]:
-        """A line for each of these rules, which do not hold. `others`: further rules do not either."""
-        remedies, alone = self._remedies(broken) if broken else ([], False)
-        lines = []
-        for rule, changes in zip(broken, remedies, strict=True):
+    def problems(self, broken: list[LayoutRule], *, others: bool = False) -> list[Problem]:
+        """The problem of each of these rules, which do not hold. `others`: further rules do not either."""
+        fixes, alone = self._fixes(broken) if broken else ([], False)
+        found = []
+        for rule, changes in zip(broken, fixes, strict=True):
             breach = rule.breach(self.values, self.launch)
             assert breach is not None
-            lines.append(breach.line(" or ".join(map(_spelled, changes)), alone=alone, others=others))
-        return lines
+            fix = breach.fix(" or ".join(map(self._spelled, changes)), alone=alone, others=others)
+            found.append(Problem(map(self.values.name, rule.reads), breach.why, fix))
+        return found
 
-    def _remedies(self, broken: list[LayoutRule]) -> tuple[list[list[Change]], bool]:
-        """For each broken rule, the alternatives that mend it; whether any of one go with any of another."""
+    def _spelled(self, change: Change) -> str:
+        return spelled({self.fix_names.get(key, key): value for key, value in change.items()})
+
+    def _fixes(self, broken: list[LayoutRule]) -> tuple[list[list[Change]], bool]:
+        """For each broken rule, the alternatives that fix it; True if any of one go with any of another."""
         found = [self._alternatives(rule, broken) for rule in broken]
         together = (_merged(changes) for changes in product(*found))
         if all(found) and all(self._keeps(self.rules, change) for change in together):
@@ -65,7 +87,7 @@ class Layout:
         return [[share] for share in shares], len(broken) == 1
 
     def _alternatives(self, rule: LayoutRule, broken: list[LayoutRule]) -> list[Change]:
-        """Changes of one key that mend a rule: they mend all that this key is to mend, and break none."""
+        """Changes of one key that fix a rule and all others that this key is to fix, and break none."""
         changes: list[Change] = []
         for key in rule.moves:
             kept = [other for other in self.rules if key in other.moves or other not in broken]
@@ -74,7 +96,7 @@ class Layout:
         return changes[:MOST_ALTERNATIVES]
 
     def _movable(self) -> list[str]:
-        """Keys that a change may touch: not the model's, unless the fault is its own."""
+        """Keys that a change may touch: not the model's, unless the problem is its own."""
         moved = {
             key for rule in self.rules for key in rule.moves if key != HEADS or not self._keeps([rule], {})
         }
@@ -88,7 +110,7 @@ class Layout:
         if not keys:
             return change
         key, *rest = keys
-        values = [v for v in self._range(key, {**self.values, **change}) if v != self.values[key]]
+        values = [v for v in self._range(key, self.values.changed(change)) if v != self.values[key]]
         nearest = None
         for further in sorted([change, *({**change, key: value} for value in values)], key=self._distance):
             if found := self._nearest(rest, further, limit):
@@ -96,10 +118,10 @@ class Layout:
         return nearest
 
     def _keeps(self, rules: Iterable[LayoutRule], change: Change) -> bool:
-        changed = {**self.values, **change}
+        changed = self.values.changed(change)
         return all(rule.breach(changed, self.launch) is None for rule in rules)
 
-    def _range(self, key: str, values: Values) -> Iterable[Any]:
+    def _range(self, key: str, values: Settings) -> Iterable[Any]:
         """Values worth trying for one key, the others as they are in `values`."""
         match key:
             case "model.num_heads":
@@ -126,8 +148,8 @@ class Layout:
         started = self.launch.world_size
         return divisors(started) if started else range(1, self.launch.most_ranks + 1)
 
-    def _replicas(self, values: Values) -> Iterable[int | None]:
-        """What dp can be instead; null, that is what is left, where a launcher says how much there is."""
+    def _replicas(self, values: Settings) -> Iterable[int | None]:
+        """Values for dp; null (the ranks that are left) only where a launcher says how many there are."""
         each, rest = divmod(self.launch.most_ranks, values["tp"] * values["pp"])
         if values["dp"] is None:
             return ()
@@ -136,7 +158,7 @@ class Layout:
         return () if rest else (each, None)
 
     def _distance(self, change: Change) -> float:
-        """How far a change goes: keys touched, and how many times larger or smaller each becomes."""
+        """Distance of a change: keys touched, and how many times larger or smaller each becomes."""
         return sum(1 + _factor(self.values[key], value) for key, value in change.items())
 
 
@@ -154,8 +176,3 @@ def _nearest(value: Any, valid: list[Any]) -> list[Any]:
 
 def _merged(changes: Iterable[Change]) -> Change:
     return {key: value for change in changes for key, value in change.items()}
-
-
-def _spelled(change: Change) -> str:
-    """`tp=2 pp=1`."""
-    return " ".join(f"{key}={show(value)}" for key, value in change.items())

@@ -7,6 +7,7 @@ from mlm.train.config import PretrainConfig
 COMMANDS = (
     Command(
         words=("pretrain",),
+        also=("train", "fit"),
         config="pretrain",
         spec=PretrainConfig,
         target="mlm.pretrain.run:run",

@@ -1,9 +1,9 @@
 """Settings of what a run reports."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from mlm.config.fields import Forbid
+from mlm.config.fields import POSITIVE, Also, Forbid
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -12,11 +12,11 @@ class LogConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    every: int = 10
+    every: Annotated[int, POSITIVE, Also("log_interval", "logging_steps", "verbose")] = 10
     """Steps between logged lines; numbers leave the device only then."""
     live: Literal["auto", "on", "off"] = "auto"
     """Live panel: auto shows it on a terminal, plain lines elsewhere."""
     tensorboard: bool = False
     """Write TensorBoard events below out/tensorboard (needs the extra `mlm[tensorboard]`)."""
-    wandb_project: str | None = None
+    wandb_project: Annotated[str | None, Also("wandb", "wandb_log")] = None
     """Weights & Biases project to log to (needs the extra `mlm[wandb]`)."""

@@ -1,22 +1,14 @@
 """Checks of the settings of a training run."""
 
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
 
 from mlm.config.imports import KEYS, OwnCodeError, imported, is_path
-from mlm.config.ranges import out_of_range
-from mlm.config.tree import HOISTED, MISSING_VALUE, flatten
+from mlm.config.tree import MISSING_VALUE, out_of_range, values_of
 from mlm.data import files_present as present
-from mlm.data.blend_checks import blend_faults
-from mlm.errors import has_controls
-from mlm.launch.checks import (
-    Rule,
-    devices_are_there,
-    errors_of,
-    loss_scale_can_fall,
-    lr_falls,
-)
-from mlm.models.checks import data_fault, model_fault, pretraining_fault
+from mlm.data.blend_checks import blend_problems
+from mlm.errors import Problem, has_controls
+from mlm.launch.checks import devices_exist, loss_scale_can_fall, lr_falls, problems_of
+from mlm.models.checks import data_problem, model_problem, pretraining_problem
 from mlm.optim.schedule import DECAYS
 from mlm.parallel.layout_checks import TRAIN_RULES, Launch
 from mlm.train.config import PretrainConfig
@@ -25,56 +17,70 @@ MOST_PADDING = 1 << 16  # rows that a saved model.vocab_multiple may add to the 
 
 
 def check_pretrain(
-    config: PretrainConfig, *, world_size: int | None, local_devices: int | None, elsewhere: bool = True
-) -> list[str]:
-    """Faults of a pretraining run. `world_size` is None when started plainly, `local_devices` None on CPU.
+    config: PretrainConfig, *, world_size: int | None, local_devices: int | None
+) -> list[Problem]:
+    """Problems of a pretraining run.
 
-    `elsewhere`: False for runs whose ranks must all be on this host.
+    `world_size` is None when started plainly, `local_devices` None on CPU.
     """
-    faults = errors_of(config, Launch(world_size, local_devices, elsewhere), TRAIN_RULES, PRETRAIN_RULES)
-    return [*faults, *blend_faults(config.data)]
+    return pretraining_problems(config, Launch(world_size, local_devices))
 
 
-def saved_faults(config: PretrainConfig) -> list[str]:
-    """Faults of a configuration that a checkpoint holds, in itself: it was written by anyone."""
-    values = {key.removeprefix(f"{HOISTED}."): value for key, value in flatten(asdict(config)).items()}
-    faults, model = list(out_of_range(values).values()), config.model
-    each = [
-        one
-        for value in values.values()
-        for one in (value if isinstance(value, list | tuple | dict) else [value])
-    ]
-    faults += [
-        f"{key}={values[key][:40]!r} is neither shipped nor an import path"
-        for key, shipped in KEYS.items()
-        if values[key] not in shipped and not is_path(values[key])
-    ]
-    faults += [f"{text[:40]!r} is no value" for text in each if isinstance(text, str) and _is_no_value(text)]
-    if model.vocab_multiple > MOST_PADDING:
-        faults.append(f"model.vocab_multiple={model.vocab_multiple} must be {MOST_PADDING} at most")
-    if not faults and model.hidden_size % model.num_heads:
-        faults.append(
-            f"model.num_heads={model.num_heads} does not divide model.hidden_size={model.hidden_size}"
+def pretraining_problems(
+    config: PretrainConfig,
+    launch: Launch,
+    *,
+    names: Mapping[str, str] | None = None,
+    fix_names: Mapping[str, str] | None = None,
+) -> list[Problem]:
+    """Problems of a pretraining run; the layout's under other names (see `layout_problems`)."""
+    found = problems_of(config, launch, TRAIN_RULES, PRETRAIN_RULES, names=names, fix_names=fix_names)
+    return [*found, *blend_problems(config.data)]
+
+
+def saved_problems(config: PretrainConfig) -> list[Problem]:
+    """Problems of the configuration in a checkpoint, which may come from anyone, in itself."""
+    problems, model = list(out_of_range(config).values()), config.model
+    for key, value in values_of(config).items():
+        each = (
+            value
+            if isinstance(value, tuple)
+            else [*value, *value.values()]
+            if isinstance(value, dict)
+            else [value]
         )
-    return [*faults, *filter(None, [model_fault(model)])]
+        texts = [one for one in each if isinstance(one, str)]
+        problems += [Problem((key,), f"{text[:40]!r} is no value") for text in texts if _is_no_value(text)]
+    values = values_of(config)
+    problems += [
+        Problem((key,), f"{key}={values[key][:40]!r} is neither shipped nor an import path")
+        for key, shipped in KEYS.items()
+        if key in values and values[key] not in shipped and not is_path(values[key])
+    ]
+    if model.vocab_multiple > MOST_PADDING:
+        problem = f"model.vocab_multiple={model.vocab_multiple} must be {MOST_PADDING} at most"
+        problems.append(Problem(("model.vocab_multiple",), problem))
+    if not problems and model.hidden_size % model.num_heads:
+        problem = f"model.num_heads={model.num_heads} does not divide model.hidden_size={model.hidden_size}"
+        problems.append(Problem(("model.num_heads", "model.hidden_size"), problem))
+    return [*problems, *filter(None, [model_problem(model)])]
 
 
 def _is_no_value(text: str) -> bool:
     return "${" in text or text == MISSING_VALUE or has_controls(text)
 
 
-def own_code_problem(config: PretrainConfig) -> str | None:
-    """Return the problem of a custom optimizer, schedule or dataset that cannot be found."""
+def _own_code_exists(config: PretrainConfig, _: Launch) -> Problem | None:
     try:
         imported("optimizer.kind", config.optimizer.kind, ("adamw",), Callable)
         imported("schedule.decay", config.schedule.decay, DECAYS, Callable)
         imported("data.kind", config.data.kind, ("indexed", "synthetic"), Callable)
     except OwnCodeError as error:
-        return str(error)
+        return error.problems[0]
     return None
 
 
-def _warmup_ends(config: PretrainConfig, _: Launch) -> str | None:
+def _warmup_ends(config: PretrainConfig, _: Launch) -> Problem | None:
     schedule = config.schedule
     end, key = schedule.decay_steps, "schedule.decay_steps"
     if end is None:
@@ -82,22 +88,47 @@ def _warmup_ends(config: PretrainConfig, _: Launch) -> str | None:
     warmup = schedule.warmup(config.train.steps)
     if schedule.decay == "constant" or warmup < end:
         return None
-    return (
-        f"schedule.warmup_steps={warmup} must be below {key}={end}, where the decay ends; "
-        f"use schedule.warmup_steps={end - 1} or fewer"
+    return Problem(
+        ("schedule.warmup_steps", "schedule.decay_steps", "train.steps"),
+        f"schedule.warmup_steps={warmup} must be below {key}={end}, where the decay ends",
+        f"use schedule.warmup_steps={end - 1} or fewer",
     )
 
 
-PRETRAIN_RULES: list[tuple[str, Rule]] = [
-    ("", devices_are_there),
-    ("schedule.warmup_steps schedule.decay_steps train.steps", _warmup_ends),
-    ("schedule.min_lr optimizer.lr", lr_falls),
-    ("precision.min_loss_scale precision.initial_loss_scale", loss_scale_can_fall),
-    ("", lambda config, _: model_fault(config.model)),
-    ("", lambda config, _: own_code_problem(config)),
-    ("", lambda config, _: pretraining_fault(config)),
-    ("data.seq_length", lambda config, _: data_fault(config)),
-    ("", lambda config, _: present.corpus(config.data)),
-    ("", lambda config, _: present.corpus_extras(config.data)),
-    ("", lambda config, _: present.checkpoint(config.ckpt)),
-]
+def _model_is_sound(config: PretrainConfig, _: Launch) -> Problem | None:
+    return model_problem(config.model)
+
+
+def _head_is_pretrained(config: PretrainConfig, _: Launch) -> Problem | None:
+    return pretraining_problem(config)
+
+
+def _data_fits_model(config: PretrainConfig, _: Launch) -> Problem | None:
+    return data_problem(config)
+
+
+def _corpus_exists(config: PretrainConfig, _: Launch) -> Problem | None:
+    return present.corpus(config.data)
+
+
+def _corpus_extras_exist(config: PretrainConfig, _: Launch) -> Problem | None:
+    return present.corpus_extras(config.data)
+
+
+def _checkpoint_exists(config: PretrainConfig, _: Launch) -> Problem | None:
+    return present.checkpoint(config.ckpt)
+
+
+PRETRAIN_RULES = (
+    devices_exist,
+    _warmup_ends,
+    lr_falls,
+    loss_scale_can_fall,
+    _model_is_sound,
+    _own_code_exists,
+    _head_is_pretrained,
+    _data_fits_model,
+    _corpus_exists,
+    _corpus_extras_exist,
+    _checkpoint_exists,
+)

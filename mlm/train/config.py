@@ -1,10 +1,10 @@
 """Settings of a training run: every section that a rank needs."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from mlm.config.fields import Forbid, InputPath, OutFolder
-from mlm.data.config import DataConfig
+from mlm.config.fields import NOT_NEGATIVE, POSITIVE, SEED, Also, CheckpointPath, Forbid, OutFolder
+from mlm.data.config import DataConfig, MicroBatchSize
 from mlm.launch.config import DistConfig
 from mlm.models.config import ModelConfig
 from mlm.optim.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
@@ -18,15 +18,21 @@ class TrainConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    steps: int = 300_000
+    steps: Annotated[
+        int,
+        POSITIVE,
+        Also("max_iters", "max_steps", "train_iters", "num_steps", "iterations", "num_train_steps"),
+    ] = 300_000
     """Optimizer steps."""
-    global_batch_size: int = 512
+    global_batch_size: Annotated[int, POSITIVE, Also("train_batch_size", "gradient_accumulation_steps")] = 512
     """Samples per step over all data-parallel ranks. A multiple of dp * micro_batch_size."""
-    micro_batch_size: int = 8
+    micro_batch_size: MicroBatchSize = 8
     """Samples one rank runs through the model at once, B; the rest are accumulated."""
-    validate_every: int = 1000
+    validate_every: Annotated[
+        int, NOT_NEGATIVE, Also("eval_interval", "eval_steps", "val_interval", "val_every")
+    ] = 1000
     """Steps between validations; 0 turns them off. The last step is validated too."""
-    validate_batches: int = 10
+    validate_batches: Annotated[int, POSITIVE, Also("eval_iters")] = 10
     """Global batches of validation samples per validation."""
 
 
@@ -36,11 +42,11 @@ class CheckpointConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    save_every: int = 1000
+    save_every: Annotated[int, NOT_NEGATIVE, Also("save_interval", "save_steps")] = 1000
     """Steps between checkpoints; 0 saves only the last."""
-    keep_last: int = 2
+    keep_last: Annotated[int, POSITIVE] = 2
     """Newest checkpoints kept."""
-    keep_every: int = 0
+    keep_every: Annotated[int, NOT_NEGATIVE] = 0
     """Checkpoints at multiples of this step are never deleted; 0 keeps none for ever."""
     resume: bool = True
     """Continue from the newest whole checkpoint in `out`; false refuses an `out` that already holds one."""
@@ -58,9 +64,9 @@ class PretrainConfig:
     """Name of the run; the default of `out` is runs/{name}."""
     out: OutFolder
     """Run directory: config, checkpoints, metrics.jsonl, curves."""
-    seed: int = 1234
+    seed: Annotated[int, SEED] = 1234
     """Weights, dropout and sample order are functions of it."""
-    ckpt: InputPath | None = None
+    ckpt: CheckpointPath | None = None
     """Checkpoint or run directory to take initial weights and optimizer state from."""
     compile: bool = False
     """torch.compile each transformer layer."""

@@ -11,8 +11,9 @@ from enum import Enum
 from typing import Any
 
 from mlm.checkpoint.native.lineage import LINEAGE, Lineage, Save
-from mlm.config.build import show, to_dict
+from mlm.config.build import to_dict
 from mlm.config.tree import HOISTED, flatten
+from mlm.errors import show
 from mlm.models.config import ModelConfig
 from mlm.train.config import PretrainConfig
 from mlm.train.documents import SWITCHES, with_eod

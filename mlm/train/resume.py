@@ -8,10 +8,9 @@ from pathlib import Path
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import candidates
 from mlm.checkpoint.native.save_load import CheckpointError, latest_checkpoint, read_manifest, resolve
-from mlm.config.build import show
 from mlm.config.path_errors import protected_from
 from mlm.data.blend_history import change, changed_corpus_problem, continue_history, decode, encode
-from mlm.errors import ConfigError, CorruptFileError, UserError
+from mlm.errors import ConfigError, CorruptFileError, UserError, show
 from mlm.files.lock import WAIT_S, sole_writer
 from mlm.files.ownership import claim_folder, claim_problems
 from mlm.launch.environment import read_place

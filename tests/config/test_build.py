@@ -7,9 +7,9 @@ import pytest
 
 from mlm.cli.commands import SPECS
 from mlm.cli.compose import load_config
-from mlm.config.build import build, concerns, config_digest, from_dict, to_dict
-from mlm.config.tree import defaults
-from mlm.errors import ConfigError
+from mlm.config.build import build, config_digest, from_dict, to_dict
+from mlm.config.tree import defaults, out_of_range
+from mlm.errors import ConfigError, Problem
 from mlm.generate.config import GenerateConfig
 from mlm.train.config import PretrainConfig
 
@@ -27,7 +27,7 @@ def composed(**changes: Any) -> dict[str, Any]:
     return values
 
 
-def faults_of(**changes: Any) -> list[str]:
+def problems_of(**changes: Any) -> list[str]:
     with pytest.raises(ConfigError) as error:
         build(PretrainConfig, composed(**changes))
     return list(error.value.problems)
@@ -39,17 +39,17 @@ def test_top_level_degrees_become_the_parallel_section() -> None:
 
 
 def test_unknown_key_names_the_closest_known_one() -> None:
-    assert faults_of(model__hidden_sise=3) == [
+    assert problems_of(model__hidden_sise=3) == [
         "unknown key 'model.hidden_sise'; did you mean 'model.hidden_size'?"
     ]
 
 
 def test_section_of_the_dataclass_is_unknown_in_yaml() -> None:
-    assert faults_of(parallel__tp=2) == ["unknown key 'parallel.tp'; did you mean 'tp'?"]
+    assert problems_of(parallel__tp=2) == ["unknown key 'parallel.tp'; did you mean 'tp'?"]
 
 
 @pytest.mark.parametrize(
-    "change, fault",
+    "change, problem",
     [
         ({"tp": "two"}, "tp=two must be a whole number"),
         ({"tp": True}, "tp=true must be a whole number"),
@@ -68,38 +68,38 @@ def test_section_of_the_dataclass_is_unknown_in_yaml() -> None:
         ),
     ],
 )
-def test_value_of_the_wrong_kind_is_a_fault(change: dict[str, Any], fault: str) -> None:
-    assert faults_of(**change) == [fault]
+def test_value_of_the_wrong_kind_is_a_problem(change: dict[str, Any], problem: str) -> None:
+    assert problems_of(**change) == [problem]
 
 
 def test_whole_float_is_a_whole_number() -> None:
     assert build(PretrainConfig, composed(train__steps=1e3)).train.steps == 1000
 
 
-def test_all_faults_come_together_with_those_of_the_check() -> None:
+def test_all_problems_come_together_with_those_of_the_check() -> None:
+    low = Problem(("seed",), "seed=0 is low")
     with pytest.raises(ConfigError) as error:
-        build(PretrainConfig, composed(tp="x", seeds=1), lambda _: ["seed=0 is low"])
-    assert [fault.split()[0] for fault in error.value.problems] == ["unknown", "tp=x", "seed=0"]
+        build(PretrainConfig, composed(tp="x", seeds=1), lambda _: [low, "a line of no key"])
+    assert [p.keys for p in error.value.problems] == [("seeds",), ("tp",), ("seed",), ()]
 
 
-def test_fault_that_follows_from_an_unusable_value_is_left_out() -> None:
+def test_problem_that_follows_from_an_unusable_value_is_left_out() -> None:
     with pytest.raises(ConfigError) as error:
-        build(PretrainConfig, composed(tp="x"), lambda _: ["tp=1 does not fit"])
+        build(PretrainConfig, composed(tp="x"), lambda _: [Problem(("tp",), "tp=1 does not fit")])
     assert error.value.problems == ("tp=x must be a whole number",)
 
 
-@pytest.mark.parametrize(
-    "fault, name, expected",
-    [
-        ("tp=3 is odd", "tp", True),
-        ("http=3 is odd", "tp", False),
-        ("model.num_heads=3 is odd", "model", True),
-        ("remodel.x is odd", "model", False),
-        ("end of data.path.", "data.path", True),
-    ],
-)
-def test_fault_concerns_whole_keys_and_sections(fault: str, name: str, expected: bool) -> None:
-    assert concerns(fault, [name]) is expected
+def test_number_out_of_range_is_reported_once_and_hides_what_follows_from_it() -> None:
+    """The check sees the number itself, and may find it again."""
+    seen = []
+
+    def check(config: PretrainConfig) -> list[Problem]:
+        seen.append(config.parallel.tp)
+        return [*out_of_range(config).values(), Problem(("tp", "pp"), "tp=0 * pp=1 make no ranks")]
+
+    with pytest.raises(ConfigError) as error:
+        build(PretrainConfig, composed(tp=0), check)
+    assert (seen, error.value.problems) == ([0], ("tp=0 must be greater than 0",))
 
 
 @pytest.mark.parametrize(

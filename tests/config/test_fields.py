@@ -1,38 +1,34 @@
 """Keys that are paths: which they are, and how what is typed is read."""
 
+import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 
 from mlm.cli.commands import SPECS
 from mlm.config.build import build
-from mlm.config.fields import Role
-from mlm.config.tree import Leaf, leaves
+from mlm.config.command import no_problems
+from mlm.config.fields import FRACTION, POSITIVE, Also, InputPath, Role
+from mlm.config.suggest import nearest_key
+from mlm.config.tree import Leaf, defaults, leaves
 from mlm.errors import ConfigError
 
-NO_PATHS = {
-    *("name", "prompt", "revision", "split", "text_key", "id_key", "hub_config", "hub_split", "hub_revision"),
-    *("eod", "stop"),
-    *("model.kind", "optimizer.kind", "schedule.decay", "data.kind", "task.kind"),
-    *("log.wandb_project", "normalise.languages"),
-    *("executor.partition", "executor.time", "executor.environment"),
-    *(f"task.{key}" for key in ("name", "columns", "label", "id", "labels", "metrics", "hub", "hub_config")),
-    *(f"task.{key}" for key in ("subsets", "train", "validations", "tests", "submission")),
-}
-"""Texts that name no file. A new key of type str goes here, or gets a type of mlm/config/path_types.py."""
+A_PATH = re.compile(r"(?i)(\w+ )?(file|folder|path|run directory|prefix|tokenizer|checkpoint|corpus)\b")
+"""Beginning of the docstring of a key that is a path."""
 PATHS = [(name, leaf) for name, spec in SPECS.items() for leaf in leaves(spec).values() if leaf.role]
 IDS = [f"{name}-{leaf.key}" for name, leaf in PATHS]
 
 
-def test_every_text_key_is_a_path_or_is_listed_as_none() -> None:
-    texts = {
-        leaf.key: leaf.role
+def test_key_that_is_a_file_or_folder_is_declared_as_a_path() -> None:
+    texts = [
+        leaf
         for spec in SPECS.values()
         for leaf in leaves(spec).values()
-        if leaf.type in (str, str | None, tuple[str, ...])
-    }
-    assert {key for key, role in texts.items() if role is None} == NO_PATHS
+        if leaf.type in (str, str | None, tuple[str, ...]) and leaf.role is None
+    ]
+    assert [leaf.key for leaf in texts if A_PATH.match(leaf.doc)] == []
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -82,3 +78,37 @@ def test_tilde_expands_and_the_empty_path_is_an_error(
         with pytest.raises(ConfigError) as raised:
             build(SPECS[name], values_with(name, leaf, ""))
         assert raised.value.problems == (f"{leaf.key}= is empty; name a path, or omit the key",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tower:
+    """A run spec that no feature has: the engine knows a key by its annotation alone."""
+
+    floors: Annotated[int, POSITIVE, Also("storeys", "levels")] = 3
+    """Number of floors."""
+    heights: Annotated[tuple[float, ...], FRACTION] = ()
+    """One for each floor."""
+    plan: InputPath | None = None
+    """A drawing."""
+
+
+def test_key_of_a_feature_is_declared_at_its_field_alone() -> None:
+    floors = leaves(Tower)["floors"]
+    assert (floors.type, floors.bound, floors.also) == (int, POSITIVE, ("storeys", "levels"))
+    assert leaves(Tower)["plan"].role is Role.INPUT
+    assert nearest_key(Tower, "levels") == "floors"
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"floors": 0}, "floors=0 must be greater than 0"),
+        ({"floors": 2**31}, "floors=2147483648 must be at most 2147483647"),
+        ({"heights": [0.5, 1.0]}, "heights=[0.5,1.0] must be at least 0 and below 1"),
+        ({"plan": " "}, "plan= is empty; name a path, or omit the key"),
+    ],
+)
+def test_every_command_checks_the_bounds_of_its_fields(values: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        build(Tower, defaults(Tower) | values, no_problems)
+    assert raised.value.problems == (problem,)

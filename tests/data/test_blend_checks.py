@@ -64,7 +64,7 @@ def test_all_faults_are_told_at_once() -> None:
 @pytest.mark.parametrize("key", ["data.path", "data.train"])
 def test_a_blend_and_a_corpus_are_too_much(key: str) -> None:
     (fault,) = faults("[1 a,1 b]", f"{key}=a")
-    assert fault.startswith(f"data.blend and {key}=a both say what to train on; leave one")
+    assert fault.startswith(f"data.blend and {key}=a both name what to train on; leave one")
 
 
 @pytest.mark.parametrize(

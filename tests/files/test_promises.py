@@ -19,7 +19,7 @@ from mlm.cli import main
 from mlm.cli.commands import SPECS
 from mlm.config.build import build
 from mlm.config.fields import Role
-from mlm.config.path_errors import inputs_of, path_faults
+from mlm.config.path_errors import inputs_of, path_problems
 from mlm.config.tree import Leaf
 from mlm.corpus.build import run_build
 from mlm.errors import UserError
@@ -79,7 +79,7 @@ def write_where_told(name: str, leaf: Leaf, value: str) -> str | None:
     """
     try:
         config = build(SPECS[name], values_with(name, leaf, value))
-        if faults := path_faults(config):
+        if faults := path_problems(config):
             return faults[0]
         if leaf.role is Role.FOLDER:
             kind = {"work": "corpus-work", "predictions": "predictions"}.get(leaf.key, KIND[name])
@@ -256,7 +256,7 @@ def test_an_input_is_unharmed(name: str, leaf: Leaf, tmp_path: Path) -> None:
         values["out"] = str(place)
         config = build(SPECS[name], values)
         with suppress(UserError):
-            error = next(iter(path_faults(config)), None)
+            error = next(iter(path_problems(config)), None)
             if error is None and target.role is Role.FOLDER:
                 claim_folder(place, KIND[name], inputs=inputs_of(config))
             elif error is None:

@@ -61,12 +61,12 @@ def test_layout_that_runs_has_no_fault(overrides: list[str]) -> None:
         ),
         (
             ["tp=4", "sequence_parallel=true", "data.seq_length=126"],
-            "sequence_parallel=true cuts sequences, but tp=4 does not divide data.seq_length=126; "
+            "sequence_parallel=true splits sequences, but tp=4 does not divide data.seq_length=126; "
             "use data.seq_length=124 or data.seq_length=128",
         ),
         (
             ["tp=4", "sequence_parallel=true", "data.seq_length=3"],
-            "sequence_parallel=true cuts sequences, but tp=4 does not divide data.seq_length=3; "
+            "sequence_parallel=true splits sequences, but tp=4 does not divide data.seq_length=3; "
             "use data.seq_length=4 or sequence_parallel=false",
         ),
         (

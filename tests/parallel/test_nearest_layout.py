@@ -1,4 +1,4 @@
-"""Remedies of layout faults: applied, they leave no fault."""
+"""Fixes of layout problems: applied, they leave no problem."""
 
 import re
 from typing import Any
@@ -7,8 +7,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from mlm.errors import Problem
 from mlm.parallel.layout_checks import RANK_RULES, SPLIT_RULES, TRAIN_RULES, Launch
-from mlm.parallel.nearest_layout import layout_faults
+from mlm.parallel.nearest_layout import layout_problems
 
 SIZE = st.integers(1, 12)
 LAYOUTS = st.fixed_dictionaries(
@@ -34,9 +35,9 @@ LAUNCHES = st.builds(Launch, st.none() | st.integers(1, 48), st.none() | st.inte
 HERE = ", or here use "
 
 
-def remedies(fault: str) -> list[dict[str, Any]]:
-    """The alternatives that a fault offers, as changes."""
-    offered = re.split(r" \(|, or ", re.split("; use |, or here use ", fault)[1])[0]
+def fixes(problem: Problem) -> list[dict[str, Any]]:
+    """The alternatives that a problem offers here, as changes."""
+    offered = re.split(r" \(|, or ", re.split("^use |, or here use ", problem.fix)[1])[0]
     return [dict(map(typed, words.split())) for words in offered.split(" or ")]
 
 
@@ -50,35 +51,36 @@ def typed(word: str) -> tuple[str, Any]:
 @pytest.mark.parametrize("rules", [TRAIN_RULES, RANK_RULES, SPLIT_RULES])
 @settings(max_examples=60, deadline=None)
 @given(layout=LAYOUTS, launch=LAUNCHES, data=st.data())
-def test_remedies_of_all_faults_together_leave_none(
+def test_fixes_of_all_problems_together_leave_none(
     rules: Any, layout: dict[str, Any], launch: Launch, data: st.DataObject
 ) -> None:
-    faults = layout_faults(layout, launch, rules)
-    assume(faults)
-    mended = dict(layout)
-    for fault in faults:
-        if HERE not in fault:
-            mended |= data.draw(st.sampled_from(remedies(fault)))
-    left = layout_faults(mended, launch, rules)
-    assert left == [fault for fault in left if HERE in fault]
-    assert len(left) <= sum(HERE in fault for fault in faults)
+    problems = layout_problems(layout, launch, rules)
+    assume(problems)
+    fixed = dict(layout)
+    for problem in problems:
+        if HERE not in problem:
+            fixed |= data.draw(st.sampled_from(fixes(problem)))
+    left = layout_problems(fixed, launch, rules)
+    assert left == [problem for problem in left if HERE in problem]
+    assert len(left) <= sum(HERE in problem for problem in problems)
 
 
 @settings(max_examples=60, deadline=None)
 @given(layout=LAYOUTS, launch=LAUNCHES)
 def test_model_is_not_changed_to_suit_its_layout(layout: dict[str, Any], launch: Launch) -> None:
     assume(layout["model.hidden_size"] % layout["model.num_heads"] == 0)
-    changed = [change for fault in layout_faults(layout, launch, TRAIN_RULES) for change in remedies(fault)]
+    found = layout_problems(layout, launch, TRAIN_RULES)
+    changed = [change for problem in found for change in fixes(problem)]
     assert not any(key.startswith("model.") for change in changed for key in change)
 
 
 @settings(max_examples=40, deadline=None)
 @given(layout=LAYOUTS, devices=st.none() | st.integers(1, 16), data=st.data())
-def test_remedy_of_too_many_ranks_is_a_layout_that_fits_here(
+def test_fix_of_too_many_ranks_is_a_layout_that_fits_here(
     layout: dict[str, Any], devices: int | None, data: st.DataObject
 ) -> None:
     launch = Launch(None, devices)
-    too_many = [fault for fault in layout_faults(layout, launch, TRAIN_RULES) if HERE in fault]
+    too_many = [problem for problem in layout_problems(layout, launch, TRAIN_RULES) if HERE in problem]
     assume(too_many)
-    change = data.draw(st.sampled_from(remedies(too_many[0])))
-    assert layout_faults({**layout, **change}, launch, TRAIN_RULES) == []
+    change = data.draw(st.sampled_from(fixes(too_many[0])))
+    assert layout_problems({**layout, **change}, launch, TRAIN_RULES) == []

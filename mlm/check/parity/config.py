@@ -1,9 +1,9 @@
 """What `mlm parity` is told: all that a pretraining run is told, and how much of it to compare."""
 
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from mlm.config.fields import InputPath, OutFolder
+from mlm.config.fields import POSITIVE, CheckpointPath, OutFolder
 from mlm.parallel.config import ParallelConfig
 from mlm.train.config import PretrainConfig
 
@@ -31,9 +31,9 @@ class ParityConfig(PretrainConfig):
 
     out: OutFolder
     """Folder for parity.json, which holds every number compared."""
-    ckpt: InputPath | None = None
+    ckpt: CheckpointPath | None = None
     """Checkpoint or run directory to take weights from, instead of the initial ones."""
-    steps: int = 3
+    steps: Annotated[int, POSITIVE] = 3
     """Optimizer steps compared. Two show the effect of a wrong update; more show nothing new."""
 
     def comparable(self) -> "ParityConfig":

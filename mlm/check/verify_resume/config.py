@@ -1,10 +1,10 @@
 """What `mlm verify-resume` is told: all that a pretraining run is told, and where to break it off."""
 
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from mlm.check.parity.config import comparable
-from mlm.config.fields import Forbid, OutFolder
+from mlm.config.fields import POSITIVE, Forbid, OutFolder
 from mlm.parallel.config import ParallelConfig
 from mlm.report.config import LogConfig
 from mlm.train.config import PretrainConfig
@@ -41,7 +41,7 @@ class VerifyResumeConfig(PretrainConfig):
 
     out: OutFolder
     """Folder for both runs and verify-resume.json."""
-    steps: int = 4
+    steps: Annotated[int, POSITIVE] = 4
     """Steps before the kill, k; as many follow it."""
     resumed: ResumedLayout = field(default_factory=ResumedLayout)
     """Layout of the second half."""

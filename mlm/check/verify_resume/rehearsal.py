@@ -11,8 +11,7 @@ from pathlib import Path
 from mlm.check.verify_resume.config import KillPlan, VerifyResumeConfig
 from mlm.check.verify_resume.verdict import read_steps
 from mlm.checkpoint.native.folders import named_latest, step_name
-from mlm.config.build import show
-from mlm.errors import UserError
+from mlm.errors import UserError, show
 from mlm.files.atomic import write_atomic
 from mlm.files.ownership import delete_owned
 from mlm.launch.child_run import child_run, failure_of, kill

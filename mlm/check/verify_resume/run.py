@@ -17,7 +17,7 @@ from rich.table import Table
 import mlm
 from mlm.check.parity.config import comparable
 from mlm.check.parity.verdict import Verdict
-from mlm.check.verify_resume.checks import faults_here, same_layout
+from mlm.check.verify_resume.checks import problems_here, same_layout
 from mlm.check.verify_resume.config import KillPlan, VerifyResumeConfig
 from mlm.check.verify_resume.rehearsal import FILES, RESUMED, STRAIGHT, Kill, Rehearsal, Show
 from mlm.check.verify_resume.verdict import (
@@ -65,8 +65,8 @@ def preflight(config: VerifyResumeConfig) -> list[str]:
         return [str(error)]
     if facts.joined:
         return ["runs here are killed and started again, on one host: start this plainly, not as a rank"]
-    if problems := faults_here(config, local_devices=facts.local_devices):
-        return problems
+    if found := problems_here(config, local_devices=facts.local_devices):
+        return list(found)
     run = comparable(config)
     problems = [*corpus_faults(run), *out_problems(Path(config.out))]
     try:

@@ -223,7 +223,7 @@ def settings(arguments: dict[str, Any]) -> LmEvalConfig:
             "lm-eval was started as one of several ranks: start it plainly, tp=, pp= and dp= say how many"
         )
 
-    def check(config: LmEvalConfig) -> list[str]:
+    def check(config: LmEvalConfig) -> Sequence[str]:
         facts = launch_facts(config.dist)
         return check_lm_eval(config, world_size=facts.world_size, local_devices=facts.local_devices)
 
