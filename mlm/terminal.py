@@ -1,14 +1,13 @@
 """What commands show on a terminal: tables that no file can steer, sizes in words, progress bars."""
 
-import os
 import sys
 import time
 import unicodedata
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, TextIO
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -30,52 +29,6 @@ Advance = Callable[[int], None]
 LINE_S = 60.0
 """Seconds between lines of progress in a log."""
 LONGEST = 300  # characters of a name or value that a file says and a table shows
-
-
-class LastingStream:
-    """A text stream whose loss does not end the program: `| head` has left, `tee` is dead, the disk is full.
-
-    What cannot be written is dropped from then on, and a line on stderr says so.
-    """
-
-    stream: TextIO
-
-    def __init__(self, stream: TextIO, consequence: str) -> None:
-        # The newest of several says what is lost.
-        inner: TextIO = stream.stream if isinstance(stream, LastingStream) else stream
-        self.stream, self.consequence, self.is_lost = inner, consequence, False
-
-    def write(self, text: str) -> int:
-        """Write, or drop, and return the number of characters."""
-        if not self.is_lost:
-            try:
-                return self.stream.write(text)
-            except OSError as error:
-                self._lose(error)
-        return len(text)
-
-    def flush(self) -> None:
-        """Flush what is not dropped."""
-        if not self.is_lost:
-            try:
-                self.stream.flush()
-            except OSError as error:
-                self._lose(error)
-
-    def _lose(self, error: OSError) -> None:
-        self.is_lost = True
-        with suppress(OSError, ValueError):  # what is still buffered would fail at exit
-            devnull = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(devnull, self.stream.fileno())
-            os.close(devnull)
-        self._announce(error)
-
-    def _announce(self, error: OSError) -> None:
-        with suppress(OSError):
-            os.write(2, f"mlm: standard output: {error.strerror}; {self.consequence}\n".encode())
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
 
 
 class PlainConsole(Console):

@@ -2,30 +2,14 @@
 
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib import import_module
 
-from mlm.cli.arguments import (
-    COMPLETION,
-    CONFIG_DIR_FLAGS,
-    CONFIG_PATH_FLAGS,
-    HELP,
-    MULTIRUN,
-    VERSION,
-    Arguments,
-    check_task,
-    find_command,
-    parse,
-    second_words,
-)
-from mlm.cli.commands import COMMANDS, Command
-from mlm.cli.completion import complete
-from mlm.cli.help import command_help, main_help
-from mlm.cli.hydra_app import call_hydra
-from mlm.cli.overrides import prepare
-from mlm.cli.run import FAILED, MISTAKE, OK, report
-from mlm.cli.saved_run import take_saved
+from mlm.cli.arguments import COMPLETION, HELP, VERSION, find_command, second_words
+from mlm.cli.commands import COMMANDS, resolve
+from mlm.cli.help import main_help
+from mlm.cli.reporting import FAILED, MISTAKE, OK, report
 from mlm.cli.streams import writable_streams
-from mlm.errors import ConfigError, UserError
+from mlm.errors import UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,19 +28,19 @@ def _main(words: list[str]) -> int:
     if words[:1] == ["help"]:
         words = _helped(words[1:])
     if not words or words[0] in HELP:
-        return _say(main_help())
+        return say(main_help())
     if words[0] == VERSION:
-        return _say(_version())
+        return say(version_line())
     if words[0] in COMPLETION:
-        return report(None, lambda: complete(words[1:]))
+        return report(None, lambda: int(resolve("mlm.cli.completion:complete")(words[1:])))
     if len(words) == 2 and words[1] in HELP and second_words(words[0]):
-        return _say(main_help(words[0]))
+        return say(main_help(words[0]))
     try:
         command, rest = find_command(words)
     except UserError as error:
         print("\n".join(error.lines()), file=sys.stderr)
         return MISTAKE
-    return report(command, lambda: _act(command, parse(command, rest)))
+    return report(command, lambda: int(resolve("mlm.cli.act:act")(command, rest)))
 
 
 def _helped(words: list[str]) -> list[str]:
@@ -66,33 +50,13 @@ def _helped(words: list[str]) -> list[str]:
     return [*words[:end], HELP[0], *words[end:]] if words else []
 
 
-def _act(command: Command, arguments: Arguments) -> int:
-    if arguments.has(*HELP):
-        return _say(command_help(command, arguments.value(*CONFIG_DIR_FLAGS), arguments.overrides))
-    if arguments.has(VERSION):
-        return _say(_version())
-    if arguments.has(*COMPLETION):
-        return complete(arguments.overrides)
-    saved = take_saved(command, arguments)
-    if saved is None:
-        check_task(command, arguments)
-    prepared = prepare(
-        command,
-        arguments.overrides,
-        config_dir=arguments.value(*CONFIG_DIR_FLAGS),
-        multirun=arguments.has(*MULTIRUN),
-        own_path=arguments.has(*CONFIG_PATH_FLAGS),
-    )
-    runs = not arguments.flags.keys() & {"--cfg", "-c", "--info", "-i", "--hydra-help"}
-    if prepared.problems and (not runs or arguments.has(*MULTIRUN)):
-        raise ConfigError(prepared.problems)
-    return call_hydra(command, arguments.hydra_argv, prepared, saved)
-
-
-def _say(text: str) -> int:
+def say(text: str) -> int:
+    """Print a text and return the exit code of success."""
     print(text)
     return OK
 
 
-def _version() -> str:
+def version_line() -> str:
+    """The answer to `mlm --version`."""
+    version = import_module("importlib.metadata").version
     return f"mlm {version('mlm')} (hydra {version('hydra-core')})"

@@ -21,7 +21,8 @@ from mlm.cli.compose import register_defaults, reword
 from mlm.cli.foreign_yaml import check_foreign_yaml
 from mlm.cli.overrides import Prepared, command_groups
 from mlm.cli.rejected import rejected_override
-from mlm.cli.run import Job, report, run, show
+from mlm.cli.reporting import report
+from mlm.cli.run import Job, run, show
 from mlm.cli.saved import Saved, unset_config
 from mlm.config.paths import CONFIG_DIR
 from mlm.errors import ConfigError, Problem

@@ -1,9 +1,7 @@
 """From a composed config to a running command: build, check, preflight, launch, exit code."""
 
-import os
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from mlm.cli.commands import Command, resolve
 from mlm.cli.compose import resolved, reword
 from mlm.cli.overrides import Prepared
+from mlm.cli.reporting import OK
 from mlm.cli.saved import Saved
 from mlm.config.build import build
 from mlm.config.imports import trusting
@@ -23,9 +22,7 @@ from mlm.config.tree import MISSING_VALUE, flatten
 from mlm.errors import ConfigError, UserError
 from mlm.files.ownership import STDOUT
 
-OK, FAILED, MISTAKE, INTERRUPTED = 0, 1, 2, 130
 LAUNCH = "mlm.launch.start"
-HEAD_START_S = 5.0  # a launcher ends all ranks when one ends: the one that reports must not be cut off
 FILES = (".json", ".jsonl", ".svg", ".png")  # an `out` that ends so is one file, any other a folder
 LONGEST_FOLDER = 120  # characters of a sweep's job folder; file systems refuse names above 255 bytes
 
@@ -71,36 +68,6 @@ def folder_name(overrides: str) -> str:
     """A folder for the overrides of a job; a digest keeps two jobs apart where the name had to change."""
     plain = overrides.replace("/", "_")[:LONGEST_FOLDER]
     return plain if plain == overrides else f"{plain}-{xxhash.xxh3_64(overrides.encode()).hexdigest()[:8]}"
-
-
-def report(command: Command | None, work: Callable[[], int]) -> int:
-    """The exit code of `work`, a user's mistake printed as one line per error and no traceback.
-
-    2 for a mistake the user can fix, 1 for a damaged file or a failed check, 130 when interrupted. Other
-    exceptions pass.
-    """
-    try:
-        return work()
-    except UserError as error:
-        name = "mlm" if command is None else f"mlm {command.name}"
-        if speaks_for_host(os.environ):
-            for line in error.lines():
-                print(f"{name}: {line}", file=sys.stderr)
-        else:
-            time.sleep(HEAD_START_S)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return INTERRUPTED
-
-
-def speaks_for_host(environ: Mapping[str, str]) -> bool:
-    """True if this process reports mistakes: alone, or as the first rank that torchrun or srun started here.
-
-    All ranks of a host see the same settings and the same files, so they find the same mistakes.
-    """
-    if "RANK" in environ and "WORLD_SIZE" in environ:
-        return environ.get("LOCAL_RANK", "0") == "0"
-    return environ.get("SLURM_LOCALID", "0") == "0"
 
 
 def run(job: Job, composed: DictConfig) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from mlm.terminal import LastingStream
+from mlm.streams import LastingStream
 
 UTF_8 = ("utf-8", "utf8")
 

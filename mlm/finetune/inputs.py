@@ -11,10 +11,10 @@ from typing import Any
 from mlm.checkpoint.native.folders import latest_checkpoint
 from mlm.checkpoint.native.format import canonical
 from mlm.checkpoint.native.save_load import load_checkpoint, read_manifest
-from mlm.config.build import show, to_dict
+from mlm.config.build import to_dict
 from mlm.config.tree import flatten
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import UserError
+from mlm.errors import UserError, show
 from mlm.files.atomic import digest_bytes
 from mlm.finetune.batches import chosen_rows
 from mlm.finetune.best import best_of

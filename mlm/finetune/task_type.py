@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mlm.config.build import show
 from mlm.config.imports import imported
 from mlm.data.tokenizer import Tokenizer
+from mlm.errors import show
 from mlm.extras import load_extra
 from mlm.finetune.examples import Example, Frame
 from mlm.finetune.metrics import EXTRA, Metric, quietly

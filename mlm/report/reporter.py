@@ -17,7 +17,7 @@ from mlm.report.history import FILE_NAME, History
 from mlm.report.metrics import NO_PARTS, Parts, Sink, StepMetrics
 from mlm.report.panel import Display, LivePanel, PlainLines
 from mlm.report.trackers import build_trackers
-from mlm.terminal import LastingStream
+from mlm.streams import LastingStream
 
 
 class Reporter:

@@ -19,7 +19,7 @@ from mlm.checkpoint.native.folders import checkpoints
 from mlm.checkpoint.native.format import read_manifest
 from mlm.cli.arguments import find_command
 from mlm.cli.compose import load_config
-from mlm.cli.run import report
+from mlm.cli.reporting import report
 from mlm.convert import reshard
 from mlm.convert.config import ReshardConfig
 from mlm.errors import ConfigError

@@ -121,6 +121,13 @@ class TestHelp:
             assert cli(f"{command} --help --config-dir mine") == 0
             assert "  reviews      Is a book liked?\n" in cli.out
 
+    def test_list_of_commands_needs_no_heavy_library(self) -> None:
+        heavy = ("torch", "pydantic", "hydra", "omegaconf", "rich")
+        code = (
+            f"import sys, mlm.cli; mlm.cli.main(['--help']); sys.exit(any(n in sys.modules for n in {heavy}))"
+        )
+        assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
     def test_help_needs_no_torch(self) -> None:
         code = "import sys, mlm.cli; mlm.cli.main(['pretrain', '--help']); sys.exit('torch' in sys.modules)"
         done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=False)

@@ -1,0 +1,56 @@
+"""Every library that mlm imports is declared in pyproject.toml, and every declared one is imported."""
+
+import ast
+import re
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+
+
+COMES_WITH = {"loguru": "datatrove", "ray": "datatrove", "tqdm": "lm-eval"}
+"""Modules that are imported only beside a library that brings them."""
+
+
+def distribution(requirement: str) -> str:
+    """`hydra-core>=1.3` → hydra-core."""
+    return re.split(r"[\[<>=!~ ;]", requirement)[0].lower().replace("_", "-")
+
+
+def imported_modules() -> set[str]:
+    """Top-level modules that some file of mlm imports, at the top or within a function."""
+    found = set()
+    for file in (ROOT / "mlm").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            match node:
+                case ast.Import(names=names):
+                    found |= {name.name.split(".")[0] for name in names}
+                case ast.ImportFrom(module=str(module), level=0):
+                    found.add(module.split(".")[0])
+                case ast.Call(func=ast.Name(id="import_module"), args=[ast.Constant(value=str(module)), *_]):
+                    found.add(module.split(".")[0])
+    return found - set(sys.stdlib_module_names) - {"mlm"}
+
+
+def owners(module: str) -> set[str]:
+    """The distributions that install a module; its own name where none does here."""
+    found = packages_distributions().get(module, [module])
+    return {name.lower().replace("_", "-") for name in found}
+
+
+def test_imported_libraries_are_declared() -> None:
+    groups = PROJECT["optional-dependencies"]
+    extras = [each for name, group in groups.items() if name != "dev" for each in group]
+    declared = {distribution(each) for each in (*PROJECT["dependencies"], *extras)}
+    assert {
+        module for module in imported_modules() if not {*owners(module), COMES_WITH.get(module)} & declared
+    } == set()
+
+
+def test_declared_libraries_are_imported() -> None:
+    used = {owner for module in imported_modules() for owner in owners(module)}
+    declared = {distribution(each) for each in PROJECT["dependencies"]}
+    assert declared - used == set()
