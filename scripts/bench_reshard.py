@@ -31,6 +31,7 @@ from torch import Tensor
 
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.stream import GlobalTensor, write_streamed
+from mlm.checkpoint.parameters import parameters
 from mlm.config.build import to_dict
 from mlm.convert.config import ReshardConfig
 from mlm.convert.reshard import run as reshard
@@ -38,7 +39,7 @@ from mlm.errors import UserError
 from mlm.files.atomic import write_atomic
 from mlm.models.config import ModelConfig
 from mlm.train.config import PretrainConfig
-from mlm.train.run_folder import check_space, parameters
+from mlm.train.run_folder import check_space
 from mlm.train.state import CHECKPOINTS
 
 MODEL = ModelConfig(num_layers=1, hidden_size=1920, num_heads=20, max_positions=1024)

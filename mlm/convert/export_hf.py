@@ -1,7 +1,7 @@
-"""`mlm export hf`: a checkpoint as a folder that `transformers` loads, tokenizer and all.
+"""`mlm export hf`: a checkpoint as a folder that `transformers` loads, tokenizer included.
 
-Tensors are read and written one at a time, whatever layout wrote the checkpoint; the vocabulary has no
-padding. The folder is loaded by `transformers` and its logits compared before it gets its name.
+Tensors are read and written one at a time, whatever layout wrote the checkpoint; the vocabulary is not
+padded. The folder is loaded by `transformers` and its logits are compared before it gets its name.
 """
 
 import json
@@ -15,44 +15,40 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from mlm.checkpoint.huggingface.config import Family, family_for
-from mlm.checkpoint.huggingface.content import Ids
 from mlm.checkpoint.huggingface.folder import CONFIG, INDEX, WEIGHTS
-from mlm.checkpoint.huggingface.names import Place
 from mlm.checkpoint.native.compare import Reader
 from mlm.checkpoint.native.format import JSON, RESTORE, Manifest, read_manifest
+from mlm.checkpoint.native.run_state import label_names, texts
 from mlm.checkpoint.native.save_load import resolve
 from mlm.checkpoint.native.shard_file import Form, write_stream
 from mlm.checkpoint.native.slices import Region
-from mlm.checkpoint.native.verify import shard_bytes, verify_checkpoint
+from mlm.checkpoint.native.verify import check_whole, shard_bytes
 from mlm.convert.config import ExportHFConfig
 from mlm.convert.hf_verify import NOT_COMPARED, Agreement, compare_logits, extra_problems
-from mlm.data.tokenizer import UNK, Tokenizer
+from mlm.data.tokenizer import Tokenizer
 from mlm.errors import ConfigError, CorruptFileError, UserError
 from mlm.files.atomic import write_atomic
 from mlm.inference.trained import check_stored, load_tokenizer, run_directory, trained_config
 from mlm.models.config import ModelConfig
+from mlm.models.family import family_of
+from mlm.models.huggingface import HuggingFaceMapping, Location, TokenIds
 from mlm.terminal import Advance, byte_progress
 from mlm.train.run_folder import GB, new_folder, out_problems
-from mlm.train.state import FINETUNING
 
 SAFETENSORS_FOR = {"format": "pt"}
-"""`__metadata__` without which transformers refuses a file."""
-
-BERT_INPUTS = ("input_ids", "token_type_ids", "attention_mask")
-"""What a tokenizer makes of texts for BERT."""
+"""`__metadata__` that transformers requires."""
 
 HEADER = 256  # bytes that a tensor needs in the header of its file, at most
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A tensor on its way: our parameter, where it goes, its shape there."""
+    """A tensor to write, and the parameter it is made of."""
 
     ours: str
-    place: Place
+    location: Location
     part: int
-    """Which of the place's tensors it is."""
+    """Number among the location's tensors."""
     theirs: str
     form: Form
 
@@ -64,24 +60,29 @@ class Source:
     path: Path
     manifest: Manifest
     model: ModelConfig
-    family: Family
+    mapping: HuggingFaceMapping
     tokenizer: Tokenizer | None
+
+    @property
+    def architecture(self) -> str:
+        """Class of `transformers` that holds the model."""
+        return self.mapping.architecture(self.model)
 
 
 def preflight(config: ExportHFConfig) -> list[str]:
-    """What is wrong with the checkpoint and the place to write to; no tensor is read."""
-    faults = [*out_problems(config.out), *extra_problems(config.verify)]
+    """Return what is wrong with the checkpoint and `out`; no tensor is read."""
+    problems = [*out_problems(config.out), *extra_problems(config.verify)]
     if not config.max_file_gb > 0:
-        faults.append(f"max_file_gb={config.max_file_gb} must be greater than 0")
+        problems.append(f"max_file_gb={config.max_file_gb} must be greater than 0")
     try:
         plan_tensors(open_source(config.ckpt))
     except CorruptFileError:
         raise  # damage has an exit code of its own
     except ConfigError as error:
-        faults += error.problems
+        problems += error.problems
     except UserError as error:
-        faults.append(str(error))
-    return faults
+        problems.append(str(error))
+    return problems
 
 
 def run(config: ExportHFConfig) -> None:
@@ -92,7 +93,7 @@ def run(config: ExportHFConfig) -> None:
     files = into_files(tensors, int(config.max_file_gb * GB))
     with new_folder(Path(config.out), count, "exported-model") as folder:
         with byte_progress("exporting", shard_bytes(source.path) + count) as advance:
-            check_whole(source, advance)
+            check_whole(source.path, advance)
             shift = folded_bias(source)
             write_weights(source, files, folder, advance, shift)
         write_settings(source, folder)
@@ -105,33 +106,33 @@ def open_source(ckpt: str) -> Source:
     path = resolve(ckpt)
     manifest = read_manifest(path)
     model = trained_config(manifest, path).model
-    if model.kind == "bert" and not model.token_types:
-        raise UserError(
-            f"{path}: its model.token_types=0, and transformers' BERTs have token types: train it with "
-            f"model.token_types=2"
-        )
+    mapping = family_of(model.kind).huggingface
+    if mapping is None:
+        raise UserError(f"{path}: its model.kind={model.kind} has no counterpart in transformers")
+    if problem := mapping.problem(model):
+        raise UserError(f"{path}: {problem}")
     check_stored(manifest, model, path)
     saved = run_directory(path) / "tokenizer.json"
     tokenizer = load_tokenizer(None, path) if os.path.lexists(saved) else None
-    return Source(path, manifest, model, family_for(model), tokenizer)
+    return Source(path, manifest, model, mapping, tokenizer)
 
 
 def plan_tensors(source: Source) -> list[Exported]:
-    """Every parameter in the order of the model. Raises CorruptFileError when the checkpoint lacks one."""
+    """Return every parameter in the order of the model. Raises CorruptFileError if one is missing."""
     out = []
-    for name, place in source.family.places(source.model):
+    for name, location in source.mapping.locations(source.model):
         entry = source.manifest.tensors.get(f"model.{name}")
         if entry is None:
             raise CorruptFileError(f"{source.path}: holds no model.{name}, its config has one. {RESTORE}")
-        form = Form(torch.float32, place.shape(entry.shape))
-        for part, theirs in enumerate(place.names):
-            full = source.family.full_name(theirs, source.model.head)
-            out.append(Exported(f"model.{name}", place, part, full, form))
+        form = Form(torch.float32, location.shape(entry.shape))
+        for part, theirs in enumerate(location.names):
+            full = source.mapping.stored_name(theirs, source.model.head)
+            out.append(Exported(f"model.{name}", location, part, full, form))
     return out
 
 
 def into_files(tensors: list[Exported], most: int) -> dict[str, list[Exported]]:
-    """Deal tensors out to files of at most `most` bytes, in order; a larger tensor has one of its own."""
+    """Distribute tensors over files of at most `most` bytes, in order; a larger tensor has its own."""
     groups: list[list[Exported]] = [[]]
     size = 0
     for tensor in tensors:
@@ -144,14 +145,6 @@ def into_files(tensors: list[Exported], most: int) -> dict[str, list[Exported]]:
     if len(groups) == 1:
         return {WEIGHTS: groups[0]}
     return {f"model-{n:05d}-of-{len(groups):05d}.safetensors": group for n, group in enumerate(groups, 1)}
-
-
-def check_whole(source: Source, progress: Advance) -> None:
-    """Raises CorruptFileError for a file whose bytes are not those that were saved."""
-    found = verify_checkpoint(source.path, progress)
-    if not found.loads:
-        fault = found.problems[0]
-        raise CorruptFileError(f"{source.path / fault.file}: {fault.why}. {RESTORE}")
 
 
 def write_weights(
@@ -184,12 +177,12 @@ def write_weights(
 
 
 def load(reader: Reader, tensor: Exported) -> Tensor:
-    """A tensor as transformers stores it, float32. Raises CorruptFileError."""
-    return tensor.place.to_theirs(read_whole(reader, tensor.ours))[tensor.part]
+    """Return a tensor as transformers stores it, float32. Raises CorruptFileError."""
+    return tensor.location.to_theirs(read_whole(reader, tensor.ours))[tensor.part]
 
 
 def read_whole(reader: Reader, name: str) -> Tensor:
-    """A parameter of ours, float32. Raises CorruptFileError."""
+    """Return a parameter of ours, float32. Raises CorruptFileError."""
     shape = reader.manifest.tensors[name].shape
     try:
         return reader.read(name, Region((0,) * len(shape), shape)).float()
@@ -198,12 +191,12 @@ def read_whole(reader: Reader, name: str) -> Tensor:
 
 
 def folded_bias(source: Source) -> Tensor | None:
-    """What final_norm's bias has to carry, [H], where the class has no place for the classifier's; else None.
+    """Return the term [H] to add to final_norm's bias if the class has no classifier bias, else None.
 
-    Of all d with W d = b the smallest. Nothing but the classifier W reads that norm's output: its logits stay
-    the same but for rounding. Raises UserError where there is no such d.
+    It is the smallest d with W d = b. Only the classifier W reads that norm's output, so its logits stay the
+    same up to rounding. Raises UserError if there is no such d.
     """
-    if not source.family.zero_there.get(source.model.head):
+    if source.model.head not in source.mapping.heads_without_bias:
         return None
     with Reader(source.path, source.manifest) as reader:
         weight, bias = (
@@ -214,7 +207,7 @@ def folded_bias(source: Source) -> Tensor | None:
     shift = torch.linalg.pinv(weight) @ bias
     if not torch.allclose(weight @ shift, bias, rtol=1e-6, atol=1e-9):
         raise UserError(
-            f"{source.path}: {source.family.architectures[source.model.head]} has no bias in its classifier, "
+            f"{source.path}: {source.architecture} has no bias in its classifier, "
             f"and ours cannot be moved into the norm before it, as the labels' weights depend on each other. "
             f"Finetune once more, with another seed"
         )
@@ -222,10 +215,10 @@ def folded_bias(source: Source) -> Tensor | None:
 
 
 def write_settings(source: Source, folder: Path) -> None:
-    """config.json, and the tokenizer with what AutoTokenizer and generate() want to know."""
+    """Write config.json, and the tokenizer with the settings of AutoTokenizer and generate()."""
     tokenizer, model = source.tokenizer, source.model
-    ids = ids_of(source)
-    write_json(folder / CONFIG, source.family.write(model, ids))
+    ids = token_ids(source)
+    write_json(folder / CONFIG, source.mapping.write(model, ids))
     if tokenizer is None:
         return
     tokenizer.save(folder / "tokenizer.json")
@@ -233,53 +226,22 @@ def write_settings(source: Source, folder: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": model.max_positions,
         "clean_up_tokenization_spaces": False,
-        **special_tokens(tokenizer, model, ids),
+        **source.mapping.special_tokens(tokenizer, model, ids),
     }
     write_json(folder / "tokenizer_config.json", settings)
-    if model.kind == "gpt2" and model.head == "language_model":
+    if family_of(model.kind).causal and model.head == "language_model":
         named = {"bos_token_id": ids.eod, "eos_token_id": ids.eod}
         write_json(folder / "generation_config.json", {"_from_model_config": True, **named})
 
 
-def ids_of(source: Source) -> Ids:
-    """What config.json has to tell: as the imported folder did, else as the tokenizer and the task do."""
-    tokenizer, imported = source.tokenizer, source.manifest.state.get("source")
-    said = imported if isinstance(imported, dict) else {}
+def token_ids(source: Source) -> TokenIds:
+    """Return ids and labels for config.json: those of the imported folder, else of tokenizer and task."""
+    tokenizer, origin = source.tokenizer, source.manifest.state.get("source")
+    imported = origin if isinstance(origin, dict) else {}
     eod, pad = (None, None) if tokenizer is None else (tokenizer.eod_id, tokenizer.pad_id)
-    told = said.get("pad_token_id")
-    names = label_names(source.manifest) or texts(said.get("labels"))
-    return Ids(eod, told if isinstance(told, int) else pad, names)
-
-
-def label_names(manifest: Manifest) -> tuple[str, ...]:
-    """The labels of the task that a checkpoint was finetuned on; none where it says none."""
-    state = manifest.state.get(FINETUNING)
-    found = state.get("depends_on") if isinstance(state, dict) else None
-    return texts(found.get("task.labels")) if isinstance(found, dict) else ()
-
-
-def texts(said: JSON) -> tuple[str, ...]:
-    """A list of texts; none where it is something else."""
-    if not isinstance(said, list) or not all(isinstance(text, str) for text in said):
-        return ()
-    return tuple(said)
-
-
-def special_tokens(tokenizer: Tokenizer, model: ModelConfig, ids: Ids) -> dict[str, JSON]:
-    """The special tokens for AutoTokenizer: GPT-2 has one, BERT those of five that its vocabulary has."""
-    if model.kind == "bert":
-        named = {
-            "cls": tokenizer.cls_id,
-            "sep": tokenizer.sep_id,
-            "mask": tokenizer.mask_id,
-            "pad": tokenizer.pad_id,
-        }
-        found = {f"{name}_token": tokenizer.decode([id]) for name, id in named.items() if id is not None}
-        return {**found, "unk_token": UNK, "model_input_names": list(BERT_INPUTS)}
-    eod = tokenizer.decode([tokenizer.eod_id])
-    pad = tokenizer.eod_id if ids.pad is None and model.head == "classification" else ids.pad
-    padded = {} if pad is None else {"pad_token": tokenizer.decode([pad])}
-    return {"bos_token": eod, "eos_token": eod, "unk_token": eod, **padded}
+    kept = imported.get("pad_token_id")
+    names = label_names(source.manifest.state) or texts(imported.get("labels"))
+    return TokenIds(eod, kept if isinstance(kept, int) else pad, names)
 
 
 def write_json(path: Path, value: JSON) -> None:
@@ -295,20 +257,20 @@ def show(
     *,
     is_folded: bool,
 ) -> None:
-    """The table for people, and what they should know."""
+    """Print the table and notes."""
     table = Table(title=f"export hf · {source.path}", title_justify="left")
     for name in ("class", "parameters", "step", "files", "GB"):
         table.add_column(name, justify="right")
     size = sum(tensor.form.num_bytes for tensors in files.values() for tensor in tensors)
     numbers = (f"{source.model.num_parameters():,}", str(source.manifest.step), str(len(files)))
-    table.add_row(source.family.architectures[source.model.head], *numbers, f"{size / GB:.3g}")
+    table.add_row(source.architecture, *numbers, f"{size / GB:.3g}")
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(table)
     if source.tokenizer is None:
         console.print(f"note: no tokenizer: {run_directory(source.path)} holds no tokenizer.json")
     if is_folded:
         console.print(
-            "note: the classifier's bias, which has no place there, is carried by the norm before it"
+            "note: the norm before the classifier carries its bias, for which the class has no parameter"
         )
     console.print(str(agreement or NOT_COMPARED))
     console.print(f"written to {config.out}")

@@ -1,4 +1,4 @@
-"""Whether a folder of `transformers` and a checkpoint of ours are one model: what they say, side by side."""
+"""Comparison of a checkpoint with a folder of `transformers`: outputs of both on the same random tokens."""
 
 import gc
 from collections.abc import Iterator
@@ -12,22 +12,30 @@ import torch
 from torch import Tensor
 
 from mlm.checkpoint.huggingface.folder import HFModel, read_model
-from mlm.convert.hf_probe import Outputs, Probe, our_outputs
 from mlm.errors import CheckFailedError, UserError
 from mlm.inference.hf_source import EXTRA
+from mlm.inference.trained import load_trained
+from mlm.models.backbone import Inputs, Transformer
+from mlm.models.documents import without_padding
+from mlm.models.family import family_of
+from mlm.models.probe import Outputs, Probe
+from mlm.optim.config import PrecisionConfig
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.mesh import ParallelContext, shape_context
 
 TOLERANCE = 1e-4
 """Of the largest number compared: float32 sums of these lengths in two orders differ by a tenth of it at
 most."""
+NOT_COMPARED = "not verified: logits were not compared with those of transformers (verify=false)"
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What was compared, and how near it was."""
+    """Outputs that were compared, and their largest difference."""
 
     names: tuple[str, ...]
     difference: float
-    """Largest difference of two numbers, in units of the largest of their kind."""
+    """In units of the largest number of an output."""
     tokens: int
 
     def __str__(self) -> str:
@@ -37,11 +45,8 @@ class Agreement:
         return f"{names} agree with those of transformers: {found}, {self.tokens} random tokens"
 
 
-NOT_COMPARED = "not verified: logits were not compared with those of transformers (verify=false)"
-
-
 def extra_problems(verify: bool) -> list[str]:
-    """What is missing to verify, for a preflight."""
+    """Return what is missing to verify, for a preflight."""
     try:
         if verify:
             _transformers()
@@ -51,17 +56,17 @@ def extra_problems(verify: bool) -> list[str]:
 
 
 def compare_logits(folder: Path, run: Path) -> Agreement:
-    """Load both models in float32, feed them the same texts, padded and of two segments where the model
-    knows such, and compare what they say. They are held one at a time.
+    """Run both models in float32 on the same probe and compare their outputs. They are held one at a time.
 
-    What the folder does not hold is not compared.
+    Parameters that the folder lacks are not compared.
 
     Args:
-        folder: of `transformers`, read by its own code from safetensors alone.
-        run: run or step-… directory of ours, read as training would.
+        folder: A folder of `transformers`, read by its own code from safetensors alone.
+        run: A run or step-… directory, read as training would.
 
-    Raises CheckFailedError where they differ by more than TOLERANCE, or where `transformers` cannot load
-    the folder; UserError when it is not installed.
+    Raises:
+        CheckFailedError: They differ by more than TOLERANCE, or `transformers` cannot load the folder.
+        UserError: `transformers` is not installed.
     """
     ours = our_outputs(run)
     model = read_model(folder)
@@ -86,61 +91,70 @@ def compare_logits(folder: Path, run: Path) -> Agreement:
 
 
 def relative_difference(found: Tensor, want: Tensor) -> float:
-    """Largest difference in units of the largest number of `want`."""
+    """Return the largest difference in units of the largest number of `want`."""
     largest = float(want.abs().max())
     return float((found - want).abs().max()) / largest if largest else float(found.abs().max())
 
 
 @torch.no_grad()
+def our_outputs(run: Path, ctx: ParallelContext | None = None) -> Outputs:
+    """Return a checkpoint's outputs on its probe; on the last pipeline stage, empty elsewhere.
+
+    Collective over all ranks of `ctx`; None for this process alone.
+    """
+    ctx = ctx or shape_context()
+    layout = ParallelConfig(tp=ctx.tp.size, pp=ctx.pp.size)
+    trained = load_trained(str(run), layout, PrecisionConfig(), ctx)
+    family = family_of(trained.config.model.kind)
+    assert family.huggingface is not None, "read from a folder, or about to be exported"
+    name_outputs = family.huggingface.our_outputs
+    found: Outputs = {}
+
+    def forward(chunk: Transformer, probe: Probe, x: Tensor | None) -> Tensor:
+        inputs = inputs_of(probe, ctx.device, reads_both_ways=not family.causal)
+        head = chunk.config.head
+        is_finetuned = head in ("classification", "span")
+        y = (chunk.outputs if is_finetuned else chunk.encode)(inputs, None, x)
+        if chunk.stage.is_last:
+            mask = probe.mask.to(ctx.device)
+            logits = {"logits": y[mask] if head == "span" else y}
+            found.update(logits if is_finetuned else name_outputs(chunk, y, mask))
+        return y
+
+    for _ in trained.model.evaluate([Probe.of(trained.config.model)], forward):
+        pass
+    return {name: value.cpu() for name, value in found.items()}
+
+
+def inputs_of(probe: Probe, device: torch.device, *, reads_both_ways: bool) -> Inputs:
+    """Return the probe as the input of a model."""
+    width = probe.tokens.shape[1]
+    spans = without_padding(probe.lengths, width, torch.float32, device) if reads_both_ways else None
+    types = None if probe.token_types is None else probe.token_types.to(device)
+    return Inputs(probe.tokens.to(device), probe.lengths.to(device), types, spans)
+
+
+@torch.no_grad()
 def reference_outputs(model: HFModel) -> Outputs:
-    """What `transformers` makes of the probe of a folder's model, but for what the folder does not hold.
+    """Return the outputs of `transformers` on the probe of a folder's model.
 
     Raises CheckFailedError, UserError.
     """
-    theirs, probe, head = _load(model), Probe.of(model.config), model.config.head
-    if model.config.kind == "gpt2" and head == "classification":
-        theirs.config.pad_token_id = None  # it would take a random token for padding: text by text, without
-        texts = zip(probe.tokens, probe.lengths.tolist(), strict=True)
-        found = {"logits": torch.cat([theirs(row[None, :length]).logits for row, length in texts])}
-    else:
-        types = {} if probe.token_types is None else {"token_type_ids": probe.token_types}
-        said = theirs(probe.tokens, attention_mask=probe.mask.long(), **types)
-        found = _by_name(said, model, probe.mask)
+    theirs = _load(model)
+    found = model.mapping.their_outputs(theirs, Probe.of(model.config), model.content)
     del theirs
     gc.collect()
     return found
 
 
-def _by_name(said: Any, model: HFModel, mask: Tensor) -> Outputs:
-    """What their class gives, as `hf_probe.said` calls it."""
-    is_bert = model.config.kind == "bert"
-    match model.config.head:
-        case "classification":
-            return {"logits": said.logits}
-        case "span":
-            return {"logits": torch.stack([said.start_logits, said.end_logits], -1)[mask]}
-        case "none":
-            found = {"hidden states": said.last_hidden_state[mask]}
-            parts = {"pooled states": ("pooler", said.pooler_output)} if is_bert else {}
-        case _ if is_bert:
-            found = {"token logits": said.prediction_logits[mask]}
-            parts = {"order logits": ("sop_head", said.seq_relationship_logits)}
-        case _:
-            return {"logits": said.logits[mask]}
-    filled = {name.partition(".")[0] for name in model.content.filled}
-    if "pooler" in filled:
-        return found
-    return found | {name: value for name, (part, value) in parts.items() if part not in filled}
-
-
 def _load(model: HFModel) -> Any:
-    """The folder's model, by `transformers`."""
+    """Load the folder's model by `transformers`."""
     transformers = _transformers()
     labels = {"num_labels": model.config.num_labels} if model.config.head == "classification" else {}
     with _quiet(transformers):
         try:
             return (
-                getattr(transformers, model.family.architectures[model.config.head])
+                getattr(transformers, model.architecture)
                 .from_pretrained(
                     model.folder,
                     dtype=torch.float32,
@@ -155,7 +169,7 @@ def _load(model: HFModel) -> Any:
             reason = str(error).strip().partition("\n")[0]
             raise CheckFailedError(
                 f"{model.folder}: transformers {transformers.__version__} does not load it ({reason}). "
-                f"Mend it, or set verify=false"
+                f"Fix it, or set verify=false"
             ) from error
 
 
@@ -170,7 +184,7 @@ def _transformers() -> Any:
 
 @contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """Without its progress bars and notes on our terminal."""
+    """Silence its progress bars and notes on our terminal."""
     log = transformers.utils.logging
     verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()

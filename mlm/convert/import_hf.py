@@ -1,19 +1,16 @@
 """`mlm import hf`: a model of `transformers`, from a folder or the Hub, as a run directory of ours.
 
-Read without `transformers`: config.json, safetensors and the tokenizer. Its logits and those of what was
-written are compared before that gets its name.
+config.json, safetensors and the tokenizer are read without `transformers`. Its logits and those of the new
+checkpoint are compared before that gets its name.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from mlm.checkpoint.huggingface.content import Ids
 from mlm.checkpoint.huggingface.folder import AGAIN, TOKENIZER, HFModel, find_file, read_json, read_model
-from mlm.checkpoint.huggingface.keys import show as show_value
 from mlm.checkpoint.huggingface.tensors import HFTensors
 from mlm.checkpoint.native.format import JSON
 from mlm.convert.config import ImportHFConfig
@@ -21,43 +18,46 @@ from mlm.convert.hf_verify import NOT_COMPARED, Agreement, compare_logits, extra
 from mlm.data.files_present import HUB_NAME
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import ConfigError, CorruptFileError, UserError
-from mlm.inference.hf_source import commit_of, fetch
+from mlm.inference.hf_source import commit_of, describe_source, fetch
+from mlm.models.huggingface import TokenIds
+from mlm.models.huggingface import show as show_value
 from mlm.terminal import byte_progress
-from mlm.train.run_folder import out_problems, parameters, write_imported
+from mlm.train.run_folder import out_problems, write_imported
 
 SETTINGS = "tokenizer_config.json"
 
 
 def preflight(config: ImportHFConfig) -> list[str]:
-    """What is wrong with the settings and the folder; nothing is downloaded."""
-    faults = [*out_problems(config.out), *extra_problems(config.verify)]
+    """Return what is wrong with the settings and the folder; nothing is downloaded."""
+    problems = [*out_problems(config.out), *extra_problems(config.verify)]
     folder = Path(config.source)
     if not folder.exists():
-        return faults + ([] if HUB_NAME.fullmatch(config.source) else [no_such_folder(config.source)])
+        return problems + ([] if HUB_NAME.fullmatch(config.source) else [no_such_folder(config.source)])
     if config.revision is not None:
-        faults.append(
+        problems.append(
             f"revision={config.revision} is for the Hub, source={config.source} is a folder: leave it"
         )
     try:
         HFTensors(read_model(folder))
     except ConfigError as error:
-        faults += error.problems
+        problems += error.problems
     except UserError as error:
-        faults.append(str(error))
-    return faults
+        problems.append(str(error))
+    return problems
 
 
 def no_such_folder(source: str) -> str:
-    """The fault of a source that is neither there nor an id."""
+    """Return the problem of a source that is neither a folder nor an id."""
     return f"source={source}: no such folder. Give one with config.json and model.safetensors, or a Hub id"
 
 
 def run(config: ImportHFConfig) -> None:
     """Read, write, verify, publish, and print a table. Raises UserError; nothing is left behind."""
     folder, revision = locate(config)
+    name = folder.resolve().name if revision is None else config.source
     model = read_model(folder)
     tensors = HFTensors(model)
-    tensors.check({name: tensor.shape for name, tensor in parameters(model.config).items()})
+    tensors.check()
     tokenizer, notes = read_tokenizer(model)
     ids, padding = ids_to_keep(model, tokenizer)
     with byte_progress("reading", tensors.num_bytes) as advance:
@@ -67,7 +67,7 @@ def run(config: ImportHFConfig) -> None:
         Path(config.out),
         model.config,
         tensors.read,
-        source=describe_source(config, folder, revision, files) | told_of(ids),
+        source=describe_source(name, revision, files) | described(ids),
         tokenizer=tokenizer,
         filled=tensors.filled,
         check=lambda run: found.append(compare_logits(folder, run)) if config.verify else None,
@@ -75,34 +75,24 @@ def run(config: ImportHFConfig) -> None:
     show(config, model, path, [*notes, *padding], found[0] if found else None)
 
 
-def describe_source(
-    config: ImportHFConfig, folder: Path, revision: str | None, files: Mapping[str, str]
-) -> dict[str, JSON]:
-    """What the checkpoint was made of; a folder by its last component, which names no machine."""
-    name = folder.resolve().name if revision is None else config.source
-    return {"kind": "huggingface", "name": name, "revision": revision, "files": dict(files)}
-
-
-def ids_to_keep(model: HFModel, tokenizer: Tokenizer | None) -> tuple[Ids, list[str]]:
-    """What config.json tells of padding and labels, and a note on what of it is not kept.
-
-    A padding of GPT-2's that is a piece of words is not: the exported tokenizer would take it for no text.
-    """
-    ids, _ = model.told
-    if tokenizer is None or model.config.kind != "gpt2" or ids.pad is None or ids.pad in tokenizer.added_ids:
+def ids_to_keep(model: HFModel, tokenizer: Tokenizer | None) -> tuple[TokenIds, list[str]]:
+    """Return padding and labels of config.json to write at an export, and a note on what is not kept."""
+    ids, _ = model.kept
+    is_usable = tokenizer is None or ids.pad is None or ids.pad in tokenizer.added_ids
+    if is_usable or not model.mapping.pads_with_special_token:
         return ids, []
     why = "is no special token of the tokenizer: an export names the end of document"
     return replace(ids, pad=None), [f"pad_token_id={ids.pad} is not kept: it {why}"]
 
 
-def told_of(ids: Ids) -> dict[str, JSON]:
-    """What `mlm export hf` writes again of padding and labels: part of the checkpoint's source."""
+def described(ids: TokenIds) -> dict[str, JSON]:
+    """Return padding and labels as part of the checkpoint's source."""
     pad: dict[str, JSON] = {} if ids.pad is None else {"pad_token_id": ids.pad}
     return {**pad, **({"labels": list(ids.labels)} if ids.labels else {})}
 
 
 def locate(config: ImportHFConfig) -> tuple[Path, str | None]:
-    """The folder to read, and its revision where it is the Hub's. Raises UserError."""
+    """Return the folder to read, and its revision if it is the Hub's. Raises UserError."""
     folder = Path(config.source)
     if folder.exists():
         return folder, None
@@ -113,9 +103,9 @@ def locate(config: ImportHFConfig) -> tuple[Path, str | None]:
 
 
 def read_tokenizer(model: HFModel) -> tuple[Tokenizer | None, list[str]]:
-    """The model's tokenizer if it is one of ours, and notes. Raises CorruptFileError for a damaged one."""
-    there = {name for name in TOKENIZER if find_file(model.folder, name)}
-    if not any(there.issuperset(kind) for kind in (TOKENIZER[:1], TOKENIZER[1:3], TOKENIZER[3:4])):
+    """Return the model's tokenizer if it is supported, and notes. Raises CorruptFileError."""
+    present = {name for name in TOKENIZER if find_file(model.folder, name)}
+    if not any(present.issuperset(kind) for kind in (TOKENIZER[:1], TOKENIZER[1:3], TOKENIZER[3:4])):
         return None, ["no tokenizer is there: give tokenizer=… where text is read or written"]
     try:
         tokenizer = Tokenizer.load(model.folder)
@@ -134,9 +124,9 @@ def read_tokenizer(model: HFModel) -> tuple[Tokenizer | None, list[str]]:
 
 
 def unread_tokens(folder: Path, tokenizer: Tokenizer) -> list[str]:
-    """A note where tokenizer_config.json alone holds tokens: `transformers` adds them when it loads."""
-    said = read_json(folder, SETTINGS) if find_file(folder, SETTINGS) else {}
-    listed = said.get("added_tokens_decoder")
+    """Return a note if only tokenizer_config.json holds some tokens: `transformers` adds them at loading."""
+    settings = read_json(folder, SETTINGS) if find_file(folder, SETTINGS) else {}
+    listed = settings.get("added_tokens_decoder")
     tokens = list(listed.values()) if isinstance(listed, dict) else []
     names = [
         name for token in tokens if isinstance(token, dict) and isinstance(name := token.get("content"), str)
@@ -154,7 +144,7 @@ def unread_tokens(folder: Path, tokenizer: Tokenizer) -> list[str]:
 def show(
     config: ImportHFConfig, found: HFModel, path: Path, notes: list[str], agreement: Agreement | None
 ) -> None:
-    """The table for people, and what they should know."""
+    """Print the table and notes."""
     table, model = Table(title=f"import hf · {config.source}", title_justify="left"), found.config
     for name in ("class", "parameters", "layers", "hidden", "heads", "positions", "vocabulary"):
         table.add_column(name, justify="right")
@@ -166,7 +156,7 @@ def show(
         model.max_positions,
         model.vocab_size,
     )
-    table.add_row(found.family.architectures[model.head], *(f"{number:,}" for number in numbers))
+    table.add_row(found.architecture, *(f"{number:,}" for number in numbers))
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(table)
     for note in (*found.notes, *notes):

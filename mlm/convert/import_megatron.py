@@ -13,28 +13,28 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.errors import UserError
 from mlm.files.atomic import digest_file
 from mlm.terminal import byte_progress
-from mlm.train.run_folder import out_problems, parameters, write_imported
+from mlm.train.run_folder import out_problems, write_imported
 
 
 def preflight(config: ImportMegatronConfig) -> list[str]:
-    """What is wrong with the settings, the folders and the tokenizer; no tensor file is opened."""
+    """Return what is wrong with the settings, the folders and the tokenizer; no tensor file is opened."""
     numbers = {"vocab_size": config.vocab_size, "num_heads": config.num_heads}
-    faults = [
+    problems = [
         f"{key}={value} must be 1 or more"
         for key, value in numbers.items()
         if value is not None and value < 1
     ]
-    faults += out_problems(config.out)
+    problems += out_problems(config.out)
     for look in (lambda: find_files(config.source), lambda: read_tokenizer(config)):
         try:
             look()
         except UserError as error:
-            faults.append(str(error))
-    return faults
+            problems.append(str(error))
+    return problems
 
 
 def read_tokenizer(config: ImportMegatronConfig) -> Tokenizer | None:
-    """The tokenizer the command names. Raises UserError when it cannot be read."""
+    """Return the tokenizer that the command names. Raises UserError if it cannot be read."""
     return None if config.tokenizer is None else Tokenizer.load(config.tokenizer)
 
 
@@ -48,7 +48,6 @@ def run(config: ImportMegatronConfig) -> None:
         known=tokenizer.vocab_size if tokenizer else None,
         num_heads=config.num_heads,
     )
-    assert found.parts.keys() | found.filled == parameters(found.model).keys()
     source = describe_source(config, found, read_all(files))
     path = write_imported(
         Path(config.out), found.model, found.read, source=source, tokenizer=tokenizer, filled=found.filled
@@ -57,7 +56,7 @@ def run(config: ImportMegatronConfig) -> None:
 
 
 def read_all(files: RankFiles) -> dict[str, str]:
-    """The digest of each rank file, by its name in the folder, all records compared with their checksums.
+    """Return the digest of each rank file by its name; its records are compared with their checksums.
 
     Raises CorruptFileError where one differs, UserError where a file cannot be read.
     """
@@ -77,7 +76,7 @@ def read_all(files: RankFiles) -> dict[str, str]:
 def describe_source(
     config: ImportMegatronConfig, found: MegatronModel, digests: dict[str, str]
 ) -> dict[str, JSON]:
-    """What the checkpoint was made of; the folder by its last component, which names no machine."""
+    """Return the origin of the checkpoint; the folder by its last component, which names no machine."""
     return {
         "kind": "megatron",
         "name": Path(config.source).resolve().name,
@@ -89,7 +88,7 @@ def describe_source(
 
 
 def show(config: ImportMegatronConfig, found: MegatronModel, path: Path, tokenizer: Tokenizer | None) -> None:
-    """The table for people, and what they should know."""
+    """Print the table and notes."""
     model, files = found.model, found.files
     iteration = "" if found.iteration is None else f" · iteration {found.iteration}"
     layout = f"tp={files.tp} pp={files.pp} vp={found.vp}"
@@ -113,8 +112,8 @@ def show(config: ImportMegatronConfig, found: MegatronModel, path: Path, tokeniz
 
 
 def remarks(found: MegatronModel, tokenizer: Tokenizer | None) -> list[str]:
-    """What was left out."""
-    said = ["weights only: the optimizer's state stays behind, a run that starts from it begins at step 0"]
+    """Return remarks on what was left out."""
+    said = ["weights only: the optimizer's state is left out, a run that starts from it begins at step 0"]
     if padding := found.table_rows - found.model.vocab_size:
         said.append(
             f"the last {padding:,} of {found.table_rows:,} rows of the token table are padding: left out"

@@ -1,10 +1,10 @@
-"""A model of `transformers` in the place of a checkpoint: found in a folder or on the Hub, read as it is.
+"""A model of `transformers` used like a checkpoint: found in a folder or on the Hub, read as it is.
 
-No copy is written. Each rank reads its part of every tensor through `HFTensors`: JSON and safetensors only.
+No copy is written. Each rank reads its shard of every tensor through `HFTensors`: JSON and safetensors only.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,6 @@ from mlm.checkpoint.huggingface.tensors import HFTensors
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.format import JSON, CheckpointError, Manifest, canonical
 from mlm.checkpoint.native.slices import Region
-from mlm.config.build import to_dict
-from mlm.data.config import DataConfig
 from mlm.data.files_present import hub_id
 from mlm.errors import UserError
 from mlm.files.atomic import digest_bytes
@@ -26,19 +24,19 @@ from mlm.parallel.init import init_shard
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import ParameterShard
 from mlm.train.config import PretrainConfig
-from mlm.train.run_folder import parameters, with_filled
+from mlm.train.run_folder import imported_state, run_config
 
 EXTRA = "pip install 'mlm[hf]'"
 COMMIT = re.compile(r"[0-9a-f]{40}")
 NOT_CACHED = ("LocalEntryNotFoundError", "OfflineModeIsEnabled")
 TENSOR_FILES = ("model.safetensors", "model-*-of-*.safetensors")
-"""Patterns of the tensors we read on the Hub: no pickle, no code."""
+"""Patterns of the tensors to fetch from the Hub: no pickle, no code."""
 
 
 def find_model(ckpt: str) -> Path | None:
-    """The model folder that `ckpt=` names, fetched where it is an id of the Hub; None where it names none.
+    """Return the model folder that `ckpt=` names, fetched if it is an id of the Hub; None if it names none.
 
-    Raises UserError when the Hub does not give it.
+    Raises UserError if the Hub does not have it.
     """
     folder = Path(ckpt)
     if folder.is_dir():
@@ -48,16 +46,18 @@ def find_model(ckpt: str) -> Path | None:
 
 
 def fetch(repository: str, revision: str | None, setting: str) -> Path:
-    """A model's settings, tokenizer and tensors in the Hub's cache; `setting` is the key for messages.
+    """Download a model's settings, tokenizer and tensors; `setting` is the key for messages.
 
-    Raises UserError in one line, whatever went wrong.
+    Raises UserError in one line for any failure.
     """
-    read_settings(download(repository, revision, SMALL_FILES, setting))  # before gigabytes that are not ours
+    read_settings(
+        download(repository, revision, SMALL_FILES, setting)
+    )  # before gigabytes that are not supported
     return download(repository, revision, (*SMALL_FILES, *TENSOR_FILES), setting)
 
 
 def download(repository: str, revision: str | None, patterns: tuple[str, ...], setting: str) -> Path:
-    """The Hub's files that match, in its cache. Raises UserError."""
+    """Download the files that match, and return their folder in the Hub's cache. Raises UserError."""
     expect_hub()
     try:
         hub: Any = import_module("huggingface_hub")  # optional
@@ -75,18 +75,18 @@ def download(repository: str, revision: str | None, patterns: tuple[str, ...], s
         at = "" if revision is None else f" revision={revision}"
         raise UserError(
             f"{setting}={repository}{at}: no such folder, and the Hub does not give it ({reason}). "
-            f"Mend the id or the connection, or give a folder with config.json and model.safetensors"
+            f"Fix the id or the connection, or give a folder with config.json and model.safetensors"
         ) from error
     return Path(found)
 
 
 def commit_of(folder: Path) -> str | None:
-    """The commit that a folder of the Hub's cache is a snapshot of."""
+    """Return the commit that a folder of the Hub's cache is a snapshot of."""
     return folder.name if COMMIT.fullmatch(folder.name) else None
 
 
 def model_name(folder: Path) -> str:
-    """What a model folder is called: its last component, which names no machine, or its name on the Hub."""
+    """Return the name of a model folder: its last component, or its name on the Hub."""
     found = folder.resolve()
     if found.parent.name == "snapshots":  # models--OWNER--NAME/snapshots/COMMIT
         return found.parents[1].name.rpartition("--")[2]
@@ -94,16 +94,19 @@ def model_name(folder: Path) -> str:
 
 
 def run_spec(model: HFModel) -> PretrainConfig:
-    """What `mlm import hf` writes as the configuration of such a model."""
-    name = model_name(model.folder)
-    data = DataConfig(seq_length=model.config.max_positions)
-    return PretrainConfig(name=name, out=f"runs/{name}", model=model.config, data=data)
+    """Return the configuration that `mlm import hf` writes for such a model."""
+    return run_config(model_name(model.folder), model.config)
+
+
+def describe_source(name: str, revision: str | None, files: Mapping[str, JSON]) -> dict[str, JSON]:
+    """Return the origin of a checkpoint: an id, or a folder's last component; the digests of its files."""
+    return {"kind": "huggingface", "name": name, "revision": revision, "files": dict(files)}
 
 
 def open_tensors(folder: Path) -> HFTensors:
-    """The tensors of a model folder, their names, dtypes and shapes checked. Raises UserError."""
+    """Open the tensors of a model folder; check names, dtypes and shapes. Raises UserError."""
     tensors = HFTensors(read_model(folder))
-    tensors.check({name: tensor.shape for name, tensor in parameters(tensors.model.config).items()})
+    tensors.check()
     return tensors
 
 
@@ -111,13 +114,13 @@ def open_tensors(folder: Path) -> HFTensors:
 def load_model_folder(
     shards: Iterable[ParameterShard], folder: Path, ctx: ParallelContext, *, fill: bool = True
 ) -> Manifest:
-    """Fill a model's parameters from a model folder; what a checkpoint of it would say of itself.
+    """Fill a model's parameters from a model folder; return the manifest that a checkpoint of it would have.
 
-    What the folder does not hold (`HFTensors.filled`, or a head that it never had) takes the initial values
-    of the run spec's seed, or where `fill` is false stays as it is: those of the run that goes on from here.
+    Parameters that the folder lacks (`HFTensors.filled`, or a head that it never had) take the initial values
+    of the run spec's seed; with `fill` false they stay as they are, those of the run that starts from here.
 
-    Collective over all ranks; raises on all of them what one finds wrong: UserError, CorruptFileError. The
-    digest is that of the files' digests, each file read once more for it by rank 0.
+    Collective over all ranks; raises UserError or CorruptFileError of one rank on all of them. The digest is
+    that of the files' digests, for which rank 0 reads each file once more.
     """
     ranks = Ranks(ctx.rank, ctx.world_size, ctx.host_group, ctx.watch)
 
@@ -141,11 +144,6 @@ def load_model_folder(
     mine = ranks.together(lambda: tensors.digests(lambda _: None) if ranks.is_main else {}, explain)
     files: dict[str, JSON] = ranks.broadcast(mine)
     spec = run_spec(tensors.model)
-    source = {"kind": "huggingface", "name": spec.name, "revision": commit_of(folder), "files": files}
-    state: dict[str, JSON] = {
-        "step": 0,
-        "weights_only": True,
-        "config": to_dict(spec),
-        "source": with_filled(source, tensors.filled),
-    }
+    source = describe_source(spec.name, commit_of(folder), files)
+    state = imported_state(spec, source, tensors.filled)
     return Manifest(0, "", {}, {}, state, digest=digest_bytes(canonical(files)))

@@ -23,6 +23,8 @@ if TYPE_CHECKING:  # settings know their family, so nothing here may need them, 
     from mlm.data.tokenizer import Tokenizer
     from mlm.models.backbone import Transformer
     from mlm.models.config import ModelConfig
+    from mlm.models.huggingface import HuggingFaceMapping
+    from mlm.models.megatron import MegatronMapping
     from mlm.models.objective import Objective
     from mlm.parallel.mesh import ParallelContext
 
@@ -60,14 +62,6 @@ class SampleSource(Protocol):
     def synthetic(self, data: "DataConfig", vocab_size: int, num_samples: int, seed: int) -> "Dataset":
         """Return random samples of data.seq_length tokens."""
         ...
-
-
-class HuggingFaceMapping(Protocol):
-    """Mapping of a family to the format of `transformers`; the family's huggingface.py fills it."""
-
-
-class MegatronMapping(Protocol):
-    """Mapping of a family to Megatron-LM's format; the family's megatron.py fills it."""
 
 
 def no_problem(*_: object) -> None:
@@ -113,9 +107,9 @@ class ModelFamily(Generic[C, B]):
     """Return what is wrong with settings of the data, in a line with the fix."""
     corpus_problems: "Callable[[ModelConfig, Sequence[Path], Path | None], list[str]]" = no_problems
     """Return what keeps samples from being made of corpora (their prefixes) with a tokenizer.json."""
-    huggingface: HuggingFaceMapping | None = None
+    huggingface: "HuggingFaceMapping | None" = None
     """None if `transformers` has no such model."""
-    megatron: MegatronMapping | None = None
+    megatron: "MegatronMapping | None" = None
     """None if Megatron-LM has no such model."""
 
 

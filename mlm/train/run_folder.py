@@ -1,8 +1,8 @@
-"""A run directory made of another library's weights, whole or not at all.
+"""A run directory made of another library's weights, atomically.
 
     out/checkpoints/step-00000000, out/checkpoints/latest, out/tokenizer.json
 
-It is written beside `out` and takes its name when it is whole and checked.
+It is written beside `out`, checked, then renamed.
 """
 
 import errno
@@ -18,8 +18,9 @@ from torch import Tensor, nn
 import mlm
 from mlm.checkpoint.native.format import JSON
 from mlm.checkpoint.native.slices import Region
-from mlm.checkpoint.native.stream import GlobalTensor, derived_id, write_streamed
+from mlm.checkpoint.native.stream import derived_id, write_streamed
 from mlm.checkpoint.native.tokenizer_digest import KEY as TOKENIZER
+from mlm.checkpoint.parameters import parameters, unsplit
 from mlm.config.build import to_dict
 from mlm.data.config import DataConfig
 from mlm.data.tokenizer import Tokenizer
@@ -34,21 +35,15 @@ from mlm.parallel.sharding import parameter_shards
 from mlm.terminal import byte_progress
 from mlm.train.config import PretrainConfig
 from mlm.train.run_tokenizer import digest_of
-from mlm.train.state import CHECKPOINTS, as_shard
+from mlm.train.state import CHECKPOINTS
 
 GB = 1e9
 UNFINISHED = "unfinished"
-SPARE = 64 << 20  # bytes for manifest, tokenizer and what the file system needs itself
-
-
-def unsplit(model: ModelConfig) -> nn.Module:
-    """A whole model in one process, without memory for its parameters."""
-    with torch.device("meta"):
-        return model.family.model(model, tp=Axis("tp"))
+SPARE = 64 << 20  # bytes for manifest, tokenizer and the file system itself
 
 
 def initial_values(model: ModelConfig, names: Collection[str], seed: int) -> dict[str, Tensor]:
-    """What a training run would start from: those parameters, whole, float32 on the CPU."""
+    """Return initial values of those parameters: whole, float32, on the CPU."""
     found = {}
     for shard in parameter_shards(unsplit(model), Axis("tp")) if names else ():
         if shard.name in names:
@@ -56,16 +51,6 @@ def initial_values(model: ModelConfig, names: Collection[str], seed: int) -> dic
             whole = replace(shard, parameter=nn.Parameter(found[shard.name]), true_size=None)
             init_shard(whole, seed)
     assert found.keys() == set(names), "no parameters of the model"
-    return found
-
-
-def parameters(model: ModelConfig) -> dict[str, GlobalTensor]:
-    """Every parameter of a model: its name (layers.0.mlp.up.weight), whole shape without padding, float32."""
-    found = {}
-    for shard in parameter_shards(unsplit(model), Axis("tp")):
-        split = as_shard(shard, shard.parameter.detach(), model.vocab_multiple).split
-        assert split is not None
-        found[shard.name] = GlobalTensor(shard.global_shape, torch.float32, split)
     return found
 
 
@@ -79,33 +64,30 @@ def write_imported(
     filled: Collection[str] = (),
     check: Callable[[Path], None] = lambda run: None,
 ) -> Path:
-    """Write weights of another library as the run directory `out`; returns its step-00000000 directory.
+    """Write weights of another library as the run directory `out`; return its step-00000000 directory.
 
     Args:
-        read: `read(name, region)` gives those elements of a parameter, float32 on CPU, by its name and
-            shape in `parameters(model)`, in no promised order; an OSError of it is taken for one of `out`.
-        source: what it was made of, for `state["source"]`: "kind"; "name", an id or a folder's last
+        out: New folder.
+        model: Settings of the model.
+        read: `read(name, region)` returns those elements of a parameter, float32 on CPU, by its name and
+            shape in `parameters(model)`, in any order; its OSError is reported as one of `out`.
+        source: Origin of the weights, for `state["source"]`: "kind"; "name", an id or a folder's last
             component; "files", the digest of each file by its name; and more. It alone makes the checkpoint.
-        filled: parameters that the source does not hold: they take the initial values of the configuration's
-            seed, and `state["source"]["filled"]` lists them.
-        tokenizer: saved as out/tokenizer.json, its digest in `state["tokenizer"]`; None saves none.
-        check: called with the run directory under its working name, before it is published; what it
-            raises, this raises, and nothing is left behind.
+        tokenizer: Saved as out/tokenizer.json, its digest in `state["tokenizer"]`; None saves none.
+        filled: Parameters that the source lacks: they take the initial values of the configuration's seed,
+            and `state["source"]["filled"]` lists them.
+        check: Called with the run directory under its working name, before it is published; its exceptions
+            propagate, and nothing is left behind.
 
-    Raises UserError when `out` is not free (`out_problems`) or the disk is too small or cannot be written.
+    Raises:
+        UserError: `out` is not free (`out_problems`), or the disk is too small or cannot be written.
     """
     tensors = {f"model.{name}": tensor for name, tensor in parameters(model).items()}
     count = sum(tensor.num_bytes for tensor in tensors.values())
-    name = str(source["name"]).rpartition("/")[2] or "imported"
-    config = PretrainConfig(
-        name=name, out=f"runs/{name}", model=model, data=DataConfig(seq_length=model.max_positions)
-    )
+    config = run_config(str(source["name"]).rpartition("/")[2] or "imported", model)
     initial = initial_values(model, filled, config.seed)
-    state: dict[str, JSON] = {
-        "step": 0,
-        "weights_only": True,
-        "config": to_dict(config),
-        "source": with_filled(source, filled),
+    state = {
+        **imported_state(config, source, filled),
         "versions": {"mlm": mlm.__version__, "torch": torch.__version__},
         **({} if tokenizer is None else {TOKENIZER: digest_of(tokenizer).encode()}),
     }
@@ -131,13 +113,27 @@ def write_imported(
     return out / CHECKPOINTS / written.name
 
 
-def with_filled(source: Mapping[str, JSON], filled: Collection[str]) -> dict[str, JSON]:
-    """`state["source"]` of weights whose source does not hold all parameters."""
-    return {**source, **({"filled": sorted(filled)} if filled else {})}
+def run_config(name: str, model: ModelConfig) -> PretrainConfig:
+    """Return the configuration of a run that starts from imported weights."""
+    return PretrainConfig(
+        name=name, out=f"runs/{name}", model=model, data=DataConfig(seq_length=model.max_positions)
+    )
+
+
+def imported_state(
+    config: PretrainConfig, source: Mapping[str, JSON], filled: Collection[str]
+) -> dict[str, JSON]:
+    """Return the state of a checkpoint of imported weights; `filled` are parameters that the source lacks."""
+    return {
+        "step": 0,
+        "weights_only": True,
+        "config": to_dict(config),
+        "source": {**source, **({"filled": sorted(filled)} if filled else {})},
+    }
 
 
 def out_problems(out: str | Path) -> list[str]:
-    """What keeps a command from writing the new folder `out`, for its preflight."""
+    """Return what keeps a command from writing the new folder `out`, for its preflight."""
     path = Path(out)
     try:
         if path.is_dir() and not any(path.iterdir()):
@@ -151,21 +147,21 @@ def out_problems(out: str | Path) -> list[str]:
 
 @contextmanager
 def new_folder(out: Path, count: int, kind: str = "run") -> Iterator[Path]:
-    """An empty folder to fill with about `count` bytes, which becomes `out` when the block ends well.
+    """Yield an empty folder for about `count` bytes, which becomes `out` if the block succeeds.
 
-    When it does not, whatever the exception, nothing is left of it; what a kill leaves is a hidden folder
-    beside `out`, cleared up by the next that writes there. Raises UserError when `out` is not free, when the
-    disk is too small or cannot be written, and in place of an OSError within.
+    If it fails, nothing is left; a kill leaves a hidden folder beside `out`, which the next command that
+    writes there removes. Raises UserError if `out` is not free, if the disk is too small or not
+    writable, and in place of an OSError within.
     """
     final = out.resolve()
     work = final.with_name(f".{final.name}.partial")
-    with _faults_of_disk(out):
+    with _naming_disk(out):
         final.parent.mkdir(parents=True, exist_ok=True)
         claim_folder(work, UNFINISHED)
         with sole_writer(work):
             try:
-                if faults := out_problems(out):
-                    raise UserError(faults[0])
+                if problems := out_problems(out):
+                    raise UserError(problems[0])
                 check_space(final.parent, count, f"out={out}")
                 delete_owned(work, UNFINISHED, names=(final.name,), keep_folder=True)
                 folder = work / final.name
@@ -180,7 +176,7 @@ def new_folder(out: Path, count: int, kind: str = "run") -> Iterator[Path]:
 
 
 def check_space(folder: Path, count: int, setting: str) -> None:
-    """Raises UserError, naming `setting`, unless `count` bytes are free where `folder` is."""
+    """Raise UserError, naming `setting`, unless `count` bytes are free where `folder` is."""
     found = os.statvfs(folder)
     free = found.f_bavail * found.f_frsize
     if free < count + SPARE:
@@ -191,7 +187,7 @@ def check_space(folder: Path, count: int, setting: str) -> None:
 
 
 @contextmanager
-def _faults_of_disk(out: Path) -> Iterator[None]:
+def _naming_disk(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

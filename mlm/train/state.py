@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import mlm
+from mlm.checkpoint.native import run_state
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import checkpoints
 from mlm.checkpoint.native.lineage import LINEAGE, Lineage, Save
@@ -24,13 +25,12 @@ from mlm.checkpoint.native.save_load import (
     read_manifest,
     save_checkpoint,
 )
-from mlm.checkpoint.native.slices import Split
 from mlm.checkpoint.native.tokenizer_digest import KEY as TOKENIZER
+from mlm.checkpoint.parameters import split_of
 from mlm.config.build import to_dict
 from mlm.data.blend_checks import names
 from mlm.data.blend_history import History, Segment, Source, decode, encode
 from mlm.errors import ConfigError, CorruptFileError, UserError
-from mlm.models.stage import home_of
 from mlm.optim.adamw import applied_steps, ensure_state, moment, moments
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import ParameterShard
@@ -47,7 +47,7 @@ from mlm.train.trainer import Trainer
 
 CHECKPOINTS = "checkpoints"
 """Folder of a run directory that holds its checkpoints."""
-FINETUNING = "finetuning"
+FINETUNING = run_state.FINETUNING
 """Key of what a finetuning run adds to the state of its checkpoints."""
 
 
@@ -61,8 +61,7 @@ def model_shards(shards: Sequence[ParameterShard], vocab_multiple: int = 1) -> d
 
 def as_shard(s: ParameterShard, x: Tensor, vocab_multiple: int) -> Shard:
     """A tensor laid out like a parameter (itself, a moment) as checkpoints see it."""
-    split = Split(s.tp_dim, home_of(s.name), 1 if s.true_size is None else vocab_multiple)
-    return Shard(s.without_padding(x), s.global_shape, s.offset, split)
+    return Shard(s.without_padding(x), s.global_shape, s.offset, split_of(s, vocab_multiple))
 
 
 def training_shards(trainer: Trainer) -> dict[str, Shard]:

@@ -16,7 +16,7 @@ from bench.contenders import MlmTrainee, Trainee, adamw, run_config
 from bench.shapes import OPTIMIZER
 from bench.spec import Spec
 from mlm.errors import UserError
-from mlm.models.bert.huggingface import bert_from_huggingface
+from mlm.models.bert.huggingface import MAPPING
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import load_whole
 from mlm.train.trainer import Trainer
@@ -38,7 +38,7 @@ class MlmBert(MlmTrainee):
         self.ctx = ParallelContext(device=device)
         config = run_config(spec, shape.batch_size)
         self.trainer = Trainer(replace(config, compile="compiled" in name), self.ctx)
-        whole = bert_from_huggingface(bert_state(shape, spec.seed), shape.model())
+        whole = MAPPING.to_ours(bert_state(shape, spec.seed), shape.model())
         load_whole(self.trainer.model.chunks[0], whole, self.ctx.tp)
         self.batches = bert_batches(shape, spec.seed)
 
@@ -109,7 +109,7 @@ class TransformersBert(Trainee):
             assert parameter.grad is not None, name
             gradients[name] = parameter.grad.float().cpu()
         self.clear()
-        return loss.item(), bert_from_huggingface(gradients, shape_of(self.spec).model())
+        return loss.item(), MAPPING.to_ours(gradients, shape_of(self.spec).model())
 
     def clear(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from bench.equality import Agreement, Reference, agreement
 from bench.shapes import OPTIMIZER, TRANSPOSED, gpt2_state, make_batches
 from bench.spec import Spec
-from mlm.checkpoint.huggingface.names import gpt2_from_huggingface
 from mlm.data.sampler import Batch
 from mlm.errors import UserError
+from mlm.models.gpt2.huggingface import MAPPING
 from mlm.optim.config import PrecisionConfig, ScheduleConfig
 from mlm.parallel import matmul
 from mlm.parallel.config import ParallelConfig
@@ -94,7 +94,7 @@ class MlmTrainee(Trainee):
         self.ctx = ctx or ParallelContext(device=device)
         config = run_config(spec, spec.shape.batch_size)
         self.trainer = Trainer(replace(config, compile="compiled" in name), self.ctx)
-        whole = gpt2_from_huggingface(gpt2_state(spec.shape, spec.seed), spec.shape.num_heads)
+        whole = MAPPING.to_ours(gpt2_state(spec.shape, spec.seed), spec.shape.model())
         load_whole(self.trainer.model.chunks[0], whole, self.ctx.tp)
         self.batches = [  # on the host: moving them is part of the Trainer's step
             Batch(tokens.pin_memory(), labels.pin_memory(), 0)
@@ -186,7 +186,7 @@ class TorchTrainee(Trainee):
             assert parameter.grad is not None, name
             gradients[name] = parameter.grad.float().cpu()
         self.clear()
-        return loss.item(), gpt2_from_huggingface(self.as_huggingface(gradients), self.spec.shape.num_heads)
+        return loss.item(), MAPPING.to_ours(self.as_huggingface(gradients), self.spec.shape.model())
 
     def as_huggingface(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """The gradients in GPT2LMHeadModel's layout."""

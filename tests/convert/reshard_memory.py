@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 
 from mlm.checkpoint.native.stream import GlobalTensor, write_streamed
+from mlm.checkpoint.parameters import parameters
 from mlm.config.build import to_dict
 from mlm.convert.config import ReshardConfig
 from mlm.convert.reshard import run
 from mlm.models.config import ModelConfig
 from mlm.train.config import PretrainConfig
-from mlm.train.run_folder import parameters
 
 MODEL = ModelConfig(num_layers=3, hidden_size=512, num_heads=8, vocab_size=512, max_positions=64)
 

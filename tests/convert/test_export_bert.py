@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from mlm.checkpoint.huggingface.names import Place
 from mlm.checkpoint.native.format import read_manifest
 from mlm.convert import export_hf
 from mlm.convert.config import ExportHFConfig
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import CheckFailedError
+from mlm.models.huggingface import Location
 from tests.convert.hf_berts import FAMILIES, MODEL, add_vocabulary, add_word_pieces, make_bert
 from tests.convert.hf_models import edit_config, export_model, import_model
 
@@ -64,9 +64,9 @@ def test_config_is_that_of_the_imported_model(tmp_path: Path) -> None:
 def test_checkpoint_of_the_wrong_order_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_bert(tmp_path / "model", "bert", "ForPreTraining")
     run = import_model(tmp_path / "model", tmp_path / "run", verify=False)
-    right = Place.to_theirs
+    right = Location.to_theirs
     monkeypatch.setattr(
-        Place, "to_theirs", lambda place, value: right(Place(place.names, place.transposed), value)
+        Location, "to_theirs", lambda place, value: right(Location(place.names, place.transposed), value)
     )
     with pytest.raises(CheckFailedError, match="token logits differ from those of transformers"):
         export_model(run, tmp_path / "out")

@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from mlm.checkpoint.huggingface.folder import read_model
-from mlm.checkpoint.huggingface.names import Place
 from mlm.checkpoint.native.compare import Reader
 from mlm.checkpoint.native.format import read_manifest
 from mlm.checkpoint.native.stream import GlobalTensor, write_streamed
@@ -24,6 +23,7 @@ from mlm.convert.hf_verify import reference_outputs
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import CheckFailedError, CorruptFileError, UserError
 from mlm.inference.trained import named_checkpoint
+from mlm.models.huggingface import Location
 from tests.convert.hf_models import (
     TEXT,
     add_tokenizer,
@@ -169,9 +169,9 @@ class TestRefusals:
     def test_weights_written_in_another_order_are_found_out(
         self, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        right = Place.to_theirs
+        right = Location.to_theirs
         monkeypatch.setattr(
-            Place, "to_theirs", lambda place, value: right(Place(place.names, place.transposed), value)
+            Location, "to_theirs", lambda place, value: right(Location(place.names, place.transposed), value)
         )
         with pytest.raises(CheckFailedError, match="logits differ from those of transformers"):
             export_model(run, tmp_path / "out")

@@ -14,10 +14,10 @@ from mlm.checkpoint.huggingface.folder import read_model
 from mlm.checkpoint.native.format import read_manifest
 from mlm.convert import import_hf
 from mlm.convert.config import ImportHFConfig
-from mlm.convert.hf_probe import Outputs, Probe, our_outputs
-from mlm.convert.hf_verify import reference_outputs, relative_difference
+from mlm.convert.hf_verify import our_outputs, reference_outputs, relative_difference
 from mlm.inference.hf_source import load_model_folder
 from mlm.inference.trained import load_trained
+from mlm.models.probe import Outputs, Probe
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import shape_context

@@ -13,15 +13,16 @@ from tokenizers import Tokenizer as Backend
 from torch import Tensor
 from transformers import GPT2LMHeadModel
 
-from mlm.checkpoint.huggingface.names import Place
 from mlm.checkpoint.huggingface.tensors import HFTensors
 from mlm.checkpoint.native.format import read_manifest
 from mlm.convert import import_hf
 from mlm.convert.config import ImportHFConfig
-from mlm.convert.hf_probe import Probe, our_outputs
+from mlm.convert.hf_verify import our_outputs
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import CheckFailedError, UserError
 from mlm.inference.trained import trained_config
+from mlm.models.huggingface import Location
+from mlm.models.probe import Probe
 from mlm.parallel.mesh import ParallelContext
 from tests.convert.hf_models import (
     MODEL,
@@ -176,15 +177,15 @@ class TestRefusals:
     def test_weights_in_another_order_are_found_out_by_their_logits(
         self, folder: Path, tmp_path: Path, broken: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        right = Place.to_ours
+        right = Location.to_ours
 
-        def wrong(place: Place, values: list[Tensor]) -> Tensor:
+        def wrong(place: Location, values: list[Tensor]) -> Tensor:
             if broken == "qkv order":
-                return right(Place(place.names, place.transposed), values)
+                return right(Location(place.names, place.transposed), values)
             square = place.names[0].endswith("attn.c_proj.weight")
             return values[0] if square else right(place, values)
 
-        monkeypatch.setattr(Place, "to_ours", wrong)
+        monkeypatch.setattr(Location, "to_ours", wrong)
         with pytest.raises(CheckFailedError, match="logits differ from those of transformers"):
             import_model(folder, tmp_path / "run")
         assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -10,12 +10,12 @@ from transformers import MegatronBertForPreTraining
 
 from mlm.checkpoint.native.save_load import read_manifest, resolve
 from mlm.convert.config import ImportMegatronConfig
-from mlm.convert.hf_probe import Outputs, Probe, our_outputs
-from mlm.convert.hf_verify import relative_difference
+from mlm.convert.hf_verify import our_outputs, relative_difference
 from mlm.convert.import_megatron import run
 from mlm.errors import CorruptFileError, UserError
 from mlm.inference.trained import named_checkpoint
 from mlm.models.config import ModelConfig
+from mlm.models.probe import Outputs, Probe
 from tests.checkpoint.megatron.berts import random_bert, write_bert
 from tests.checkpoint.megatron.written import FILE, VOCAB, Change, Layout, edit
 

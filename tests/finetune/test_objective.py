@@ -10,7 +10,6 @@ import torch
 import transformers
 from torch import Tensor
 
-from mlm.checkpoint.huggingface.names import gpt2_from_huggingface
 from mlm.finetune.batches import TaskBatch, labels_of, unscored
 from mlm.finetune.examples import Example
 from mlm.finetune.scoring import Finetuning
@@ -18,6 +17,7 @@ from mlm.finetune.span import SPAN
 from mlm.finetune.task_type import task_type
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
+from mlm.models.gpt2.huggingface import MAPPING
 from mlm.parallel.labels import IGNORE
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.sharding import load_whole, parameter_shards
@@ -117,9 +117,8 @@ def theirs(kind: str, model: str, batch: TaskBatch) -> tuple[ModelConfig, Any]:
 def in_our_names(tensors: dict[str, Tensor | None], config: ModelConfig) -> dict[str, Tensor]:
     """Parameters or gradients of theirs by the names of our model."""
     if config.kind == "gpt2":
-        score = tensors.pop("score.weight")
-        ours = gpt2_from_huggingface(tensors, config.num_heads)
-        return {**ours, "classifier.weight": score, "classifier.bias": torch.zeros(len(score))}
+        ours = MAPPING.to_ours(tensors, config)
+        return {**ours, "classifier.bias": torch.zeros(config.num_labels)}
     for prefix in ("classifier", "qa_outputs"):
         if f"{prefix}.weight" in tensors:
             head = {f"classifier.{end}": tensors[f"{prefix}.{end}"] for end in ("weight", "bias")}

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mlm.checkpoint.huggingface.config import FAMILIES
 from mlm.checkpoint.native.format import read_manifest
 from mlm.checkpoint.native.shard_file import write_shard_file
+from mlm.checkpoint.parameters import parameters
 from mlm.checkpoints import inspect as ckpt_inspect
 from mlm.checkpoints import verify as ckpt_verify
 from mlm.checkpoints.config import CkptInspectConfig, CkptVerifyConfig
@@ -28,12 +28,12 @@ from mlm.data.config import DataConfig
 from mlm.errors import UserError, visible
 from mlm.inference.trained import checkpoint_faults, load_trained
 from mlm.models.config import ModelConfig
+from mlm.models.gpt2.huggingface import locations
 from mlm.optim.adamw import MOMENTS
 from mlm.optim.config import PrecisionConfig, ScheduleConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import shape_context
 from mlm.train.config import PretrainConfig
-from mlm.train.run_folder import parameters
 from mlm.train.state import load
 from mlm.train.trainer import Trainer
 from tests.checkpoint.native.helpers import edit_manifest, save
@@ -196,10 +196,10 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A GPT-2 as transformers saves it."""
     place = tmp_path_factory.mktemp("theirs") / "gpt2"
     place.mkdir()
-    family, shapes = FAMILIES["gpt2"], parameters(MODEL)
+    shapes = parameters(MODEL)
     tensors = {
         theirs: torch.full(there.shape(shapes[ours].shape), 0.01)
-        for ours, there in family.places(MODEL)
+        for ours, there in locations(MODEL)
         for theirs in there.names
     }
     write_shard_file(place / "model.safetensors", tensors, "x")

@@ -5,8 +5,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mlm.convert.hf_probe import Outputs, Probe, inputs_of, our_outputs
+from mlm.convert.hf_verify import inputs_of, our_outputs
 from mlm.inference.trained import load_trained
+from mlm.models.probe import Outputs, Probe
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext

@@ -12,8 +12,7 @@ from torch import Tensor
 from mlm.checkpoint.huggingface.folder import read_model
 from mlm.checkpoint.native.format import canonical
 from mlm.cli.entry import main
-from mlm.convert.hf_probe import our_outputs
-from mlm.convert.hf_verify import reference_outputs
+from mlm.convert.hf_verify import our_outputs, reference_outputs
 from mlm.data.files_present import hub_id
 from mlm.errors import CorruptFileError, UserError
 from mlm.files.atomic import digest_bytes, digest_file

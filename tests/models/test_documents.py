@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from mlm.checkpoint.huggingface.names import gpt2_from_huggingface
 from mlm.data.config import DataConfig
 from mlm.models import documents as module
 from mlm.models.config import ModelConfig
 from mlm.models.documents import Boundaries, Spans, bias_of, positions_of, spans_of
+from mlm.models.gpt2.huggingface import MAPPING
 from mlm.models.gpt2.model import GPT2
 from mlm.parallel.collectives import all_reduce, gather_rows
 from mlm.parallel.cross_entropy import full_logits
@@ -106,8 +106,8 @@ def expected(reset_positions: bool, reset_attention: bool, mask_eod_loss: bool) 
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return {
         "boundaries": Boundaries(EOD, reset_positions, reset_attention, mask_eod_loss),
-        "weights": gpt2_from_huggingface(model.state_dict(), 4),
-        "grads": gpt2_from_huggingface(grads, 4),
+        "weights": MAPPING.to_ours(model.state_dict(), MODEL),
+        "grads": MAPPING.to_ours(grads, MODEL),
         "logits": logits,
         "loss": total.detach(),
     }

@@ -1,8 +1,8 @@
-"""A model folder of `transformers`, read without it: its files, settings and what tensors it holds. Only JSON
-and safetensors.
+"""A model folder of `transformers`, read without it: settings, files and the tensors they hold.
 
-Nothing in the folder is executed, sizes are bounded before anything is read, and no file outside it is
-opened: links are followed only as the Hub's cache lays them (snapshots/… -> blobs/…).
+Only JSON and safetensors are read. Nothing in the folder is executed, sizes are bounded before anything is
+read, and no file outside it is opened: links are followed only as the Hub's cache makes them (snapshots/… ->
+blobs/…).
 """
 
 import os
@@ -14,23 +14,22 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from mlm.checkpoint.huggingface.config import Family, family_of
-from mlm.checkpoint.huggingface.content import Content, Ids, told_ids
-from mlm.checkpoint.huggingface.keys import show
 from mlm.checkpoint.native.format import JSON
 from mlm.checkpoint.native.shard_file import Stored, read_safetensors_header
 from mlm.errors import CorruptFileError, UserError
 from mlm.files.bounded import parse_json, read_bounded
 from mlm.models.config import ModelConfig
+from mlm.models.family import SHIPPED, family_of
+from mlm.models.huggingface import FolderContent, HuggingFaceMapping, TokenIds, kept_ids, show
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 TOKENIZER = (
     *("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt"),
     *("tokenizer_config.json", "added_tokens.json"),
 )
-"""Files that hold tokenizers; the last two are read where there is no tokenizer.json."""
+"""Files of tokenizers; the last two are read if there is no tokenizer.json."""
 SMALL_FILES = (CONFIG, INDEX, *TOKENIZER)
-"""All we read besides the tensors."""
+"""All files that are read besides the tensors."""
 ADAPTER = "adapter_config.json"
 
 MAX_BYTES = {CONFIG: 1 << 20, INDEX: 1 << 26} | dict.fromkeys(TOKENIZER, 1 << 28)
@@ -41,9 +40,9 @@ AGAIN = "Download or save it again"
 
 
 def find_file(folder: Path, name: str) -> Path | None:
-    """A regular file of the folder, or of the Hub's cache that a snapshot links to; None if it is not there.
+    """Return a regular file of the folder, or of the Hub's cache that a snapshot links to; None if absent.
 
-    Raises UserError when it is something else, or larger than such a file can be.
+    Raises UserError if it is something else, or larger than such a file can be.
     """
     path = folder / name
     if not os.path.lexists(path):
@@ -56,7 +55,7 @@ def find_file(folder: Path, name: str) -> Path | None:
     allowed = [root]
     if root.parent.name == "snapshots":  # models--owner--name/snapshots/COMMIT: blobs of it, or of all models
         allowed += [root.parents[1] / "blobs", root.parents[2] / "blobs"]
-    if not any(target.is_relative_to(place) for place in allowed):
+    if not any(target.is_relative_to(parent) for parent in allowed):
         raise UserError(f"{path}: a link that leads out of the folder. Put the file itself there")
     if not stat.S_ISREG(found.st_mode):
         raise UserError(f"{path}: no plain file. {AGAIN}")
@@ -67,117 +66,137 @@ def find_file(folder: Path, name: str) -> Path | None:
 
 
 def read_json(folder: Path, name: str) -> dict[str, JSON]:
-    """A JSON object in the folder. Raises UserError without a file, CorruptFileError when it is no object."""
+    """Return a JSON object of the folder. Raises UserError if there is no file, else CorruptFileError."""
     path = find_file(folder, name)
     if path is None:
         raise UserError(f"{folder}: holds no {name}. Name the folder of a model that transformers saved")
     try:
-        said = parse_json(read_bounded(path, MAX_BYTES[name], AGAIN), finite=False)
+        content = parse_json(read_bounded(path, MAX_BYTES[name], AGAIN), finite=False)
     except OSError as error:
         raise UserError(f"{folder / name}: {error.strerror}. Make it readable") from error
     except CorruptFileError:
         raise
     except ValueError as error:
         raise CorruptFileError(f"{folder / name}: is no JSON ({error}). {AGAIN}") from error
-    if not isinstance(said, dict):
+    if not isinstance(content, dict):
         raise CorruptFileError(f"{folder / name}: is no JSON object. {AGAIN}")
-    return said
+    return content
 
 
 @dataclass(frozen=True)
 class HFSettings:
-    """What config.json says."""
+    """The content of config.json."""
 
     folder: Path
-    family: Family
+    mapping: HuggingFaceMapping
     config: ModelConfig
-    """All but the head, which the tensors tell."""
+    """All settings but the head, which the tensors show."""
     notes: tuple[str, ...]
-    """What is taken differently from what it says."""
-    said: Mapping[str, JSON]
-    """All of it."""
+    """Differences from config.json."""
+    raw: Mapping[str, JSON]
+    """All of config.json."""
 
     @property
     def tied(self) -> bool:
-        """Whether the output layer is the token table even where the file holds no output layer."""
-        return self.said.get("tie_word_embeddings", True) is True
+        """True if the output layer is the token table even where the file holds no output layer."""
+        return self.raw.get("tie_word_embeddings", True) is True
 
 
 @dataclass(frozen=True)
 class HFModel:
-    """A model folder: its settings, and where its tensors lie."""
+    """A model folder: its settings, and the location of its tensors."""
 
     settings: HFSettings
-    content: Content
+    content: FolderContent
     files: Mapping[str, Path]
-    """The safetensors files: name -> where its bytes are."""
+    """Safetensors file -> path of its bytes."""
     stored: Mapping[str, tuple[str, Stored]]
-    """File and layout of every tensor, under the plain names of the family."""
+    """Plain name of each tensor -> its file and layout."""
 
     @cached_property
-    def told(self) -> tuple[Ids, tuple[str, ...]]:
-        """What an export says again of padding and labels, and notes on what it cannot."""
-        return told_ids(self.settings.said, self.config)
+    def kept(self) -> tuple[TokenIds, tuple[str, ...]]:
+        """Padding and labels that an export writes again, and notes on those that it cannot."""
+        return kept_ids(self.settings.raw, self.config)
 
     @property
     def folder(self) -> Path:
-        """Where it is."""
+        """The folder."""
         return self.settings.folder
 
     @property
-    def family(self) -> Family:
-        """What it is there."""
-        return self.settings.family
+    def mapping(self) -> HuggingFaceMapping:
+        """The mapping of its family."""
+        return self.settings.mapping
 
     @property
     def config(self) -> ModelConfig:
-        """What it is here."""
+        """Our settings of the model."""
         return self.content.config
 
     @property
+    def architecture(self) -> str:
+        """Class of `transformers` that holds the model."""
+        return self.mapping.architecture(self.config)
+
+    @property
     def notes(self) -> tuple[str, ...]:
-        """What people should know: one line each."""
-        return (*self.settings.notes, *self.content.notes, *self.told[1])
+        """Remarks for the user, one line each."""
+        return (*self.settings.notes, *self.content.notes, *self.kept[1])
+
+
+def mapping_for(config: Mapping[str, JSON], path: str) -> HuggingFaceMapping:
+    """Return the mapping of the family that a config.json is of. Raises UserError if there is none."""
+    model_type = config.get("model_type")
+    mappings = [mapping for kind in SHIPPED if (mapping := family_of(kind).huggingface)]
+    for mapping in mappings:
+        if model_type in mapping.model_types:
+            return mapping
+    supported = (name for mapping in mappings for name in mapping.model_types)
+    raise UserError(
+        f"{path}: model_type={show(model_type)} is not a model of ours; supported: {', '.join(supported)}"
+    )
 
 
 def read_settings(folder: Path) -> HFSettings:
-    """Read config.json of a model folder. Raises UserError (all its faults together)."""
+    """Read config.json of a model folder. Raises UserError with all its problems together."""
     if not folder.is_dir():
         raise UserError(f"{folder}: is no folder. Name one with config.json and model.safetensors")
-    said, path = read_json(folder, CONFIG), str(folder / CONFIG)
+    content, path = read_json(folder, CONFIG), str(folder / CONFIG)
     if find_file(folder, ADAPTER):
         raise UserError(
             f"{folder}: {ADAPTER}: holds an adapter, whose weights are not in the model. Merge it "
             f"(merge_and_unload of peft), save the model, and name that folder"
         )
-    family = family_of(said, path)
-    config, notes = family.read(said, path)
-    return HFSettings(folder, family, config, tuple(notes), said)
+    mapping = mapping_for(content, path)
+    config, notes = mapping.read(content, path)
+    return HFSettings(folder, mapping, config, tuple(notes), content)
 
 
 def read_model(folder: Path) -> HFModel:
-    """Read the settings and the tensors' names of a model folder. Raises UserError, and CorruptFileError for
-    damaged files."""
+    """Read the settings and the tensors' names of a model folder.
+
+    Raises UserError, and CorruptFileError for damaged files.
+    """
     settings = read_settings(folder)
     files = weight_files(folder)
     stored = _headers(settings, files)
     shapes = {name: layout.shape for name, (_, layout) in stored.items()}
-    return HFModel(settings, settings.family.content(settings.config, shapes, str(folder)), files, stored)
+    return HFModel(settings, settings.mapping.content(settings.config, shapes, str(folder)), files, stored)
 
 
 def _headers(settings: HFSettings, files: Mapping[str, Path]) -> dict[str, tuple[str, Stored]]:
-    """File and layout of every tensor, under its plain name."""
+    """Return file and layout of every tensor, under its plain name."""
     out: dict[str, tuple[str, Stored]] = {}
-    folder, family = settings.folder, settings.family
+    folder, mapping = settings.folder, settings.mapping
     for file, path in files.items():
         with reading(folder / file):
             found = read_safetensors_header(path, AGAIN)[1]
         for theirs, layout in found.items():
-            name = family.plain(theirs)
+            name = mapping.plain(theirs)
             if name in out:
                 raise CorruptFileError(f"{folder}: {name} is in {out[name][0]} and in {file}. {AGAIN}")
             out[name] = file, layout
-    for copy, name in family.tied.items():
+    for copy, name in mapping.tied.items():
         if settings.tied and name not in out and copy in out:  # some writers keep the other of two equal ones
             out[name] = out.pop(copy)
     return out
@@ -185,7 +204,7 @@ def _headers(settings: HFSettings, files: Mapping[str, Path]) -> dict[str, tuple
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Within, an OSError is a UserError that names `path`."""
+    """Turn an OSError within into a UserError that names `path`."""
     try:
         yield
     except OSError as error:
@@ -193,7 +212,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
-    """The safetensors files of a model folder: name -> where its bytes are. Raises UserError."""
+    """Return the safetensors files of a model folder: name -> path of its bytes. Raises UserError."""
     if path := find_file(folder, WEIGHTS):
         return {WEIGHTS: path}
     if not find_file(folder, INDEX):

@@ -1,6 +1,6 @@
-"""The tensors of a model folder of `transformers`, as our parameters: checked, compared, read, digested."""
+"""The tensors of a model folder of `transformers` as our parameters: checked, read, digested."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,46 +14,46 @@ from mlm.checkpoint.huggingface.folder import (
     find_file,
     reading,
 )
-from mlm.checkpoint.huggingface.keys import show
-from mlm.checkpoint.huggingface.names import Place
 from mlm.checkpoint.native.format import DTYPE_NAMES
 from mlm.checkpoint.native.shard_file import copy_region
 from mlm.checkpoint.native.slices import Region
+from mlm.checkpoint.parameters import parameters
 from mlm.errors import UserError
 from mlm.files.atomic import digest_file
+from mlm.models.huggingface import Location, show
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 ROWS = 4096  # compared at a time
 
 
 class HFTensors:
-    """The tensors of a model folder, one read at a time, under our names.
-
-    When it is made, names and dtypes are checked: each parameter is there once but those that
-    `content.filled` names, and nothing else but what the family ignores; `check` compares shapes. Raises
-    UserError.
-    """
+    """The tensors of a model folder, one read at a time, under our names."""
 
     def __init__(self, model: HFModel) -> None:
+        """Check names and dtypes; `check` compares shapes.
+
+        Each parameter must be stored once, but those in `content.filled`, and nothing else but tensors that
+        the family ignores. Raises UserError.
+        """
         self.model = model
-        self._places = self._check_names()
+        self._locations = self._check_names()
 
     @property
     def num_bytes(self) -> int:
-        """Size of all files that hold tensors."""
+        """Bytes of all files that hold tensors."""
         return sum(path.stat().st_size for path in self.model.files.values())
 
     @property
     def filled(self) -> frozenset[str]:
-        """Parameters of the folder's model that are not there: not for `read`, they take initial values."""
+        """Parameters that the folder lacks: not for `read`, they take initial values."""
         return self.model.content.filled
 
     def holds(self, name: str) -> bool:
-        """Whether `read` can be asked for this parameter."""
-        return name in self._places
+        """Return True if `read` has this parameter."""
+        return name in self._locations
 
     def digests(self, progress: Callable[[int], None]) -> dict[str, str]:
-        """Content digest of each file read, those of the tokenizer too; `progress` hears of tensor bytes."""
+        """Return the content digest of each file, the tokenizer's too; `progress` receives tensor bytes."""
         out, folder = {}, self.model.folder
         beside_vocabulary, vocabulary = TOKENIZER[-1], TOKENIZER[-2]
         for name in SMALL_FILES:
@@ -67,33 +67,34 @@ class HFTensors:
                 out[name] = digest_file(path, progress)
         return dict(sorted(out.items()))
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raises UserError unless every parameter has, there, the shape that it needs here, and what is
-        stored twice is equal."""
-        for name, shape in shapes.items():
+    def check(self) -> None:
+        """Raise UserError unless shapes are those that config.json implies, and copies are equal."""
+        for name, parameter in parameters(self.model.config).items():
             if name in self.filled:
                 continue
-            want = self._places[name].shape(shape)
-            for theirs in self._places[name].names:
+            want = self._locations[name].shape(parameter.shape)
+            for theirs in self._locations[name].names:
                 file, stored = self.model.stored[theirs]
                 if stored.shape != want:
                     raise UserError(
                         f"{self.model.folder / file}: {theirs} is {list(stored.shape)}, {CONFIG} makes it "
-                        f"{list(want)}. Mend {CONFIG}, or save the model again"
+                        f"{list(want)}. Fix {CONFIG}, or save the model again"
                     )
         self._check_tied()
 
     def read(self, name: str, region: Region) -> Tensor:
-        """Those elements of our parameter `name`, float32. What lies as ours is read in part; of others the
-        whole tensor is held, twice at most."""
-        place = self._places[name]
-        if place.is_plain:
-            return self._load(place.names[0], region)
-        whole = place.to_ours([self._load(theirs) for theirs in place.names])
+        """Return those elements of our parameter `name`, float32.
+
+        A tensor stored like ours is read in part; of others the whole is held, twice at most.
+        """
+        location = self._locations[name]
+        if location.is_plain:
+            return self._load(location.names[0], region)
+        whole = location.to_ours([self._load(theirs) for theirs in location.names])
         return whole[region.within(Region((0,) * whole.ndim, tuple(whole.shape)))]
 
     def _load(self, theirs: str, region: Region | None = None) -> Tensor:
-        """A tensor as it is stored, or some of its elements, as float32."""
+        """Return a tensor as it is stored, or some of its elements, as float32."""
         file, stored = self.model.stored[theirs]
         whole = Region((0,) * len(stored.shape), stored.shape)
         region = region or whole
@@ -103,22 +104,22 @@ class HFTensors:
                 copy_region(f, stored, region, whole, target)
         return target
 
-    def _check_names(self) -> dict[str, Place]:
-        model, places, known = self.model, {}, set(self.model.content.left_out)
-        for ours, place in model.family.places(model.config):  # stops at the first that is missing
+    def _check_names(self) -> dict[str, Location]:
+        model, locations, known = self.model, {}, set(self.model.content.left_out)
+        for ours, location in model.mapping.locations(model.config):  # stops at the first that is missing
             if ours in self.filled:
                 continue
-            for theirs in place.names:
+            for theirs in location.names:
                 if theirs not in model.stored:
                     raise UserError(
                         f"{model.folder}: holds no tensor {theirs}, which {CONFIG} asks for. {AGAIN}"
                     )
-            places[ours] = place
-            known.update(place.names)
-        known_twice = {copy for copy, name in model.family.tied.items() if name in known}
+            locations[ours] = location
+            known.update(location.names)
+        known_twice = {copy for copy, name in model.mapping.tied.items() if name in known}
         for name, (file, stored) in model.stored.items():
-            if name not in known | known_twice and not model.family.ignored.fullmatch(name):
-                wanted = model.family.architectures[model.config.head]
+            if name not in known | known_twice and not model.mapping.ignored.fullmatch(name):
+                wanted = model.architecture
                 raise UserError(
                     f"{model.folder / file}: {show(name)} is no parameter of {wanted}. Save the model as "
                     f"{wanted}, without other heads or more layers than {CONFIG} says"
@@ -129,13 +130,13 @@ class HFTensors:
                     f"{model.folder / file}: {name} is {DTYPE_NAMES[stored.dtype]}; supported: {kinds}. Save "
                     f"the model in one of them"
                 )
-        return places
+        return locations
 
     def _check_tied(self) -> None:
-        """What is stored once more must be equal: the output layer is our token table."""
+        """Raise UserError unless copies are equal: the output layer is our token table."""
         model = self.model
         has_output = model.config.head == "language_model"
-        for copy, name in model.family.tied.items():
+        for copy, name in model.mapping.tied.items():
             if copy in model.stored:
                 self._check_copy(copy, name)
             elif has_output and not model.settings.tied and copy.endswith("weight"):
@@ -153,6 +154,6 @@ class HFTensors:
             equal = equal and torch.equal(self._load(name, region), self._load(copy, region))
         if not equal:
             raise UserError(
-                f"{self.model.folder}: {copy} differs from {name}: an output layer of its own is not "
+                f"{self.model.folder}: {copy} differs from {name}: an untied output layer is not "
                 f"supported, ours is the token table"
             )

@@ -1,79 +1,50 @@
-"""What a Megatron-LM run was told (its `args`) as the shape of our model, or why it is no model of ours.
+"""Arguments of a Megatron-LM run (its `args`) as the settings of our model, or why it is not supported.
 
-Source: NVIDIA/Megatron-LM, arguments.py from 2020 to 2025. A setting that a version did not have is absent,
-and has that version's one behaviour.
+An argument that a version did not have is absent, and has that version's one behaviour.
 """
 
 import argparse
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from mlm.checkpoint.megatron.files import shown
-from mlm.errors import ConfigError, CorruptFileError, UserError
+from mlm.errors import CorruptFileError, UserError
 from mlm.models.config import ModelConfig
+from mlm.models.family import SHIPPED, family_of
+from mlm.models.megatron import MegatronMapping
 
-VOCABULARIES = {"gpt2": (50257,), "bert": (30522, 28996)}
-"""Tokens of the published ones: GPT-2's; BERT's, uncased and cased."""
-OURS = "mlm imports GPT-2 and BERT: layer norm first, learned positions, gelu, biases, tied embeddings"
 
-TOKEN_TYPES = 2
-"""Rows of BERT's table of token types, where it has one."""
+def mappings() -> dict[str, MegatronMapping]:
+    """Return kind of model -> its mapping, in the order in which they are tried."""
+    found = {kind: family_of(kind).megatron for kind in SHIPPED}
+    return {kind: mapping for kind, mapping in found.items() if mapping is not None}
 
-FOREIGN = (
-    ("use_rotary_position_embeddings", (None, False)),
-    ("position_embedding_type", (None, "learned_absolute")),
-    ("add_position_embedding", (None, True)),
-    ("normalization", (None, "LayerNorm")),
-    ("apply_layernorm_1p", (None, False)),
-    ("apply_residual_connection_post_layernorm", (None, False)),
-    ("swiglu", (None, False)),
-    ("squared_relu", (None, False)),
-    ("quick_geglu", (None, False)),
-    ("untie_embeddings_and_output_weights", (None, False)),
-    ("add_bias_linear", (None, True)),
-    ("disable_bias_linear", (None, False)),
-    ("num_experts", (None, 0, 1)),
-    ("multi_latent_attention", (None, False)),
-    ("qk_layernorm", (None, False)),
-    ("qk_l2_norm", (None, False)),
-    ("softmax_type", (None, "vanilla")),
-    ("use_mup", (None, False)),  # multiplies embeddings, logits and attention by widths
-    ("scaling_recipe", (None, "none")),
-    ("window_size", (None,)),
-    ("attention_output_gate", (None, False)),
-    ("activation_func_clamp_value", (None,)),
-    ("mtp_num_layers", (None, 0)),
-    ("retro_add_retriever", (None, False)),
-    ("hybrid_override_pattern", (None,)),
-)
-"""Settings that make another model of it, and the values that do not."""
+
+def family_names() -> str:
+    """Return the names of what is imported, for messages."""
+    return " and ".join(mapping.name for mapping in mappings().values())
 
 
 @dataclass(frozen=True)
-class Shapes:
-    """What the tensors themselves tell."""
+class Sizes:
+    """Sizes of the model that the tensors show."""
 
-    kind: Literal["gpt2", "bert"]
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    max_positions: int
-    table_rows: int
-    """Rows of the token table, padding included."""
+    fields: Mapping[str, int]
+    """Fields of ModelConfig, num_layers among them; vocab_size is the rows of the token table, padding
+    included."""
     tp: int
-    pp: int
 
 
 class Settings:
-    """The args of one rank file. Values of kinds that are not asked for are never looked at."""
+    """The args of one rank file. Values of types that are not asked for are never looked at."""
 
     def __init__(self, args: Any, path: Path) -> None:
         self.path = path
         self.known = args is not None
-        """Whether the file holds any; those of 2019 do not."""
+        """True if the file holds any; those of 2019 do not."""
         if self.known and type(args) is not argparse.Namespace:
             raise CorruptFileError(
                 f"{path}: its args are {type(args).__name__}, not a Namespace: copy it again"
@@ -81,9 +52,9 @@ class Settings:
         self.values: Mapping[str, Any] = vars(args) if self.known else {}
 
     def number(self, *names: str) -> int | None:
-        """The first of these settings that is there and not None, a positive whole number.
+        """Return the first of these that is given and not None, a positive whole number.
 
-        Raises CorruptFileError when it is no such number.
+        Raises CorruptFileError if it is no such number.
         """
         for name in names:
             value = self.values.get(name)
@@ -94,7 +65,7 @@ class Settings:
         return None
 
     def fraction(self, *names: str, default: float, least: float = 0.0) -> float:
-        """The first of these settings that is there, from `least` to below 1. Raises CorruptFileError."""
+        """Return the first of these that is given, from `least` to below 1. Raises CorruptFileError."""
         for name in names:
             value = self.values.get(name)
             if value is not None:
@@ -108,32 +79,36 @@ class Settings:
 
 
 def say(value: Any) -> str:
-    """A value for a message; one of a kind that args do not have is named by its kind."""
+    """Return a value for a message; one of a type that args do not have is named by its type."""
     if type(value) is int and abs(value) >= 1 << 63:
         return "(a huge number)"
     plain = value is None or type(value) in (bool, int, float, str)
     return shown(str(value)) if plain else f"({type(value).__name__})"
 
 
-def check_ours(settings: Settings) -> None:
-    """Raises ConfigError, a line for each setting that makes it a model we do not have."""
-    values = settings.values
-    faults = [
-        f"args.{name}={say(values[name])}: {OURS}"
-        for name, ours in FOREIGN
-        if name in values and not any(values[name] is one or _equal(values[name], one) for one in ours)
+def imported(mapping: MegatronMapping) -> str:
+    """Return what is imported, for a message about something else."""
+    return f"mlm imports {family_names()}: {mapping.summary}"
+
+
+def unsupported(settings: Settings, mapping: MegatronMapping) -> list[str]:
+    """Return a line for each argument that makes a model which the family is not."""
+    values, ours = settings.values, imported(mapping)
+    problems = [
+        f"args.{name}={say(values[name])}: {ours}"
+        for name, supported in mapping.args.items()
+        if name in values and not any(values[name] is one or _equal(values[name], one) for one in supported)
     ]
     heads = settings.number("num_attention_heads")
     if not is_usual_softmax_scale(settings, heads):
-        faults.append(f"args.softmax_scale={say(values['softmax_scale'])}, not 1/sqrt(head width): {OURS}")
+        problems.append(f"args.softmax_scale={say(values['softmax_scale'])}, not 1/sqrt(head width): {ours}")
     if values.get("group_query_attention") is True and settings.number("num_query_groups") != heads:
-        faults.append(f"args.group_query_attention=True with fewer groups than heads: {OURS}")
-    if faults:
-        raise ConfigError([f"{settings.path}: {fault}" for fault in faults])
+        problems.append(f"args.group_query_attention=True with fewer groups than heads: {ours}")
+    return [f"{settings.path}: {problem}" for problem in problems]
 
 
 def is_usual_softmax_scale(settings: Settings, heads: int | None) -> bool:
-    """True if attention scores are divided by the square root of a head's width, as ours are."""
+    """Return True if attention scores are divided by the square root of a head's width, as ours are."""
     scale = settings.values.get("softmax_scale")
     if scale is None:
         return True
@@ -143,7 +118,7 @@ def is_usual_softmax_scale(settings: Settings, heads: int | None) -> bool:
 
 
 def check_layout(settings: Settings, tp: int, pp: int) -> None:
-    """Raises CorruptFileError when the run had more or fewer ranks than there are files."""
+    """Raise CorruptFileError if the run had more or fewer ranks than there are files."""
     for names, found in (
         (("tensor_model_parallel_size", "model_parallel_size"), tp),
         (("pipeline_model_parallel_size",), pp),
@@ -160,23 +135,34 @@ def _equal(value: Any, one: Any) -> bool:
     return type(value) is type(one) and bool(value == one)
 
 
-def model_config(
-    settings: Settings, shapes: Shapes, *, num_heads: int | None, vocab_size: int
-) -> ModelConfig:
-    """The model that settings and tensors agree on; `num_heads` is for files without args.
+def shape_config(settings: Settings, kind: str, sizes: Sizes) -> ModelConfig:
+    """Return a model with all shapes of the files; the number of heads is none of them."""
+    ffn = sizes.fields.get("ffn_hidden_size")
+    known = {
+        **sizes.fields,
+        **mappings()[kind].settings(settings.values),
+        "ffn_hidden_size": None if ffn == 4 * sizes.fields["hidden_size"] else ffn,
+    }
+    return ModelConfig(kind=kind, num_heads=1, **known)
 
-    Raises CorruptFileError where they disagree, UserError when the number of heads is not known.
+
+def model_config(
+    settings: Settings, kind: str, sizes: Sizes, *, num_heads: int | None, vocab_size: int
+) -> ModelConfig:
+    """Return the model that arguments and tensors agree on; `num_heads` is for files without args.
+
+    Raises CorruptFileError where they disagree, UserError if the number of heads is not known.
     """
-    path, h = settings.path, shapes.hidden_size
-    pairs = (
-        (("num_layers", "encoder_num_layers"), shapes.num_layers),
-        (("hidden_size",), h),
-        (("ffn_hidden_size",), shapes.ffn_hidden_size),
-        (("max_position_embeddings",), shapes.max_positions),
-    )
-    for names, found in pairs:
-        said = settings.number(*names)
-        if said is not None and said != found:
+    path, h = settings.path, sizes.fields["hidden_size"]
+    pairs = {
+        "num_layers": ("num_layers", "encoder_num_layers"),
+        "hidden_size": ("hidden_size",),
+        "ffn_hidden_size": ("ffn_hidden_size",),
+        "max_positions": ("max_position_embeddings",),
+    }
+    for name, names in pairs.items():
+        said, found = settings.number(*names), sizes.fields.get(name)
+        if said is not None and found is not None and said != found:
             raise CorruptFileError(
                 f"{path}: args.{names[0]}={said}, but the files make {found}: they are not of one run"
             )
@@ -190,21 +176,15 @@ def model_config(
             f"(64 columns each in GPT-2: num_heads={max(1, h // 64)})"
         )
     width = settings.number("kv_channels") or h // heads
-    if h % heads or heads % shapes.tp or width * heads != h:
+    if h % heads or heads % sizes.tp or width * heads != h:
+        remedy = "give another num_heads=…" if said_heads is None else imported(mappings()[kind])
         raise UserError(
-            f"num_heads={heads} does not fit hidden_size={h} at tp={shapes.tp}, heads of {width} columns: "
-            f"{'give another num_heads=…' if said_heads is None else OURS}"
+            f"num_heads={heads} does not fit hidden_size={h} at tp={sizes.tp}, heads of {width} columns: "
+            f"{remedy}"
         )
-    is_bert = shapes.kind == "bert"
-    return ModelConfig(
-        kind=shapes.kind,
-        token_types=TOKEN_TYPES if is_bert else 0,
-        activation="gelu_tanh" if is_tanh_gelu(settings) else "gelu",
-        num_layers=shapes.num_layers,
-        hidden_size=h,
+    return replace(
+        shape_config(settings, kind, sizes),
         num_heads=heads,
-        ffn_hidden_size=None if shapes.ffn_hidden_size == 4 * h else shapes.ffn_hidden_size,
-        max_positions=shapes.max_positions,
         vocab_size=vocab_size,
         hidden_dropout=settings.fraction("hidden_dropout", default=0.1),
         attention_dropout=settings.fraction("attention_dropout", default=0.1),
@@ -213,21 +193,23 @@ def model_config(
     )
 
 
-def true_vocabulary(settings: Settings, shapes: Shapes, *, vocab_size: int | None, known: int | None) -> int:
-    """Rows of the token table that are tokens: `vocab_size`, or the tokenizer's (`known`), or the published.
+def true_vocabulary(
+    settings: Settings, kind: str, sizes: Sizes, *, vocab_size: int | None, known: int | None
+) -> int:
+    """Return the rows of the token table that are tokens: `vocab_size`, the tokenizer's (`known`), or those
+    of a published tokenizer.
 
-    Raises UserError when they do not fit the table, or the published would leave out more than padding.
+    Raises UserError if they do not fit the table, or the published would leave out more than padding.
     """
-    rows = shapes.table_rows
+    rows, mapping = sizes.fields["vocab_size"], mappings()[kind]
     if vocab_size is None and known is None:
-        quantum = (settings.number("make_vocab_size_divisible_by") or 128) * shapes.tp
-        published = VOCABULARIES[shapes.kind]
+        quantum = (settings.number("make_vocab_size_divisible_by") or 128) * sizes.tp
+        published = mapping.vocabularies
         for tokens in published:
             if tokens <= rows < tokens + quantum:
                 return tokens
-        name = "GPT-2" if shapes.kind == "gpt2" else "BERT"
         raise UserError(
-            f"vocab_size=null: the token table has {rows} rows, which {name}'s "
+            f"vocab_size=null: the token table has {rows} rows, which {mapping.name}'s "
             f"{' or '.join(map(str, published))} tokens do not fill: give vocab_size=… (tokens without "
             f"padding) or tokenizer=…"
         )
@@ -246,31 +228,8 @@ def true_vocabulary(settings: Settings, shapes: Shapes, *, vocab_size: int | Non
 
 
 def notes(settings: Settings, kind: str) -> tuple[str, ...]:
-    """What differs a little from the run that wrote it, one line each."""
-    said = []
-    if kind == "bert" and is_tanh_gelu(settings) and not is_tanh_gelu_in_head(settings):
-        said.append(
-            "its masked-LM head was trained with the exact gelu, its layers with the tanh approximation "
-            "(args.bias_gelu_fusion=True); mlm computes the approximation in both, within 5e-4 of the other"
-        )
+    """Return what differs a little from the run that wrote it, one line each."""
+    found = list(mappings()[kind].notes(settings.values))
     if not settings.known:
-        said.append("it holds no args: dropout, layer norm epsilon and initial weights take mlm's defaults")
-    return tuple(said)
-
-
-def is_tanh_gelu_in_head(settings: Settings) -> bool:
-    """Whether BERT's masked-LM head computed the tanh form: the fused kernel is of the layers alone."""
-    values = settings.values
-    return values.get("openai_gelu") is True or "openai_gelu" not in values
-
-
-def is_tanh_gelu(settings: Settings) -> bool:
-    """Whether it computed gelu by its tanh form. That is Megatron-LM's fused kernel, its openai_gelu, and all
-    of it before openai_gelu became a choice (2020); torch's gelu, its other choice, is the exact one.
-    """
-    values = settings.values
-    if values.get("openai_gelu") is True:
-        return True
-    if values.get("onnx_safe"):
-        return False
-    return values.get("bias_gelu_fusion", "openai_gelu" not in values) is True
+        found.append("it holds no args: dropout, layer norm epsilon and initial weights take mlm's defaults")
+    return tuple(found)

@@ -1,14 +1,13 @@
-"""Weights of Megatron-LM's GPT-2 and BERT in this project's names and order, merged from the files of all
-ranks.
+"""Weights of a Megatron-LM run in our names and order, merged from the files of all ranks.
 
 A rank file holds "model", or with virtual pipeline stages "model0", "model1", …: part v of pipeline rank p is
 stage v * pp + p (arXiv:2104.04473, section 2.2). Layers are numbered from 0 in each. The order of the fused
-qkv rows goes by checkpoint_version: NVIDIA/Megatron-LM, megatron/checkpointing.py,
+qkv rows depends on checkpoint_version: NVIDIA/Megatron-LM, megatron/checkpointing.py,
 fix_query_key_value_ordering.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,35 +15,35 @@ import torch
 from torch import Tensor
 
 from mlm.checkpoint.megatron.args import (
-    TOKEN_TYPES,
     Settings,
+    Sizes,
     check_layout,
-    check_ours,
+    mappings,
     model_config,
     notes,
     say,
+    shape_config,
     true_vocabulary,
 )
 from mlm.checkpoint.megatron.files import RankFiles, read_file, shown
-from mlm.checkpoint.megatron.names import HEAD, is_bert, our_names, tp_dim
-from mlm.checkpoint.megatron.sizes import check_replicas, shapes_of
+from mlm.checkpoint.megatron.tensors import (
+    Named,
+    check_replicas,
+    kind_of,
+    named_values,
+    our_names,
+    whole_shape,
+)
 from mlm.checkpoint.native.slices import Region
+from mlm.checkpoint.native.stream import GlobalTensor
+from mlm.checkpoint.parameters import parameters
 from mlm.errors import CorruptFileError, UserError
 from mlm.models.config import ModelConfig
+from mlm.models.megatron import HEAD, MegatronMapping
 
-_PER_LAYER = tuple(
-    f"{module}.{kind}"
-    for module in ("attention_norm", "attention.qkv", "attention.out", "mlp_norm", "mlp.up", "mlp.down")
-    for kind in ("weight", "bias")
-)
-_OUTER = ("token.weight", "position.weight", "final_norm.weight", "final_norm.bias")
-_BERT_OUTER = (
-    *(f"mlm_head.{module}.{kind}" for module in ("transform", "norm") for kind in ("weight", "bias")),
-    "mlm_head.vocabulary.bias",
-)
-_BINARY_HEAD = ("pooler", "sop_head")
-"""What a BERT trained with --bert-no-binary-head does not have; nor has it token types."""
 _VERSIONS = (0, 1.0, 2.0, 3.0)
+Parts = dict[str, tuple[Tensor, ...]]
+"""Our name -> the tensor of each tensor-parallel rank."""
 
 
 @dataclass(frozen=True)
@@ -53,32 +52,31 @@ class MegatronModel:
 
     files: RankFiles
     model: ModelConfig
-    parts: Mapping[str, tuple[Tensor, ...]]
-    """Our name -> what each tensor-parallel rank holds."""
+    parts: Parts
+    tp_dims: Mapping[str, int | None]
+    """Our name -> the dim that tensor-parallel ranks share; None where each holds all of it."""
     version: float
     """Order of the qkv rows."""
     vp: int
     iteration: int | None
     table_rows: int
     filled: frozenset[str]
-    """Parameters that are not there: they take initial values."""
+    """Parameters that the files lack: they take initial values."""
     notes: tuple[str, ...]
     """Remarks for the user, one line each."""
 
     def read(self, name: str, region: Region) -> Tensor:
-        """Those elements of a parameter, whole over tp, float32 on CPU.
+        """Return those elements of a parameter, whole over tp, float32 on CPU.
 
-        Raises CorruptFileError when some are not finite.
+        Raises CorruptFileError if some are not finite.
         """
-        parts, dim = self.parts[name], tp_dim(name)
+        parts, dim = self.parts[name], self.tp_dims[name]
         if dim is None:
             whole = parts[0].to(torch.float32)
         else:
-            shape = list(parts[0].shape)
-            shape[dim] *= len(parts)
-            whole = torch.empty(shape)
-            for part, place in zip(parts, whole.chunk(len(parts), dim), strict=True):
-                place.copy_(self._ordered(name, part))
+            whole = torch.empty(whole_shape(parts, dim))
+            for part, target in zip(parts, whole.chunk(len(parts), dim), strict=True):
+                target.copy_(self._ordered(name, part))
         wanted = whole[region.within(Region((0,) * whole.ndim, tuple(whole.shape)))]
         if not torch.isfinite(wanted).all():
             raise CorruptFileError(
@@ -87,7 +85,7 @@ class MegatronModel:
         return wanted.contiguous()
 
     def _ordered(self, name: str, part: Tensor) -> Tensor:
-        """A rank's part with the rows of the fused qkv as [head][q, k, v][column].
+        """Return a rank's part with the rows of the fused qkv as [head][q, k, v][column].
 
         Version 0 has [q, k, v][head][column], 1.0 has [head][column][q, k, v], later ones are as ours.
         """
@@ -95,65 +93,83 @@ class MegatronModel:
             return part
         heads = self.model.num_heads // self.files.tp
         if self.version == 0:
-            return part.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2)
-        return part.unflatten(0, (heads, -1, 3)).transpose(1, 2).flatten(0, 2)
+            rows = part.reshape(3, heads, -1, *part.shape[1:]).transpose(0, 1)
+        else:
+            rows = part.reshape(heads, -1, 3, *part.shape[1:]).transpose(1, 2)
+        return rows.flatten(0, 2)
 
 
 def open_checkpoint(
     files: RankFiles, *, vocab_size: int | None = None, known: int | None = None, num_heads: int | None = None
 ) -> MegatronModel:
-    """Open and check every rank file: names, shapes, replicas and the tied head equal, settings ours.
+    """Open and check every rank file: names, shapes, equal replicas and tied head, supported arguments.
 
     Args:
-        vocab_size: tokens without padding; None takes `known`, the tokenizer's, else GPT-2's where it fits.
-        num_heads: for a file that does not say.
+        files: Those of one iteration.
+        vocab_size: Tokens without padding; None takes `known`, else a published size where it fits.
+        known: Tokens of the tokenizer.
+        num_heads: For a file that does not hold it.
 
-    Raises UserError for a model that is not ours or what is left to say, CorruptFileError for bad files.
+    Raises:
+        UserError: The model is not supported, or something has to be specified.
+        CorruptFileError: A file is damaged, or they do not belong together.
     """
     ranks = {rank: read_file(path) for rank, path in sorted(files.files.items())}
-    first = files.files[0, 0]
-    settings = Settings(ranks[0, 0].get("args"), first)
-    check_ours(settings)
+    settings = Settings(ranks[0, 0].get("args"), files.files[0, 0])
+    vp = _num_chunks(files.files[0, 0], ranks[0, 0])
+    chunks = {rank: _chunks(files, rank, content, vp) for rank, content in ranks.items()}
+    kind = kind_of({files.files[rank]: found for rank, found in chunks.items()}, settings)
     check_layout(settings, files.tp, files.pp)
     version = _check_one_run(files, ranks)
-    parts, num_layers, vp = _merge(files, ranks)
-    filled, remarks = _complete(parts, files.tp)
-    shapes = shapes_of(files, parts, num_layers)
-    vocabulary = true_vocabulary(settings, shapes, vocab_size=vocab_size, known=known)
-    model = model_config(settings, shapes, num_heads=num_heads, vocab_size=vocabulary)
-    check_replicas(files, parts)
+    parts, num_layers = _merge(files, chunks, mappings()[kind])
+    sizes = _sizes(files, parts, num_layers, mappings()[kind])
+    wanted = parameters(replace(shape_config(settings, kind, sizes), vocab_multiple=1))
+    filled, remarks = _complete(files, parts, wanted, mappings()[kind])
+    tp_dims = _check_shapes(files, parts, wanted)
+    vocabulary = true_vocabulary(settings, kind, sizes, vocab_size=vocab_size, known=known)
+    model = model_config(settings, kind, sizes, num_heads=num_heads, vocab_size=vocabulary)
+    check_replicas(files, parts, tp_dims)
     iteration = ranks[0, 0].get("iteration")
     return MegatronModel(
         files=files,
         model=model,
         parts={name: held for name, held in parts.items() if name != HEAD},
+        tp_dims=tp_dims,
         version=version,
         vp=vp,
         iteration=iteration if type(iteration) is int else None,
-        table_rows=shapes.table_rows,
+        table_rows=sizes.fields["vocab_size"],
         filled=filled,
-        notes=(*remarks, *notes(settings, shapes.kind)),
+        notes=(*remarks, *notes(settings, kind)),
     )
 
 
-def _complete(parts: dict[str, tuple[Tensor, ...]], tp: int) -> tuple[frozenset[str], list[str]]:
-    """Which parameters of a BERT are not there, and remarks. Token types that are not there become zeros: it
-    was trained without."""
-    if not is_bert(parts):
-        return frozenset(), []
-    said = []
-    if "token_type.weight" not in parts:
-        h = parts["final_norm.weight"][0].shape[0]
-        parts["token_type.weight"] = (torch.zeros(TOKEN_TYPES, h),) * tp
-        said.append("it knows no token types: their embeddings are zeros, which training moves")
-    missing = [module for module in _BINARY_HEAD if f"{module}.weight" not in parts]
-    said += [f"no {module} is there: it takes initial values, which training moves" for module in missing]
-    filled = frozenset(f"{module}.{kind}" for module in missing for kind in ("weight", "bias"))
-    return filled, said
+def _num_chunks(path: Path, content: Mapping[str, Any]) -> int:
+    """Return the number of model parts in a file: 1, or its virtual stages."""
+    if "model" in content:
+        return 1
+    count = 0
+    while f"model{count}" in content:
+        count += 1
+    if not count:
+        keys = ", ".join(sorted(content)[:6])
+        raise CorruptFileError(
+            f"{path}: holds no model (it has {shown(keys) or 'nothing'}): name another iteration"
+        )
+    return count
+
+
+def _chunks(files: RankFiles, rank: tuple[int, int], content: Mapping[str, Any], vp: int) -> list[Named]:
+    """Return the model parts of a file."""
+    path = files.files[rank]
+    if _num_chunks(path, content) != vp:
+        raise CorruptFileError(f"{path}: has other model parts than {files.files[0, 0]}: copy it again")
+    keys = ["model"] if "model" in content else [f"model{v}" for v in range(vp)]
+    return [named_values(path, content[key]) for key in keys]
 
 
 def _check_one_run(files: RankFiles, ranks: Mapping[tuple[int, int], dict[str, Any]]) -> float:
-    """The version of all files. Raises CorruptFileError when they are not of one save."""
+    """Return the version of all files. Raises CorruptFileError if they are not of one save."""
     for key in ("iteration", "checkpoint_version"):
         found = {rank: content.get(key) for rank, content in ranks.items()}
         for rank, value in found.items():
@@ -171,23 +187,17 @@ def _check_one_run(files: RankFiles, ranks: Mapping[tuple[int, int], dict[str, A
 
 
 def _merge(
-    files: RankFiles, ranks: Mapping[tuple[int, int], dict[str, Any]]
-) -> tuple[dict[str, tuple[Tensor, ...]], int, int]:
-    """Our name -> each tp rank's tensor; the number of layers; the virtual stages of a pipeline rank."""
+    files: RankFiles, chunks: Mapping[tuple[int, int], list[Named]], mapping: MegatronMapping
+) -> tuple[Parts, int]:
+    """Return what each rank holds of each parameter, and the number of layers."""
     merged: dict[str, list[Tensor]] = {}
-    vp = _chunks(files.files[0, 0], ranks[0, 0])
     num_layers = 0
-    for v in range(vp):
+    for v in range(len(chunks[0, 0])):
         for p in range(files.pp):
             counts = set()
             for t in range(files.tp):
                 path = files.files[t, p]
-                if _chunks(path, ranks[t, p]) != vp:
-                    raise CorruptFileError(
-                        f"{path}: has other model parts than {files.files[0, 0]}: copy it again"
-                    )
-                chunk = ranks[t, p]["model" if "model" in ranks[t, p] else f"model{v}"]
-                named, count = our_names(path, chunk, num_layers)
+                named, count = our_names(path, chunks[t, p][v], mapping, num_layers)
                 counts.add(count)
                 for name, tensor in named.items():
                     held = merged.setdefault(name, [])
@@ -199,34 +209,63 @@ def _merge(
             if len(counts) > 1:
                 raise CorruptFileError(f"{files.path}: ranks of stage {p} differ in layers: copy all again")
             num_layers += counts.pop()
-    for name in _expected(num_layers, merged):
-        if len(merged.get(name, [])) != files.tp:
-            raise CorruptFileError(
-                f"{files.path}: {name} is not in every rank that should hold it: copy all again"
-            )
-    return {name: tuple(held) for name, held in merged.items()}, num_layers, vp
+    if not num_layers:
+        raise CorruptFileError(f"{files.path}: holds no layers: copy it again")
+    return {name: tuple(held) for name, held in merged.items()}, num_layers
 
 
-def _expected(num_layers: int, merged: Iterable[str]) -> Iterator[str]:
-    """What must be there. Of a BERT's pooler and sentence-order head both parameters, or none."""
-    yield from _OUTER
-    if is_bert(merged):
-        yield from _BERT_OUTER
-        there = {name.rpartition(".")[0] for name in merged}
-        yield from (f"{m}.{kind}" for m in _BINARY_HEAD if m in there for kind in ("weight", "bias"))
-    yield from (f"layers.{n}.{name}" for n in range(num_layers) for name in _PER_LAYER)
+def _sizes(files: RankFiles, parts: Parts, num_layers: int, mapping: MegatronMapping) -> Sizes:
+    """Return the sizes that tensors show."""
+    fields = {"num_layers": num_layers}
+    for name, (parameter, is_split) in mapping.sizes.items():
+        held = parts.get(parameter, ())
+        _check_in_every_rank(files, parameter, held)
+        fields[name] = held[0].shape[0] * (files.tp if is_split else 1)
+    return Sizes(fields, files.tp)
 
 
-def _chunks(path: Path, content: Mapping[str, Any]) -> int:
-    """How many model parts a file holds: 1, or its virtual stages."""
-    if "model" in content:
-        return 1
-    count = 0
-    while f"model{count}" in content:
-        count += 1
-    if not count:
-        keys = ", ".join(sorted(content)[:6])
+def _check_in_every_rank(files: RankFiles, name: str, held: tuple[Tensor, ...]) -> None:
+    if len(held) != files.tp:
         raise CorruptFileError(
-            f"{path}: holds no model (it has {shown(keys) or 'nothing'}): name another iteration"
+            f"{files.path}: {name} is not in every rank that should hold it: copy all again"
         )
-    return count
+
+
+def _complete(
+    files: RankFiles, parts: Parts, wanted: Mapping[str, GlobalTensor], mapping: MegatronMapping
+) -> tuple[frozenset[str], list[str]]:
+    """Return the parameters to fill with initial values, and remarks; those that mean zeros are put in.
+
+    Raises CorruptFileError if others are missing.
+    """
+    present = {name.rpartition(".")[0] for name in parts}
+    absent = [module for module in mapping.initial_if_absent if module not in present]
+    filled, remarks = set(), []
+    for name, tensor in wanted.items():
+        if name not in parts and name in mapping.zero_if_absent:
+            parts[name] = (torch.zeros(tensor.shape),) * files.tp
+            remarks.append(mapping.zero_if_absent[name])
+        elif name.rpartition(".")[0] in absent:
+            filled.add(name)
+        else:
+            _check_in_every_rank(files, name, parts.get(name, ()))
+    remarks += [f"no {module} is there: it takes initial values, which training moves" for module in absent]
+    return frozenset(filled), remarks
+
+
+def _check_shapes(
+    files: RankFiles, parts: Parts, wanted: Mapping[str, GlobalTensor]
+) -> dict[str, int | None]:
+    """Return the dim along which each parameter is split. Raises CorruptFileError for a wrong shape."""
+    tp_dims: dict[str, int | None] = {}
+    for name, held in parts.items():
+        tensor = wanted["token.weight" if name == HEAD else name]
+        assert tensor.split is not None
+        dim = tp_dims[name] = tensor.split.tp_dim
+        if len({part.shape for part in held}) > 1 or whole_shape(held, dim) != tensor.shape:
+            found = " + ".join(str(list(part.shape)) for part in held[:4])
+            raise CorruptFileError(
+                f"{files.path}: {name} is {found} in its {files.tp} tensor-parallel ranks, "
+                f"{list(tensor.shape)} is needed in all: some are missing or of another model"
+            )
+    return tp_dims

@@ -1,4 +1,4 @@
-"""The state of a training run in a manifest: what must hold before any of it is believed."""
+"""The state of a training run in a manifest: checks before any of it is believed."""
 
 import math
 from collections.abc import Mapping
@@ -7,6 +7,8 @@ from pathlib import Path
 from mlm.checkpoint.native.format import JSON, RESTORE, Manifest
 from mlm.errors import CorruptFileError
 
+FINETUNING = "finetuning"
+"""Key of the state of a finetuning run."""
 MOST = 1 << 62  # steps, samples
 MOST_COUNTED = (1 << 31) - 1  # of the loss scaler's counters: i32 on the device
 
@@ -39,3 +41,17 @@ def _out_of_range(state: Mapping[str, JSON], key: str, most: float) -> str | Non
     if type(value) in kinds and 0 <= value <= most and math.isfinite(value):
         return None
     return f"its {key}={str(value)[:40]} is out of range"
+
+
+def label_names(state: Mapping[str, JSON]) -> tuple[str, ...]:
+    """Return the labels of the task that a checkpoint was finetuned on; empty if it names none."""
+    finetuning = state.get(FINETUNING)
+    settings = finetuning.get("depends_on") if isinstance(finetuning, dict) else None
+    return texts(settings.get("task.labels")) if isinstance(settings, dict) else ()
+
+
+def texts(value: JSON) -> tuple[str, ...]:
+    """Return a list of strings; empty for anything else."""
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        return ()
+    return tuple(value)

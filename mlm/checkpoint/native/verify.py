@@ -12,7 +12,7 @@ from mlm.checkpoint.native.format import CHUNKS, MANIFEST, RESTORE, Manifest, re
 from mlm.checkpoint.native.lineage import STEP_NAME
 from mlm.checkpoint.native.shard_file import read_header
 from mlm.checkpoint.native.tokenizer_digest import TOKENIZER, check_beside, file_beside
-from mlm.errors import UserError
+from mlm.errors import CorruptFileError, UserError
 from mlm.files.atomic import digest_file
 
 Forms: TypeAlias = dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -20,7 +20,7 @@ Forms: TypeAlias = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
-class Problem:
+class FileProblem:
     """A file that is not as it should be, and why."""
 
     file: str
@@ -34,7 +34,7 @@ class Verified:
     path: Path
     manifest: Manifest | None
     """None when it cannot be read."""
-    problems: tuple[Problem, ...]
+    problems: tuple[FileProblem, ...]
     warnings: tuple[str, ...]
     """What is odd and does no harm, a line each."""
     loads: bool
@@ -59,7 +59,7 @@ def verify_checkpoint(directory: Path, progress: Callable[[int], None] = lambda 
     except (UserError, OSError) as error:
         path = directory / (CHUNKS if _is_about(directory / CHUNKS, error) else MANIFEST)
         return Verified(directory, None, (_problem(path, error),), (), loads=False)
-    problems: list[Problem] = []
+    problems: list[FileProblem] = []
     held = _held(manifest)
     for name in sorted(manifest.files):
         problems += _file_problems(directory / name, manifest, held[name], progress)
@@ -67,11 +67,19 @@ def verify_checkpoint(directory: Path, progress: Callable[[int], None] = lambda 
     try:
         check_beside(directory, manifest.state)
     except (UserError, OSError) as error:
-        strays.append(Problem(f"../../{TOKENIZER}", _problem(file_beside(directory), error).why))
+        strays.append(FileProblem(f"../../{TOKENIZER}", _problem(file_beside(directory), error).why))
     named = STEP_NAME.fullmatch(directory.name.removeprefix(REPLACED))
     if named and int(named[1]) != manifest.step:
         warnings.append(f"{directory.name} holds step {manifest.step}: it was renamed")
     return Verified(directory, manifest, (*problems, *strays), tuple(warnings), loads=not problems)
+
+
+def check_whole(directory: Path, progress: Callable[[int], None] = lambda count: None) -> None:
+    """Raise CorruptFileError for a file whose bytes are not those that were saved; strays do not matter."""
+    found = verify_checkpoint(directory, progress)
+    if not found.loads:
+        problem = found.problems[0]
+        raise CorruptFileError(f"{directory / problem.file}: {problem.why}. {RESTORE}")
 
 
 def shard_bytes(directory: Path) -> int:
@@ -93,7 +101,7 @@ def _held(manifest: Manifest) -> dict[str, Forms]:
 
 def _file_problems(
     path: Path, manifest: Manifest, held: Forms, progress: Callable[[int], None]
-) -> list[Problem]:
+) -> list[FileProblem]:
     entry = manifest.files[path.name]
     try:
         stored = read_header(path, entry, manifest.save_id)
@@ -101,13 +109,13 @@ def _file_problems(
     except (UserError, OSError) as error:
         return [_problem(path, error)]
     if digest != entry.digest:
-        return [Problem(path.name, f"its digest is {digest}, the manifest says {entry.digest}")]
+        return [FileProblem(path.name, f"its digest is {digest}, the manifest says {entry.digest}")]
     found = {name: (tensor.dtype, tensor.shape) for name, tensor in stored.items()}
     unlike = sorted(name for name in held.keys() | found.keys() if held.get(name) != found.get(name))
-    return [Problem(path.name, f"does not hold {unlike[0]} as listed")] if unlike else []
+    return [FileProblem(path.name, f"does not hold {unlike[0]} as listed")] if unlike else []
 
 
-def _strays(directory: Path, manifest: Manifest) -> tuple[list[Problem], list[str]]:
+def _strays(directory: Path, manifest: Manifest) -> tuple[list[FileProblem], list[str]]:
     """What lies there and is not listed: a shard is a problem, for its checkpoint may lack it."""
     problems, warnings = [], []
     try:
@@ -118,7 +126,7 @@ def _strays(directory: Path, manifest: Manifest) -> tuple[list[Problem], list[st
         if name in manifest.files or name in ((MANIFEST,) if manifest.version == 1 else (MANIFEST, CHUNKS)):
             continue
         if name.endswith(".safetensors"):
-            problems.append(Problem(name, "not listed in the manifest: a shard of another save"))
+            problems.append(FileProblem(name, "not listed in the manifest: a shard of another save"))
         else:
             warnings.append(f"{directory.name}/{name} is no part of the checkpoint")
     return problems, warnings
@@ -130,9 +138,9 @@ def _is_about(path: Path, error: UserError | OSError) -> bool:
     return str(error).startswith(f"{path}: ")
 
 
-def _problem(path: Path, error: UserError | OSError) -> Problem:
+def _problem(path: Path, error: UserError | OSError) -> FileProblem:
     """An error about `path` without its path and remedy, which are said once for all."""
     if isinstance(error, OSError):
-        return Problem(path.name, f"cannot be read: {error.strerror}")
+        return FileProblem(path.name, f"cannot be read: {error.strerror}")
     why = str(error).removeprefix(f"{path}: ").removesuffix(f". {RESTORE}")
-    return Problem(path.name, why)
+    return FileProblem(path.name, why)

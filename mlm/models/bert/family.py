@@ -1,6 +1,7 @@
 """BERT as a model family."""
 
 from mlm.data.config import MASKED, DataConfig
+from mlm.models.bert import huggingface, megatron
 from mlm.models.bert.corpora import SentencePairs, corpus_problems
 from mlm.models.bert.masking import BERTVocab
 from mlm.models.bert.model import BERT
@@ -76,4 +77,6 @@ FAMILY: ModelFamily[BERT, BERTBatch] = ModelFamily(
     model_problem=model_problem,
     data_problem=data_problem,
     corpus_problems=corpus_problems,
+    huggingface=huggingface.MAPPING,
+    megatron=megatron.MAPPING,
 )

@@ -1,41 +1,48 @@
-"""BERT as `transformers` names and stores it, and as we do: model_type bert (layer norm behind the residual
-sums) and megatron-bert (before attention and MLP).
+"""BERT as `transformers` stores it: model_type bert (layer norm after the residual sums) and megatron-bert
+(before attention and MLP).
 
-Keys and their defaults: the documentation of BertConfig and MegatronBertConfig
+Keys of config.json and their defaults: the documentation of BertConfig and MegatronBertConfig
 (https://huggingface.co/docs/transformers/model_doc/bert, …/megatron-bert).
 """
 
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from mlm.checkpoint.huggingface.content import Content, Head, Ids, labels, one_head
-from mlm.checkpoint.huggingface.keys import (
-    EVERYWHERE,
+from mlm.data.tokenizer import UNK, Tokenizer
+from mlm.errors import UserError
+from mlm.models.backbone import Transformer
+from mlm.models.bert.model import BERT
+from mlm.models.config import ModelConfig
+from mlm.models.huggingface import (
     EXACT_GELU,
     GELU_NAMES,
+    JSON,
+    NOWHERE_SUPPORTED,
     TANH_GELU,
-    Keys,
+    ConfigKeys,
+    FolderContent,
+    Head,
+    HuggingFaceMapping,
+    Location,
+    TokenIds,
     activation,
-    read_keys,
+    label_entries,
+    one_head,
     show,
+    weight_and_bias,
 )
-from mlm.checkpoint.huggingface.names import Place, weight_and_bias
-from mlm.checkpoint.native.format import JSON
-from mlm.errors import UserError
-from mlm.models.config import ModelConfig
+from mlm.models.probe import Outputs, Probe
+from mlm.parallel.collectives import gather_rows
+from mlm.parallel.cross_entropy import full_logits
 
-BERT_PREFIX = "bert."
-"""In the names of all classes but BertModel."""
-BERT_TIED = {
-    "cls.predictions.decoder.weight": "embeddings.word_embeddings.weight",
-    "cls.predictions.decoder.bias": "cls.predictions.bias",
-}
-"""The output layer is the token table, with a bias of its own."""
-BERT_BUFFERS = re.compile(r"embeddings\.(position_ids|token_type_ids)")
-"""0, 1, 2, … and zeros, which versions before 4.31 stored."""
+PREFIX = "bert."
+INPUTS = ("input_ids", "token_type_ids", "attention_mask")
+"""What a tokenizer of `transformers` returns for BERT."""
 
 _ARCHITECTURES = {
     "language_model": "BertForPreTraining",
@@ -43,7 +50,7 @@ _ARCHITECTURES = {
     "classification": "BertForSequenceClassification",
     "span": "BertForQuestionAnswering",
 }
-_NORMS = {  # norm -> the tensors behind which ours are, of a layer
+_NORMS = {  # norm -> modules of a layer
     "post": {"attention_norm": "attention.output.LayerNorm", "mlp_norm": "output.LayerNorm"},
     "pre": {"attention_norm": "attention.ln", "mlp_norm": "ln"},
 }
@@ -59,26 +66,27 @@ _MASKED_LM = {
 _POOLER, _ORDER = "pooler.dense", "cls.seq_relationship"
 
 
-def architectures(norm: str) -> dict[str, str]:
-    """head -> the class that has it."""
-    return {head: name if norm == "post" else f"Megatron{name}" for head, name in _ARCHITECTURES.items()}
+def architecture(model: ModelConfig) -> str:
+    """Return the class that holds such a model with its head."""
+    name = _ARCHITECTURES[model.head]
+    return name if model.norm == "post" else f"Megatron{name}"
 
 
-def bert_places(model: ModelConfig) -> Iterator[tuple[str, Place]]:
-    """(our name, place) of every parameter of BERT, in the order of the model."""
+def locations(model: ModelConfig) -> Iterator[tuple[str, Location]]:
+    """Yield (our name, location) of every parameter, in the order of the model."""
     tables = {"token": "word", "position": "position"} | (
         {"token_type": "token_type"} if model.token_types else {}
     )
     for kind, theirs in tables.items():
-        yield f"{kind}.weight", Place((f"embeddings.{theirs}_embeddings.weight",))
+        yield f"{kind}.weight", Location((f"embeddings.{theirs}_embeddings.weight",))
     if model.norm == "post":
         yield from weight_and_bias("embedding_norm", "embeddings.LayerNorm")
     for layer in range(model.num_layers):
-        ours, there = f"layers.{layer}", f"encoder.layer.{layer}"
-        qkv = [f"{there}.attention.self.{part}" for part in ("query", "key", "value")]
+        ours, stored = f"layers.{layer}", f"encoder.layer.{layer}"
+        qkv = [f"{stored}.attention.self.{part}" for part in ("query", "key", "value")]
         yield from weight_and_bias(f"{ours}.attention.qkv", *qkv, num_heads=model.num_heads)
         for name, theirs in (_LAYER | _NORMS[model.norm]).items():
-            yield from weight_and_bias(f"{ours}.{name}", f"{there}.{theirs}")
+            yield from weight_and_bias(f"{ours}.{name}", f"{stored}.{theirs}")
     if model.norm == "pre":
         yield from weight_and_bias("final_norm", "encoder.ln")
     if model.head != "span":
@@ -86,40 +94,26 @@ def bert_places(model: ModelConfig) -> Iterator[tuple[str, Place]]:
     if model.head == "language_model":
         for name, theirs in _MASKED_LM.items():
             yield from weight_and_bias(name, theirs)
-        yield "mlm_head.vocabulary.bias", Place(("cls.predictions.bias",))
+        yield "mlm_head.vocabulary.bias", Location(("cls.predictions.bias",))
         yield from weight_and_bias("sop_head", _ORDER)
     if model.head in ("classification", "span"):
-        there = "classifier" if model.head == "classification" else "qa_outputs"
-        yield from weight_and_bias("classifier", there)
+        stored = "classifier" if model.head == "classification" else "qa_outputs"
+        yield from weight_and_bias("classifier", stored)
 
 
-def plain_bert_name(theirs: str) -> str:
-    """A name without the base model's prefix, the weights of layer norm called as they are today: gamma and
-    beta are TensorFlow's words, in files of 2018 and 2019."""
-    name = theirs.removeprefix(BERT_PREFIX)
+def plain_name(theirs: str) -> str:
+    """Name without the base model's prefix; gamma and beta, TensorFlow's words in files of 2018 and 2019,
+    become weight and bias."""
+    name = theirs.removeprefix(PREFIX)
     return re.sub(
         r"(?<=LayerNorm\.)(gamma|beta)$", lambda old: {"gamma": "weight", "beta": "bias"}[old[1]], name
     )
 
 
-def bert_from_huggingface(state: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-    """Whole (unsplit) parameters of our BERT `model` from the state of the class of its head.
-
-    Raises KeyError for a name that it does not have, or that is not there.
-    """
-    found = {plain_bert_name(theirs): value for theirs, value in state.items()}
-    places = dict(bert_places(model))
-    known = {name for place in places.values() for name in place.names}
-    for name in found:
-        if name not in known and name not in BERT_TIED and not BERT_BUFFERS.fullmatch(name):
-            raise KeyError(f"{name!r} is not a parameter of {architectures(model.norm)[model.head]}")
-    return {ours: place.to_ours([found[name] for name in place.names]) for ours, place in places.items()}
-
-
-def _keys(vocabulary: int, width: int, layers: int, heads: int) -> Keys:
-    """What is read, with the defaults of one of the two."""
-    return Keys(
-        one_way=EVERYWHERE
+def _keys(vocabulary: int, width: int, layers: int, heads: int) -> ConfigKeys:
+    """Keys of config.json with the defaults of one of the two model types."""
+    return ConfigKeys(
+        fixed=NOWHERE_SUPPORTED
         | {
             "hidden_act": (*EXACT_GELU, *TANH_GELU),
             "position_embedding_type": ("absolute",),
@@ -147,14 +141,16 @@ def _keys(vocabulary: int, width: int, layers: int, heads: int) -> Keys:
 _KEYS = {"post": _keys(30522, 768, 12, 12), "pre": _keys(29056, 1024, 24, 16)}
 
 
-def read_bert_config(said: Mapping[str, JSON], path: str) -> tuple[ModelConfig, list[str]]:
-    """Our settings for a BertConfig or MegatronBertConfig, without a head, and notes on what is taken
-    differently. Raises ConfigError."""
-    is_megatron = said.get("model_type") == "megatron-bert"
-    found = read_keys(said, _KEYS["pre" if is_megatron else "post"], path, "BERT")
+def read_config(config: Mapping[str, JSON], path: str) -> tuple[ModelConfig, list[str]]:
+    """Return our settings for a BertConfig or MegatronBertConfig, without a head, and notes on differences.
+
+    Raises ConfigError.
+    """
+    is_megatron = config.get("model_type") == "megatron-bert"
+    found = _KEYS["pre" if is_megatron else "post"].read(config, path, "BERT")
     hidden, ffn = found["hidden_size"], found["intermediate_size"]
     notes = []
-    last = said.get("classifier_dropout")
+    last = config.get("classifier_dropout")
     if last is not None and last != found["hidden_dropout_prob"]:
         notes.append(
             f"classifier_dropout={show(last)} is not kept: model.hidden_dropout is one number for all, "
@@ -180,10 +176,10 @@ def read_bert_config(said: Mapping[str, JSON], path: str) -> tuple[ModelConfig, 
     return model, notes
 
 
-def write_bert_config(model: ModelConfig, ids: Ids) -> dict[str, JSON]:
-    """The config.json that the class of its head loads."""
+def write_config(model: ModelConfig, ids: TokenIds) -> dict[str, JSON]:
+    """Return the config.json that the class of the model's head loads."""
     return {
-        "architectures": [architectures(model.norm)[model.head]],
+        "architectures": [architecture(model)],
         "model_type": "bert" if model.norm == "post" else "megatron-bert",
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
@@ -200,15 +196,15 @@ def write_bert_config(model: ModelConfig, ids: Ids) -> dict[str, JSON]:
         "pad_token_id": ids.pad,
         "tie_word_embeddings": True,
         "dtype": "float32",
-        **(labels(model, ids.labels) if model.head == "classification" else {}),
+        **(label_entries(model, ids.labels) if model.head == "classification" else {}),
     }
 
 
-def bert_content(model: ModelConfig, found: Mapping[str, tuple[int, ...]], path: str) -> Content:
-    """What a folder with tensors of these names and shapes is.
+def content(model: ModelConfig, found: Mapping[str, tuple[int, ...]], path: str) -> FolderContent:
+    """Return the model that these tensors make.
 
-    BertForMaskedLM has neither pooler nor sentence-order head, BertModel perhaps no pooler: what is not there
-    takes initial values. Raises UserError for two heads, and for one that is not ours.
+    BertForMaskedLM has neither pooler nor sentence-order head, BertModel perhaps no pooler: missing
+    parameters take initial values. Raises UserError for two heads, and for an unsupported one.
     """
     heads: dict[Head, str] = {
         "language_model": "cls.predictions.transform.dense.weight",
@@ -216,21 +212,22 @@ def bert_content(model: ModelConfig, found: Mapping[str, tuple[int, ...]], path:
         "span": "qa_outputs.weight",
     }
     head = one_head(heads, found, path)
-    there = {name.rpartition(".")[0] for name in found}
+    modules = {name.rpartition(".")[0] for name in found}
     if head == "classification":
-        if _POOLER not in there:
+        if _POOLER not in modules:
             raise UserError(
                 f"{path}: holds a classifier and no {_POOLER}: a label for each token "
-                f"(…BertForTokenClassification) is no head of ours. Save its base model, and name that folder"
+                f"(…BertForTokenClassification) is not supported. Save its base model, and name that folder"
             )
         shape = found["classifier.weight"]
-        return Content(replace(model, head=head, num_labels=shape[0] if shape else 0))
+        return FolderContent(replace(model, head=head, num_labels=shape[0] if shape else 0))
     if head == "span":
+        config = replace(model, head=head)
         unused = frozenset(name for name in found if name.startswith(f"{_POOLER}."))
-        note = f"left out: {_POOLER}, which {architectures(model.norm)['span']} has no use for"
-        return Content(replace(model, head=head), left_out=unused, notes=(note,) if unused else ())
+        note = f"left out: {_POOLER}, which {architecture(config)} has no use for"
+        return FolderContent(config, left_out=unused, notes=(note,) if unused else ())
     wanted = {"pooler": _POOLER} | ({"sop_head": _ORDER} if head == "language_model" else {})
-    missing = {ours: theirs for ours, theirs in wanted.items() if theirs not in there}
+    missing = {ours: theirs for ours, theirs in wanted.items() if theirs not in modules}
     notes = [
         f"no {theirs} is there: {ours} takes initial values, which training moves"
         for ours, theirs in missing.items()
@@ -239,4 +236,80 @@ def bert_content(model: ModelConfig, found: Mapping[str, tuple[int, ...]], path:
     if unused:
         notes.append(f"left out: {_ORDER}, as no masked-LM head is there")
     filled = frozenset(f"{ours}.{part}" for ours in missing for part in ("weight", "bias"))
-    return Content(replace(model, head=head or "none"), filled, unused, tuple(notes))
+    return FolderContent(replace(model, head=head or "none"), filled, unused, tuple(notes))
+
+
+def problem(model: ModelConfig) -> str | None:
+    """Return why `transformers` has no such BERT."""
+    if model.token_types:
+        return None
+    return (
+        "its model.token_types=0, and transformers' BERTs have token types: train it with model.token_types=2"
+    )
+
+
+def special_tokens(tokenizer: Tokenizer, model: ModelConfig, ids: TokenIds) -> dict[str, JSON]:
+    """Return the special tokens that the vocabulary has, and the inputs of BERT."""
+    named = {
+        "cls": tokenizer.cls_id,
+        "sep": tokenizer.sep_id,
+        "mask": tokenizer.mask_id,
+        "pad": tokenizer.pad_id,
+    }
+    found = {f"{name}_token": tokenizer.decode([id]) for name, id in named.items() if id is not None}
+    return {**found, "unk_token": UNK, "model_input_names": list(INPUTS)}
+
+
+def our_outputs(stage: Transformer, y: Tensor, mask: Tensor) -> Outputs:
+    """Logits of both pretraining heads, or hidden and pooled states of a model without a head."""
+    assert isinstance(stage, BERT)
+    rows = y.transpose(0, 1)[mask]  # [R, H]
+    pooled = stage.pool(y)
+    if not stage.config.is_tied:
+        return {"hidden states": rows, "pooled states": pooled[0]}
+    head = stage.mlm_head
+    bias = head.vocabulary.bias if stage.tp.size == 1 else gather_rows(head.vocabulary.bias, stage.tp)
+    tokens = full_logits(head(rows), stage.token) + bias[: stage.config.vocab_size]
+    return {"token logits": tokens, "order logits": stage.sop_head(pooled)[0]}
+
+
+def their_outputs(theirs: Any, probe: Probe, content: FolderContent) -> Outputs:
+    """Outputs of a BERT of `transformers`, but for heads that the folder lacks."""
+    types = {} if probe.token_types is None else {"token_type_ids": probe.token_types}
+    found = theirs(probe.tokens, attention_mask=probe.mask.long(), **types)
+    filled = {name.partition(".")[0] for name in content.filled}
+    match content.config.head:
+        case "classification":
+            return {"logits": found.logits}
+        case "span":
+            return {"logits": torch.stack([found.start_logits, found.end_logits], -1)[probe.mask]}
+        case "none":
+            outputs = {"hidden states": found.last_hidden_state[probe.mask]}
+            return outputs if "pooler" in filled else outputs | {"pooled states": found.pooler_output}
+    outputs = {"token logits": found.prediction_logits[probe.mask]}
+    if filled & {"pooler", "sop_head"}:  # the sentence-order head reads the pooler
+        return outputs
+    return outputs | {"order logits": found.seq_relationship_logits}
+
+
+MAPPING = HuggingFaceMapping(
+    model_types=("bert", "megatron-bert"),
+    architecture=architecture,
+    prefix=PREFIX,
+    head_prefixes=("cls.", "classifier.", "qa_outputs."),
+    plain=plain_name,
+    tied={  # the output layer is the token table, with a bias of its own
+        "cls.predictions.decoder.weight": "embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    },
+    # 0, 1, 2, … and zeros, stored by versions before 4.31
+    ignored=re.compile(r"embeddings\.(position_ids|token_type_ids)"),
+    read=read_config,
+    content=content,
+    write=write_config,
+    locations=locations,
+    problem=problem,
+    special_tokens=special_tokens,
+    our_outputs=our_outputs,
+    their_outputs=their_outputs,
+)

@@ -10,6 +10,7 @@ from mlm.data.synthetic import SyntheticDataset
 from mlm.data.tokenizer import Tokenizer
 from mlm.models.config import ModelConfig
 from mlm.models.family import ModelFamily
+from mlm.models.gpt2 import huggingface, megatron
 from mlm.models.gpt2.model import GPT2
 from mlm.models.gpt2.objective import NextToken
 
@@ -79,4 +80,6 @@ FAMILY: ModelFamily[GPT2, Batch] = ModelFamily(
     head_products=head_products,
     protocol="consecutive windows, every token but the first scored once",
     model_problem=model_problem,
+    huggingface=huggingface.MAPPING,
+    megatron=megatron.MAPPING,
 )

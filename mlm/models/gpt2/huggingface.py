@@ -1,38 +1,62 @@
-"""config.json of GPT-2 and our model settings, both ways; which head a folder of it has.
+"""GPT-2 as `transformers` stores it.
 
-Keys and their defaults: the documentation of GPT2Config
+Keys of config.json and their defaults: the documentation of GPT2Config
 (https://huggingface.co/docs/transformers/model_doc/gpt2).
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
-from mlm.checkpoint.huggingface.content import Content, Head, Ids, labels, one_head
-from mlm.checkpoint.huggingface.keys import (
-    EVERYWHERE,
+import torch
+from torch import Tensor
+
+from mlm.data.tokenizer import Tokenizer
+from mlm.models.backbone import Transformer
+from mlm.models.config import ModelConfig
+from mlm.models.huggingface import (
     EXACT_GELU,
     GELU_NAMES,
+    JSON,
+    NOWHERE_SUPPORTED,
     TANH_GELU,
-    Keys,
+    ConfigKeys,
+    FolderContent,
+    Head,
+    HuggingFaceMapping,
+    Location,
+    TokenIds,
     activation,
-    read_keys,
+    label_entries,
+    one_head,
+    weight_and_bias,
 )
-from mlm.checkpoint.native.format import JSON
-from mlm.models.config import ModelConfig
+from mlm.models.probe import Outputs, Probe
+from mlm.parallel.cross_entropy import full_logits
 
+PREFIX = "transformer."
 ARCHITECTURES = {
     "language_model": "GPT2LMHeadModel",
     "none": "GPT2Model",
     "classification": "GPT2ForSequenceClassification",
     "span": "GPT2ForQuestionAnswering",
 }
-_KEYS = Keys(
-    one_way=EVERYWHERE
+_LAYER = {  # ours -> (theirs, True if their weight is stored [in, out])
+    "attention_norm": ("ln_1", False),
+    "attention.qkv": ("attn.c_attn", True),
+    "attention.out": ("attn.c_proj", True),
+    "mlp_norm": ("ln_2", False),
+    "mlp.up": ("mlp.c_fc", True),
+    "mlp.down": ("mlp.c_proj", True),
+}
+_KEYS = ConfigKeys(
+    fixed=NOWHERE_SUPPORTED
     | {
         "activation_function": (*TANH_GELU, *EXACT_GELU),
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
-        # not here: reorder_and_upcast_attn, which says how precisely and in which order products are formed
+        # any reorder_and_upcast_attn: it chooses the precision and order of products, not the function
     },
     sizes={
         "vocab_size": (50257, 1 << 24),
@@ -51,7 +75,7 @@ _KEYS = Keys(
     },
     heads=("n_embd", "n_head"),
 )
-_ALIASES = {  # what GPT2Config takes for the same settings
+_ALIASES = {  # other names that GPT2Config accepts
     "max_position_embeddings": "n_positions",
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",
@@ -59,10 +83,29 @@ _ALIASES = {  # what GPT2Config takes for the same settings
 }
 
 
-def read_gpt2_config(said: Mapping[str, JSON], path: str) -> tuple[ModelConfig, list[str]]:
-    """Our settings for a GPT2Config, and notes on what is taken differently. Raises ConfigError."""
-    said = {_ALIASES[k]: v for k, v in said.items() if k in _ALIASES} | dict(said)
-    found = read_keys(said, _KEYS, path, "GPT-2")
+def locations(model: ModelConfig) -> Iterator[tuple[str, Location]]:
+    """Yield (our name, location) of every parameter, in the order of the model.
+
+    A classifier's bias has none: GPT2ForSequenceClassification computes as if it were zero.
+    """
+    yield "token.weight", Location(("wte.weight",))
+    yield "position.weight", Location(("wpe.weight",))
+    for layer in range(model.num_layers):
+        for ours, (theirs, transposed) in _LAYER.items():
+            heads = model.num_heads if ours == "attention.qkv" else None
+            name = f"h.{layer}.{theirs}"
+            yield from weight_and_bias(f"layers.{layer}.{ours}", name, transposed=transposed, num_heads=heads)
+    yield from weight_and_bias("final_norm", "ln_f")
+    if model.head == "classification":
+        yield "classifier.weight", Location(("score.weight",))
+    if model.head == "span":
+        yield from weight_and_bias("classifier", "qa_outputs")
+
+
+def read_config(config: Mapping[str, JSON], path: str) -> tuple[ModelConfig, list[str]]:
+    """Return our settings for a GPT2Config, and notes on differences. Raises ConfigError."""
+    config = {_ALIASES[k]: v for k, v in config.items() if k in _ALIASES} | dict(config)
+    found = _KEYS.read(config, path, "GPT-2")
     notes = []
     if found["embd_pdrop"] != found["resid_pdrop"]:
         notes.append(
@@ -85,8 +128,8 @@ def read_gpt2_config(said: Mapping[str, JSON], path: str) -> tuple[ModelConfig, 
     return model, notes
 
 
-def write_gpt2_config(model: ModelConfig, ids: Ids) -> dict[str, JSON]:
-    """The config.json that the class of its head loads."""
+def write_config(model: ModelConfig, ids: TokenIds) -> dict[str, JSON]:
+    """Return the config.json that the class of the model's head loads."""
     return {
         "architectures": [ARCHITECTURES[model.head]],
         "model_type": "gpt2",
@@ -106,20 +149,69 @@ def write_gpt2_config(model: ModelConfig, ids: Ids) -> dict[str, JSON]:
         "eos_token_id": ids.eod,
         "tie_word_embeddings": True,
         "dtype": "float32",
-        # the padding behind which their classifier looks for the last token
+        # its classifier reads the last token before this padding
         **({"pad_token_id": ids.eod} if model.head == "classification" else {}),
         **({} if ids.pad is None else {"pad_token_id": ids.pad}),
-        **(labels(model, ids.labels) if model.head == "classification" else {}),
+        **(label_entries(model, ids.labels) if model.head == "classification" else {}),
     }
 
 
-def gpt2_content(model: ModelConfig, found: Mapping[str, tuple[int, ...]], path: str) -> Content:
-    """What a folder with tensors of these names and shapes is: without a head of its own, GPT2LMHeadModel,
-    whose output layer is the token table. Raises UserError for two heads."""
+def content(model: ModelConfig, found: Mapping[str, tuple[int, ...]], path: str) -> FolderContent:
+    """Return the model that these tensors make; without another head it is GPT2LMHeadModel, whose output
+    layer is the token table. Raises UserError for two heads."""
     heads: dict[Head, str] = {"classification": "score.weight", "span": "qa_outputs.weight"}
     head = one_head(heads, found, path)
     if head == "classification":
         num_labels = found["score.weight"][0] if found["score.weight"] else 0
         filled = frozenset({"classifier.bias"})
-        return Content(replace(model, head="classification", num_labels=num_labels), filled)
-    return Content(replace(model, head="span") if head == "span" else model)
+        return FolderContent(replace(model, head="classification", num_labels=num_labels), filled)
+    return FolderContent(replace(model, head="span") if head == "span" else model)
+
+
+def special_tokens(tokenizer: Tokenizer, model: ModelConfig, ids: TokenIds) -> dict[str, JSON]:
+    """Return GPT-2's one special token in all its roles, and the padding."""
+    eod = tokenizer.decode([tokenizer.eod_id])
+    pad = tokenizer.eod_id if ids.pad is None and model.head == "classification" else ids.pad
+    padded = {} if pad is None else {"pad_token": tokenizer.decode([pad])}
+    return {"bos_token": eod, "eos_token": eod, "unk_token": eod, **padded}
+
+
+def our_outputs(stage: Transformer, y: Tensor, mask: Tensor) -> Outputs:
+    """Logits, or hidden states of a model without a head."""
+    rows = y.transpose(0, 1)[mask]  # [R, H]
+    return {"logits": full_logits(rows, stage.token)} if stage.config.is_tied else {"hidden states": rows}
+
+
+def their_outputs(theirs: Any, probe: Probe, content: FolderContent) -> Outputs:
+    """Outputs of a GPT-2 of `transformers`."""
+    head = content.config.head
+    if head == "classification":
+        theirs.config.pad_token_id = None  # a random token could be its padding: sample by sample, without
+        samples = zip(probe.tokens, probe.lengths.tolist(), strict=True)
+        return {"logits": torch.cat([theirs(row[None, :length]).logits for row, length in samples])}
+    found = theirs(probe.tokens, attention_mask=probe.mask.long())
+    if head == "span":
+        return {"logits": torch.stack([found.start_logits, found.end_logits], -1)[probe.mask]}
+    if head == "none":
+        return {"hidden states": found.last_hidden_state[probe.mask]}
+    return {"logits": found.logits[probe.mask]}
+
+
+MAPPING = HuggingFaceMapping(
+    model_types=("gpt2",),
+    architecture=lambda model: ARCHITECTURES[model.head],
+    prefix=PREFIX,
+    head_prefixes=("score.", "qa_outputs."),
+    plain=lambda name: name.removeprefix(PREFIX),
+    tied={"lm_head.weight": "wte.weight"},
+    ignored=re.compile(r"h\.\d+\.attn\.(bias|masked_bias)"),  # causal masks, stored by old versions
+    read=read_config,
+    content=content,
+    write=write_config,
+    locations=locations,
+    heads_without_bias=frozenset({"classification"}),
+    pads_with_special_token=True,  # the exported tokenizer would take a piece of words for padding
+    special_tokens=special_tokens,
+    our_outputs=our_outputs,
+    their_outputs=their_outputs,
+)

@@ -13,14 +13,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mlm.checkpoint.huggingface.content import Ids
 from mlm.checkpoint.huggingface.folder import read_model, weight_files
-from mlm.checkpoint.huggingface.names import Place, gpt2_places
 from mlm.checkpoint.huggingface.tensors import HFTensors
 from mlm.checkpoint.native.slices import Region
+from mlm.checkpoint.parameters import parameters
 from mlm.errors import ConfigError, CorruptFileError, UserError
-from mlm.models.gpt2.huggingface import read_gpt2_config, write_gpt2_config
-from mlm.train.run_folder import parameters
+from mlm.models.gpt2.huggingface import locations, read_config, write_config
+from mlm.models.huggingface import Location, TokenIds
 from tests.convert.hf_models import MODEL, SHAPE, edit_config, edit_tensors, hub_cache, make_model
 
 
@@ -34,32 +33,31 @@ def folder(tmp_path: Path) -> Path:
 def read(folder: Path) -> HFTensors:
     """All that is checked before a tensor is imported."""
     tensors = HFTensors(read_model(folder))
-    ours = parameters(tensors.model.config)
-    tensors.check({name: tensor.shape for name, tensor in ours.items()})
+    tensors.check()
     return tensors
 
 
-def test_every_parameter_has_a_place_of_its_own() -> None:
-    places = dict(gpt2_places(MODEL))
-    assert places.keys() == parameters(MODEL).keys()
-    assert len({place.names for place in places.values()}) == len(places)
+def test_every_parameter_has_a_location_of_its_own() -> None:
+    found = dict(locations(MODEL))
+    assert found.keys() == parameters(MODEL).keys()
+    assert len({location.names for location in found.values()}) == len(found)
 
 
 def test_qkv_is_regrouped_by_head() -> None:
     """Rows of theirs are numbered part * H + head * D + d; ours are asked for by that formula."""
     heads, dim = 3, 2
     hidden = heads * dim
-    ours = Place(("c_attn.bias",), num_heads=heads).to_ours([torch.arange(3 * hidden)])
+    ours = Location(("c_attn.bias",), num_heads=heads).to_ours([torch.arange(3 * hidden)])
     want = [part * hidden + h * dim + d for h in range(heads) for part in range(3) for d in range(dim)]
     assert ours.tolist() == want
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("heads", [None, 4])
-def test_place_is_undone_bit_for_bit(transposed: bool, heads: int | None) -> None:
-    place = Place(("x",), transposed, heads)
+def test_location_is_undone_bit_for_bit(transposed: bool, heads: int | None) -> None:
+    location = Location(("x",), transposed, heads)
     theirs = torch.randn(24, 24 if transposed else 5)
-    assert torch.equal(place.to_theirs(place.to_ours([theirs]))[0], theirs)
+    assert torch.equal(location.to_theirs(location.to_ours([theirs]))[0], theirs)
 
 
 def test_config_is_read(folder: Path) -> None:
@@ -70,17 +68,17 @@ def test_config_is_read(folder: Path) -> None:
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
 def test_config_survives_both_ways(activation: Any) -> None:
     model = replace(MODEL, activation=activation)
-    assert read_gpt2_config(write_gpt2_config(model, Ids(0)), "") == (model, [])
+    assert read_config(write_config(model, TokenIds(0)), "") == (model, [])
 
 
 def test_missing_keys_have_the_defaults_of_transformers() -> None:
-    model, _ = read_gpt2_config({}, "")
+    model, _ = read_config({}, "")
     assert (model.num_layers, model.hidden_size, model.vocab_size) == (12, 768, 50257)
     assert (model.max_positions, model.hidden_dropout, model.layer_norm_eps) == (1024, 0.1, 1e-5)
 
 
 def test_dropout_of_embeddings_that_differs_is_noted() -> None:
-    model, notes = read_gpt2_config({"embd_pdrop": 0.3, "resid_pdrop": 0.2}, "")
+    model, notes = read_config({"embd_pdrop": 0.3, "resid_pdrop": 0.2}, "")
     assert model.hidden_dropout == 0.2
     assert "embd_pdrop=0.3" in notes[0]
 
@@ -111,9 +109,9 @@ def test_what_our_model_cannot_express_is_refused_by_key_and_value(
     edit_config(folder, **{key: value})
     with pytest.raises(ConfigError) as caught:
         read_model(folder)
-    (fault,) = caught.value.problems
-    assert f"{key}=" in fault
-    assert "config.json" in fault
+    (problem,) = caught.value.problems
+    assert f"{key}=" in problem
+    assert "config.json" in problem
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def test_tensors_stay_in_their_file_until_they_are_read(tmp_path: Path) -> None:
     assert found.read("layers.1.mlp.up.bias", whole).tolist() == [5.0] * 4 * HIDDEN
 
 
-def test_read_gives_the_rectangle(tmp_path: Path) -> None:
+def test_read_gives_the_region(tmp_path: Path) -> None:
     found = opened(written(tmp_path, Layout(tp=2)))
     whole = same_gpt2().state_dict()["transformer.wte.weight"]
     assert torch.equal(found.read("token.weight", Region((30, 4), (20, 9))), whole[30:50, 4:13])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mlm.checkpoint.native.format import MANIFEST
-from mlm.checkpoint.native.verify import Problem, shard_bytes, verify_checkpoint
+from mlm.checkpoint.native.verify import FileProblem, shard_bytes, verify_checkpoint
 from tests.checkpoint.native.helpers import edit_manifest, pieces, save, save_pieces, weights
 
 SHARDS = [f"rank-{rank:05d}.safetensors" for rank in range(3)]
@@ -120,13 +120,13 @@ def test_all_faults_are_found_not_the_first_alone(tmp_path: Path) -> None:
 def test_tensor_that_is_not_as_listed_is_found_though_the_digest_is_right(tmp_path: Path) -> None:
     path = save(tmp_path, 1, weights())
     edit_manifest(path, lambda body: body["tensors"]["w"].update(dtype="I32"))
-    assert verify_checkpoint(path).problems == (Problem(SHARDS[0], "does not hold w as listed"),)
+    assert verify_checkpoint(path).problems == (FileProblem(SHARDS[0], "does not hold w as listed"),)
 
 
 def test_tensor_that_the_manifest_does_not_list_is_found(tmp_path: Path) -> None:
     path = save(tmp_path, 1, weights())
     edit_manifest(path, lambda body: body["tensors"].pop("b"))
-    assert verify_checkpoint(path).problems == (Problem(SHARDS[0], "does not hold b as listed"),)
+    assert verify_checkpoint(path).problems == (FileProblem(SHARDS[0], "does not hold b as listed"),)
 
 
 def test_stale_shard_is_a_fault_that_no_loading_meets(tmp_path: Path) -> None:

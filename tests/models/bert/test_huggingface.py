@@ -9,19 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlm.checkpoint.huggingface.content import Ids
 from mlm.checkpoint.huggingface.folder import HFModel, read_model
-from mlm.checkpoint.huggingface.names import Place
 from mlm.checkpoint.huggingface.tensors import HFTensors
 from mlm.checkpoint.native.slices import Region
+from mlm.checkpoint.parameters import parameters
 from mlm.errors import ConfigError, CorruptFileError, UserError
-from mlm.models.bert.huggingface import (
-    bert_from_huggingface,
-    bert_places,
-    read_bert_config,
-    write_bert_config,
-)
-from mlm.train.run_folder import parameters
+from mlm.models.bert.huggingface import MAPPING, locations, read_config, write_config
+from mlm.models.huggingface import Location, TokenIds
 from tests.convert.hf_berts import FAMILIES, MODEL, make_bert
 from tests.convert.hf_models import edit_config, edit_tensors
 
@@ -40,18 +34,17 @@ def folder(tmp_path: Path) -> Path:
 def read(folder: Path) -> HFModel:
     """All that is checked before a tensor is imported."""
     tensors = HFTensors(read_model(folder))
-    ours = parameters(tensors.model.config)
-    tensors.check({name: tensor.shape for name, tensor in ours.items()})
+    tensors.check()
     return tensors.model
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
 @pytest.mark.parametrize("head", ["language_model", "none", "classification", "span"])
-def test_every_parameter_has_a_place_of_its_own(norm: Any, head: Any) -> None:
+def test_every_parameter_has_a_location_of_its_own(norm: Any, head: Any) -> None:
     model = replace(MODEL, norm=norm, head=head, num_labels=3 if head == "classification" else 0)
-    places = dict(bert_places(model))
-    assert places.keys() == parameters(model).keys()
-    names = [name for place in places.values() for name in place.names]
+    found = dict(locations(model))
+    assert found.keys() == parameters(model).keys()
+    names = [name for location in found.values() for name in location.names]
     assert len(set(names)) == len(names)
 
 
@@ -59,17 +52,17 @@ def test_query_key_and_value_are_joined_by_head() -> None:
     """Rows of each of theirs are numbered part * H + head * D + d; ours are asked for by that formula."""
     heads, dim = 3, 2
     hidden = heads * dim
-    place = Place(("query", "key", "value"), num_heads=heads)
+    location = Location(("query", "key", "value"), num_heads=heads)
     theirs = torch.arange(3 * hidden).chunk(3)
     want = [part * hidden + h * dim + d for h in range(heads) for part in range(3) for d in range(dim)]
-    assert place.to_ours(theirs).tolist() == want
+    assert location.to_ours(theirs).tolist() == want
 
 
 def test_joining_is_undone_bit_for_bit() -> None:
-    place = Place(("query", "key", "value"), num_heads=4)
+    location = Location(("query", "key", "value"), num_heads=4)
     theirs = torch.randn(24, 8).chunk(3)
-    parts = place.to_theirs(place.to_ours(theirs))
-    assert place.shape((24, 8)) == (8, 8)
+    parts = location.to_theirs(location.to_ours(theirs))
+    assert location.shape((24, 8)) == (8, 8)
     assert all(torch.equal(found, want) for found, want in zip(parts, theirs, strict=True))
 
 
@@ -148,7 +141,7 @@ def test_bias_of_the_output_layer_may_stand_under_its_other_name(folder: Path) -
     assert read(folder).config.head == "language_model"
 
 
-def test_a_rectangle_of_joined_tensors_is_read(folder: Path) -> None:
+def test_a_region_of_joined_tensors_is_read(folder: Path) -> None:
     state = make_bert(folder, "bert", "ForPreTraining").state_dict()
     key = state["bert.encoder.layer.1.attention.self.key.weight"]
     second_head = Region((3 * 6 + 6, 2), (6, 5))  # rows of k, D = 6
@@ -160,33 +153,33 @@ def test_a_rectangle_of_joined_tensors_is_read(folder: Path) -> None:
 def test_a_state_becomes_whole_parameters(tmp_path: Path, family: str) -> None:
     model = make_bert(tmp_path, family, "ForPreTraining")
     config = read(tmp_path).config
-    found = bert_from_huggingface(model.state_dict(), config)
+    found = MAPPING.to_ours(model.state_dict(), config)
     assert {name: tuple(value.shape) for name, value in found.items()} == {
         name: tensor.shape for name, tensor in parameters(config).items()
     }
     with pytest.raises(KeyError, match="surprise"):
-        bert_from_huggingface(model.state_dict() | {"surprise": torch.ones(1)}, config)
+        MAPPING.to_ours(model.state_dict() | {"surprise": torch.ones(1)}, config)
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
 def test_config_survives_both_ways(norm: Any, activation: Any) -> None:
     model = replace(MODEL, norm=norm, activation=activation)
-    assert read_bert_config(write_bert_config(model, Ids(pad=0)), "") == (model, [])
+    assert read_config(write_config(model, TokenIds(pad=0)), "") == (model, [])
 
 
 @pytest.mark.parametrize(
     ("kind", "size"), [("bert", (12, 768, 12, 30522)), ("megatron-bert", (24, 1024, 16, 29056))]
 )
 def test_missing_keys_have_the_defaults_of_transformers(kind: str, size: tuple[int, ...]) -> None:
-    model, _ = read_bert_config({"model_type": kind}, "")
+    model, _ = read_config({"model_type": kind}, "")
     assert (model.num_layers, model.hidden_size, model.num_heads, model.vocab_size) == size
     assert (model.max_positions, model.layer_norm_eps, model.ffn_hidden_size) == (512, 1e-12, None)
     assert (model.token_types, model.activation) == (2, "gelu")
 
 
 def test_dropout_of_the_classifier_that_differs_is_noted() -> None:
-    model, notes = read_bert_config({"classifier_dropout": 0.3}, "")
+    model, notes = read_config({"classifier_dropout": 0.3}, "")
     assert model.hidden_dropout == 0.1
     assert "classifier_dropout=0.3" in notes[0]
 
@@ -216,9 +209,9 @@ def test_what_our_model_cannot_express_is_refused_by_key_and_value(
     edit_config(folder, **{key: value})
     with pytest.raises(ConfigError) as caught:
         read_model(folder)
-    (fault,) = caught.value.problems
-    assert f"{key}=" in fault
-    assert "config.json" in fault
+    (problem,) = caught.value.problems
+    assert f"{key}=" in problem
+    assert "config.json" in problem
 
 
 def token_labels(tensors: Tensors) -> None:

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from mlm.checkpoint.huggingface.names import gpt2_from_huggingface
 from mlm.models.config import ModelConfig
+from mlm.models.gpt2.huggingface import MAPPING
 from mlm.models.gpt2.model import GPT2
 from mlm.parallel.cross_entropy import full_logits
 from mlm.parallel.init import init_parameters
@@ -59,8 +59,8 @@ def reference() -> dict[str, Any]:
     loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters()}
     return {
-        "weights": gpt2_from_huggingface(model.state_dict(), 4),
-        "grads": gpt2_from_huggingface(grads, 4),
+        "weights": MAPPING.to_ours(model.state_dict(), MODEL),
+        "grads": MAPPING.to_ours(grads, MODEL),
         "tokens": tokens,
         "labels": labels,
         "logits": logits.detach(),
@@ -97,7 +97,7 @@ def check_against_transformers(ctx: ParallelContext, want: dict[str, Any], recom
 
 def test_huggingface_mapping_refuses_a_name_gpt2_does_not_have() -> None:
     with pytest.raises(KeyError, match="surprise"):
-        gpt2_from_huggingface({"transformer.h.0.surprise.weight": torch.ones(1)}, 1)
+        MAPPING.to_ours({"transformer.h.0.surprise.weight": torch.ones(1)}, MODEL)
 
 
 @pytest.mark.parametrize("tp", [2, 4])

@@ -1,0 +1,31 @@
+"""The parameters of a model as checkpoints see them: whole shapes, and how layouts split them."""
+
+import torch
+from torch import nn
+
+from mlm.checkpoint.native.slices import Split
+from mlm.checkpoint.native.stream import GlobalTensor
+from mlm.models.config import ModelConfig
+from mlm.models.family import family_of
+from mlm.models.stage import home_of
+from mlm.parallel.mesh import Axis
+from mlm.parallel.sharding import ParameterShard, parameter_shards
+
+
+def unsplit(model: ModelConfig) -> nn.Module:
+    """Return a whole model in one process, without memory for its parameters."""
+    with torch.device("meta"):
+        return family_of(model.kind).model(model, tp=Axis("tp"))
+
+
+def parameters(model: ModelConfig) -> dict[str, GlobalTensor]:
+    """Return every parameter: name (layers.0.mlp.up.weight) -> whole shape without padding, float32."""
+    return {
+        shard.name: GlobalTensor(shard.global_shape, torch.float32, split_of(shard, model.vocab_multiple))
+        for shard in parameter_shards(unsplit(model), Axis("tp"))
+    }
+
+
+def split_of(shard: ParameterShard, vocab_multiple: int) -> Split:
+    """Return how layouts split a parameter."""
+    return Split(shard.tp_dim, home_of(shard.name), 1 if shard.true_size is None else vocab_multiple)
