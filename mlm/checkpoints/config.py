@@ -1,4 +1,4 @@
-"""What the commands that look after checkpoints are told: see schema.py."""
+"""Settings of the `mlm ckpt` commands."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar

@@ -45,7 +45,7 @@ Told = dict[str, list[tuple[str, JSON, JSON]]]
 
 
 def told_differences(first: Manifest, second: Manifest) -> Told:
-    """What the two say differently beside their tensors. A key that one lacks is None there."""
+    """Return differences besides the tensors; a key that one lacks is None there."""
     here, there = ({"step": m.step} | flatten(without_lineage(m.state)) for m in (first, second))
     told: Told = {"settings": [], "counters": [], "versions": []}
     for key in here | there:
@@ -80,7 +80,7 @@ def result_of(first: Path, second: Path, found: Comparison, told: Told) -> dict[
 
 
 def sentence(found: Comparison) -> str:
-    """What of the tensors differs, in a line."""
+    """Return the differences of the tensors in a line."""
     alike, differing = len(found.tensors), found.differing
     said = []
     if differing:

@@ -17,7 +17,7 @@ from mlm.terminal import add_row, console, plain, size, table
 MODEL_KEYS = ("kind", "num_layers", "hidden_size", "num_heads", "vocab_size")
 FIRST = ("tp", "pp", "vp", "dp")  # of a layout's keys
 TRAINING_KEYS = ("config", "consumed_samples", "applied_steps", "scaler")
-"""What the state of a training run holds."""
+"""Keys of the state of a training run."""
 
 
 @dataclass
@@ -198,7 +198,7 @@ def layout_line(said: JSON) -> str:
 
 
 def show_tensors(out: Console, manifest: Manifest) -> None:
-    """Every tensor, how layouts cut it and where its pieces are."""
+    """Return a table of every tensor, its split and the files of its pieces."""
     made = table("tensors", "", "shape", "dtype", "cut", "pieces")
     for name, entry in manifest.tensors.items():
         where = [
@@ -210,7 +210,7 @@ def show_tensors(out: Console, manifest: Manifest) -> None:
 
 
 def cut(entry: TensorEntry) -> str:
-    """`dim 0 over tp, layer 3`: how layouts deal a tensor out."""
+    """`dim 0 over tp, layer 3`: the split of a tensor over layouts."""
     if entry.split is None:
         return "not said"
     dim, stage = entry.split.tp_dim, entry.split.stage

@@ -94,7 +94,7 @@ def read_all(path: Path, progress: Callable[[int], None]) -> str | None:
 
 
 def said_shortly(path: Path, why: str) -> str:
-    """A fault without the directory and the remedy, for a row of a table."""
+    """Return a problem without the directory and the remedy, for a row of a table."""
     return why.removeprefix(f"{path}/").removesuffix(f". {RESTORE}")
 
 

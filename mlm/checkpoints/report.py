@@ -1,4 +1,4 @@
-"""What the `mlm ckpt` commands share: the result for machines."""
+"""The JSON result of the `mlm ckpt` commands."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from mlm.report.history import finite
 
 
 def versions() -> dict[str, str]:
-    """What wrote a result."""
+    """Versions of the writer of a result."""
     return {"mlm": mlm.__version__, "torch": torch.__version__}
 
 

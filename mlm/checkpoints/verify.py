@@ -65,7 +65,7 @@ def result_of(ckpt: str, found: list[Verified], start: Path | None) -> dict[str,
 
 
 def show(ckpt: str, found: list[Verified], start: Path | None, *, in_run: bool) -> None:
-    """The table for people: a line per checkpoint, and one per further fault."""
+    """Print a line per checkpoint, and one per further problem."""
     made = table(f"ckpt verify · {ckpt}", "checkpoint", "step#", "files#", "size#", "")
     for each in found:
         manifest = each.manifest

@@ -1,7 +1,7 @@
-"""`mlm reshard`: a checkpoint cut anew for another layout, in one process and the memory of a tensor.
+"""`mlm reshard`: rewrite a checkpoint for another layout, in one process and the memory of a tensor.
 
-No model is built: the manifest says of every tensor how layouts deal it out. What is written is a function of
-the saved state and the target layout alone, so resharding 1 -> 2 -> 4 gives the bytes of 1 -> 4.
+No model is built: the manifest holds the split of every tensor. The output is a function of the saved state
+and the target layout alone, so resharding 1 -> 2 -> 4 gives the bytes of 1 -> 4.
 """
 
 import os
@@ -44,12 +44,12 @@ from mlm.train.state import CHECKPOINTS
 
 TOKENIZER = "tokenizer.json"
 TRAINING_STATE = ("applied_steps", "scaler", LINEAGE)
-"""What the state of a checkpoint says of its optimizer: not kept with weights alone."""
+"""State of the optimizer in a checkpoint: left out with weights alone."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is read and what becomes of it."""
+    """Checkpoint to read and layout to write."""
 
     source: Path
     """The step-… directory to read."""
@@ -83,7 +83,7 @@ class Plan:
 
 
 def preflight(config: ReshardConfig) -> list[str]:
-    """What is wrong with the checkpoint, the layout or the place to write to; no tensor is read."""
+    """Return what is wrong with the checkpoint, the layout or `out`; no tensor is read."""
     try:
         plan = make_plan(config)
         if faults := claim_problems(plan.out, "run", **claimed(plan)):
@@ -101,14 +101,14 @@ def preflight(config: ReshardConfig) -> list[str]:
 
 
 def make_plan(config: ReshardConfig) -> Plan:
-    """Read the manifest and deal its tensors out to the layout. Raises UserError."""
+    """Read the manifest and assign its tensors to the layout. Raises UserError."""
     path = resolve(config.ckpt)
     manifest = read_manifest(path)
     trained = trained_config(manifest, path)
     model, layout = trained.model, ParallelConfig(tp=config.tp, pp=config.pp, vp=config.vp)
     if faults := split_faults(model, layout):
         raise ConfigError(faults)
-    stage_ranks = deal_stages(model.num_layers, config.pp, config.vp)
+    stage_ranks = stage_ranks_of(model.num_layers, config.pp, config.vp)
     tensors = {}
     for name, entry in manifest.tensors.items():
         if name.startswith("optimizer.") and config.weights_only:
@@ -129,7 +129,7 @@ def make_plan(config: ReshardConfig) -> Plan:
     return Plan(path, manifest, Path(config.out), layout_before, layout, tensors, stage_ranks, save_id, state)
 
 
-def deal_stages(num_layers: int, pp: int, vp: int) -> dict[int | str, int]:
+def stage_ranks_of(num_layers: int, pp: int, vp: int) -> dict[int | str, int]:
     """Pipeline rank of each layer and of both ends: stage number s is with rank s modulo pp."""
     ranks: dict[int | str, int] = {"first": 0, "last": pp - 1}
     for number, stage in enumerate(split_layers(num_layers, pp * vp)):
@@ -278,7 +278,7 @@ def new_tokenizer(plan: Plan) -> bytes | None:
 
 
 def show(plan: Plan, path: Path, seconds: float) -> None:
-    """The table for people."""
+    """Print the table."""
     table = Table(box=SIMPLE_HEAD, title=f"reshard · step {plan.manifest.step}", title_justify="left")
     for name in ("", "layout", "files", "tensors", "bytes"):
         table.add_column(name, justify="left" if name in ("", "layout") else "right")

@@ -191,8 +191,10 @@ def one_head(heads: Mapping[Head, str], found: Mapping[str, object], path: str) 
 
 
 def kept_ids(config: Mapping[str, JSON], model: ModelConfig) -> tuple[TokenIds, tuple[str, ...]]:
-    """Return the padding and label names of a config.json that a later export can write again, and a note on
-    each that is not kept. Default names of `transformers` do not count."""
+    """Return padding and label names of a config.json for a later export, and notes on those not kept.
+
+    Default names of `transformers` do not count.
+    """
     notes = []
     pad, size = config.get("pad_token_id"), model.vocab_size
     if pad is not None and (isinstance(pad, bool) or not isinstance(pad, int) or not 0 <= pad < size):

@@ -112,8 +112,10 @@ class MegatronMapping:
     """Return remarks on what differs a little from the run."""
 
     def our_name(self, theirs: str, first_layer: int = 0) -> str | None:
-        """Return our name of a parameter, or None if the family has no such; layers of a part of the model
-        are numbered from 0, here from `first_layer`."""
+        """Return our name of a parameter, or None if the family has no such.
+
+        Layers of a part of the model are numbered from 0, ours from `first_layer`.
+        """
         short = theirs.removeprefix("language_model.")
         if in_layer := _IN_LAYER.fullmatch(short):
             ours = _translate(self.layer, in_layer[2])

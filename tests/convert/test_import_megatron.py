@@ -107,7 +107,7 @@ def test_checkpoint_is_of_weights_at_step_0(tmp_path: Path) -> None:
 def test_output_says_what_was_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     imported(tmp_path, Layout())
     said = capsys.readouterr().out
-    assert "the optimizer's state stays behind" in said
+    assert "the optimizer's state is left out" in said
     assert "3 of 64 rows" in said
 
 

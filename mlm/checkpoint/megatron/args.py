@@ -196,8 +196,9 @@ def model_config(
 def true_vocabulary(
     settings: Settings, kind: str, sizes: Sizes, *, vocab_size: int | None, known: int | None
 ) -> int:
-    """Return the rows of the token table that are tokens: `vocab_size`, the tokenizer's (`known`), or those
-    of a published tokenizer.
+    """Return the rows of the token table that are tokens.
+
+    Those are `vocab_size`, the tokenizer's (`known`), or those of a published tokenizer.
 
     Raises UserError if they do not fit the table, or the published would leave out more than padding.
     """

@@ -11,7 +11,7 @@ Source: NVIDIA/Megatron-LM, megatron/checkpointing.py, get_checkpoint_name(s) fr
 
 The files are pickles, programs that build objects. They are read by torch's weights-only unpickler, which
 builds tensors and plain containers. Beside these it is given `argparse.Namespace`, and for the classes of
-`SET_ASIDE` a stand-in that keeps nothing: of these files no function is ever looked up or called.
+`SET_ASIDE` a stub that keeps nothing: no function of these files is ever looked up or called.
 """
 
 import argparse
@@ -87,7 +87,7 @@ RESAVE = (
 
 
 class SetAside:
-    """Stands in for the classes and functions of `SET_ASIDE`: takes anything, keeps nothing."""
+    """Stub for the classes and functions of `SET_ASIDE`: takes anything, keeps nothing."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "SetAside":
         return super().__new__(cls)
@@ -96,7 +96,7 @@ class SetAside:
         pass
 
     def __setstate__(self, state: Any) -> None:
-        pass
+        """Ignore the state."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class RankFiles:
     """The files of one iteration."""
 
     path: Path
-    """The folder that holds mp_rank_…"""
+    """The folder that holds mp_rank_…."""
     files: Mapping[tuple[int, int], Path]
     """(tensor-parallel rank, pipeline rank) -> file; every rank of tp * pp."""
     tp: int
@@ -123,7 +123,7 @@ def find_files(source: str | Path) -> RankFiles:
 
 
 def unreadable(path: Path, error: OSError) -> UserError:
-    """What to say about a file that the system does not let us read."""
+    """Return the error of a file that cannot be read."""
     return UserError(f"{path}: {error.strerror or error}: make it readable, or copy it to where it is")
 
 
@@ -206,7 +206,7 @@ def _nothing_found(step: Path) -> UserError:
 
 
 def is_zip(path: Path) -> bool:
-    """Whether a file is of torch's format since 1.6; the one before cannot be mapped into memory."""
+    """Return True for torch's format since 1.6; the one before cannot be mapped into memory."""
     with open(path, "rb") as f:
         return f.read(len(ZIP_MAGIC)) == ZIP_MAGIC
 
@@ -214,7 +214,7 @@ def is_zip(path: Path) -> bool:
 def check_records(path: Path, progress: Callable[[int], None] = lambda count: None) -> None:
     """Compare every record of a file with its checksum; the old format has none. Reads all of it.
 
-    Raises CorruptFileError where one differs. `progress` hears of bytes.
+    Raises CorruptFileError where one differs. `progress` receives bytes.
     """
     if not is_zip(path):
         return
@@ -230,7 +230,7 @@ def check_records(path: Path, progress: Callable[[int], None] = lambda count: No
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """What a rank file holds; tensors of torch's present format are mapped into memory, not read.
+    """Return the content of a rank file; tensors of torch's present format are mapped into memory, not read.
 
     Raises CorruptFileError when it is damaged, or names anything that is not data: nothing in it is run.
     """
@@ -241,7 +241,7 @@ def read_file(path: Path) -> dict[str, Any]:
         with _only_ours(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the age of the format
             if mapped and (named := serialization.get_unsafe_globals_in_checkpoint(path)):
-                raise refused(path, ", ".join(sorted(named)[:3]))
+                raise rejected(path, ", ".join(sorted(named)[:3]))
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except UserError:
         raise
@@ -249,7 +249,7 @@ def read_file(path: Path) -> dict[str, Any]:
         raise unreadable(path, error) from error
     except Exception as error:  # what a damaged or hostile file can raise has no end
         if named_one := re.search(r"GLOBAL (\S+)", str(error)):
-            raise refused(path, named_one[1]) from None
+            raise rejected(path, named_one[1]) from None
         raise damaged(path, error) from error
     if type(content) is not dict or not all(type(key) is str for key in content):
         raise CorruptFileError(f"{path}: holds no named parts: is it a Megatron-LM checkpoint?")
@@ -257,7 +257,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def _check_stored(path: Path) -> None:
-    """torch never compresses; what is compressed could unpack to any size, and cannot be mapped."""
+    """Reject compression, which torch never uses: it could unpack to any size, and cannot be mapped."""
     with zipfile.ZipFile(path) as records:
         if any(info.compress_type != zipfile.ZIP_STORED for info in records.infolist()):
             raise CorruptFileError(f"{path}: is compressed, which torch.save never does: copy the original")
@@ -265,8 +265,10 @@ def _check_stored(path: Path) -> None:
 
 @contextmanager
 def _only_ours() -> Iterator[None]:
-    """Within, torch's unpickler knows Namespace and the stand-ins beside its own names, and no others:
-    libraries add classes of theirs when they are imported."""
+    """Limit torch's unpickler to its own names, Namespace and the stubs.
+
+    Libraries add classes of theirs when they are imported.
+    """
     others = serialization.get_safe_globals()
     serialization.clear_safe_globals()
     try:
@@ -282,15 +284,15 @@ def shown(text: str) -> str:
     return (text if text.isprintable() else ascii(text))[:120]
 
 
-def refused(path: Path, name: str) -> CorruptFileError:
-    """What to say about a file that names a class or function it has no need of."""
+def rejected(path: Path, name: str) -> CorruptFileError:
+    """Return the error of a file that names a class or function it does not need."""
     return CorruptFileError(
         f"{path}: asks for {shown(name)}, which is no data; nothing of it was run: {RESAVE}"
     )
 
 
 def damaged(path: Path, error: Exception) -> CorruptFileError:
-    """What to say about a file that cannot be read as what it should be."""
+    """Return the error of a file that is damaged or of another format."""
     lines = str(error).split("WeightsUnpickler error: ")[-1].strip().splitlines()
     reason = shown(lines[0].split(". In PyTorch")[0]) if lines else type(error).__name__
     return CorruptFileError(f"{path}: damaged, or not written by torch.save ({reason}): copy it again")

@@ -118,8 +118,10 @@ def whole_shape(held: tuple[Tensor, ...], dim: int | None) -> tuple[int, ...]:
 def check_replicas(
     files: RankFiles, parts: Mapping[str, tuple[Tensor, ...]], tp_dims: Mapping[str, int | None]
 ) -> None:
-    """Raise CorruptFileError unless copies in several ranks are equal, UserError for an output layer that is
-    not the token table."""
+    """Raise CorruptFileError unless copies in several ranks are equal.
+
+    Raises UserError for an output layer that is not the token table.
+    """
     for name, held in parts.items():
         if tp_dims[name] is None:
             for t, part in enumerate(held):

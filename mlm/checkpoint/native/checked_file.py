@@ -23,7 +23,7 @@ Signature: TypeAlias = tuple[int, int, int, int, int]
 
 
 def signature(found: os.stat_result) -> Signature:
-    """A file as it is now."""
+    """Return the signature of a file."""
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
@@ -102,12 +102,12 @@ class CheckedFile:
         self.close()
 
     def close(self) -> None:
-        """Close the descriptor and let go of the memory."""
+        """Close the descriptor and free the memory."""
         self.release()
         os.close(self._descriptor)
 
     def release(self) -> None:
-        """Let go of the block in memory; a later read fetches and checks it again."""
+        """Free the block in memory; a later read fetches and checks it again."""
         self._held, self._buffer = -1, bytearray()
 
     def seek(self, position: int) -> None:

@@ -188,8 +188,10 @@ def decode_columns(content: bytes, shapes: Sequence[tuple[int, ...]], count: int
 
 
 def check_sizes(columns: Columns, itemsizes: Sequence[int], files: Mapping[str, int]) -> None:
-    """Raise ValueError where a file (name → bytes) is too small for its chunks: memory is taken for what
-    tensors say. The chunks lie inside their tensors."""
+    """Raise ValueError if a file (name → bytes) is too small for its chunks.
+
+    Memory is allocated by the shapes of tensors. The chunks are inside their tensors.
+    """
     names, itemsize = list(files), np.array(itemsizes, np.int64)
     rough, needed = np.zeros(len(names)), np.zeros(len(names), np.int64)
     for rows in columns.blocks():
@@ -230,7 +232,7 @@ def _outside(columns: Columns) -> int | None:
         offset, size, whole = columns.offset[rows], columns.size[rows], columns.full[columns.tensor[rows]]
         inside = ((offset >= 0) & (size >= 1) & (size <= whole) & (offset <= whole - size)).all(1)
         if not inside.all():
-            return rows.start + int(inside.argmin())
+            return int(rows.start) + int(inside.argmin())
     return None
 
 

@@ -1,4 +1,4 @@
-"""How the tensors of two checkpoints differ, whatever layouts wrote them, in a memory of a few blocks."""
+"""Comparison of the tensors of two checkpoints, written by any layouts, in a memory of a few blocks."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ OPEN_FILES = 64  # of one checkpoint at a time; a process may have 1024 on most 
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """How a tensor that both hold in one shape and dtype differs."""
+    """Differences of a tensor that both hold in one shape and dtype."""
 
     name: str
     differing: int
@@ -75,7 +75,7 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether both hold the same tensors bit for bit."""
+        """True if both hold the same tensors bit for bit."""
         return not (self.only_first or self.only_second or self.forms or self.differing)
 
     @property
@@ -94,7 +94,7 @@ def compare_checkpoints(
     """Compare the tensors of two step-… directories element by element; `names(name)` picks them.
 
     Reads both by blocks of rows: a dozen times BLOCK bytes, or one row, are held at most.
-    `progress` hears of bytes compared, `compared_bytes` in all. Blocks that are read are compared with their
+    `progress` receives bytes compared, `compared_bytes` in all. Blocks that are read are compared with their
     digests, the others are not: `mlm ckpt verify` does that. Raises CorruptFileError when a file is missing,
     short, damaged, or holds other tensors than listed;
     UserError when there is no such checkpoint; CheckpointError when one cannot be read.
@@ -156,7 +156,7 @@ class Reader:
         self._open.clear()
 
     def read(self, name: str, wanted: Region) -> Tensor:
-        """Those elements, on CPU, of the stored dtype. Raises CorruptFileError and OSError."""
+        """Return those elements, on CPU, of the stored dtype. Raises CorruptFileError and OSError."""
         entry = self.manifest.tensors[name]
         target = torch.empty(wanted.size, dtype=entry.dtype)
         for chunk in entry.overlapping(wanted):

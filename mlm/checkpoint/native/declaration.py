@@ -98,8 +98,8 @@ def merge_declared(root: Path, declared: Sequence[bytes]) -> dict[str, TensorEnt
         np.concatenate([padded(offset, dims, 0) for *_, offset, _ in found])[order],
         np.concatenate([padded(size, dims, 1) for *_, size in found])[order],
     )
-    if fault := columns_problem(columns, list(tensors.entries)):
-        raise CheckpointError(f"{root}: {fault}: nothing was saved")
+    if problem := columns_problem(columns, list(tensors.entries)):
+        raise CheckpointError(f"{root}: {problem}: nothing was saved")
     chunks = columns.by_tensor([file_name(rank) for rank in range(len(declared))])
     return {
         name: TensorEntry(entry.shape, entry.dtype, mine, entry.split)

@@ -1,4 +1,4 @@
-"""How ranks agree: JSON carried as bytes over gloo (no pickle), and verdicts that all ranks share."""
+"""Agreement of ranks: JSON carried as bytes over gloo (no pickle), and errors that all ranks raise."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes what is written once."""
+        """True for the rank that writes what is written once."""
         return self.rank == 0
 
     def all_gather(self, value: JSON) -> list[JSON]:
@@ -59,7 +59,7 @@ class Ranks:
         with self._waiting("all_gather"):
             dist.all_gather(lengths, torch.tensor([mine.numel()]), group=self.group)
         sizes = [int(n) for n in lengths]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)  # gloo refuses uneven sizes
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)  # gloo rejects uneven sizes
         padded[: mine.numel()] = mine
         received = [torch.empty_like(padded) for _ in sizes] if to_all or self.is_main else []
         with self._waiting("all_gather" if to_all else "gather"):
@@ -82,7 +82,7 @@ class Ranks:
         return _decode(text)
 
     def any_of(self, flags: Sequence[bool]) -> list[bool]:
-        """For each place, whether it is true on some rank. All ranks pass equally many."""
+        """Return for each flag True if it is true on some rank. All ranks pass equally many."""
         seen = torch.tensor(flags, dtype=torch.uint8)
         if self.group is not None and flags:
             with self._waiting("all_reduce"):
@@ -100,13 +100,13 @@ class Ranks:
         as its cause. `work` must not communicate.
         """
         cause: Exception | None = None
-        told: UserError | None = None
+        shared: UserError | None = None
         result: T | None = None
         try:
             result = work()
         except Exception as e:  # whatever it is: unshared, it would leave the other ranks waiting for ever
-            cause, told = e, e if isinstance(e, UserError) else explain(e)
-        verdicts = self.all_gather(told and [type(told).__name__, str(told)[:MAX_MESSAGE]])
+            cause, shared = e, e if isinstance(e, UserError) else explain(e)
+        verdicts = self.all_gather(shared and [type(shared).__name__, str(shared)[:MAX_MESSAGE]])
         failed = [verdict for verdict in verdicts if verdict]
         if not failed:
             return result  # type: ignore[return-value]

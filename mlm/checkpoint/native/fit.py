@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits the tensors that want it, and which part of which file goes where."""
+"""Fit of a checkpoint to the tensors that are wanted, and which region of which file goes into which."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +12,7 @@ from mlm.checkpoint.native.format import JSON, Manifest
 from mlm.checkpoint.native.slices import Region, Shard
 from mlm.errors import UserError
 
-LISTED = 3  # faults that a message lists
+LISTED = 3  # problems that a message lists
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Reading:
 
 
 def plan_reading(manifest: Manifest, wanted: Mapping[str, Shard]) -> dict[str, list[Reading]]:
-    """What to read of each file. The chunks tile each tensor, so every wanted element is met once."""
+    """Return what to read of each file. The chunks tile each tensor, so every wanted element is read once."""
     readings: defaultdict[str, list[Reading]] = defaultdict(list)
     for name, shard in wanted.items():
         if name not in manifest.tensors or not shard.tensor.numel():
@@ -51,17 +51,17 @@ def check_fit(
     cast: bool,
     config: Mapping[str, JSON],
 ) -> None:
-    """Raises one UserError that lists the first few names, shapes and dtypes that differ."""
-    faults = [f"{name} is not in it" for name in _missing(manifest, wanted, allow_missing)]
-    faults += [f"{name} is in it, not here" for name in unwanted]
-    faults += _shape_faults(manifest, wanted)
+    """Raise one UserError that lists the first few names, shapes and dtypes that differ."""
+    problems = [f"{name} is not in it" for name in _missing(manifest, wanted, allow_missing)]
+    problems += [f"{name} is in it, not here" for name in unwanted]
+    problems += _shape_problems(manifest, wanted)
     what, remedy = "another model", "Set model=… as it was trained, or ckpt=… to another checkpoint"
-    if not faults:
-        faults = _dtype_faults(manifest, wanted, cast)
+    if not problems:
+        problems = _dtype_problems(manifest, wanted, cast)
         what, remedy = "another precision", "Set precision=… as it was trained"
-    if faults:
-        listed = "; ".join(faults[:LISTED]) + (
-            f"; and {len(faults) - LISTED} more" if faults[LISTED:] else ""
+    if problems:
+        listed = "; ".join(problems[:LISTED]) + (
+            f"; and {len(problems) - LISTED} more" if problems[LISTED:] else ""
         )
         settings = "".join(f"; {line}" for line in _differing(config, manifest.state.get("config")))
         raise UserError(f"{path}: checkpoint of {what}: {listed}{settings}. {remedy}")
@@ -74,7 +74,7 @@ def _missing(
     return [name for name in lacking if not (allow_missing and allow_missing(name))]
 
 
-def _shape_faults(manifest: Manifest, wanted: Mapping[str, Shard]) -> list[str]:
+def _shape_problems(manifest: Manifest, wanted: Mapping[str, Shard]) -> list[str]:
     return [
         f"{name} has shape {list(shard.global_shape)} here, {list(manifest.tensors[name].shape)} there"
         for name, shard in wanted.items()
@@ -82,15 +82,15 @@ def _shape_faults(manifest: Manifest, wanted: Mapping[str, Shard]) -> list[str]:
     ]
 
 
-def _dtype_faults(manifest: Manifest, wanted: Mapping[str, Shard], cast: bool) -> list[str]:
-    faults = []
+def _dtype_problems(manifest: Manifest, wanted: Mapping[str, Shard], cast: bool) -> list[str]:
+    problems = []
     for name, shard in wanted.items():
         if name in manifest.tensors:
             here, there = shard.tensor.dtype, manifest.tensors[name].dtype
             convertible = cast and here.is_floating_point and there.is_floating_point
             if here != there and not convertible:
-                faults.append(f"{name} is {here} here, {there} there")
-    return faults
+                problems.append(f"{name} is {here} here, {there} there")
+    return problems
 
 
 def _differing(here: Mapping[str, JSON], there: JSON) -> Iterator[str]:

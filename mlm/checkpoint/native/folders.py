@@ -232,7 +232,7 @@ def fault_of(directory: Path) -> str | None:
 
 
 def resolve(path: str | Path, setting: str = "ckpt") -> Path:
-    """The checkpoint directory that a user means by `ckpt=path`; `setting` is the key for messages.
+    """Return the checkpoint directory that a user means by `ckpt=path`; `setting` is the key for messages.
 
     Accepts a step-… directory, a folder of them, the `latest` file in it, or a run directory (the folder
     itself or its `checkpoints`). Raises UserError when there is none, CorruptFileError as
@@ -243,9 +243,9 @@ def resolve(path: str | Path, setting: str = "ckpt") -> Path:
 
 
 def locate(path: str | Path, setting: str = "ckpt") -> tuple[Path, bool]:
-    """What a user means of what `resolve` accepts: a checkpoint and True, or a folder of them and False.
+    """Return the path that `resolve` accepts as a checkpoint and True, or as a folder of them and False.
 
-    Raises UserError when there is none. Whether any is whole is not asked.
+    Raises UserError if there is none. None is checked to be whole.
     """
     given = Path(path)
     try:
@@ -285,7 +285,7 @@ def open_staging(root: Path, step: int, save_id: str, *, keep: bool = False) -> 
 
 
 def leftovers(root: Path) -> list[Path]:
-    """What killed saves left and `clear_up` deletes, sorted by name. Raises OSError."""
+    """Return what killed saves left and `clear_up` deletes, sorted by name. Raises OSError."""
     return sorted(path for path in root.iterdir() if _is_left(path) and not _is_moved_aside(path))
 
 
@@ -340,7 +340,7 @@ def clear_up(root: Path, *, keep: Path | None = None) -> None:
 
 
 def staging_path(root: Path, step: int, save_id: str) -> Path:
-    """Where a save is written before it is published. Unique, so two runs never share one."""
+    """Return the directory of a save before it is published. Unique, so two runs never share one."""
     return root / f"{SAVING}{step_name(step)}-{save_id[:12]}"
 
 

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what is written, and what must hold before any of it is believed.
+"""The manifest of a checkpoint: how it is written, and checks before any of it is believed.
 
 README.md in this folder is the specification. A digest guards against accidents, not against an adversary
 (xxh3 is no cryptographic hash): what keeps a hostile checkpoint harmless is that nothing in it is ever
@@ -31,7 +31,7 @@ from mlm.files.atomic import digest_bytes, write_atomic
 from mlm.files.bounded import parse_json, read_bounded
 
 JSON: TypeAlias = Any
-"""What JSON can say: null, booleans, finite numbers, strings, lists, and objects with string keys."""
+"""A JSON value: null, boolean, finite number, string, list, or object with string keys."""
 
 FORMAT = "mlm-checkpoint"
 VERSION = 2
@@ -85,7 +85,7 @@ class TensorEntry:
     dtype: torch.dtype
     chunks: Sequence[Chunk]
     split: Split | None = None
-    """How layouts deal it out, where the writer said so."""
+    """Split over layouts, if the writer knew it."""
 
     def overlapping(self, wanted: Region) -> Iterable[Chunk]:
         """The chunks that hold an element of `wanted`, and perhaps others."""
@@ -104,7 +104,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything a checkpoint says about itself. `tensors` is sorted by name."""
+    """The description of a checkpoint. `tensors` is sorted by name."""
 
     step: int
     save_id: str
@@ -276,8 +276,8 @@ def _with_chunks(manifest: Manifest, entry: FileEntry, path: Path) -> Manifest:
     shapes = [tensor.shape for tensor in entries]
     try:
         columns = decode_columns(content, shapes, entry.bytes // row_bytes(shapes), len(files))
-        if fault := columns_problem(columns, names):
-            raise ValueError(fault)
+        if problem := columns_problem(columns, names):
+            raise ValueError(problem)
         itemsizes = [tensor.dtype.itemsize for tensor in entries]
         check_sizes(columns, itemsizes, {name: manifest.files[name].bytes for name in files})
     except ValueError as error:
@@ -389,8 +389,8 @@ def _build_listed(
         chunks.append(Chunk(file, Region(_numbers(offset), _numbers(size))))
     if len({chunk.file for chunk in chunks}) < len(chunks):
         raise ValueError(f"{name} has two chunks in one file")
-    if fault := tiling_problem(shape, [chunk.region for chunk in chunks]):
-        raise ValueError(f"{name}: {fault}")
+    if problem := tiling_problem(shape, [chunk.region for chunk in chunks]):
+        raise ValueError(f"{name}: {problem}")
     return tuple(chunks)
 
 

@@ -1,6 +1,6 @@
-"""Save and load checkpoints: any layout writes, any layout reads, whole or not at all.
+"""Save and load checkpoints atomically: any layout writes, any layout reads.
 
-All ranks call together. What one rank finds wrong, all ranks raise. README.md specifies the format.
+All ranks call together, and all raise what one finds wrong. README.md specifies the format.
 """
 
 import errno
@@ -87,7 +87,7 @@ def save_checkpoint(
     Collective over `group` (gloo; None when `world_size` is 1). Over all ranks, `shards` must hold each
     element of each tensor exactly once: a replicated one is passed by one of its owners. `state` is taken
     from rank 0. Returns the new directory. A kill at any instant leaves the previous checkpoint intact.
-    `watch` is told what is waited for. `staged` holds a copy of `shards` filled under `save_id`, the same on
+    `watch` receives what is waited for. `staged` holds a copy of `shards` filled under `save_id`, the same on
     all ranks: it is written, and of `shards` only the shapes count.
 
     Raises CheckpointError on every rank, leaving nothing behind, if any rank cannot write or the shards
@@ -120,7 +120,7 @@ def save_checkpoint(
 
 
 def file_entry(said: JSON) -> FileEntry:
-    """The inverse of what `write_shards` returns."""
+    """Return a file entry from what `write_shards` returns."""
     size, digest, blocks = said
     return FileEntry(size, digest, tuple(blocks))
 
@@ -132,15 +132,14 @@ def _prepare(root: Path, step: int, save_id: str, declared: list[bytes]) -> dict
 
 
 def stored_tensors(shards: Mapping[str, Shard]) -> dict[str, Tensor]:
-    """What of a rank's shards is written: those that hold an element."""
+    """Return the shards of a rank that are written: those that hold an element."""
     return {name: shard.tensor for name, shard in shards.items() if shard.tensor.numel()}
 
 
 def write_shards(
     staging: Path, rank: int, shards: Mapping[str, Shard], save_id: str, staged: StagedFile | None = None
 ) -> list[JSON] | None:
-    """Write this rank's file; its [bytes, digest, block digests], or None when it holds no element and has no
-    file."""
+    """Write this rank's file; return its [bytes, digest, block digests], or None if it holds no element."""
     tensors, path = stored_tensors(shards), staging / file_name(rank)
     if not tensors:
         return None
@@ -158,7 +157,7 @@ def _explain_save(root: Path, rank: int, previous: str | None, error: Exception)
     path, cause, number = root, f"{type(error).__name__}: {error}", 0
     if isinstance(error, OSError) and error.errno:
         path, cause, number = error.filename or root, str(error.strerror), error.errno
-    remedy = REMEDIES.get(number, "Mend it, or set out=… to another directory")
+    remedy = REMEDIES.get(number, "Fix it, or set out=… to another directory")
     there = previous and os.path.isdir(root / previous)  # unlike Path.is_dir, never raises
     kept = f"the previous checkpoint {previous} is intact" if there else "there is no earlier checkpoint"
     return CheckpointError(f"{path}: could not be saved (rank {rank}): {cause}. {remedy}; {kept}")
@@ -182,10 +181,10 @@ def load_checkpoint(
     Collective over `group` (gloo; None when `world_size` is 1). Before a tensor is touched, size, save id and
     header of every file, names, shapes, dtypes and coverage are checked. Every byte is compared with its
     digest: those that are used, on the way into the tensors; the others of each file by one rank.
-    A name in the checkpoint that no rank wants is refused unless `allow_extra(name)`; a wanted one that it
-    lacks is refused unless `allow_missing(name)`, and is then left as it is. `cast` converts between
+    A name in the checkpoint that no rank wants is rejected unless `allow_extra(name)`; a wanted one that it
+    lacks is rejected unless `allow_missing(name)`, and is then left as it is. `cast` converts between
     floating dtypes. `config` is this run's, used to name the settings that differ from `state["config"]`.
-    `watch` is told what is waited for; LostPeer is raised if a rank does not take part.
+    `watch` receives what is waited for; LostPeer is raised if a rank does not take part.
 
     Raises on every rank alike: UserError when the checkpoint is of another model or precision,
     CorruptFileError when a file is damaged, CheckpointError when one cannot be read. A damaged block, a disk
@@ -236,7 +235,7 @@ def _verify(
 
 
 def _share(manifest: Manifest, ranks: Ranks) -> list[str]:
-    """The files that this rank answers for."""
+    """Return the files that this rank checks."""
     return sorted(manifest.files)[ranks.rank :: ranks.world_size]
 
 

@@ -77,7 +77,7 @@ def write_stream(
     """Write a new safetensors file and fsync it; `read(name)` gives each tensor when its turn comes.
 
     Holds one contiguous CPU copy of one tensor at a time; the digest is that of the bytes meant, taken
-    on the way to the disk. `metadata` goes into `__metadata__`; `progress` hears of tensor bytes written.
+    on the way to the disk. `metadata` goes into `__metadata__`; `progress` receives tensor bytes written.
     Raises OSError naming `path`, ValueError when there are too many tensors for one header, and what `read`
     raises.
     """

@@ -1,4 +1,4 @@
-"""Regions of a global tensor: what a rank holds of it, how two of them meet, whether they tile it."""
+"""Regions of a global tensor: intersection, tiling, and the shards of ranks."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-MAX_CUT_DIMS = 4  # layouts cut a tensor along one or two
+MAX_CUT_DIMS = 4  # layouts split a tensor along one or two
 MAX_COMPARED = 100_000  # pairs of pieces looked at to name two that overlap
 
 
@@ -25,7 +25,7 @@ class Region(NamedTuple):
         return prod(self.size)
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether every element is one of a tensor of `shape`."""
+        """Return True if every element is one of a tensor of `shape`."""
         return len(self.offset) == len(self.size) == len(shape) and all(
             o + n <= full for o, n, full in zip(self.offset, self.size, shape, strict=True)
         )
@@ -45,12 +45,12 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True)
 class Split:
-    """How layouts deal a tensor out. In the manifest, so that a checkpoint is cut anew without its model."""
+    """Split of a tensor over layouts. Stored in the manifest, so that resharding needs no model."""
 
     tp_dim: int | None
-    """Dim cut over tp; None when every tp rank holds all of it, and the first writes it."""
+    """Dim split over tp; None when every tp rank holds all of it, and the first writes it."""
     stage: int | str
-    """The layer it belongs to, or "first" or "last": the stage before and behind the layers."""
+    """The layer it belongs to, or "first" or "last": the stage before or after the layers."""
     multiple: int = 1
     """Each tp rank holds a multiple of this many rows of tp_dim, the last ones what is left (a padded
     vocabulary: rows that are padding are not stored)."""
@@ -73,7 +73,7 @@ class Shard:
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     split: Split | None = None
-    """How layouts deal the global tensor out, where that is known."""
+    """Split of the global tensor over layouts, if known."""
 
     def __post_init__(self) -> None:
         assert self.tensor.ndim == len(self.global_shape) == len(self.offset), "dims differ"
@@ -88,12 +88,12 @@ class Shard:
 
     @property
     def region(self) -> Region:
-        """Where in the global tensor this is."""
+        """Region of the global tensor."""
         return Region(tuple(self.offset), tuple(self.tensor.shape))
 
 
 def tiling_problem(shape: tuple[int, ...], pieces: Sequence[Region]) -> str | None:
-    """What keeps `pieces` from holding each element of `shape` exactly once; None when nothing does.
+    """Return why `pieces` do not hold each element of `shape` exactly once; None if they do.
 
     Costs the same for each piece, however they lie: half a million forged ones must not stall a reader.
     """
@@ -113,7 +113,7 @@ def tiling_problem(shape: tuple[int, ...], pieces: Sequence[Region]) -> str | No
 
 
 def _tile(shape: tuple[int, ...], pieces: Sequence[Region], cut: Sequence[int]) -> bool:
-    """Whether pieces inside `shape`, each whole along all dims but `cut`, hold each element once.
+    """Return True if pieces inside `shape`, each whole along all dims but `cut`, hold each element once.
 
     How often each element is held is a sum of products of steps, up at a piece's offset and down at its end.
     Such sums are equal where their steps are, corner by corner.

@@ -1,4 +1,4 @@
-"""A shard file in memory: what a checkpoint copies while training waits, and writes while it goes on.
+"""A shard file in memory: copied while training waits, written while it continues.
 
 It is written past the page cache where the file system lets it (O_DIRECT): training then loses neither
 processor time nor cached data to it.
@@ -33,8 +33,9 @@ class StagedFile:
         self._failure: Exception | None = None
 
     def fill(self, tensors: Mapping[str, Tensor], save_id: str) -> None:
-        """Copy the tensors (any device, any strides), with as many threads as torch has. Never raises:
-        `write` raises what went wrong, where the ranks tell each other.
+        """Copy the tensors (any device, any strides), with as many threads as torch has.
+
+        Never raises: `write` raises the error, where the ranks exchange theirs.
 
         On CUDA, the caller's current stream orders the copies.
         """

@@ -89,16 +89,16 @@ def write_streamed(
 
     File number p * tp + t holds what tp rank t of pipeline rank p = stage_rank(split.stage) owns. The bytes
     are a function of the arguments alone. `read(name, region)` gives a piece, on CPU, of the tensor's
-    dtype, and raises no bare OSError; `progress` hears of bytes of tensors written.
+    dtype, and raises no bare OSError; `progress` receives bytes of tensors written.
 
     A kill at any instant leaves nothing under a final name, or the whole. The next call with this `step` and
-    `save_id` goes on behind the last complete file, and returns at once when all is there: `save_id` must
+    `save_id` continues after the last complete file, and returns at once when all is there: `save_id` must
     therefore be a function of content and layout (`derived_id`). One process at a time: see lock.py.
 
     Raises UserError when another checkpoint is in `root`, CheckpointError when the disk does not take it,
     and what `read` raises.
     """
-    pieces = deal_out(tensors, tp, stage_rank)
+    pieces = shard_by_file(tensors, tp, stage_rank)
     entries = {name: _entry(name, tensor, pieces) for name, tensor in tensors.items()}
     try:
         if (path := published(root, step, save_id)) is not None:
@@ -120,16 +120,18 @@ def write_streamed(
             files[name] = entry
         _publish(staging, root, Manifest(step, save_id, entries, files, state))
     except OSError as error:
-        remedy = REMEDIES.get(error.errno or 0, "Mend it, or set out=… to another directory")
+        remedy = REMEDIES.get(error.errno or 0, "Fix it, or set out=… to another directory")
         raise CheckpointError(
             f"{error.filename or root}: could not be written: {error.strerror or error}. {remedy}; "
-            "the same command then goes on from the files that are complete"
+            "the same command then continues from the files that are complete"
         ) from error
     return root / step_name(step)
 
 
-def deal_out(tensors: Mapping[str, GlobalTensor], tp: int, stage_rank: Callable[[int | str], int]) -> Pieces:
-    """What each file holds, in the order of the files; one that would hold nothing is not there."""
+def shard_by_file(
+    tensors: Mapping[str, GlobalTensor], tp: int, stage_rank: Callable[[int | str], int]
+) -> Pieces:
+    """Return the content of each file, in the order of the files; empty ones are left out."""
     pieces: Pieces = {}
     for name, tensor in tensors.items():
         split, first = tensor.split, stage_rank(tensor.split.stage) * tp
@@ -165,8 +167,8 @@ def published(root: Path, step: int, save_id: str) -> Path | None:
 
 def _entry(name: str, tensor: GlobalTensor, pieces: Pieces) -> TensorEntry:
     chunks = tuple(Chunk(file, held[name]) for file, held in pieces.items() if name in held)
-    fault = tiling_problem(tensor.shape, [chunk.region for chunk in chunks])
-    assert fault is None, f"{name}: {fault}"
+    problem = tiling_problem(tensor.shape, [chunk.region for chunk in chunks])
+    assert problem is None, f"{name}: {problem}"
     return TensorEntry(tensor.shape, tensor.dtype, chunks, tensor.split)
 
 

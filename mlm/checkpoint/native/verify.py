@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole: every byte is read and compared with what the manifest says."""
+"""Verification of a checkpoint: every byte is read and compared with the manifest."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ Forms: TypeAlias = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class FileProblem:
-    """A file that is not as it should be, and why."""
+    """A damaged, missing or unexpected file."""
 
     file: str
     why: str
@@ -29,30 +29,29 @@ class FileProblem:
 
 @dataclass(frozen=True)
 class Verified:
-    """What was found in one step-… directory."""
+    """Findings in one step-… directory."""
 
     path: Path
     manifest: Manifest | None
     """None when it cannot be read."""
     problems: tuple[FileProblem, ...]
     warnings: tuple[str, ...]
-    """What is odd and does no harm, a line each."""
+    """Harmless oddities, a line each."""
     loads: bool
-    """Whether all that is listed is there, bit for bit: a shard that is not listed is a problem no loading
-    meets."""
+    """True if all that is listed is present, bit for bit; other shards do not affect loading."""
 
     @property
     def whole(self) -> bool:
-        """Whether it holds what was saved, bit for bit, and no shard besides."""
+        """True if it holds what was saved, bit for bit, and no other shard."""
         return not self.problems
 
 
 def verify_checkpoint(directory: Path, progress: Callable[[int], None] = lambda count: None) -> Verified:
-    """Check the manifest (digest, coverage, names), each file (size, save id, header, tensors, digest), and
-    that no further shard lies beside them; and that the run's tokenizer is the one trained with. Goes on
-    after a problem, to find all.
+    """Find all problems of a step-… directory.
 
-    `progress` hears of bytes as files are done with, `shard_bytes` in all. Never raises for what it finds.
+    Checks the manifest (digest, coverage, names), each file (size, save id, header, tensors, digest), that no
+    other shard is present, and that the run's tokenizer is the one trained with. `progress` receives bytes of
+    files, `shard_bytes` in all. Never raises for what it finds.
     """
     try:
         manifest = read_manifest(directory)
@@ -83,7 +82,7 @@ def check_whole(directory: Path, progress: Callable[[int], None] = lambda count:
 
 
 def shard_bytes(directory: Path) -> int:
-    """Bytes of the shard files there, listed or not; 0 where they cannot be looked at."""
+    """Return the bytes of the shard files, listed or not; 0 if they cannot be looked at."""
     try:
         return sum(path.lstat().st_size for path in directory.glob("*.safetensors"))
     except OSError:
@@ -91,7 +90,7 @@ def shard_bytes(directory: Path) -> int:
 
 
 def _held(manifest: Manifest) -> dict[str, Forms]:
-    """What each file holds by the manifest."""
+    """Return the tensors of each file by the manifest."""
     held: dict[str, Forms] = {name: {} for name in manifest.files}
     for name, tensor in manifest.tensors.items():
         for chunk in tensor.chunks:
@@ -116,7 +115,7 @@ def _file_problems(
 
 
 def _strays(directory: Path, manifest: Manifest) -> tuple[list[FileProblem], list[str]]:
-    """What lies there and is not listed: a shard is a problem, for its checkpoint may lack it."""
+    """Return files that are not listed: a shard is a problem, as its own checkpoint may lack it."""
     problems, warnings = [], []
     try:
         found = sorted(path.name for path in directory.iterdir())
@@ -139,7 +138,7 @@ def _is_about(path: Path, error: UserError | OSError) -> bool:
 
 
 def _problem(path: Path, error: UserError | OSError) -> FileProblem:
-    """An error about `path` without its path and remedy, which are said once for all."""
+    """Return an error about `path` without its path and remedy, which are reported once for all."""
     if isinstance(error, OSError):
         return FileProblem(path.name, f"cannot be read: {error.strerror}")
     why = str(error).removeprefix(f"{path}: ").removesuffix(f". {RESTORE}")

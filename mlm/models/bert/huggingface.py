@@ -1,7 +1,7 @@
-"""BERT as `transformers` stores it: model_type bert (layer norm after the residual sums) and megatron-bert
-(before attention and MLP).
+"""BERT as `transformers` stores it.
 
-Keys of config.json and their defaults: the documentation of BertConfig and MegatronBertConfig
+model_type is bert (layer norm after the residual sums) or megatron-bert (before attention and MLP). Keys of
+config.json and their defaults: the documentation of BertConfig and MegatronBertConfig
 (https://huggingface.co/docs/transformers/model_doc/bert, …/megatron-bert).
 """
 
@@ -102,8 +102,10 @@ def locations(model: ModelConfig) -> Iterator[tuple[str, Location]]:
 
 
 def plain_name(theirs: str) -> str:
-    """Name without the base model's prefix; gamma and beta, TensorFlow's words in files of 2018 and 2019,
-    become weight and bias."""
+    """Return a name without the base model's prefix, in today's spelling.
+
+    gamma and beta are TensorFlow's words for weight and bias, in files of 2018 and 2019.
+    """
     name = theirs.removeprefix(PREFIX)
     return re.sub(
         r"(?<=LayerNorm\.)(gamma|beta)$", lambda old: {"gamma": "weight", "beta": "bias"}[old[1]], name

@@ -157,8 +157,11 @@ def write_config(model: ModelConfig, ids: TokenIds) -> dict[str, JSON]:
 
 
 def content(model: ModelConfig, found: Mapping[str, tuple[int, ...]], path: str) -> FolderContent:
-    """Return the model that these tensors make; without another head it is GPT2LMHeadModel, whose output
-    layer is the token table. Raises UserError for two heads."""
+    """Return the model that these tensors make.
+
+    Without another head it is GPT2LMHeadModel, whose output layer is the token table. Raises UserError if
+    there are two heads.
+    """
     heads: dict[Head, str] = {"classification": "score.weight", "span": "qa_outputs.weight"}
     head = one_head(heads, found, path)
     if head == "classification":
