@@ -270,7 +270,7 @@ def show(
         console.print(f"note: no tokenizer: {run_directory(source.path)} holds no tokenizer.json")
     if is_folded:
         console.print(
-            "note: the norm before the classifier carries its bias, for which the class has no parameter"
+            "note: the classifier's bias, which the class has no parameter for, is in the norm before it"
         )
     console.print(str(agreement or NOT_COMPARED))
     console.print(f"written to {config.out}")

@@ -282,7 +282,7 @@ def declared(ranks: int) -> list[bytes]:
 
 def test_the_work_of_a_save_is_linear_in_the_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted: numbers that pass through the hash, tables parsed, chunk objects made."""
-    mix, loads, make = columns_module._mix, json.loads, Chunk.__init__
+    mix, loads, make = columns_module.mix, json.loads, Chunk.__init__
     counts: list[dict[str, int]] = []
 
     def counted(what: str, size: Callable[..., int], function: Callable[..., Any]) -> Callable[..., Any]:
@@ -292,7 +292,7 @@ def test_the_work_of_a_save_is_linear_in_the_chunks(tmp_path: Path, monkeypatch:
 
         return wrapped
 
-    monkeypatch.setattr(columns_module, "_mix", counted("hashed", len, mix))
+    monkeypatch.setattr(columns_module, "mix", counted("hashed", len, mix))
     monkeypatch.setattr(Chunk, "__init__", counted("chunks", lambda *_: 1, make))
     fake = SimpleNamespace(loads=counted("parsed", lambda *_: 1, loads), dumps=json.dumps)
     monkeypatch.setattr("mlm.checkpoint.native.declaration.json", fake)
