@@ -1,4 +1,4 @@
-"""What commands show on a terminal: tables that no file can steer, sizes in words, progress bars."""
+"""Terminal output of commands: tables without control characters, readable sizes, progress bars."""
 
 import sys
 import time
@@ -44,12 +44,12 @@ def _shown(text: str) -> str:
 
 
 def console() -> Console:
-    """Where tables go: nothing a file says is taken for markup."""
+    """Return a console for tables that interprets no markup in the values it prints."""
     return PlainConsole(highlight=False, markup=False, soft_wrap=True)
 
 
 def plain(value: object) -> str:
-    """What a file says, as one line that cannot steer a terminal."""
+    """A value from a file as one line without control characters."""
     text = str(value)
     return visible(text[:LONGEST]) + ("…" if text[LONGEST:] else "")
 

@@ -9,8 +9,9 @@ import pytest
 from mlm.cli import main
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = (".", "mlm/corpus", "mlm/evaluate", "mlm/finetune")
-READMES = tuple(ROOT / folder / "README.md" for folder in FOLDERS)
+GUIDES = sorted([*ROOT.glob("mlm/*/README.md"), *ROOT.glob("scripts/**/*.md")])
+READMES = (ROOT / "README.md", *GUIDES)
+LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 MISTAKEN = "optimzer.lr"
 """In the one command that shows what is said of mistakes."""
 
@@ -20,7 +21,10 @@ def commands() -> list[str]:
     text = "\n".join(readme.read_text() for readme in READMES)
     blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     lines = [line.removeprefix("$ ") for block in blocks for line in block.splitlines()]
-    lines = [line.replace("sbatch scripts/slurm/pretrain.sbatch", "mlm pretrain") for line in lines]
+    lines = [
+        line.replace(" …", "").replace("sbatch scripts/slurm/pretrain.sbatch", "mlm pretrain")
+        for line in lines
+    ]
     return [line for line in lines if re.match(r"mlm [a-z]+ ", line)]
 
 
@@ -43,3 +47,9 @@ def test_a_command_of_the_readme_composes(
         words = [word.partition(",")[0] for word in words if word != "--multirun"]
     code = main([*words, "--cfg", "job"] if "--help" not in words else words)
     assert code == (2 if MISTAKEN in line else 0), capsys.readouterr().err
+
+
+@pytest.mark.parametrize("page", READMES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_of_a_page_lead_to_files(page: Path) -> None:
+    missing = [link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()]
+    assert not missing

@@ -10,7 +10,7 @@ GROUP = "task"
 
 
 def takes_task(command: Command) -> bool:
-    """Whether a task is the first word behind the command: `mlm finetune race`."""
+    """True if a task is the first word after the command: `mlm finetune race`."""
     return command.positional[:1] == (GROUP,)
 
 

@@ -1,4 +1,4 @@
-"""Where the shipped YAML lives: the same path in a checkout and in an installed wheel."""
+"""Location of the shipped YAML: the same path in a checkout and in an installed wheel."""
 
 from pathlib import Path
 

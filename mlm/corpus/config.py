@@ -1,4 +1,4 @@
-"""What the commands of `mlm data` are told: frozen dataclasses, one docstring per field."""
+"""Run specs of the commands of `mlm data`: frozen dataclasses, one docstring per field."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
@@ -30,8 +30,8 @@ class DataTokenizerConfig:
     vocab_size: int = 8192
     """Tokens to learn, special tokens and bytes or letters among them: at least 257 for bpe."""
     lowercase: bool = True
-    """Whether training of kind=wordpiece lowers case and strips accents (bert-*-uncased does). For a
-    vocab.txt taken over the tokenizer_config.json beside it decides, else whether it holds no capitals."""
+    """Lowercase text and strip accents in training of kind=wordpiece (bert-*-uncased does). For an imported
+    vocab.txt the tokenizer_config.json beside it decides, else the absence of capitals in its tokens."""
     text_key: str = "text"
     """Key (or column) that holds a document's text."""
     unreadable: Literal["error", "skip"] = "error"
@@ -79,7 +79,7 @@ class DataBuildConfig:
     max_document_bytes: Annotated[int, MANY] = 1 << 26
     """Longest line or document, in bytes; a longer one is bad input."""
     seed: Annotated[int, SEED] = 1234
-    """Which document falls in which part of the split is a function of it and of the text."""
+    """Seed of the split: a document's part is a function of it and of the text."""
     append_eod: bool = True
     """End every document with the end-of-document token."""
     eod: str | None = None

@@ -8,7 +8,7 @@ from mlm.config.fields import FRACTION, NOT_NEGATIVE, POSITIVE, PROBABILITY, SHA
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NormaliseConfig:
-    """What is mended in a document before anything else looks at it."""
+    """Normalisation of a document, before every other step."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
@@ -67,13 +67,13 @@ class DedupConfig:
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     enabled: bool = True
-    """Whether near-duplicates are removed. The first in corpus order stays."""
+    """Remove near-duplicates. The first in corpus order stays."""
     threshold: Annotated[float, FRACTION] = 0.7
     """A document whose Jaccard similarity with an earlier kept one is above it goes (arXiv:1909.08053)."""
     ngram: Annotated[int, POSITIVE] = 5
     """Length of a shingle, in units."""
     unit: Literal["word", "character"] = "word"
-    """What a shingle is made of."""
+    """Unit of a shingle."""
     bands: Annotated[int, POSITIVE] = 42
     """Bands of the signature: a pair that agrees on one whole band is compared."""
     rows: Annotated[int, POSITIVE] = 6
@@ -104,7 +104,7 @@ class DecontaminateConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutorConfig:
-    """Where the work runs: datatrove's executors."""
+    """Executor of the tasks: one of datatrove's."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 

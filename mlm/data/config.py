@@ -33,7 +33,7 @@ MicroBatchSize = Annotated[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """Where tokens come from."""
+    """Source of the training tokens."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 

@@ -1,4 +1,4 @@
-"""What `mlm eval wikitext103`, `lambada` and `all` need to know; see schema.py."""
+"""Run specs of `mlm eval wikitext103`, `lambada`, `all` and `loss`, and the settings of lm-eval's adapter."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
@@ -12,7 +12,7 @@ from mlm.parallel.config import ParallelConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WikitextDataConfig:
-    """Where WikiText comes from."""
+    """Source of WikiText."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
@@ -25,7 +25,7 @@ class WikitextDataConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LambadaDataConfig:
-    """Where LAMBADA comes from."""
+    """Source of LAMBADA."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
@@ -39,7 +39,7 @@ class LambadaDataConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllDataConfig:
-    """Where the texts of `mlm eval all` come from."""
+    """Sources of the data sets of `mlm eval all`."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
@@ -55,7 +55,7 @@ class AllDataConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroShotConfig:
-    """What the evaluations of texts have in common."""
+    """Settings common to the zero-shot evaluations."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
@@ -132,7 +132,7 @@ class EvalLossConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LmEvalConfig:
-    """What lm-eval's `--model mlm --model_args key=value,…` sets (mlm/evaluate/lm_eval/adapter.py)."""
+    """Settings of lm-eval's `--model mlm --model_args key=value,…` (mlm/evaluate/lm_eval/adapter.py)."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
@@ -149,7 +149,7 @@ class LmEvalConfig:
     seed: Annotated[int, SEED] = 1234
     """Of the sampling, for tasks that sample."""
     socket: str = ""
-    """Where the ranks meet lm-eval; set by the adapter."""
+    """Socket on which the ranks connect to lm-eval; set by the adapter."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     dist: DistConfig = field(default_factory=DistConfig)

@@ -1,4 +1,4 @@
-"""What `mlm finetune` and `mlm eval TASK` are told; see schema.py, and downstream_schema.py for the task."""
+"""Run specs of `mlm finetune` and `mlm eval TASK`; the task itself is in task_config.py."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
@@ -25,7 +25,7 @@ from mlm.report.config import LogConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskDataConfig:
-    """Where the rows of a task come from."""
+    """Source of a task's rows."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
@@ -38,7 +38,7 @@ class TaskDataConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinetuneDataConfig(TaskDataConfig):
-    """Where the rows of a task come from, and how many of them are trained on."""
+    """Source of a task's rows, and the number of training rows."""
 
     train_rows: Annotated[int | None, POSITIVE] = None
     """Rows of the training split to train on, drawn at random with data.seed; null takes all."""
@@ -50,7 +50,7 @@ class FinetuneDataConfig(TaskDataConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinetuneTrainConfig:
-    """How long and in what batches."""
+    """Length of training and batch sizes."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
@@ -140,8 +140,8 @@ class EvalTaskConfig:
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     ckpt: CheckpointPath
-    """What `mlm finetune` wrote: its run directory (the best checkpoint), or a checkpoint (step-…); or a
-    folder or id of Hugging Face with a head for such a task."""
+    """Output of `mlm finetune`: its run directory (the best checkpoint), or a checkpoint (step-…); or a
+    Hugging Face folder or id with a head for such a task."""
     out: ResultFile | None = None
     """JSON file for the scores; null means eval-<task>.json in the run directory."""
     split: str | None = None

@@ -1,4 +1,4 @@
-"""What a task is that a model is finetuned on: its columns, labels, metrics and files; see schema.py.
+"""Definition of a finetuning task: its columns, labels, metrics and files.
 
 Everything a task needs is here and in its type (mlm/finetune/task_type.py).
 """
@@ -46,7 +46,7 @@ class TaskConfig:
     hub_config: str | None = None
     """Its configuration."""
     subsets: tuple[str, ...] = ()
-    """What the ids of the task's rows begin with, such as middle and high of RACE; others are left out. Files
+    """Prefixes of the ids of the task's rows, such as middle and high of RACE; other rows are left out. Files
     may lie in folders of these names. Empty takes all."""
     train: str = "train"
     """Split to train on."""
@@ -75,10 +75,10 @@ class TaskConfig:
     lr: float = 2.0e-5
     """Peak learning rate: what optimizer.lr is unless it is given."""
     weight_decay: float = 0.01
-    """What optimizer.weight_decay is."""
+    """Value of optimizer.weight_decay."""
     epochs: int = 3
-    """What train.epochs is."""
+    """Value of train.epochs."""
     batch_size: int = 32
-    """Rows per step: what train.global_batch_size is."""
+    """Rows per step: value of train.global_batch_size."""
     warmup: float = 0.06
-    """What schedule.warmup is."""
+    """Value of schedule.warmup."""

@@ -189,7 +189,7 @@ class _Reader:
             self._pass(batches, fills)
 
     def _pass(self, batches: Sequence[Tensor], readings: Sequence[Reading]) -> list[Tensor]:
-        """What the last stage makes of each batch of tokens [B, S]; nothing on other ranks."""
+        """Return the last stage's output for each batch of tokens [B, S]; nothing on other ranks."""
 
         def forward(chunk: Transformer, batch: Batch, x: Tensor | None) -> Tensor:
             return cast(GPT2, chunk).read(batch.tokens, readings[batch.first_sample], x)

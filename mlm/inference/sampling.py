@@ -1,4 +1,4 @@
-"""Which token comes next: the most probable, or one drawn among the probable ones.
+"""Choice of the next token: greedy (the most probable), or sampled by temperature, top_k and top_p.
 
 A draw is a function of (seed, number of the text, place in its continuation) alone: what shares the batch and
 how the model is split change nothing but the rounding of the logits.
@@ -25,7 +25,7 @@ SHORT_LIST = 512
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How texts are continued; GenerateConfig says what each number means."""
+    """Sampling settings; see GenerateConfig for the meaning of each number."""
 
     max_new_tokens: int = 128
     min_new_tokens: int = 0

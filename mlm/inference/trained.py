@@ -53,7 +53,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Named:
-    """What `ckpt=` names, before a tensor is read."""
+    """Model that `ckpt=` names, before a tensor is read."""
 
     path: Path
     """The step-… directory, or the model folder."""
@@ -91,7 +91,7 @@ def _model_folder(ckpt: str) -> Path | None:
 
 
 def is_model_folder(path: Path) -> bool:
-    """Whether the path of a `Named` is a model folder of `transformers` rather than a checkpoint of ours."""
+    """True if the path of a `Named` is a model folder of `transformers`, not an mlm checkpoint."""
     return (path / CONFIG).is_file() and not (path / MANIFEST).exists()
 
 
@@ -145,7 +145,7 @@ def load_trained(
 
 
 def checkpoint_faults(ckpt: str, parallel: ParallelConfig) -> list[str]:
-    """What is wrong with a checkpoint, or with splitting its model so; read before any rank starts."""
+    """Problems of a checkpoint, or of splitting its model this way; read before any rank starts."""
     try:
         named = named_checkpoint(ckpt)
         if is_model_folder(named.path):
@@ -158,7 +158,7 @@ def checkpoint_faults(ckpt: str, parallel: ParallelConfig) -> list[str]:
 
 
 def continues_fault(ckpt: str, model: ModelConfig) -> str | None:
-    """Whether a model tells from left to right which token comes next."""
+    """Problem of continuing a prompt with a model that is not causal; None if it is."""
     if not model.family.causal:
         return (
             f"ckpt={ckpt} holds a {model.kind} model, which does not read from left to right; give a gpt2 "
@@ -168,7 +168,7 @@ def continues_fault(ckpt: str, model: ModelConfig) -> str | None:
 
 
 def predicts_fault(ckpt: str, model: ModelConfig) -> str | None:
-    """Whether a model predicts tokens: one that was finetuned does not, nor an encoder alone."""
+    """Problem of a model that does not predict tokens (finetuned, or an encoder alone); None if it does."""
     if model.head == "language_model":
         return None
     return (
@@ -178,7 +178,7 @@ def predicts_fault(ckpt: str, model: ModelConfig) -> str | None:
 
 
 def split_faults(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
-    """What keeps tp from dividing the layers of a trained model, or pp and vp from dealing them out."""
+    """Problems of splitting a trained model's layers over tp, or of assigning them to pp and vp stages."""
     values = {f"model.{key}": value for key, value in asdict(model).items()} | asdict(parallel)
     names = {f"model.{key}": f"the checkpoint's {key}" for key in asdict(model)}
     return list(layout_problems(values, Launch(None, None), SPLIT_RULES, names=names))
@@ -191,8 +191,10 @@ def run_directory(path: Path) -> Path:
 
 
 def result_file(path: Path, name: str) -> Path:
-    """Where a command puts a result without out=…: in the run directory, or for a model folder in the
-    working directory, with the model's name before it."""
+    """Default path of a command's result, without out=….
+
+    In the run directory; for a model folder in the working directory, with the model's name as prefix.
+    """
     return run_directory(path) / (f"{model_name(path)}-{name}" if is_model_folder(path) else name)
 
 
@@ -287,7 +289,7 @@ def corpus_fault(prefix: Path, path: Path, key: str = "path") -> str | None:
 def vocabulary_fault(
     named: str | None, tokenizer: Tokenizer, model: ModelConfig, key: str = "tokenizer"
 ) -> str | None:
-    """Whether the tokenizer, that of `key`=`named`, has tokens that the model does not know."""
+    """Problem of a tokenizer (`key`=`named`) with more tokens than the model's vocabulary; None if it fits."""
     if tokenizer.vocab_size <= model.vocab_size:
         return None
     return (

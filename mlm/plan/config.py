@@ -1,4 +1,4 @@
-"""What `mlm plan schedule` is told; see schema.py."""
+"""Run specs of the commands of `mlm plan`."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal

@@ -8,7 +8,7 @@ from mlm.config.fields import POSITIVE, Also, Forbid
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogConfig:
-    """What is reported while training. metrics.jsonl is always written."""
+    """Reports during training. metrics.jsonl is always written."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 

@@ -14,7 +14,7 @@ from mlm.report.config import LogConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """How long and in what batches."""
+    """Length of training, batch sizes and validation."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 

@@ -27,7 +27,7 @@ class Corpus:
     """A corpus to train on."""
 
     name: str
-    """What logs call it."""
+    """Name in logs."""
     train: Path
     """Prefix of its training .bin/.idx."""
     validation: Path | None
@@ -40,7 +40,7 @@ class Corpus:
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """What a corpus is scored on while training."""
+    """Validation samples of one corpus."""
 
     name: str
     """Of the corpus; empty for the only one."""
@@ -56,7 +56,7 @@ def train_prefix(data: DataConfig) -> Path:
 
 
 def corpora(data: DataConfig) -> list[Corpus]:
-    """What data.blend names, in its order, or the one corpus there is; none for synthetic data."""
+    """Corpora of data.blend in its order, or the one corpus there is; none for synthetic data."""
     if data.kind != "indexed":
         return []
     if not data.blend:
@@ -97,7 +97,7 @@ def _tokenizer_of(train: Path) -> Path | None:
 
 
 def corpus_faults(config: PretrainConfig) -> list[str]:
-    """What is wrong with the corpora of a run, a line each; read before any rank starts."""
+    """Problems of a run's corpora, a line each; read before any rank starts."""
     faults, found = [], corpora(config.data)
     vocab_size, seq_length = config.model.vocab_size, config.data.seq_length
     family, tokenizer = config.model.family, tokenizer_path(config.data)
@@ -233,7 +233,7 @@ def own_dataset(data: DataConfig) -> Callable[..., Dataset]:
 
 
 def is_plain(segment: Segment) -> bool:
-    """Whether the samples of the run are those of one corpus, number for number."""
+    """True if the samples of the run are those of one corpus, index for index."""
     return len(segment.sources) == 1 and segment.sources[0].first == segment.from_sample
 
 
@@ -267,7 +267,7 @@ def validation_prefixes(data: DataConfig) -> dict[str, Path]:
 
 
 def validation_sets(config: PretrainConfig, history: History = ()) -> list[ValidationSet]:
-    """What to validate on; empty where there is nothing. Weights are those of the newest blend."""
+    """Validation sets; empty where there is none. Weights are those of the newest blend."""
     data, samples = config.data, config.model.family.samples
     if data.kind != "indexed":
         windows = dataset_without_corpus(

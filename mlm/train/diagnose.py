@@ -1,4 +1,4 @@
-"""Where numbers stop being finite: a second look at the step that failed."""
+"""Search for the first non-finite numbers: a replay of the step that failed."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which token ends a document, where a run keeps documents apart."""
+"""The end-of-document token of a run that keeps documents apart."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -83,7 +83,7 @@ def recorded_eod(data: DataConfig) -> int | None:
 
 
 def corpus_folders(data: DataConfig) -> list[Path]:
-    """Where the training corpora lie, and what was written beside them."""
+    """Prefixes of the training corpora, each with the receipt beside it."""
     if data.kind != "indexed":
         return []
     if data.blend:

@@ -81,16 +81,16 @@ class PipelinedModel:
 
     @property
     def puts_off(self) -> bool:
-        """Whether weight gradients arrive after the backward pass they belong to."""
+        """True if weight gradients arrive after the backward pass they belong to."""
         return self.pipeline == "zb_h1"
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank holds the last stage, where losses and logits come out."""
+        """True if this rank holds the last stage, which computes losses and logits."""
         return self.ctx.pp.rank == self.ctx.pp.size - 1
 
     def instructions(self, micro_batches: int, *, train: bool) -> Sequence[Instruction]:
-        """What this rank executes for so many micro-batches."""
+        """Actions this rank executes for that many micro-batches."""
         return self._plan(micro_batches, train)[0]
 
     def bubble(self, micro_batches: int) -> float:

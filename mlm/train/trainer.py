@@ -33,7 +33,7 @@ B = TypeVar("B", bound=MicroBatch)
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a step produced, still on the device."""
+    """Results of a step, still on the device."""
 
     parts: Tensor
     """[k]: this rank's share of each part of the objective, means over the global batch."""
@@ -173,7 +173,7 @@ class Trainer(Generic[B]):
         )
 
     def global_counts(self, batches: Iterable[B]) -> Tensor:
-        """What each part of the global batch is divided by, such as its scored tokens: [k] float."""
+        """Divisor of each part of the objective over the global batch, such as scored tokens: [k] float."""
         dtype = parameter_dtype(self.config.precision)
         # on the host: labels are not moved yet
         counts = torch.tensor([self.objective.counts(batch) for batch in batches], dtype=torch.float64).sum(0)
@@ -187,7 +187,7 @@ class Trainer(Generic[B]):
         return parts
 
     def mean_loss(self, outcome: StepOutcome) -> float:
-        """What the step minimised, mean over the global batch, in nats. As `mean_parts`."""
+        """The minimised loss, mean over the global batch, in nats. Collective as `mean_parts`."""
         return sum(self.mean_parts(outcome)[: self.objective.losses])
 
     def validate(self, batches: Iterable[B]) -> list[float]:
@@ -196,7 +196,7 @@ class Trainer(Generic[B]):
 
 
 class StopVote:
-    """Whether any rank was asked to stop, agreed by all: begun before a step, read after it."""
+    """Agreement of all ranks on stopping, if any was asked to: begun before a step, read after it."""
 
     def __init__(self, ctx: ParallelContext, requested: bool) -> None:
         # the answer travels while the device computes

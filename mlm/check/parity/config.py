@@ -1,4 +1,4 @@
-"""What `mlm parity` is told: all that a pretraining run is told, and how much of it to compare."""
+"""Run spec of `mlm parity`: that of a pretraining run, and the number of steps to compare."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated, TypeVar
@@ -8,14 +8,17 @@ from mlm.parallel.config import ParallelConfig
 from mlm.train.config import PretrainConfig
 
 FIRST_LOSS_SCALE = 2.0**14
-"""Where a comparison in float16 begins: above it gradients may overflow."""
+"""Initial loss scale of a comparison in float16: above it gradients may overflow."""
 
 Spec = TypeVar("Spec", bound=PretrainConfig)
 
 
 def comparable(config: Spec) -> Spec:
-    """The run to compare: a corpus is read where one is named, since random tokens are only what there is
-    without; and float16 begins at a loss scale that does not make it skip its first steps."""
+    """Return the run to compare.
+
+    It reads a corpus if one is named, even where the run's data are synthetic; and float16 starts at a loss
+    scale that skips none of the first steps.
+    """
     data, precision = config.data, config.precision
     if data.path is not None or data.train is not None or data.blend:
         data = replace(data, kind="indexed")

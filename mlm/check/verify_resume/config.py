@@ -1,4 +1,4 @@
-"""What `mlm verify-resume` is told: all that a pretraining run is told, and where to break it off."""
+"""Run spec of `mlm verify-resume`: that of a pretraining run, and the step to kill it after."""
 
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Annotated, ClassVar, Literal
@@ -25,13 +25,13 @@ class ResumedLayout:
     dp: int | None = None
     """Data-parallel size."""
     zero: Literal[0, 2, 3] | None = None
-    """What dp replicas share out."""
+    """State sharded over dp replicas, as parallel.zero."""
     sequence_parallel: bool | None = None
-    """Whether activations are cut along the sequence."""
+    """Split activations along the sequence."""
 
     @property
     def chosen(self) -> dict[str, int | bool]:
-        """What differs from the run's layout, or may: the settings that are not null."""
+        """Settings that may differ from the run's layout: those that are not null."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
@@ -55,7 +55,7 @@ class VerifyResumeConfig(PretrainConfig):
         return replace(self, parallel=self.resumed_parallel(), resumed=ResumedLayout())
 
     def plan(self, first_step: int) -> "KillPlan":
-        """Where a run that begins after `first_step` steps is killed, and where it ends."""
+        """Kill and end steps of a run that begins after `first_step` steps."""
         kill = (first_step // self.steps + 1) * self.steps  # a multiple of k: those are saved
         return KillPlan(first_step, kill, kill + self.steps)
 
@@ -91,8 +91,8 @@ class KillPlan:
     """Steps of the run that is killed."""
 
     first: int
-    """Done before it begins: 0, or those of the checkpoint that `ckpt` names."""
+    """Steps done before it begins: 0, or those of the checkpoint that `ckpt` names."""
     kill: int
-    """Whose checkpoint is there when it is killed."""
+    """Step whose checkpoint exists when it is killed."""
     last: int
-    """Where it ends, as the run that nobody killed."""
+    """Last step, as of the run that is not killed."""

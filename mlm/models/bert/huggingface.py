@@ -42,7 +42,7 @@ from mlm.parallel.cross_entropy import full_logits
 
 PREFIX = "bert."
 INPUTS = ("input_ids", "token_type_ids", "attention_mask")
-"""What a tokenizer of `transformers` returns for BERT."""
+"""Inputs that a tokenizer of `transformers` returns for BERT."""
 
 _ARCHITECTURES = {
     "language_model": "BertForPreTraining",
