@@ -98,8 +98,10 @@ def size(count: int) -> str:
 
 @contextmanager
 def count_progress(title: str, total: int, *, shown: bool = True) -> Iterator[Advance]:
-    """A bar with a count and time left on stderr, gone when done; yields what to call with how many more are
-    done. Where stderr is no terminal a line is printed each minute instead; nothing if not `shown`."""
+    """Show a progress bar on stderr, removed when done; yields a function to call with the number just done.
+
+    If stderr is not a terminal, a line is printed each minute instead; nothing if not `shown`.
+    """
     lines = CountLines(title, total)
     columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)

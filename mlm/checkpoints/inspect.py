@@ -31,8 +31,10 @@ class Group:
 
 
 def run(config: CkptInspectConfig) -> None:
-    """Print tables, write out. Raises UserError when there is no checkpoint, CorruptFileError when its
-    manifest is damaged."""
+    """Print tables, write `out`.
+
+    Raises UserError when there is no checkpoint, CorruptFileError when its manifest is damaged.
+    """
     path = resolve(config.ckpt)
     manifest = read_manifest(path)
     result = result_of(path, manifest)

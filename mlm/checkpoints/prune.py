@@ -46,8 +46,11 @@ class Item:
 
 
 def run(config: CkptPruneConfig) -> None:
-    """Delete, or with dry_run only say what would be. Raises UserError when the folder is in use or has no
-    checkpoint, CheckpointError when something could not be deleted."""
+    """Delete checkpoints, or with dry_run list those that would be deleted.
+
+    Raises UserError when the folder is in use or has no checkpoint, CheckpointError when something could not
+    be deleted.
+    """
     root, alone = locate(config.ckpt)
     if alone:
         raise UserError(f"ckpt={config.ckpt}: is one checkpoint; set ckpt=… to its run directory")

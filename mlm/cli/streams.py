@@ -47,7 +47,7 @@ def writable_streams() -> Iterator[CommandOutput]:
 
 
 def _take_every_text(stream: TextIO) -> None:
-    """Have what an encoding lacks written as `\\u2026`, where it would be an error."""
+    r"""Write characters that the encoding lacks as `\u2026` instead of raising an error."""
     reconfigure = getattr(stream, "reconfigure", None)
     encoding, errors = getattr(stream, "encoding", None) or "", getattr(stream, "errors", None)
     if reconfigure is None or not (errors == "strict" or errors == "surrogateescape"):

@@ -58,15 +58,18 @@ def generate(
     on_token: Callable[[int, int], None] | None = None,
     numbers: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """The new tokens of each prompt, the same on every rank. Collective over all ranks.
+    """Return the new tokens of each prompt, the same on every rank. Collective over all ranks.
 
     Args:
+        trained: the model.
         prompts: token ids, at least one each; of more than max_positions the last ones are read.
-        eod_id: the token that ends a text and is not part of it; None ends none.
-        until: until(i, new tokens) ends prompt i's text behind its newest token when true. Every rank asks
-            it, so it must be a function of its arguments.
-        on_token: told of each new token, on every rank: on_token(i, token).
-        numbers: prompt i's draws are a function of (seed, numbers[i], place); null means i.
+        options: sampling settings.
+        ctx: the ranks.
+        eod_id: the token that ends a sequence and is not part of it; None ends none.
+        until: until(i, new tokens) ends prompt i's sequence after its newest token when true. Every rank
+            calls it, so it must be a function of its arguments.
+        on_token: on_token(i, token) is called with each new token, on every rank.
+        numbers: prompt i's draws are a function of (seed, numbers[i], position); None means i.
 
     Raises UserError when logits are not finite; LostPeer.
     """

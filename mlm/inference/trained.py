@@ -185,8 +185,10 @@ def split_faults(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
 
 
 def run_directory(path: Path) -> Path:
-    """The run directory of a checkpoint: out of out/checkpoints/step-… That of a model folder, where we do
-    not write, is the working directory."""
+    """The run directory of a checkpoint: `out` of out/checkpoints/step-….
+
+    Model folders are never written to: for one, the working directory.
+    """
     return Path() if is_model_folder(path) else path.parent.parent
 
 
@@ -289,7 +291,7 @@ def corpus_fault(prefix: Path, path: Path, key: str = "path") -> str | None:
 def vocabulary_fault(
     named: str | None, tokenizer: Tokenizer, model: ModelConfig, key: str = "tokenizer"
 ) -> str | None:
-    """Problem of a tokenizer (`key`=`named`) with more tokens than the model's vocabulary; None if it fits."""
+    """Problem of a tokenizer (`key`=`named`) with more tokens than the vocabulary; None if it fits."""
     if tokenizer.vocab_size <= model.vocab_size:
         return None
     return (

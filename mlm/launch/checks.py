@@ -43,7 +43,7 @@ def problems_of(
 
 
 def data_parallel_size(parallel: ParallelConfig, *, world_size: int | None, local_devices: int | None) -> int:
-    """dp with its default filled in: the rest of the world or of this host's GPUs, or 1 on CPU."""
+    """Return dp with its default filled in: the rest of the world or of this host's GPUs, or 1 on CPU."""
     return num_replicas(parallel.tp, parallel.pp, parallel.dp, Launch(world_size, local_devices))
 
 

@@ -57,9 +57,11 @@ class SelfAttention(nn.Module):
         spans: Spans | None = None,
         reading: Reading | None = None,
     ) -> Tensor:
-        """[S, B, H] -> [S, B, H], or [S/t, B, H] with sequence parallelism; `stream` is None where there is
-        no dropout (evaluation). With `spans` each document attends to itself alone, or no token to padding;
-        with `reading` tokens attend to what the cache holds of their texts."""
+        """[S, B, H] -> [S, B, H], or [S/t, B, H] with sequence parallelism.
+
+        `stream` is None without dropout (evaluation). With `spans` each document attends to itself alone, or
+        no token to padding; with `reading` tokens attend to the cached ones of their sequences.
+        """
         qkv = self.qkv(x)  # [S, B, 3H/t]: all of S, also with sequence parallelism
         if reading is not None:
             attended = reading.attend(self.layer, qkv, self.head_dim)

@@ -135,8 +135,10 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         token_types: Tensor | None = None,
     ) -> Tensor:
-        """Tokens [B, S] -> hidden states before the first layer. `positions` and `token_types` are [B, S]
-        too; without positions they are counted through the sample."""
+        """Tokens [B, S] -> hidden states before the first layer.
+
+        `positions` and `token_types` are [B, S] too; `positions` default to 0 … S - 1.
+        """
         rows = self.boundary_shape(tokens)[0]
         first = self.tp.rank * rows if self.sequence_parallel else 0
         mine = slice(first, first + rows)
@@ -190,8 +192,10 @@ class Transformer(nn.Module):
         return y
 
     def pool(self, h: Tensor) -> Tensor:
-        """tanh(W x + b) of the first token of [S, B, H]: [1, B, H]. With sequence parallelism each tp rank
-        pools the first of its rows; those of the first rank are meant."""
+        """Return tanh(W x + b) of the first token of [S, B, H]: [1, B, H].
+
+        With sequence parallelism each tp rank pools the first of its rows; only the first rank's are used.
+        """
         return torch.tanh(self.pooler(h[:1]))
 
     def whole(self, y: Tensor) -> Tensor:

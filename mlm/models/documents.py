@@ -102,12 +102,13 @@ def spans_of(ends: Tensor, dtype: torch.dtype) -> Spans:
 
 
 def without_padding(lengths: Tensor, width: int, dtype: torch.dtype, device: torch.device) -> Spans | None:
-    """Return spans that hide the padding after texts; None if there is none.
+    """Return spans that hide the padding after sequences; None if there is none.
 
     Args:
         lengths: [B] int64 on the host.
         width: S, padding included.
         dtype: of activations.
+        device: of activations.
     """
     if int(lengths.min()) == width:
         return None

@@ -29,6 +29,7 @@ class PlainLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(out_features))
 
     def forward(self, x: Tensor) -> Tensor:
+        """[..., I] -> [..., O]."""
         return linear(x, self.weight, self.bias)
 
 

@@ -18,8 +18,10 @@ class Stage:
 
 
 def split_layers(num_layers: int, num_stages: int) -> list[Stage]:
-    """The stages of a model, in order. What does not divide goes to the stages without embedding or head,
-    then to the first: the last has the vocabulary projection to do.
+    """Return the stages of a model, in order.
+
+    Layers left over by the division go to the stages without embedding or head, then to the first: the last
+    computes the vocabulary projection.
 
     Raises ValueError when there are more stages than layers.
     """

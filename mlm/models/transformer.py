@@ -23,6 +23,7 @@ class LayerNorm(nn.LayerNorm):
     """Layer norm whose float32 weights serve activations of any dtype. Replicated over tp."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension of x."""
         weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
@@ -54,9 +55,11 @@ class MLP(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """x + drop(attention(norm(x))), then + drop(mlp(norm(·))): the layer of GPT-2, and of a BERT that grows
-    (arXiv:1909.08053, figure 7b). With norm=post norm(x + drop(attention(x))), then the same with the MLP:
-    that of the first BERT (figure 7a)."""
+    """Transformer layer: attention, then the MLP, each with a residual connection.
+
+    norm=pre: x + drop(attention(norm(x))), as in GPT-2 and Megatron-LM's BERT (arXiv:1909.08053, figure 7b).
+    norm=post: norm(x + drop(attention(x))), as in the first BERT (figure 7a).
+    """
 
     mlp_type: ClassVar[type[MLP]] = MLP
 
@@ -89,8 +92,10 @@ class TransformerLayer(nn.Module):
         spans: Spans | None = None,
         reading: Reading | None = None,
     ) -> Tensor:
-        """[S, B, H] -> [S, B, H]. With `spans` no document sees another; with `reading` earlier tokens are
-        in its cache."""
+        """[S, B, H] -> [S, B, H].
+
+        With `spans` no document attends to another; with `reading` earlier tokens are in its cache.
+        """
         if not self.norms_first:
             y = self.attention(x, stream, spans, reading)
             x = self.attention_norm(x + self.drop(y, stream, "attention out"))

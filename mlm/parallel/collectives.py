@@ -209,10 +209,10 @@ def reduce_from_tp(x: Tensor, axis: Axis) -> Tensor:
 
 
 def gather_sequence(x: Tensor, axis: Axis) -> Tensor:
-    """f of sequence parallelism: [S/t, …] -> [S, …]. Gradients: summed over tp, each rank keeps its rows."""
+    """All-gather of sequence parallelism (f): [S/t, …] -> [S, …]. Gradients are reduce-scattered over tp."""
     return x if axis.size == 1 else _GatherSequence.apply(x, axis)  # type: ignore[no-untyped-call]
 
 
 def scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
-    """g of sequence parallelism: partial sums [S, …] -> this rank's rows of the whole sum [S/t, …]."""
+    """Reduce-scatter of sequence parallelism (g): partial sums [S, …] -> rows of the sum [S/t, …]."""
     return x if axis.size == 1 else _ScatterSequence.apply(x, axis)  # type: ignore[no-untyped-call]

@@ -39,6 +39,7 @@ def softmax_and_loss(
     Args:
         logits: [R, V/t] in float32 or float64; overwritten.
         labels: [R] int64 global token ids, or IGNORE.
+        table: the vocabulary-parallel weight that gave the logits.
 
     Returns:
         probabilities [R, V/t] (`logits`), losses [R] (0 where ignored), and this shard's column of each
@@ -165,7 +166,7 @@ def linear_cross_entropy(
     scale: Tensor,
     chunk_bytes: int | None = None,
 ) -> Tensor:
-    """scale * sum of the losses of scored rows, with logits = hidden @ table.weight^T. Differentiable once.
+    """Return scale * sum of the losses of scored rows, logits = hidden @ table.weight^T. Differentiable once.
 
     Args:
         hidden: [R, H] replicated over tp, behind `copy_to_tp`: its gradient here is this shard's part.
@@ -191,8 +192,10 @@ def cross_entropy_and_hits(
     scale: Tensor,
     chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `linear_cross_entropy`, with `bias` [V/t] on the logits; and scale * how many labels of scored rows
-    are the most probable token, 0-d, without a gradient."""
+    """As `linear_cross_entropy` with `bias` [V/t] on the logits; and scale * the number of hits, 0-d.
+
+    A hit is a scored row whose label is the most probable token. Hits have no gradient.
+    """
     result: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, table.weight, bias, labels, scale, table, chunk_bytes, True
     )

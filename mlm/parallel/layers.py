@@ -80,6 +80,7 @@ class ColumnParallelLinear(_Split):
         self.initialise(init_seed)
 
     def forward(self, x: Tensor) -> Tensor:
+        """[S, B, I] -> [S, B, O/t]."""
         return column_parallel_linear(
             x,
             self.weight,
@@ -117,6 +118,7 @@ class RowParallelLinear(_Split):
         self.initialise(init_seed)
 
     def forward(self, x: Tensor) -> Tensor:
+        """[S, B, I/t] -> [S, B, O]."""
         if self.tp.size == 1:
             return linear(x, self.weight, self.bias, self.postponed)
         # the bias joins after the sum, or it would be added t times
@@ -162,6 +164,7 @@ class VocabParallelEmbedding(_Split):
         return min(max(self.true_rows - self.first, 0), self.weight.shape[0])
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """[S, B] -> [S, B, H]."""
         if self.tp.size == 1:
             return F.embedding(tokens, self.weight)
         local = tokens - self.first

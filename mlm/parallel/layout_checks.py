@@ -86,7 +86,7 @@ class LayoutRule:
 
 
 def num_replicas(tp: int, pp: int, dp: int | None, launch: Launch) -> int:
-    """d with its default filled in: the rest of the world or of this host's GPUs, or 1 on CPU."""
+    """Return dp with its default filled in: the rest of the world or of this host's GPUs, or 1 on CPU."""
     if dp is not None:
         return dp
     available = launch.world_size or launch.local_devices or tp * pp

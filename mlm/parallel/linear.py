@@ -113,7 +113,7 @@ _eager_linear = torch.compiler.disable(_Linear.apply)
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, postponed: Postponed | None = None
 ) -> Tensor:
-    """y = x weight^T + bias, differentiable; weight and bias may be of a wider dtype than x."""
+    """Return x weight^T + bias, differentiable; weight and bias may be of a wider dtype than x."""
     apply = _Linear.apply if postponed is None else _eager_linear
     y: Tensor = apply(x, weight, bias, ALONE, False, postponed)
     return y

@@ -41,7 +41,7 @@ def uses_onednn(*operands: Tensor) -> bool:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight^T + bias, without autograd: [..., I], [O, I] -> [..., O]. Operands share one dtype."""
+    """Return x @ weight^T + bias without autograd: [..., I], [O, I] -> [..., O]. Operands share one dtype."""
     if not uses_onednn(x, weight):
         return F.linear(x, weight, bias)
     if torch.compiler.is_compiling():

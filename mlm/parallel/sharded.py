@@ -51,12 +51,14 @@ def build_reducer(
     reduce: ReduceWhen = "last",
     late_weights: bool = False,
 ) -> Reducer:
-    """Make a model's gradients sum over dp; with zero=2|3 its parameters are cut over dp from here on.
+    """Make a model's gradients sum over dp; with zero=2|3 its parameters are sharded over dp from here on.
 
     Call when the parameters have their initial values, before `parameter_shards`.
 
     Args:
-        zero: 0 keeps all on each rank, 2 and 3 cut it. Without an effect on an axis of one rank.
+        model: the model; its parameters may be replaced by shards.
+        dp: data-parallel axis.
+        zero: 0 keeps all on each rank, 2 and 3 shard it. No effect on an axis of one rank.
         compute_dtype: dtype of activations; what gathered weights are cast to if it is half precision.
         units: submodules to gather on their own, in the order they run.
         methods: names of methods other than `forward` that compute with the parameters.

@@ -83,7 +83,7 @@ def recorded_eod(data: DataConfig) -> int | None:
 
 
 def corpus_folders(data: DataConfig) -> list[Path]:
-    """Prefixes of the training corpora, each with the receipt beside it."""
+    """Folders of the training corpora, each with a receipt if `mlm data build` wrote it."""
     if data.kind != "indexed":
         return []
     if data.blend:

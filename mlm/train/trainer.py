@@ -181,8 +181,10 @@ class Trainer(Generic[B]):
         return total.clamp_(min=1)  # nothing to score: a loss of 0, not of 0/0
 
     def mean_parts(self, outcome: StepOutcome) -> list[float]:
-        """Each part of the objective, mean over the global batch. Collective over dp and pp; waits for the
-        device."""
+        """Each part of the objective, mean over the global batch.
+
+        Collective over dp and pp; waits for the device.
+        """
         parts: list[float] = all_reduce(all_reduce(outcome.parts.clone(), self.ctx.dp), self.ctx.pp).tolist()
         return parts
 

@@ -90,6 +90,7 @@ class SetAside:
     """Stub for the classes and functions of `SET_ASIDE`: takes anything, keeps nothing."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "SetAside":
+        """Ignore the arguments."""
         return super().__new__(cls)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -112,7 +113,7 @@ class RankFiles:
 
 
 def find_files(source: str | Path) -> RankFiles:
-    """The rank files of a checkpoint folder, of one iteration in it, or of a folder of mp_rank_…
+    """The rank files of a checkpoint folder, of one iteration in it, or of a folder of mp_rank_… folders.
 
     Raises UserError when there are none or it is not clear which, CorruptFileError when one is missing.
     """

@@ -58,7 +58,7 @@ class BERTVocab:
 
     @cached_property
     def is_special(self) -> Flags:
-        """bool [vocab_size]: the four special tokens, which are never masked nor drawn as a random token."""
+        """Flags of the four special tokens, never masked nor drawn as a random token: bool [vocab_size]."""
         flags = np.zeros(len(self.word_starts), dtype=bool)
         flags[[self.cls_id, self.sep_id, self.mask_id, self.pad_id]] = True
         return flags

@@ -89,8 +89,10 @@ class BERT(Transformer):
 
     @torch.no_grad()
     def sums(self, inputs: Inputs, targets: Targets, x: Tensor | None = None) -> Tensor:
-        """Last stage: PARTS summed over masked tokens and over samples, without dropout, [4] float64. Others:
-        hidden states."""
+        """Return PARTS summed over masked tokens and over samples, without dropout: [4] float64.
+
+        Stages before the last return hidden states.
+        """
         h = self.encode(inputs, None, x)
         if not self.stage.is_last:
             return h

@@ -82,12 +82,12 @@ class BERTSamples:
 
     @property
     def padding_mask(self) -> NDArray[np.bool_]:
-        """bool [n, S]: whether there is a token."""
+        """True at tokens, false at padding: bool [n, S]."""
         return np.arange(self.tokens.shape[1]) < self.lengths[:, None]
 
     @property
     def masked_positions(self) -> NDArray[np.bool_]:
-        """bool [n, S]: whether a token is to be predicted."""
+        """True at tokens to predict: bool [n, S]."""
         return np.not_equal(self.labels, IGNORE)
 
 

@@ -25,8 +25,10 @@ class GPT2(Transformer):
         x: Tensor | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """Hidden states behind this stage's layers, normed in the last: tokens [B, S] for the first stage,
-        the hidden states `x` of the stage before for the others."""
+        """Return the hidden states after this stage's layers, normed in the last.
+
+        The first stage reads `tokens` [B, S], the others the hidden states `x` of the stage before.
+        """
         if x is None:
             x = self.embed(tokens, stream, None if documents is None else documents.positions)
         return self.through_layers(x, stream, None if documents is None else documents.spans)
@@ -43,10 +45,12 @@ class GPT2(Transformer):
         """Last stage: scale * sum of a micro-batch's token losses, 0-d. Others: hidden states for the next.
 
         Args:
-            tokens, labels: [B, S] int64; labels of -100 are not scored.
+            tokens: [B, S] int64.
+            labels: [B, S] int64; labels of -100 are not scored.
             scale: 0-d float tensor.
+            stream: dropout masks; None without dropout.
             x: hidden states of the stage before; None in the first stage.
-            documents: those in the samples, where something begins anew with each; None where nothing does.
+            documents: those in the samples, if attention or positions restart at each; else None.
         """
         h = self.hidden_states(tokens, stream, x, documents)
         if not self.stage.is_last:
@@ -73,12 +77,15 @@ class GPT2(Transformer):
     @torch.no_grad()
     def scores(self, tokens: Tensor, places: Tensor, labels: Tensor, x: Tensor | None = None) -> Tensor:
         """Last stage: the loss of `labels` after some of the tokens, and 1 where they are the most probable.
-        Others: hidden states. Without sequence parallelism: texts have lengths that tp does not divide.
+
+        Others: hidden states. Without sequence parallelism: sequences have lengths that tp does not divide.
 
         Args:
             tokens: [B, S] int64.
-            places, labels: [R] int64. A place is s * B + b: row b's token s, all before it as context; one
-                place may have several labels. Only places go through the vocabulary projection.
+            places: [R] int64 rows of the flattened hidden states: s * B + b is row b's token s, with all
+                before it as context. Only these go through the vocabulary projection.
+            labels: [R] int64; one place may have several.
+            x: hidden states of the stage before; None in the first stage.
 
         Returns:
             [2, R] float32 (float64 for float64), the same on every tp rank: see `token_scores`.
@@ -89,11 +96,13 @@ class GPT2(Transformer):
 
     @torch.no_grad()
     def read(self, tokens: Tensor, reading: Reading, x: Tensor | None = None) -> Tensor:
-        """Read on in the texts of a cache: tokens [B, S] for the first stage, the hidden states `x` of the
-        stage before for the others. Without sequence parallelism: texts have lengths that tp does not divide.
+        """Extend the cached sequences by `tokens`, a step of incremental decoding.
 
-        Last stage: logits of the tokens after these, [B, vocab_size], on every tp rank; where `reading` wants
-        none, nothing [0]. Others: hidden states.
+        The first stage reads `tokens` [B, S], the others the hidden states `x` of the stage before. Without
+        sequence parallelism: sequences have lengths that tp does not divide.
+
+        Last stage: logits of the tokens after these, [B, vocab_size], on every tp rank; an empty tensor [0]
+        if `reading` wants none. Others: hidden states.
         """
         assert not self.sequence_parallel
         if x is None:
