@@ -28,7 +28,7 @@ from rich.table import Table
 import mlm
 from mlm.checkpoint.native.declaration import declare_shards, file_name, merge_declared
 from mlm.checkpoint.native.fit import plan_reading
-from mlm.checkpoint.native.folders import fault_of
+from mlm.checkpoint.native.folders import problem_of
 from mlm.checkpoint.native.format import CHUNKS, MANIFEST, FileEntry, Manifest, read_manifest, write_manifest
 from mlm.checkpoint.native.slices import Shard, Split
 from mlm.files.atomic import write_atomic
@@ -96,7 +96,7 @@ def measure(tp: int, dp: int, rounds: int, folder: Path) -> dict[str, Any]:
         marks.append(time.process_time())
         write_manifest(folder, Manifest(1, "bench", entries, files, {}))
         marks.append(time.process_time())
-        fault_of(folder)
+        problem_of(folder)
         marks.append(time.process_time())
         manifest = read_manifest(folder)
         marks.append(time.process_time())

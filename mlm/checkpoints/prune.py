@@ -18,13 +18,13 @@ from mlm.checkpoint.native.folders import (
     checkpoints,
     clear_up,
     discard,
-    fault_of,
     is_of_another_branch,
     leftovers,
     locate,
     named_latest,
     outdated,
     plain_name,
+    problem_of,
 )
 from mlm.checkpoint.native.format import RESTORE, CheckpointError
 from mlm.checkpoint.native.verify import shard_bytes, verify_checkpoint
@@ -70,19 +70,19 @@ def run(config: CkptPruneConfig) -> None:
 def look(root: Path, config: CkptPruneConfig) -> list[Item]:
     """All there is, checkpoints first, and whether it goes. Raises OSError and CheckpointError."""
     found = list(checkpoints(root).values())
-    faults: dict[Path, str | None] = {}
+    problems: dict[Path, str | None] = {}
     with byte_progress("verifying", sum(map(shard_bytes, found))) as advance:
 
-        def fault(path: Path) -> str | None:
-            if path not in faults:
-                faults[path] = read_all(path, advance) if config.verify else fault_of(path)
-            return faults[path]
+        def problem(path: Path) -> str | None:
+            if path not in problems:
+                problems[path] = read_all(path, advance) if config.verify else problem_of(path)
+            return problems[path]
 
-        old = set(outdated(root, keep_last=config.keep_last, keep_every=config.keep_every, fault=fault))
+        old = set(outdated(root, keep_last=config.keep_last, keep_every=config.keep_every, problem=problem))
     head = next((path for path in found if plain_name(path) == named_latest(root)), None)
     items = []
     for path in found:
-        why = faults[path] if path in faults else fault_of(path)
+        why = problems[path] if path in problems else problem_of(path)
         what = "whole" if why is None else f"damaged: {said_shortly(path, why)}"
         if head is not None and is_of_another_branch(path, head):
             what += ", of another branch than latest: kept and not counted"

@@ -29,9 +29,9 @@ def run(config: CkptVerifyConfig) -> None:
             f"{len(damaged)} of {len(found)} checkpoints {'is' if len(damaged) == 1 else 'are'} damaged: "
             f"{damaged[0].path / plain(first.file)}: {plain(first.why)}. Restore it from a copy, or delete it"
         )
-    fault = None if alone else read_pointer(place).fault
-    if fault:
-        raise CorruptFileError(f"{place / LATEST}: {fault}. Write the name of a step-… there, or delete it")
+    problem = None if alone else read_pointer(place).problem
+    if problem:
+        raise CorruptFileError(f"{place / LATEST}: {problem}. Write the name of a step-… there, or delete it")
 
 
 def continued_from(root: Path, found: list[Verified]) -> Path | None:

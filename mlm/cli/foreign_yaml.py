@@ -57,14 +57,14 @@ def check_foreign_yaml(
     given = _hydra_part(show, command_config, [*(part for pair in folder_flags for part in pair), *overrides])
     plain = [text for text in typed if text not in elsewhere]
     shipped, bare = (_hydra_part(show, name, plain) for name in (command_config, None))
-    faults = [
+    problems = [
         f"hydra.{'.'.join(keys)} is set by the YAML of {_where(folder_flags)}: Hydra would run what it "
         "names. Delete it there, and type it if it is meant"
         for keys in GUARDED
         if _at(given, keys) not in (_at(shipped, keys), _at(bare, keys))
     ]
-    if faults:
-        raise ConfigError(faults)
+    if problems:
+        raise ConfigError(problems)
 
 
 def _pairs(flags: Sequence[str]) -> Iterator[tuple[str, str]]:

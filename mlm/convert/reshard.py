@@ -34,7 +34,7 @@ from mlm.files.atomic import digest_file, write_atomic
 from mlm.files.bounded import read_bounded
 from mlm.files.lock import sole_writer
 from mlm.files.ownership import claim_folder, claim_problems
-from mlm.inference.trained import run_directory, split_faults, trained_config
+from mlm.inference.trained import run_directory, split_problems, trained_config
 from mlm.models.stage import split_layers
 from mlm.parallel.config import ParallelConfig
 from mlm.terminal import Advance, byte_progress, size
@@ -86,8 +86,8 @@ def preflight(config: ReshardConfig) -> list[str]:
     """Return what is wrong with the checkpoint, the layout or `out`; no tensor is read."""
     try:
         plan = make_plan(config)
-        if faults := claim_problems(plan.out, "run", **claimed(plan)):
-            return faults
+        if problems := claim_problems(plan.out, "run", **claimed(plan)):
+            return problems
         if published(plan.root, plan.manifest.step, plan.save_id) is None:
             new_tokenizer(plan)
             check_disk(plan)
@@ -106,8 +106,8 @@ def make_plan(config: ReshardConfig) -> Plan:
     manifest = read_manifest(path)
     trained = trained_config(manifest, path)
     model, layout = trained.model, ParallelConfig(tp=config.tp, pp=config.pp, vp=config.vp)
-    if faults := split_faults(model, layout):
-        raise ConfigError(faults)
+    if problems := split_problems(model, layout):
+        raise ConfigError(problems)
     stage_ranks = stage_ranks_of(model.num_layers, config.pp, config.vp)
     tensors = {}
     for name, entry in manifest.tensors.items():

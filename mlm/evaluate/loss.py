@@ -36,12 +36,12 @@ from mlm.files.atomic import digest_file
 from mlm.files.results import is_stream, named, result_problems, write_result
 from mlm.inference.trained import (
     Trained,
-    checkpoint_faults,
-    corpus_fault,
+    checkpoint_problems,
+    corpus_problem,
     load_tokenizer,
     load_trained,
     named_checkpoint,
-    predicts_fault,
+    prediction_problem,
     result_file,
     window_length,
 )
@@ -56,12 +56,12 @@ from mlm.train.state import saved_history
 
 def preflight(config: EvalLossConfig) -> list[str]:
     """Problems that reading the named files shows; called before any rank starts."""
-    problems = checkpoint_faults(config.ckpt, config.parallel)
+    problems = checkpoint_problems(config.ckpt, config.parallel)
     if problems:
         return problems
     named = named_checkpoint(config.ckpt)
     path, trained = named.path, named.config
-    if problem := predicts_fault(config.ckpt, trained.model):
+    if problem := prediction_problem(config.ckpt, trained.model):
         return [problem]
     try:
         prefix = corpus_prefix(config, trained, path)
@@ -72,7 +72,7 @@ def preflight(config: EvalLossConfig) -> list[str]:
         raise  # damage has an exit code of its own
     except UserError as error:
         return [str(error)]
-    if problem := corpus_fault(prefix, path):
+    if problem := corpus_problem(prefix, path):
         return [problem]
     out = result_path(config, trained, path, prefix)
     folder = out.parent

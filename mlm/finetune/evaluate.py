@@ -27,7 +27,7 @@ from mlm.finetune.scoring import Finetuning, Scored, files_of, score_split
 from mlm.finetune.splits import read_split
 from mlm.finetune.task_config import TaskConfig
 from mlm.finetune.task_type import check_installed, task_type
-from mlm.inference.trained import Trained, checkpoint_faults, is_model_folder, load_trained, result_file
+from mlm.inference.trained import Trained, checkpoint_problems, is_model_folder, load_trained, result_file
 from mlm.parallel.mesh import ParallelContext
 from mlm.terminal import add_row, console, plain, table
 from mlm.train.state import FINETUNING
@@ -38,7 +38,7 @@ READ_ALIKE = ("kind", "labels", "max_length", "question_length", "doc_stride")
 
 def preflight(config: EvalTaskConfig) -> list[str]:
     """Return the problems that reading the named files shows; called before any rank starts."""
-    if problems := checkpoint_faults(best_of(config.ckpt), config.parallel):
+    if problems := checkpoint_problems(best_of(config.ckpt), config.parallel):
         return problems
     try:
         check_installed(config.task)

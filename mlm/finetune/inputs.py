@@ -23,7 +23,7 @@ from mlm.finetune.splits import Examples, Split, make_examples, read_split
 from mlm.finetune.task_config import TaskConfig
 from mlm.finetune.task_type import task_type
 from mlm.inference.hf_source import load_model_folder, open_tensors
-from mlm.inference.trained import Named, is_model_folder, load_tokenizer, named_checkpoint, vocabulary_fault
+from mlm.inference.trained import Named, is_model_folder, load_tokenizer, named_checkpoint, vocabulary_problem
 from mlm.models.config import ModelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import ParameterShard
@@ -84,7 +84,7 @@ def tokenizer_of(config: FinetuneConfig | EvalTaskConfig, named: Named) -> Token
     """Return the model's tokenizer. Raises UserError."""
     given, key = config.data.tokenizer, "data.tokenizer"
     tokenizer = load_tokenizer(given, named.path, key, force=True)  # compared below
-    if problem := vocabulary_fault(given, tokenizer, named.config.model, key):
+    if problem := vocabulary_problem(given, tokenizer, named.config.model, key):
         raise UserError(problem)
     if given is None:
         return tokenizer

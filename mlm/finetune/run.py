@@ -24,7 +24,7 @@ from mlm.finetune.inputs import (
 from mlm.finetune.results import RESULT, Result, finished, report
 from mlm.finetune.task_type import check_installed
 from mlm.finetune.training import Material, finetune, spec_of
-from mlm.inference.trained import checkpoint_faults
+from mlm.inference.trained import checkpoint_problems
 from mlm.parallel.mesh import ParallelContext
 from mlm.report.trackers import missing_extras
 from mlm.train.memory import reuse_large_blocks
@@ -33,7 +33,7 @@ from mlm.train.resume import start_problems
 
 def preflight(config: FinetuneConfig) -> list[str]:
     """Return the problems that reading the named files shows; called before any rank starts."""
-    problems = [*missing_extras(config.log), *checkpoint_faults(best_of(config.ckpt), config.parallel)]
+    problems = [*missing_extras(config.log), *checkpoint_problems(best_of(config.ckpt), config.parallel)]
     if problems:
         return problems
     try:

@@ -51,28 +51,28 @@ def _metrics(task: TaskConfig, kind: "TaskType") -> list[str]:
 
 
 def _names(task: TaskConfig) -> list[str]:
-    faults = []
+    problems = []
     if task.hub is not None and not HUB_NAME.fullmatch(task.hub):
-        faults.append(f"task.hub={task.hub} is no Hub data set: write OWNER/NAME")
+        problems.append(f"task.hub={task.hub} is no Hub data set: write OWNER/NAME")
     splits = {"train": (task.train,), "validations": task.validations, "tests": task.tests}
     for key, names in (*splits.items(), ("subsets", task.subsets), ("submission", task.submission)):
         bad = [name for name in names if not FILE_NAME.fullmatch(name)]
-        faults += [f"task.{key}: '{name}' is no name: use letters, digits, - and _" for name in bad]
+        problems += [f"task.{key}: '{name}' is no name: use letters, digits, - and _" for name in bad]
     if not task.validations:
-        faults.append("task.validations=[]: name a split to choose the best checkpoint on")
+        problems.append("task.validations=[]: name a split to choose the best checkpoint on")
     if len(task.submission) > len(task.tests):
-        faults.append(
+        problems.append(
             f"task.submission={show(list(task.submission))} has more names than task.tests: leave some out"
         )
-    return faults
+    return problems
 
 
 def _lengths(task: TaskConfig) -> list[str]:
-    faults = []
+    problems = []
     for key in ("max_length", "max_answer_length", "n_best", "question_length"):
         value = getattr(task, key)
         if value is not None and value <= 0:
-            faults.append(f"task.{key}={value} must be greater than 0")
+            problems.append(f"task.{key}={value} must be greater than 0")
     if task.doc_stride < 0:
-        faults.append(f"task.doc_stride={task.doc_stride} must be 0 or more")
-    return faults
+        problems.append(f"task.doc_stride={task.doc_stride} must be 0 or more")
+    return problems

@@ -19,12 +19,12 @@ from mlm.generate.config import STDIN, GenerateConfig
 from mlm.generate.prompts import Prompt, read_prompts, share_prompts
 from mlm.inference.generation import Sampling, continuations, ends_at
 from mlm.inference.trained import (
-    checkpoint_faults,
-    continues_fault,
+    checkpoint_problems,
+    continuation_problem,
     load_tokenizer,
     load_trained,
     named_checkpoint,
-    vocabulary_fault,
+    vocabulary_problem,
 )
 from mlm.parallel.mesh import ParallelContext
 from mlm.terminal import Advance, count_progress, plain, prose
@@ -35,15 +35,15 @@ SAMPLE_BITS = 32
 
 def preflight(config: GenerateConfig) -> list[str]:
     """Problems that reading the named files shows; called before any rank starts."""
-    problems = checkpoint_faults(config.ckpt, config.parallel)
+    problems = checkpoint_problems(config.ckpt, config.parallel)
     if problems:
         return problems
     try:
         named = named_checkpoint(config.ckpt)
-        if problem := continues_fault(config.ckpt, named.config.model):
+        if problem := continuation_problem(config.ckpt, named.config.model):
             return [problem]
         tokenizer = load_tokenizer(config.tokenizer, named.path)
-        problem = vocabulary_fault(config.tokenizer, tokenizer, named.config.model)
+        problem = vocabulary_problem(config.tokenizer, tokenizer, named.config.model)
         problems = [*([problem] if problem else []), *out_problems(config.out)]
         if "" in config.stop:
             problems.append('stop="" would end every text at once; give texts of one character or more')

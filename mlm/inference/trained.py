@@ -66,7 +66,7 @@ class Named:
 def named_checkpoint(ckpt: str) -> Named:
     """Find what `ckpt=` names and read its settings; an id of the Hub is fetched.
 
-    Raises UserError (ConfigError for several faults), CorruptFileError.
+    Raises UserError (ConfigError for several problems), CorruptFileError.
     """
     folder = _model_folder(ckpt)
     if folder is not None:
@@ -101,8 +101,8 @@ def trained_config(manifest: Manifest, path: Path) -> PretrainConfig:
         config = from_dict(PretrainConfig, dict(manifest.state["config"]))
         if is_path(config.model.kind):
             family_of(config.model.kind)
-        if faults := saved_problems(config):
-            raise ValueError("; ".join(faults[:LISTED]))
+        if problems := saved_problems(config):
+            raise ValueError("; ".join(problems[:LISTED]))
         Boundaries.of(config.data)  # the model will be asked to keep documents apart by it
         return config
     except OwnCodeError:
@@ -144,7 +144,7 @@ def load_trained(
     return Trained(model, named.config, load(shards, named.path, ctx), named.path)
 
 
-def checkpoint_faults(ckpt: str, parallel: ParallelConfig) -> list[str]:
+def checkpoint_problems(ckpt: str, parallel: ParallelConfig) -> list[str]:
     """Problems of a checkpoint, or of splitting its model this way; read before any rank starts."""
     try:
         named = named_checkpoint(ckpt)
@@ -154,20 +154,20 @@ def checkpoint_faults(ckpt: str, parallel: ParallelConfig) -> list[str]:
         return list(error.problems)
     except UserError as error:
         return [str(error)]
-    return split_faults(named.config.model, parallel)
+    return split_problems(named.config.model, parallel)
 
 
-def continues_fault(ckpt: str, model: ModelConfig) -> str | None:
+def continuation_problem(ckpt: str, model: ModelConfig) -> str | None:
     """Problem of continuing a prompt with a model that is not causal; None if it is."""
     if not model.family.causal:
         return (
             f"ckpt={ckpt} holds a {model.kind} model, which does not read from left to right; give a gpt2 "
             "checkpoint"
         )
-    return predicts_fault(ckpt, model)
+    return prediction_problem(ckpt, model)
 
 
-def predicts_fault(ckpt: str, model: ModelConfig) -> str | None:
+def prediction_problem(ckpt: str, model: ModelConfig) -> str | None:
     """Problem of a model that does not predict tokens (finetuned, or an encoder alone); None if it does."""
     if model.head == "language_model":
         return None
@@ -177,7 +177,7 @@ def predicts_fault(ckpt: str, model: ModelConfig) -> str | None:
     )
 
 
-def split_faults(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
+def split_problems(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
     """Problems of splitting a trained model's layers over tp, or of assigning them to pp and vp stages."""
     values = {f"model.{key}": value for key, value in asdict(model).items()} | asdict(parallel)
     names = {f"model.{key}": f"the checkpoint's {key}" for key in asdict(model)}
@@ -222,8 +222,8 @@ def load_tokenizer(
     """
     if named is not None:
         tokenizer = _named_tokenizer(named, path)
-        if not force and (fault := other_tokenizer(named, tokenizer, path, key)):
-            raise UserError(fault)
+        if not force and (problem := other_tokenizer(named, tokenizer, path, key)):
+            raise UserError(problem)
         return tokenizer
     if is_model_folder(path):
         try:
@@ -277,7 +277,7 @@ def other_tokenizer(named: str, tokenizer: Tokenizer, path: Path, key: str) -> s
     )
 
 
-def corpus_fault(prefix: Path, path: Path, key: str = "path") -> str | None:
+def corpus_problem(prefix: Path, path: Path, key: str = "path") -> str | None:
     """The error where a corpus was written with another tokenizer than a checkpoint was trained with."""
     known, written = known_tokenizer(path), receipt_tokenizer(prefix)
     if known is None or written is None or known.is_same(written):
@@ -288,7 +288,7 @@ def corpus_fault(prefix: Path, path: Path, key: str = "path") -> str | None:
     )
 
 
-def vocabulary_fault(
+def vocabulary_problem(
     named: str | None, tokenizer: Tokenizer, model: ModelConfig, key: str = "tokenizer"
 ) -> str | None:
     """Problem of a tokenizer (`key`=`named`) with more tokens than the vocabulary; None if it fits."""

@@ -20,7 +20,7 @@ from mlm.report.summary import write_summary
 from mlm.report.trackers import missing_extras
 from mlm.train.config import PretrainConfig
 from mlm.train.corpora import (
-    corpus_faults,
+    corpus_problems,
     train_dataset,
     validation_prefixes,
     validation_sets,
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 def preflight(config: PretrainConfig) -> list[str]:
     """Return the problems that reading the named files shows; called before any rank starts."""
-    problems = [*missing_extras(config.log), *corpus_faults(config)]
+    problems = [*missing_extras(config.log), *corpus_problems(config)]
     return problems or corpus_tokenizer_errors(config.data) or start_problems(config)
 
 

@@ -17,7 +17,7 @@ from mlm.data.sampler import Dataset
 from mlm.data.tokenizer import Tokenizer
 from mlm.files.atomic import digest_bytes, digest_file, sampled_digest
 from mlm.train.config import PretrainConfig
-from mlm.train.documents import document_faults
+from mlm.train.documents import document_problems
 
 SYNTHETIC_VALIDATION_SAMPLES = 256
 
@@ -96,13 +96,13 @@ def _tokenizer_of(train: Path) -> Path | None:
     return path if path.exists() else None
 
 
-def corpus_faults(config: PretrainConfig) -> list[str]:
+def corpus_problems(config: PretrainConfig) -> list[str]:
     """Problems of a run's corpora, a line each; read before any rank starts."""
-    faults, found = [], corpora(config.data)
+    problems, found = [], corpora(config.data)
     vocab_size, seq_length = config.model.vocab_size, config.data.seq_length
     family, tokenizer = config.model.family, tokenizer_path(config.data)
     for corpus in found:
-        faults += check_corpus(
+        problems += check_corpus(
             corpus.train,
             vocab_size=vocab_size,
             seq_length=seq_length,
@@ -111,17 +111,17 @@ def corpus_faults(config: PretrainConfig) -> list[str]:
         )
     if config.train.validate_every:
         for prefix in validation_prefixes(config.data).values():
-            faults += check_corpus(prefix, vocab_size=vocab_size, seq_length=1, min_samples=1)
+            problems += check_corpus(prefix, vocab_size=vocab_size, seq_length=1, min_samples=1)
     return [
-        *(faults or faults_between(found)),
-        *document_faults(config),
+        *(problems or problems_between(found)),
+        *document_problems(config),
         *(family.corpus_problems(config.model, [c.train for c in found], tokenizer) if found else []),
     ]
 
 
-def faults_between(found: Sequence[Corpus]) -> list[str]:
+def problems_between(found: Sequence[Corpus]) -> list[str]:
     """Corpora that cannot be blended: copies of one, or made with different tokenizers."""
-    faults, seen = list[str](), dict[str, Corpus]()
+    problems, seen = list[str](), dict[str, Corpus]()
     sizes = [idx_path(corpus.train).stat().st_size for corpus in found]
     for corpus, size in zip(found, sizes, strict=True):
         if sizes.count(size) == 1:
@@ -129,7 +129,7 @@ def faults_between(found: Sequence[Corpus]) -> list[str]:
         source = source_of(corpus)
         first = seen.setdefault(f"{source.digest} {source.tokens}", corpus)
         if first is not corpus:
-            faults.append(
+            problems.append(
                 f"data.blend: {first.train} and {corpus.train} are copies of one corpus; name one of them, "
                 "with the sum of the weights"
             )
@@ -137,11 +137,11 @@ def faults_between(found: Sequence[Corpus]) -> list[str]:
     for corpus, digest in made_with[1:]:
         first, known = made_with[0]
         if digest != known:
-            faults.append(
+            problems.append(
                 f"data.blend: {corpus.train} was written with the tokenizer {digest}, {first.train} with "
                 f"{known}; build both with one tokenizer, or leave one out"
             )
-    return faults
+    return problems
 
 
 def source_of(corpus: Corpus, weight: float = 1.0) -> Source:

@@ -13,7 +13,7 @@ from mlm.train.config import PretrainConfig
 SWITCHES = ("reset_positions", "reset_attention", "mask_eod_loss")
 
 
-def document_faults(config: PretrainConfig) -> list[str]:
+def document_problems(config: PretrainConfig) -> list[str]:
     """Why documents cannot be told apart, at most one line; read before any rank starts."""
     try:
         eod_id, size = with_eod(config.data).eod_id, config.model.vocab_size

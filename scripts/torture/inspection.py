@@ -75,8 +75,8 @@ class Trial:
         for step in steps:
             if step not in found:
                 self.found.lost.append(f"step {step} is gone")
-            elif faults := verify_checkpoint(found[step]).problems:
-                self.found.lost.append(f"step {step}: {faults[0].file}: {faults[0].why}")
+            elif problems := verify_checkpoint(found[step]).problems:
+                self.found.lost.append(f"step {step}: {problems[0].file}: {problems[0].why}")
 
     def all_that_is_whole_is_right(self) -> None:
         """Check that checkpoints which pass verification have the content of the undisturbed run."""

@@ -110,8 +110,8 @@ def as_command(name: str, work: Callable[[], int]) -> int:
 
 
 def _pretrain(config: PretrainConfig) -> int:
-    if faults := pretrain.preflight(config):
-        raise ConfigError(faults)
+    if problems := pretrain.preflight(config):
+        raise ConfigError(problems)
     return run_job("mlm.pretrain.run:run", config, out=Path(config.out))
 
 
@@ -120,8 +120,8 @@ def start_reshard(source: Path, out: Path, *, tp: int, manner: Manner = PLAIN) -
     config = ReshardConfig(ckpt=str(source), out=str(out), tp=tp)
 
     def work(pipe: int) -> int:
-        if faults := reshard.preflight(config):
-            raise ConfigError(faults)
+        if problems := reshard.preflight(config):
+            raise ConfigError(problems)
         announced(reshard.run, RESHARD, pipe)(config)
         return 0
 

@@ -170,6 +170,6 @@ class TestShowing:
         assert cli("pretrain --hydra-help") == 0
         assert "Hydra" in cli.out
 
-    def test_unknown_key_is_a_fault_here_too(self, cli: Cli) -> None:
+    def test_unknown_key_is_a_problem_here_too(self, cli: Cli) -> None:
         assert cli("pretrain tpp=2 --cfg job") == 2
         assert cli.err == "mlm pretrain: unknown key 'tpp'; did you mean 'tp'?\n"

@@ -104,7 +104,7 @@ class TestMistakes:
         assert cli("pretrain") == 2
         assert cli.err.startswith("mlm pretrain: data.path is not set")
 
-    def test_all_faults_come_in_one_report(self, cli: Cli) -> None:
+    def test_all_problems_come_in_one_report(self, cli: Cli) -> None:
         assert cli("pretrain sed=1 precision=fp8 compile=x tp=5 data.seq_length=9999") == 2
         starts = [
             "unknown key 'sed'",
@@ -119,7 +119,7 @@ class TestMistakes:
             line.startswith(f"mlm pretrain: {start}") for line, start in zip(lines, starts, strict=True)
         ] == [True] * 6
 
-    def test_faults_of_a_command_without_ranks_come_in_one_report(self, cli: Cli) -> None:
+    def test_problems_of_a_command_without_ranks_come_in_one_report(self, cli: Cli) -> None:
         assert cli("plan schedule sed=1 pp=x micro_batches=0 out=a") == 2
         starts = ["unknown key 'sed'", "pp=x must", "micro_batches=0 must", "out=a must end"]
         lines = cli.err.splitlines()
@@ -128,7 +128,7 @@ class TestMistakes:
         ] == [True] * 4
         assert cli.launched.configs == []
 
-    def test_fault_that_follows_from_a_misspelling_is_left_out(self, cli: Cli) -> None:
+    def test_problem_that_follows_from_a_misspelling_is_left_out(self, cli: Cli) -> None:
         assert cli("pretrain data=sinthetic model=gpt2_tinny tp=3") == 2
         assert [line.split()[2] for line in cli.err.splitlines()] == ["data=sinthetic:", "model=gpt2_tinny:"]
 
@@ -143,12 +143,12 @@ class TestMistakes:
         assert cli(f"{SOUND} -cd mine +train=x") == 2
         assert cli.err == "mlm pretrain: unknown key 'train.step'; did you mean 'train.steps'?\n"
 
-    def test_launcher_of_the_wrong_size_is_a_fault(self, cli: Cli) -> None:
+    def test_launcher_of_the_wrong_size_is_a_problem(self, cli: Cli) -> None:
         cli.launched.facts = Facts(joined=True, world_size=6, local_devices=None)
         assert cli(f"{SOUND} tp=4") == 2
         assert "does not divide the 6 ranks" in cli.err
 
-    def test_surroundings_that_make_no_sense_are_one_fault_among_others(
+    def test_surroundings_that_make_no_sense_are_one_problem_among_others(
         self, cli: Cli, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         class Senseless:

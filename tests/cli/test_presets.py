@@ -41,23 +41,25 @@ def model(name: str) -> ModelConfig:
 
 
 @pytest.mark.parametrize("choice", [f"{group}={name}" for group, names in GROUPS.items() for name in names])
-def test_shipped_choice_composes_into_a_run_spec_without_fault(choice: str) -> None:
+def test_shipped_choice_composes_into_a_run_spec_without_problem(choice: str) -> None:
     config = pretrain(choice, *model_of_layout(choice))
     layout = config.parallel
     world_size = layout.tp * layout.pp * (layout.dp or 1)
-    faults = check_pretrain(config, world_size=world_size, local_devices=8)
-    assert [fault for fault in faults if not fault.startswith("data.path")] == []  # the user has the corpus
+    problems = check_pretrain(config, world_size=world_size, local_devices=8)
+    assert [
+        problem for problem in problems if not problem.startswith("data.path")
+    ] == []  # the user has the corpus
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_shipped_recipe_composes_into_a_build_without_fault(name: str) -> None:
+def test_shipped_recipe_composes_into_a_build_without_problem(name: str) -> None:
     config = load_config("data_build", ["input=i", "tokenizer=t", "out=o", f"recipe={name}"])
     assert check_build(config) == []
     assert config.dedup.enabled == (name != "plain")
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_shipped_task_composes_into_a_finetuning_run_without_fault(name: str) -> None:
+def test_shipped_task_composes_into_a_finetuning_run_without_problem(name: str) -> None:
     config = load_config("finetune", ["ckpt=c", f"task={name}"])
     assert check_finetune(config, world_size=None, local_devices=None) == []
     assert config.out == f"runs/{name}"
@@ -130,8 +132,8 @@ def test_sc21_layout_fills_its_gpus_and_fits_its_model(name: str) -> None:
     gpus = SC21[name][1]
     layout = config.parallel
     assert layout.tp * layout.pp * layout.dp == gpus
-    faults = check_pretrain(config, world_size=gpus, local_devices=8)
-    assert faults == []
+    problems = check_pretrain(config, world_size=gpus, local_devices=8)
+    assert problems == []
 
 
 @pytest.mark.parametrize(
@@ -143,7 +145,7 @@ def test_sc21_layout_interleaves_where_the_authors_script_does(name: str, vp: in
 
 
 @pytest.mark.parametrize("name", V1_LAYOUTS)
-def test_v1_experiment_fills_its_gpus_and_has_no_fault(name: str) -> None:
+def test_v1_experiment_fills_its_gpus_and_has_no_problem(name: str) -> None:
     config = load_config("pretrain", [f"experiment={name}", "data=synthetic"])
     assert config.parallel.tp * config.parallel.dp == V1_LAYOUTS[name]
     assert config.train.global_batch_size == 512
@@ -211,5 +213,5 @@ def test_shakespeare_needs_nothing_but_its_corpus(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     config = pretrain("experiment=shakespeare")
     assert config.out == "runs/shakespeare"
-    (fault,) = check_pretrain(config, world_size=None, local_devices=None)
-    assert fault.startswith("data.path=demo/corpus")
+    (problem,) = check_pretrain(config, world_size=None, local_devices=None)
+    assert problem.startswith("data.path=demo/corpus")

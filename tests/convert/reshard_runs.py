@@ -45,8 +45,8 @@ def make_source(out: Path) -> Path:
 def to(source: Path, out: Path, tp: int = 1, pp: int = 1, vp: int = 1, *, weights_only: bool = False) -> Path:
     """Reshard through the same checks as the command; the step-… directory."""
     asked = ReshardConfig(ckpt=str(source), out=str(out), tp=tp, pp=pp, vp=vp, weights_only=weights_only)
-    if faults := preflight(asked):
-        raise UserError("\n".join(faults))
+    if problems := preflight(asked):
+        raise UserError("\n".join(problems))
     run(asked)
     return out / "checkpoints" / STEP
 

@@ -108,8 +108,8 @@ def test_model_without_token_types_is_not_exported(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(
         export_hf, "trained_config", lambda *a: replace(real(*a), model=replace(MODEL, token_types=0))
     )
-    (fault,) = export_hf.preflight(ExportHFConfig(ckpt=str(run), out=str(tmp_path / "out")))
-    assert "model.token_types=0" in fault
+    (problem,) = export_hf.preflight(ExportHFConfig(ckpt=str(run), out=str(tmp_path / "out")))
+    assert "model.token_types=0" in problem
 
 
 NAMES = {"0": "no", "1": "yes", "2": "maybe"}

@@ -197,13 +197,13 @@ class TestRefusals:
             ({"ckpt": "none"}, "none"),
         ],
     )
-    def test_faults_are_said_before_anything_is_read(
+    def test_problems_are_said_before_anything_is_read(
         self, run: Path, tmp_path: Path, settings: dict[str, object], said: str
     ) -> None:
         named = {k: str(tmp_path / v) if isinstance(v, str) else v for k, v in settings.items()}
         config = ExportHFConfig(**({"ckpt": str(run), "out": str(tmp_path / "out")} | named))  # type: ignore[arg-type]
-        (fault,) = export_hf.preflight(config)
-        assert re.search(said, fault)
+        (problem,) = export_hf.preflight(config)
+        assert re.search(said, problem)
 
 
 class TestHeads:

@@ -143,13 +143,15 @@ def pooler(folder: Path) -> Tensor:
         (lambda t: t.update({"classifier.weight": torch.ones(2, 24)}), "of two heads"),
     ],
 )
-def test_faults_are_said_before_anything_is_written(
+def test_problems_are_said_before_anything_is_written(
     tmp_path: Path, edit: Callable[[dict[str, Tensor]], Any], said: str
 ) -> None:
     make_bert(tmp_path / "model", "bert", "ForPreTraining")
     edit_tensors(tmp_path / "model", edit)
-    (fault,) = import_hf.preflight(ImportHFConfig(source=str(tmp_path / "model"), out=str(tmp_path / "run")))
-    assert said in fault
+    (problem,) = import_hf.preflight(
+        ImportHFConfig(source=str(tmp_path / "model"), out=str(tmp_path / "run"))
+    )
+    assert said in problem
 
 
 def test_code_beside_the_weights_is_never_run(tmp_path: Path) -> None:

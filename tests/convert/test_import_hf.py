@@ -229,23 +229,23 @@ class TestRefusals:
             import_model(folder, tmp_path / "run", verify=False)
         assert not (tmp_path / "run").exists()
 
-    def test_all_faults_are_said_together(self, folder: Path, tmp_path: Path) -> None:
+    def test_all_problems_are_said_together(self, folder: Path, tmp_path: Path) -> None:
         edit_config(folder, n_head=0, activation_function="relu")
         config = ImportHFConfig(source=str(folder), out=str(folder), revision="main")
         assert len(import_hf.preflight(config)) == 4
 
     def test_absent_folder_that_is_no_id_is_said(self, tmp_path: Path) -> None:
         config = ImportHFConfig(source=str(tmp_path / "none"), out=str(tmp_path / "run"))
-        (fault,) = import_hf.preflight(config)
-        assert "no such folder. Give one with config.json" in fault
+        (problem,) = import_hf.preflight(config)
+        assert "no such folder. Give one with config.json" in problem
 
     def test_verification_without_transformers_names_the_extra(
         self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setitem(sys.modules, "transformers", None)
         config = ImportHFConfig(source=str(folder), out=str(tmp_path / "run"))
-        (fault,) = import_hf.preflight(config)
-        assert "pip install 'mlm[hf]', or set verify=false" in fault
+        (problem,) = import_hf.preflight(config)
+        assert "pip install 'mlm[hf]', or set verify=false" in problem
 
 
 def interrupt(*_: Any) -> Tensor:

@@ -151,16 +151,16 @@ def test_failed_import_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 
-def test_preflight_names_every_fault(tmp_path: Path) -> None:
+def test_preflight_names_every_problem(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
-    faults = preflight(config(tmp_path, vocab_size=0, tokenizer=str(tmp_path / "none")))
-    assert [fault.split(":")[0].split("=")[0] for fault in faults] == [
+    problems = preflight(config(tmp_path, vocab_size=0, tokenizer=str(tmp_path / "none")))
+    assert [problem.split(":")[0].split("=")[0] for problem in problems] == [
         "vocab_size",
         "out",
         str(tmp_path / "theirs"),
         f"no tokenizer at {tmp_path / 'none'}",
     ]
-    assert all("\n" not in fault for fault in faults)
+    assert all("\n" not in problem for problem in problems)
 
 
 def test_preflight_passes_what_runs(tmp_path: Path) -> None:

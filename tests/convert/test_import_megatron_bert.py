@@ -134,7 +134,7 @@ def test_vocabulary_is_berts_where_it_fits(tmp_path: Path, rows: int, wanted: in
     ],
     ids=["bias", "half", "classes", "rows"],
 )
-def test_fault_of_a_file_is_named(tmp_path: Path, change: Change, message: str) -> None:
+def test_problem_of_a_file_is_named(tmp_path: Path, change: Change, message: str) -> None:
     with pytest.raises(CorruptFileError, match=message):
         imported(tmp_path, Layout(), change=change)
 

@@ -22,9 +22,9 @@ class Outcome:
         return [document.text for document in self.documents]
 
     @property
-    def faults(self) -> list[tuple[str, str]]:
+    def problems(self) -> list[tuple[str, str]]:
         """File name with line, and rule."""
-        return [(fault.place_text.rpartition("/")[2], fault.rule) for fault in self.rejected]
+        return [(problem.place_text.rpartition("/")[2], problem.rule) for problem in self.rejected]
 
 
 def read(

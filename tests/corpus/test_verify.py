@@ -171,7 +171,7 @@ def contents(prefix: Path) -> list[list[int]]:
     return [corpus.document(i).tolist() for i in range(corpus.num_documents)]
 
 
-def faults(prefix: Path, expected: Expected) -> list[Check]:
+def problems(prefix: Path, expected: Expected) -> list[Check]:
     return [check for check in verify_pair(prefix, expected, lambda count: None) if check.state == "error"]
 
 
@@ -187,7 +187,7 @@ def test_changed_byte_of_header_lengths_or_pointers_is_found_or_harmless(tmp_pat
         damaged = bytearray(index)
         damaged[at] ^= change
         idx_path(prefix).write_bytes(damaged)
-        if not faults(prefix, Expected(None, None, None)):
+        if not problems(prefix, Expected(None, None, None)):
             assert contents(prefix) == before, f"byte {at} of the index"
 
 
@@ -197,5 +197,5 @@ def test_every_changed_byte_is_found_with_a_receipt(corpus: Path) -> None:
         content = (corpus / name).read_bytes()
         for at in range(len(content)):
             (corpus / name).write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-            assert faults(corpus / "train", expected), f"byte {at} of {name}"
+            assert problems(corpus / "train", expected), f"byte {at} of {name}"
         (corpus / name).write_bytes(content)

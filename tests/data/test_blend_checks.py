@@ -1,4 +1,4 @@
-"""data.blend: entries, names, and every fault with its remedy."""
+"""data.blend: entries, names, and every problem with its remedy."""
 
 from pathlib import Path
 
@@ -22,14 +22,14 @@ def corpora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def faults(blend: str, *overrides: str) -> list[str]:
+def problems(blend: str, *overrides: str) -> list[str]:
     config = load_config("pretrain", ["model=gpt2_tiny", f"data.blend={blend}", *overrides])
     return check_pretrain(config, world_size=None, local_devices=None)
 
 
 @pytest.mark.parametrize("blend", ["[0.3 a,0.7 b]", "[a,b,x]", "[1e-3 ./a,7 x]", "[2 a]"])
-def test_a_sound_blend_has_no_fault(blend: str) -> None:
-    assert faults(blend) == []
+def test_a_sound_blend_has_no_problem(blend: str) -> None:
+    assert problems(blend) == []
 
 
 @pytest.mark.parametrize(
@@ -50,21 +50,21 @@ def test_a_sound_blend_has_no_fault(blend: str) -> None:
         ("[1 a,2 a/train]", "'1 a' and '2 a/train' are the same corpus"),
     ],
 )
-def test_a_fault_names_entry_and_remedy(blend: str, said: str) -> None:
-    (fault,) = faults(blend)
-    assert fault.startswith("data.blend: ")
-    assert said in fault
-    assert "\n" not in fault
+def test_a_problem_names_entry_and_remedy(blend: str, said: str) -> None:
+    (problem,) = problems(blend)
+    assert problem.startswith("data.blend: ")
+    assert said in problem
+    assert "\n" not in problem
 
 
-def test_all_faults_are_told_at_once() -> None:
-    assert len(faults("[0 a,-1 b,1 nowhere]", "train.global_batch_size=0")) == 4
+def test_all_problems_are_told_at_once() -> None:
+    assert len(problems("[0 a,-1 b,1 nowhere]", "train.global_batch_size=0")) == 4
 
 
 @pytest.mark.parametrize("key", ["data.path", "data.train"])
 def test_a_blend_and_a_corpus_are_too_much(key: str) -> None:
-    (fault,) = faults("[1 a,1 b]", f"{key}=a")
-    assert fault.startswith(f"data.blend and {key}=a both name what to train on; leave one")
+    (problem,) = problems("[1 a,1 b]", f"{key}=a")
+    assert problem.startswith(f"data.blend and {key}=a both name what to train on; leave one")
 
 
 @pytest.mark.parametrize(

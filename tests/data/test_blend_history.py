@@ -149,28 +149,28 @@ def test_samples_needed_are_those_read_in_the_end() -> None:
 class TestChanged:
     """Another corpus at the place of one that was read."""
 
-    def fault(self, **other: str) -> str | None:
+    def problem(self, **other: str) -> str | None:
         (source,) = blend(a=1)
         history = continue_history((), (replace(source, tokens=digest("t")),), 0)
         return changed_corpus_problem(history, (replace(source, **{"tokens": digest("t"), **other}),))
 
     def test_the_same_is_none(self) -> None:
-        assert self.fault() is None
+        assert self.problem() is None
 
     def test_another_index_is_named_with_the_remedy(self) -> None:
-        fault = self.fault(digest=digest("z")) or ""
-        assert fault.startswith("corpora/a/train.idx is not what this run was trained on")
-        assert "rename" in fault
-        assert "\n" not in fault
+        problem = self.problem(digest=digest("z")) or ""
+        assert problem.startswith("corpora/a/train.idx is not what this run was trained on")
+        assert "rename" in problem
+        assert "\n" not in problem
 
     def test_other_tokens_are_named(self) -> None:
-        assert (self.fault(tokens=digest("z")) or "").startswith("corpora/a/train.bin is not what")
+        assert (self.problem(tokens=digest("z")) or "").startswith("corpora/a/train.bin is not what")
 
     def test_another_corpus_at_another_place_is_none(self) -> None:
-        assert self.fault(digest=digest("z"), path="corpora/z/train") is None
+        assert self.problem(digest=digest("z"), path="corpora/z/train") is None
 
     def test_a_receipt_that_came_or_went_is_none(self) -> None:
-        assert self.fault(tokens="") is None
+        assert self.problem(tokens="") is None
 
     def test_corpora_that_were_swapped_are_none(self) -> None:
         """Each is still known by its digest."""

@@ -10,7 +10,7 @@ from mlm.files.atomic import digest_file
 from tests.data.corpora import counting_corpus
 
 
-def faults(prefix: Path, *, vocab_size: int = 100, seq_length: int = 4, min_samples: int = 2) -> list[str]:
+def problems(prefix: Path, *, vocab_size: int = 100, seq_length: int = 4, min_samples: int = 2) -> list[str]:
     return check_corpus(prefix, vocab_size=vocab_size, seq_length=seq_length, min_samples=min_samples)
 
 
@@ -30,66 +30,66 @@ def prefix(tmp_path: Path) -> Path:
 def test_a_receipt_of_an_impossible_vocabulary_is_an_error(prefix: Path, vocab_size: int) -> None:
     """A negative one would let any token pass."""
     receipt(prefix.parent, vocab_size, 100)
-    (fault,) = faults(prefix)
-    assert "corpus.json" in fault
+    (problem,) = problems(prefix)
+    assert "corpus.json" in problem
 
 
 def test_sound_corpus_has_no_problem(prefix: Path) -> None:
-    assert faults(prefix, vocab_size=50, seq_length=4, min_samples=12) == []
+    assert problems(prefix, vocab_size=50, seq_length=4, min_samples=12) == []
 
 
 def test_missing_corpus_names_data_path(tmp_path: Path) -> None:
-    (fault,) = faults(tmp_path / "absent")
-    assert "absent.idx" in fault
-    assert "data.path" in fault
+    (problem,) = problems(tmp_path / "absent")
+    assert "absent.idx" in problem
+    assert "data.path" in problem
 
 
 def test_truncated_corpus_is_one_error(prefix: Path) -> None:
     prefix.with_name("c.bin").write_bytes(b"1")
-    (fault,) = faults(prefix)
-    assert "expected 100 bytes" in fault
+    (problem,) = problems(prefix)
+    assert "expected 100 bytes" in problem
 
 
 def test_corpus_shorter_than_a_window_names_seq_length(prefix: Path) -> None:
-    (fault,) = faults(prefix, seq_length=50)
-    assert "data.seq_length to 49" in fault
+    (problem,) = problems(prefix, seq_length=50)
+    assert "data.seq_length to 49" in problem
 
 
 def test_corpus_smaller_than_a_batch_names_the_largest_batch(prefix: Path) -> None:
-    (fault,) = faults(prefix, min_samples=13)
-    assert "12 windows" in fault
-    assert "train.global_batch_size to 12" in fault
+    (problem,) = problems(prefix, min_samples=13)
+    assert "12 windows" in problem
+    assert "train.global_batch_size to 12" in problem
 
 
 def test_token_beyond_the_model_is_found_by_scanning(prefix: Path) -> None:
-    (fault,) = faults(prefix, vocab_size=49)
-    assert "model.vocab_size=50" in fault
+    (problem,) = problems(prefix, vocab_size=49)
+    assert "model.vocab_size=50" in problem
 
 
 def test_receipt_says_the_vocabulary_without_scanning(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("mlm.data.indexed.IndexedDataset.max_token")
     receipt(prefix.parent, vocab_size=90, num_bytes=100)
-    assert faults(prefix, vocab_size=90) == []
-    (fault,) = faults(prefix, vocab_size=89)
-    assert "model.vocab_size=90" in fault
+    assert problems(prefix, vocab_size=90) == []
+    (problem,) = problems(prefix, vocab_size=89)
+    assert "model.vocab_size=90" in problem
 
 
 def test_receipt_of_another_file_is_a_error(prefix: Path) -> None:
     receipt(prefix.parent, vocab_size=90, num_bytes=102)
-    (fault,) = faults(prefix)
-    assert "corpus.json" in fault
+    (problem,) = problems(prefix)
+    assert "corpus.json" in problem
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}"])
 def test_damaged_receipt_is_a_error(prefix: Path, content: str) -> None:
     (prefix.parent / "corpus.json").write_text(content)
-    (fault,) = faults(prefix)
-    assert "corpus.json" in fault
+    (problem,) = problems(prefix)
+    assert "corpus.json" in problem
 
 
 def test_all_problems_are_reported_together(prefix: Path) -> None:
-    assert len(faults(prefix, vocab_size=10, min_samples=99)) == 2
+    assert len(problems(prefix, vocab_size=10, min_samples=99)) == 2
 
 
 def test_every_problem_is_one_line(prefix: Path) -> None:
-    assert all("\n" not in fault for fault in faults(prefix, vocab_size=10, min_samples=99))
+    assert all("\n" not in problem for problem in problems(prefix, vocab_size=10, min_samples=99))

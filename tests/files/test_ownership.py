@@ -73,8 +73,8 @@ def test_claim_accepts_a_file_of_the_content_it_would_write(elsewhere: Path) -> 
 @pytest.mark.parametrize("kind", ["corpus", "exported-model", "corpus-work"])
 def test_claim_rejects_our_folder_of_another_kind(elsewhere: Path, kind: str) -> None:
     claim_folder(elsewhere / "run", "run")
-    (fault,) = claim_problems(elsewhere / "run", kind)
-    assert fault == f"out={elsewhere / 'run'}: holds a run, not {KINDS[kind].noun}; name a new folder"
+    (problem,) = claim_problems(elsewhere / "run", kind)
+    assert problem == f"out={elsewhere / 'run'}: holds a run, not {KINDS[kind].noun}; name a new folder"
 
 
 def test_claim_rejects_working_directory_home_root_and_inputs(
@@ -93,15 +93,15 @@ def test_claim_rejects_working_directory_home_root_and_inputs(
         "-": "standard output is not a folder",
     }
     for path, reason in said.items():
-        (fault,) = claim_problems(path, "run", inputs=[elsewhere / "data" / "text", "hub:a/b", None])
-        assert reason in fault
+        (problem,) = claim_problems(path, "run", inputs=[elsewhere / "data" / "text", "hub:a/b", None])
+        assert reason in problem
 
 
 def test_a_mounted_volume_is_claimed_and_never_deleted(elsewhere: Path) -> None:
     volume = Path("/dev/shm")
     assert rejected_place("out=/dev/shm", volume, []) == []
-    (fault,) = rejected_place("out=/dev/shm", volume, [], deletes=True)
-    assert "is the root of a file system" in fault
+    (problem,) = rejected_place("out=/dev/shm", volume, [], deletes=True)
+    assert "is the root of a file system" in problem
 
 
 def test_claim_continues_in_our_own_folder_wherever_it_is(

@@ -79,8 +79,8 @@ def write_where_told(name: str, leaf: Leaf, value: str) -> str | None:
     """
     try:
         config = build(SPECS[name], values_with(name, leaf, value))
-        if faults := path_problems(config):
-            return faults[0]
+        if problems := path_problems(config):
+            return problems[0]
         if leaf.role is Role.FOLDER:
             kind = {"work": "corpus-work", "predictions": "predictions"}.get(leaf.key, KIND[name])
             folder = claim_folder(value, kind, key=leaf.key, inputs=inputs_of(config))

@@ -175,8 +175,8 @@ def test_an_input_is_never_replaced_even_if_mlm_wrote_it(tmp_path: Path, named: 
     (tmp_path / "f").write_bytes(RESULTS["generated"])
     (tmp_path / "link").symlink_to("f")
     os.link(tmp_path / "f", tmp_path / "hard")
-    (fault,) = result_problems(tmp_path / named, inputs=[None, "hub:a/b", tmp_path / "f"])
-    assert fault == f"out={tmp_path / named}: is the input {tmp_path / 'f'}; name another file"
+    (problem,) = result_problems(tmp_path / named, inputs=[None, "hub:a/b", tmp_path / "f"])
+    assert problem == f"out={tmp_path / named}: is the input {tmp_path / 'f'}; name another file"
 
 
 def test_minus_is_standard_output_with_the_result_alone(capfd: pytest.CaptureFixture[str]) -> None:

@@ -125,27 +125,27 @@ def test_a_checkpoint_that_is_not_the_best_can_be_named(folder: Path, tmp_path: 
 class TestRefused:
     """Contradictions, in one line before any rank starts."""
 
-    def faults(self, config: EvalTaskConfig) -> list[str]:
+    def problems(self, config: EvalTaskConfig) -> list[str]:
         return evaluate.preflight(config)
 
     def test_a_checkpoint_without_a_head(self, folder: Path) -> None:
         for model in ("bert", "gpt2"):
             ckpt = folder / model
-            assert self.faults(evaluation(folder, ckpt=str(ckpt))) == [
+            assert self.problems(evaluation(folder, ckpt=str(ckpt))) == [
                 f"ckpt={ckpt} was not finetuned on a task: finetune it first, with `mlm finetune mine "
                 f"ckpt={ckpt}`"
             ]
 
     def test_a_checkpoint_of_another_task(self, folder: Path) -> None:
         ckpt = folder / "out-span"
-        assert self.faults(evaluation(folder, ckpt=str(ckpt))) == [
+        assert self.problems(evaluation(folder, ckpt=str(ckpt))) == [
             f"ckpt={ckpt} was finetuned on squad, not on mine: use `mlm eval squad`"
         ]
 
     def test_a_head_of_other_labels(self, folder: Path) -> None:
         ckpt = folder / "out-classification"
         task = replace(task_of("classification"), labels=("no", "yes"))
-        assert self.faults(evaluation(folder, ckpt=str(ckpt), task=task)) == [
+        assert self.problems(evaluation(folder, ckpt=str(ckpt), task=task)) == [
             f"ckpt={ckpt} has a head for 3 outputs per text, which is not that of task mine: finetune it "
             f"first, with `mlm finetune mine ckpt={ckpt}`"
         ]
@@ -166,7 +166,7 @@ class TestRefused:
     ) -> None:
         ckpt = folder / "out-classification"
         task = replace(task_of("classification"), **changes)
-        assert self.faults(evaluation(folder, ckpt=str(ckpt), task=task)) == [said.format(f"ckpt={ckpt}")]
+        assert self.problems(evaluation(folder, ckpt=str(ckpt), task=task)) == [said.format(f"ckpt={ckpt}")]
 
     def test_no_more_is_read_than_the_model_can(self, folder: Path, tmp_path: Path) -> None:
         """Both commands take task.max_length=512 for the model's 48."""
@@ -177,14 +177,14 @@ class TestRefused:
 
     def test_a_split_that_is_not_there(self, folder: Path, tmp_path: Path) -> None:
         config = of(folder, "classification", tmp_path / "eval.json", split="tset")
-        assert self.faults(config) == [
+        assert self.problems(config) == [
             f"data.path={folder / 'classification'}: has no split tset: give a folder with tset.jsonl, or a "
             "file"
         ]
 
     def test_a_folder_that_cannot_be_written(self, folder: Path, tmp_path: Path) -> None:
         out = tmp_path / "nowhere/eval.json"
-        assert self.faults(of(folder, "classification", out)) == [
+        assert self.problems(of(folder, "classification", out)) == [
             f"out={out}: {out.parent} is no folder that can be written: name another file"
         ]
 
@@ -195,7 +195,7 @@ class TestRefused:
         config = of(
             folder, "classification", tmp_path / "e.json", data={"path": str(tmp_path / "classification")}
         )
-        assert self.faults(config) == [
+        assert self.problems(config) == [
             f"{rows}:10: 'second' is empty: fill or delete it, or set task.allow_empty=true"
         ]
 

@@ -32,7 +32,7 @@ from tests.finetune.runs import (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models, rows, and in `out` a finished run."""
-    made = tmp_path_factory.mktemp("faults")
+    made = tmp_path_factory.mktemp("problems")
     write_model(made / "bert")
     write_model(made / "other", seed=1)
     for kind in ("classification", "span"):
@@ -123,7 +123,7 @@ class TestGoingOn:
 
     def test_all_that_differs_is_named(self, folder: Path) -> None:
         found = run.preflight(finetuning(folder, seed=5, train={"epochs": 3}))
-        assert [fault.split("=")[0] for fault in found] == ["seed", "train.epochs"]
+        assert [problem.split("=")[0] for problem in found] == ["seed", "train.epochs"]
 
     @pytest.mark.parametrize("to", ["bert", "other"])
     def test_a_folder_of_another_kind_of_run_is_refused(self, folder: Path, to: str) -> None:
@@ -134,8 +134,8 @@ class TestGoingOn:
 
     def test_resume_false_refuses_a_folder_in_use(self, folder: Path) -> None:
         config = finetuning(folder, checkpoint=FinetuneCheckpointConfig(resume=False))
-        (fault,) = run.preflight(config)
-        assert fault.startswith(f"out={config.out} already holds step-00000006: set checkpoint.resume=true")
+        (problem,) = run.preflight(config)
+        assert problem.startswith(f"out={config.out} already holds step-00000006: set checkpoint.resume=true")
 
     def test_a_finished_run_is_left_alone(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         def files() -> dict[Path, int]:
@@ -206,17 +206,17 @@ class TestRefused:
     def test_a_tokenizer_without_the_special_tokens_of_bert(self, folder: Path, tmp_path: Path) -> None:
         write_model(tmp_path / "bert", replace(BERT, vocab_size=384))
         gpt2().save(tmp_path / "bert/tokenizer.json")
-        (fault,) = run.preflight(finetuning(folder, ckpt=str(tmp_path / "bert")))
-        assert fault.startswith("the tokenizer has no [CLS] and [SEP]")
+        (problem,) = run.preflight(finetuning(folder, ckpt=str(tmp_path / "bert")))
+        assert problem.startswith("the tokenizer has no [CLS] and [SEP]")
 
     def test_texts_without_room(self, folder: Path) -> None:
         task = replace(task_of("classification"), max_length=4)
-        (fault,) = run.preflight(finetuning(folder, task=task, out=str(folder / "new")))
-        assert fault == "task.max_length=4 leaves no room for texts: set 5 or more"
+        (problem,) = run.preflight(finetuning(folder, task=task, out=str(folder / "new")))
+        assert problem == "task.max_length=4 leaves no room for texts: set 5 or more"
 
     def test_more_rows_than_there_are(self, folder: Path) -> None:
-        (fault,) = run.preflight(finetuning(folder, data={"train_rows": 12}))
-        assert fault == (
+        (problem,) = run.preflight(finetuning(folder, data={"train_rows": 12}))
+        assert problem == (
             f"data.train_rows=12 is more than the 11 rows of {folder / 'classification'}, split train; use "
             "data.train_rows=11 or less, or null for all"
         )
@@ -226,12 +226,12 @@ class TestRefused:
         shutil.copytree(folder / "classification", tmp_path / "rows")
         (tmp_path / "rows/test.jsonl").unlink()
         data = {"path": str(tmp_path / "rows"), "predict_tests": True}
-        (fault,) = run.preflight(finetuning(folder, out=str(tmp_path / "out"), data=data))
-        assert fault.startswith(f"data.path={tmp_path / 'rows'}: has no split test")
+        (problem,) = run.preflight(finetuning(folder, out=str(tmp_path / "out"), data=data))
+        assert problem.startswith(f"data.path={tmp_path / 'rows'}: has no split test")
 
     def test_a_layout_that_does_not_split_the_model(self, folder: Path) -> None:
-        (fault,) = run.preflight(finetuning(folder, parallel=ParallelConfig(tp=3)))
-        assert fault.startswith("tp=3 does not divide the checkpoint's num_heads=2")
+        (problem,) = run.preflight(finetuning(folder, parallel=ParallelConfig(tp=3)))
+        assert problem.startswith("tp=3 does not divide the checkpoint's num_heads=2")
 
     def test_padding_that_the_model_cannot_read(self, folder: Path, tmp_path: Path) -> None:
         write_model(tmp_path / "bert", replace(BERT, max_positions=47))
@@ -249,8 +249,8 @@ class TestRefused:
         shutil.copytree(folder / "classification", tmp_path / "rows")
         rows = tmp_path / "rows/validation.jsonl"
         rows.write_text(rows.read_text() + '{"first": "a", "second": "b", "label": 9}\n')
-        (fault,) = run.preflight(finetuning(folder, data={"path": str(tmp_path / "rows")}))
-        assert fault.startswith(f"{rows}:10: label=9 is no label")
+        (problem,) = run.preflight(finetuning(folder, data={"path": str(tmp_path / "rows")}))
+        assert problem.startswith(f"{rows}:10: label=9 is no label")
 
     def test_outputs_that_are_no_numbers(self, folder: Path, tmp_path: Path) -> None:
         config = finetuning(folder, out=str(tmp_path), optimizer=OptimizerConfig(lr=1e300))
@@ -260,7 +260,7 @@ class TestRefused:
 
 
 @pytest.mark.parametrize(
-    "changes, fault",
+    "changes, problem",
     [
         ({"seeds": 0}, "seeds=0 must be greater than 0"),
         ({"dropout": 1.0}, "dropout=1.0 must be at least 0 and below 1"),
@@ -280,6 +280,6 @@ class TestRefused:
         ),
     ],
 )
-def test_numbers_out_of_range(folder: Path, changes: dict[str, Any], fault: str) -> None:
+def test_numbers_out_of_range(folder: Path, changes: dict[str, Any], problem: str) -> None:
     config: FinetuneConfig = finetuning(folder, **changes)
-    assert check_finetune(config, world_size=None, local_devices=None) == [fault]
+    assert check_finetune(config, world_size=None, local_devices=None) == [problem]

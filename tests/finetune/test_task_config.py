@@ -1,4 +1,4 @@
-"""Every shipped task builds without fault; faults of one's own are named."""
+"""Every shipped task builds without a problem; problems of custom tasks are named."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def test_all_of_glue_and_race_and_squad_are_there() -> None:
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_shipped_task_has_no_fault(name: str) -> None:
+def test_shipped_task_has_no_problem(name: str) -> None:
     task = build(TaskConfig, content(name))
     assert check_task(task) == []
     assert task.name == name
@@ -57,7 +57,7 @@ def test_every_metric_is_in_the_help(kind: str) -> None:
     assert all(name in leaves(TaskConfig)["metrics"].doc for name in task_type(kind).metric_names)
 
 
-FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+PROBLEMS: dict[str, tuple[dict[str, Any], str]] = {
     "three texts": (MINE | {"columns": ["a", "b", "c"]}, "kind classification has one or two columns"),
     "one column of a choice": (MINE | {"kind": "choice"}, "the columns of article, question and options"),
     "one label": (MINE | {"labels": ["no"]}, "two or more names"),
@@ -82,10 +82,10 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", FAULTS)
-def test_fault_of_a_task_names_its_key(case: str) -> None:
-    values, message = FAULTS[case]
-    faults = check_task(build(TaskConfig, values))
-    assert len(faults) == 1
+@pytest.mark.parametrize("case", PROBLEMS)
+def test_problem_of_a_task_names_its_key(case: str) -> None:
+    values, message = PROBLEMS[case]
+    problems = check_task(build(TaskConfig, values))
+    assert len(problems) == 1
     with pytest.raises(ConfigError, match=message):
-        raise ConfigError(faults)
+        raise ConfigError(problems)

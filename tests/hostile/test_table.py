@@ -26,7 +26,7 @@ from mlm.cli.saved import read_values
 from mlm.config.build import to_dict
 from mlm.data.config import DataConfig
 from mlm.errors import UserError, visible
-from mlm.inference.trained import checkpoint_faults, load_trained
+from mlm.inference.trained import checkpoint_problems, load_trained
 from mlm.models.config import ModelConfig
 from mlm.models.gpt2.huggingface import locations
 from mlm.optim.adamw import MOMENTS
@@ -144,8 +144,8 @@ def trainer() -> Trainer:
 
 def build(path: Path) -> object:
     """What eval, generate and export begin with."""
-    if faults := checkpoint_faults(str(path), ParallelConfig()):
-        raise UserError(faults[0])
+    if problems := checkpoint_problems(str(path), ParallelConfig()):
+        raise UserError(problems[0])
     return load_trained(str(path), ParallelConfig(), PrecisionConfig(), shape_context())
 
 
@@ -156,7 +156,7 @@ def test_the_sound_ones_are_read(sound: Path, trainer: Trainer, folder: Path) ->
     build(sound)
     load(trainer, sound)
     assert (trainer.step, trainer.consumed_samples) == (2, 4)
-    assert checkpoint_faults(str(folder), ParallelConfig()) == []
+    assert checkpoint_problems(str(folder), ParallelConfig()) == []
 
 
 @pytest.mark.parametrize("case", MANIFESTS)

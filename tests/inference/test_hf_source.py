@@ -18,7 +18,7 @@ from mlm.errors import CorruptFileError, UserError
 from mlm.files.atomic import digest_bytes, digest_file
 from mlm.inference.hf_source import model_name
 from mlm.inference.trained import (
-    checkpoint_faults,
+    checkpoint_problems,
     load_tokenizer,
     load_trained,
     named_checkpoint,
@@ -75,7 +75,7 @@ def test_what_is_wrong_with_the_weights_is_told_on_every_rank(folder: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("settings", "fault"),
+    ("settings", "problem"),
     [
         ({"model_type": "llama"}, "model_type=llama is not a model of ours"),
         ({"activation_function": "relu"}, "activation_function=relu is not what our GPT-2 computes"),
@@ -84,20 +84,20 @@ def test_what_is_wrong_with_the_weights_is_told_on_every_rank(folder: Path) -> N
     ],
 )
 def test_a_model_that_is_not_ours_is_refused_before_ranks_start(
-    folder: Path, settings: dict[str, Any], fault: str
+    folder: Path, settings: dict[str, Any], problem: str
 ) -> None:
     edit_config(folder, **settings)
-    assert any(fault in said for said in checkpoint_faults(str(folder), ParallelConfig()))
+    assert any(problem in said for said in checkpoint_problems(str(folder), ParallelConfig()))
 
 
 def test_a_pickle_is_refused(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    (said,) = checkpoint_faults(str(folder), ParallelConfig())
+    (said,) = checkpoint_problems(str(folder), ParallelConfig())
     assert "a pickle" in said
 
 
 def test_a_layout_that_does_not_divide_the_model_is_refused(folder: Path) -> None:
-    (said,) = checkpoint_faults(str(folder), ParallelConfig(tp=3))
+    (said,) = checkpoint_problems(str(folder), ParallelConfig(tp=3))
     assert said.startswith("tp=3 does not divide the checkpoint's num_heads=4")
 
 
@@ -198,7 +198,7 @@ def test_padding_rows_are_zero(folder: Path) -> None:
 def test_a_truncated_file_is_refused(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-8])
-    assert checkpoint_faults(str(folder), ParallelConfig())
+    assert checkpoint_problems(str(folder), ParallelConfig())
 
 
 def test_other_weights_have_another_digest(folder: Path) -> None:

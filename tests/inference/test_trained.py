@@ -14,7 +14,7 @@ from mlm.data.corpus_files import tokenizer_beside
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import CorruptFileError, UserError
 from mlm.inference import trained
-from mlm.inference.trained import continues_fault, load_tokenizer, split_faults, trained_config
+from mlm.inference.trained import continuation_problem, load_tokenizer, split_problems, trained_config
 from mlm.models.config import ModelConfig
 from mlm.parallel.config import ParallelConfig
 from tests.checkpoints_on_disk import CONFIG
@@ -23,7 +23,7 @@ MODEL = ModelConfig(num_layers=6, hidden_size=24, num_heads=4, ffn_hidden_size=6
 
 
 @pytest.mark.parametrize(
-    "layout, faults",
+    "layout, problems",
     [
         (ParallelConfig(tp=2, pp=6), []),
         (ParallelConfig(pp=4), []),  # stages need not be equal
@@ -46,9 +46,9 @@ MODEL = ModelConfig(num_layers=6, hidden_size=24, num_heads=4, ffn_hidden_size=6
     ],
 )
 def test_split_of_a_trained_model_names_the_nearest_that_works(
-    layout: ParallelConfig, faults: list[str]
+    layout: ParallelConfig, problems: list[str]
 ) -> None:
-    assert split_faults(MODEL, layout) == faults
+    assert split_problems(MODEL, layout) == problems
 
 
 @pytest.mark.parametrize("eod_id", [None, -1, 1 << 80])
@@ -87,8 +87,8 @@ def test_special_file_in_place_of_a_tokenizer_is_named(
 
 def test_a_model_of_another_kind_is_refused() -> None:
     model = ModelConfig(num_layers=1, hidden_size=4, num_heads=1)
-    assert continues_fault("runs/gpt", model) is None
+    assert continuation_problem("runs/gpt", model) is None
     bert = replace(model, kind="bert", token_types=2)
-    assert "does not read from left to right" in (continues_fault("runs/bert", bert) or "")
+    assert "does not read from left to right" in (continuation_problem("runs/bert", bert) or "")
     finetuned = replace(model, head="classification", num_labels=2)
-    assert "predicts no tokens" in (continues_fault("runs/gpt", finetuned) or "")
+    assert "predicts no tokens" in (continuation_problem("runs/gpt", finetuned) or "")

@@ -1,4 +1,4 @@
-"""Rules of layouts: each fault names key, value and the nearest layout that works."""
+"""Rules of layouts: each problem names key, value and the nearest layout that works."""
 
 import pytest
 
@@ -8,7 +8,9 @@ from mlm.train.checks import check_pretrain
 SOUND = ["model=gpt2_tiny", "model.num_layers=12", "data=synthetic"]  # 4 heads, 128 positions
 
 
-def faults_of(*overrides: str, world_size: int | None = None, local_devices: int | None = None) -> list[str]:
+def problems_of(
+    *overrides: str, world_size: int | None = None, local_devices: int | None = None
+) -> list[str]:
     config = load_config("pretrain", [*SOUND, *overrides])
     return check_pretrain(config, world_size=world_size, local_devices=local_devices)
 
@@ -33,12 +35,12 @@ def faults_of(*overrides: str, world_size: int | None = None, local_devices: int
         ["tp=2", "pp=3", "vp=2", "dp=2", "zero=2", "sequence_parallel=true", "train.global_batch_size=48"],
     ],
 )
-def test_layout_that_runs_has_no_fault(overrides: list[str]) -> None:
-    assert faults_of(*overrides) == []
+def test_layout_that_runs_has_no_problem(overrides: list[str]) -> None:
+    assert problems_of(*overrides) == []
 
 
 @pytest.mark.parametrize(
-    "overrides, fault",
+    "overrides, problem",
     [
         (["pp=13"], "pp=13 stages are more than model.num_layers=12; use pp=12"),
         (
@@ -81,17 +83,17 @@ def test_layout_that_runs_has_no_fault(overrides: list[str]) -> None:
         ),
     ],
 )
-def test_fault_names_value_and_remedy(overrides: list[str], fault: str) -> None:
-    assert faults_of(*overrides) == [fault]
+def test_problem_names_value_and_remedy(overrides: list[str], problem: str) -> None:
+    assert problems_of(*overrides) == [problem]
 
 
 def test_schedule_is_not_mended_into_a_batch_that_does_not_fit_it() -> None:
-    (fault,) = faults_of("pp=3", "vp=2", "pipeline=zb_h1", "train.global_batch_size=64")
-    assert fault.endswith("use vp=1")
+    (problem,) = problems_of("pp=3", "vp=2", "pipeline=zb_h1", "train.global_batch_size=64")
+    assert problem.endswith("use vp=1")
 
 
 @pytest.mark.parametrize(
-    "overrides, world_size, fault",
+    "overrides, world_size, problem",
     [
         (
             ["tp=4"],
@@ -112,15 +114,15 @@ def test_schedule_is_not_mended_into_a_batch_that_does_not_fit_it() -> None:
         ),
     ],
 )
-def test_world_of_a_launcher_must_be_filled(overrides: list[str], world_size: int, fault: str) -> None:
-    assert faults_of(*overrides, world_size=world_size) == [fault]
+def test_world_of_a_launcher_must_be_filled(overrides: list[str], world_size: int, problem: str) -> None:
+    assert problems_of(*overrides, world_size=world_size) == [problem]
 
 
-def test_alternatives_of_one_fault_break_no_other_rule() -> None:
+def test_alternatives_of_one_problem_break_no_other_rule() -> None:
     heads = ["model.num_heads=24", "model.hidden_size=48", "tp=5"]
     batches = ["train.micro_batch_size=1", "train.global_batch_size=40"]
-    (fault,) = faults_of(*heads, *batches, world_size=40)
-    assert "; use tp=4 or tp=8 (" in fault  # tp=6 divides the heads, but not the ranks
+    (problem,) = problems_of(*heads, *batches, world_size=40)
+    assert "; use tp=4 or tp=8 (" in problem  # tp=6 divides the heads, but not the ranks
 
 
 @pytest.mark.parametrize(
@@ -145,14 +147,14 @@ def test_alternatives_of_one_fault_break_no_other_rule() -> None:
 )
 def test_first_remedy_of_too_many_ranks_is_to_launch_them(local_devices: int | None, remedy: str) -> None:
     batch = ["train.global_batch_size=768", "train.micro_batch_size=1"]
-    assert faults_of("tp=2", "dp=64", *batch, local_devices=local_devices) == [
+    assert problems_of("tp=2", "dp=64", *batch, local_devices=local_devices) == [
         f"tp=2 * pp=1 * dp=64 = 128 ranks, but {remedy}"
     ]
 
 
 def test_too_few_ranks_here_do_not_shrink_the_other_remedies() -> None:
-    faults = faults_of("tp=4", "pp=12", "zero=3", "dp=8", local_devices=8)
-    assert [fault.split("; ")[1] for fault in faults] == [
+    problems = problems_of("tp=4", "pp=12", "zero=3", "dp=8", local_devices=8)
+    assert [problem.split("; ")[1] for problem in problems] == [
         "use zero=2",
         "start them with torchrun or SLURM (scripts/slurm/pretrain.sbatch), or here use pp=1 dp=2",
     ]

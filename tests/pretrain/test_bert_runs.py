@@ -22,7 +22,7 @@ from mlm.parallel.mesh import shape_context
 from mlm.train.config import PretrainConfig
 from mlm.train.corpora import (
     corpora,
-    corpus_faults,
+    corpus_problems,
     corpus_samples,
     sources,
     train_dataset,
@@ -210,10 +210,10 @@ def test_documents_that_are_not_split_are_refused(corpus: Path) -> None:
     said = receipt.read_text()
     try:
         receipt.write_text(json.dumps(json.loads(said) | {"sentences": False}))
-        assert "sentences=true" in "\n".join(corpus_faults(spec(corpus)))
+        assert "sentences=true" in "\n".join(corpus_problems(spec(corpus)))
     finally:
         receipt.write_text(said)
-    assert corpus_faults(spec(corpus)) == []
+    assert corpus_problems(spec(corpus)) == []
 
 
 def test_a_tokenizer_without_a_mask_is_refused(corpus: Path, tmp_path: Path) -> None:
@@ -222,18 +222,18 @@ def test_a_tokenizer_without_a_mask_is_refused(corpus: Path, tmp_path: Path) -> 
     assert main(["data", "tokenizer", f"input={text}", "vocab_size=300", f"out={tmp_path}/bpe.json"]) == 0
     config = spec(corpus)
     config = replace(config, data=replace(config.data, tokenizer=str(tmp_path / "bpe.json")))
-    assert "[MASK]" in "\n".join(corpus_faults(config))
+    assert "[MASK]" in "\n".join(corpus_problems(config))
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(corpus: Path) -> None:
     config = spec(corpus)
     config = replace(config, model=replace(config.model, vocab_size=50))
-    assert "set model.vocab_size=" in "\n".join(corpus_faults(config))
+    assert "set model.vocab_size=" in "\n".join(corpus_problems(config))
 
 
 def test_a_run_without_a_tokenizer_is_refused(corpus: Path) -> None:
     config = spec(corpus, f"data.train={corpus}/train")
-    assert "data.tokenizer" in "\n".join(corpus_faults(config))
+    assert "data.tokenizer" in "\n".join(corpus_problems(config))
     with pytest.raises(UserError, match=r"data\.tokenizer"):
         train_dataset(config, 4)
 
@@ -243,5 +243,5 @@ def test_a_score_needs_the_tokenizer_before_ranks_start(run: Path, corpus: Path,
     shutil.copytree(run, bare)
     (bare / "tokenizer.json").unlink()
     config = load_config("eval_loss", [f"ckpt={bare}", f"path={corpus}/validation"])
-    (fault,) = preflight(config)
-    assert "tokenizer=" in fault
+    (problem,) = preflight(config)
+    assert "tokenizer=" in problem

@@ -1,4 +1,4 @@
-"""Cross-checks: each fault names key, value, remedy and the nearest valid setting."""
+"""Cross-checks: each problem names key, value, remedy and the nearest valid setting."""
 
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,19 @@ from mlm.train.checks import check_pretrain
 SOUND = ["model=gpt2_tiny", "data=synthetic"]
 
 
-def faults_of(*overrides: str, world_size: int | None = None, local_devices: int | None = None) -> list[str]:
+def problems_of(
+    *overrides: str, world_size: int | None = None, local_devices: int | None = None
+) -> list[str]:
     config = load_config("pretrain", [*SOUND, *overrides])
     return check_pretrain(config, world_size=world_size, local_devices=local_devices)
 
 
-def test_sound_config_has_no_fault() -> None:
-    assert faults_of() == []
+def test_sound_config_has_no_problem() -> None:
+    assert problems_of() == []
 
 
 @pytest.mark.parametrize(
-    "overrides, fault",
+    "overrides, problem",
     [
         (
             ["model.num_heads=7", "tp=7"],
@@ -89,23 +91,24 @@ def test_sound_config_has_no_fault() -> None:
         ),
     ],
 )
-def test_fault_names_value_and_remedy(overrides: list[str], fault: str) -> None:
-    assert faults_of(*overrides) == [fault]
+def test_problem_names_value_and_remedy(overrides: list[str], problem: str) -> None:
+    assert problems_of(*overrides) == [problem]
 
 
 def test_constant_schedule_has_no_decay_to_check() -> None:
     assert (
-        faults_of("schedule=constant", "schedule.warmup_steps=9", "train.steps=5", "schedule.min_lr=1") == []
+        problems_of("schedule=constant", "schedule.warmup_steps=9", "train.steps=5", "schedule.min_lr=1")
+        == []
     )
 
 
-def test_every_fault_is_reported_at_once() -> None:
-    assert len(faults_of("tp=3", "train.steps=0", "data.seq_length=999", "train.global_batch_size=7")) == 4
+def test_every_problem_is_reported_at_once() -> None:
+    assert len(problems_of("tp=3", "train.steps=0", "data.seq_length=999", "train.global_batch_size=7")) == 4
 
 
-def test_number_out_of_range_hides_no_other_fault_and_divides_nothing() -> None:
-    faults = faults_of("model.num_heads=0", "tp=3", "train.micro_batch_size=0", "data.seq_length=999")
-    assert [fault.split()[0] for fault in faults] == [
+def test_number_out_of_range_hides_no_other_problem_and_divides_nothing() -> None:
+    problems = problems_of("model.num_heads=0", "tp=3", "train.micro_batch_size=0", "data.seq_length=999")
+    assert [problem.split()[0] for problem in problems] == [
         "model.num_heads=0",
         "train.micro_batch_size=0",
         "data.seq_length=999",
@@ -126,36 +129,36 @@ def test_dp_takes_what_is_left(
 class TestFiles:
     """Files that a run spec names."""
 
-    def fault(self, *overrides: str) -> str:
+    def problem(self, *overrides: str) -> str:
         config = load_config("pretrain", ["model=gpt2_tiny", *overrides])
-        (fault,) = check_pretrain(config, world_size=None, local_devices=None)
-        return fault
+        (problem,) = check_pretrain(config, world_size=None, local_devices=None)
+        return problem
 
     def test_missing_data_names_the_command_that_writes_it(self) -> None:
-        assert self.fault().startswith(
+        assert self.problem().startswith(
             "data.path is not set: give a corpus folder, write one with `mlm data build`"
         )
 
     def test_absent_corpus_folder_is_named(self) -> None:
-        assert self.fault("data.path=no/where").startswith("data.path=no/where: no such folder; write one")
+        assert self.problem("data.path=no/where").startswith("data.path=no/where: no such folder; write one")
 
     def test_absent_half_of_a_corpus_is_named(self, tmp_path: Path) -> None:
         (tmp_path / "train.bin").touch()
-        assert f"{tmp_path}/train.idx is not there" in self.fault(f"data.path={tmp_path}")
+        assert f"{tmp_path}/train.idx is not there" in self.problem(f"data.path={tmp_path}")
 
-    def test_corpus_that_is_there_is_no_fault(self, tmp_path: Path) -> None:
+    def test_corpus_that_is_there_is_no_problem(self, tmp_path: Path) -> None:
         touch(tmp_path / "train.bin", tmp_path / "train.idx")
         config = load_config("pretrain", ["model=gpt2_tiny", f"data.path={tmp_path}"])
         assert check_pretrain(config, world_size=None, local_devices=None) == []
 
     def test_prefix_with_its_suffix_is_corrected(self, tmp_path: Path) -> None:
         touch(tmp_path / "x.bin", tmp_path / "x.idx")
-        assert self.fault(f"data.train={tmp_path}/x.bin").endswith(f"use data.train={tmp_path}/x")
+        assert self.problem(f"data.train={tmp_path}/x.bin").endswith(f"use data.train={tmp_path}/x")
 
     def test_absent_tokenizer_is_named(self, tmp_path: Path) -> None:
         touch(tmp_path / "train.bin", tmp_path / "train.idx")
-        fault = self.fault(f"data.path={tmp_path}", "data.tokenizer=t.json")
-        assert fault == "data.tokenizer=t.json: no such file; correct the path, or data.tokenizer=null"
+        problem = self.problem(f"data.path={tmp_path}", "data.tokenizer=t.json")
+        assert problem == "data.tokenizer=t.json: no such file; correct the path, or data.tokenizer=null"
 
     def test_a_tokenizer_may_be_a_folder(self, tmp_path: Path) -> None:
         """That of GPT-2's two files."""
@@ -180,9 +183,9 @@ def test_other_commands_check_theirs(
     name: str, check: Any, overrides: list[str], expected: list[str], tmp_path: Path
 ) -> None:
     config = load_config(name, [f"ckpt={tmp_path}", *overrides])
-    faults = check(config, world_size=None, local_devices=None)
-    assert len(faults) == len(expected)
-    assert all(fault.startswith(start) for fault, start in zip(faults, expected, strict=True))
+    problems = check(config, world_size=None, local_devices=None)
+    assert len(problems) == len(expected)
+    assert all(problem.startswith(start) for problem, start in zip(problems, expected, strict=True))
 
 
 @pytest.mark.parametrize("name, check", [("eval_loss", check_eval_loss), ("generate", check_generate)])

@@ -211,7 +211,7 @@ def test_a_corpus_smaller_than_a_batch_is_named(copy: Path, capsys: pytest.Captu
     assert "train.global_batch_size=8" in refused(capsys, *pretrain(copy))
 
 
-def test_a_document_shorter_than_a_window_is_no_fault(copy: Path) -> None:
+def test_a_document_shorter_than_a_window_is_no_problem(copy: Path) -> None:
     """Documents are joined: only the corpus must fill a window."""
     write_corpus_files(copy / "train", [[1, 2, 3]] * 400)
     assert main(pretrain(copy, "train.steps=1", "schedule.warmup_steps=0", "train.validate_every=0")) == 0

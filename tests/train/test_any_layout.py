@@ -138,15 +138,17 @@ def test_a_layout_loads_what_every_other_saved(saved: dict[str, Path], to: str) 
     """Into ranks whose state is 7.0 throughout: every true element is the known one, padding untouched."""
     others = {name: path for name, path in saved.items() if name != to}
     parallel = LAYOUTS[to]
-    for rank, faults in enumerate(run_on_ranks(load_each, others, spec_of(parallel), **sizes(parallel))):
-        assert faults == [], f"rank {rank}"
+    for rank, problems in enumerate(run_on_ranks(load_each, others, spec_of(parallel), **sizes(parallel))):
+        assert problems == [], f"rank {rank}"
 
 
 def load_each(ctx: ParallelContext, paths: dict[str, Path], spec: PretrainConfig) -> list[str]:
     trainer = Trainer(spec, ctx)
     expected = [part_of(name, shard, ctx, padding=LEFT) for name, shard, _ in held(trainer)]
     return [
-        f"from {name}: {fault}" for name, path in paths.items() for fault in loaded(trainer, path, expected)
+        f"from {name}: {problem}"
+        for name, path in paths.items()
+        for problem in loaded(trainer, path, expected)
     ]
 
 
@@ -158,14 +160,14 @@ def loaded(trainer: Trainer, path: Path, expected: list[Tensor]) -> list[str]:
     ensure_state(trainer.optimizer, trainer.shards, 0.0)
     load(trainer, path)
     scaler = trainer.scaler.state()
-    faults = [
+    problems = [
         f"{name} {list(x.shape)}"
         for (name, _, x), part in zip(held(trainer), expected, strict=True)
         if not torch.equal(x, part)
     ]
     applied = applied_steps(trainer.optimizer)
     counters = {"step": trainer.step, "consumed": trainer.consumed_samples, "applied": applied, **scaler}
-    return faults + ([] if counters == COUNTERS else [f"counters {counters}"])
+    return problems + ([] if counters == COUNTERS else [f"counters {counters}"])
 
 
 @pytest.mark.parametrize("tp", PADDED)

@@ -16,7 +16,7 @@ from mlm.data.sampler import Loader
 from mlm.errors import UserError
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.train.config import PretrainConfig
-from mlm.train.corpora import corpus_faults, corpus_samples, sources, train_dataset
+from mlm.train.corpora import corpus_problems, corpus_samples, sources, train_dataset
 from mlm.train.resume import continue_data
 from mlm.train.state import load, save
 from mlm.train.trainer import Trainer
@@ -242,31 +242,31 @@ def test_a_state_of_another_kind_is_refused(corpora: Path, tmp_path: Path) -> No
         assert len(str(caught.value).splitlines()) == 1
 
 
-class TestFaults:
+class TestProblems:
     """Problems that reading the corpora shows, before any rank starts."""
 
     def test_sound_corpora_have_none(self, corpora: Path) -> None:
-        assert corpus_faults(spec(WIKI_WEB)) == []
+        assert corpus_problems(spec(WIKI_WEB)) == []
 
     def test_tokenizers_that_differ_are_named(self, corpora: Path) -> None:
         add_receipt(corpora / "web", tokenizer="2")
-        (fault,) = corpus_faults(spec(WIKI_WEB))
-        assert fault.startswith("data.blend: corpora/web/train was written with the tokenizer xxh3:0")
-        assert "build both with one tokenizer" in fault
+        (problem,) = corpus_problems(spec(WIKI_WEB))
+        assert problem.startswith("data.blend: corpora/web/train was written with the tokenizer xxh3:0")
+        assert "build both with one tokenizer" in problem
 
     def test_copies_of_a_corpus_are_named(self, corpora: Path) -> None:
         shutil.copytree(corpora / "wiki", corpora / "copy")
-        (fault,) = corpus_faults(spec(("corpora/wiki", "corpora/copy")))
-        assert "corpora/wiki/train and corpora/copy/train are copies of one corpus" in fault
+        (problem,) = corpus_problems(spec(("corpora/wiki", "corpora/copy")))
+        assert "corpora/wiki/train and corpora/copy/train are copies of one corpus" in problem
 
     def test_corpora_of_equal_lengths_are_no_copies(self, corpora: Path) -> None:
         assert IndexedDataset("corpora/wiki/train").digest == IndexedDataset("corpora/web/train").digest
-        assert corpus_faults(spec(WIKI_WEB)) == []
+        assert corpus_problems(spec(WIKI_WEB)) == []
 
     def test_a_damaged_one_is_named(self, corpora: Path) -> None:
         (corpora / "web" / "train.bin").write_bytes(b"")
-        assert any("web/train.bin" in fault for fault in corpus_faults(spec(WIKI_WEB)))
+        assert any("web/train.bin" in problem for problem in corpus_problems(spec(WIKI_WEB)))
 
     def test_a_validation_set_is_looked_at_too(self, corpora: Path) -> None:
         (corpora / "web" / "validation.bin").write_bytes(b"")
-        assert any("web/validation.bin" in fault for fault in corpus_faults(spec(WIKI_WEB)))
+        assert any("web/validation.bin" in problem for problem in corpus_problems(spec(WIKI_WEB)))

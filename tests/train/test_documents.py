@@ -16,7 +16,7 @@ from mlm.data.synthetic import SyntheticDataset
 from mlm.errors import UserError
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.train.config import PretrainConfig
-from mlm.train.corpora import corpus_faults
+from mlm.train.corpora import corpus_problems
 from mlm.train.documents import with_eod
 from mlm.train.trainer import Trainer
 from tests.check.parity_layouts import EOD, SEQ, VOCAB_OF_DOCUMENTS, Layout
@@ -70,42 +70,42 @@ def test_a_receipt_that_says_no_number_says_nothing(tmp_path: Path, said: Any) -
         with_eod(DataConfig(path=str(corpus(tmp_path, eod_id=said)), reset_positions=True))
 
 
-def faults(data: DataConfig) -> list[str]:
+def problems(data: DataConfig) -> list[str]:
     config = Layout().config()
     model = replace(config.model, vocab_size=VOCAB_OF_DOCUMENTS)
-    return corpus_faults(replace(config, data=replace(data, seq_length=SEQ), model=model))
+    return corpus_problems(replace(config, data=replace(data, seq_length=SEQ), model=model))
 
 
 @pytest.mark.parametrize("switch", SWITCHES)
-def test_an_unknown_end_is_a_fault(switch: str) -> None:
+def test_an_unknown_end_is_a_problem(switch: str) -> None:
     asked: dict[str, Any] = {switch: True}
-    assert faults(DataConfig(kind="synthetic", **asked)) == [
+    assert problems(DataConfig(kind="synthetic", **asked)) == [
         f"data.{switch}=true needs the id of the end-of-document token, and no corpus.json or tokenizer.json "
         "of a corpus says it: set data.eod_id=… or data.tokenizer=…"
     ]
-    assert faults(DataConfig(kind="synthetic", eod_id=0, **asked)) == []
+    assert problems(DataConfig(kind="synthetic", eod_id=0, **asked)) == []
 
 
-def test_an_end_that_is_no_token_is_a_fault() -> None:
-    assert faults(DataConfig(kind="synthetic", eod_id=11, mask_eod_loss=True)) == [
+def test_an_end_that_is_no_token_is_a_problem() -> None:
+    assert problems(DataConfig(kind="synthetic", eod_id=11, mask_eod_loss=True)) == [
         "data.eod_id=11 is no token of model.vocab_size=11: set data.eod_id to the id of the end-of-document "
         "token, or model.vocab_size=12 or more"
     ]
 
 
-def test_documents_written_without_an_end_are_a_fault(tmp_path: Path) -> None:
+def test_documents_written_without_an_end_are_a_problem(tmp_path: Path) -> None:
     path = corpus(tmp_path, append_eod=False)
-    assert faults(DataConfig(path=str(path), reset_attention=True)) == [
+    assert problems(DataConfig(path=str(path), reset_attention=True)) == [
         f"data.reset_attention=true, and the documents in {path} were written without an end-of-document "
         "token: build them with append_eod=true, or set data.reset_attention=false"
     ]
-    assert faults(DataConfig(path=str(path))) == []
+    assert problems(DataConfig(path=str(path))) == []
 
 
-def test_ends_that_contradict_each_other_are_a_fault(tmp_path: Path) -> None:
+def test_ends_that_contradict_each_other_are_a_problem(tmp_path: Path) -> None:
     one, other = corpus(tmp_path / "one"), corpus(tmp_path / "other", eod_id=5)
-    (fault,) = faults(DataConfig(path=str(one), eod_id=4, reset_positions=True))
-    assert fault == (
+    (problem,) = problems(DataConfig(path=str(one), eod_id=4, reset_positions=True))
+    assert problem == (
         f"data.eod_id says 4 ends a document, {one}/corpus.json says 3: leave data.eod_id out, or set "
         "data.reset_positions=false"
     )

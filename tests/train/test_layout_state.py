@@ -98,7 +98,7 @@ def validate(ctx: ParallelContext, spec: PretrainConfig) -> list[float]:
 
 
 def test_the_first_non_finite_layer_is_named_across_stages() -> None:
-    """The fault is on the second stage only; all ranks say the same."""
+    """The problem is on the second stage only; all ranks say the same."""
     sentences = run_on_ranks(overflow, spec_of(ParallelConfig(pp=2), dtype="fp16"), pp=2)
     assert sentences == ["the first non-finite activation is the output of layers.2.mlp.up"] * 2
 

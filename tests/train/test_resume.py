@@ -220,8 +220,8 @@ def test_a_second_run_in_the_folder_is_refused(out: Path, monkeypatch: pytest.Mo
 def test_the_folder_is_found_taken_before_any_rank_starts(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlm.train.resume.sole_writer", lambda path: sole_writer(path, wait_s=0.0))
     with sole_writer(out / "checkpoints"):
-        (fault,) = start_problems(spec(out))
-    assert "in use by process" in fault
+        (problem,) = start_problems(spec(out))
+    assert "in use by process" in problem
     assert start_problems(spec(out)) == []
 
 

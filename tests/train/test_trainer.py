@@ -163,7 +163,7 @@ def exhaust(ctx: ParallelContext) -> str:
     spec = config(dtype="fp16")
     spec = replace(spec, precision=replace(spec.precision, initial_loss_scale=2.0, min_loss_scale=1.0))
     trainer = Trainer(spec, ctx)
-    if ctx.tp.rank == 1:  # the fault is on one rank only; all must say the same
+    if ctx.tp.rank == 1:  # the problem is on one rank only; all must say the same
         trainer.model.chunks[0].layers["1"].mlp.up.weight.data.fill_(1e5)
     steps_of(trainer, 1)
     refuse_exhausted(trainer, [], "schedule.warmup")  # not yet

@@ -28,7 +28,7 @@ from mlm.launch.environment import read_place
 from mlm.launch.process import device_kind
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
-from mlm.train.corpora import corpus_faults
+from mlm.train.corpora import corpus_problems
 from mlm.train.memory import reuse_large_blocks
 
 RESULT = "parity.json"
@@ -38,7 +38,7 @@ SHOWN = 3
 
 def preflight(config: ParityConfig) -> list[str]:
     """Problems that the named files and this host's memory show; called before any rank starts."""
-    problems = corpus_faults(config.comparable())
+    problems = corpus_problems(config.comparable())
     if config.ckpt is not None:
         try:
             read_manifest(resolve(config.ckpt))

@@ -44,7 +44,7 @@ from mlm.launch.start import launch_facts
 from mlm.parallel.config import ParallelConfig
 from mlm.report.history import FILE_NAME, finite
 from mlm.terminal import byte_progress
-from mlm.train.corpora import corpus_faults
+from mlm.train.corpora import corpus_problems
 from mlm.train.run_tokenizer import tokenizer_of
 from mlm.train.state import CHECKPOINTS, is_weights_only
 
@@ -68,7 +68,7 @@ def preflight(config: VerifyResumeConfig) -> list[str]:
     if found := problems_here(config, local_devices=facts.local_devices):
         return list(found)
     run = comparable(config)
-    problems = [*corpus_faults(run), *out_problems(Path(config.out))]
+    problems = [*corpus_problems(run), *out_problems(Path(config.out))]
     try:
         first_step(config)
         tokenizer_of(run.data)

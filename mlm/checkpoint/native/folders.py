@@ -80,7 +80,7 @@ def read_pointer(root: Path) -> Pointer:
         with open(path, "rb") as f:
             return decode_pointer(f.read(MAX_POINTER_BYTES + 1))
     except OSError as error:
-        return Pointer(None, fault=f"it cannot be read: {error.strerror}")
+        return Pointer(None, problem=f"it cannot be read: {error.strerror}")
 
 
 def named_latest(root: Path) -> str | None:
@@ -95,24 +95,24 @@ def latest_checkpoint(root: Path) -> Path | None:
     warning says so where it is not the one that `latest` names. Raises CorruptFileError when there are
     checkpoints but none to continue from is whole: starting afresh would be no remedy.
     """
-    pointer, faults = read_pointer(root), list[str]()
-    if pointer.fault:
-        faults.append(f"{root / LATEST}: {pointer.fault}")
+    pointer, problems = read_pointer(root), list[str]()
+    if pointer.problem:
+        problems.append(f"{root / LATEST}: {pointer.problem}")
     tried = set[Path]()
     for path in candidates(root):
         tried.add(path)
-        if fault := fault_of(path):
-            faults.append(fault)
+        if problem := problem_of(path):
+            problems.append(problem)
             continue
-        if not faults and pointer.name and plain_name(path) != pointer.name:
-            faults.append(f"{root / LATEST} names {pointer.name}, which is gone")
-        if faults:
-            log.warning("%s; continuing from the newest whole checkpoint, %s", faults[0], path)
+        if not problems and pointer.name and plain_name(path) != pointer.name:
+            problems.append(f"{root / LATEST} names {pointer.name}, which is gone")
+        if problems:
+            log.warning("%s; continuing from the newest whole checkpoint, %s", problems[0], path)
         return path
     others = [path for path in checkpoints(root).values() if path not in tried]
     if not (tried or others):
         return None
-    gone = faults[0] if faults else f"{root / LATEST} names {pointer.name}, which is gone"
+    gone = problems[0] if problems else f"{root / LATEST} names {pointer.name}, which is gone"
     raise CorruptFileError(f"{root}: no checkpoint is whole. {gone}{hint_of_branches(root, others)}")
 
 
@@ -215,7 +215,7 @@ def is_of_another_branch(path: Path, head: Path) -> bool:
     return not (descends or leads_here)
 
 
-def fault_of(directory: Path) -> str | None:
+def problem_of(directory: Path) -> str | None:
     """Why a checkpoint is not whole, as far as names and sizes tell: no shard is read."""
     try:
         manifest = read_summary(directory)
@@ -409,15 +409,15 @@ def outdated(
     keep_last: int,
     keep_every: int,
     upto: int | None = None,
-    fault: Callable[[Path], str | None] = fault_of,
+    problem: Callable[[Path], str | None] = problem_of,
 ) -> list[Path]:
     """The checkpoints up to step `upto` (None: all) that retention gives up, oldest first.
 
     Kept: the `keep_last` newest whole ones, at least one, and whatever is newer; multiples of `keep_every`
     (0: none); the one `latest` names; and those of another branch than that one, which count for nothing: a
-    user rolled back, and deleting what was abandoned is theirs. A damaged one, of which `fault(directory)`
+    user rolled back, and deleting what was abandoned is theirs. A damaged one, of which `problem(directory)`
     says why, never counts as kept: it goes when `keep_last` whole ones are newer, so where none is whole
-    nothing goes. `fault` is asked from the newest on, as long as it matters. Raises CheckpointError when
+    nothing goes. `problem` is asked from the newest on, as long as it matters. Raises CheckpointError when
     `root` cannot be read.
     """
     named, found, whole, old = named_latest(root), checkpoints(root), 0, []
@@ -427,7 +427,7 @@ def outdated(
             continue
         if whole < max(keep_last, 1):
             if head is None or not is_of_another_branch(path, head):
-                whole += fault(path) is None
+                whole += problem(path) is None
         elif (keep_every and step % keep_every == 0) or path == head:
             continue
         elif head is None or not is_of_another_branch(path, head):

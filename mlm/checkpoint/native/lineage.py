@@ -82,7 +82,7 @@ class Pointer:
     save_id: str | None = None
     """None where a user, or an older version, wrote the name alone: the past is not known then."""
     ancestors: tuple[Save, ...] = ()
-    fault: str | None = None
+    problem: str | None = None
     """Reason why it cannot be believed."""
 
 
@@ -101,18 +101,18 @@ def decode_pointer(content: bytes) -> Pointer:
     try:
         lines = content.decode("ascii").strip().split("\n")
     except UnicodeDecodeError:
-        return Pointer(None, fault="it is damaged")
+        return Pointer(None, problem="it is damaged")
     if len(lines) == 1:
         named = STEP_NAME.fullmatch(lines[0].strip())
-        return Pointer(named[0]) if named else Pointer(None, fault="it names no checkpoint (step-…)")
+        return Pointer(named[0]) if named else Pointer(None, problem="it names no checkpoint (step-…)")
     body = "".join(f"{line}\n" for line in lines[:-1]).encode()
     if lines[-1] != f"{DIGEST} {digest_bytes(body)}" or len(content) > MAX_POINTER_BYTES:
-        return Pointer(None, fault="its digest does not match its content: it was altered or damaged")
+        return Pointer(None, problem="its digest does not match its content: it was altered or damaged")
     name, *facts = lines[:-1]
     save_id = facts[0].removeprefix(f"{SAVED} ") if facts else None
     past = tuple(save for line in facts[1:] if (save := _after(line)))
     if not STEP_NAME.fullmatch(name) or len(past) != len(facts[1:]):
-        return Pointer(None, fault="it names no checkpoint (step-…)")
+        return Pointer(None, problem="it names no checkpoint (step-…)")
     return Pointer(name, save_id, past)
 
 

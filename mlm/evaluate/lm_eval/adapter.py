@@ -31,11 +31,11 @@ from mlm.evaluate.lm_eval.ranks import LocalModel, Model, RemoteModel
 from mlm.evaluate.scoring import Request
 from mlm.inference.generation import Sampling
 from mlm.inference.trained import (
-    checkpoint_faults,
-    continues_fault,
+    checkpoint_problems,
+    continuation_problem,
     load_tokenizer,
     named_checkpoint,
-    vocabulary_fault,
+    vocabulary_problem,
 )
 from mlm.launch.environment import read_place
 from mlm.launch.start import choose_world_size, launch_facts
@@ -60,7 +60,7 @@ class MlmLM(TemplateLM):
         config = self.settings = settings(arguments)
         named = named_checkpoint(config.ckpt)
         self.named, self.tokenizer = named, load_tokenizer(config.tokenizer, named.path)
-        if problem := vocabulary_fault(config.tokenizer, self.tokenizer, named.config.model):
+        if problem := vocabulary_problem(config.tokenizer, self.tokenizer, named.config.model):
             raise UserError(problem)
         longest = named.config.model.max_positions
         self.max_length = min(config.max_length or longest, longest)
@@ -228,9 +228,9 @@ def settings(arguments: dict[str, Any]) -> LmEvalConfig:
         return check_lm_eval(config, world_size=facts.world_size, local_devices=facts.local_devices)
 
     config = build(LmEvalConfig, values, check)
-    if problems := checkpoint_faults(config.ckpt, config.parallel):
+    if problems := checkpoint_problems(config.ckpt, config.parallel):
         raise ConfigError(problems)
-    if problem := continues_fault(config.ckpt, named_checkpoint(config.ckpt).config.model):
+    if problem := continuation_problem(config.ckpt, named_checkpoint(config.ckpt).config.model):
         raise UserError(problem)
     return config
 

@@ -31,12 +31,12 @@ from mlm.evaluate.zero_shot.receipt import (
 )
 from mlm.files.results import is_stream, result_problems, write_result
 from mlm.inference.trained import (
-    checkpoint_faults,
-    continues_fault,
+    checkpoint_problems,
+    continuation_problem,
     load_tokenizer,
     load_trained,
     named_checkpoint,
-    vocabulary_fault,
+    vocabulary_problem,
     window_length,
 )
 from mlm.models.config import ModelConfig
@@ -46,12 +46,12 @@ from mlm.terminal import count_progress, plain
 
 def preflight(config: ZeroShotConfig) -> list[str]:
     """Problems that reading the named files shows; called before any rank starts."""
-    problems = checkpoint_faults(config.ckpt, config.parallel)
+    problems = checkpoint_problems(config.ckpt, config.parallel)
     if problems:
         return problems
     try:
         named = named_checkpoint(config.ckpt)
-        if problem := continues_fault(config.ckpt, named.config.model):
+        if problem := continuation_problem(config.ckpt, named.config.model):
             return [problem]
         length = window_length(config.seq_length, named.config)
         protocols_of(config, checked_tokenizer(config, named.path, named.config.model), length)
@@ -90,7 +90,7 @@ def checked_tokenizer(config: ZeroShotConfig, path: Path, model: ModelConfig) ->
     With force=true another may be used, as long as the model has a row for each of its tokens.
     """
     tokenizer = load_tokenizer(config.tokenizer, path, force=True)
-    if problem := vocabulary_fault(config.tokenizer, tokenizer, model):
+    if problem := vocabulary_problem(config.tokenizer, tokenizer, model):
         raise UserError(problem)
     if config.tokenizer is None or config.force:
         return tokenizer

@@ -79,16 +79,16 @@ def check_complete(schedule: Schedule) -> None:
         raise ScheduleError(f"the schedule has {found}; it needs F, F+B or F+B+W")
     micro_batches = 1 + max(action.micro_batch for actions in schedule for action in actions)
     pairs = num_chunks(schedule) * micro_batches
-    faulty = [r for r, actions in enumerate(schedule) if not _is_complete(actions, ops, pairs)]
-    if faulty:
+    wrong = [r for r, actions in enumerate(schedule) if not _is_complete(actions, ops, pairs)]
+    if wrong:
         wanted = [
             Action(op, c, i)
             for op in ops
             for c in range(pairs // micro_batches)
             for i in range(micro_batches)
         ]
-        faults = [fault for rank in faulty for fault in _faults(rank, schedule[rank], wanted)]
-        raise ScheduleError("each rank needs each action once, F before B before W; but " + listed(faults))
+        problems = [problem for rank in wrong for problem in _problems(rank, schedule[rank], wanted)]
+        raise ScheduleError("each rank needs each action once, F before B before W; but " + listed(problems))
 
 
 def _is_complete(actions: Sequence[Action], ops: list[Op], pairs: int) -> bool:
@@ -103,7 +103,7 @@ def _is_complete(actions: Sequence[Action], ops: list[Op], pairs: int) -> bool:
     return len(actions) == pairs * len(ops)
 
 
-def _faults(rank: int, actions: Sequence[Action], wanted: Sequence[Action]) -> list[str]:
+def _problems(rank: int, actions: Sequence[Action], wanted: Sequence[Action]) -> list[str]:
     counts = Counter(actions)
     missing = [f"rank {rank} lacks {action}" for action in wanted if action not in counts]
     doubled = [f"rank {rank} has {action} {count} times" for action, count in counts.items() if count > 1]

@@ -69,7 +69,7 @@ def test_folder_that_is_not_whole_is_refused(tmp_path: Path, names: list[str], m
         find_files(tmp_path)
 
 
-def test_faults_of_folders_name_the_remedy(tmp_path: Path) -> None:
+def test_problems_of_folders_name_the_remedy(tmp_path: Path) -> None:
     ranks(tmp_path / "a" / "iter_0000003", "mp_rank_00")
     latest = tmp_path / "a" / "latest_checkpointed_iteration.txt"
     latest.write_text("4")

@@ -76,7 +76,7 @@ def test_dictionary_that_holds_itself_is_refused(tmp_path: Path) -> None:
         opened(written(tmp_path, change=change))
 
 
-FAULTS: list[tuple[str, Change, str]] = [
+PROBLEMS: list[tuple[str, Change, str]] = [
     (
         "half a bert",
         lambda c: c["model"].update(lm_head={"bias": torch.zeros(64)}),
@@ -145,9 +145,9 @@ def test_names_in_a_file_reach_no_terminal_as_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change, message", [fault[1:] for fault in FAULTS], ids=[fault[0] for fault in FAULTS]
+    "change, message", [problem[1:] for problem in PROBLEMS], ids=[problem[0] for problem in PROBLEMS]
 )
-def test_fault_of_a_file_is_named_in_one_line(tmp_path: Path, change: Change, message: str) -> None:
+def test_problem_of_a_file_is_named_in_one_line(tmp_path: Path, change: Change, message: str) -> None:
     with pytest.raises(UserError, match=message) as refusal:
         opened(written(tmp_path, change=change))
     assert "\n" not in str(refusal.value)

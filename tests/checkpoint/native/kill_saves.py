@@ -65,7 +65,7 @@ def killed_save(root: Path, step: int, value: float, arm: Callable[[], None]) ->
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
-def faults_after(root: Path, old: float, new: float) -> list[str]:
+def problems_after(root: Path, old: float, new: float) -> list[str]:
     """What is wrong with `root` after a killed save of `new` over the checkpoint `old`."""
     try:
         found = latest_checkpoint(root)
@@ -85,7 +85,7 @@ def faults_after(root: Path, old: float, new: float) -> list[str]:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    faults, rounds = [], {"new step": 0, "same step": 0, "random": 0}
+    problems, rounds = [], {"new step": 0, "same step": 0, "random": 0}
     for kind, step in (("new step", 2), ("same step", 1)):
         killed = True
         while killed:
@@ -94,14 +94,16 @@ def main(folder: Path) -> None:
             save(root, 1, weights(1.0))
             number = rounds[kind]
             killed = killed_save(root, step, 2.0, lambda number=number: kill_at_operation(number))
-            faults += [f"{kind}, operation {number}: {fault}" for fault in faults_after(root, 1.0, 2.0)]
+            problems += [
+                f"{kind}, operation {number}: {problem}" for problem in problems_after(root, 1.0, 2.0)
+            ]
     for number in range(20):
         rounds["random"] += 1
         root, seconds = folder / f"r-{number}", random.uniform(0.0, 0.004)
         save(root, 1, weights(1.0))
         killed_save(root, number % 2 + 1, 2.0, lambda seconds=seconds: kill_after(seconds))
-        faults += [f"after {seconds} s: {fault}" for fault in faults_after(root, 1.0, 2.0)]
-    print(json.dumps({"faults": faults, "rounds": rounds}))
+        problems += [f"after {seconds} s: {problem}" for problem in problems_after(root, 1.0, 2.0)]
+    print(json.dumps({"problems": problems, "rounds": rounds}))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from mlm.checkpoint.native.columns import Chunk, Chunks, columns_problem, decode
 from mlm.checkpoint.native.compare import compare_checkpoints
 from mlm.checkpoint.native.declaration import declare_shards, merge_declared
 from mlm.checkpoint.native.fit import plan_reading
-from mlm.checkpoint.native.folders import fault_of, latest_checkpoint, prune
+from mlm.checkpoint.native.folders import latest_checkpoint, problem_of, prune
 from mlm.checkpoint.native.format import CHUNKS, MANIFEST, read_manifest, read_summary
 from mlm.checkpoint.native.save_load import load_checkpoint
 from mlm.checkpoint.native.slices import Region, Shard, tiling_problem
@@ -148,9 +148,9 @@ def test_damaged_columns_are_found_and_the_checkpoint_before_is_taken(tmp_path: 
             path.write_bytes(content)
         with pytest.raises(CorruptFileError, match=f"{path}: "):
             load(new, {"w": torch.zeros(6, 4)})
-        (fault,) = verify_checkpoint(new).problems
-        assert fault.file == CHUNKS
-        assert str(path) in str(fault_of(new))
+        (problem,) = verify_checkpoint(new).problems
+        assert problem.file == CHUNKS
+        assert str(path) in str(problem_of(new))
         assert latest_checkpoint(root) == old
 
 

@@ -42,7 +42,7 @@ def test_kill_at_any_instant_leaves_a_whole_checkpoint(tmp_path: Path, form: lis
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=Path(__file__).parents[3])
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
-    assert result["faults"] == []
+    assert result["problems"] == []
     assert min(result["rounds"].values()) > 10
 
 

@@ -160,11 +160,11 @@ def test_outdated_looks_into_no_more_checkpoints_than_it_keeps(tmp_path: Path) -
         save(tmp_path, step, weights(), keep_last=9)
     asked: list[str] = []
 
-    def fault(path: Path) -> str | None:
+    def problem(path: Path) -> str | None:
         asked.append(path.name)
         return "damaged" if path.name == "step-00000003" else None
 
-    old = outdated(tmp_path, keep_last=2, keep_every=0, fault=fault)
+    old = outdated(tmp_path, keep_last=2, keep_every=0, problem=problem)
     assert [path.name for path in old] == ["step-00000001"]
     assert asked == ["step-00000004", "step-00000003", "step-00000002"]
 

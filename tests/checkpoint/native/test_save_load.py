@@ -196,7 +196,7 @@ def test_name_that_may_be_extra_is_skipped(tmp_path: Path) -> None:
     assert target.all()
 
 
-def test_long_list_of_faults_is_cut(tmp_path: Path) -> None:
+def test_long_list_of_problems_is_cut(tmp_path: Path) -> None:
     many = {f"x{i}": torch.zeros(1) for i in range(9)}
     with pytest.raises(UserError, match="x2 is in it, not here; and 6 more"):
         load(save(tmp_path, 1, many), {})

@@ -22,7 +22,7 @@ def counted(pieces: list[Region]) -> torch.Tensor:
 
 
 @given(st.lists(regions, max_size=4))
-def test_tiling_fault_is_none_only_if_each_element_is_held_once(pieces: list[Region]) -> None:
+def test_tiling_problem_is_none_only_if_each_element_is_held_once(pieces: list[Region]) -> None:
     assert (tiling_problem(SHAPE, pieces) is None) == bool((counted(pieces) == 1).all())
 
 
@@ -42,5 +42,5 @@ def test_two_scalars_overlap() -> None:
     assert "overlap" in str(tiling_problem((), [Region((), ()), Region((), ())]))
 
 
-def test_piece_outside_the_shape_is_a_fault() -> None:
+def test_piece_outside_the_shape_is_a_problem() -> None:
     assert "not inside" in str(tiling_problem((4,), [Region((2,), (4,))]))

@@ -108,7 +108,7 @@ def test_damage_is_found_and_named(tmp_path: Path, damage: str) -> None:
     assert re.search(why, problem.why)
 
 
-def test_all_faults_are_found_not_the_first_alone(tmp_path: Path) -> None:
+def test_all_problems_are_found_not_the_first_alone(tmp_path: Path) -> None:
     path = three_files(tmp_path)
     (path / SHARDS[0]).unlink()
     flip(path / SHARDS[2], -1)
@@ -129,7 +129,7 @@ def test_tensor_that_the_manifest_does_not_list_is_found(tmp_path: Path) -> None
     assert verify_checkpoint(path).problems == (FileProblem(SHARDS[0], "does not hold b as listed"),)
 
 
-def test_stale_shard_is_a_fault_that_no_loading_meets(tmp_path: Path) -> None:
+def test_stale_shard_is_a_problem_that_no_loading_meets(tmp_path: Path) -> None:
     path = three_files(tmp_path)
     (path / "rank-00009.safetensors").touch()
     found = verify_checkpoint(path)

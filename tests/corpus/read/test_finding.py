@@ -42,9 +42,9 @@ def reasons(found: Found) -> dict[str, str]:
 
 
 def check_stops_and_can_be_skipped(root: Path, name: str, reason: str, path: str | None = None) -> None:
-    with pytest.raises(UserError, match=rf"{name} \({reason}\).*unreadable=skip") as fault:
+    with pytest.raises(UserError, match=rf"{name} \({reason}\).*unreadable=skip") as problem:
         search(path or str(root))
-    assert "\n" not in str(fault.value)
+    assert "\n" not in str(problem.value)
     found = search(path or str(root), unreadable="skip")
     assert [item.name for item in found.inputs] == ["a.jsonl"]
     assert reasons(found)[name] == reason

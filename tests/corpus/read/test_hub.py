@@ -90,7 +90,7 @@ def test_bad_rows_are_named_and_the_next_is_read(tmp_path: Path, monkeypatch: py
     local(tmp_path, monkeypatch, [rows])
     found = read(id_key="id")
     assert [(document.text, document.id) for document in found.documents] == [("x", "1"), ("y", "4")]
-    assert found.faults == [("books:shard 0 row 2", "text_type"), ("books:shard 0 row 3", "too_long")]
+    assert found.problems == [("books:shard 0 row 2", "text_type"), ("books:shard 0 row 3", "too_long")]
 
 
 def test_damaged_file_of_a_dataset_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,7 @@ def test_damaged_file_of_a_dataset_is_one_error(tmp_path: Path, monkeypatch: pyt
     write(tmp_path / "1.jsonl", b'{"text": "y"}\n{"text": \n')
     found = read()
     assert found.texts[:1] == ["x"]
-    assert [rule for _, rule in found.faults] == ["damaged"]
+    assert [rule for _, rule in found.problems] == ["damaged"]
 
 
 @pytest.mark.parametrize(
@@ -119,9 +119,9 @@ def test_dataset_that_cannot_be_had_says_why(
         raise error
 
     monkeypatch.setattr(datasets, "load_dataset_builder", fail)
-    with pytest.raises(UserError, match=rf"^input=hub:us/books .*{message}") as fault:
+    with pytest.raises(UserError, match=rf"^input=hub:us/books .*{message}") as problem:
         find_inputs(config())
-    assert "\n" not in str(fault.value)
+    assert "\n" not in str(problem.value)
 
 
 def test_lost_network_ends_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,9 +144,9 @@ def test_long_line_is_the_object_that_json_reads(small: int, ascii: bool) -> Non
     ],
 )
 def test_long_line_that_is_no_json_is_bad_input(small: int, line: bytes, rule: str) -> None:
-    with pytest.raises(BadRecordError) as fault:
+    with pytest.raises(BadRecordError) as problem:
         LongLine(line)
-    assert fault.value.rule == rule
+    assert problem.value.rule == rule
 
 
 def test_tokens_and_sentences_of_pieces_are_those_of_the_whole(tmp_path: Path, small: int) -> None:

@@ -56,7 +56,7 @@ def test_documents_do_not_depend_on_where_a_file_is_split(tmp_path: Path, shard_
         "9",
         "10",
     ]
-    assert found.faults == [("a.jsonl:8", "not_object")]
+    assert found.problems == [("a.jsonl:8", "not_object")]
     assert sum(found.advanced) == len(content)
 
 
@@ -90,15 +90,15 @@ def test_bad_line_is_named_and_the_next_is_read(
         shard_bytes = max(shard_bytes, 1000)  # not a hundred thousand shards
     found = read(jsonl(tmp_path, GOOD + b"\n" + line + b"\n" + GOOD), shard_bytes=shard_bytes)
     assert found.texts == ["x", "x"]
-    assert found.faults == [("a.jsonl:3", rule)]
+    assert found.problems == [("a.jsonl:3", rule)]
     assert detail in found.rejected[0].detail
     assert "\n" not in found.rejected[0].detail
     assert rule in RULES
 
 
 def test_error_ends_the_reading_if_the_callback_raises(tmp_path: Path) -> None:
-    def refuse(fault: Rejected) -> None:
-        raise UserError(f"{fault.place_text}: {fault.detail}")
+    def refuse(problem: Rejected) -> None:
+        raise UserError(f"{problem.place_text}: {problem.detail}")
 
     [shard] = split_inputs(search(str(jsonl(tmp_path, GOOD + b"[]\n" + GOOD))).inputs, 1000)
     found = read_shard(shard, text_key="text", id_key=None, max_bytes=99, reject=refuse, advance=print)
@@ -115,7 +115,7 @@ def test_compressed_file_reads_as_the_plain_one(tmp_path: Path, name: str, suffi
     plain = read(write(tmp_path / name, content))
     packed = read(write(tmp_path / f"{name}{suffix}", pack(content[:20]) + pack(content[20:])), shard_bytes=5)
     assert packed.texts == plain.texts != []
-    assert [rule for _, rule in packed.faults] == [rule for _, rule in plain.faults]
+    assert [rule for _, rule in packed.problems] == [rule for _, rule in plain.problems]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.gz"])
@@ -127,7 +127,7 @@ def test_truncated_file_is_one_error_and_its_beginning_is_read(tmp_path: Path, n
     found = read(write(tmp_path / name, file[: len(file) // 2]))
     assert 10 < len(found.texts) < 1000
     assert found.texts == whole.texts[: len(found.texts)]
-    [(place, rule)] = found.faults
+    [(place, rule)] = found.problems
     assert rule == "damaged"
     reached = len(found.texts) + 1
     assert int(place.rpartition(":")[2]) in (
@@ -150,7 +150,7 @@ def test_text_documents_end_at_separator_lines(tmp_path: Path) -> None:
 def test_text_that_is_no_utf8_is_named_by_file_and_line(tmp_path: Path) -> None:
     found = read(write(tmp_path / "a.txt", b"one\n<|endoftext|>\ntwo\n\xff\n<|endoftext|>\nthree"))
     assert found.texts == ["one\n", "three"]
-    assert found.faults == [("a.txt:4", "not_utf8")]
+    assert found.problems == [("a.txt:4", "not_utf8")]
 
 
 @pytest.mark.parametrize("long", [b"x" * 101, b"x\n" * 51])
@@ -158,14 +158,14 @@ def test_text_document_above_the_bound_is_rejected(tmp_path: Path, long: bytes) 
     content = b"one\n<|endoftext|>\n" + long + b"\n<|endoftext|>\ntwo"
     found = read(write(tmp_path / "a.txt", content), max_bytes=100)
     assert found.texts == ["one\n", "two"]
-    assert found.faults == [("a.txt:3", "too_long")]
+    assert found.problems == [("a.txt:3", "too_long")]
 
 
 def test_text_document_above_the_bound_is_not_held(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", b"a short line\n" * 300_000)
     tracemalloc.start()
     try:
-        assert read(path, max_bytes=1000).faults == [("a.txt:1", "too_long")]
+        assert read(path, max_bytes=1000).problems == [("a.txt:1", "too_long")]
         assert tracemalloc.get_traced_memory()[1] < 3 << 20  # a block and its lines; the file has 3.9 MB
     finally:
         tracemalloc.stop()
@@ -188,11 +188,11 @@ def test_id_is_a_string_or_a_whole_number(tmp_path: Path) -> None:
 )
 def test_bad_id_is_rejected(tmp_path: Path, value: str, rule: str) -> None:
     found = read(jsonl(tmp_path, b'{"text": "x"%s}\n' % value.encode()), id_key="id")
-    assert (found.texts, found.faults) == ([], [("a.jsonl:1", rule)])
+    assert (found.texts, found.problems) == ([], [("a.jsonl:1", rule)])
 
 
 def test_plain_text_has_no_id(tmp_path: Path) -> None:
-    assert read(write(tmp_path / "a.txt", b"x"), id_key="id").faults == [("a.txt:1", "no_id")]
+    assert read(write(tmp_path / "a.txt", b"x"), id_key="id").problems == [("a.txt:1", "no_id")]
 
 
 def test_lines_before_a_shard_are_counted_for_errors_alone(

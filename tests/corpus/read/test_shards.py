@@ -96,6 +96,6 @@ def test_input_that_cannot_be_read_says_why(
     tmp_path: Path, files: list[str], path: str, message: str
 ) -> None:
     put(tmp_path, *files)
-    with pytest.raises(UserError, match=message) as fault:
+    with pytest.raises(UserError, match=message) as problem:
         search(str(tmp_path / path))
-    assert "\n" not in str(fault.value)
+    assert "\n" not in str(problem.value)

@@ -60,12 +60,12 @@ def test_errors_name_the_row(tmp_path: Path) -> None:
     path = table(tmp_path / "a.parquet", {"text": texts}, row_group_size=2)
     found = read(path, shard_bytes=1, max_bytes=100)
     assert found.texts == ["one", "two", "three"]
-    faults = [
+    problems = [
         ("a.parquet:row 2", "text_type"),
         ("a.parquet:row 3", "too_long"),
         ("a.parquet:row 5", "not_utf8"),
     ]
-    assert found.faults == faults
+    assert found.problems == problems
 
 
 def test_ids_are_strings_or_whole_numbers(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_wrong_columns_are_one_error_of_the_file(
 ) -> None:
     path = table(tmp_path / "a.parquet", columns, row_group_size=10)
     found = read(path, shard_bytes=1, id_key="id")
-    assert (found.texts, found.faults) == ([], [("a.parquet:row 1", rule)])
+    assert (found.texts, found.problems) == ([], [("a.parquet:row 1", rule)])
     assert detail in found.rejected[0].detail
 
 
@@ -96,7 +96,7 @@ def test_wrong_columns_are_one_error_of_the_file(
 def test_truncated_file_is_one_error(tmp_path: Path, keep: float) -> None:
     file = table(tmp_path / "a.parquet", {"text": TEXTS}).read_bytes()
     path = write(tmp_path / "b.parquet", file[: int(keep * len(file)) if keep == 0.9 else int(keep)])
-    assert read(path).faults == [("b.parquet:row 1", "damaged")]
+    assert read(path).problems == [("b.parquet:row 1", "damaged")]
 
 
 def test_documents_before_damaged_rows_stand(tmp_path: Path) -> None:
@@ -107,12 +107,12 @@ def test_documents_before_damaged_rows_stand(tmp_path: Path) -> None:
     content[begin : begin + column.total_compressed_size] = bytes(column.total_compressed_size)
     found = read(write(path, bytes(content)))
     assert found.texts == TEXTS[:50]
-    assert found.faults == [("a.parquet:row 51", "damaged")]
+    assert found.problems == [("a.parquet:row 51", "damaged")]
 
 
 def test_table_without_rows_is_not_an_error(tmp_path: Path) -> None:
     found = read(table(tmp_path / "a.parquet", {"text": pa.array([], pa.string())}))
-    assert (found.texts, found.faults) == ([], [])
+    assert (found.texts, found.problems) == ([], [])
 
 
 MEMORY = """

@@ -243,12 +243,12 @@ def test_micro_batch_is_in_flight_until_its_weight_gradient() -> None:
         ),
     ],
 )
-def test_faulty_schedule_is_refused_by_name(schedule: Schedule, message: str) -> None:
+def test_wrong_schedule_is_refused_by_name(schedule: Schedule, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         lower(schedule)
 
 
-def test_many_faults_are_cut_short() -> None:
+def test_many_problems_are_cut_short() -> None:
     with pytest.raises(ScheduleError, match="rank 0 lacks F7 and 992 more"):
         lower(((Action(F, 0, 1000),),))
 
