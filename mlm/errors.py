@@ -31,7 +31,7 @@ def spelled(settings: Mapping[str, Any]) -> str:
 class Problem(str):
     """One thing that is wrong, as a line `key=value: problem; fix`, together with the parts of that line.
 
-    A string, so that it can stand in any list of messages. Code reads the fields and never the line.
+    A string, so that it fits into any list of messages. Code reads the fields and never the line.
     """
 
     keys: tuple[str, ...]

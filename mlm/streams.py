@@ -14,7 +14,7 @@ class LastingStream:
     stream: TextIO
 
     def __init__(self, stream: TextIO, consequence: str) -> None:
-        # The newest of several says what is lost.
+        # The newest of several names what is lost.
         inner: TextIO = stream.stream if isinstance(stream, LastingStream) else stream
         self.stream, self.consequence, self.is_lost = inner, consequence, False
 

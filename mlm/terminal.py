@@ -28,11 +28,11 @@ from mlm.errors import visible
 Advance = Callable[[int], None]
 LINE_S = 60.0
 """Seconds between lines of progress in a log."""
-LONGEST = 300  # characters of a name or value that a file says and a table shows
+LONGEST = 300  # characters of a file's name or value that a table shows
 
 
 class PlainConsole(Console):
-    """A console whose texts cannot steer the terminal."""
+    """A console whose output holds no control characters but line breaks."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         """As rich's, the control characters of texts written out but for new lines."""
@@ -62,7 +62,7 @@ def prose(text: str) -> str:
 
 
 def table(title: str, *columns: str) -> Table:
-    """A table of names and numbers, none cut short. A column that ends in "#" holds numbers."""
+    """A table of names and numbers, none truncated. A column that ends in "#" holds numbers."""
     made = Table(
         title=Text(plain(title)),
         title_justify="left",

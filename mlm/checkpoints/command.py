@@ -54,8 +54,8 @@ COMMANDS = (
         summary="delete old checkpoints of a run",
         about=(
             "Keeps the newest whole checkpoints, multiples of keep_every, and the one `latest` names, and "
-            "clears up after killed saves. A damaged checkpoint never counts as kept: it goes when keep_last "
-            "whole ones are newer. Refused while a run uses the folder."
+            "clears up after killed saves. A damaged checkpoint never counts as kept: it is deleted when "
+            "keep_last whole ones are newer. Rejected while a run uses the folder."
         ),
         examples=(
             ("What would go", "mlm ckpt prune runs/shakespeare keep_last=1 --dry-run"),

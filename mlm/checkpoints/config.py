@@ -59,6 +59,6 @@ class CkptPruneConfig:
     keep_every: Annotated[int, NOT_NEGATIVE] = 0
     """Checkpoints at multiples of this step are kept too; 0 keeps none for that."""
     verify: bool = False
-    """Read every byte of the newest until keep_last are found whole; false goes by names and sizes."""
+    """Read every byte of the newest until keep_last are found whole; false checks names and sizes only."""
     dry_run: bool = False
-    """Only say what would be deleted."""
+    """Only list what would be deleted."""

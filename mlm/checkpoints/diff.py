@@ -27,10 +27,10 @@ def run(config: CkptDiffConfig) -> None:
     total = compared_bytes(read_manifest(first), read_manifest(second))
     with byte_progress("comparing", total) as advance:
         found = compare_checkpoints(first, second, advance)
-    told = told_differences(found.first, found.second)
+    others = state_differences(found.first, found.second)
     if config.out is not None:
-        write_result(config.out, result_of(first, second, found, told))
-    show(first, second, found, told)
+        write_result(config.out, result_of(first, second, found, others))
+    show(first, second, found, others)
     if not found.equal:
         raise CheckFailedError(f"{second} is not {first}: {sentence(found)}")
 
@@ -40,24 +40,24 @@ def without_lineage(state: Mapping[str, JSON]) -> dict[str, JSON]:
     return {key: value for key, value in state.items() if key != LINEAGE}
 
 
-Told = dict[str, list[tuple[str, JSON, JSON]]]
+Differences = dict[str, list[tuple[str, JSON, JSON]]]
 """settings, counters, versions → key, value in the first, value in the second; of those that differ."""
 
 
-def told_differences(first: Manifest, second: Manifest) -> Told:
+def state_differences(first: Manifest, second: Manifest) -> Differences:
     """Return differences besides the tensors; a key that one lacks is None there."""
     here, there = ({"step": m.step} | flatten(without_lineage(m.state)) for m in (first, second))
-    told: Told = {"settings": [], "counters": [], "versions": []}
+    others: Differences = {"settings": [], "counters": [], "versions": []}
     for key in here | there:
         if here.get(key) != there.get(key):
             section, _, rest = key.partition(".")
             kind = {"config": "settings", "versions": "versions"}.get(section if rest else "", "counters")
             name = key if kind == "counters" else rest.removeprefix("parallel.")
-            told[kind].append((name, here.get(key), there.get(key)))
-    return told
+            others[kind].append((name, here.get(key), there.get(key)))
+    return others
 
 
-def result_of(first: Path, second: Path, found: Comparison, told: Told) -> dict[str, Any]:
+def result_of(first: Path, second: Path, found: Comparison, others: Differences) -> dict[str, Any]:
     """Every difference, and every tensor's, for machines."""
     sides = ((first, found.first), (second, found.second))
     return {
@@ -69,7 +69,7 @@ def result_of(first: Path, second: Path, found: Comparison, told: Told) -> dict[
         "equal": found.equal,
         **{
             kind: {key: {"first": here, "second": there} for key, here, there in differences}
-            for kind, differences in told.items()
+            for kind, differences in others.items()
         },
         "only_first": list(found.only_first),
         "only_second": list(found.only_second),
@@ -96,11 +96,11 @@ def sentence(found: Comparison) -> str:
     return "; ".join(said) or f"all {alike} tensors are equal bit for bit"
 
 
-def show(first: Path, second: Path, found: Comparison, told: Told) -> None:
+def show(first: Path, second: Path, found: Comparison, others: Differences) -> None:
     """The tables for people."""
     out = console()
     out.print(f"first   {first}\nsecond  {second}")
-    for kind, differences in told.items():
+    for kind, differences in others.items():
         if differences:
             made = table(f"{kind} that differ", "", "first", "second")
             for key, here, there in differences:

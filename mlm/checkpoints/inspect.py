@@ -44,7 +44,7 @@ def run(config: CkptInspectConfig) -> None:
 
 
 def result_of(path: Path, manifest: Manifest) -> dict[str, Any]:
-    """All there is to tell, for machines; null where the checkpoint does not say."""
+    """All facts for machines; null where the checkpoint does not record one."""
     state = manifest.state
     weights_only = state.get("weights_only") is True
     samples, length = dig(state, "consumed_samples"), dig(state, "config", "data", "seq_length")
@@ -134,7 +134,7 @@ def _counts(group: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def facts_of(result: dict[str, Any]) -> dict[str, str]:
-    """Name and value of what is said once."""
+    """Name and value of facts listed once."""
     written_by, files = result["written_by"], len(result["files"])
     facts = {
         "format": f"{result['format']}, version {result['format_version']}",
@@ -214,7 +214,7 @@ def show_tensors(out: Console, manifest: Manifest) -> None:
 def cut(entry: TensorEntry) -> str:
     """`dim 0 over tp, layer 3`: the split of a tensor over layouts."""
     if entry.split is None:
-        return "not said"
+        return "not recorded"
     dim, stage = entry.split.tp_dim, entry.split.stage
     over = "whole on each tp rank" if dim is None else f"dim {dim} over tp"
     if entry.split.multiple > 1:

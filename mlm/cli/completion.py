@@ -32,7 +32,7 @@ from mlm.errors import UserError
 
 ACTIONS = ("install", "uninstall", "query")
 WHERE = (*CONFIG_DIR_FLAGS, *CONFIG_PATH_FLAGS, *CONFIG_NAME_FLAGS)
-"""Flags that say where configs are: Hydra wants them beside the query, not in the line."""
+"""Flags that locate configs: Hydra wants them beside the query, not in the line."""
 
 
 def complete(request: Sequence[str]) -> int:

@@ -25,7 +25,7 @@ from mlm.errors import Problem
 def register_defaults() -> None:
     """Make each dataclass's defaults known to Hydra as `{name}_defaults`, so YAML need not repeat them."""
     for name, spec in SPECS.items():
-        # a plain tree: Hydra's structured configs refuse Literal
+        # a plain tree: Hydra's structured configs reject Literal
         ConfigStore.instance().store(name=f"{name}_defaults", node=defaults(spec), provider="mlm")
 
 

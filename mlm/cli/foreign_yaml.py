@@ -30,7 +30,7 @@ GUARDED = (
     ("job", "env_copy"),
     ("output_subdir",),
 )
-"""Keys below `hydra` by which something is called, or written elsewhere than `out` says."""
+"""Keys below `hydra` that cause calls, or writes outside `out`."""
 MAX_FILE_BYTES = 1 << 18  # 256 KiB of YAML: a run's own config is 3 kB
 MAX_NODES = 100_000  # of one file, aliases followed
 
@@ -40,7 +40,7 @@ Print = Callable[[str | None, Sequence[str]], None]
 def check_foreign_yaml(
     command_config: str, flags: Sequence[str], overrides: Sequence[str], show: Print
 ) -> None:
-    """Refuse a folder whose YAML would make Hydra call something, or would not fit into memory.
+    """Reject a folder whose YAML would make Hydra call something, or would not fit into memory.
 
     `command_config` names the shipped primary config, `flags` are Hydra's as typed. `show(config, argv)` lets
     Hydra print, of a primary config or of none, what `--cfg` in argv asks for. Raises ConfigError, and
@@ -91,7 +91,7 @@ def _at(tree: Any, keys: Sequence[str]) -> Any:
 
 
 def check_sizes(folder: Path) -> None:
-    """Refuse YAML of a folder laid out like configs/ that would fill the memory. Raises ConfigError."""
+    """Reject YAML of a folder laid out like configs/ that would fill the memory. Raises ConfigError."""
     for file in sorted({*folder.glob("*.yaml"), *folder.glob("*/*.yaml")}):
         if not file.is_file():
             raise ConfigError([f"{file}: a special file, no YAML can be read there: delete it"])
@@ -105,7 +105,7 @@ def check_sizes(folder: Path) -> None:
         except UnicodeDecodeError as error:
             raise ConfigError([f"{file}: no YAML, not UTF-8 ({error.reason}): replace it"]) from None
         except yaml.YAMLError:
-            continue  # Hydra says what is wrong with it, if it is asked for it
+            continue  # Hydra reports the problem if the file is used
         if nodes > MAX_NODES:
             raise ConfigError([f"{file}: its aliases or brackets unfold to too much: write it out plainly"])
 

@@ -48,7 +48,7 @@ def tasks_block(config_dir: str | None) -> str:
 
 
 def example_lines(examples: Iterable[tuple[str, str]]) -> str:
-    """Examples, each below a comment that says what it does."""
+    """Examples, each below a comment that describes it."""
     return "\n".join(f"  # {what}\n  {line}" for what, line in examples)
 
 

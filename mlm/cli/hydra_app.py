@@ -39,7 +39,7 @@ class JobFailedError(Exception):
 def call_hydra(
     command: Command, flags: Sequence[str], prepared: Prepared | None = None, saved: Saved | None = None
 ) -> int:
-    """Let Hydra act on its flags and overrides, and run the command where it says so. Returns the exit code.
+    """Let Hydra act on its flags and overrides, and run the command if it calls it. Returns the exit code.
 
     With `saved`, Hydra composes what the command line sets, and the rest is those values. The problems
     in `prepared` are reported with those of the composed config. Raises ConfigError for what Hydra cannot

@@ -24,7 +24,7 @@ from mlm.files.ownership import STDOUT
 
 LAUNCH = "mlm.launch.start"
 FILES = (".json", ".jsonl", ".svg", ".png")  # an `out` that ends so is one file, any other a folder
-LONGEST_FOLDER = 120  # characters of a sweep's job folder; file systems refuse names above 255 bytes
+LONGEST_FOLDER = 120  # characters of a sweep's job folder; file systems reject names above 255 bytes
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ def read_text(path: Path) -> str:
         with open(descriptor, "rb") as f:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode):
-                raise UserError(f"{path}: a special file stands in its place; delete it")
+                raise UserError(f"{path}: is a special file; delete it")
             if found.st_size > MAX_BYTES:
                 raise UserError(f"{path}: {found.st_size} bytes, {MAX_BYTES} is the limit; shorten it")
             return f.read(MAX_BYTES + 1).decode("utf-8")

@@ -15,7 +15,7 @@ def takes_task(command: Command) -> bool:
 
 
 def task_files(config_dir: str | None = None) -> dict[str, Path]:
-    """The YAML of each task by its name, sorted; the user's behind `config_dir` too."""
+    """The YAML of each task by its name, sorted; those of the user's `config_dir` too."""
     roots = [CONFIG_DIR, *([Path(config_dir)] if config_dir else [])]
     return dict(sorted((path.stem, path) for root in roots for path in (root / GROUP).glob("*.yaml")))
 

@@ -33,7 +33,7 @@ class Bound:
 
     holds: Callable[[float], bool]
     words: str
-    """The condition, behind `must be`."""
+    """The condition, as it follows `must be`."""
     most: int | None = MOST
     """Limit of whole numbers."""
 
@@ -74,7 +74,7 @@ class Role(Enum):
 
     INPUT = "read"
     """A file, folder, glob or prefix to read; or the id of a model or dataset on the Hub."""
-    BLEND = "read, behind a weight"
+    BLEND = "read, after a weight"
     """`0.3 corpora/wiki`, or the path alone."""
     RESULT = "a file to write"
     """`-` is standard output."""

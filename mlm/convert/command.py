@@ -15,7 +15,7 @@ COMMANDS = (
         about=(
             "Cuts a checkpoint anew for tp, pp and vp, in one process and a memory that its largest tensor "
             "bounds: each rank of that layout then reads one file. Training needs no such step: any layout "
-            "loads any checkpoint. The source is verified on the way; killed, the same command goes on."
+            "loads any checkpoint. The source is verified on the way; killed, the same command continues."
         ),
         examples=(
             ("For 4 x 2 ranks", "mlm reshard --tp 4 --pp 2 ckpt=runs/shakespeare out=runs/resharded"),

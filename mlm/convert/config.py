@@ -34,7 +34,7 @@ class ExportHFConfig:
     out: OutFolder
     """Folder to write: config.json, model.safetensors (or several and their index), the tokenizer."""
     max_file_gb: Annotated[float, POSITIVE] = 5.0
-    """Largest .safetensors file, in 10^9 bytes; a larger model is cut into several."""
+    """Largest .safetensors file, in 10^9 bytes; a larger model is split into several."""
     verify: bool = True
     """Compare logits with those of `transformers` on the same tokens, and refuse where they differ."""
 
@@ -53,7 +53,7 @@ class ImportMegatronConfig:
     """Tokens of its tokenizer, without padding; null takes the tokenizer's, else GPT-2's or BERT's
     (50257; 30522 or 28996) where it fits."""
     num_heads: int | None = None
-    """Attention heads, for checkpoints of 2019, which do not say; null takes theirs."""
+    """Attention heads, for checkpoints of 2019, which do not record it; null takes theirs."""
     tokenizer: InputPath | None = None
     """tokenizer.json, or a folder with it, vocab.json and merges.txt, or vocab.txt, to put beside the
     checkpoint."""

@@ -77,7 +77,7 @@ def preflight(config: ExportHFConfig) -> list[str]:
     try:
         plan_tensors(open_source(config.ckpt))
     except CorruptFileError:
-        raise  # damage has an exit code of its own
+        raise  # damage has a different exit code
     except ConfigError as error:
         problems += error.problems
     except UserError as error:

@@ -52,7 +52,7 @@ def no_such_folder(source: str) -> str:
 
 
 def run(config: ImportHFConfig) -> None:
-    """Read, write, verify, publish, and print a table. Raises UserError; nothing is left behind."""
+    """Read, write, verify, publish, and print a table. Raises UserError and leaves no files."""
     folder, revision = locate(config)
     name = folder.resolve().name if revision is None else config.source
     model = read_model(folder)

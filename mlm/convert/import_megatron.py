@@ -39,7 +39,7 @@ def read_tokenizer(config: ImportMegatronConfig) -> Tokenizer | None:
 
 
 def run(config: ImportMegatronConfig) -> None:
-    """Read, check, write, publish, and print a table. Raises UserError; nothing is left behind."""
+    """Read, check, write, publish, and print a table. Raises UserError and leaves no files."""
     tokenizer = read_tokenizer(config)
     files = find_files(config.source)
     found = open_checkpoint(

@@ -92,7 +92,7 @@ def preflight(config: ReshardConfig) -> list[str]:
             new_tokenizer(plan)
             check_disk(plan)
     except CorruptFileError:
-        raise  # damage has an exit code of its own
+        raise  # damage has a different exit code
     except ConfigError as error:
         return list(error.problems)
     except UserError as error:
@@ -115,7 +115,7 @@ def make_plan(config: ReshardConfig) -> Plan:
             continue
         if entry.split is None:
             raise UserError(
-                f"{path}: does not say how {name} is split: an earlier version wrote it. Load and save it "
+                f"{path}: does not record how {name} is split: an earlier version wrote it. Load and save it "
                 f"once, with mlm pretrain ckpt={path} out=…, and reshard that"
             )
         if entry.split.stage not in stage_ranks:
@@ -146,7 +146,7 @@ def history(path: Path, manifest: Manifest, trained: PretrainConfig) -> tuple[st
         tp, pp, vp = (int(said["layout"][key]) for key in ("tp", "pp", "vp"))
         return str(said["origin"]), ParallelConfig(tp=tp, pp=pp, vp=vp)
     except (KeyError, TypeError, ValueError) as error:
-        raise CorruptFileError(f"{path}: does not say what it was resharded from. {RESTORE}") from error
+        raise CorruptFileError(f"{path}: does not record what it was resharded from. {RESTORE}") from error
 
 
 def new_state(manifest: Manifest, origin: str, config: ReshardConfig) -> dict[str, JSON]:
@@ -176,7 +176,7 @@ def check_disk(plan: Plan) -> None:
 
 
 def run(config: ReshardConfig) -> None:
-    """Verify, cut, publish, and print a table. Raises UserError; what is complete stays for another try."""
+    """Verify, split, publish, and print a table. Raises UserError; complete files stay for another try."""
     plan = make_plan(config)
     with writing_to(config.out):
         claim_folder(plan.out, "run", **claimed(plan))
@@ -207,7 +207,7 @@ def saying_how_to_go_on(plan: Plan) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         message = (
-            f"mlm reshard: stopped; the files that {plan.root} has complete stay: the same command goes on"
+            f"mlm reshard: stopped; the files that {plan.root} has complete stay: the same command continues"
         )
         print(message, file=sys.stderr)
         raise

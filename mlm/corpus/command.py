@@ -36,9 +36,9 @@ COMMANDS = (
         preflight="mlm.corpus.build:preflight",
         summary="clean, deduplicate, decontaminate and tokenise text into a corpus that pretrain reads",
         about=(
-            "Reads text, mends and filters it, removes near-duplicates and the text of evaluation sets, and "
+            "Reads text, fixes and filters it, removes near-duplicates and the text of evaluation sets, and "
             "writes Megatron's indexed format, one corpus each for train, validation and test. Started again "
-            "after an interruption, it goes on where it was. recipe=plain takes documents as they are."
+            "after an interruption, it continues where it was. recipe=plain takes documents as they are."
         ),
         examples=(
             (
@@ -46,7 +46,7 @@ COMMANDS = (
                 "mlm data build data=web tokenizer=gpt2 out=out decontaminate.against=[wikitext103,lambada]",
             ),
             (
-                "One text file, cut into train, validation and test",
+                "One text file, split into train, validation and test",
                 "mlm data build data=book.txt tokenizer=gpt2 out=corpus",
             ),
             (

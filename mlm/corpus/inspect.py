@@ -149,7 +149,7 @@ def origin_of(prefix: Path, number: int) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         origin = None
     if not isinstance(origin, dict):
-        raise CorruptFileError(f"{bin_path(kept)} does not say where document {number} came from: {REBUILD}")
+        raise CorruptFileError(f"{bin_path(kept)} does not record the source of document {number}: {REBUILD}")
     return {plain(str(key)): plain(str(value)) for key, value in origin.items()}
 
 

@@ -13,7 +13,7 @@ class NormaliseConfig:
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     ftfy: bool = True
-    """Mend mojibake, curly quotes, ligatures, control letters and Unicode forms (library ftfy)."""
+    """Fix mojibake, curly quotes, ligatures, control characters and Unicode forms (library ftfy)."""
     languages: tuple[str, ...] = ()
     """ISO 639-1 codes to keep, such as [en]; empty keeps all. Needs mlm[data]."""
     min_language_score: Annotated[float, PROBABILITY] = 0.65
@@ -69,7 +69,7 @@ class DedupConfig:
     enabled: bool = True
     """Remove near-duplicates. The first in corpus order stays."""
     threshold: Annotated[float, FRACTION] = 0.7
-    """A document whose Jaccard similarity with an earlier kept one is above it goes (arXiv:1909.08053)."""
+    """Largest Jaccard similarity with an earlier kept document; above it, removed (arXiv:1909.08053)."""
     ngram: Annotated[int, POSITIVE] = 5
     """Length of a shingle, in units."""
     unit: Literal["word", "character"] = "word"
@@ -97,9 +97,9 @@ class DecontaminateConfig:
     margin: Annotated[int, NOT_NEGATIVE] = 200
     """Letters removed on each side of a match."""
     min_piece: Annotated[int, NOT_NEGATIVE] = 200
-    """Pieces with fewer letters go."""
+    """Pieces with fewer letters are dropped."""
     max_matches: Annotated[int, NOT_NEGATIVE] = 10
-    """A document cut at more places goes as a whole."""
+    """A document with more matches is dropped as a whole."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -221,7 +221,7 @@ class Scan:
         """Compare the number of end-of-document tokens with that of the receipt: no text may hold one."""
         recorded = self.expected.part(path.stem).get("end_tokens")
         if recorded is not None:
-            detail = f"{self.end_tokens:,} end-of-document tokens, {RECEIPT} says {plain(recorded)}"
+            detail = f"{self.end_tokens:,} end-of-document tokens, {RECEIPT} records {plain(recorded)}"
             agrees = recorded == self.end_tokens
             yield Check(path.name, "end-of-document tokens", *(("ok",) if agrees else ("error", detail)))
 
@@ -270,7 +270,7 @@ def counts(name: str, index: Index, expected: Expected) -> Iterator[Check]:
     found = {"documents": index.num_documents, "sequences": index.num_sequences, "tokens": index.num_tokens}
     recorded = {key: value for key, value in expected.part(name).items() if key in found}
     wrong = [
-        f"{found[key]:,} {key}, {RECEIPT} says {recorded[key]}"
+        f"{found[key]:,} {key}, {RECEIPT} records {recorded[key]}"
         for key in recorded
         if found[key] != recorded[key]
     ]

@@ -131,7 +131,7 @@ def problems_of_repeats(entries: Sequence[Entry]) -> list[Problem]:
 
 
 def names(prefixes: Sequence[Path]) -> list[str]:
-    """A name of each corpus for logs: its folder's, with as much before it as tells them apart."""
+    """A name of each corpus for logs: its folder's, with as many parent folders as make them distinct."""
     # the pair train.bin/.idx has the name of its folder
     paths = [Path(os.path.abspath(p.parent if p.name == "train" else p)) for p in prefixes]
     parts = [path.parts for path in paths]

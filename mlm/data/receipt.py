@@ -151,7 +151,7 @@ def content_problem(indexed: IndexedDataset) -> str | None:
     except OSError as error:
         return f"{path}: {error.strerror}: set data.path to a corpus that can be read"
     return (
-        f"{path}: altered since it was written, digest {found}, {RECEIPT} says {recorded}. Restore it from a "
+        f"{path}: altered since it was written, digest {found}, {RECEIPT} has {recorded}. Restore it from a "
         "copy, or write the corpus again with `mlm data build`"
     )
 

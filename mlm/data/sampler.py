@@ -202,7 +202,7 @@ class Loader:
 
 
 def read_ahead(plan: Plan, out: Queue, stop: threading.Event) -> None:
-    """Body of the reading thread: put steps until told to stop, out of samples, or failing."""
+    """Body of the reading thread: put steps until stopped, out of samples, or failing."""
     number = 0
     while not stop.is_set():
         try:

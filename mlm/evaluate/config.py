@@ -66,7 +66,7 @@ class ZeroShotConfig:
     samples: ResultFile | None = None
     """JSONL file for the result of each window, article or passage; null writes none."""
     batch_size: MicroBatchSize = 8
-    """Full-length texts per micro-batch on each rank; more of shorter ones. No score depends on it."""
+    """Full-length sequences per micro-batch on each rank; more of shorter ones. No score depends on it."""
     seq_length: SeqLength | None = None
     """Tokens that the model reads at a time; null takes the checkpoint's data.seq_length."""
     limit: Annotated[int | None, POSITIVE] = None
@@ -141,11 +141,11 @@ class LmEvalConfig:
     tokenizer: InputPath | None = None
     """tokenizer.json; null takes the one saved with the run."""
     batch_size: MicroBatchSize = 8
-    """Full-length texts per micro-batch on each rank. No score depends on it."""
+    """Full-length sequences per micro-batch on each rank. No score depends on it."""
     max_length: Annotated[int | None, POSITIVE] = None
     """Tokens the model reads at the most; null means its max_positions."""
     max_gen_toks: Annotated[int, POSITIVE] = 256
-    """Tokens a text is continued by, where the task does not say."""
+    """Most tokens to generate, for tasks that do not specify it."""
     seed: Annotated[int, SEED] = 1234
     """Of the sampling, for tasks that sample."""
     socket: str = ""

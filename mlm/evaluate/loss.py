@@ -1,12 +1,12 @@
 """`mlm eval loss`: mean loss, perplexity and bits per byte of a checkpoint over an indexed corpus.
 
-Protocol of a GPT-2: the corpus's tokens in their order, cut into windows of seq_length; each token but the
+Protocol of a GPT-2: the corpus's tokens in their order, split into windows of seq_length; each token but the
 very first is scored once, with the tokens before it in its window as context. Perplexity is exp(mean loss per
 token). Bits per byte is the summed loss in bits over the UTF-8 bytes of the text: comparable across
 tokenizers.
 
 That of a BERT: one pass over the corpus's samples, as in pretraining but masked in one way whatever the seed
-of the run; loss per masked token and per order of two segments, and how many of each are told right.
+of the run; loss per masked token and per order of two segments, and the accuracy of both.
 
 The score does not depend on layout or batch size.
 """
@@ -69,7 +69,7 @@ def preflight(config: EvalLossConfig) -> list[str]:
         if check := trained.model.family.check_tokenizer:
             check(load_tokenizer(config.tokenizer, path))
     except CorruptFileError:
-        raise  # damage has an exit code of its own
+        raise  # damage has a different exit code
     except UserError as error:
         return [str(error)]
     if problem := corpus_problem(prefix, path):

@@ -1,4 +1,4 @@
-"""Log-likelihoods of tokens given the ones before them: what every evaluation of texts is made of.
+"""Log-likelihoods of tokens given the ones before them, the basis of every language-model evaluation.
 
 Requests are sorted by length, the longest first, and packed into micro-batches of about equal cost. Texts are
 padded on the right, where a causal model does not look: a score depends neither on what shares its
@@ -65,7 +65,7 @@ Reading = list[int]
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """A micro-batch of texts, and which of their tokens are scored."""
+    """A micro-batch of sequences, and the positions of their scored tokens."""
 
     tokens: Tensor
     """[B, S] int64."""
@@ -100,7 +100,7 @@ def score(
             folder exists. Whoever has saved the result deletes it.
         identity: what scores depend on besides the requests and the dtype, such as the checkpoint's digest.
             A file kept under another identity, or damaged, is written anew.
-        advance: told how many more requests are done, on every rank; those that were kept come first.
+        advance: called with the number of requests just done, on every rank; kept ones come first.
         resumed: called on every rank with the number of requests that were kept, if there are any.
 
     Raises UserError for a score that is not finite, and where `kept` cannot be read or written.
@@ -157,7 +157,7 @@ def in_groups(
 ) -> Iterator[list[Reading]]:
     """Readings for the `size` data-parallel ranks, each at most `budget` tokens with padding.
 
-    A reading that is longer is a group of its own.
+    A longer reading is a group alone.
     """
     first = 0
     while first < len(readings):

@@ -1,4 +1,4 @@
-"""The rows of each step, and their micro-batches of texts of about equal length.
+"""The rows of each step, and their micro-batches of sequences of about equal length.
 
 All of it is a function of the rows' lengths, the seed and the step: every rank computes the same plan at any
 layout, and a resumed run continues where it stopped.
@@ -102,7 +102,7 @@ class Batcher:
     """Splits a batch into micro-batches and assigns them to data-parallel ranks."""
 
     budget: int
-    """Tokens of a micro-batch, padding included; a longer example is a micro-batch of its own."""
+    """Tokens of a micro-batch, padding included; a longer example is a micro-batch alone."""
     rank: int
     size: int
     """Data-parallel rank and size."""

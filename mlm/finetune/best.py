@@ -1,4 +1,4 @@
-"""The best checkpoint of a finetuning run, and what its checkpoints say of the validations so far.
+"""The best checkpoint of a finetuning run, and its checkpoints' record of the validations so far.
 
 A run directory has two folders of checkpoints: `checkpoints`, to resume from, and `best/checkpoints`, weights
 alone. A best one is deleted only when no checkpoint to resume from, on disk or being written, names it: a

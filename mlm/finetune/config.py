@@ -62,7 +62,7 @@ class FinetuneTrainConfig:
     """Texts of task.max_length tokens one rank runs through the model at once; more of shorter ones. The rest
     of a batch is accumulated."""
     sort_batches: Annotated[int, POSITIVE] = 50
-    """Rows of so many batches are sorted by length before they are cut into batches, so that little is
+    """Rows of so many batches are sorted by length before they are split into batches, so that little is
     padded; 1 leaves them in random order."""
     validate_every: Annotated[
         int | None, NOT_NEGATIVE, Also("eval_interval", "eval_steps", "val_interval", "val_every")
@@ -97,7 +97,7 @@ class FinetuneCheckpointConfig:
     keep_last: Annotated[int, POSITIVE] = 1
     """Newest checkpoints kept, besides the best."""
     resume: bool = True
-    """Continue from the newest whole checkpoint in `out`; false refuses an `out` that already holds one."""
+    """Continue from the newest whole checkpoint in `out`; false rejects an `out` that already holds one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

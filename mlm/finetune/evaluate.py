@@ -76,7 +76,7 @@ def probability_problems(config: EvalTaskConfig) -> list[str]:
 
 
 def saved_state(start: Start) -> dict[str, Any]:
-    """Return what the checkpoint says of its finetuning; empty for a model of another program."""
+    """Return the checkpoint's record of its finetuning; empty for a model of another program."""
     path = start.named.path
     saved = {} if is_model_folder(path) else read_manifest(path).state.get(FINETUNING, {})
     return saved if isinstance(saved, dict) else {}

@@ -95,7 +95,7 @@ def run(config: FinetuneConfig, ctx: ParallelContext) -> None:
 
 
 def by_seed(config: FinetuneConfig) -> list[FinetuneConfig]:
-    """Return the runs of a command: one, or one per seed in a folder of its own."""
+    """Return the runs of a command: one, or one per seed, each in a separate folder."""
     if config.seeds == 1:
         return [config]
     seeds = range(config.seed, config.seed + config.seeds)

@@ -111,7 +111,7 @@ def jsonl_records(file: Path) -> Iterator[Placed]:
             number += 1
             place = f"{file}:{number}"
             if len(line) > MAX_LINE:
-                raise UserError(f"{place}: a line of more than {MAX_LINE} bytes: cut or delete it")
+                raise UserError(f"{place}: a line of more than {MAX_LINE} bytes: shorten or delete it")
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             if not line.strip():
@@ -159,7 +159,7 @@ def parquet_records(file: Path) -> Iterator[Placed]:
     row = 0
     try:
         schema = pq.read_schema(file)
-        # A small file can say the same large text in every row: as entries of a dictionary it is held once.
+        # A small file can hold the same large text in every row: as entries of a dictionary it is held once.
         texts = [field.name for field in schema if field.type in (pa.string(), pa.large_string())]
         with pq.ParquetFile(file, pre_buffer=False, read_dictionary=texts) as table:
             for batch in table.iter_batches(BATCH_ROWS, use_threads=False):
@@ -178,7 +178,7 @@ def parquet_records(file: Path) -> Iterator[Placed]:
 
 
 def unpacked_bytes(batch: Any) -> int:
-    """Return the maximum size of a batch's rows if each has texts of its own."""
+    """Return the maximum size of a batch's rows if no two share texts."""
     compute, types = (load_extra(module, KEY) for module in ("pyarrow.compute", "pyarrow.types"))
     size = int(batch.nbytes)
     for column in batch.columns:

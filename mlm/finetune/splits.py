@@ -183,7 +183,7 @@ class Examples(Sequence[Example]):
         if not self.truncated:
             return ""
         return (
-            f"{split.source}: {self.truncated:,} of {len(split):,} rows of {split.name} were cut to "
+            f"{split.source}: {self.truncated:,} of {len(split):,} rows of {split.name} were truncated to "
             f"{self.max_length} tokens"
         )
 

@@ -11,7 +11,7 @@ from mlm.config.fields import Forbid
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskConfig:
-    """A task: what a row of it is, what is asked, and how answers are scored and handed in."""
+    """A finetuning task: its rows, its metrics, and the files of predictions it submits."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
@@ -60,7 +60,9 @@ class TaskConfig:
     submit_names: bool = True
     """Hand in the names of labels; false hands in their numbers."""
     max_length: int = 512
-    """Tokens of a text with its special tokens; a longer one is cut. At most the model's max_positions."""
+    """Maximum tokens of a sequence, special tokens included; at most the model's max_positions.
+
+    Longer ones are truncated."""
     question_length: int | None = None
     """Tokens kept of a question (kind span), or of a question with its option (kind choice); null keeps all
     that leave room for the rest."""

@@ -41,7 +41,7 @@ from mlm.train.state import FINETUNING, load_weights
 from mlm.train.trainer import Trainer
 
 TRIM_EVERY = 20
-"""Steps between returns of freed memory to the system: texts of other lengths need other blocks."""
+"""Steps between returns of freed memory to the system: sequences of other lengths need other blocks."""
 STEP_BITS = 32
 """Bits below the step in a micro-batch's number, which hold its position in the step: all numbers differ."""
 
@@ -144,7 +144,7 @@ class FinetuneLoop(Loop):
             self.tidy()
 
     def record_progress(self) -> None:
-        """Have checkpoints say how far validation is."""
+        """Record the progress of validation in checkpoints."""
         state = self.trainer.extra_state
         # a new dictionary: a save under way may still be writing the one before
         state[FINETUNING] = {**state[FINETUNING], "progress": self.progress.saved()}

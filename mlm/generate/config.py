@@ -25,7 +25,7 @@ STDIN = "-"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateConfig:
-    """The run spec of `mlm generate`: continue texts with a checkpoint.
+    """The run spec of `mlm generate`: continue prompts with a checkpoint.
 
     When a text has filled the model's max_positions, the newest half of them is read again, and the text goes
     on from there.
@@ -39,7 +39,7 @@ class GenerateConfig:
     """Text to continue; - reads it from standard input. Empty begins a document: after an end-of-document
     token."""
     prompts: InputPath | None = None
-    """File of texts to continue, in place of prompt: one per line, or .jsonl with `prompt` or `text`."""
+    """File of prompts to continue, in place of prompt: one per line, or .jsonl with `prompt` or `text`."""
     num_samples: Annotated[int, POSITIVE] = 1
     """Continuations of each prompt."""
     out: ResultFile | None = None
@@ -47,11 +47,11 @@ class GenerateConfig:
     batch_size: MicroBatchSize = 8
     """Texts continued at a time. What is drawn does not depend on it."""
     max_new_tokens: Annotated[int, POSITIVE, Also("max_length", "max_tokens")] = 128
-    """Tokens to add at most; the text may end by itself."""
+    """Most tokens to generate; a sequence may end earlier."""
     min_new_tokens: Annotated[int, NOT_NEGATIVE] = 0
-    """Tokens before which the text may not end by itself."""
+    """Fewest tokens to generate before the end-of-document token is allowed."""
     stop: tuple[str, ...] = ()
-    """Texts that end a continuation, which is cut before the first of them: stop=["\\n\\n",ROMEO]."""
+    """Strings that end a continuation, which is truncated before the first of them: stop=["\\n\\n",ROMEO]."""
     temperature: Annotated[float, NOT_NEGATIVE] = 0.8
     """Divides the logits; 0 takes the most probable token."""
     top_k: Annotated[int, NOT_NEGATIVE] = 0

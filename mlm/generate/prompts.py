@@ -1,4 +1,4 @@
-"""The texts that `mlm generate` is to continue: from the command line, a file or standard input."""
+"""The prompts of `mlm generate`: from the command line, a file or standard input."""
 
 import json
 import sys

@@ -50,7 +50,7 @@ def preflight(config: GenerateConfig) -> list[str]:
         if config.prompt != STDIN:  # which can be read once
             read_prompts(config, tokenizer)
     except CorruptFileError:
-        raise  # damage has an exit code of its own
+        raise  # damage has a different exit code
     except UserError as error:
         return [*problems, str(error)]
     return problems
@@ -138,7 +138,7 @@ def show(
 ) -> list[list[int]]:
     """Take in what `continuations` yields and print it; each text's new tokens.
 
-    `alone`: no file takes the texts. `advance` is told of each that has ended. What follows one of `stops` is
+    `alone`: no file takes the texts. `advance` is called as each one ends. What follows one of `stops` is
     not printed.
     """
     new: list[list[int]] = [[] for _ in texts]

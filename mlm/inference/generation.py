@@ -1,7 +1,7 @@
-"""Continue texts with a trained model, several at a time, every token read once.
+"""Batched incremental generation with a trained model: every token is read once.
 
 The last stage chooses each step's tokens, and all ranks learn them. When a text has filled the model's
-max_positions, the newest half of them is read again from position 0 and the text goes on from there: one pass
+max_positions, the newest half is read again from position 0 and generation continues from there: one pass
 for every max_positions / 2 tokens, in place of one for every token.
 """
 
@@ -120,7 +120,7 @@ def continuations(
 
 
 def ends_at(tokenizer: Tokenizer, stops: Sequence[str]) -> Callable[[int, list[int]], bool] | None:
-    """For `until`: true where one of the texts `stops` has just been completed; None without any."""
+    """For `until`: true where one of the strings `stops` has just been completed; None without any."""
     if not stops:
         return None
     tail = max(len(stop.encode()) for stop in stops) + 1  # tokens: each is a byte or more
@@ -164,7 +164,7 @@ class _Reader:
         return tokens
 
     def drop(self, texts: list[_Text], ended: Sequence[_Text]) -> None:
-        """Take ended texts out; the last rows move into their places."""
+        """Remove ended sequences; the last rows move into their places."""
         for text in ended:
             row, last = texts.index(text), texts.pop()
             if last is not text:
@@ -172,7 +172,7 @@ class _Reader:
                 self.cache.move(len(texts), row, last.read)
 
     def _fill(self, texts: Sequence[_Text]) -> None:
-        """Read all but the last token of the texts that are not in the cache."""
+        """Read all but the last token of the sequences that are not in the cache."""
         rows = [row for row, text in enumerate(texts) if not text.read and len(text.context) > 1]
         rows.sort(key=lambda row: len(texts[row].context), reverse=True)  # like with like: little padding
         share = -(-len(rows) // self.ctx.pp.size)  # stages work side by side

@@ -1,6 +1,6 @@
 """Choice of the next token: greedy (the most probable), or sampled by temperature, top_k and top_p.
 
-A draw is a function of (seed, number of the text, place in its continuation) alone: what shares the batch and
+A draw is a function of (seed, prompt number, position in its continuation) alone: what shares the batch and
 how the model is split change nothing but the rounding of the logits.
 
 Shapes: B texts, V vocabulary.
@@ -35,11 +35,11 @@ class Sampling:
     repetition_penalty: float = 1.0
     seed: int = 1234
     batch_size: int = 8
-    """Texts continued at a time. When one ends, the next takes its place."""
+    """Sequences generated at a time. When one ends, the next takes its place."""
 
 
 def uniforms(seed: int, numbers: Sequence[int], places: Sequence[int]) -> NDArray[np.float64]:
-    """In [0, 1), one for each text: the draw of text `numbers[b]` for the token at `places[b]`."""
+    """In [0, 1), one for each sequence: the draw of sequence `numbers[b]` for the token at `places[b]`."""
     return uniform(draw(draw(root(seed), np.array(numbers)), np.array(places)))
 
 

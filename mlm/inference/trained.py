@@ -251,7 +251,7 @@ def _named_tokenizer(named: str, path: Path) -> Tokenizer:
 
 
 def known_tokenizer(path: Path) -> TokenizerDigest | None:
-    """The tokenizer that a checkpoint or a model folder was trained with; None where nothing says it."""
+    """The tokenizer that a checkpoint or a model folder was trained with; None if not recorded."""
     if not is_model_folder(path):
         return tokenizer_then(path, read_manifest(path))
     try:

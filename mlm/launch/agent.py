@@ -1,6 +1,6 @@
 """A plain launch: several ranks on this host under torch's elastic agent, watched until all have left.
 
-The agent starts each rank in a session of its own, so Ctrl-C reaches this process only; `Relay` passes the
+The agent starts each rank in its own session, so Ctrl-C reaches this process only; `Relay` passes the
 request on. Ranks start with these signals blocked (the mask is inherited) and unblock them inside
 `StopRequest`: no request is lost, and none kills a rank that is not ready for it.
 """

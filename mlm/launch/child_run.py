@@ -1,4 +1,4 @@
-"""A run of `mlm` in a process of its own that can be killed with all its ranks, for `mlm verify-resume`."""
+"""A run of `mlm` in a separate process that can be killed with all its ranks, for `mlm verify-resume`."""
 
 import os
 import signal
@@ -81,7 +81,7 @@ def failure_of(process: "subprocess.Popen[bytes]", what: str, log: Path) -> User
     )
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
     kind = UserError if code == UserError.exit_code else CheckFailedError
-    return kind(f"{what} {how}: {said[-1][:LONGEST_LINE]} (all it said: {log})")
+    return kind(f"{what} {how}: {said[-1][:LONGEST_LINE]} (its output: {log})")
 
 
 def _descendants(root: int) -> list[int]:

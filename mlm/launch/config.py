@@ -23,6 +23,6 @@ class DistConfig:
     threads_per_rank: Annotated[int | None, POSITIVE] = None
     """CPU threads of each rank; null shares the cores of this host among its ranks."""
     master_port: Annotated[int, PORT] = 0
-    """TCP port the ranks of a plain launch meet on; 0 picks a free one."""
+    """TCP port for the rendezvous of a plain launch; 0 picks a free one."""
     peak_tflops: Annotated[float | None, POSITIVE] = None
     """Peak TFLOP/s of one device that MFU is stated against; null takes the table for known GPUs."""

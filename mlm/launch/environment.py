@@ -14,7 +14,7 @@ from mlm.errors import UserError
 from mlm.launch.stop import LAUNCHED
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0  # SLURM numbers the batch script, `salloc` shells and the like from here
-FIRST_PORT, PORTS = 12_000, 20_000  # below the range from which Linux hands out ports to anyone
+FIRST_PORT, PORTS = 12_000, 20_000  # below the range from which Linux assigns ports to any process
 
 
 @dataclass(frozen=True)

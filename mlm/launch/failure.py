@@ -113,7 +113,7 @@ class Watchdog:
     """Thread that ends a rank whose communication hangs without an error.
 
     gloo raises at its timeout; NCCL leaves the host waiting in some later call, and aborts the process with a
-    message of its own. The watchdog polls, so that watching a communication costs nothing. It reports an
+    separate message. The watchdog polls, so that watching a communication costs nothing. It reports an
     overdue one through `words` and ends the process with exit code 1. When another rank has failed, it
     reports what this one waits for: a rank that reports nothing is the suspect.
     """

@@ -1,7 +1,7 @@
 """The temporary folder of a launch: locked while its command lives, and removed even after SIGKILL.
 
-A killed command cannot remove its folder. The kernel releases its lock (flock), so a later launch tells such
-a folder from one in use, also if containers share the temporary directory.
+A killed command cannot remove its folder. The kernel releases its lock (flock), so a later launch can
+distinguish its folder from one in use, also if containers share the temporary directory.
 """
 
 import os

@@ -227,7 +227,7 @@ def _speaks(failure: Failure, store: Store | None) -> bool:
 def _is_first(failure: Failure, store: Store) -> bool:
     try:
         if failure.lost_peer:
-            time.sleep(LAST_WORDS_S / 2)  # give the rank that caused it time to say so
+            time.sleep(LAST_WORDS_S / 2)  # give the rank that caused it time to report it
             return store.add("mlm/failures", 0) == 0 and store.add("mlm/lost", 1) <= MAX_LINES
         store.add("mlm/failures", 1)
         return store.add(f"mlm/failures/{failure.type}: {failure.message}", 1) == 1

@@ -23,7 +23,7 @@ from mlm.parallel.random import DropoutStream, dropout
 class SelfAttention(nn.Module):
     """Multi-head self-attention (arXiv:1909.08053, section 3, figure 3b).
 
-    The rows of the fused qkv weight are ordered [head][q, k, v][head_dim]: a contiguous cut at any tp that
+    The rows of the fused qkv weight are ordered [head][q, k, v][head_dim]: a contiguous split at any tp that
     divides num_heads gives whole heads.
     """
 

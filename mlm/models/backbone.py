@@ -24,7 +24,7 @@ from mlm.parallel.random import DropoutStream
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """Texts as a model with a head of its own reads them, on the device; shorter ones padded on the right."""
+    """Inputs of a model with a task's head, on the device; shorter sequences padded on the right."""
 
     tokens: Tensor
     """[B, S] int64."""
@@ -37,7 +37,7 @@ class Inputs:
 
 
 class Table(nn.Module):
-    """A learned table [rows, H], replicated over tp: of positions, or of kinds of segments."""
+    """A learned table [rows, H], replicated over tp: of positions, or of segment types."""
 
     def __init__(self, rows: int, hidden_size: int, *, init_std: float) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class Transformer(nn.Module):
         return x if stream is None else stream.hidden(x, self.config.hidden_dropout, -1, "embedding")
 
     def through_layers(self, x: Tensor, stream: DropoutStream | None, spans: Spans | None) -> Tensor:
-        """Hidden states behind this stage's layers, normed in the last stage of a model with norm=pre."""
+        """Hidden states after this stage's layers, normed in the last stage of a model with norm=pre."""
         for layer in self.layers.values():
             if self.recompute == "full" and torch.is_grad_enabled():
                 # masks are functions of the stream and the layer: no generator state to stash and restore
@@ -162,7 +162,7 @@ class Transformer(nn.Module):
         return self.final_norm(x) if self.stage.is_last and self.config.norm == "pre" else x
 
     def encode(self, inputs: Inputs, stream: DropoutStream | None = None, x: Tensor | None = None) -> Tensor:
-        """Hidden states behind this stage: of texts for the first, of the stage before (`x`) for others."""
+        """Hidden states after this stage, computed from token ids in the first and from `x` in the others."""
         if x is None:
             x = self.embed(inputs.tokens, stream, token_types=inputs.token_types)
         return self.through_layers(x, stream, inputs.spans)

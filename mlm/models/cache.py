@@ -1,7 +1,7 @@
 """Keys and values of what a model has read, so that a text's next token costs the work of one token.
 
 A cache has a row per text. A token's column is its position, so texts of any lengths lie side by side without
-padding before them, and nothing a row has not read yet is seen: it lies behind the row's end. A pass either
+padding before them, and nothing a row has not read yet is seen: it lies after the row's end. A pass either
 fills rows from their beginning, or reads one more token of each.
 
 Shapes: S sequence, B texts of a pass, H hidden, N heads, D head_dim, L columns, t = tensor-parallel size.
@@ -58,14 +58,14 @@ class KeyValueCache:
 
 @dataclass(frozen=True, eq=False)
 class Fill:
-    """A pass that reads texts from their beginning: tokens [B, S], shorter ones padded on the right.
+    """A pass that reads sequences from their beginning: tokens [B, S], shorter ones padded on the right.
 
     Attention is causal, so no token sees the padding; what it writes is written over before it is seen.
     """
 
     cache: KeyValueCache
     rows: Sequence[int]
-    """Rows of the B texts in the cache."""
+    """Rows of the B sequences in the cache."""
 
     documents: None = None
     wants_logits = False

@@ -51,12 +51,12 @@ class ModelConfig:
     ] = 1e-5
     """Added to the variance in layer norm."""
     norm: Literal["pre", "post"] = "pre"
-    """Place of layer norm: before attention and MLP (arXiv:1909.08053, figure 7b), or behind the residual
+    """Position of layer norm: before attention and MLP (arXiv:1909.08053, figure 7b), or after the residual
     sums as in the first BERT (figure 7a). gpt2 knows pre only."""
     activation: Literal["gelu", "gelu_tanh"] = "gelu_tanh"
     """Nonlinearity of the MLP: GELU, or its approximation by tanh as in GPT-2."""
     token_types: Annotated[int, NOT_NEGATIVE] = 0
-    """Kinds of segments a text may have, each with an embedding of its own; 0 for gpt2, 2 for bert."""
+    """Segment types of a sequence, each with its own embedding; 0 for gpt2, 2 for bert."""
     head: Literal["language_model", "none", "classification", "span"] = "language_model"
     """Outputs made of the hidden states: those of pretraining (bert: masked tokens and the order
     of sentences), nothing, num_labels numbers per text, or two per token (where an answer begins, ends)."""
@@ -101,7 +101,7 @@ class ModelConfig:
         mlp = 2 * h * ffn + ffn + h
         norms = 4 * h
         embeddings = (self.vocab_size + self.max_positions + self.token_types) * h
-        one_norm = 2 * h  # behind the layers, or behind the embeddings with norm=post
+        one_norm = 2 * h  # after the layers, or after the embeddings with norm=post
         head = self.family.num_head_parameters(self)
         return embeddings + self.num_layers * (attention + mlp + norms) + one_norm + head
 
@@ -110,7 +110,7 @@ class ModelConfig:
 
         Matrix products only: 6 per weight, plus 12 * L * H * S for attention scores and values
         (arXiv:2104.04473, section 5.1, without its recomputed forward pass). Weights after the layers count
-        as the family says: vocabulary projections of scored tokens.
+        as the family defines it: vocabulary projections of scored tokens.
         """
         h = self.hidden_size
         layer = 4 * h * h + 2 * h * self.ffn_size

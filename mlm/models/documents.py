@@ -1,4 +1,4 @@
-"""Documents inside a sample: where one ends, and what begins anew behind it.
+"""Documents inside a sample: where one ends, and what restarts after it.
 
 A document ends with its end-of-document token. Megatron-LM's three switches, each on its own:
 --reset-position-ids, --reset-attention-mask and --eod-mask-loss (`_get_ltor_masks_and_position_ids` in
@@ -31,7 +31,7 @@ class Spans:
 
     @torch.compiler.disable  # lengths differ from batch to batch: each would be compiled anew
     def each(self, attention: Callable[[Tensor], Tensor], qkv: Tensor) -> Tensor:
-        """`attention` of each document by itself: [S, B, 3H/t] -> [S, B, H/t].
+        """`attention` within each document: [S, B, 3H/t] -> [S, B, H/t].
 
         Costs the squares of the documents' lengths rather than that of S: on a CPU faster than a mask.
         """
@@ -126,7 +126,7 @@ def bias_of(ends: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _behind(ends: Tensor) -> Tensor:
-    """True if each token comes right behind the end of a document: bool [B, S]."""
+    """True at tokens right after the end of a document: bool [B, S]."""
     begins = ends.roll(1, dims=1)
     begins[:, 0] = False
     return begins

@@ -82,7 +82,7 @@ class ModelFamily(Generic[C, B]):
     causal: bool
     """True if a token attends only to itself and to the tokens before it: such a model generates text, looks
     at no padding on the right, and is finetuned on texts that end with the end-of-document token. Others read
-    both ways, and texts framed by [CLS] and [SEP]."""
+    both ways, and sequences framed by [CLS] and [SEP]."""
     objective: "Callable[[DataConfig, ParallelContext, torch.dtype], Objective[C, B]]"
     """Objective of pretraining; the dtype is that of activations."""
     samples: SampleSource

@@ -1,4 +1,4 @@
-"""Small modules behind the last layer. They are replicated over tp.
+"""Small modules after the last layer. They are replicated over tp.
 
 With sequence parallelism a tp rank computes them for its own rows of the sequence, so its gradients of their
 weights are of those rows, like those of all replicated parameters, and are summed over tp.

@@ -9,7 +9,7 @@ BEHIND = ("final_norm", "pooler", "mlm_head", "sop_head", "classifier")
 
 @dataclass(frozen=True)
 class Stage:
-    """A run of consecutive layers, with the embedding before the first and the head behind the last."""
+    """A run of consecutive layers, with the embedding before the first and the head after the last."""
 
     layers: range
     """Global layer numbers."""

@@ -15,7 +15,7 @@ def gradient_norm(shards: Sequence[ParameterShard], ctx: ParallelContext) -> Ten
     """L2 norm of the whole model's gradient, equal on all ranks; 0-d, not read back from the device.
 
     Split parameters count on every tp rank, replicated ones on the first alone, tied copies nowhere.
-    Gradients are already summed over dp, each dp rank holding all of them or, cut over dp, its rows.
+    Gradients are already summed over dp, each dp rank holding all of them or, sharded over dp, its rows.
     Non-finite gradients make it non-finite.
     """
     owned = [s.parameter.grad for s in shards if s.is_owner and s.parameter.grad is not None]

@@ -26,7 +26,7 @@ class LossScaler:
     Attributes:
         scale: 0-d float32 tensor on the device.
         skipped: 0-d int64 tensor: steps skipped for non-finite gradients.
-        exhausted: 0-d bool tensor: an overflow came at the smallest scale; training cannot go on.
+        exhausted: 0-d bool tensor: an overflow occurred at the smallest scale; training cannot continue.
     """
 
     def __init__(self, config: PrecisionConfig, device: torch.device) -> None:

@@ -41,7 +41,7 @@ class Pending:
             with _watched(self.op, self.axis, self.ranks):
                 self.work.wait()
             self.work = None
-            if self.out.is_cuda:  # the stream waits, not this thread: only an event tells when it is over
+            if self.out.is_cuda:  # the stream waits, not this thread: only an event shows when it is over
                 event = torch.cuda.Event()
                 event.record()
                 ranks = self.ranks or self.axis.ranks
@@ -159,7 +159,7 @@ class _CopyToTP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        # autograd may hand the same tensor to another branch, so it is reduced in a copy of its own
+        # autograd may hand the same tensor to another branch, so a copy is reduced
         return all_reduce(dy.clone(memory_format=torch.contiguous_format), ctx.axis), None
 
 

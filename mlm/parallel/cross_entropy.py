@@ -114,7 +114,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         before, then = split_scale(scale.to(wide(hidden.dtype)), hidden.dtype)
         rows = chunk_rows(hidden.shape[0], weight.shape[0], hidden.device, chunk_bytes)
         d_hidden = torch.empty_like(hidden)
-        # [H, V/t] where the product is faster that way round (matmul.weight_gradient says why); turned once
+        # [H, V/t] where the product is faster that way round (see matmul.weight_gradient); turned once
         turned = uses_onednn(hidden, compute)
         d_weight = torch.zeros_like(  # summed over the chunks, so wide even where the weight is not
             weight.t() if turned else weight,
@@ -169,7 +169,7 @@ def linear_cross_entropy(
     """Return scale * sum of the losses of scored rows, logits = hidden @ table.weight^T. Differentiable once.
 
     Args:
-        hidden: [R, H] replicated over tp, behind `copy_to_tp`: its gradient here is this shard's part.
+        hidden: [R, H] replicated over tp, after `copy_to_tp`: its gradient here is this shard's part.
         labels: [R] int64, IGNORE where not scored.
         table: the (tied) vocabulary-parallel weight [V/t, H].
         scale: 0-d float tensor, for instance loss_scale / tokens of the global batch.

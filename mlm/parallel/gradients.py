@@ -28,7 +28,7 @@ class Reducer(Protocol):
     Use: `start_step()`; set `sync` before each backward pass, to True for the last one of the step, or never
     where weight gradients arrive outside backward passes (then `settle()` after each batch of them); then
     `finish()`. After `finish` the `grad` of every ParameterShard's parameter holds the sum over dp (this
-    rank's rows of it, where it is cut over dp).
+    rank's rows of it, where it is sharded over dp).
     """
 
     sync: bool

@@ -40,7 +40,7 @@ def _draw(shard: ParameterShard, std: float, seed: int) -> None:
         first = shard.offset[0]
         target.copy_(draw_normal(shape, std, seed, range(first, first + target.shape[0])))
         return
-    block = max(1, (1 << 22) // max(1, shape[-1]))  # bounds the memory of drawing a tensor cut by columns
+    block = max(1, (1 << 22) // max(1, shape[-1]))  # bounds the memory of drawing a tensor split by columns
     for first in range(0, shape[0], block):
         rows = range(first, min(first + block, shape[0]))
         drawn = draw_normal(shape, std, seed, rows)

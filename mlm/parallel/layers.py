@@ -1,7 +1,7 @@
 """Tensor-parallel layers: linear layers split by column or by row, and the split token table.
 
 Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3. With sequence parallelism (arXiv:2205.05198,
-section 4.2.2) what is replicated over tp below is cut along S instead: [S/t, B, …] in place of [S, B, …].
+section 4.2.2) what is replicated over tp below is split along S instead: [S/t, B, …] in place of [S, B, …].
 
 Shapes: S sequence, B micro-batch, I in, O out, H hidden, V padded vocabulary, t = tensor-parallel size.
 """

@@ -66,7 +66,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.tp, ctx.sequence_parallel, ctx.postponed = tp, sequence_parallel, postponed
-        # recomputation hands a stand-in for the saved weight to backward, whose gradient would go nowhere
+        # recomputation hands a placeholder of the saved weight to backward, whose gradient would be lost
         ctx.leaf = None if postponed is None else weight
         whole = gather_rows(x, tp) if sequence_parallel else x
         return product(whole, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
@@ -101,7 +101,7 @@ def _weight_job(x: Tensor, weight: Tensor, dy: Tensor, gather_over: Axis | None)
     def run() -> None:
         whole = x if gather_over is None else gather_rows(x, gather_over)
         dw = weight_gradient(dy, whole.reshape(-1, x.shape[-1])).to(weight.dtype)
-        torch.autograd.backward(weight, dw)  # adds to .grad and tells those who wait for it
+        torch.autograd.backward(weight, dw)  # adds to .grad and runs the hooks that wait for it
 
     return run
 

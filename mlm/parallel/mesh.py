@@ -121,7 +121,7 @@ def build_mesh(
 def host_group(world_size: int, timeout_s: float, backend: str = "gloo") -> ProcessGroup | None:
     """A new group of all ranks for host memory; None when there is one rank. Every rank calls this.
 
-    A thread that communicates beside the main one needs a group of its own.
+    A thread that communicates beside the main one needs a separate group.
     """
     if world_size == 1:
         return None

@@ -18,7 +18,7 @@ Change = dict[str, Any]
 
 MOST_ALTERNATIVES = 2  # that a problem names
 HEADS, LAYERS = "model.num_heads", "model.num_layers"
-FALLBACKS = {"pipeline": "1f1b", "zero": 2, "sequence_parallel": False}  # what goes with every layout
+FALLBACKS = {"pipeline": "1f1b", "zero": 2, "sequence_parallel": False}  # valid with every layout
 MOVABLE = (HEADS, "tp", "pp", "vp", "dp", *FALLBACKS, "data.seq_length", "train.global_batch_size")
 
 
@@ -81,7 +81,7 @@ class Layout:
         if all(found) and all(self._keeps(self.rules, change) for change in together):
             return found, True
         nearest = self._nearest(self._movable(), {}, math.inf)
-        assert nearest is not None  # tp=1 pp=1 vp=1 goes with everything
+        assert nearest is not None  # tp=1 pp=1 vp=1 is always valid
         shares = [{key: nearest[key] for key in rule.reads if key in nearest} for rule in broken]
         shares[0] |= {key: value for key, value in nearest.items() if key not in _merged(shares)}
         return [[share] for share in shares], len(broken) == 1
@@ -149,7 +149,7 @@ class Layout:
         return divisors(started) if started else range(1, self.launch.most_ranks + 1)
 
     def _replicas(self, values: Settings) -> Iterable[int | None]:
-        """Values for dp; null (the ranks that are left) only where a launcher says how many there are."""
+        """Values for dp; null (the ranks that are left) only where a launcher sets their number."""
         each, rest = divmod(self.launch.most_ranks, values["tp"] * values["pp"])
         if values["dp"] is None:
             return ()

@@ -66,7 +66,7 @@ class DropoutStream:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def everywhere(self, x: Tensor, p: float, layer: int, site: str) -> Tensor:
-        """Dropout of what every tp rank computes alike, whatever hidden states are cut into."""
+        """Dropout of activations replicated over tp, however hidden states are split."""
         if p == 0:
             return x
         self.enter(layer, site, SHARED[0])

@@ -1,4 +1,4 @@
-"""Sharded data parallelism: weights, gradients and optimizer state cut over the dp axis (zero=2|3).
+"""Sharded data parallelism: weights, gradients and optimizer state sharded over the dp axis (zero=2|3).
 
 Source: ZeRO (arXiv:1910.02054, section 5), by PyTorch's FSDP2. Each layer is one unit, what is left another:
 a unit's rows are gathered in one message before its first forward pass and its gradients leave in one
@@ -7,8 +7,8 @@ in every one (zero_reduce=every), which keeps 1/dp of it and sends it as many ti
 weights stay until the step's last backward pass; with zero=3 they are dropped after each pass and gathered
 again.
 
-FSDP2 cuts dim 0 like torch.chunk: the last ranks may hold fewer rows, or none. It keeps the rows as DTensors.
-We hand out their plain local tensors (`ParameterShard.parameter`), in float32 or float64: what optimizer,
+FSDP2 splits dim 0 like torch.chunk: the last ranks may hold fewer rows, or none. It keeps them as DTensors.
+We expose their plain local tensors (`ParameterShard.parameter`), in float32 or float64: what optimizer,
 clipping and checkpoints work on. Gathered weights and the gradients of one pass are of the compute dtype;
 they are added up over micro-batches and over ranks in the dtype of the rows.
 
@@ -62,7 +62,7 @@ def build_reducer(
         compute_dtype: dtype of activations; what gathered weights are cast to if it is half precision.
         units: submodules to gather on their own, in the order they run.
         methods: names of methods other than `forward` that compute with the parameters.
-        reduce: micro-batches of a step that reduce gradients cut over dp (ParallelConfig.zero_reduce).
+        reduce: micro-batches of a step that reduce gradients sharded over dp (ParallelConfig.zero_reduce).
         late_weights: True if weight gradients arrive outside backward passes, before a call of `settle`.
     """
     if zero == 0 or dp.group is None:
@@ -80,7 +80,7 @@ def build_reducer(
 
 
 class ShardedReducer:
-    """The Reducer of parameters cut over dp, and what cuts them. Arguments as of `build_reducer`."""
+    """Reducer that shards parameters over dp. Arguments as of `build_reducer`."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ def _slice_of(parameter: nn.Parameter, dp: Axis) -> DataParallelSlice:
     rows = nn.Parameter(_local(parameter), requires_grad=parameter.requires_grad)
     share = -(-parameter.shape[0] // dp.size)
     first = min(dp.rank * share, parameter.shape[0])
-    assert rows.shape[0] == min(share, parameter.shape[0] - first), "FSDP2 cuts otherwise than torch.chunk"
+    assert rows.shape[0] == min(share, parameter.shape[0] - first), "FSDP2 splits otherwise than torch.chunk"
     return DataParallelSlice(rows, tuple(parameter.shape), first, dp)
 
 

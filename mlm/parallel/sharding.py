@@ -1,8 +1,8 @@
 """Parts of parameters that a rank holds.
 
-A module whose parameters are split says so in a class-level map `tp_dims` (parameter name -> split dim);
+A module whose parameters are split declares it in a class-level map `tp_dims` (parameter name -> split dim);
 every other parameter is replicated over tp. A vocabulary-sized parameter may also have padding rows at its
-global end: `true_rows` of the module tells where the real ones stop. A module that holds another rank's
+global end: `true_rows` of the module is the number of real ones. A module that holds another rank's
 parameters once more has a true `is_tied_copy`. With sharded data parallelism (sharded.py) a rank holds some
 rows of its tensor-parallel part only: `DP_SLICES`.
 """
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mlm.parallel.mesh import Axis
 
 DP_SLICES = "dp_slices"
-"""Attribute of a module whose parameters are cut over dp: parameter name -> DataParallelSlice."""
+"""Attribute of a module whose parameters are sharded over dp: parameter name -> DataParallelSlice."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class DataParallelSlice:
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """A parameter as this rank holds it: the rectangle that optimizer and checkpoints work on."""
+    """A parameter as this rank holds it: the region that optimizer and checkpoints work on."""
 
     name: str
     """Name in the whole model, for instance layers.3.mlp.up.weight."""
@@ -54,8 +54,8 @@ class ParameterShard:
     def is_owner(self) -> bool:
         """True if this rank counts this part: every element has one owner among the ranks that split it.
 
-        Those are the tp ranks, and the dp ranks too where `dp_slice` cuts it over them. Else each dp rank has
-        a replica, with an owner of its own. A tied copy never counts: its original does.
+        Those are the tp ranks, and the dp ranks too if `dp_slice` shards it over them. Else each dp rank has
+        a replica, with its own owner. A tied copy never counts: its original does.
         """
         if getattr(self.module, "is_tied_copy", False):
             return False
@@ -63,7 +63,7 @@ class ParameterShard:
 
     @property
     def part_shape(self) -> tuple[int, ...]:
-        """Shape of what the tp rank holds, before a cut over dp."""
+        """Shape of the tp rank's shard, before sharding over dp."""
         return tuple(self.parameter.shape) if self.dp_slice is None else self.dp_slice.part_shape
 
     @property
@@ -115,7 +115,7 @@ def parameter_shards(model: nn.Module, tp: Axis) -> Iterator[ParameterShard]:
 
 
 def shard_of(full: Tensor, axis: Axis, dim: int) -> Tensor:
-    """This rank's slice of a tensor cut evenly along `dim`; a contiguous copy."""
+    """This rank's slice of a tensor split evenly along `dim`; a contiguous copy."""
     if full.shape[dim] % axis.size:
         raise ValueError(
             f"dim {dim} of shape {tuple(full.shape)} must be divisible by {axis.name}={axis.size}"
@@ -137,5 +137,5 @@ def load_whole(model: nn.Module, whole: Mapping[str, Tensor], tp: Axis) -> None:
             )
         target = shard.without_padding(shard.parameter)
         shard.parameter.zero_()
-        rectangle = (slice(o, o + n) for o, n in zip(shard.offset, target.shape, strict=True))
-        target.copy_(full[tuple(rectangle)])
+        region = (slice(o, o + n) for o, n in zip(shard.offset, target.shape, strict=True))
+        target.copy_(full[tuple(region)])

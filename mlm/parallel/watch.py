@@ -20,10 +20,10 @@ from types import TracebackType
 TRANSPORT = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "broken pipe")
 SHOWN = 8  # ranks of a group that are listed in full
 FOLLOWED = 1 << 14  # the device's launch queue is full long before the host is so many ahead
-EARLY_S = 1.5  # NCCL aborts the process at its timeout: say what hangs before that
+EARLY_S = 1.5  # NCCL aborts the process at its timeout: report the hang before that
 
 
-class LostPeer(RuntimeError):  # noqa: N818 - it says what is wrong
+class LostPeer(RuntimeError):  # noqa: N818 - names the problem
     """Another rank did not do its part of a communication. The message is one line for the user."""
 
 
@@ -101,7 +101,7 @@ class Watch:
     timeout_s: float = math.inf
     """Seconds a communication may take."""
     setting: str = "dist.timeout_s"
-    """The setting that says so, for messages."""
+    """The setting it comes from, for messages."""
     step: int = 0
     """The training step under way, from 1; 0 outside training."""
     waits: dict[int, Wait] = field(default_factory=dict)

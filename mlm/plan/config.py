@@ -35,4 +35,4 @@ class PlanScheduleConfig:
     weight_gradient_cost: Annotated[float, POSITIVE] = 1.0
     """Duration of the gradient of its weights alone (zb_h1)."""
     transfer_cost: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Duration of one transfer between ranks; computation goes on meanwhile."""
+    """Duration of one transfer between ranks; computation continues meanwhile."""

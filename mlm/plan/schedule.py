@@ -1,4 +1,4 @@
-"""`mlm plan schedule`: simulate a pipeline schedule, draw it and say what it costs. No torch, no model."""
+"""`mlm plan schedule`: simulate a pipeline schedule, draw it and print its cost. No torch, no model."""
 
 import json
 from io import BytesIO

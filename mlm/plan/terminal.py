@@ -81,7 +81,7 @@ def row_name(rank: int) -> str:
 
 
 def windows(total: int, width: int) -> list[tuple[int, int]]:
-    """Columns 0 to `total` cut into windows [start, end) of at most `width`."""
+    """Columns 0 to `total` split into windows [start, end) of at most `width`."""
     return [(start, min(start + width, total)) for start in range(0, total, width)]
 
 

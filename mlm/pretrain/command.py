@@ -15,12 +15,12 @@ COMMANDS = (
         preflight="mlm.pretrain.run:preflight",
         out_is_run_folder=True,
         has_runs=True,
-        summary="train a language model from scratch, or go on from a checkpoint",
+        summary="train a language model from scratch, or continue from a checkpoint",
         about=(
             "Trains a GPT-2 on an indexed corpus. Started plainly it starts its ranks on this host; under "
             "torchrun or SLURM it joins as one. The run folder `out` gets the composed config, checkpoints, "
             "metrics.jsonl and a loss curve; the same command again resumes it, and so does resume=RUN, with "
-            "the run's own settings and what is typed behind it."
+            "the run's own settings and the overrides after it."
         ),
         examples=(
             (

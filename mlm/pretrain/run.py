@@ -25,7 +25,7 @@ from mlm.train.corpora import (
     validation_prefixes,
     validation_sets,
 )
-from mlm.train.identity import told
+from mlm.train.identity import changes_line
 from mlm.train.memory import out_of_memory_as_user_error, reuse_large_blocks
 from mlm.train.resume import claim, continue_data, resume, start_problems
 from mlm.train.run_tokenizer import corpus_tokenizer_errors, tokenizer_now, tokenizer_of
@@ -107,7 +107,7 @@ def notes(trainer: Trainer, start: Path | None, changed: str | None) -> list[str
         found.append(f"{begins} {start} (step {trainer.step})")
     since = tuple(c for c in trainer.past.changes if c["step"] == trainer.step)
     if since and left > 0:
-        found.append(f"{told(since)}; for a new run instead, set another out=…")
+        found.append(f"{changes_line(since)}; for a new run instead, set another out=…")
     if changed is not None:
         found.append(changed)
     if left <= 0:
@@ -132,7 +132,7 @@ def prepare_directory(config: PretrainConfig, out: Path) -> None:
 
 
 def note_tokenizer(trainer: Trainer) -> None:
-    """Let checkpoints say which tokenizer the run is trained with. For one rank; raises UserError."""
+    """Record the run's tokenizer in its checkpoints. For one rank; raises UserError."""
     found = tokenizer_now(trainer.config.data)
     if found is not None:
         trainer.extra_state[TOKENIZER] = found.encode()

@@ -23,7 +23,7 @@ SMOOTH_FROM = 60  # points from which the raw curve is paled and a running mean 
 def plot_losses(metrics_jsonl: Path, png: Path, unit: str = "nats per token") -> None:
     """Draw training and validation loss, in `unit`, and the learning rate below, from a metrics file.
 
-    Of a run on a task also the metric that chooses its best checkpoint, on an axis of its own.
+    Of a run on a task also the metric that chooses its best checkpoint, on a separate axis.
     Lines that can't be read and losses that are null (not finite) leave gaps. `png` is replaced atomically.
     Raises OSError if the one can't be read or the other written.
     """
@@ -68,7 +68,7 @@ def draw_scores(axes: Axes, records: Sequence[dict[str, Any]]) -> None:
 
 
 def draw_losses(axes: Axes, train: Series, valid: Series, unit: str) -> None:
-    """Both losses; the legend tells their last values."""
+    """Both losses; the legend shows their last values."""
     steps, losses = train
     if len(steps) >= SMOOTH_FROM:
         axes.plot(steps, losses, color=TRAIN, alpha=0.25, linewidth=0.8)

@@ -25,7 +25,7 @@ MOVE = "move it out of the run folder"
 class History(Sink):
     """Appends each report to `path`, a line at a time: a kill loses at most the line being written.
 
-    Lines of an earlier attempt beyond `start_step` are cut off first: that future is trained again.
+    Lines of an earlier attempt beyond `start_step` are deleted first: those steps are trained again.
     A full disk does not stop the training: lines wait in memory, and `warn` is called once.
     """
 
@@ -44,7 +44,7 @@ class History(Sink):
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             rewind(self.path, self.start_step)
-            # Unbuffered: a write says how much reached the file, so that a full disk tears no line.
+            # Unbuffered: a write returns how much reached the file, so that a full disk tears no line.
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
             self.file = open(open_regular(self.path, flags), "ab", buffering=0)  # noqa: SIM115 (see close())
         except OSError as error:

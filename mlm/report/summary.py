@@ -58,7 +58,7 @@ def write_summary(
         table(results(steps, [r for r in records if r["kind"] == "validation"])) or "Nothing was logged.",
         "## Files",
         table(present(out)),
-        "## How to go on",
+        "## How to continue",
         "From the directory the command was typed in:",
         commands(out, command, done, total_steps, prompt, validation),
     ]

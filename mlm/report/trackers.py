@@ -88,7 +88,7 @@ class TensorBoard(Sink):
 
 
 class WeightsAndBiases(Sink):
-    """Logs to a project; each attempt is a W&B run of its own, grouped by the run directory's name."""
+    """Logs to a project; each attempt is a separate W&B run, grouped by the run directory's name."""
 
     def __init__(self, out: Path, project: str) -> None:
         self.out = out
@@ -96,7 +96,7 @@ class WeightsAndBiases(Sink):
         self.run: Any = None  # wandb.Run
 
     def start(self, run: dict[str, object]) -> None:
-        """Open the W&B run. Raises UserError if W&B refuses (no login, no network)."""
+        """Open the W&B run. Raises UserError if W&B rejects it (no login, no network)."""
         import wandb
 
         name = self.out.resolve().name

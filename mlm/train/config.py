@@ -49,9 +49,9 @@ class CheckpointConfig:
     keep_every: Annotated[int, NOT_NEGATIVE] = 0
     """Checkpoints at multiples of this step are never deleted; 0 keeps none for ever."""
     resume: bool = True
-    """Continue from the newest whole checkpoint in `out`; false refuses an `out` that already holds one."""
+    """Continue from the newest whole checkpoint in `out`; false rejects an `out` that already holds one."""
     asynchronous: bool = True
-    """Copy the state to host memory and write it while training goes on; false waits for the disk."""
+    """Copy the state to host memory and write it while training continues; false waits for the disk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

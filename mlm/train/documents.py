@@ -14,7 +14,7 @@ SWITCHES = ("reset_positions", "reset_attention", "mask_eod_loss")
 
 
 def document_problems(config: PretrainConfig) -> list[str]:
-    """Why documents cannot be told apart, at most one line; read before any rank starts."""
+    """Problem of finding the ends of documents, at most one line; read before any rank starts."""
     try:
         eod_id, size = with_eod(config.data).eod_id, config.model.vocab_size
     except UserError as error:
@@ -57,7 +57,7 @@ def find_eod(data: DataConfig, switch: str) -> int:
         if eod_id is not None and found != eod_id:
             remedy = "build with one tokenizer" if data.eod_id is None else "leave data.eod_id out"
             raise UserError(
-                f"{source} says {eod_id} ends a document, {said_by} says {found}: "
+                f"{source}: end-of-document token {eod_id}, but {said_by} records {found}: "
                 f"{remedy}, or set data.{switch}=false"
             )
         eod_id, source = found, said_by
@@ -70,12 +70,12 @@ def find_eod(data: DataConfig, switch: str) -> int:
             return Tokenizer.load(folder).eod_id
     raise UserError(
         f"data.{switch}=true needs the id of the end-of-document token, and no {RECEIPT} or tokenizer.json "
-        "of a corpus says it: set data.eod_id=… or data.tokenizer=…"
+        "of a corpus records it: set data.eod_id=… or data.tokenizer=…"
     )
 
 
 def recorded_eod(data: DataConfig) -> int | None:
-    """Id of the end-of-document token by data.eod_id, else by the first receipt that says it."""
+    """Id of the end-of-document token by data.eod_id, else by the first receipt that records it."""
     if data.eod_id is not None:
         return data.eod_id
     found = ((read_receipt(folder) or {}).get("eod_id") for folder in corpus_folders(data))

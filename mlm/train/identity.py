@@ -1,6 +1,6 @@
 """The identity of a run: what may not change between its first step and its last, and a record of what did.
 
-Every key of the run spec has one kind (KINDS). A resumed run is compared with what its checkpoint says: all
+Every key of the run spec has one kind (KINDS). A resumed run is compared with its checkpoint's record: all
 differences of its identity are errors, allowed changes are recorded in the checkpoint. Data is compared by
 content, in resume.py.
 """
@@ -27,7 +27,7 @@ class Kind(Enum):
 
     IDENTITY = "error: the run would be another one"
     DATA = "compared by content; data.change=true allows another"
-    RECORDED = "allowed, told and recorded in the checkpoint"
+    RECORDED = "allowed, logged and recorded in the checkpoint"
     FREE = "allowed: no number of the run depends on it"
 
 
@@ -155,8 +155,8 @@ def changes_since(config: PretrainConfig, saved: Mapping[str, Any], step: int) -
     )
 
 
-def told(changes: tuple[dict[str, Any], ...]) -> str:
-    """Changes in a line."""
+def changes_line(changes: tuple[dict[str, Any], ...]) -> str:
+    """Changes as one line."""
     each = ", ".join(f"{c['key']} {show(c['from'])} → {show(c['to'])}" for c in changes)
     return f"changed at step {changes[0]['step']:,}: {each}"
 

@@ -23,7 +23,7 @@ Batches = list[Any]
 class Loop(ABC):
     """Train step by step, and log, validate, save and stop when due.
 
-    Subclasses say which batches come, how to validate, and when training is done.
+    Subclasses define the batches, the validation and the end of training.
     """
 
     trainer: Trainer

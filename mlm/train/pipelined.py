@@ -43,7 +43,7 @@ EVAL_ROUNDS = 4
 
 
 class PipelinedModel:
-    """This rank's chunks of a model, in the order a micro-batch meets them.
+    """This rank's chunks of a model, in the order a micro-batch passes them.
 
     Attributes:
         chunks: one module per virtual stage; the whole model when pp = vp = 1.
@@ -170,7 +170,7 @@ def evaluate(
 ) -> tuple[list[float], list[int]]:
     """(mean of each part of the objective, what it is a mean over) of all data-parallel ranks' batches.
 
-    Summed in float64, so that the score does not depend on how the samples were dealt. Collective over all
+    Summed in float64, so that the score does not depend on how samples are assigned. Collective over all
     ranks, and the same on each.
     """
     ctx = model.ctx

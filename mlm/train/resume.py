@@ -172,7 +172,7 @@ def _holds_weights_only(path: Path) -> bool:
     try:
         return is_weights_only(read_manifest(path))
     except (UserError, OSError):
-        return False  # loading it says what is wrong
+        return False  # loading reports the problem
 
 
 def _ranks(ctx: ParallelContext) -> Ranks:

@@ -77,7 +77,7 @@ def write_imported(
         filled: Parameters that the source lacks: they take the initial values of the configuration's seed,
             and `state["source"]["filled"]` lists them.
         check: Called with the run directory under its working name, before it is published; its exceptions
-            propagate, and nothing is left behind.
+            propagate, and no files are left.
 
     Raises:
         UserError: `out` is not free (`out_problems`), or the disk is too small or cannot be written.

@@ -221,7 +221,7 @@ def shared_id(ctx: ParallelContext) -> str:
 
 
 def _mark(ctx: ParallelContext) -> "torch.cuda.Event | None":
-    """A point in the device's queue behind all that has changed the weights so far."""
+    """An event on the device's queue after every update of the weights so far."""
     if ctx.device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -230,7 +230,7 @@ def _mark(ctx: ParallelContext) -> "torch.cuda.Event | None":
 
 
 def _after(ready: "torch.cuda.Event | None", device: torch.device) -> Any:
-    """Copies made inside wait for `ready`, on a stream of their own: they do not queue behind training."""
+    """Copies made inside wait for `ready`, on a separate stream: they do not queue after training."""
     if ready is None:
         return nullcontext()
     stream = torch.cuda.Stream(device)  # a new thread's current device is the first one, whatever the rank's

@@ -1,4 +1,4 @@
-"""Surroundings of the training loop: reporting, signals, saving, and rows and files of both kinds of run."""
+"""Services around the training loop: reporting, signals, saving, and rows and files of both types of run."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence

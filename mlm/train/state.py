@@ -202,7 +202,7 @@ def check_identity(
     """Raise ConfigError if a run with this identity cannot continue from a checkpoint or its weights."""
     saved = manifest.state.get("config")
     if not isinstance(saved, Mapping):
-        return  # loading says what is wrong
+        return  # loading reports the problem
     if weights_only:
         errors = function_errors(config, saved, str(path))
     else:

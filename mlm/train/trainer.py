@@ -65,7 +65,7 @@ class Trainer(Generic[B]):
         dropout_parts: whose dropout masks this process draws (`DropoutStream.of_micro_batch`).
         objective: what the model is trained for; None means what it is pretrained for.
         past: saves that the run descends from and changes of its settings; of rank 0, which writes them.
-        extra_state: what checkpoints say besides, as JSON values.
+        extra_state: further state of checkpoints, as JSON values.
     """
 
     def __init__(

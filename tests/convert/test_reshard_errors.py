@@ -133,7 +133,7 @@ class TestSecondTry:
             patch.setattr(reshard.Reader, "read", interrupted_at("up.weight", 3 * LAYERS + 2))
             assert main(words) == 130
         said = capsys.readouterr()
-        assert "the same command goes on" in said.err
+        assert "the same command continues" in said.err
         assert said.err.count("\n") == 1
         root = tmp_path / "out" / "checkpoints"
         assert latest_checkpoint(root) is None

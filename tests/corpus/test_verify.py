@@ -115,7 +115,7 @@ def test_counts_are_held_against_the_receipt(corpus: Path) -> None:
     receipt = json.loads((corpus / RECEIPT).read_text())
     receipt["splits"]["train"]["tokens"] = 7
     (corpus / RECEIPT).write_text(json.dumps(receipt))
-    with pytest.raises(CheckFailedError, match=r"8 tokens, corpus\.json says 7"):
+    with pytest.raises(CheckFailedError, match=r"8 tokens, corpus\.json records 7"):
         run_verify(DataVerifyConfig(path=str(corpus)))
 
 

@@ -279,7 +279,7 @@ def test_a_text_without_context_is_scored_after_the_token_that_mlm_eval_takes(tm
 def test_as_a_rank_of_a_launcher_it_is_rejected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(key, value)
-    with pytest.raises(UserError, match="start it plainly"):
+    with pytest.raises(UserError, match="start it without a launcher"):
         settings({"ckpt": str(folder / "run")})
 
 

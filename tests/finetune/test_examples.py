@@ -64,7 +64,7 @@ def test_every_row_has_its_example_and_cut_rows_are_counted(tmp_path: Path) -> N
     assert [example.row for example in examples] == list(range(50))
     long = [r for r in rows if len(their_bert()(r["first"], r["second"])["input_ids"]) > 24]
     assert 0 < examples.truncated == len(long) < 50
-    assert f"{len(long)} of 50 rows of train were cut to 24 tokens" in examples.note(split)
+    assert f"{len(long)} of 50 rows of train were truncated to 24 tokens" in examples.note(split)
 
 
 def test_gpt2_reads_pairs_with_an_end_behind_each_and_no_types(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_an_unknown_end_is_a_problem(switch: str) -> None:
     asked: dict[str, Any] = {switch: True}
     assert problems(DataConfig(kind="synthetic", **asked)) == [
         f"data.{switch}=true needs the id of the end-of-document token, and no corpus.json or tokenizer.json "
-        "of a corpus says it: set data.eod_id=… or data.tokenizer=…"
+        "of a corpus records it: set data.eod_id=… or data.tokenizer=…"
     ]
     assert problems(DataConfig(kind="synthetic", eod_id=0, **asked)) == []
 
@@ -106,8 +106,8 @@ def test_ends_that_contradict_each_other_are_a_problem(tmp_path: Path) -> None:
     one, other = corpus(tmp_path / "one"), corpus(tmp_path / "other", eod_id=5)
     (problem,) = problems(DataConfig(path=str(one), eod_id=4, reset_positions=True))
     assert problem == (
-        f"data.eod_id says 4 ends a document, {one}/corpus.json says 3: leave data.eod_id out, or set "
-        "data.reset_positions=false"
+        f"data.eod_id: end-of-document token 4, but {one}/corpus.json records 3: leave data.eod_id out, or "
+        "set data.reset_positions=false"
     )
     with pytest.raises(UserError, match="build with one tokenizer"):
         with_eod(DataConfig(blend=(str(one), str(other)), reset_positions=True))

@@ -185,7 +185,7 @@ def show(config: ParityConfig, ctx: ParallelContext, report: Report, verdict: Ve
     )
     console.print(_table_of_steps(report))
     console.print(_table_of_parameters(report))
-    if verdict.equal:  # else the error that ends the command says it
+    if verdict.equal:  # else the error that ends the command reports it
         console.print(f"[bold green]{verdict.word}[/]: {verdict.sentence}")
     if verdict.hint:
         console.print(f"[bold]hint[/]: {verdict.hint}")
@@ -193,7 +193,7 @@ def show(config: ParityConfig, ctx: ParallelContext, report: Report, verdict: Ve
 
 
 def _table(title: str, *columns: str) -> Table:
-    """A table of names and numbers, none cut short."""
+    """A table of names and numbers, none truncated."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for name in columns:
         table.add_column(name, justify="left" if name in ("", "parameter") else "right", overflow="fold")

@@ -36,7 +36,7 @@ TOLERANCES = {
     # Rounding of 2^-24, 2^-11 and 2^-8 per operation; partial sums over tp are rounded once more. Observed on
     # small models: gradients 6e-7, 3e-3, 2e-2. Adam's first steps are the gradient's sign, so that an element
     # near zero may go a whole learning rate the other way: later gradients differ ten times as much, and no
-    # weight by more than two learning rates a step. Their bound says little; later losses judge them.
+    # weight by more than two learning rates a step. Their bound is weak; later losses judge them.
     # A norm is added up in float64 on a CPU, in float32 by other kernels, whose order is their own.
     "fp32": Tolerance(loss=1e-5, gradient=1e-4, later=1e-3, norm=1e-2, weight=2.5),
     "fp16": Tolerance(loss=2e-3, gradient=5e-2, later=3e-1, norm=5e-2, weight=2.5),
@@ -124,7 +124,7 @@ def _of_step(step: StepReport, tolerance: Tolerance) -> Verdict | None:
         return None
     wrong = _wrong(step, tolerance)
     if wrong:
-        # backward begins at the end of the model: the last wrong one is the first that it met
+        # backward begins at the end of the model: the last wrong one is the first it computed
         first = wrong[-1]
         off = dict(zip(step.gradients, relative(step.gradients), strict=True))[first]
         return Verdict(

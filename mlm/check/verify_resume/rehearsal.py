@@ -93,7 +93,7 @@ class Rehearsal:
         if failure := failure_of(process, f"the {what}", log):
             raise failure
         if self._latest(name) != step_name(self.plan.last):
-            raise UserError(f"the {what} was stopped before step {self.plan.last} (all it said: {log})")
+            raise UserError(f"the {what} was stopped before step {self.plan.last} (its output: {log})")
 
     def _wait(
         self,
@@ -126,9 +126,9 @@ class Rehearsal:
         """Seconds between the two checkpoints of the straight run."""
         records = read_records(self.out / STRAIGHT / FILE_NAME)
         times = {record["step"]: record["time"] for record in records if record["kind"] == "saved"}
-        if self.plan.kill not in times:  # its failure was reported there; the run went on
+        if self.plan.kill not in times:  # its failure was reported there; the run continued
             raise UserError(
-                f"the straight run could not save step {self.plan.kill} (all it said: "
+                f"the straight run could not save step {self.plan.kill} (its output: "
                 f"{self.out / STRAIGHT}.log)"
             )
         return max(0.0, times[self.plan.last] - times[self.plan.kill])

@@ -242,7 +242,7 @@ def report(config: VerifyResumeConfig, runs: Runs, kill: Kill, may: Allowed, ver
         f"resumed at step {runs.starts[-1] if runs.starts else '?'}, {halves[1]}"
     )
     console.print(_table(runs))
-    if verdict.equal:  # else the error that ends the command says it
+    if verdict.equal:  # else the error that ends the command reports it
         console.print(f"[bold green]{verdict.word}[/]{headline(may, verdict).removeprefix(verdict.word)}")
     if verdict.hint:
         console.print(f"[bold]hint[/]: {verdict.hint}")

@@ -123,7 +123,7 @@ def _of_starts(runs: Runs) -> Verdict | None:
     began = ", ".join(map(str, runs.starts)) or "nowhere"
     return _different(
         f"the killed run should have gone on from step {plan.kill}, but its starts were at: {began}",
-        "the checkpoint was not found, or found damaged: the log of the resumed run says so",
+        "the checkpoint was not found, or found damaged; see the log of the resumed run",
     )
 
 

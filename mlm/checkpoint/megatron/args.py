@@ -172,7 +172,7 @@ def model_config(
     heads = said_heads or num_heads
     if heads is None:
         raise UserError(
-            f"{path}: does not say how many attention heads the model has: give num_heads=… "
+            f"{path}: does not record the number of attention heads: give num_heads=… "
             f"(64 columns each in GPT-2: num_heads={max(1, h // 64)})"
         )
     width = settings.number("kv_channels") or h // heads

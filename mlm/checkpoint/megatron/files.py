@@ -141,7 +141,7 @@ def _step_folder(source: Path) -> Path:
         return _named_latest(source)
     if len(steps) > 1:
         names = ", ".join(path.name for path in steps[:8])
-        raise UserError(f"{source}: no {LATEST} says which of {names} to take: name one, {steps[-1]}")
+        raise UserError(f"{source}: no {LATEST} selects one of {names}: name one, {steps[-1]}")
     return steps[0] if steps else source
 
 

@@ -275,10 +275,10 @@ def _begins(tensor: Ints) -> Ints:
 
 @dataclass(frozen=True)
 class _Corners:
-    """Signed sums of the hashes of the corners of pieces, along the dims that their tensor is cut along."""
+    """Signed sums of the hashes of the corners of pieces, along the dims that their tensor is split along."""
 
     dims: Ints
-    """[tensors, most]: the dims a tensor is cut along; what comes behind them is unused."""
+    """[tensors, most]: the dims a tensor is split along; entries after them are unused."""
     unused: Ints
     """[tensors]: bit k stands for unused column k."""
     salt: int

@@ -203,7 +203,7 @@ def is_of_another_step(manifest: Manifest | Summary, directory: Path) -> bool:
 
 
 def is_of_another_branch(path: Path, head: Path) -> bool:
-    """True if a checkpoint is neither an ancestor nor a descendant of `head`, by what both say."""
+    """True if a checkpoint is neither an ancestor nor a descendant of `head`, by their recorded pasts."""
     mine, live = _manifest(path), _manifest(head)
     if path == head or mine is None or live is None:
         return False
@@ -274,7 +274,7 @@ def _refuse_empty(path: str | Path, setting: str) -> NoReturn:
 def open_staging(root: Path, step: int, save_id: str, *, keep: bool = False) -> Path:
     """A fresh directory to write a checkpoint into; clears up after killed saves. Raises OSError.
 
-    With `keep` a directory that an earlier try with the same save id left is handed out as it is.
+    With `keep` a directory that an earlier try with the same save id left is reused as it is.
     """
     root.mkdir(parents=True, exist_ok=True)
     fsync_directory(root.parent)
@@ -416,9 +416,9 @@ def outdated(
     Kept: the `keep_last` newest whole ones, at least one, and whatever is newer; multiples of `keep_every`
     (0: none); the one `latest` names; and those of another branch than that one, which count for nothing: a
     user rolled back, and deleting what was abandoned is theirs. A damaged one, of which `problem(directory)`
-    says why, never counts as kept: it goes when `keep_last` whole ones are newer, so where none is whole
-    nothing goes. `problem` is asked from the newest on, as long as it matters. Raises CheckpointError when
-    `root` cannot be read.
+    says why, never counts as kept: it is deleted when `keep_last` whole ones are newer, so where none is
+    whole nothing is. `problem` is called from the newest on, as long as it matters. Raises CheckpointError
+    when `root` cannot be read.
     """
     named, found, whole, old = named_latest(root), checkpoints(root), 0, []
     head = next((path for path in found.values() if plain_name(path) == named), None)

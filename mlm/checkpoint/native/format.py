@@ -108,7 +108,7 @@ class Manifest:
 
     step: int
     save_id: str
-    """Random, the same in every shard of one save: tells a shard of this save from one of another."""
+    """Random, the same in every shard of one save: distinguishes a shard of this save from one of another."""
     tensors: Mapping[str, TensorEntry]
     files: Mapping[str, FileEntry]
     state: Mapping[str, JSON]
@@ -254,7 +254,7 @@ def regular_size(path: Path) -> int:
     except FileNotFoundError:
         raise CorruptFileError(f"{path}: missing, the checkpoint is not whole. {RESTORE}") from None
     if not stat.S_ISREG(found.st_mode):
-        raise CorruptFileError(f"{path}: a link or special file stands in its place. {RESTORE}")
+        raise CorruptFileError(f"{path}: is a link or special file. {RESTORE}")
     return found.st_size
 
 
@@ -399,7 +399,7 @@ def build_split(name: str, said: JSON, shape: tuple[int, ...]) -> Split:
     split = Split(said["tp_dim"], said["stage"], _whole_number(said["multiple"]))
     dim, stage = split.tp_dim, split.stage
     if (dim is not None and _whole_number(dim) >= len(shape)) or not split.multiple:
-        raise ValueError(f"{name} cannot be cut along dim {dim} by {split.multiple}")
+        raise ValueError(f"{name} cannot be split along dim {dim} by {split.multiple}")
     if stage not in ("first", "last"):
         _whole_number(stage)
     return split

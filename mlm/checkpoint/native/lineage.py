@@ -37,7 +37,7 @@ class Lineage:
     ancestors: tuple[Save, ...] = ()
     """Saves it descends from, the oldest first: the last one is its parent."""
     saved_at: float = 0.0
-    """Seconds since 1970: tells the live branch where `latest` is lost."""
+    """Seconds since 1970: identifies the live branch if `latest` is lost."""
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "Lineage | None":

@@ -90,7 +90,7 @@ def save_checkpoint(
     `watch` receives what is waited for. `staged` holds a copy of `shards` filled under `save_id`, the same on
     all ranks: it is written, and of `shards` only the shapes count.
 
-    Raises CheckpointError on every rank, leaving nothing behind, if any rank cannot write or the shards
+    Raises CheckpointError on every rank, leaving no files, if any rank cannot write or the shards
     do not tile their tensors; LostPeer if a rank does not take part.
     """
     ranks = Ranks(rank, world_size, group, watch or Watch(rank))

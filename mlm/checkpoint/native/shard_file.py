@@ -146,7 +146,7 @@ def header_of(f: CheckedFile, save_id: str) -> dict[str, Stored]:
     """The tensors of an open shard file; raises as `read_header` does."""
     metadata, stored = _parse_header(f, Path(f.name), f.size, RESTORE)
     if metadata.get("save_id") != save_id:
-        raise CorruptFileError(f"{f.name}: a shard of another save stands in its place. {RESTORE}")
+        raise CorruptFileError(f"{f.name}: is a shard of another save. {RESTORE}")
     return stored
 
 

@@ -102,7 +102,7 @@ def tiling_problem(shape: tuple[int, ...], pieces: Sequence[Region]) -> str | No
             return f"piece {describe(piece)} is not inside shape {list(shape)}"
     cut = [d for d, full in enumerate(shape) if any(piece.size[d] != full for piece in pieces)]
     if len(cut) > MAX_CUT_DIMS:
-        return f"it is cut along {len(cut)} dims, {MAX_CUT_DIMS} is the limit"
+        return f"it is split along {len(cut)} dims, {MAX_CUT_DIMS} is the limit"
     if _tile(shape, pieces, cut):
         return None
     for a, b in islice(combinations(sorted(pieces), 2), MAX_COMPARED):

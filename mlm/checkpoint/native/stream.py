@@ -210,7 +210,7 @@ def _noted(said: JSON) -> FileEntry:
 def _reusable(
     path: Path, entry: FileEntry | None, forms: Mapping[str, Form], save_id: str
 ) -> FileEntry | None:
-    """`entry` if the file is there as it says, and holds these tensors."""
+    """`entry` if the file matches it and holds these tensors."""
     if entry is None:
         return None
     try:

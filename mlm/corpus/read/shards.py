@@ -1,4 +1,4 @@
-"""Shards: the parts of the inputs that tasks work on, and the digests that say what a build was made of.
+"""Shards: the parts of the inputs that tasks work on, and the digests that identify a build's inputs.
 
 How an input is divided decides nothing but who reads what: the documents of all shards, one after the other,
 are those of the inputs in their order.

@@ -192,7 +192,7 @@ class Cleaning:
 
 
 def run(plan: Plan, task: int) -> None:
-    """Clean the shards of a task. Raises UserError for bad input if bad_input=refuse."""
+    """Clean the shards of a task. With bad_input=refuse, bad input raises UserError."""
     config, folder = plan.config, plan.stages["clean"].folder
     rejects = list[bytes]()
 

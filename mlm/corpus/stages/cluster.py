@@ -119,7 +119,7 @@ def slurm(stage: Stage, path: Path, config: ExecutorConfig) -> Slurm:
 
 
 def run_slurm(plan: Plan, path: Path, console: Console) -> bool:
-    """Submit what is left to do, or say how far it is. Returns whether all stages are done.
+    """Submit what is left to do, or report its progress. Returns True if all stages are done.
 
     Raises UserError: no SLURM here, no partition, or what a task found wrong with its input.
     """

@@ -1,7 +1,7 @@
 """Running the tasks of a build: one task, or all stages on this machine with progress.
 
 On one machine they run in the standard library's process pool: datatrove's executor waits for ever for a task
-whose worker was killed, and when its own process is killed leaves another behind.
+whose worker was killed, and when its own process is killed leaves another running.
 """
 
 import multiprocessing.forkserver

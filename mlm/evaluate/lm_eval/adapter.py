@@ -45,7 +45,7 @@ KEYS = {"precision": "precision.dtype", "device": "dist.device"}
 UNSAID = "cuda:0"
 """The device that lm-eval's command passes by default, with or without a GPU."""
 IGNORED = {"num_beams": 1, "use_cache": True, "num_return_sequences": 1}
-"""Settings of tasks for `transformers` that say what we do anyhow."""
+"""Settings of tasks for `transformers` that describe our default behaviour."""
 Tokens = list[int]
 Part = tuple[tuple[str, str] | None, Tokens, Tokens]
 """A text to score: lm-eval's cache key, the context, and the continuation."""
@@ -126,7 +126,7 @@ class MlmLM(TemplateLM):
         return answers
 
     def _request(self, context: Tokens, continuation: Tokens) -> Request:
-        """The last max_length + 1 tokens of both: what does not fit is cut from the left."""
+        """The last max_length + 1 tokens of both: truncated on the left."""
         if not 1 <= len(continuation) <= self.max_length:
             raise UserError(
                 f"a continuation of {len(continuation)} tokens cannot be scored: give 1 to max_length="
@@ -220,7 +220,8 @@ def settings(arguments: dict[str, Any]) -> LmEvalConfig:
         values["dist.device"] = device_of(device)
     if read_place(os.environ) is not None:
         raise UserError(
-            "lm-eval was started as one of several ranks: start it plainly, tp=, pp= and dp= say how many"
+            "lm-eval was started as one of several ranks: start it without a launcher; tp=, pp= and dp= set "
+            "their number"
         )
 
     def check(config: LmEvalConfig) -> Sequence[str]:

@@ -2,7 +2,7 @@
 
 lm-eval is one process and knows nothing of tp or pp. For more than one rank it therefore starts a command
 that starts the ranks, `python -m mlm.evaluate.lm_eval.ranks CONFIG.json`, and talks to rank 0 over a Unix
-socket in a folder only this user can enter. Rank 0 tells the others what is asked; all of them do it.
+socket in a folder only this user can enter. Rank 0 broadcasts each request; all ranks execute it.
 
 A message is two lengths of 8 bytes, little-endian, then that much JSON and an array of that many bytes: int64
 tokens, float64 scores. Nothing is pickled.
@@ -45,7 +45,7 @@ from mlm.parallel.mesh import ParallelContext
 Advance = Callable[[int], None]
 POLL_S = 0.2
 IDLE_S = 20.0
-"""While nothing is asked, how often rank 0 tells the others so: they would take its silence for a hang."""
+"""Period at which an idle rank 0 notifies the others, which would take its silence for a hang."""
 LEAVE_S = 10.0
 STDERR = 2
 HEADER = struct.Struct("<QQ")
@@ -193,7 +193,7 @@ class RemoteModel:
     """The model on ranks that this process starts, and that end with it."""
 
     def __init__(self, config: LmEvalConfig) -> None:
-        """Raises UserError when the ranks do not come up; what they say is on stderr."""
+        """Raises UserError when the ranks do not start; their output is on stderr."""
         self.folder = tempfile.TemporaryDirectory(prefix="mlm-lm-eval-")
         path = Path(self.folder.name)
         config = replace(config, socket=str(path / "socket"))
@@ -279,7 +279,7 @@ class RemoteModel:
         self._end()
         code = self.process.returncode
         kind = UserError if code == UserError.exit_code else CheckFailedError
-        return kind(f"the ranks that lm-eval started have ended with code {code}: they say why above")
+        return kind(f"the ranks that lm-eval started have ended with code {code}; the reason is above")
 
 
 def main() -> int:

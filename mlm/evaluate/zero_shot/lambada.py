@@ -131,7 +131,7 @@ def build(task: str, name: str, source: Texts, splits: Sequence[Split], seq_leng
             f"{listed(skipped)}"
         )
     if cut:
-        warnings.append(f"{len(cut)} passages cut at their beginning to {seq_length} tokens: {listed(cut)}")
+        warnings.append(f"{len(cut)} passages truncated on the left to {seq_length} tokens: {listed(cut)}")
     return Protocol(
         task=task,
         name=name,
@@ -151,7 +151,7 @@ def build(task: str, name: str, source: Texts, splits: Sequence[Split], seq_leng
                 "100,000 random resamplings approach"
             ),
         },
-        counts=f"{len(requests):,} passages, {len(skipped):,} left out, {len(cut):,} cut on the left",
+        counts=f"{len(requests):,} passages, {len(skipped):,} left out, {len(cut):,} truncated on the left",
         warnings=tuple(warnings),
     )
 

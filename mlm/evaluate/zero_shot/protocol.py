@@ -14,7 +14,7 @@ from mlm.evaluate.zero_shot.sources import Texts
 V1, LM_EVAL = "Megatron-LM", "lm-eval"
 LARGEST_EXPONENT = 700.0  # exp of more is no float64
 MAX_PLACES = 20
-"""Places that a receipt lists of what was cut or left out; it counts all."""
+"""Number of places a receipt lists of what was truncated or left out; it counts all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """A text or texts, cut into requests by one protocol."""
+    """A text or texts, split into requests by one protocol."""
 
     task: str
     """Its name at its source: wikitext103, lambada_openai, …"""

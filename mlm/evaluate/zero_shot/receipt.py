@@ -1,4 +1,4 @@
-"""The results of an evaluation: a table, and JSON that says how each number was computed."""
+"""The results of an evaluation: a table, and JSON that records how each number was computed."""
 
 import json
 import os
@@ -113,7 +113,7 @@ def number(value: float) -> str:
 
 
 def result_path(config: ZeroShotConfig, checkpoint: Path) -> Path:
-    """The file of the JSON receipt. A trial with limit=N has one of its own beside the full result's."""
+    """The file of the JSON receipt. A trial with limit=N has a separate one beside the full result's."""
     return Path(config.out) if config.out else default_path(config, checkpoint)
 
 

@@ -56,7 +56,7 @@ def preflight(config: ZeroShotConfig) -> list[str]:
         length = window_length(config.seq_length, named.config)
         protocols_of(config, checked_tokenizer(config, named.path, named.config.model), length)
     except CorruptFileError:
-        raise  # damage has an exit code of its own
+        raise  # damage has a different exit code
     except ConfigError as error:
         return list(error.problems)
     except UserError as error:
@@ -113,7 +113,7 @@ def saved_tokenizer(path: Path) -> Tokenizer | None:
 
 
 def protocols_of(config: ZeroShotConfig, tokenizer: Tokenizer, length: int) -> list[Protocol]:
-    """Read the texts and cut them into requests. Raises UserError, CorruptFileError."""
+    """Read the texts and split them into requests. Raises UserError, CorruptFileError."""
     limit = config.limit
     match config:
         case EvalWikitext103Config(data=data):

@@ -20,7 +20,7 @@ def model_problem(model: ModelConfig) -> str | None:
     if model.token_types >= 2:
         return None
     return (
-        f"model.token_types={model.token_types}: model.kind={model.kind} tells two segments apart; "
+        f"model.token_types={model.token_types}: model.kind={model.kind} distinguishes two segments; "
         "use model.token_types=2"
     )
 

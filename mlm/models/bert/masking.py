@@ -1,6 +1,6 @@
 """Whole-word n-gram masking for BERT samples, a batch at once.
 
-Words are cut at random into n-grams of n = 1 … max_ngram words, P(n) proportional to 1/n; n-grams are taken
+Words are split at random into n-grams of n = 1 … max_ngram words, P(n) proportional to 1/n; n-grams are taken
 in random order as long as they fit the sample's budget of tokens; each of their tokens becomes [MASK]
 (80%), a random token (10%) or stays (10%). Sources: arXiv:1909.08053 (whole words, n-grams),
 arXiv:1909.11942, section 4.1 (P(n)), arXiv:1810.04805, section 3.1 (80/10/10), Megatron-LM's
@@ -169,7 +169,7 @@ def fill(lengths: Ids, budgets: Ids) -> Flags:
     taken = np.zeros(lengths.shape, dtype=bool)
     rows, rest = np.arange(len(lengths)), budgets
     while len(rows):
-        # Up to the first that does not fit with those before it: it never will; those behind are tried again.
+        # Up to the first that does not fit with those before it: it never will; later ones are tried again.
         fits = (lengths <= rest[:, None]) & ~taken[rows]
         sums = np.cumsum(np.where(fits, lengths, 0), axis=1)
         new = fits & (sums <= rest[:, None])

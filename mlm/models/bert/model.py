@@ -103,7 +103,7 @@ class BERT(Transformer):
         return torch.stack([part.sum(dtype=torch.float64) for part in (losses, order, hits, right)])
 
     def _order(self, h: Tensor, is_swapped: Tensor) -> tuple[Tensor, Tensor]:
-        """Each sample's loss at telling the order of its segments, and whether it is told right: [B] each."""
+        """Each sample's loss of sentence-order prediction, and 1 where the prediction is right: [B] each."""
         logits = self.whole(self.sop_head(self.pool(h)))[0]
         logits = logits.to(wide(logits.dtype))
         losses = F.cross_entropy(logits, is_swapped, ignore_index=IGNORE, reduction="none")

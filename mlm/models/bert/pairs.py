@@ -1,6 +1,6 @@
 """Sentences of a BERT sample, and its segments A and B.
 
-A sample is a run of consecutive sentences of one document, cut as Megatron-LM's build_mapping cuts them. From
+A sample is a run of consecutive sentences of one document, split as by Megatron-LM's build_mapping. From
 the front of a document, a run ends with the sentence that brings it to its target length, if it then has two
 sentences or more and leaves two or more; else with the document. A document of one sentence gives no sample.
 
@@ -45,7 +45,7 @@ class Targets:
 
 
 def find_spans(indexed: IndexedDataset, targets: Targets) -> tuple[Ids, Ids]:
-    """First sequence of each sample and the one behind its last, in corpus order: int64 [n] and [n]."""
+    """First sequence of each sample and the one after its last, in corpus order: int64 [n] and [n]."""
     documents = np.array(indexed.document_indices)
     spans = [np.empty((2, 0), dtype=np.int64)]
     for first, last in document_chunks(documents):

@@ -1,4 +1,4 @@
-"""BERT samples: [CLS] A [SEP] B [SEP], sentence order to be told and masked words to be guessed.
+"""BERT samples: [CLS] A [SEP] B [SEP], for sentence-order prediction and masked-word prediction.
 
 Sources: arXiv:1909.08053 (v1) and Megatron-LM's BERT dataset; mlm/corpus/README.md lists what differs. The
 corpus holds one sequence per sentence.
@@ -43,7 +43,7 @@ class BERTSamples:
     tokens: Ids
     """int64 [n, S]: [CLS] A [SEP] B [SEP], then padding; masked."""
     token_types: Ids
-    """int64 [n, S]: 1 for B and the [SEP] behind it, else 0."""
+    """int64 [n, S]: 1 for B and the [SEP] after it, else 0."""
     lengths: Ids
     """int64 [n]: tokens before the padding."""
     labels: Ids
@@ -61,7 +61,7 @@ class BERTSamples:
 
     @staticmethod
     def joined(parts: "Sequence[BERTSamples]") -> "BERTSamples":
-        """Samples behind each other."""
+        """Concatenate samples."""
         names = [f.name for f in fields(BERTSamples)]
         return BERTSamples(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
@@ -175,7 +175,7 @@ class BERTDataset:
         )
 
     def epoch(self, number: int) -> Ids:
-        """First sequence of each of the epoch's samples and the one behind its last, as served: int64 [2, w].
+        """First sequence of each of the epoch's samples and the one after its last, as served: int64 [2, w].
 
         From memory, from the cache, or built.
         """
@@ -209,7 +209,7 @@ class BERTDataset:
         )
 
     def _spans(self, ids: Ids) -> tuple[Ids, Ids, Ids]:
-        """First sequence of each sample, the one behind its last, its target length: int64 [n] each."""
+        """First sequence of each sample, the one after its last, its target length: int64 [n] each."""
         while self._firsts[-1] <= ids.max(initial=-1):
             self._firsts.append(self._firsts[-1] + self.epoch(len(self._firsts) - 1).shape[1])
         begins, ends, targets = np.empty((3, len(ids)), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""GPT-2, its layers split over the tensor-parallel ranks and dealt out to pipeline stages.
+"""GPT-2, its layers split over the tensor-parallel ranks and assigned to pipeline stages.
 
 Shapes: S sequence, B micro-batch, H hidden, V padded vocabulary, t = tensor-parallel size. Between layers and
 stages the hidden states are [S, B, H], with sequence parallelism [S/t, B, H].

@@ -17,7 +17,7 @@ from mlm.parallel.random import DropoutStream
 class NextToken:
     """Cross-entropy of each token given those before it, in nats.
 
-    `boundaries` says what begins anew with each document of a sample; None where nothing does.
+    `boundaries` selects what restarts at each document of a sample (attention, positions); None for nothing.
     """
 
     parts: tuple[str, ...] = ("loss",)

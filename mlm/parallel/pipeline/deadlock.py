@@ -17,7 +17,7 @@ def check_no_deadlock(instructions: Sequence[Sequence[Instruction]]) -> None:
     mean different data.
     """
     execution = _Execution(instructions)
-    ready = list(range(len(instructions)))  # ranks that may have become able to go on
+    ready = list(range(len(instructions)))  # ranks that may have become able to continue
     while ready:
         rank = ready.pop()
         while (freed := execution.step(rank)) is not None:

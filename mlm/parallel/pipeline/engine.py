@@ -43,9 +43,9 @@ class Stages(Generic[T]):
     """Dtype of what crosses a boundary."""
     device: torch.device
     before_backward: Callable[[int, bool], None] = lambda chunk, last: None
-    """Told the chunk before each of its backward passes, and whether it is its last of the step."""
+    """Called with the chunk before each of its backward passes, and True if it is its last of the step."""
     after_weights: Callable[[int], None] = lambda chunk: None
-    """Told the chunk after each of its WEIGHT actions."""
+    """Called with the chunk after each of its WEIGHT actions."""
     postponed: Sequence[Postponed] = ()
     """Per chunk, where weight gradients go that WEIGHT actions compute."""
 

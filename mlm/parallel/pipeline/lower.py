@@ -1,6 +1,6 @@
 """From a schedule to what each rank executes: sends and receives placed, absence of deadlock proven.
 
-All transfers of all ranks stand in one global order, that in which their data is computed; each rank issues
+All transfers of all ranks have one global order, that in which their data is computed; each rank issues
 its own in that order. So the two ends of any pair of ranks agree on the order of what passes between them:
 NCCL matches by order and ignores tags. Nothing can lock, even if each transfer holds up both ranks: take the
 first transfer in the order that never completes. What its two ends do before it needs only earlier transfers,

@@ -56,7 +56,7 @@ def simulate(schedule: Schedule, *, cost: Cost) -> list[Computed]:
     position = [0] * p
     free: list[float] = [0] * p
     order: list[Computed] = []
-    ready = list(range(p))  # ranks that may have become able to go on
+    ready = list(range(p))  # ranks that may have become able to continue
     while ready:
         rank = ready.pop()
         while position[rank] < len(schedule[rank]):

@@ -58,7 +58,7 @@ def ranks(folder: Path, *names: str) -> None:
         (["mp_rank_00_000_000"], "mixture of experts"),
         (
             ["iter_0000001/mp_rank_00", "iter_0000002/mp_rank_00"],
-            "iter_0000001, iter_0000002 to take: name one",
+            "selects one of iter_0000001, iter_0000002: name one",
         ),
         (["other"], "is it a Megatron-LM checkpoint"),
     ],

@@ -62,11 +62,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
         SHARDS[1],
         "^missing, the checkpoint is not whole$",
     ),
-    "a link": (lambda path: relink(path / SHARDS[1]), SHARDS[1], "^a link or special file stands"),
+    "a link": (lambda path: relink(path / SHARDS[1]), SHARDS[1], "^is a link or special file$"),
     "of an older step": (
         lambda path: (path.parent / "step-00000001" / SHARDS[1]).rename(path / SHARDS[1]),
         SHARDS[1],
-        "^a shard of another save stands in its place$",
+        "^is a shard of another save$",
     ),
     "left over": (
         lambda path: (path / "rank-00003.safetensors").write_bytes((path / SHARDS[1]).read_bytes()),
