@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mlm.cli import run as cli_run
+from mlm.cli import reporting
 from mlm.errors import UserError
 from tests.cli.doubles import Cli, Facts, make_cli, write
 
@@ -170,7 +170,7 @@ class TestMistakes:
     def test_one_rank_of_a_host_reports(
         self, cli: Cli, monkeypatch: pytest.MonkeyPatch, rank: str, lines: int
     ) -> None:
-        monkeypatch.setattr(cli_run, "HEAD_START_S", 0)
+        monkeypatch.setattr(reporting, "HEAD_START_S", 0)
         for name, value in {"RANK": "8", "WORLD_SIZE": "16", "LOCAL_RANK": rank}.items():
             monkeypatch.setenv(name, value)
         assert cli(f"{SOUND} sed=1") == 2

@@ -129,7 +129,7 @@ class TestGoingOn:
     def test_a_folder_of_another_kind_of_run_is_refused(self, folder: Path, to: str) -> None:
         config = finetuning(folder, out=str(folder / to))
         assert run.preflight(config) == [
-            f"out={config.out}: holds checkpoints of another kind of run: set another out=…"
+            f"out={config.out}: holds checkpoints of another type of run: set another out=…"
         ]
 
     def test_resume_false_refuses_a_folder_in_use(self, folder: Path) -> None:

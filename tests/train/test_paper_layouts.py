@@ -12,6 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mlm.cli.compose import load_config
 from mlm.data.sampler import Batch
+from mlm.models.gpt2.objective import NextToken
 from mlm.models.stage import split_layers
 from mlm.parallel.mesh import ParallelContext, build_mesh, coordinates, shape_context
 from mlm.parallel.pipeline.actions import Action, Op, Receive, Send
@@ -112,10 +113,12 @@ def test_any_rank_of_the_trillion_layout_computes_a_step(rank: int) -> None:
     with as_rank(config, rank) as ctx:
         model = built(config, ctx)
         tokens = torch.zeros(1, config.data.seq_length, dtype=torch.int64, device=META)
-        scale = torch.tensor(1.0, device=META)
+        scale = torch.ones(1, device=META)
         losses = model.train(
             [Batch(tokens, tokens, i) for i in range(8)],
-            lambda chunk, batch, x: chunk(batch.tokens, batch.labels, scale, None, x),
+            NextToken(ctx, model.dtype, None),
+            scale,
+            lambda batch: None,
             lambda chunk, last: None,
             lambda chunk: None,
         )
