@@ -1,4 +1,4 @@
-"""The sections of `mlm data build`: how text is cleaned, and where the work runs; see data_schema.py."""
+"""Sections of the run spec of `mlm data build`: cleaning of text, and the executor."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal

@@ -464,7 +464,7 @@ def test_results_are_whole_and_keep_permissions(tmp_path: Path) -> None:
 
 
 def test_tilde_and_the_empty_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As typed; tests/config/test_path_types.py asks every key of every command."""
+    """As typed on a command line."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
     words = ["plan", "schedule", "pp=2", "micro_batches=2"]

@@ -1,6 +1,6 @@
 """Hostile manifests, settings and model folders, in process: each ends in a line, none in anything else.
 
-For every mutation of hostile_table.py: an exception of the UserError family, without control characters; less
+For every mutation of table.py: an exception of the UserError family, without control characters; less
 than 1 GiB of address space taken; nothing run, and nothing written.
 """
 

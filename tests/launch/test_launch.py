@@ -34,7 +34,7 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start a job of launch_jobs.py in a process of its own, as a shell would start `mlm`."""
+    """Start a job of jobs.py in a separate process, as a shell would start `mlm`."""
     started: list[subprocess.Popen[str]] = []
 
     def start_one(job: str, folder: Path, *before: str, **variables: str) -> subprocess.Popen[str]:

@@ -4,7 +4,7 @@ Sources: arXiv:1909.08053 (v1) and Megatron-LM's BERT dataset; mlm/corpus/README
 corpus holds one sequence per sentence.
 
 One pass over the corpus is an epoch: every sentence of every document of two sentences or more lies in
-exactly one of its samples (bert_pairs.py), which are served in an order shuffled within the epoch. Sample i
+exactly one of its samples (pairs.py), which are served in an order shuffled within the epoch. Sample i
 is a function of (corpus, settings, seed, i) alone, whatever num_samples is and whichever process reads it.
 """
 

@@ -1,7 +1,7 @@
 """Writes a `transformers` MegatronBert as Megatron-LM lays BERT out: for tests of the import.
 
 What BERT has besides GPT-2's layers is laid out here, by the rules of bert_model.py and language_model.py;
-the layers by megatron_files.py, which is told them under the names of GPT-2.
+the layers by written.py, which receives them under the names of GPT-2.
 """
 
 from dataclasses import replace
