@@ -38,7 +38,7 @@ def tensors(value: float = 1.0) -> dict[str, Tensor]:
 
 
 def training_state(step: int, **changes: Any) -> dict[str, Any]:
-    """What a run says besides tensors, with changed settings."""
+    """State of a run besides tensors, with changed settings."""
     return {
         "step": step,
         "consumed_samples": 8 * step,

@@ -43,7 +43,7 @@ class Finetune:
     columns: tuple[str, ...]
     """Fields of a row: its text, or its two."""
     labels: int
-    """How many classes."""
+    """Number of classes."""
     max_length: int
     """Tokens of a row at the most."""
     epochs: int

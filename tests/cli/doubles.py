@@ -15,7 +15,7 @@ from mlm.cli import run as cli_run
 
 @dataclass(frozen=True)
 class Facts:
-    """What the launcher would say."""
+    """Facts that a launcher provides."""
 
     joined: bool = False
     world_size: int | None = None
@@ -24,7 +24,7 @@ class Facts:
 
 @dataclass
 class Launched:
-    """What the command line asked for, instead of doing it."""
+    """Record of what the command line asked for, instead of doing it."""
 
     facts: Facts = Facts()
     preflight: list[str] = field(default_factory=list)

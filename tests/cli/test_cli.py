@@ -15,7 +15,7 @@ cli = pytest.fixture(make_cli)
 
 
 class TestSurface:
-    """What exists. A change here is a change for users."""
+    """The commands that exist. A change here is a change for users."""
 
     def test_commands_are_these(self) -> None:
         names = [command.name for command in COMMANDS]

@@ -151,7 +151,7 @@ class TestSweeps:
 
 
 class TestExitCodes:
-    """What a run's end becomes."""
+    """Exit codes and messages of ended runs."""
 
     def test_exit_code_of_the_job_is_ours(self, cli: Cli) -> None:
         cli.launched.run = lambda: 143

@@ -63,7 +63,7 @@ HOSTILE = {
     "escaped control characters": 'tp: "\\e[2J"\n',
     "no UTF-8": b"name: \xff\n",
 }
-"""What a config.yaml of others may hold; @ is a folder that must not appear."""
+"""Hostile content of a config.yaml; @ is a folder that must not appear."""
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_completion_composes_no_saved_config(theirs: Path, monkeypatch: pytest.M
 
 
 def composed(capfd: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    """What a command line means."""
+    """Return the run spec that a command line gives."""
     capfd.readouterr()
     code = main(["pretrain", *words, "--cfg", "job"])
     told = capfd.readouterr()
@@ -167,7 +167,7 @@ precision: {dtype: bf16, min_loss_scale: 2.0}
 
 
 class TestTyped:
-    """What is typed behind resume= is applied on top of what is saved."""
+    """Overrides after resume= are applied on top of the saved settings."""
 
     def test_nothing_typed_leaves_the_saved_values(
         self, theirs: Path, capfd: pytest.CaptureFixture[str]

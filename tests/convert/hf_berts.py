@@ -38,7 +38,7 @@ MODEL = ModelConfig(
     token_types=2,
     head="none",
 )
-"""What SHAPE is here, of model_type bert and without a head."""
+"""SHAPE as model settings of ours, of model_type bert and without a head."""
 FAMILIES = {"bert": "Bert", "megatron-bert": "MegatronBert"}
 """model_type -> what the names of its classes begin with."""
 

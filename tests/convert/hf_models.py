@@ -41,7 +41,7 @@ MODEL = ModelConfig(
     attention_dropout=0.2,
     layer_norm_eps=1e-4,
 )
-"""What SHAPE is here."""
+"""The config.json fields of SHAPE as model settings of ours."""
 TEXT = "To be, or not to be, that is the question: whether 'tis nobler — naïve café 日本 🙂\n\n  end"
 
 
@@ -91,7 +91,7 @@ def hub_cache(folder: Path) -> Path:
 
 
 def import_model(source: Path | str, out: Path, **settings: Any) -> Path:
-    """What `mlm import hf` does, checks first; the run directory."""
+    """Run `mlm import hf`, checks first; return the run directory."""
     config = ImportHFConfig(source=str(source), out=str(out), **settings)
     assert import_hf.preflight(config) == []
     import_hf.run(config)
@@ -99,7 +99,7 @@ def import_model(source: Path | str, out: Path, **settings: Any) -> Path:
 
 
 def export_model(ckpt: Path, out: Path, **settings: Any) -> Path:
-    """What `mlm export hf` does, checks first; the folder."""
+    """Run `mlm export hf`, checks first; return the folder."""
     config = ExportHFConfig(ckpt=str(ckpt), out=str(out), **settings)
     assert export_hf.preflight(config) == []
     export_hf.run(config)

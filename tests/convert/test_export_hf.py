@@ -39,7 +39,7 @@ LARGEST = 20_000  # bytes
 
 @pytest.fixture
 def model(tmp_path: Path) -> GPT2LMHeadModel:
-    """What was imported."""
+    """The imported run."""
     model = make_model(tmp_path / "model")
     add_tokenizer(tmp_path / "model")
     return model

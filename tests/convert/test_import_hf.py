@@ -135,7 +135,7 @@ def test_tokens_that_only_the_settings_hold_are_said(
 
 
 class TestCheckpoint:
-    """What is written besides the weights."""
+    """The files written besides the weights."""
 
     def test_it_holds_weights_alone_and_a_run_spec(self, folder: Path, tmp_path: Path) -> None:
         path = import_model(folder, tmp_path / "run", verify=False) / "checkpoints/step-00000000"

@@ -46,7 +46,7 @@ def model_of(run: Path) -> ModelConfig:
 
 @torch.no_grad()
 def reference(model: MegatronBertForPreTraining, config: ModelConfig, **inputs: Any) -> Outputs:
-    """What transformers makes of the probe."""
+    """Outputs of transformers on the probe."""
     probe = Probe.of(config)
     inputs = {"token_type_ids": probe.token_types} | inputs
     said = model(probe.tokens, attention_mask=probe.mask.long(), **inputs)

@@ -28,7 +28,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class TestBytes:
-    """What is written is a function of the saved state and the target layout alone."""
+    """The output is a function of the saved state and the target layout alone."""
 
     @pytest.mark.parametrize("target", [(4, 1), (4, 2), (1, 3), (4, 5)], ids=str)
     def test_are_the_same_by_way_of_another_layout(
@@ -121,7 +121,7 @@ def test_training_goes_on_from_it_as_from_the_source(tmp_path: Path, source: Pat
 
 
 class TestState:
-    """What a resharded checkpoint says of itself."""
+    """Metadata of a resharded checkpoint."""
 
     def test_is_the_source_s_with_its_origin_and_layout(self, tmp_path: Path, source: Path) -> None:
         before = read_manifest(source / "checkpoints" / STEP)

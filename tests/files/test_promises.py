@@ -242,7 +242,7 @@ def key_to_write(name: str) -> Leaf | None:
 
 @pytest.mark.parametrize(("name", "leaf"), INPUTS, ids=ids(INPUTS))
 def test_an_input_is_unharmed(name: str, leaf: Leaf, tmp_path: Path) -> None:
-    """What a command reads is neither replaced by its result, even if mlm wrote it, nor made its folder."""
+    """A command's input is neither replaced by its result, even if mlm wrote it, nor made its folder."""
     target = key_to_write(name)
     if target is None:
         pytest.skip("writes nothing that a key names")

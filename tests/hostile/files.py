@@ -228,11 +228,11 @@ CASES: dict[str, Case] = {
     ),
     "metrics of brackets": ("metrics.jsonl", b"[" * MIB + b"\n", lambda p: rewind(p, 1)),
 }
-"""What is written, how (bytes, or a function of the path), and what reads it."""
+"""Name, content (bytes, or a function of the path) and reader of each file."""
 
 
 def outcome(content: Callable[[Path], object] | bytes, read: Callable[[Path], object], path: Path) -> str:
-    """What becomes of one case."""
+    """Result of one case."""
     path.parent.mkdir()
     if isinstance(content, bytes):
         path.write_bytes(content)

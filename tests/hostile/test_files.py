@@ -192,7 +192,7 @@ def test_huggingface_folder_of_pickles_is_refused(
 
 
 class TestPaths:
-    """What a manifest names is a plain file in its own directory."""
+    """A manifest names plain files in its own directory only."""
 
     @given(st.text(string.printable + "\0é‥／", max_size=12).map(lambda name: f"{name}.safetensors"))
     @example("../a.safetensors")
@@ -238,7 +238,7 @@ class TestPaths:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What became of each of the files made to fill memory or time, each read under limits."""
+    """Results of the files made to fill memory or time, each read under limits."""
     command = [sys.executable, "-m", "tests.hostile.files", str(tmp_path_factory.mktemp("bounds"))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr

@@ -25,7 +25,7 @@ FORBIDDEN_NAMES = {  # of any object: collectives that pickle
 
 @dataclass
 class Names:
-    """What a source names."""
+    """Names used by a source file."""
 
     modules: set[str] = field(default_factory=set)
     """Imported, as modules or from one: torch.distributed, torch.distributed.checkpoint."""
@@ -59,7 +59,7 @@ def names(source: str) -> Names:
 
 
 def forbidden(source: str) -> set[str]:
-    """What a source names that could load a pickle or run text."""
+    """Names in a source file that could load a pickle or execute text."""
     found = names(source)
     modules = {m for m in found.modules if any(f"{m}.".startswith(f"{f}.") for f in FORBIDDEN_MODULES)}
     collectives = {name for name in found.used if name.rpartition(".")[2] in FORBIDDEN_NAMES}

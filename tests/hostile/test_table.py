@@ -143,14 +143,14 @@ def trainer() -> Trainer:
 
 
 def build(path: Path) -> object:
-    """What eval, generate and export begin with."""
+    """The first steps of eval, generate and export."""
     if problems := checkpoint_problems(str(path), ParallelConfig()):
         raise UserError(problems[0])
     return load_trained(str(path), ParallelConfig(), PrecisionConfig(), shape_context())
 
 
 def test_the_sound_ones_are_read(sound: Path, trainer: Trainer, folder: Path) -> None:
-    """What the mutations change is what makes them errors."""
+    """The unmutated checkpoint is sound, so the mutations cause the errors."""
     ckpt_inspect.run(CkptInspectConfig(ckpt=str(sound)))
     ckpt_verify.run(CkptVerifyConfig(ckpt=str(sound)))
     build(sound)

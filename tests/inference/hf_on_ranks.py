@@ -1,4 +1,4 @@
-"""What ranks of a test do with models of `transformers`, without importing it: that takes seconds."""
+"""Rank functions of tests with models of `transformers`, which they do not import: that takes seconds."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Which token comes next: what may be drawn, how often, and of what a draw is a function."""
+"""Sampling: which tokens may be drawn, their frequencies, and the inputs a draw depends on."""
 
 import math
 from dataclasses import replace

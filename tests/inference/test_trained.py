@@ -1,4 +1,4 @@
-"""Whether a trained model can be split as a command asks."""
+"""Splitting a trained model over a layout, and its saved tokenizer."""
 
 import os
 from collections.abc import Callable

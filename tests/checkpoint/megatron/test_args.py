@@ -1,4 +1,4 @@
-"""What Megatron-LM's settings make of a model, and which are not ours."""
+"""Model settings from Megatron-LM's arguments, and the arguments that are not supported."""
 
 from pathlib import Path
 from typing import Any

@@ -29,7 +29,7 @@ Change = Callable[[dict[str, Any]], Any]
 
 @dataclass(frozen=True)
 class Layout:
-    """How a checkpoint was written."""
+    """Layout and form in which a checkpoint was written."""
 
     tp: int = 1
     pp: int = 1
@@ -147,7 +147,7 @@ def megatron_modules() -> Iterator[None]:
 
 
 def rank_content(model: GPT2LMHeadModel, layout: Layout, t: int, p: int, iteration: int) -> dict[str, Any]:
-    """What Megatron-LM saves on tensor rank t of pipeline rank p, its random and optimizer state too."""
+    """State that Megatron-LM saves on tensor rank t of pipeline rank p, with random and optimizer state."""
     parts = [model_part(model, layout, t, v * layout.pp + p) for v in range(layout.vp)]
     content: dict[str, Any] = {"args": arguments(layout), "iteration": iteration}
     if layout.version is not None:

@@ -38,7 +38,7 @@ def load(path: Path, tensors: Mapping[str, Tensor], **settings: Any) -> Manifest
 
 
 def save_pieces(root: Path, step: int, ranks: Sequence[Mapping[str, Shard]]) -> Path:
-    """What `save_checkpoint` does on several ranks, done by one process in their place."""
+    """Save as `save_checkpoint` does on several ranks, in one process."""
     save_id = uuid.uuid4().hex
     declared = [declaration.declare_shards(shards, step, step) for shards in ranks]
     tensors = declaration.merge_declared(root, declared)

@@ -66,7 +66,7 @@ def killed_save(root: Path, step: int, value: float, arm: Callable[[], None]) ->
 
 
 def problems_after(root: Path, old: float, new: float) -> list[str]:
-    """What is wrong with `root` after a killed save of `new` over the checkpoint `old`."""
+    """Problems of `root` after a killed save of `new` over the checkpoint `old`."""
     try:
         found = latest_checkpoint(root)
         if found is None:

@@ -97,7 +97,7 @@ def test_a_manifest_that_lacks_the_digest_of_a_block_is_damaged(path: Path) -> N
 
 
 def test_readers_in_one_process_compare_what_they_read(path: Path) -> None:
-    """What `mlm reshard` and `mlm export hf` copy from."""
+    """The reader that `mlm reshard` and `mlm export hf` copy from."""
     flip(path / FILE, (path / FILE).stat().st_size - 1)
     with Reader(path, read_manifest(path)) as reader:
         assert torch.equal(reader.read("b", Region((0,), (7,))), numbers()["b"])

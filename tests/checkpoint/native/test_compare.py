@@ -1,4 +1,4 @@
-"""How two checkpoints differ is what PyTorch says of their whole tensors, whatever the cuts."""
+"""Differences of two checkpoints equal PyTorch's comparison of whole tensors, however they are sharded."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which checkpoint is found, which are kept."""
+"""Search for the checkpoint to continue from, and retention."""
 
 import logging
 import shutil

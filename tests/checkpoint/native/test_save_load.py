@@ -1,4 +1,4 @@
-"""What is saved comes back bit for bit, at any layout, or not at all."""
+"""A saved state is loaded bit for bit, at any layout, or not at all."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory

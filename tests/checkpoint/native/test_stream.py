@@ -119,7 +119,7 @@ def test_one_piece_is_held_at_a_time(tmp_path: Path) -> None:
 
 
 class StoppedError(Exception):
-    """What ends a write in the middle."""
+    """Interruption of a write in the middle."""
 
 
 def stopping(*_: object) -> Tensor:

@@ -14,7 +14,7 @@ FAULTS = 24
 
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the script writes for machines."""
+    """The script's JSON record."""
     out = tmp_path_factory.mktemp("torture") / "record.json"
     words = ["--rounds", "6", "--faults", "1", "--ranks", "1", "--seed", "0", "--out", str(out)]
     done = subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True, timeout=230)
