@@ -16,7 +16,7 @@ COMMANDS = (
         preflight="mlm.check.parity.run:preflight",
         out_is_run_folder=True,
         own_choices=("precision=fp64", "cluster=local"),
-        summary="check that a layout trains exactly as one process does, before a cluster is asked",
+        summary="check that a layout trains exactly as one process does, before using a cluster",
         about=(
             "Runs the first steps of a pretraining run twice, on the layout and on one process, and compares "
             "every loss, gradient and weight. Takes any command line of `mlm pretrain`; by default a tiny "

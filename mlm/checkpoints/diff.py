@@ -45,7 +45,7 @@ Differences = dict[str, list[tuple[str, JSON, JSON]]]
 
 
 def state_differences(first: Manifest, second: Manifest) -> Differences:
-    """Return differences besides the tensors; a key that one lacks is None there."""
+    """Return differences other than tensors; a key that one lacks is None there."""
     here, there = ({"step": m.step} | flatten(without_lineage(m.state)) for m in (first, second))
     others: Differences = {"settings": [], "counters": [], "versions": []}
     for key in here | there:

@@ -17,7 +17,7 @@ from mlm.errors import UserError, show
 def command_help(command: Command, config_dir: str | None = None, topics: Sequence[str] = ()) -> str:
     """Help of one command, or of the sections and keys named by `topics`.
 
-    Overrides among the topics are passed over. Raises UserError for a topic nobody knows.
+    Overrides among the topics are skipped. Raises UserError for an unknown topic.
     """
     tasks = task_names(config_dir) if takes_task(command) else []
     topics = [topic for topic in topics if "=" not in topic and topic not in tasks]

@@ -166,7 +166,7 @@ def check_events(text: str) -> None:
 
 
 def check_keys(node: Any) -> None:
-    """Raise ValueError for a key that is no text, or stands twice."""
+    """Raise ValueError for a key that is not a string, or a duplicate."""
     if isinstance(node, yaml.SequenceNode):
         for child in node.value:
             check_keys(child)
@@ -175,7 +175,7 @@ def check_keys(node: Any) -> None:
         if not all(isinstance(key, str) for key in keys):
             raise ValueError("a key is no text")
         if len(set(keys)) < len(keys):
-            raise ValueError("a key stands twice")
+            raise ValueError("a key occurs twice")
         if not all(key.tag == "tag:yaml.org,2002:str" for key, _ in node.value):
             raise ValueError("a key is no text")
         for _, child in node.value:

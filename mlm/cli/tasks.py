@@ -26,5 +26,5 @@ def task_names(config_dir: str | None = None) -> list[str]:
 
 
 def task_summaries(config_dir: str | None = None) -> list[tuple[str, str]]:
-    """(name, what is asked) of each: the comment that its YAML begins with."""
+    """(name, description) of each: the first comment of its YAML."""
     return [(name, first_comment(path)) for name, path in task_files(config_dir).items()]

@@ -40,7 +40,7 @@ def is_path(value: object) -> bool:
 def imported(key: str, path: str, shipped: Collection[str], kind: Any = object) -> Any:
     """Return what the import path of a key names, of class `kind`; None for one of the `shipped` values.
 
-    Raises OwnCodeError for a path that leads nowhere, or into code that nobody trusts.
+    Raises OwnCodeError for a path that leads nowhere, or into code that is not trusted.
     """
     if path in shipped:
         return None

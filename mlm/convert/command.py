@@ -13,7 +13,7 @@ COMMANDS = (
         positional=("ckpt",),
         summary="write a checkpoint again as another layout would, weights and optimizer state",
         about=(
-            "Cuts a checkpoint anew for tp, pp and vp, in one process and a memory that its largest tensor "
+            "Reshards a checkpoint for tp, pp and vp, in one process and a memory that its largest tensor "
             "bounds: each rank of that layout then reads one file. Training needs no such step: any layout "
             "loads any checkpoint. The source is verified on the way; killed, the same command continues."
         ),

@@ -109,7 +109,7 @@ def duplicates_in(
     (bands * rows bytes each) of the kept ones.
     """
     keys = keys_of(component)
-    # A key that no other document of the component has proposes nobody.
+    # A key that no other document of the component has proposes no candidates.
     shared = _repeated(keys.reshape(-1)).reshape(keys.shape) & (keys != NO_KEY)
     kept = _Kept(config, text_of, folder, estimates=len(component) > SMALL)
     decided: dict[bytes, tuple[int, float]] = {}  # by digest of a text: the kept document and the similarity

@@ -36,7 +36,7 @@ Numbers = NDArray[np.int64]
 Unit = Literal["word", "character"]
 
 SPACE = ord(" ")
-BLOCK = 1 << 22  # bytes of text hashed at a time: bounds what a long document needs besides its hashes
+BLOCK = 1 << 22  # bytes of text hashed at a time: bounds the memory of a long document beyond its hashes
 VECTORISED = 32  # bytes of the longest word that is hashed by NumPy; longer ones go to xxhash one at a time
 
 FOLD = 0x9E3779B97F4A7C15  # 5 modulo 8, so no two of its first 8 powers agree in more than 4 low bits

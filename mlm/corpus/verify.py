@@ -289,7 +289,7 @@ def empty_documents(name: str, index: Index) -> Iterator[Check]:
 
 
 def other_files(expected: Expected, prefixes: list[Path]) -> list[str]:
-    """Files that the receipt lists beside the pairs."""
+    """Files that the receipt lists in addition to the pairs."""
     pairs = {path(prefix).name for prefix in prefixes for path in (bin_path, idx_path)}
     return [name for name in (expected.receipt or {}).get("files", {}) if name not in pairs]
 

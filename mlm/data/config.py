@@ -60,7 +60,7 @@ class DataConfig:
     """Allow a resumed run other corpora or weights than before; what changed is recorded. Not kept for the
     next resume."""
     reset_positions: bool = False
-    """Count positions anew after every end-of-document token."""
+    """Restart positions after every end-of-document token."""
     reset_attention: bool = False
     """Let tokens attend only to their own document."""
     mask_eod_loss: bool = False
@@ -70,6 +70,6 @@ class DataConfig:
     short_seq_prob: Annotated[float, SHARE] = 0.1
     """bert: share of samples made shorter than seq_length, so that the model learns to read such."""
     max_ngram: Annotated[int, POSITIVE] = 3
-    """bert: words masked together at the most; n with probability proportional to 1/n."""
+    """bert: most words masked together; n with probability proportional to 1/n."""
     eod_id: Annotated[int | None, NOT_NEGATIVE] = None
     """The end-of-document token, for these three; null takes that of the corpus's receipt or tokenizer."""

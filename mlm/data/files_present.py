@@ -63,7 +63,7 @@ def _a_file_in(folder: str) -> str:
 
 
 def folder(key: str, path: str | None) -> Problem | None:
-    """A folder, or a file in the place of one."""
+    """A folder, or a file in place of one."""
     if path is None or Path(path).exists():
         return None
     return Problem.at(key, path, "no such folder", "correct the path")

@@ -143,7 +143,7 @@ class LmEvalConfig:
     batch_size: MicroBatchSize = 8
     """Full-length sequences per micro-batch on each rank. No score depends on it."""
     max_length: Annotated[int | None, POSITIVE] = None
-    """Tokens the model reads at the most; null means its max_positions."""
+    """Context length in tokens; null means the model's max_positions."""
     max_gen_toks: Annotated[int, POSITIVE] = 256
     """Most tokens to generate, for tasks that do not specify it."""
     seed: Annotated[int, SEED] = 1234

@@ -33,7 +33,7 @@ from mlm.parallel.mesh import ParallelContext
 from mlm.train.pipelined import EVAL_ROUNDS, PipelinedModel
 
 CPU_TOKENS = 2048
-"""Tokens per micro-batch on a CPU at the most, or one text: GPT-2 124M scores LAMBADA equally fast at 512 to
+"""Most tokens per micro-batch on a CPU, or one sequence: GPT-2 124M scores LAMBADA equally fast at 512 to
 2048 tokens, and at 8192, which fall out of the cache, 20 % slower."""
 
 
@@ -94,12 +94,12 @@ def score(
         trained: the model.
         requests: the texts and their scored tokens.
         ctx: process groups.
-        batch_size: texts of max_positions tokens per micro-batch and rank at the most; the shorter texts are,
+        batch_size: most sequences of max_positions tokens per micro-batch and rank; the shorter they are,
             the more of them go together. Scores do not depend on it.
         kept: file in which rank 0 keeps what is scored, for a command that is stopped and started again; its
             folder exists. Whoever has saved the result deletes it.
-        identity: what scores depend on besides the requests and the dtype, such as the checkpoint's digest.
-            A file kept under another identity, or damaged, is written anew.
+        identity: other inputs of scores than requests and dtype, such as the checkpoint's digest. A file kept
+            under another identity, or damaged, is replaced.
         advance: called with the number of requests just done, on every rank; kept ones come first.
         resumed: called on every rank with the number of requests that were kept, if there are any.
 

@@ -69,7 +69,7 @@ class Lock:
             time.sleep(POLL_S)
 
     def release(self, *, delete: bool = False) -> None:
-        """Release the lock, if it is held. `delete`: first the file, which other processes then make anew."""
+        """Release the lock, if it is held; with `delete` first remove the file."""
         if self._descriptor is None:
             return
         if delete:

@@ -95,7 +95,7 @@ class FinetuneCheckpointConfig:
     save_every: Annotated[int, NOT_NEGATIVE, Also("save_interval", "save_steps")] = 0
     """Steps between checkpoints to resume from; 0 saves after each validation."""
     keep_last: Annotated[int, POSITIVE] = 1
-    """Newest checkpoints kept, besides the best."""
+    """Newest checkpoints kept, in addition to the best."""
     resume: bool = True
     """Continue from the newest whole checkpoint in `out`; false rejects an `out` that already holds one."""
 

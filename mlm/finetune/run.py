@@ -72,7 +72,7 @@ def run(config: FinetuneConfig, ctx: ParallelContext) -> None:
     ranks = Ranks(ctx.rank, ctx.world_size, ctx.host_group, ctx.watch)
 
     def look() -> list[Any]:
-        if not ctx.is_main:  # one rank looks, lest two see different things on a shared disk
+        if not ctx.is_main:  # one rank looks: two might see different things on a shared disk
             return []
         wanted = [depends_on(one, start, splits) for one in runs]
         found = [finished(one, settings) for one, settings in zip(runs, wanted, strict=True)]

@@ -69,7 +69,7 @@ class TaskConfig:
     doc_stride: int = 128
     """Kind span: tokens that two neighbouring windows of a context share."""
     max_answer_length: int = 30
-    """Kind span: tokens of an answer at the most."""
+    """Kind span: most tokens of an answer."""
     n_best: int = 20
     """Kind span: begins and ends of answers that are tried for each window, and answers that are kept."""
     null_threshold: float = 0.0

@@ -127,7 +127,7 @@ class TaskType(ABC):
         return ""
 
     def least_room(self, task: TaskConfig) -> int:
-        """Least number of tokens that must be left for texts besides the special tokens."""
+        """Least number of tokens that must be left for texts after the special tokens."""
         return 2
 
     def problems(self, task: TaskConfig) -> list[str]:

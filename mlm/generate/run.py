@@ -171,7 +171,7 @@ def printed_ids(prompt: Prompt) -> list[int]:
 def print_whole(
     text: tuple[Prompt, int], new: list[int], tokenizer: Tokenizer, stops: Sequence[str], *, first: bool
 ) -> None:
-    """A text among several, under where its prompt stands."""
+    """A text among several, under the location of its prompt."""
     prompt, sample = text
     ids = printed_ids(prompt)
     print(f"{'' if first else chr(10)}--- {plain(prompt.place)}, sample {sample + 1}")

@@ -104,7 +104,7 @@ def num_threads(wanted: int | None, *, cores: int, local_ranks: int) -> int:
 
 
 def worker_environment(base: Mapping[str, str], *, threads: int) -> dict[str, str]:
-    """Return the variables that a launched rank gets besides `base`, the environment of the command.
+    """Return the variables that a launched rank gets in addition to `base`, the command's environment.
 
     OMP_NUM_THREADS follows dist.threads_per_rank; other variables that the user has set are kept.
     """

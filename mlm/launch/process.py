@@ -168,7 +168,7 @@ def store_of_attempt(store: Store, rank: int, world_size: int, timeout_s: float)
 
     torchrun restarts all ranks when one fails, and its store lives on: keys of the dead ranks (addresses,
     counts) would be taken for those of the living. A count of restarts does not identify an attempt, because
-    each agent counts for itself: a node that only heard of the failure has counted one less. So rank 0 names
+    each agent counts separately: a node whose own ranks did not fail has counted one less. So rank 0 names
     the attempt; each other rank leaves a new token and waits for the answer to it, which only a living rank 0
     gives. Raises RuntimeError if a rank is missing after `timeout_s`.
     """

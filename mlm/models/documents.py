@@ -29,7 +29,7 @@ class Spans:
     """[B, 1, S, S] or [B, 1, 1, S]: 0 where a token attends, -inf elsewhere, in the dtype of activations. One
     kernel for the whole micro-batch is what a GPU wants."""
 
-    @torch.compiler.disable  # lengths differ from batch to batch: each would be compiled anew
+    @torch.compiler.disable  # lengths differ from batch to batch: each would be recompiled
     def each(self, attention: Callable[[Tensor], Tensor], qkv: Tensor) -> Tensor:
         """`attention` within each document: [S, B, 3H/t] -> [S, B, H/t].
 
@@ -52,7 +52,7 @@ class Documents:
 
 @dataclass(frozen=True)
 class Boundaries:
-    """Switches: the parts that begin anew after an end-of-document token."""
+    """Switches: what restarts after an end-of-document token."""
 
     eod_id: int
     reset_positions: bool = False
@@ -61,7 +61,7 @@ class Boundaries:
 
     @classmethod
     def of(cls, data: DataConfig) -> "Boundaries | None":
-        """The boundaries a run asks for, None where documents play no part. Raises ValueError: no token."""
+        """The boundaries a run sets, None if documents have no effect. Raises ValueError without a token."""
         switches = (data.reset_positions, data.reset_attention, data.mask_eod_loss)
         if not any(switches):
             return None

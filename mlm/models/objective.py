@@ -22,7 +22,7 @@ class Objective(Protocol[C, B]):
     parts: tuple[str, ...]
     losses: int
     methods: tuple[str, ...]
-    """Methods of the model that it calls, besides `forward`."""
+    """Methods of the model that it calls, other than `forward`."""
 
     def counts(self, batch: B) -> Sequence[int]:
         """Return the number of terms in each part of a micro-batch: scored tokens, samples. On the host."""

@@ -29,7 +29,7 @@ class Pending:
     """Its name in errors."""
     axis: Axis
     out: Tensor
-    """Result of `wait`; nobody may read or write it before."""
+    """Result of `wait`; not to be read or written before."""
     work: dist.Work | None
     """None where there was nothing to communicate."""
     ranks: tuple[int, ...] = ()
@@ -203,7 +203,7 @@ def copy_to_tp(x: Tensor, axis: Axis) -> Tensor:
 def reduce_from_tp(x: Tensor, axis: Axis) -> Tensor:
     """g: leave that region. Sums the partial results over tp, in place; gradients pass unchanged.
 
-    `x` must be contiguous and needed by nobody else in its partial form.
+    `x` must be contiguous; it is overwritten.
     """
     return x if axis.size == 1 else _ReduceFromTP.apply(x, axis)  # type: ignore[no-untyped-call]
 

@@ -34,7 +34,7 @@ ALONE = Axis("tp")
 class Postponed:
     """Weight-gradient products put off by a zero-bubble schedule (arXiv:2401.10241, section 2).
 
-    While `open`, backward passes leave theirs here; `take` hands over those of one backward pass.
+    While `open`, backward passes queue theirs here; `take` returns those of one backward pass.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Ranks and groups: where this process stands on each parallel axis.
+"""Ranks and groups: this process's coordinates on the parallel axes.
 
 Rank order follows arXiv:2104.04473, section 3: tensor-parallel ranks are neighbours (they talk most, so
 they share a node), then data-parallel, then pipeline stages. rank = (stage * d + data) * t + tensor.

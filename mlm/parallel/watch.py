@@ -134,7 +134,7 @@ class Watch:
         return oldest.unfinished() if oldest and now - oldest.since > oldest.limit_s else None
 
     def interrupted(self) -> LostPeer | None:
-        """Return the wait of this rank at the moment when it hears that another one failed."""
+        """Return the wait of this rank at the moment when it learns that another one failed."""
         waits = list(self.waits.values())
         wait = waits[-1] if waits else self._oldest_followed()
         return None if wait is None else wait.lost("was under way when another rank failed")

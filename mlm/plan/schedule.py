@@ -70,7 +70,7 @@ def say(line: str, console: Console) -> None:
 
 
 def compared(bubble: float, formula: Formula) -> str:
-    """The formula's value beside the simulated one, and why they differ."""
+    """The formula's value compared with the simulated one, and why they differ."""
     said = f"formula {formula.words} = {formula.value:.2%}"
     return said if abs(bubble - formula.value) < 1e-9 else f"{said} (exact {formula.holds})"
 

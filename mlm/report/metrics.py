@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 Parts = Mapping[str, float]
-"""Numbers besides the loss, by name: its parts, and in a validation the loss of each corpus of a blend."""
+"""Numbers other than the loss, by name: its parts, and in a validation the loss of each corpus of a blend."""
 NO_PARTS: Parts = MappingProxyType({})
 
 

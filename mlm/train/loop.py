@@ -79,7 +79,7 @@ class Loop(ABC):
         """Tokens trained on so far, over all ranks and attempts."""
 
     def parts(self, means: Sequence[float], rates: Rates) -> Parts:
-        """Numbers to report of a step besides its loss."""
+        """Numbers to report of a step in addition to its loss."""
         return {}
 
     def is_done(self) -> bool:

@@ -33,7 +33,7 @@ def starts(config: PretrainConfig) -> list[Path]:
     """Return the checkpoints to resume from, the best first; empty for a fresh run.
 
     The run's own come before what `ckpt` names. A step-… directory stands for itself; a run directory for its
-    checkpoints, of which a damaged one gives way to its nearest ancestor. Raises UserError when resuming is
+    checkpoints, of which a damaged one is replaced by its nearest ancestor. Raises UserError when resuming is
     off, CorruptFileError when there are checkpoints and none is whole.
     """
     own = latest_checkpoint(folder(config))
@@ -116,7 +116,7 @@ def resume(trainer: Trainer) -> Path | None:
     def explain(error: Exception) -> UserError:
         return CheckpointError(f"out={config.out}: {error}")
 
-    # one rank looks, lest two see different things on a shared disk
+    # one rank looks: two might see different things on a shared disk
     candidates = ranks.broadcast(ranks.together(look, explain))
     problems: list[str] = []
     for path, weights_only in candidates:

@@ -70,7 +70,7 @@ class Saver:
             saver.finish()  # the last one is awaited, and its failure raised
 
     At most one save is in flight: `begin` waits for the one before. A failed one is reported loudly and
-    leaves the training and the previous checkpoint as they are; the next is due as ever. Leaving the context
+    leaves the training and the previous checkpoint as they are; the next is due as usual. Leaving the context
     waits for a save in flight, unless ranks are lost or the user interrupts.
     """
 

@@ -81,7 +81,7 @@ def owned_shards(trainer: Trainer) -> dict[str, Shard]:
 
 
 def counters(trainer: Trainer) -> dict[str, Any]:
-    """Return the state of a checkpoint besides tensors. Reads the loss scale back from the device."""
+    """Return the state of a checkpoint other than tensors. Reads the loss scale back from the device."""
     return {
         "step": trainer.step,
         "consumed_samples": trainer.consumed_samples,

@@ -287,4 +287,4 @@ def test_a_result_of_another_command_is_no_mark(tmp_path: Path) -> None:
 def test_a_file_in_the_place_of_the_folder_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("")
     (problem,) = out_problems(tmp_path / "out")
-    assert "a file stands there" in problem
+    assert "is a file;" in problem

@@ -51,7 +51,7 @@ class VerifyResumeConfig(PretrainConfig):
         return replace(self.parallel, **self.resumed.chosen)  # type: ignore[arg-type]  # checked on building
 
     def resumed_run(self) -> "VerifyResumeConfig":
-        """The same settings with the layout of the second half in the place of the first's."""
+        """The same settings with the layout of the second half in place of the first's."""
         return replace(self, parallel=self.resumed_parallel(), resumed=ResumedLayout())
 
     def plan(self, first_step: int) -> "KillPlan":

@@ -78,14 +78,14 @@ def preflight(config: VerifyResumeConfig) -> list[str]:
 
 
 def out_problems(out: Path) -> list[str]:
-    """Why `out` cannot be made anew: it holds something else than an earlier verify-resume."""
+    """Problems of replacing `out`: it holds something else than an earlier verify-resume."""
     try:
         names = set(os.listdir(out)) - {LOCK, MARKER} if os.path.lexists(out) else set()
         foreign = {name for name in names if name not in OURS and not _is_partial(name)}
         if names and not foreign and parse_json(read_bounded(out / RESULT, MAX_RESULT, ""))["task"] != TASK:
             foreign = names
     except NotADirectoryError:
-        return [f"out={out}: a file stands there: name a folder that is new, or of an earlier {TASK}"]
+        return [f"out={out}: is a file; name a folder that is new, or of an earlier {TASK}"]
     except (OSError, ValueError, TypeError, KeyError):
         foreign = names
     if not foreign:

@@ -29,7 +29,7 @@ TOKENIZER = (
 )
 """Files of tokenizers; the last two are read if there is no tokenizer.json."""
 SMALL_FILES = (CONFIG, INDEX, *TOKENIZER)
-"""All files that are read besides the tensors."""
+"""All files that are read in addition to the tensors."""
 ADAPTER = "adapter_config.json"
 
 MAX_BYTES = {CONFIG: 1 << 20, INDEX: 1 << 26} | dict.fromkeys(TOKENIZER, 1 << 28)

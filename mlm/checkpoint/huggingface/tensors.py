@@ -112,7 +112,7 @@ class HFTensors:
             for theirs in location.names:
                 if theirs not in model.stored:
                     raise UserError(
-                        f"{model.folder}: holds no tensor {theirs}, which {CONFIG} asks for. {AGAIN}"
+                        f"{model.folder}: holds no tensor {theirs}, which {CONFIG} requires. {AGAIN}"
                     )
             locations[ours] = location
             known.update(location.names)

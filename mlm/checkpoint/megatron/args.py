@@ -39,7 +39,7 @@ class Sizes:
 
 
 class Settings:
-    """The args of one rank file. Values of types that are not asked for are never looked at."""
+    """The args of one rank file. Values of unexpected types are never read."""
 
     def __init__(self, args: Any, path: Path) -> None:
         self.path = path

@@ -268,7 +268,7 @@ def _check_stored(path: Path) -> None:
 def _only_ours() -> Iterator[None]:
     """Limit torch's unpickler to its own names, Namespace and the stubs.
 
-    Libraries add classes of theirs when they are imported.
+    Libraries add their classes when they are imported.
     """
     others = serialization.get_safe_globals()
     serialization.clear_safe_globals()
@@ -288,7 +288,7 @@ def shown(text: str) -> str:
 def rejected(path: Path, name: str) -> CorruptFileError:
     """Return the error of a file that names a class or function it does not need."""
     return CorruptFileError(
-        f"{path}: asks for {shown(name)}, which is no data; nothing of it was run: {RESAVE}"
+        f"{path}: refers to {shown(name)}, which is not data; nothing was executed: {RESAVE}"
     )
 
 

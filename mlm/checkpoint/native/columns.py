@@ -1,7 +1,7 @@
 """The chunks of a checkpoint's tensors in columns of numbers: stored, checked and searched by numpy.
 
 A checkpoint of many ranks has a million chunks. As Python objects they cost a minute per save; here each
-check is a few passes over arrays, and `Chunk` objects are made only of the chunks somebody asks for.
+check is a few passes over arrays, and `Chunk` objects are made only of the chunks that are requested.
 """
 
 import secrets
@@ -241,7 +241,7 @@ def _untiled(columns: Columns) -> int | None:
 
     How often each element is held is a sum of products of steps (see `tiling_problem`): corners of pieces, up
     and down, that must cancel. Their salted hashes then add up to 0; of corners that do not cancel, they do
-    so with a chance of about 2^-64, which nobody can improve on who does not know the salt.
+    so with a probability of about 2^-64, unless the attacker knows the salt.
     """
     full = columns.full
     cut = np.zeros(full.shape, np.bool_)

@@ -35,7 +35,7 @@ class StagedFile:
     def fill(self, tensors: Mapping[str, Tensor], save_id: str) -> None:
         """Copy the tensors (any device, any strides), with as many threads as torch has.
 
-        Never raises: `write` raises the error, where the ranks exchange theirs.
+        Never raises: `write` raises the error, where the ranks exchange errors.
 
         On CUDA, the caller's current stream orders the copies.
         """

@@ -241,4 +241,4 @@ class Intake:
 
     def without_id(self) -> BadRecordError:
         """Return the error of a record without an id."""
-        return BadRecordError("no_id", f'no "{self.id_key}", which id_key asks for')
+        return BadRecordError("no_id", f'no "{self.id_key}", which id_key names')

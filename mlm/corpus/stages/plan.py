@@ -99,7 +99,7 @@ class Plan:
         return stages
 
     def _ingredients(self, stage: str) -> Any:
-        """Everything a stage's output depends on beside the stages before it."""
+        """Everything a stage's output depends on other than the stages before it."""
         config = to_dict(self.config)
         match stage:
             case "clean":

@@ -147,7 +147,7 @@ class LocalModel:
 
 
 def serve(config: LmEvalConfig, ctx: ParallelContext) -> None:
-    """Answer what lm-eval asks until it leaves. Every rank calls this; rank 0 has the socket."""
+    """Serve lm-eval's requests until it disconnects. Every rank calls this; rank 0 has the socket."""
     model = LocalModel(config, ctx)
     channel = Channel.connect(config.socket) if ctx.is_main else None
 
@@ -177,7 +177,7 @@ def next_message(channel: Channel | None, ctx: ParallelContext, idle_s: float) -
 
 
 def answer(model: Model, head: dict[str, Any], body: bytes, advance: Advance) -> tuple[dict[str, Any], bytes]:
-    """Do what is asked on this rank; the reply."""
+    """Execute a request on this rank; return the reply."""
     texts = np.split(np.frombuffer(body, np.int64), np.cumsum(head["lengths"])[:-1])
     if head["do"] == "score":
         requests = [Request(text, first) for text, first in zip(texts, head["firsts"], strict=True)]
@@ -240,7 +240,7 @@ class RemoteModel:
 
     def close(self) -> None:
         """End the ranks."""
-        self.channel.end.close()  # rank 0 hears it, and all leave
+        self.channel.end.close()  # rank 0 sees the end of the stream, and all leave
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(LEAVE_S)
         self._end()
@@ -260,7 +260,7 @@ class RemoteModel:
             raise self._failure() from None
 
     def _reply(self, advance: Advance) -> tuple[dict[str, Any], bytes]:
-        """The answer to what was asked; `advance` hears of what is done before."""
+        """Return the reply to a request; `advance` receives the progress before it."""
         while (message := self.channel.receive()) is not None:
             head, body = read_message(message)
             if "advance" not in head:

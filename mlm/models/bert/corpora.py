@@ -59,7 +59,7 @@ def bert_vocab(tokenizer: Tokenizer | None) -> BERTVocab:
     """Return what BERT samples depend on of the run's tokenizer. Raises UserError."""
     if tokenizer is None:
         raise UserError(
-            "data.tokenizer=null, and no tokenizer.json lies beside the corpus: BERT samples need the ids of "
+            "data.tokenizer=null, and no tokenizer.json is beside the corpus: BERT samples need the ids of "
             "[CLS], [SEP], [MASK] and [PAD]; set data.tokenizer=…/tokenizer.json"
         )
     return BERTVocab.of(tokenizer)

@@ -1,4 +1,4 @@
-"""Random BERT samples in the place of a corpus, for throughput runs and tests."""
+"""Random BERT samples in place of a corpus, for throughput runs and tests."""
 
 import numpy as np
 from numpy.typing import ArrayLike

@@ -11,7 +11,7 @@ def check_no_deadlock(instructions: Sequence[Sequence[Instruction]]) -> None:
 
     A rank does one thing at a time in its order. A computation waits for its input; a transfer waits until
     its data is computed and the rank at the other end has come to it too (rendezvous). What completes so
-    also completes where transfers run beside the computation, in order, on one stream per rank or per pair.
+    also completes where transfers overlap the computation, in order, on one stream per rank or per pair.
 
     Raises ScheduleError naming the ranks and the instruction each is stuck at, or a transfer whose two ends
     mean different data.

@@ -100,7 +100,7 @@ def test_pickle_that_calls_is_refused_and_calls_nothing(tmp_path: Path, where: s
     path = tmp_path / "theirs" / "mp_rank_00" / FILE
     path.parent.mkdir(parents=True)
     save(path, content, zipped=zipped)
-    with pytest.raises(CorruptFileError, match=r"asks for posix\.mkdir.*nothing of it was run") as refusal:
+    with pytest.raises(CorruptFileError, match=r"refers to posix\.mkdir.*nothing was executed") as refusal:
         read_file(find_files(path.parent.parent).files[0, 0])
     assert not marker.exists()
     assert str(path) in str(refusal.value)
@@ -126,13 +126,13 @@ def test_pickle_that_calls_is_refused_and_calls_nothing(tmp_path: Path, where: s
 def test_any_function_is_refused_by_name(tmp_path: Path, function: Callable[..., Any], args: Any) -> None:
     path = tmp_path / FILE
     torch.save({"args": Call(function, *args) if function is not getattr else Loose()}, path)
-    with pytest.raises(CorruptFileError, match=r"asks for \S*" + function.__name__):
+    with pytest.raises(CorruptFileError, match=r"refers to \S*" + function.__name__):
         read_file(path)
 
 
 def test_all_that_is_asked_for_is_named_before_anything_is_built(tmp_path: Path) -> None:
     torch.save({"a": Call(os.mkdir, "a"), "b": Call(os.rmdir, "b")}, tmp_path / FILE)
-    with pytest.raises(CorruptFileError, match=r"asks for posix\.mkdir, posix\.rmdir, "):
+    with pytest.raises(CorruptFileError, match=r"refers to posix\.mkdir, posix\.rmdir, "):
         read_file(tmp_path / FILE)
 
 
@@ -193,7 +193,7 @@ def test_classes_that_other_libraries_allow_are_not_built(tmp_path: Path) -> Non
     path = tmp_path / FILE
     torch.save({"args": Call(Extra)}, path)
     with torch.serialization.safe_globals([Extra]):
-        with pytest.raises(CorruptFileError, match=r"asks for \S*Extra"):
+        with pytest.raises(CorruptFileError, match=r"refers to \S*Extra"):
             read_file(path)
         assert Extra in torch.serialization.get_safe_globals()  # theirs is as it was
     assert not Extra.built
