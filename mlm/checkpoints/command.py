@@ -1,4 +1,4 @@
-"""The commands `mlm ckpt …`, which look after checkpoints. They run in this process, on files."""
+"""The commands `mlm ckpt …`, which maintain checkpoints. They run in this process, on files."""
 
 from mlm.checkpoints.checks import check_out_file
 from mlm.checkpoints.config import CkptDiffConfig, CkptInspectConfig, CkptPruneConfig, CkptVerifyConfig

@@ -97,7 +97,7 @@ def sentence(found: Comparison) -> str:
 
 
 def show(first: Path, second: Path, found: Comparison, others: Differences) -> None:
-    """The tables for people."""
+    """Print the tables."""
     out = console()
     out.print(f"first   {first}\nsecond  {second}")
     for kind, differences in others.items():

@@ -111,7 +111,7 @@ def _tensor(entry: TensorEntry) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any], manifest: Manifest, *, with_tensors: bool) -> None:
-    """The tables for people."""
+    """Print the tables."""
     out = console()
     facts = table(f"ckpt inspect · {result['path']}", "", "")
     for name, said in facts_of(result).items():

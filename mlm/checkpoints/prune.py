@@ -68,7 +68,7 @@ def run(config: CkptPruneConfig) -> None:
 
 
 def look(root: Path, config: CkptPruneConfig) -> list[Item]:
-    """All there is, checkpoints first, and whether it goes. Raises OSError and CheckpointError."""
+    """All items of the folder, checkpoints first, to keep or delete. Raises OSError and CheckpointError."""
     found = list(checkpoints(root).values())
     problems: dict[Path, str | None] = {}
     with byte_progress("verifying", sum(map(shard_bytes, found))) as advance:
@@ -109,7 +109,7 @@ def bytes_of(path: Path) -> int:
 
 
 def delete(root: Path, items: list[Item]) -> list[Path]:
-    """Delete what goes, the oldest first, and give what a killed save moved aside its name again.
+    """Delete the items to delete, oldest first, and rename back what a killed save moved aside.
 
     Returns what could not be deleted. Raises OSError.
     """
@@ -120,7 +120,7 @@ def delete(root: Path, items: list[Item]) -> list[Path]:
 
 
 def show(config: CkptPruneConfig, root: Path, items: list[Item], left: list[Path]) -> None:
-    """The table for people."""
+    """Print the table."""
     goes = "would be deleted" if config.dry_run else "deleted"
     made = table(f"ckpt prune · {root}", "", "size#", "", "")
     for item in items:

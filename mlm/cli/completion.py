@@ -89,7 +89,7 @@ def _overrides(command: Command, words: list[str], request: Sequence[str]) -> li
 
 
 def _tasks(command: Command, settled: Arguments, last: str) -> list[str]:
-    """The tasks that `last` may be the beginning of, where a command wants one and has none yet."""
+    """The tasks that `last` may be the beginning of, if a command takes one and has none yet."""
     if not takes_task(command) or any(text.startswith("task=") for text in settled.overrides):
         return []
     return [name for name in task_names(settled.value(*CONFIG_DIR_FLAGS)) if name.startswith(last)]

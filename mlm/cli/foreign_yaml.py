@@ -1,4 +1,4 @@
-"""YAML of a folder that is not ours (--config-dir): a second look at what Hydra is about to compose.
+"""YAML of a folder that is not ours (--config-dir): checks of what Hydra is about to compose.
 
 Who types --config-dir trusts the folder: Hydra composes it. (A run's own config.yaml is never composed:
 mlm/cli/saved.py.) Still, an experiment is easily copied unread. Hydra calls whatever the `_target_` of

@@ -217,7 +217,7 @@ def verify(plan: Plan, advance: Advance) -> None:
     """Compare every byte of the source with the digests in its manifest. Raises CorruptFileError."""
     path, files = plan.source, plan.manifest.files
     with reading_of(path):
-        for name, entry in files.items():  # what is quick to see, first
+        for name, entry in files.items():  # quick checks first
             read_header(path / name, entry, plan.manifest.save_id)
         for name, entry in files.items():
             if (digest := digest_file(path / name, advance)) != entry.digest:

@@ -90,7 +90,7 @@ class DataBuildConfig:
     sentences: bool = False
     """One sequence per sentence, as BERT samples need. Needs mlm[data]."""
     work: OutFolder | None = None
-    """Folder of what lies between the stages; null means {out}/work. On a cluster all nodes must see it. Only
+    """Folder of the files between stages; null means {out}/work. On a cluster all nodes must see it. Only
     what the build wrote there is deleted at the end."""
     keep_work: bool = False
     """Keep that folder, so that a build with another tokenizer reuses what does not change."""

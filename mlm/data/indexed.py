@@ -347,7 +347,7 @@ class IndexedWriter:
             self._write_index(f)
             sync(f)
         sync(self._bin)
-        # An .idx vouches for its .bin: the old one goes first and the new one comes last.
+        # An .idx vouches for its .bin: the old one is removed first and the new one written last.
         idx_path(self.prefix).unlink(missing_ok=True)
         os.replace(self._partial(".bin"), bin_path(self.prefix))
         os.replace(self._partial(".idx"), idx_path(self.prefix))

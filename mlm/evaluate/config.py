@@ -70,7 +70,7 @@ class ZeroShotConfig:
     seq_length: SeqLength | None = None
     """Tokens that the model reads at a time; null takes the checkpoint's data.seq_length."""
     limit: Annotated[int | None, POSITIVE] = None
-    """Score the first so many articles or passages only, for a trial; null scores all."""
+    """Score only the first N articles or passages, for a trial; null scores all."""
     tokenizer: InputPath | None = None
     """tokenizer.json; null takes the one saved with the run."""
     force: bool = False

@@ -69,7 +69,7 @@ class KeptScores:
 
 
 def as_lines(results: Mapping[int, Result]) -> bytes:
-    """Requests as they are kept; float64 losses come back as they were."""
+    """Requests as they are kept; float64 losses are restored exactly."""
     rows = ({"request": n, "loss": loss, "greedy": greedy} for n, (loss, greedy) in results.items())
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 

@@ -231,7 +231,7 @@ def progress(batches: Iterable[MicroBatch], rounds: int, shown: bool) -> Iterato
 
 
 def show(result: dict[str, Any], out: Path) -> None:
-    """The table for people."""
+    """Print the table."""
     table = Table(title=f"eval loss · {result['corpus']} · step {result['step']}", title_justify="left")
     bits = result["bits_per_byte"]
     columns = {

@@ -26,7 +26,7 @@ from mlm.train.state import CHECKPOINTS, FINETUNING, counters, is_stored, model_
 from mlm.train.trainer import Trainer
 
 BEST = "best"
-"""Folder of a run directory with the best weights; its own checkpoints and tokenizer lie in it."""
+"""Folder of a run directory with the best weights; it holds its own checkpoints and tokenizer."""
 DATA_PATH = "data.path"
 """Key in the state of the absolute path of the rows; null if they are the Hub's."""
 ALL = 1 << 30

@@ -43,7 +43,7 @@ class FinetuneDataConfig(TaskDataConfig):
     train_rows: Annotated[int | None, POSITIVE] = None
     """Rows of the training split to train on, drawn at random with data.seed; null takes all."""
     seed: Annotated[int, SEED] = 1234
-    """Of that choice. It is no function of `seed`, so that runs of several seeds see the same rows."""
+    """Seed of that choice, independent of `seed`, so that runs of several seeds train on the same rows."""
     predict_tests: bool = False
     """Write predictions of the task's test splits with the best checkpoint."""
 
@@ -62,14 +62,14 @@ class FinetuneTrainConfig:
     """Texts of task.max_length tokens one rank runs through the model at once; more of shorter ones. The rest
     of a batch is accumulated."""
     sort_batches: Annotated[int, POSITIVE] = 50
-    """Rows of so many batches are sorted by length before they are split into batches, so that little is
+    """Rows of this many batches are sorted by length before they are split into batches, so that little is
     padded; 1 leaves them in random order."""
     validate_every: Annotated[
         int | None, NOT_NEGATIVE, Also("eval_interval", "eval_steps", "val_interval", "val_every")
     ] = None
     """Steps between validations; null validates after every epoch. The last step is validated too."""
     patience: Annotated[int, NOT_NEGATIVE] = 0
-    """Stop after so many validations in a row without a better score; 0 trains to the end."""
+    """Stop after this many validations in a row without a better score; 0 trains to the end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,7 +147,7 @@ class EvalTaskConfig:
     split: str | None = None
     """Split to score; null means those of task.validations. One without labels is only predicted."""
     predictions: OutFolder | None = None
-    """Folder for the predictions, in the form that they are handed in; null writes none, unless the split has
+    """Folder for the predictions, in the form of a submission; null writes none, unless the split has
     no labels: then predictions beside `out`."""
     probabilities: ResultFile | None = None
     """JSONL file for the probability of each label or option, a line per row; null writes none."""

@@ -59,7 +59,7 @@ class Frame:
     max_length: int
 
     def room(self, texts: int) -> int:
-        """Return the tokens that so many texts may have together."""
+        """Return the tokens that this many texts may have together."""
         return self.max_length - len(self.begin) - texts * len(self.end)
 
     def one(self, a: Tokens) -> Text:

@@ -24,7 +24,7 @@ MAX_BYTES = 1 << 31  # of one file: QQP has 60 MB, RACE 150 MB
 MAX_JSON = 1 << 28  # of a file that must be held whole: SQuAD 2.0 has 42 MB
 MAX_LINE = 1 << 24  # of one record: 16 MiB
 BATCH_ROWS = 64
-MAX_BATCH = 1 << 27  # of so many rows of a table: 2 MiB each
+MAX_BATCH = 1 << 27  # of rows of a table: 2 MiB each
 KEY = "data.path"
 
 

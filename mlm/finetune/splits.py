@@ -34,7 +34,7 @@ class Split:
     places: Sequence[str]
     """Location of each row: file:line."""
     digest: str
-    """Digest of the rows, whatever file holds them, as `xxh3:<hex>`."""
+    """Digest of the rows, in any file format, as `xxh3:<hex>`."""
     has_labels: bool
     """True if predictions can be scored; rows without labels can only be predicted."""
     left_out: int = 0

@@ -47,7 +47,7 @@ class TaskConfig:
     """Its configuration."""
     subsets: tuple[str, ...] = ()
     """Prefixes of the ids of the task's rows, such as middle and high of RACE; other rows are left out. Files
-    may lie in folders of these names. Empty takes all."""
+    may be in folders of these names. Empty takes all."""
     train: str = "train"
     """Split to train on."""
     validations: tuple[str, ...] = ("validation",)
@@ -58,7 +58,7 @@ class TaskConfig:
     """Names of the files of predictions of `tests`, in their order, without .tsv; a file is named after its
     split where there is none."""
     submit_names: bool = True
-    """Hand in the names of labels; false hands in their numbers."""
+    """Submit the names of labels; false submits their numbers."""
     max_length: int = 512
     """Maximum tokens of a sequence, special tokens included; at most the model's max_positions.
 
@@ -75,12 +75,12 @@ class TaskConfig:
     null_threshold: float = 0.0
     """Kind span, unanswerable: how much the score of no answer must exceed that of the best answer."""
     lr: float = 2.0e-5
-    """Peak learning rate: what optimizer.lr is unless it is given."""
+    """Peak learning rate: default of optimizer.lr."""
     weight_decay: float = 0.01
-    """Value of optimizer.weight_decay."""
+    """Default of optimizer.weight_decay."""
     epochs: int = 3
-    """Value of train.epochs."""
+    """Default of train.epochs."""
     batch_size: int = 32
-    """Rows per step: value of train.global_batch_size."""
+    """Rows per step: default of train.global_batch_size."""
     warmup: float = 0.06
-    """Value of schedule.warmup."""
+    """Default of schedule.warmup."""

@@ -64,7 +64,7 @@ class GenerateConfig:
     special_tokens: bool = False
     """Read names of special tokens in a prompt, such as <|endoftext|>, as those tokens, not as letters."""
     seed: Annotated[int, SEED] = 1234
-    """Of the sampling."""
+    """Seed of the sampling."""
     tokenizer: InputPath | None = None
     """tokenizer.json; null takes the one saved with the run."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)

@@ -32,7 +32,7 @@ FILL_TOKENS = 4096
 
 @dataclass(eq=False)
 class _Text:
-    """A prompt and what has come after it."""
+    """A prompt and its continuation so far."""
 
     index: int
     """Its place among the prompts."""
@@ -42,7 +42,7 @@ class _Text:
     """Tokens from position 0 on."""
     new: list[int] = field(default_factory=list)
     seen: set[int] = field(default_factory=set)
-    """Tokens of the prompt, as far as it is read, and of what has come after it."""
+    """Tokens of the prompt, as far as it is read, and of its continuation."""
     read: int = 0
     """Tokens of the context that are in the cache: none, or all but the last."""
 

@@ -20,7 +20,7 @@ from mlm.splitmix import draw, root, uniform
 NOT_FINITE = -1
 """In place of a token where the logits are no numbers."""
 SHORT_LIST = 512
-"""Tokens that top_p looks at before it sorts the whole vocabulary, which takes fifty times as long."""
+"""Tokens that top_p considers before it sorts the whole vocabulary, which takes fifty times as long."""
 
 
 @dataclass(frozen=True, slots=True)

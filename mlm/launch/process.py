@@ -34,7 +34,7 @@ from mlm.launch.failure import (
 from mlm.parallel.mesh import ParallelContext, build_mesh
 from mlm.parallel.watch import LostPeer, Watch, is_transport_error
 
-START_S = 120.0  # ranks import torch and see the disk at their own pace, whatever dist.timeout_s is
+START_S = 120.0  # ranks import torch and read the disk at different speeds, whatever dist.timeout_s is
 STORE_POLL_S = 0.02
 Target = Callable[[Any, ParallelContext], None]
 ELASTIC = "TORCHELASTIC_RUN_ID"  # set by torchrun: ranks may be restarted, and the store is not new then

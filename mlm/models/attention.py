@@ -78,7 +78,7 @@ class SelfAttention(nn.Module):
         return self._inside(spans, partial(fused_attention, head_dim=self.head_dim, p=p), qkv)
 
     def _inside(self, spans: Spans | None, attention: Callable[..., Tensor], qkv: Tensor) -> Tensor:
-        """`attention` where a token may look: at all before it (or all, if not causal), within its span."""
+        """`attention` to all tokens before (to all, if not causal) within each token's span."""
         if spans is None:
             return attention(qkv, causal=self.causal)
         if spans.bias is not None:
@@ -132,7 +132,7 @@ def unfused_attention(
     q, k, v = heads.permute(2, 1, 0, 3).unbind(0)  # each [B * N/t, S, D], views
     if causal:
         added = torch.full((s, s), -math.inf, dtype=q.dtype, device=q.device).triu_(1)
-    elif bias is not None:  # a text's heads lie side by side
+    elif bias is not None:  # a sequence's heads are adjacent
         added = bias.expand(b, heads.shape[1] // b, -1, s).flatten(0, 1)  # [B * N/t, 1 or S, S]
     else:
         added = q.new_zeros(())

@@ -186,7 +186,7 @@ class Transformer(nn.Module):
                 pooled = stream.everywhere(pooled, p, layer, "classifier")
             return self.whole(self.classifier(pooled))[0]
         rows = torch.arange(len(inputs.lengths), device=h.device)
-        if self.sequence_parallel:  # a row's last token lies with any one of the ranks
+        if self.sequence_parallel:  # a row's last token is on any one of the ranks
             return self.whole(self.classifier(h))[inputs.lengths - 1, rows]
         y: Tensor = self.classifier(h[inputs.lengths - 1, rows])
         return y

@@ -27,7 +27,7 @@ class Spans:
     """Tokens of each document, for each of the B samples; empty where `bias` serves."""
     bias: Tensor | None = None
     """[B, 1, S, S] or [B, 1, 1, S]: 0 where a token attends, -inf elsewhere, in the dtype of activations. One
-    kernel for the whole micro-batch is what a GPU wants."""
+    kernel for the whole micro-batch is faster on a GPU."""
 
     @torch.compiler.disable  # lengths differ from batch to batch: each would be recompiled
     def each(self, attention: Callable[[Tensor], Tensor], qkv: Tensor) -> Tensor:

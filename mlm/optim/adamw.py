@@ -113,7 +113,7 @@ def moments(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
 
 
 def apply(optimizer: torch.optim.Optimizer, overflow: Tensor) -> None:
-    """Step, unless `overflow` (0-d) is 1: fused kernels look at it themselves, for others the host waits."""
+    """Step, unless `overflow` (0-d) is 1: fused kernels read it on the device, for others the host waits."""
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer.found_inf = overflow  # type: ignore[attr-defined]
         optimizer.step()

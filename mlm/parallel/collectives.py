@@ -50,7 +50,7 @@ class Pending:
 
 
 def _watched(op: str, axis: Axis, ranks: tuple[int, ...] = ()) -> Wait:
-    """Around whatever may block or break: gloo's transfers break when begun, NCCL connects at the first."""
+    """Wait of an operation that may block or fail: gloo fails at its start, NCCL connects at the first."""
     return axis.watch.waiting(op, axis.name, ranks or axis.ranks)
 
 
@@ -145,7 +145,7 @@ def broadcast(x: Tensor, axis: Axis, source: int) -> Tensor:
 
 
 def barrier(axis: Axis) -> None:
-    """Wait until every rank of a gloo axis has come here."""
+    """Wait until every rank of a gloo axis has reached this call."""
     if axis.group is not None:
         with _watched("barrier", axis):
             dist.barrier(group=axis.group)

@@ -159,7 +159,7 @@ class ShardedReducer:
         self.sync = False
 
     def finish(self) -> None:
-        """Reduce if no backward pass did, and hand the sums to the parameters of `ParameterShard`."""
+        """Reduce if no backward pass did, and assign the sums to the parameters of `ParameterShard`."""
         if not self._reduced:
             self.sync = True
             _run_post_backward(self.root)

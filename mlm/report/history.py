@@ -105,7 +105,7 @@ class History(Sink):
 
 
 def rewind(path: Path, start_step: int) -> None:
-    """Drop from a metrics file what lies beyond `start_step`, and lines a kill left half written.
+    """Drop from a metrics file the steps after `start_step`, and lines a kill left half written.
 
     A start from step 0 begins a new history. The file is replaced atomically, and only if it changes.
     """

@@ -16,7 +16,7 @@ from mlm.report.metrics import NO_PARTS, Eta, Parts, Sink, StepMetrics, of_parts
 
 MAX_WIDTH = 110  # columns of the panel
 ECHO_WIDTH = 4  # columns left free: room for ^C^C, which would wrap and shift the panel by a line
-REFRESH_HZ = 1  # drawing takes about 4 ms of a core that training wants
+REFRESH_HZ = 1  # drawing takes about 4 ms of a core that training uses
 
 
 def duration(seconds: float | None) -> str:

@@ -39,7 +39,7 @@ def pretraining_problems(
 
 
 def saved_problems(config: PretrainConfig) -> list[Problem]:
-    """Problems of the configuration in a checkpoint, which may come from anyone, in itself."""
+    """Problems of the configuration in a checkpoint, which is untrusted, in itself."""
     problems, model = list(out_of_range(config).values()), config.model
     for key, value in values_of(config).items():
         each = (

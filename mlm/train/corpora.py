@@ -86,7 +86,7 @@ def tokenizer_path(data: DataConfig) -> Path | None:
 
 
 def _beside(train: Path, part: str) -> Path | None:
-    """Another part of the folder that a training part lies in."""
+    """Another part of the folder of a training part."""
     prefix = train.with_name(part)
     return prefix if train.name == "train" and idx_path(prefix).exists() else None
 

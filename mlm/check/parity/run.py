@@ -175,7 +175,7 @@ def describe_layout(parallel: ParallelConfig, ctx: ParallelContext) -> str:
 
 
 def show(config: ParityConfig, ctx: ParallelContext, report: Report, verdict: Verdict, out: Path) -> None:
-    """The tables for people."""
+    """Print the tables."""
     model, console = config.model, Console(highlight=False, soft_wrap=True)
     console.print(
         f"parity of {describe_layout(config.parallel, ctx)} with one process\n"

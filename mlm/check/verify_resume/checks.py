@@ -14,7 +14,7 @@ RESUMED_NAMES = {f.name: f"resumed.{f.name}" for f in fields(ResumedLayout)}
 
 
 def check_verify_resume(config: VerifyResumeConfig) -> list[Problem]:
-    """Problems of both halves that are visible without a look at this host's devices."""
+    """Problems of both halves that are visible without this host's devices."""
     anywhere = replace(config.dist, device="auto", backend="auto")
     return problems_here(replace(config, dist=anywhere), local_devices=None)
 

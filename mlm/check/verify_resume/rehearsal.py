@@ -22,7 +22,7 @@ from mlm.train.state import CHECKPOINTS
 STRAIGHT, RESUMED = "straight", "resumed"
 FILES = (f"{STRAIGHT}.yaml", f"{RESUMED}.yaml", f"{STRAIGHT}.log", "killed.log", f"{RESUMED}.log")
 TRIES = 5
-POLL_S = 0.002  # between looks at `latest`: tiny models are quick
+POLL_S = 0.002  # polling period of `latest`: tiny models are quick
 SHOW_S = 0.2
 
 Show = Callable[[str, int, int], None]

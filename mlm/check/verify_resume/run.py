@@ -230,7 +230,7 @@ def rounding(may: Allowed) -> str:
 
 
 def report(config: VerifyResumeConfig, runs: Runs, kill: Kill, may: Allowed, verdict: Verdict) -> None:
-    """The table and the verdict for people."""
+    """Print the table and the verdict."""
     model, plan = config.model, runs.plan
     console = Console(highlight=False, soft_wrap=True)
     halves = [words_of(parallel) for parallel in (config.parallel, config.resumed_parallel())]

@@ -47,7 +47,7 @@ class Digester:
                 self._end_block()
 
     def entry(self) -> FileEntry:
-        """Size and digests of all that came."""
+        """Size and digests of all bytes received."""
         if self._room < layout.DIGEST_BLOCK:
             self._end_block()
         return FileEntry(self._size, digest_name(self._whole), tuple(self._blocks))
@@ -70,7 +70,7 @@ class CheckedFile:
     def __init__(
         self, path: Path, entry: FileEntry, expected: Signature | None = None, *, raw: bool = False
     ) -> None:
-        """Open the file; with `raw` its bytes are not compared, for a look at what it is.
+        """Open the file; with `raw` its bytes are not compared, to recognise its format.
 
         Raises CorruptFileError when it is missing, no regular file, of another size, or, with `expected`, not
         the file that was digested; OSError.

@@ -237,7 +237,7 @@ def _outside(columns: Columns) -> int | None:
 
 
 def _untiled(columns: Columns) -> int | None:
-    """Number of the first tensor that is not tiled by its chunks, which lie inside it.
+    """Number of the first tensor that is not tiled by its chunks, which are inside it.
 
     How often each element is held is a sum of products of steps (see `tiling_problem`): corners of pieces, up
     and down, that must cancel. Their salted hashes then add up to 0; of corners that do not cancel, they do

@@ -24,7 +24,7 @@ from mlm.checkpoint.native.slices import Region
 from mlm.errors import CorruptFileError
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The dtype to look at an element's bits in, by its bytes."""
+"""Integer dtype to compare an element's bits in, by its bytes."""
 
 BLOCK = 1 << 22  # bytes of a tensor compared at a time: 4 MiB, up to four times that in float64
 OPEN_FILES = 64  # of one checkpoint at a time; a process may have 1024 on most systems

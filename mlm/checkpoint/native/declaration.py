@@ -27,7 +27,7 @@ def file_name(rank: int) -> str:
 
 
 def declare_shards(shards: Mapping[str, Shard], step: int, main_step: int) -> bytes:
-    """The tensors that this rank knows, and where in them the pieces lie that it holds."""
+    """The tensors that this rank declares, and the regions of them that it holds."""
     if step != main_step:
         raise CheckpointError(f"ranks save different steps: {step} and {main_step} (rank 0)")
     for name, shard in shards.items():

@@ -104,7 +104,7 @@ class Ranks:
         result: T | None = None
         try:
             result = work()
-        except Exception as e:  # whatever it is: unshared, it would leave the other ranks waiting for ever
+        except Exception as e:  # whatever it is: unshared, it would leave the other ranks waiting forever
             cause, shared = e, e if isinstance(e, UserError) else explain(e)
         verdicts = self.all_gather(shared and [type(shared).__name__, str(shared)[:MAX_MESSAGE]])
         failed = [verdict for verdict in verdicts if verdict]

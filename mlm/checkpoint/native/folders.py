@@ -272,7 +272,7 @@ def _refuse_empty(path: str | Path, setting: str) -> NoReturn:
 
 
 def open_staging(root: Path, step: int, save_id: str, *, keep: bool = False) -> Path:
-    """A fresh directory to write a checkpoint into; clears up after killed saves. Raises OSError.
+    """A fresh directory to write a checkpoint into; removes leftovers of killed saves. Raises OSError.
 
     With `keep` a directory that an earlier try with the same save id left is reused as it is.
     """
@@ -411,7 +411,7 @@ def outdated(
     upto: int | None = None,
     problem: Callable[[Path], str | None] = problem_of,
 ) -> list[Path]:
-    """The checkpoints up to step `upto` (None: all) that retention gives up, oldest first.
+    """The checkpoints up to step `upto` (None: all) that retention deletes, oldest first.
 
     Kept: the `keep_last` newest whole ones, at least one, and whatever is newer; multiples of `keep_every`
     (0: none); the one `latest` names; and those of another branch than that one, which count for nothing: a

@@ -259,7 +259,7 @@ def regular_size(path: Path) -> int:
 
 
 def decode_manifest(encoded: bytes, path: Path) -> Manifest:
-    """The inverse of `encode_manifest`: `path` is where it lies or will, beside its CHUNKS.
+    """The inverse of `encode_manifest`: `path` is its present or future location, beside its CHUNKS.
 
     Raises as `read_manifest` does.
     """

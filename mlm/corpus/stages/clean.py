@@ -215,7 +215,7 @@ def run(plan: Plan, task: int) -> None:
     prefix = cleaning.prefix
     files = [bin_path(prefix), idx_path(prefix)]
     if config.dedup.enabled:
-        # a band's keys lie together: stage `match` reads one band of all shards
+        # a band's keys are contiguous: stage `match` reads one band of all shards
         by_band = np.ascontiguousarray(np.concatenate(cleaning.keys).T)
         files.append(save(prefix.with_name(f"{task:05d}.keys.npy"), by_band))
     if config.id_key is not None:

@@ -176,7 +176,7 @@ class MlmLM(TemplateLM):
         return texts
 
     def _prompt(self, context: str, room: int) -> Tokens:
-        """The last tokens of a context that leave room for what comes."""
+        """The last tokens of a context that leave room for the new ones."""
         return self.tok_encode(context)[-room:] or [self.prefix_token_id]
 
     def _options(self, arguments: dict[str, Any]) -> tuple[Sampling, list[str]]:

@@ -50,7 +50,7 @@ class Protocol:
     facts: dict[str, Any]
     """Entries of the receipt: T, T_o, N, …, by key."""
     counts: str
-    """The same in one line, for people."""
+    """The same as one readable line."""
     warnings: tuple[str, ...] = field(default=())
     """Texts left out or truncated, and a text that is not of the protocol's form."""
 

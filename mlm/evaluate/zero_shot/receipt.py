@@ -77,7 +77,7 @@ def result_of(protocol: Protocol, outcome: Outcome) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any], protocols: Sequence[Protocol], out: Path) -> None:
-    """The table for people, and what was left out on stderr."""
+    """Print the table, and on stderr what was left out."""
     limit = result["config"]["limit"]
     made = table(
         f"eval {result['task']} · {plain(result['checkpoint'])} · step {result['step']}"

@@ -35,7 +35,7 @@ class Texts:
     places: tuple[str, ...]
     """Location of each text: file:line."""
     digest: str
-    """Of the texts, whatever holds them, as `xxh3:<hex>`."""
+    """Digest of the texts, in any file format, as `xxh3:<hex>`."""
     file_digest: str | None = None
     """Of the file; None from the Hub."""
 

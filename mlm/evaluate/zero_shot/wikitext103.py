@@ -42,7 +42,7 @@ def protocols(
 
 
 def first_articles(text: str, limit: int | None) -> str:
-    """The text up to the end of its first so many articles, or all of it."""
+    """The text up to the end of its first `limit` articles, or all of it."""
     return text if limit is None else "\n".join(articles(text)[:limit])
 
 

@@ -51,7 +51,7 @@ def find_spans(indexed: IndexedDataset, targets: Targets) -> tuple[Ids, Ids]:
     for first, last in document_chunks(documents):
         low, high = int(documents[first]), int(documents[last])
         filled = np.flatnonzero(indexed.lengths[low:high])
-        # A copy: the index file's numbers lie at odd addresses, where every search would make one.
+        # A copy: the index file's numbers are unaligned, so every search would make one.
         places = indexed.pointers[low:high][filled] // indexed.dtype.itemsize
         bounds = np.searchsorted(filled, documents[first : last + 1] - low)
         numbers = filled + low  # of each sentence among the corpus's sequences

@@ -132,7 +132,7 @@ def _place(actions: Sequence[Action], transfers: Sequence[Send | Receive]) -> tu
     receive holds a buffer.
     """
     index = {action: i for i, action in enumerate(actions)}
-    before = len(actions)  # the action to stand before: limits the transfer at hand and all earlier ones
+    before = len(actions)  # the action to precede: limits the current transfer and all earlier ones
     limits = []
     for transfer in reversed(transfers):
         at = index[transfer.action]
