@@ -83,7 +83,7 @@ def test_what_is_wrong_throughout_is_put_to_the_beginning_or_to_dp() -> None:
     assert judge(report(replace(pattern, gradients=uneven)), "fp64").hint.startswith("everything is wrong")
 
 
-def test_a_norm_that_differs_alone_is_told_as_such() -> None:
+def test_a_norm_that_differs_alone_is_reported_as_such() -> None:
     assert "gradient norm of step 1" in judge(report(step(norm=1.1)), "fp64").sentence
 
 

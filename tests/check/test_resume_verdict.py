@@ -57,7 +57,7 @@ def test_on_the_same_layout_the_last_bit_of_a_loss_counts() -> None:
     assert verdict.sentence.startswith("the first difference is in the loss of step 3: 5.7 straight, 5.70000")
 
 
-def test_on_another_layout_rounding_is_allowed_and_told() -> None:
+def test_on_another_layout_rounding_is_allowed_and_reported() -> None:
     verdict = judge(resumed(3, loss=record(3)["loss"] + 8e-6, grad_norm=2.0 + FP32.norm), OTHER)
     assert verdict.word == "EQUAL"
     assert "losses to 8.0e-06" in verdict.sentence

@@ -169,7 +169,7 @@ def processes_with(words: str) -> list[int]:
 
 
 @pytest.mark.parametrize("latest", [2, 4])
-def test_a_run_that_is_always_over_before_the_kill_is_tried_again_then_told(
+def test_a_run_that_is_always_over_before_the_kill_is_tried_again_then_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, latest: int
 ) -> None:
     """It ends well with its last checkpoint, or asked to stop with an earlier one: neither was killed."""

@@ -29,7 +29,7 @@ def test_result_has_these_keys(tmp_path: Path) -> None:
     }
 
 
-def test_equal_tensors_end_with_0_and_settings_that_differ_are_told(tmp_path: Path, capsys: Output) -> None:
+def test_equal_tensors_end_with_0_and_settings_that_differ_are_listed(tmp_path: Path, capsys: Output) -> None:
     a = write_run(tmp_path / "a")
     b = write_run(tmp_path / "b", seed=7, parallel=ParallelConfig(tp=4))
     assert mlm("ckpt", "diff", a, b, f"out={tmp_path}/x.json") == 0
@@ -72,7 +72,7 @@ def test_difference_ends_with_1_and_one_line(tmp_path: Path, capsys: Output) -> 
     assert err.count("\n") == 1
 
 
-def test_tensors_of_one_side_and_other_shapes_are_told(tmp_path: Path, capsys: Output) -> None:
+def test_tensors_of_one_side_and_other_shapes_are_reported(tmp_path: Path, capsys: Output) -> None:
     a = save(tmp_path / "a", 1, tensors() | {"model.old": torch.ones(1)})
     b = save(tmp_path / "b", 1, tensors() | {"model.w": torch.ones(3)})
     assert mlm("ckpt", "diff", a, b, f"out={tmp_path}/x.json") == 1

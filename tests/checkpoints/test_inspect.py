@@ -80,7 +80,7 @@ def test_checkpoint_of_weights_alone_is_no_broken_run(tmp_path: Path, capsys: Ou
     [{}, {"config": None}, {"config": [1], "consumed_samples": "many", "scaler": 3, "versions": "x"}],
     ids=str,
 )
-def test_state_of_no_training_run_is_told_not_raised(tmp_path: Path, state: dict[str, object]) -> None:
+def test_state_of_no_training_run_is_reported_not_raised(tmp_path: Path, state: dict[str, object]) -> None:
     save(tmp_path, 1, {"x": torch.ones(2)}, state=state)
     assert mlm("ckpt", "inspect", tmp_path, f"out={tmp_path}/x.json", "--tensors") == 0
     result = read(tmp_path / "x.json")

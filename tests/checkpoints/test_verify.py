@@ -1,4 +1,4 @@
-"""`mlm ckpt verify`: one checkpoint or all of a run, and from which a run would go on."""
+"""`mlm ckpt verify`: one checkpoint or all of a run, and from which a run would continue."""
 
 from pathlib import Path
 

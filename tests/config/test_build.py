@@ -116,7 +116,7 @@ def test_run_spec_survives_json(name: str) -> None:
     assert from_dict(SPECS[name], json.loads(json.dumps(to_dict(config)))) == config
 
 
-def test_saved_spec_of_another_kind_is_refused() -> None:
+def test_saved_spec_of_another_kind_is_rejected() -> None:
     with pytest.raises(ConfigError, match="saved GenerateConfig"):
         from_dict(GenerateConfig, to_dict(build(PretrainConfig, composed())))
 

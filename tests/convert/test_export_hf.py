@@ -73,7 +73,7 @@ def test_import_and_export_give_back_every_bit(
 def test_checkpoint_of_another_layout_gives_the_same_weights(
     model: GPT2LMHeadModel, run: Path, tmp_path: Path
 ) -> None:
-    """Cut over tp=2 and pp=3, where 331 rows of the vocabulary are dealt out as 256 and 75."""
+    """Cut over tp=2 and pp=3, where 331 rows of the vocabulary are split into 256 and 75."""
     source = run / "checkpoints/step-00000000"
     manifest = read_manifest(source)
     tensors = {}
@@ -178,7 +178,7 @@ class TestRefusals:
         assert not (tmp_path / "out").exists()
         assert not (tmp_path / ".out.partial").exists()
 
-    def test_damaged_shard_is_refused(self, run: Path, tmp_path: Path) -> None:
+    def test_damaged_shard_is_rejected(self, run: Path, tmp_path: Path) -> None:
         path = run / "checkpoints/step-00000000/rank-00000.safetensors"
         with open(path, "r+b") as file:
             file.seek(-1, os.SEEK_END)
@@ -268,7 +268,7 @@ class TestHeads:
         want = torch.tensor([1.0, -2.0, 0.5]).expand(2, 3)
         torch.testing.assert_close(logits[0] - logits[1], want, rtol=0, atol=1e-5)
 
-    def test_bias_that_cannot_be_carried_is_refused(
+    def test_bias_that_cannot_be_carried_is_rejected(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Two labels with the same weights."""

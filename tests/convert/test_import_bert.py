@@ -86,7 +86,7 @@ def test_model_folder_is_read_by_two_ranks(tmp_path: Path, family: str, axis: st
 class TestFilled:
     """Parts that a folder does not hold take the initial values of the seed."""
 
-    def test_they_are_told_and_recorded(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_they_are_reported_and_recorded(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         make_bert(tmp_path / "model", "bert", "ForMaskedLM")
         path = import_model(tmp_path / "model", tmp_path / "run") / "checkpoints/step-00000000"
         out = capsys.readouterr().out
@@ -116,7 +116,7 @@ class TestFilled:
         trained = load_trained(str(tmp_path), ParallelConfig(), PrecisionConfig(), shape_context())
         assert trained.manifest.state["source"]["filled"] == ["pooler.bias", "pooler.weight"]
 
-    def test_a_run_that_goes_on_from_it_may_keep_its_own(self, tmp_path: Path) -> None:
+    def test_a_run_that_continues_from_it_may_keep_its_own(self, tmp_path: Path) -> None:
         make_bert(tmp_path, "bert", "ModelWithoutPooler")
         ctx = shape_context()
         chunk = load_trained(str(tmp_path), ParallelConfig(), PrecisionConfig(), ctx).model.chunks[0]

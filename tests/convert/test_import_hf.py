@@ -290,7 +290,7 @@ class TestHub:
         offered = ["pytorch_model.bin", "modeling_gpt2.py", "model.h5", "model-00001-of-00002.safetensors"]
         assert [name for name in offered if any(fnmatch(name, p) for p in patterns)] == offered[-1:]
 
-    def test_model_of_another_kind_is_refused_before_its_weights_are_fetched(
+    def test_model_of_another_kind_is_rejected_before_its_weights_are_fetched(
         self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def download(repo: str, allow_patterns: list[str], **_: Any) -> str:

@@ -168,6 +168,6 @@ def test_preflight_passes_what_runs(tmp_path: Path) -> None:
     assert preflight(config(tmp_path)) == []
 
 
-def test_vocabulary_must_be_told_where_it_is_not_gpt2s(tmp_path: Path) -> None:
+def test_vocabulary_must_be_given_where_it_is_not_gpt2s(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"vocab_size=null: the token table has 64 rows.*give vocab_size="):
         imported(tmp_path, Layout(), vocab_size=None)

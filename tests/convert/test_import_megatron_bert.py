@@ -84,7 +84,7 @@ def test_exact_gelu_is_computed_where_it_was_trained_with(tmp_path: Path) -> Non
     assert_same(our_outputs(found), reference(model, model_of(found)))
 
 
-def test_two_kinds_of_gelu_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_kinds_of_gelu_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Megatron-LM's default: the fused kernel in the layers, torch's in the masked-LM head."""
     found = imported(tmp_path, Layout(args={"openai_gelu": False, "bias_gelu_fusion": True}))
     assert model_of(found).activation == "gelu_tanh"
@@ -139,6 +139,6 @@ def test_problem_of_a_file_is_named(tmp_path: Path, change: Change, message: str
         imported(tmp_path, Layout(), change=change)
 
 
-def test_layer_norm_behind_the_sums_is_refused(tmp_path: Path) -> None:
+def test_layer_norm_behind_the_sums_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="apply_residual_connection_post_layernorm=True"):
         imported(tmp_path, Layout(args={"apply_residual_connection_post_layernorm": True}))

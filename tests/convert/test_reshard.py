@@ -110,7 +110,7 @@ def whole_state(path: Path) -> dict[str, Tensor]:
     return {name: shard.tensor.clone() for name, shard in training_shards(trainer).items()}
 
 
-def test_training_goes_on_from_it_as_from_the_source(tmp_path: Path, source: Path) -> None:
+def test_training_continues_from_it_as_from_the_source(tmp_path: Path, source: Path) -> None:
     there = to(source, tmp_path, 4, 2)
     losses = []
     for path in (source / "checkpoints" / STEP, there):

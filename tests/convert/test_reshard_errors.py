@@ -1,4 +1,4 @@
-"""`mlm reshard` refused, interrupted, killed, and called again."""
+"""`mlm reshard` rejected, interrupted, killed, and called again."""
 
 import os
 from dataclasses import replace
@@ -119,7 +119,7 @@ class TestSecondTry:
         with pytest.raises(CorruptFileError, match="Delete it, and run this again"):
             to(source, tmp_path, 2)
 
-    def test_after_an_interrupt_goes_on(
+    def test_after_an_interrupt_continues(
         self,
         tmp_path: Path,
         source: Path,

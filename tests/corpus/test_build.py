@@ -1,4 +1,4 @@
-"""`mlm data build` of small files that are clean already: what it writes, refuses and leaves alone."""
+"""`mlm data build` of small files that are clean already: what it writes, rejects and leaves alone."""
 
 import json
 from pathlib import Path

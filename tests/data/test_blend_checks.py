@@ -57,7 +57,7 @@ def test_a_problem_names_entry_and_remedy(blend: str, said: str) -> None:
     assert "\n" not in problem
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     assert len(problems("[0 a,-1 b,1 nowhere]", "train.global_batch_size=0")) == 4
 
 
@@ -99,5 +99,5 @@ def test_names_are_those_of_the_folders_and_differ(prefixes: list[str], expected
     assert names([Path(prefix) for prefix in prefixes]) == expected
 
 
-def test_names_that_cannot_be_told_apart_are_numbered() -> None:
+def test_names_that_cannot_be_distinguished_are_numbered() -> None:
     assert names([Path("/a b/train"), Path("/a_b/train")]) == ["a_b-0", "a_b-1"]

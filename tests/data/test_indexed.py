@@ -57,7 +57,7 @@ def test_max_token_looks_at_the_whole_corpus(tmp_path: Path, monkeypatch: pytest
     assert write_corpus(tmp_path / "c", [[1, 900, 2], [5]]).max_token() == 900
 
 
-def test_max_token_refuses_negative_ids(tmp_path: Path) -> None:
+def test_max_token_rejects_negative_ids(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "c", [[1, -2]], DTYPES[4])
     with pytest.raises(CorruptFileError, match="token id -2"):
         corpus.max_token()
@@ -137,7 +137,7 @@ def test_writer_leaves_the_previous_corpus_alone_on_an_exception(tmp_path: Path)
 
 
 @pytest.mark.parametrize("tokens", [[70_000], [-1], np.array([1 << 20])])
-def test_writer_refuses_tokens_that_would_wrap(tmp_path: Path, tokens: list[int]) -> None:
+def test_writer_rejects_tokens_that_would_wrap(tmp_path: Path, tokens: list[int]) -> None:
     with (
         pytest.raises(ValueError, match="do not fit uint16"),
         IndexedWriter(tmp_path / "c", token_dtype(9)) as writer,

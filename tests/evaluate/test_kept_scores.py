@@ -80,7 +80,7 @@ def go_on(reference: Reference, kept: Path, **changes: Any) -> list[int]:
     return told
 
 
-def test_a_stopped_run_goes_on_where_it_was(reference: Reference, stopped: Path) -> None:
+def test_a_stopped_run_continues_where_it_was(reference: Reference, stopped: Path) -> None:
     assert go_on(reference, stopped)[0] == 18  # four texts at a time; three requests read the longest
     assert go_on(reference, stopped) == [29]
 
@@ -142,7 +142,7 @@ def kept_on_rank(
     return found, told
 
 
-def test_every_rank_goes_on_from_what_the_first_one_reads(reference: Reference, stopped: Path) -> None:
+def test_every_rank_continues_from_what_the_first_one_reads(reference: Reference, stopped: Path) -> None:
     """At another layout than it was stopped at."""
     model, run = reference
     requests = random_requests(model)

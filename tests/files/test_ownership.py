@@ -187,7 +187,7 @@ def test_delete_removes_a_folder_that_we_made_and_keeps_one_that_we_adopted(else
     assert os.listdir(adopted) == []
 
 
-def test_delete_refuses_inputs_the_working_directory_and_what_has_no_marker(
+def test_delete_rejects_inputs_the_working_directory_and_what_has_no_marker(
     elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = claim_folder(elsewhere / "work", "corpus-work")

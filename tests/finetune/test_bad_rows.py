@@ -121,7 +121,7 @@ def test_split_to_train_or_validate_on_needs_labels(tmp_path: Path, name: str) -
         split_of(tmp_path, pairs(), [PAIR | {"label": -1}] * 3, name=name)
 
 
-def test_test_split_with_some_labels_is_refused(tmp_path: Path) -> None:
+def test_test_split_with_some_labels_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"test\.jsonl:2: no label"):
         split_of(tmp_path, pairs(), [PAIR, PAIR | {"label": -1}], name="test")
 
@@ -168,7 +168,7 @@ def test_bad_file_is_named(tmp_path: Path, case: str) -> None:
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_damaged_parquet_file_is_told(tmp_path: Path) -> None:
+def test_damaged_parquet_file_is_reported(tmp_path: Path) -> None:
     write_table(tmp_path / "train.parquet", [PAIR, PAIR])
     path = tmp_path / "train.parquet"
     path.write_bytes(path.read_bytes()[:-9])
@@ -176,7 +176,7 @@ def test_damaged_parquet_file_is_told(tmp_path: Path) -> None:
         read_split(pairs(), "train", path=str(tmp_path))
 
 
-def test_small_parquet_file_that_unpacks_to_gigabytes_is_refused(tmp_path: Path) -> None:
+def test_small_parquet_file_that_unpacks_to_gigabytes_is_rejected(tmp_path: Path) -> None:
     one = pa.DictionaryArray.from_arrays(pa.array([0] * 5000, pa.int32()), pa.array(["a" * (1 << 22)]))
     pq.write_table(pa.table({"first": one}), tmp_path / "train.parquet", compression="zstd")
     assert (tmp_path / "train.parquet").stat().st_size < 1 << 20
@@ -185,6 +185,6 @@ def test_small_parquet_file_that_unpacks_to_gigabytes_is_refused(tmp_path: Path)
 
 
 @pytest.mark.parametrize("path", ["nowhere", "."])
-def test_missing_split_is_told(tmp_path: Path, path: str) -> None:
+def test_missing_split_is_reported(tmp_path: Path, path: str) -> None:
     with pytest.raises(UserError, match=r"data\.path=.*train\.jsonl"):
         read_split(pairs(), "train", path=str(tmp_path / path))

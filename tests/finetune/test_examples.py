@@ -172,14 +172,14 @@ def test_gpt2_reads_the_question_and_its_option_last(tmp_path: Path) -> None:
 # ----- what cannot be
 
 
-def test_tokenizer_without_cls_is_refused_for_bert(tmp_path: Path) -> None:
+def test_tokenizer_without_cls_is_rejected_for_bert(tmp_path: Path) -> None:
     split = split_of(tmp_path, pairs(), rows_of_pairs(1, 3))
     with pytest.raises(UserError, match=r"no \[CLS\] and \[SEP\]"):
         make_examples(pairs(), split, gpt2(), causal=False, max_length=64)
 
 
 @pytest.mark.parametrize("name, least", [("rte", 5), ("squad", 133)])
-def test_length_without_room_is_refused_with_one_that_has(tmp_path: Path, name: str, least: int) -> None:
+def test_length_without_room_is_rejected_with_one_that_has(tmp_path: Path, name: str, least: int) -> None:
     task = shipped(name)
     row = {"sentence1": "a", "sentence2": "a", "label": 0, "context": "the cat sat", "question": "who ?"}
     split = split_of(tmp_path, task, [row | {"answers": {"text": ["cat"], "answer_start": [4]}}])

@@ -72,7 +72,7 @@ class TestSeeds:
         finetune(finetuning(folder, out=str(tmp_path / "one"), seed=6, train={"epochs": 1}))
         assert losses(tmp_path / "one") == losses(tmp_path / "all/seed-6")
 
-    def test_goes_on_with_the_seed_that_is_not_done(
+    def test_continues_with_the_seed_that_is_not_done(
         self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         begun, whole = [], run.finetune

@@ -59,7 +59,7 @@ class TestGoingOn:
             ({"task": replace(task_of("classification"), max_length=20)}, "task.max_length", "20", "40"),
         ],
     )
-    def test_another_setting_is_refused(
+    def test_another_setting_is_rejected(
         self, folder: Path, changes: dict[str, Any], key: str, value: str, then: str
     ) -> None:
         config = finetuning(folder, **changes)
@@ -67,14 +67,14 @@ class TestGoingOn:
             f"{key}={value}: out={config.out} was begun with {then}: use {key}={then}, or set another out=…"
         ]
 
-    def test_other_weights_are_refused(self, folder: Path) -> None:
+    def test_other_weights_are_rejected(self, folder: Path) -> None:
         config = finetuning(folder, ckpt=str(folder / "other"))
         assert run.preflight(config) == [
             f"ckpt={config.ckpt}: out={config.out} was begun with other weights: name those, or set another "
             "out=…"
         ]
 
-    def test_other_rows_are_refused(self, folder: Path, tmp_path: Path) -> None:
+    def test_other_rows_are_rejected(self, folder: Path, tmp_path: Path) -> None:
         shutil.copytree(folder / "classification", tmp_path / "rows")
         (tmp_path / "rows/validation.jsonl").write_text((tmp_path / "rows/train.jsonl").read_text())
         config = finetuning(folder, data={"path": str(tmp_path / "rows")})
@@ -93,7 +93,7 @@ class TestGoingOn:
             == []
         )
 
-    def test_another_vocabulary_is_refused(self, folder: Path, tmp_path: Path) -> None:
+    def test_another_vocabulary_is_rejected(self, folder: Path, tmp_path: Path) -> None:
         """That of a model which was saved without a tokenizer."""
         write_model(tmp_path / "gpt2", GPT2)
         (tmp_path / "gpt2/tokenizer.json").unlink()
@@ -126,13 +126,13 @@ class TestGoingOn:
         assert [problem.split("=")[0] for problem in found] == ["seed", "train.epochs"]
 
     @pytest.mark.parametrize("to", ["bert", "other"])
-    def test_a_folder_of_another_kind_of_run_is_refused(self, folder: Path, to: str) -> None:
+    def test_a_folder_of_another_kind_of_run_is_rejected(self, folder: Path, to: str) -> None:
         config = finetuning(folder, out=str(folder / to))
         assert run.preflight(config) == [
             f"out={config.out}: holds checkpoints of another type of run: set another out=…"
         ]
 
-    def test_resume_false_refuses_a_folder_in_use(self, folder: Path) -> None:
+    def test_resume_false_rejects_a_folder_in_use(self, folder: Path) -> None:
         config = finetuning(folder, checkpoint=FinetuneCheckpointConfig(resume=False))
         (problem,) = run.preflight(config)
         assert problem.startswith(f"out={config.out} already holds step-00000006: set checkpoint.resume=true")

@@ -149,7 +149,7 @@ def test_metrics_of_questions_that_are_not_there_are_left_out(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name, module", [("sst2", "sklearn"), ("stsb", "scipy"), ("squad", "torchmetrics")])
-def test_missing_package_is_told_with_its_extra(
+def test_missing_package_is_reported_with_its_extra(
     monkeypatch: pytest.MonkeyPatch, name: str, module: str
 ) -> None:
     for known in [key for key in sys.modules if key.split(".")[0] == module]:

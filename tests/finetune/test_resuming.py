@@ -88,7 +88,7 @@ def test_killed_between_saves(
     check_same(folder, tmp_path / "out")
 
 
-def test_dropout_goes_on_too(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropout_continues_too(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its masks are functions of the seed and of numbers that no two micro-batches of a run share."""
     numbers, whole = [], Trainer.dropout
 
@@ -123,7 +123,7 @@ def test_killed_behind_a_best_checkpoint_that_no_other_knows_of(
 def test_the_best_that_a_checkpoint_names_outlives_better_ones(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_last: int, at: int, left: set[int]
 ) -> None:
-    """Each validation is better than the one before; steps 2 and 4 are saved to go on from."""
+    """Each validation is better than the one before; steps 2 and 4 are saved to continue from."""
     out, scores = tmp_path / "out", iter(range(1, 10))
     monkeypatch.setattr(training, "evaluate", lambda *args, **kwargs: ({"accuracy": float(next(scores))}, []))
     keep = FinetuneCheckpointConfig(save_every=2, keep_last=keep_last)
@@ -134,7 +134,7 @@ def test_the_best_that_a_checkpoint_names_outlives_better_ones(
 def test_a_best_checkpoint_is_gone_when_all_begins_anew(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing was saved to go on from: until the next validation the run has no best."""
+    """Nothing was saved to continue from: until the next validation the run has no best."""
     out = tmp_path / "out"
     config = config_of(folder, out=str(out), checkpoint=FinetuneCheckpointConfig(save_every=100))
     dies(config, monkeypatch, training, "save_best", 1)

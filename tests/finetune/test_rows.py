@@ -71,7 +71,7 @@ def test_validation_is_found_as_dev(tmp_path: Path) -> None:
     assert len(read_split(pairs(), "validation_matched", path=str(tmp_path))) == 1
 
 
-def test_two_files_of_one_split_are_refused(tmp_path: Path) -> None:
+def test_two_files_of_one_split_are_rejected(tmp_path: Path) -> None:
     write_table(tmp_path / "train.jsonl", ROWS)
     write_table(tmp_path / "train.csv", ROWS)
     with pytest.raises(UserError, match=r"both .*train\.jsonl and .*train\.csv hold the split train"):
@@ -140,7 +140,7 @@ def test_race_by_folders_as_on_the_hub(tmp_path: Path) -> None:
     assert len(read_split(shipped("race_high"), "test", path=str(tmp_path))) == 1
 
 
-def test_race_without_one_of_its_schools_is_refused(tmp_path: Path) -> None:
+def test_race_without_one_of_its_schools_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no folder middle"):
         read_split(shipped("race"), "validation", path=str(race_folder(tmp_path, "high")))
 
@@ -214,7 +214,7 @@ def test_hub_out_of_reach_says_what_to_bring(monkeypatch: pytest.MonkeyPatch) ->
         read_split(shipped("rte"), "train", path=None)
 
 
-def test_task_of_ones_own_without_a_path_is_told() -> None:
+def test_task_of_ones_own_without_a_path_is_reported() -> None:
     with pytest.raises(UserError, match=r"task mine has no data set on the Hub"):
         read_split(pairs(), "train", path=None)
 

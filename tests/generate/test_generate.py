@@ -188,7 +188,7 @@ class TestResults:
         assert main([*COMMAND, f"ckpt={model}", "prompt='To be'", "max_new_tokens=5"]) == 0
         assert capsys.readouterr().out.startswith("To be")
 
-    def test_a_prompt_longer_than_the_model_reads_is_cut_and_told(
+    def test_a_prompt_longer_than_the_model_reads_is_cut_and_reported(
         self, model: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         generated(model, f"prompt='{'to be ' * SHAPE['n_positions']}'")

@@ -90,7 +90,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object], bool]] = {
 
 @pytest.mark.parametrize("place", READERS)
 def test_reader_runs_no_payload(tmp_path: Path, place: str) -> None:
-    """Every payload in the place of every file; what must not be passed over is refused in one line."""
+    """Every payload in the place of every file; what must not be passed over is rejected in one line."""
     name, read, refused = READERS[place]
     marker, path = tmp_path / "marker", tmp_path / "files" / name
     path.parent.mkdir(parents=True)
@@ -149,7 +149,7 @@ COMMANDS = {
     "resharding a shard": (f"{STEP}/{SHARD}", f"reshard ckpt=@/{STEP} out=@/other", 1),
     "exporting a shard": (f"{STEP}/{SHARD}", f"export hf ckpt=@/{STEP} out=@/other verify=false", 1),
 }
-"""Name → file, command (@ is the folder), exit code: 0 where the run goes on without the file."""
+"""Name → file, command (@ is the folder), exit code: 0 where the run continues without the file."""
 
 
 @pytest.mark.parametrize("case", COMMANDS)
@@ -167,7 +167,7 @@ def test_command_runs_no_payload(mine: Path, capfd: pytest.CaptureFixture[str], 
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
-def test_huggingface_folder_of_pickles_is_refused(
+def test_huggingface_folder_of_pickles_is_rejected(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
     marker, source = tmp_path / "marker", tmp_path / "theirs"
@@ -228,7 +228,7 @@ class TestPaths:
             pass
         assert (tmp_path / "precious").read_text() == "precious"
 
-    def test_folder_in_place_of_a_shard_is_refused(self, tmp_path: Path) -> None:
+    def test_folder_in_place_of_a_shard_is_rejected(self, tmp_path: Path) -> None:
         path = save(tmp_path, 1, weights())
         (path / SHARD).unlink()
         (path / SHARD).mkdir()
@@ -258,12 +258,12 @@ HARMLESS = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_size_of_what_is_read_is_bounded(outcomes: dict[str, str], case: str) -> None:
-    """Within 1 GiB and 20 s of processor, refused in one line."""
+    """Within 1 GiB and 20 s of processor, rejected in one line."""
     assert outcomes[case].startswith("read" if case in HARMLESS else "refused: "), outcomes[case]
 
 
 @pytest.mark.parametrize("config", ["ab", [1], None, {"model": 3}, {}])
-def test_config_in_a_manifest_that_is_none_is_refused(
+def test_config_in_a_manifest_that_is_none_is_rejected(
     mine: Path, capfd: pytest.CaptureFixture[str], config: object
 ) -> None:
     edit_manifest(mine / STEP, lambda body: body["state"].update(config=config))

@@ -112,7 +112,7 @@ def assert_windows(model: GPT2LMHeadModel, prompt: list[int], new: list[int]) ->
         done = end
 
 
-def test_a_full_context_is_halved_and_the_text_goes_on(model: GPT2LMHeadModel, trained: Trained) -> None:
+def test_a_full_context_is_halved_and_the_text_continues(model: GPT2LMHeadModel, trained: Trained) -> None:
     """Rows fill up at different steps; the last prompt is longer than the model reads."""
     texts = [*prompts(), [token for prompt in prompts() for token in prompt] * 2]
     assert len(texts[-1]) > MOST

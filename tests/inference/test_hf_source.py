@@ -68,7 +68,7 @@ def damaged(ctx: ParallelContext, folder: Path) -> str:
     return str(caught.value)
 
 
-def test_what_is_wrong_with_the_weights_is_told_on_every_rank(folder: Path) -> None:
+def test_what_is_wrong_with_the_weights_is_reported_on_every_rank(folder: Path) -> None:
     edit_config(folder, n_inner=64)
     for message in run_on_ranks(damaged, folder, tp=2):
         assert "config.json makes it" in message
@@ -83,20 +83,20 @@ def test_what_is_wrong_with_the_weights_is_told_on_every_rank(folder: Path) -> N
         ({"n_positions": 50}, "config.json makes it"),
     ],
 )
-def test_a_model_that_is_not_ours_is_refused_before_ranks_start(
+def test_a_model_that_is_not_ours_is_rejected_before_ranks_start(
     folder: Path, settings: dict[str, Any], problem: str
 ) -> None:
     edit_config(folder, **settings)
     assert any(problem in said for said in checkpoint_problems(str(folder), ParallelConfig()))
 
 
-def test_a_pickle_is_refused(folder: Path) -> None:
+def test_a_pickle_is_rejected(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     (said,) = checkpoint_problems(str(folder), ParallelConfig())
     assert "a pickle" in said
 
 
-def test_a_layout_that_does_not_divide_the_model_is_refused(folder: Path) -> None:
+def test_a_layout_that_does_not_divide_the_model_is_rejected(folder: Path) -> None:
     (said,) = checkpoint_problems(str(folder), ParallelConfig(tp=3))
     assert said.startswith("tp=3 does not divide the checkpoint's num_heads=4")
 
@@ -146,7 +146,7 @@ def test_eval_loss_scores_it_and_writes_nothing_beside_it(
         ("hub:../gpt2", None),
     ],
 )
-def test_an_id_of_the_hub_is_told_from_a_misspelled_path(
+def test_an_id_of_the_hub_is_distinguished_from_a_misspelled_path(
     typed: str, found: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -195,7 +195,7 @@ def test_padding_rows_are_zero(folder: Path) -> None:
     assert not trained.model.chunks[0].token.weight[MODEL.vocab_size :].any()
 
 
-def test_a_truncated_file_is_refused(folder: Path) -> None:
+def test_a_truncated_file_is_rejected(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-8])
     assert checkpoint_problems(str(folder), ParallelConfig())

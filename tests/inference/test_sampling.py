@@ -114,7 +114,7 @@ def test_the_end_is_not_drawn_before_min_new_tokens(temperature: float) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_logits_that_are_no_numbers_are_told_from_tokens(temperature: float, value: float) -> None:
+def test_logits_that_are_no_numbers_are_distinguished_from_tokens(temperature: float, value: float) -> None:
     rows = LOGITS.expand(2, -1).clone()
     rows[1, 3] = value
     found = next_tokens(rows, [0, 1], [0, 0], replace(PLAIN, temperature=temperature, top_k=1), None)

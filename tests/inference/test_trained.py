@@ -85,7 +85,7 @@ def test_special_file_in_place_of_a_tokenizer_is_named(
             load()
 
 
-def test_a_model_of_another_kind_is_refused() -> None:
+def test_a_model_of_another_kind_is_rejected() -> None:
     model = ModelConfig(num_layers=1, hidden_size=4, num_heads=1)
     assert continuation_problem("runs/gpt", model) is None
     bert = replace(model, kind="bert", token_types=2)

@@ -116,7 +116,7 @@ def save_on_request(config: GenerateConfig, ctx: ParallelContext) -> None:
 
 
 def never_save(config: GenerateConfig, ctx: ParallelContext) -> None:
-    """A loop that hears the request and goes on."""
+    """A loop that hears the request and continues."""
     with StopRequest() as stop:
         tell(config, ctx, requested=False)
         while not stop.requested:

@@ -34,7 +34,7 @@ def test_a_run_starts_plainly_whatever_launcher_this_command_was_under() -> None
 @pytest.mark.parametrize(
     "code,kind,how", [(2, UserError, "ended with 2"), (1, CheckFailedError, "ended with 1")]
 )
-def test_a_failing_run_is_told_by_its_own_line_and_its_log(
+def test_a_failing_run_is_reported_by_its_own_line_and_its_log(
     tmp_path: Path, code: int, kind: type[UserError], how: str
 ) -> None:
     log = tmp_path / "x.log"

@@ -1,4 +1,4 @@
-"""A rank is killed under torchrun: the job restarts by itself and goes on from its last checkpoint."""
+"""A rank is killed under torchrun: the job restarts automatically and continues from its last checkpoint."""
 
 import json
 import os

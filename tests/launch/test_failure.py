@@ -57,5 +57,5 @@ def test_failure_survives_the_way_to_the_parent(tmp_path: Path) -> None:
         (UserError("nccl is not available: set dist.backend=gloo"), False),
     ],
 )
-def test_lost_peer_is_told_by_type_and_text(error: Exception, lost: bool) -> None:
+def test_lost_peer_is_reported_by_type_and_text(error: Exception, lost: bool) -> None:
     assert is_lost_peer(error) is lost

@@ -1,4 +1,4 @@
-"""scripts/slurm/pretrain.sbatch with stand-ins for srun and scontrol."""
+"""scripts/slurm/pretrain.sbatch with stubs for srun and scontrol."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ for _ in {1..200}; do sleep 0.1; done
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Path:
-    """A folder with stand-ins: srun waits for SIGUSR1, scontrol notes what it is told."""
+    """A folder with stubs: srun waits for SIGUSR1, scontrol notes what it is told."""
     for name, text in {"srun": SRUN, "scontrol": '#!/usr/bin/env bash\necho "$@" > requeued\n'}.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)

@@ -111,7 +111,7 @@ def test_rows_filled_later_are_read_like_the_others() -> None:
     assert_close(got, want, "fp64")
 
 
-def test_a_row_that_is_moved_goes_on_as_before() -> None:
+def test_a_row_that_is_moved_continues_as_before() -> None:
     model, cache = build(shape_context(), "fp64"), KeyValueCache(3, MODEL.max_positions)
     fill(model, cache)
     step(model, cache, 0, (0, 1, 2))

@@ -39,7 +39,7 @@ MODEL = ModelConfig(
     attention_dropout=0.0,
 )
 LENGTHS = (
-    (16,),  # one document, which goes on behind the sample
+    (16,),  # one document, which continues after the sample
     (1, 5, 1, 1, 3, 5),  # begins with an end; ends in a row; the last token is an end
     (4, 4, 7, 1),  # of equal lengths; the last document begins with the sample's last token
     (1,) * 16,

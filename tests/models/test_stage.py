@@ -26,6 +26,6 @@ def test_every_layer_is_in_one_stage_in_order(stages: int, more: int) -> None:
     assert [s.is_last for s in split] == [False] * (stages - 1) + [True]
 
 
-def test_more_stages_than_layers_are_refused() -> None:
+def test_more_stages_than_layers_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"num_layers=3 .* 4 stages"):
         split_layers(3, 4)

@@ -87,7 +87,7 @@ def test_problem_names_value_and_remedy(overrides: list[str], problem: str) -> N
     assert problems_of(*overrides) == [problem]
 
 
-def test_schedule_is_not_mended_into_a_batch_that_does_not_fit_it() -> None:
+def test_schedule_is_not_adapted_to_a_batch_that_does_not_fit_it() -> None:
     (problem,) = problems_of("pp=3", "vp=2", "pipeline=zb_h1", "train.global_batch_size=64")
     assert problem.endswith("use vp=1")
 

@@ -37,7 +37,7 @@ def test_timeout_names_rank_step_operation_group_limit_and_peer(watch: Watch) ->
     )
 
 
-def test_closed_connection_is_told_from_a_timeout(watch: Watch) -> None:
+def test_closed_connection_is_distinguished_from_a_timeout(watch: Watch) -> None:
     assert line(watch, CLOSED) == "rank 2: step 17: all_reduce over tp (ranks 2, 3) broke: rank 3 is gone"
 
 

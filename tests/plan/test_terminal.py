@@ -62,7 +62,7 @@ def test_time_axis_counts_in_costs() -> None:
     assert axis[8 + 10 * 2 - 10 :].startswith("50")  # the fifth forward's column, 2 characters each
 
 
-def test_time_axis_of_a_later_window_goes_on() -> None:
+def test_time_axis_of_a_later_window_continues() -> None:
     """1F1B of figure 4 in windows of 20 units: 25 stands over the sixth."""
     second = drawn(plan(), width=8 + 40).splitlines()[6]
     assert second == "time    20        25        30"

@@ -205,7 +205,7 @@ def test_resuming_reads_on_where_the_run_stopped(corpus: Path, tmp_path: Path) -
     assert [r["loss"] for r in records(parts, "step")] == [r["loss"] for r in records(whole, "step")]
 
 
-def test_documents_that_are_not_split_are_refused(corpus: Path) -> None:
+def test_documents_that_are_not_split_are_rejected(corpus: Path) -> None:
     receipt = corpus / "corpus.json"
     said = receipt.read_text()
     try:
@@ -216,7 +216,7 @@ def test_documents_that_are_not_split_are_refused(corpus: Path) -> None:
     assert corpus_problems(spec(corpus)) == []
 
 
-def test_a_tokenizer_without_a_mask_is_refused(corpus: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_without_a_mask_is_rejected(corpus: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("a story of the sea " * 50)
     assert main(["data", "tokenizer", f"input={text}", "vocab_size=300", f"out={tmp_path}/bpe.json"]) == 0
@@ -225,13 +225,13 @@ def test_a_tokenizer_without_a_mask_is_refused(corpus: Path, tmp_path: Path) -> 
     assert "[MASK]" in "\n".join(corpus_problems(config))
 
 
-def test_a_tokenizer_larger_than_the_model_is_refused(corpus: Path) -> None:
+def test_a_tokenizer_larger_than_the_model_is_rejected(corpus: Path) -> None:
     config = spec(corpus)
     config = replace(config, model=replace(config.model, vocab_size=50))
     assert "set model.vocab_size=" in "\n".join(corpus_problems(config))
 
 
-def test_a_run_without_a_tokenizer_is_refused(corpus: Path) -> None:
+def test_a_run_without_a_tokenizer_is_rejected(corpus: Path) -> None:
     config = spec(corpus, f"data.train={corpus}/train")
     assert "data.tokenizer" in "\n".join(corpus_problems(config))
     with pytest.raises(UserError, match=r"data\.tokenizer"):

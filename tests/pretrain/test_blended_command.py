@@ -97,7 +97,7 @@ def test_ckpt_inspect_shows_the_corpora(blended: Path, capsys: pytest.CaptureFix
     assert "wiki 30.00%, web 70.00%" in capsys.readouterr().out
 
 
-def test_a_stopped_blend_goes_on_bit_equal(blended: Path, made: Path, tmp_path: Path) -> None:
+def test_a_stopped_blend_continues_bit_equal(blended: Path, made: Path, tmp_path: Path) -> None:
     """With the weights written otherwise, too."""
     out = str(tmp_path / "run")
     pretrain(f"data.blend=[0.3 {made}/wiki,0.7 {made}/web]", f"out={out}", "train.steps=3")
@@ -108,7 +108,7 @@ def test_a_stopped_blend_goes_on_bit_equal(blended: Path, made: Path, tmp_path: 
     assert segments(out) == segments(blended)
 
 
-def test_a_changed_blend_is_told_when_resumed(
+def test_a_changed_blend_is_reported_when_resumed(
     blended: Path, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"

@@ -103,7 +103,7 @@ def test_two_tensor_parallel_processes_give_the_same_losses_and_files(
     assert scores[0]["loss"] == pytest.approx(scores[1]["loss"], rel=1e-5)
 
 
-def test_a_stopped_run_goes_on_bit_equal_with_the_command_its_summary_names(
+def test_a_stopped_run_continues_bit_equal_with_the_command_its_summary_names(
     corpus: Path, run: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
@@ -115,7 +115,7 @@ def test_a_stopped_run_goes_on_bit_equal_with_the_command_its_summary_names(
     assert records(out, "validation")[-1]["loss"] == records(run, "validation")[-1]["loss"]
 
 
-def test_a_finished_run_started_again_trains_nothing_and_says_how_to_go_on(
+def test_a_finished_run_started_again_trains_nothing_and_says_how_to_continue(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = digest_file(run / "checkpoints" / "step-00000006" / "manifest.json")
@@ -225,7 +225,7 @@ def test_a_vocabulary_larger_than_the_models_is_named(
 
 
 def write_corpus_files(prefix: Path, documents: list[list[int]]) -> None:
-    """The two files by hand: the writer refuses an empty corpus."""
+    """The two files by hand: the writer rejects an empty corpus."""
     lengths = np.array([len(d) for d in documents], dtype="<i4")
     tokens = np.concatenate([np.array(d, dtype="<u2") for d in documents] or [np.empty(0, "<u2")])
     pointers = np.concatenate([[0], np.cumsum(lengths[:-1]) * 2]) if documents else np.empty(0)
@@ -269,7 +269,7 @@ def test_a_result_file_in_no_folder_is_named_before_scoring(
     )
 
 
-def test_a_run_that_may_not_resume_refuses_a_directory_that_holds_one(
+def test_a_run_that_may_not_resume_rejects_a_directory_that_holds_one(
     run: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["pretrain", *TINY, f"data.path={corpus}", f"out={run}", "checkpoint.resume=false"]

@@ -108,7 +108,7 @@ def test_the_shape_of_base_is_that_of_the_paper() -> None:
         ["--out", "nowhere/out.json"],
     ],
 )
-def test_a_mistake_is_told_by_the_exit_code(
+def test_a_mistake_is_reported_by_the_exit_code(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -197,5 +197,5 @@ def test_two_models_are_not_timed(rows: Path, tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("words", [["--rows", "0"], ["--rows", "99"], ["--out", "nowhere/out.json"]])
-def test_a_mistake_is_told_by_the_exit_code(words: list[str], model: Path, rows: Path) -> None:
+def test_a_mistake_is_reported_by_the_exit_code(words: list[str], model: Path, rows: Path) -> None:
     assert bench_finetune.main(["--model", str(model), "--data", str(rows), *words]) == 2

@@ -40,5 +40,5 @@ def test_a_ratio_below_the_target_is_no_success(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("words", [["--new", "0"], ["--new", "20"]])
-def test_a_mistake_is_told_by_the_exit_code(words: list[str]) -> None:
+def test_a_mistake_is_reported_by_the_exit_code(words: list[str]) -> None:
     assert bench_generate.main([*TINY, *words]) == 2

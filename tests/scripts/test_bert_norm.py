@@ -119,7 +119,7 @@ def test_entropy_is_that_of_masked_words(tmp_path: Path, monkeypatch: pytest.Mon
     assert masked_entropy(make_corpus(tmp_path), 16) == pytest.approx(expected, abs=0.01)
 
 
-def test_what_is_done_is_kept_and_what_is_not_goes_on(tmp_path: Path) -> None:
+def test_what_is_done_is_kept_and_what_is_not_continues(tmp_path: Path) -> None:
     with Runs([POST, PRE], SIZES, tmp_path, jobs=1) as runs:
         assert runs.waiting == [POST, PRE]
     write_run(tmp_path / POST.name)
@@ -187,7 +187,7 @@ def test_a_run_that_did_not_begin_is_a_mistake(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     "words", [["--hidden", "20"], ["--steps", "0"], ["--corpus", "nowhere"], ["--out", "no"]]
 )
-def test_a_mistake_is_told_by_the_exit_code(
+def test_a_mistake_is_reported_by_the_exit_code(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

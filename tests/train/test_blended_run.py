@@ -1,4 +1,4 @@
-"""Runs on several corpora: what they read across resumes and layouts, and which corpora they refuse."""
+"""Runs on several corpora: what they read across resumes and layouts, and which corpora they reject."""
 
 import shutil
 from dataclasses import replace
@@ -135,7 +135,7 @@ def test_no_sample_is_repeated_or_skipped_when_the_blend_changes(corpora: Path, 
     assert len(read) == 8 * BATCH == sum(len(of_corpus(read, name)) for name in NAMES)
 
 
-def test_a_run_on_one_corpus_goes_on_in_a_blend_and_back(corpora: Path, tmp_path: Path) -> None:
+def test_a_run_on_one_corpus_continues_in_a_blend_and_back(corpora: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     read = read_on(run, "corpora/wiki", 2) + read_on(run, WIKI_WEB, 2) + read_on(run, "corpora/wiki", 3)
     mine = of_corpus(read, "wiki")
@@ -144,7 +144,7 @@ def test_a_run_on_one_corpus_goes_on_in_a_blend_and_back(corpora: Path, tmp_path
     assert sorted(mine) == sorted(map(tuple, alone[:, :-1].tolist()))
 
 
-def test_an_older_checkpoint_goes_on_in_a_blend(corpora: Path, tmp_path: Path) -> None:
+def test_an_older_checkpoint_continues_in_a_blend(corpora: Path, tmp_path: Path) -> None:
     """It names its corpus in the configuration alone."""
     run = tmp_path / "run"
     read = read_on(run, "corpora/wiki", 2)
@@ -154,7 +154,7 @@ def test_an_older_checkpoint_goes_on_in_a_blend(corpora: Path, tmp_path: Path) -
     assert len(set(read)) == len(read)
 
 
-def test_an_older_checkpoint_goes_on_in_its_corpus_as_ever(corpora: Path, tmp_path: Path) -> None:
+def test_an_older_checkpoint_continues_in_its_corpus_as_ever(corpora: Path, tmp_path: Path) -> None:
     straight = read_on(tmp_path / "straight", "corpora/wiki", 4)
     read = read_on(tmp_path / "run", "corpora/wiki", 2)
     edit_manifest(tmp_path / "run/checkpoints/step-00000002", lambda body: body["state"].pop("data"))
@@ -185,7 +185,7 @@ def test_corpora_without_weights_count_by_their_tokens(corpora: Path) -> None:
     assert np.bincount(source).tolist() == [100, 300]
 
 
-def test_the_changed_blend_is_told_in_a_line(corpora: Path, tmp_path: Path) -> None:
+def test_the_changed_blend_is_reported_in_a_line(corpora: Path, tmp_path: Path) -> None:
     assert leg(shape_context(), tmp_path / "run", spec(WIKI_WEB), 1)[1] is None
     assert leg(shape_context(), tmp_path / "run", spec(WIKI_WEB), 1)[1] is None
     said = leg(shape_context(), tmp_path / "run", spec(("1 corpora/web", "1 corpora/code")), 1)[1]
@@ -211,7 +211,7 @@ def test_tokens_that_changed_without_a_receipt_are_noticed(corpora: Path, tmp_pa
 
 
 @pytest.mark.parametrize("dp", [1, 2])
-def test_a_corpus_that_changed_under_its_path_is_refused_on_all_ranks(
+def test_a_corpus_that_changed_under_its_path_is_rejected_on_all_ranks(
     corpora: Path, tmp_path: Path, dp: int
 ) -> None:
     blend = at(corpora, WIKI_WEB)
@@ -232,7 +232,7 @@ def test_tokens_that_changed_are_noticed_by_the_receipt(corpora: Path, tmp_path:
         read_on(tmp_path / "run", WIKI_WEB, 1)
 
 
-def test_a_state_of_another_kind_is_refused(corpora: Path, tmp_path: Path) -> None:
+def test_a_state_of_another_kind_is_rejected(corpora: Path, tmp_path: Path) -> None:
     read_on(tmp_path / "run", WIKI_WEB, 1)
     step = tmp_path / "run/checkpoints/step-00000001"
     for data in ("ab", {}, {"segments": [{"from_sample": 0, "sources": []}]}, {"segments": 3}, None):

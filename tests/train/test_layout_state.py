@@ -112,7 +112,7 @@ def overflow(ctx: ParallelContext, spec: PretrainConfig) -> str:
 
 
 @pytest.mark.parametrize("broken", [{}, {"step": 1}, {"scaler": None}], ids=str)
-def test_a_checkpoint_without_a_run_s_counters_is_refused(
+def test_a_checkpoint_without_a_run_s_counters_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: dict[str, Any]
 ) -> None:
     """A manifest that another program wrote: one line that names the checkpoint, no traceback."""

@@ -74,7 +74,7 @@ def test_a_name_written_by_hand_is_followed(root: Path) -> None:
 
 
 @pytest.mark.parametrize("place", [0, 6, 12, 20, -3])
-def test_a_flipped_bit_in_latest_is_told_and_the_live_branch_goes_on(
+def test_a_flipped_bit_in_latest_is_reported_and_the_live_branch_continues(
     root: Path, place: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     content = bytearray((root / LATEST).read_bytes())
@@ -84,7 +84,7 @@ def test_a_flipped_bit_in_latest_is_told_and_the_live_branch_goes_on(
     assert "latest: " in caplog.text
 
 
-def test_without_latest_the_branch_that_was_saved_last_goes_on(root: Path) -> None:
+def test_without_latest_the_branch_that_was_saved_last_continues(root: Path) -> None:
     (root / LATEST).unlink()
     assert latest_checkpoint(root) == root / step_name(5)
 

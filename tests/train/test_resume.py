@@ -200,7 +200,7 @@ def test_weights_alone_begin_a_run_at_step_0_with_fresh_moments(tmp_path: Path) 
     assert not any(moment.any() for moment in moments)
 
 
-def test_a_training_run_that_lost_its_moments_is_refused(out: Path, tmp_path: Path) -> None:
+def test_a_training_run_that_lost_its_moments_is_rejected(out: Path, tmp_path: Path) -> None:
     """Only a checkpoint that says so holds weights alone."""
     path = tmp_path / "cut" / "checkpoints"
     given = Trainer(spec(tmp_path / "cut"), shape_context())
@@ -211,7 +211,7 @@ def test_a_training_run_that_lost_its_moments_is_refused(out: Path, tmp_path: Pa
         resume(Trainer(spec(tmp_path / "cut"), shape_context()))
 
 
-def test_a_second_run_in_the_folder_is_refused(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_run_in_the_folder_is_rejected(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlm.train.resume.WAIT_S", 0.1)
     with sole_writer(out / "checkpoints"), pytest.raises(UserError, match="checkpoints: in use by process"):
         claim(spec(out), shape_context(), ExitStack())

@@ -212,7 +212,7 @@ def one_rank_cannot_write(ctx: ParallelContext, out: Path) -> Any:
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
-def test_a_rank_that_cannot_write_fails_the_save_everywhere_and_training_goes_on(
+def test_a_rank_that_cannot_write_fails_the_save_everywhere_and_training_continues(
     tmp_path: Path, layout: dict[str, int]
 ) -> None:
     first, second = run_on_ranks(one_rank_cannot_write, tmp_path, **layout)

@@ -122,7 +122,7 @@ def overfit(ctx: ParallelContext, dtype: str) -> float:
 
 
 def test_an_overflow_skips_the_step_on_all_ranks_and_halves_the_scale() -> None:
-    """One tp rank's weight is made to overflow for one step: nobody moves, then training goes on."""
+    """One tp rank's weight is made to overflow for one step: nobody moves, then training continues."""
     for before, during, after, skipped, scales, moved in run_on_ranks(overflow_once, tp=2):
         assert before == during  # weights untouched by the skipped step
         assert after != during
@@ -271,7 +271,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(trainer, out)
 
 
-def test_a_checkpoint_of_another_model_is_refused_and_named(saved: Path) -> None:
+def test_a_checkpoint_of_another_model_is_rejected_and_named(saved: Path) -> None:
     spec = config()
     other = Trainer(replace(spec, model=replace(spec.model, hidden_size=32)), shape_context())
     with pytest.raises(UserError, match=r"hidden_size"):
@@ -283,7 +283,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_named(saved: Path) -> None
     [{"seed": 4}, {"data": DataConfig(kind="synthetic", seq_length=SEQ // 2)}],
     ids=["seed", "seq_length"],
 )
-def test_a_changed_sample_order_is_refused(saved: Path, change: dict[str, Any]) -> None:
+def test_a_changed_sample_order_is_rejected(saved: Path, change: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="was trained with"):
         load(Trainer(replace(config(), **change), shape_context()), saved)
 

@@ -103,7 +103,7 @@ def test_dropout_of_embeddings_that_differs_is_noted() -> None:
         ("n_head", 5),
     ],
 )
-def test_what_our_model_cannot_express_is_refused_by_key_and_value(
+def test_what_our_model_cannot_express_is_rejected_by_key_and_value(
     folder: Path, key: str, value: Any
 ) -> None:
     edit_config(folder, **{key: value})
@@ -118,14 +118,14 @@ def test_what_our_model_cannot_express_is_refused_by_key_and_value(
     ("kind", "said"),
     [("llama", "supported: gpt2, bert"), (3, "supported: gpt2, bert")],
 )
-def test_other_kinds_of_model_are_refused(folder: Path, kind: Any, said: str) -> None:
+def test_other_kinds_of_model_are_rejected(folder: Path, kind: Any, said: str) -> None:
     edit_config(folder, model_type=kind)
     with pytest.raises(UserError, match=f"model_type={kind} .*{said}"):
         read_model(folder)
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"n_layer": 1, "n_layer": 2}', "[" * 100_000, "\x80"])
-def test_config_that_is_no_json_object_is_refused(folder: Path, text: str) -> None:
+def test_config_that_is_no_json_object_is_rejected(folder: Path, text: str) -> None:
     (folder / "config.json").write_text(text, encoding="latin-1")
     with pytest.raises(CorruptFileError, match=r"config\.json: is no JSON"):
         read_model(folder)
@@ -137,7 +137,7 @@ def test_config_of_absurd_size_is_not_read(folder: Path) -> None:
         read_model(folder)
 
 
-def test_adapter_is_refused(folder: Path) -> None:
+def test_adapter_is_rejected(folder: Path) -> None:
     (folder / "adapter_config.json").write_text("{}")
     with pytest.raises(UserError, match=r"adapter.*Merge it"):
         read_model(folder)
@@ -192,7 +192,7 @@ def test_old_names_masks_and_an_equal_output_layer_are_accepted(folder: Path) ->
     assert torch.equal(read(folder).read("token.weight", Region((7, 0), (2, 24))), want[7:9])
 
 
-def test_untied_output_layer_that_is_not_there_is_refused(folder: Path) -> None:
+def test_untied_output_layer_that_is_not_there_is_rejected(folder: Path) -> None:
     edit_config(folder, tie_word_embeddings=False)
     with pytest.raises(UserError, match="tie_word_embeddings=false"):
         read(folder)
@@ -209,7 +209,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "tf_model.h5", "flax_model.msgpack"])
-def test_other_formats_are_refused_unopened_with_a_remedy(folder: Path, tmp_path: Path, name: str) -> None:
+def test_other_formats_are_rejected_unopened_with_a_remedy(folder: Path, tmp_path: Path, name: str) -> None:
     (folder / "model.safetensors").unlink()
     (folder / name).write_bytes(pickle.dumps(Bomb(tmp_path / "bang")))
     with pytest.raises(UserError, match=f"{name}: .*save_pretrained"):
@@ -217,7 +217,7 @@ def test_other_formats_are_refused_unopened_with_a_remedy(folder: Path, tmp_path
     assert not (tmp_path / "bang").exists()
 
 
-def test_pickle_in_place_of_safetensors_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_pickle_in_place_of_safetensors_is_rejected(folder: Path, tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(pickle.dumps(Bomb(tmp_path / "bang")))
     with pytest.raises(CorruptFileError, match="not a safetensors file"):
         read(folder)
@@ -225,7 +225,7 @@ def test_pickle_in_place_of_safetensors_is_refused(folder: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("keep", [4, 1000, -1])
-def test_truncated_weights_are_refused(folder: Path, keep: int) -> None:
+def test_truncated_weights_are_rejected(folder: Path, keep: int) -> None:
     path = folder / "model.safetensors"
     os.truncate(path, keep % path.stat().st_size)
     with pytest.raises(CorruptFileError, match=r"model\.safetensors: .*Download or save it again"):
@@ -251,7 +251,7 @@ def test_shard_that_is_gone_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_link_out_of_the_folder_is_refused(folder: Path, name: str) -> None:
+def test_link_out_of_the_folder_is_rejected(folder: Path, name: str) -> None:
     (folder / name).rename(folder.parent / name)
     (folder / name).symlink_to(folder.parent / name)
     with pytest.raises(UserError, match=f"{name}: a link that leads out of the folder"):

@@ -53,7 +53,7 @@ def opened(folder: Path, **settings: Any) -> MegatronModel:
         ("scaling_recipe", "mup"),
     ],
 )
-def test_settings_of_other_models_are_refused_by_name(tmp_path: Path, setting: str, value: Any) -> None:
+def test_settings_of_other_models_are_rejected_by_name(tmp_path: Path, setting: str, value: Any) -> None:
     folder = written(tmp_path, Layout(args={setting: value, "num_query_groups": 2}))
     with pytest.raises(ConfigError, match=rf"args\.{setting}={value}.*mlm imports GPT-2") as refusal:
         opened(folder)
@@ -122,7 +122,7 @@ def test_gelu_is_the_one_it_was_trained_with(tmp_path: Path, gelu: dict[str, Any
         (64, {"vocab_size": 62, "known": 63}, None),
     ],
 )
-def test_vocabulary_is_told_or_gpt2s(
+def test_vocabulary_is_reported_or_gpt2s(
     tmp_path: Path, rows: int, settings: dict[str, int], wanted: int | None
 ) -> None:
     folder = written(tmp_path, Layout(rows=rows))

@@ -93,7 +93,7 @@ PLACES = [
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "old"])
 @pytest.mark.parametrize("where", PLACES)
-def test_pickle_that_calls_is_refused_and_calls_nothing(tmp_path: Path, where: str, zipped: bool) -> None:
+def test_pickle_that_calls_is_rejected_and_calls_nothing(tmp_path: Path, where: str, zipped: bool) -> None:
     marker = tmp_path / "marker"
     content = rank_content(same_gpt2(), Layout(), 0, 0, 1000)
     put(where, Call(os.mkdir, str(marker)))(content)
@@ -123,7 +123,7 @@ def test_pickle_that_calls_is_refused_and_calls_nothing(tmp_path: Path, where: s
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
-def test_any_function_is_refused_by_name(tmp_path: Path, function: Callable[..., Any], args: Any) -> None:
+def test_any_function_is_rejected_by_name(tmp_path: Path, function: Callable[..., Any], args: Any) -> None:
     path = tmp_path / FILE
     torch.save({"args": Call(function, *args) if function is not getattr else Loose()}, path)
     with pytest.raises(CorruptFileError, match=r"refers to \S*" + function.__name__):
@@ -144,7 +144,7 @@ class Loose:
 
 
 @pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4, 5])
-def test_bare_pickle_is_refused_and_runs_nothing(tmp_path: Path, protocol: int) -> None:
+def test_bare_pickle_is_rejected_and_runs_nothing(tmp_path: Path, protocol: int) -> None:
     """No torch.save around it: what an attacker may put in the file's place."""
     path, marker = tmp_path / FILE, tmp_path / "marker"
     path.write_bytes(pickle.dumps(Call(os.mkdir, str(marker)), protocol))
@@ -153,7 +153,7 @@ def test_bare_pickle_is_refused_and_runs_nothing(tmp_path: Path, protocol: int) 
     assert not marker.exists()
 
 
-def test_tar_format_is_refused_and_runs_nothing(tmp_path: Path) -> None:
+def test_tar_format_is_rejected_and_runs_nothing(tmp_path: Path) -> None:
     """torch's first format, of 2016: three pickles in a tar."""
     path, marker = tmp_path / FILE, tmp_path / "marker"
     bomb = pickle.dumps(Call(os.mkdir, str(marker)), 2)
@@ -168,7 +168,7 @@ def test_tar_format_is_refused_and_runs_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_program_in_torchscript_is_refused(tmp_path: Path) -> None:
+def test_program_in_torchscript_is_rejected(tmp_path: Path) -> None:
     torch.jit.script(torch.nn.Linear(2, 2)).save(tmp_path / FILE)
     with pytest.raises(CorruptFileError):
         read_file(tmp_path / FILE)
@@ -230,7 +230,7 @@ def test_namespace_is_the_only_class_that_is_built(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "old"])
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 0.999])
-def test_truncated_file_is_refused(tmp_path: Path, share: float, zipped: bool) -> None:
+def test_truncated_file_is_rejected(tmp_path: Path, share: float, zipped: bool) -> None:
     path = written(tmp_path, Layout(zipped=zipped)) / "mp_rank_00" / FILE
     assert is_zip(path) == zipped
     os.truncate(path, int(share * path.stat().st_size))
@@ -239,7 +239,7 @@ def test_truncated_file_is_refused(tmp_path: Path, share: float, zipped: bool) -
     assert "\n" not in str(refusal.value)
 
 
-def test_compressed_records_are_refused(tmp_path: Path) -> None:
+def test_compressed_records_are_rejected(tmp_path: Path) -> None:
     """They could unpack to any size, and mapped into memory they would be read as weights."""
     path = written(tmp_path) / "mp_rank_00" / FILE
     with zipfile.ZipFile(path) as records:

@@ -63,7 +63,7 @@ def ranks(folder: Path, *names: str) -> None:
         (["other"], "is it a Megatron-LM checkpoint"),
     ],
 )
-def test_folder_that_is_not_whole_is_refused(tmp_path: Path, names: list[str], message: str) -> None:
+def test_folder_that_is_not_whole_is_rejected(tmp_path: Path, names: list[str], message: str) -> None:
     ranks(tmp_path, *names)
     with pytest.raises(UserError, match=message):
         find_files(tmp_path)

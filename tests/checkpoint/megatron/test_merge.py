@@ -59,14 +59,14 @@ def test_read_gives_the_region(tmp_path: Path) -> None:
     ],
     ids=["strides", "integers", "meta", "sparse", "list", "none"],
 )
-def test_weight_that_is_no_plain_tensor_is_refused(tmp_path: Path, value: Any) -> None:
+def test_weight_that_is_no_plain_tensor_is_rejected(tmp_path: Path, value: Any) -> None:
     name = "layers.2.mlp.dense_4h_to_h.bias"
     folder = written(tmp_path, change=lambda c: language_model(c)["encoder"].update({name: value}))
     with pytest.raises(CorruptFileError, match="is not a plain tensor"):
         opened(folder)
 
 
-def test_dictionary_that_holds_itself_is_refused(tmp_path: Path) -> None:
+def test_dictionary_that_holds_itself_is_rejected(tmp_path: Path) -> None:
     def change(content: dict[str, Any]) -> None:
         loop: dict[str, Any] = {}
         loop.update({str(n): loop for n in range(50)})
@@ -123,7 +123,7 @@ PROBLEMS: list[tuple[str, Change, str]] = [
 ]
 
 
-def test_dictionaries_that_share_their_way_to_any_size_are_refused(tmp_path: Path) -> None:
+def test_dictionaries_that_share_their_way_to_any_size_are_rejected(tmp_path: Path) -> None:
     """50^6 entries in a few kilobytes."""
 
     def change(content: dict[str, Any]) -> None:
@@ -174,7 +174,7 @@ def test_problem_of_a_file_is_named_in_one_line(tmp_path: Path, change: Change, 
     ],
     ids=["iteration", "version", "kind", "norm", "head", "positions"],
 )
-def test_ranks_that_do_not_belong_together_are_refused(tmp_path: Path, change: Change, message: str) -> None:
+def test_ranks_that_do_not_belong_together_are_rejected(tmp_path: Path, change: Change, message: str) -> None:
     with pytest.raises(UserError, match=message):
         opened(written(tmp_path, Layout(tp=2, pp=2), change))
 

@@ -334,7 +334,7 @@ def test_more_chunks_than_columns_may_hold_are_not_saved(
 
 
 @pytest.mark.usefixtures("lowered")
-def test_a_streamed_checkpoint_in_columns_is_written_once_and_damage_to_it_is_told(tmp_path: Path) -> None:
+def test_a_streamed_checkpoint_in_columns_is_written_once_and_damage_to_it_is_found(tmp_path: Path) -> None:
     path = write(tmp_path)
     before = {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in path.iterdir()}
     assert (verify_checkpoint(path).whole, CHUNKS in before) == (True, True)

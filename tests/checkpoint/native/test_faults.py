@@ -94,7 +94,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def test_full_disk_is_named_and_training_can_go_on(small_disk: Path) -> None:
+def test_full_disk_is_named_and_training_can_continue(small_disk: Path) -> None:
     save(small_disk, 1, {"w": torch.ones(20_000)})
     with pytest.raises(CheckpointError) as caught:
         save(small_disk, 2, {"w": torch.ones(60_000)})

@@ -1,4 +1,4 @@
-"""Manifests and shard files that are damaged, forged or hostile are refused, and nothing is run."""
+"""Manifests and shard files that are damaged, forged or hostile are rejected, and nothing is run."""
 
 import json
 import os
@@ -55,13 +55,13 @@ def test_state_comes_back_as_json_has_it(tmp_path: Path) -> None:
     assert read_manifest(path).state == json.loads(json.dumps(state))
 
 
-def test_state_that_is_no_json_is_refused(tmp_path: Path) -> None:
+def test_state_that_is_no_json_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not JSON compliant"):
         save(tmp_path, 1, weights(), state={"loss": float("nan")})
     assert not list(tmp_path.iterdir())
 
 
-def test_edited_manifest_is_refused(saved: Path) -> None:
+def test_edited_manifest_is_rejected(saved: Path) -> None:
     edit_manifest(saved, lambda body: body.update(step=8), sign=False)
     with pytest.raises(CorruptFileError, match="it was altered"):
         read_manifest(saved)
@@ -70,14 +70,14 @@ def test_edited_manifest_is_refused(saved: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["../x.safetensors", "/etc/x.safetensors", "a/b.safetensors", "..", "latest"]
 )
-def test_file_name_that_leaves_the_directory_is_refused(saved: Path, name: str) -> None:
+def test_file_name_that_leaves_the_directory_is_rejected(saved: Path, name: str) -> None:
     edit_manifest(saved, move_shard(name))
     with pytest.raises(CorruptFileError, match="is not allowed"):
         read_manifest(saved)
 
 
 @pytest.mark.parametrize("name", [SHARD, MANIFEST])
-def test_link_in_place_of_a_file_is_refused(saved: Path, name: str) -> None:
+def test_link_in_place_of_a_file_is_rejected(saved: Path, name: str) -> None:
     (saved / name).rename(saved.parent / "elsewhere")
     (saved / name).symlink_to(saved.parent / "elsewhere")
     with pytest.raises(CorruptFileError, match="a link or special file"):
@@ -86,7 +86,7 @@ def test_link_in_place_of_a_file_is_refused(saved: Path, name: str) -> None:
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("name", [SHARD, MANIFEST])
-def test_pipe_in_place_of_a_file_is_refused(saved: Path, name: str) -> None:
+def test_pipe_in_place_of_a_file_is_rejected(saved: Path, name: str) -> None:
     (saved / name).unlink()
     os.mkfifo(saved / name)
     with pytest.raises(CorruptFileError, match="a link or special file"):
@@ -112,7 +112,7 @@ def test_pipe_in_place_of_a_file_is_refused(saved: Path, name: str) -> None:
         lambda body: body["files"][SHARD].update(bytes="12"),
     ],
 )
-def test_malformed_manifest_is_refused(saved: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+def test_malformed_manifest_is_rejected(saved: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
     edit_manifest(saved, edit)
     with pytest.raises(CorruptFileError, match=f"{MANIFEST}: damaged manifest"):
         read_manifest(saved)
@@ -121,7 +121,7 @@ def test_malformed_manifest_is_refused(saved: Path, edit: Callable[[dict[str, An
 @pytest.mark.parametrize(
     "content", [b"", b"\xff\xfe", b"[]", b"{", b'{"format": NaN}', b"[" * 100_000, pickle.dumps(1)]
 )
-def test_manifest_that_is_no_manifest_is_refused(saved: Path, content: bytes) -> None:
+def test_manifest_that_is_no_manifest_is_rejected(saved: Path, content: bytes) -> None:
     (saved / MANIFEST).write_bytes(content)
     with pytest.raises(CorruptFileError, match="damaged manifest"):
         read_manifest(saved)
@@ -146,7 +146,7 @@ def test_manifest_over_the_size_limit_is_not_written(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("offset", [[1, 0], [3, 0]])
-def test_manifest_whose_chunks_do_not_tile_is_refused(tmp_path: Path, offset: list[int]) -> None:
+def test_manifest_whose_chunks_do_not_tile_is_rejected(tmp_path: Path, offset: list[int]) -> None:
     path = save_pieces(tmp_path, 1, [{"w": piece} for piece in pieces(weights()["w"], [[2]])])
     edit_manifest(path, lambda body: body["tensors"]["w"]["chunks"][1].__setitem__(1, offset))
     with pytest.raises(CorruptFileError, match="w: "):
@@ -161,7 +161,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize("protocol", [0, 4])
-def test_pickle_in_place_of_a_shard_is_refused_and_not_run(
+def test_pickle_in_place_of_a_shard_is_rejected_and_not_run(
     saved: Path, monkeypatch: pytest.MonkeyPatch, protocol: int
 ) -> None:
     monkeypatch.chdir(saved.parent)
@@ -174,7 +174,7 @@ def test_pickle_in_place_of_a_shard_is_refused_and_not_run(
 
 
 @pytest.mark.parametrize("length", [0, 10**6, 2**63])
-def test_impossible_header_length_is_refused(saved: Path, length: int) -> None:
+def test_impossible_header_length_is_rejected(saved: Path, length: int) -> None:
     content = length.to_bytes(8, "little") + (saved / SHARD).read_bytes()[8:]
     (saved / SHARD).write_bytes(content)
     with pytest.raises(CorruptFileError, match=f"header of {length} bytes"):
@@ -194,7 +194,7 @@ def test_impossible_header_length_is_refused(saved: Path, length: int) -> None:
         lambda header: header.pop("b"),
     ],
 )
-def test_malformed_shard_header_is_refused(saved: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+def test_malformed_shard_header_is_rejected(saved: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
     content = (saved / SHARD).read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])

@@ -127,7 +127,7 @@ def test_ranks_that_disagree_on_a_tensor_are_not_saved(tmp_path: Path, other: Te
 
 
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00001.safetensors", MANIFEST])
-def test_flipped_bit_anywhere_in_a_file_is_refused(tmp_path: Path, name: str) -> None:
+def test_flipped_bit_anywhere_in_a_file_is_rejected(tmp_path: Path, name: str) -> None:
     path = save_pieces(tmp_path, 1, [{"w": piece} for piece in pieces(weights()["w"], [[2]])])
     content = (path / name).read_bytes()
     for place in range(0, len(content), 5):
@@ -140,7 +140,7 @@ def test_flipped_bit_anywhere_in_a_file_is_refused(tmp_path: Path, name: str) ->
 
 
 @pytest.mark.parametrize("kept", [0, 7, 8, 50, -1])
-def test_truncated_shard_is_refused(tmp_path: Path, kept: int) -> None:
+def test_truncated_shard_is_rejected(tmp_path: Path, kept: int) -> None:
     path = save(tmp_path, 1, weights())
     shard = path / "rank-00000.safetensors"
     shard.write_bytes(shard.read_bytes()[:kept])
@@ -149,14 +149,14 @@ def test_truncated_shard_is_refused(tmp_path: Path, kept: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", MANIFEST])
-def test_deleted_file_is_refused(tmp_path: Path, name: str) -> None:
+def test_deleted_file_is_rejected(tmp_path: Path, name: str) -> None:
     path = save(tmp_path, 1, weights())
     (path / name).unlink()
     with pytest.raises(CorruptFileError, match=f"{name}: missing"):
         load(path, weights())
 
 
-def test_shard_of_an_older_step_is_refused(tmp_path: Path) -> None:
+def test_shard_of_an_older_step_is_rejected(tmp_path: Path) -> None:
     old, new = save(tmp_path, 1, weights(1.0)), save(tmp_path, 2, weights(2.0))
     (old / "rank-00000.safetensors").rename(new / "rank-00000.safetensors")
     with pytest.raises(CorruptFileError, match="a shard of another save"):
@@ -174,7 +174,7 @@ def test_checkpoint_of_another_model_names_shapes_and_settings(tmp_path: Path) -
     assert "\n" not in str(caught.value)
 
 
-def test_name_that_the_checkpoint_lacks_is_refused(tmp_path: Path) -> None:
+def test_name_that_the_checkpoint_lacks_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="new is not in it"):
         load(save(tmp_path, 1, weights()), weights() | {"new": torch.zeros(1)})
 
@@ -185,7 +185,7 @@ def test_name_that_may_be_missing_is_left_alone(tmp_path: Path) -> None:
     assert (float(tensors["new"]), float(tensors["w"].mean())) == (1.0, 2.0)
 
 
-def test_name_that_nobody_wants_is_refused(tmp_path: Path) -> None:
+def test_name_that_nobody_wants_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="b is in it, not here"):
         load(save(tmp_path, 1, weights()), {"w": torch.zeros(6, 4)})
 
@@ -202,7 +202,7 @@ def test_long_list_of_problems_is_cut(tmp_path: Path) -> None:
         load(save(tmp_path, 1, many), {})
 
 
-def test_other_dtype_is_refused_unless_cast(tmp_path: Path) -> None:
+def test_other_dtype_is_rejected_unless_cast(tmp_path: Path) -> None:
     path = save(tmp_path, 1, {"w": torch.randn(6, 4)})
     with pytest.raises(UserError, match=r"another precision: w is torch.bfloat16 here, torch.float32 there"):
         load(path, {"w": torch.zeros(6, 4, dtype=torch.bfloat16)})
@@ -214,11 +214,11 @@ def test_cast_converts_between_floating_dtypes(tmp_path: Path) -> None:
     assert torch.equal(target, full.bfloat16())
 
 
-def test_cast_to_integers_is_refused(tmp_path: Path) -> None:
+def test_cast_to_integers_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="another precision"):
         load(save(tmp_path, 1, {"w": torch.ones(3)}), {"w": torch.ones(3, dtype=torch.int64)}, cast=True)
 
 
-def test_cast_that_would_overflow_is_refused(tmp_path: Path) -> None:
+def test_cast_that_would_overflow_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"too large for torch.float16"):
         load(save(tmp_path, 1, {"w": torch.tensor([1e6])}), {"w": torch.zeros(1).half()}, cast=True)

@@ -203,7 +203,7 @@ def test_a_full_disk_is_one_line_with_the_remedy(tmp_path: Path, monkeypatch: py
     assert "\n" not in str(told.value)
 
 
-def test_killed_at_every_file_operation_it_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+def test_killed_at_every_file_operation_it_continues_to_the_same_bytes(tmp_path: Path) -> None:
     """A kill leaves nothing or the whole, and the second try ends as one that was never killed."""
     straight, number, killed = content(write(tmp_path / "straight")), 0, True
     while killed:

@@ -166,7 +166,7 @@ def test_the_table_names_every_number_and_digest(folder: Path, capsys: pytest.Ca
     assert f"stride 5, T = {wikitext['T']}, T_o = {wikitext['T_o']}" in shown
 
 
-def test_a_command_that_was_stopped_goes_on(
+def test_a_command_that_was_stopped_continues(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Scores are kept beside the result until that is written, and are not computed again."""

@@ -72,7 +72,7 @@ def test_articles_begin_at_their_titles() -> None:
         ("x = y", False),
     ],
 )
-def test_titles_are_told_from_sections(line: str, is_one: bool) -> None:
+def test_titles_are_distinguished_from_sections(line: str, is_one: bool) -> None:
     assert sources.is_article_title(line) == is_one
 
 

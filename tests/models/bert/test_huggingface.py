@@ -1,4 +1,4 @@
-"""BERT folders of `transformers`: what is read of each class, and what is refused."""
+"""BERT folders of `transformers`: what is read of each class, and what is rejected."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -96,7 +96,7 @@ def test_each_class_is_known_by_its_tensors(
     assert found.content.filled == filled
 
 
-def test_what_is_not_there_is_told(tmp_path: Path) -> None:
+def test_what_is_not_there_is_reported(tmp_path: Path) -> None:
     make_bert(tmp_path, "bert", "ForMaskedLM")
     assert [note.partition(" is there")[0] for note in read(tmp_path).notes] == [
         "no pooler.dense",
@@ -104,7 +104,7 @@ def test_what_is_not_there_is_told(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_left_out_is_told(tmp_path: Path) -> None:
+def test_what_is_left_out_is_reported(tmp_path: Path) -> None:
     make_bert(tmp_path, "bert", "ForNextSentencePrediction")
     (note,) = read(tmp_path).notes
     assert note.startswith("left out: cls.seq_relationship")
@@ -203,7 +203,7 @@ def test_dropout_of_the_classifier_that_differs_is_noted() -> None:
         ("num_attention_heads", 5),
     ],
 )
-def test_what_our_model_cannot_express_is_refused_by_key_and_value(
+def test_what_our_model_cannot_express_is_rejected_by_key_and_value(
     folder: Path, key: str, value: Any
 ) -> None:
     edit_config(folder, **{key: value})
@@ -250,7 +250,7 @@ def test_tensors_that_are_not_the_model_are_named(
         read(folder)
 
 
-def test_a_name_that_stands_twice_is_refused(folder: Path) -> None:
+def test_a_name_that_stands_twice_is_rejected(folder: Path) -> None:
     def old_and_new(tensors: Tensors) -> None:
         tensors["bert.embeddings.LayerNorm.gamma"] = torch.ones(24)
 

@@ -233,7 +233,7 @@ def test_vocabulary_of_a_tokenizer_of_berts(tmp_path: Path) -> None:
     assert found.word_starts.tolist() == [True] * 6 + [False]
 
 
-def test_tokenizer_without_special_tokens_is_refused(tmp_path: Path) -> None:
+def test_tokenizer_without_special_tokens_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "vocab.txt"
     path.write_text("\n".join(["[UNK]", "[SEP]", "[CLS]", "play"]) + "\n")
     with pytest.raises(UserError, match=r"no \[MASK\], \[PAD\], which BERT samples need"):

@@ -250,7 +250,7 @@ def test_sequence_length_out_of_range_is_named(corpus: IndexedDataset, seq_lengt
         samples_of(corpus, seq_length=seq_length)
 
 
-def test_tokens_outside_the_vocabulary_are_refused(corpus: IndexedDataset) -> None:
+def test_tokens_outside_the_vocabulary_are_rejected(corpus: IndexedDataset) -> None:
     dataset = samples_of(corpus, vocab=vocab_of(corpus, missing=20))
     with pytest.raises(UserError, match="token ids that the tokenizer's"):
         dataset.gather(range(2000))

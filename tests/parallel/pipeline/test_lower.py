@@ -169,7 +169,7 @@ def completes_on_streams(instructions: tuple[tuple[Instruction, ...], ...]) -> b
 @quick
 @given(st.data())
 def test_any_schedule_that_can_complete_has_a_plan(data: st.DataObject) -> None:
-    """Actions in random order on each rank: refused by the simulation, or lowered without deadlock."""
+    """Actions in random order on each rank: rejected by the simulation, or lowered without deadlock."""
     p, m = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
     ranks = []
     for _ in range(p):
@@ -243,7 +243,7 @@ def test_micro_batch_is_in_flight_until_its_weight_gradient() -> None:
         ),
     ],
 )
-def test_wrong_schedule_is_refused_by_name(schedule: Schedule, message: str) -> None:
+def test_wrong_schedule_is_rejected_by_name(schedule: Schedule, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         lower(schedule)
 
