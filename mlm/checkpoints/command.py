@@ -13,7 +13,7 @@ COMMANDS = (
         target="mlm.checkpoints.inspect:run",
         local_check=check_out_file,
         positional=("ckpt",),
-        summary="what is in a checkpoint: step, tokens, model, layout, tensors, files, configuration",
+        summary="show a checkpoint: step, tokens, model, layout, tensors, files, configuration",
         about="Reads the manifest of a checkpoint, no tensor.",
         examples=(
             ("The latest of a run", "mlm ckpt inspect runs/shakespeare"),
@@ -27,7 +27,7 @@ COMMANDS = (
         target="mlm.checkpoints.verify:run",
         local_check=check_out_file,
         positional=("ckpt",),
-        summary="whether checkpoints are whole: every byte is read and compared with its digest",
+        summary="check that checkpoints are whole: every byte is read and compared with its digest",
         about="Reads every file of one checkpoint, or of all in a run. Ends with 0 if all are whole, else 1.",
         examples=(("All of a run", "mlm ckpt verify runs/shakespeare"),),
     ),
@@ -38,7 +38,7 @@ COMMANDS = (
         target="mlm.checkpoints.diff:run",
         local_check=check_out_file,
         positional=("first", "second"),
-        summary="how two checkpoints differ: settings, counters, tensors",
+        summary="compare two checkpoints: settings, counters, tensors",
         about=(
             "Compares two checkpoints tensor by tensor, whatever layouts wrote them. Ends with 0 if all "
             "tensors are equal bit for bit, 1 if not."

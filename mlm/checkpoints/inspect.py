@@ -187,7 +187,7 @@ def data_line(said: JSON) -> str:
 
 
 def source_line(said: JSON) -> str:
-    """Of what an imported checkpoint was made: `huggingface openai-community/gpt2`."""
+    """Source of an imported checkpoint: `huggingface openai-community/gpt2`."""
     return "" if said is None else " ".join(str(dig(said, key)) for key in ("kind", "name"))
 
 

@@ -11,7 +11,7 @@ COMMANDS = (
         target="mlm.convert.reshard:run",
         preflight="mlm.convert.reshard:preflight",
         positional=("ckpt",),
-        summary="write a checkpoint again as another layout would, weights and optimizer state",
+        summary="rewrite a checkpoint for another layout, weights and optimizer state",
         about=(
             "Reshards a checkpoint for tp, pp and vp, in one process and a memory that its largest tensor "
             "bounds: each rank of that layout then reads one file. Training needs no such step: any layout "
@@ -33,7 +33,7 @@ COMMANDS = (
         target="mlm.convert.import_hf:run",
         preflight="mlm.convert.import_hf:preflight",
         positional=("source",),
-        summary="a Hugging Face GPT-2 or BERT as a checkpoint",
+        summary="import a Hugging Face GPT-2 or BERT as a checkpoint",
         about=(
             "Reads config.json, safetensors and the tokenizer of a folder or a Hub id, and writes a "
             "checkpoint of weights: any layout trains, scores or samples it. The logits of `transformers` "
@@ -51,7 +51,7 @@ COMMANDS = (
         target="mlm.convert.import_megatron:run",
         preflight="mlm.convert.import_megatron:preflight",
         positional=("source",),
-        summary="a Megatron-LM GPT-2 or BERT (mp_rank_XX/model_optim_rng.pt) as a checkpoint",
+        summary="import a Megatron-LM GPT-2 or BERT (mp_rank_XX/model_optim_rng.pt) as a checkpoint",
         about=(
             "Merges the tensor and pipeline parts of a classic Megatron-LM checkpoint into one of weights: "
             "any layout trains, scores or samples it. The optimizer's state is left out. Its files are "
@@ -71,7 +71,7 @@ COMMANDS = (
         target="mlm.convert.export_hf:run",
         preflight="mlm.convert.export_hf:preflight",
         positional=("ckpt",),
-        summary="a checkpoint as a folder that transformers loads",
+        summary="export a checkpoint as a folder that transformers loads",
         about=(
             "Writes config.json, safetensors (several with an index where one would be too large) and the "
             "tokenizer, loads them with `transformers` and compares logits (needs the extra mlm[hf])."

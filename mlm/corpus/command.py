@@ -12,7 +12,7 @@ COMMANDS = (
         spec=DataTokenizerConfig,
         target="mlm.corpus.train_tokenizer:run_tokenizer",
         preflight="mlm.corpus.train_tokenizer:preflight",
-        summary="train a tokenizer on text (byte-level BPE, WordPiece), or take one over",
+        summary="train a tokenizer on text (byte-level BPE, WordPiece), or import one",
         about=(
             "Trains a byte-level BPE as GPT-2's or a WordPiece vocabulary as BERT's on text, or reads the "
             "files of another tokenizer; writes tokenizer.json, for `mlm data build`."

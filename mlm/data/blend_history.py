@@ -36,17 +36,17 @@ class Source:
     path: str
     """Prefix of its .bin/.idx, as given."""
     digest: str
-    """Of the .idx: the order of samples is a function of it. Absent in older checkpoints."""
+    """Digest of the .idx: the order of samples is a function of it. Absent in older checkpoints."""
     tokens: str = ""
-    """Of the .bin, by its receipt."""
+    """Digest of the .bin, by its receipt."""
     sampled: str = ""
-    """Of the .bin as read (`files.sampled_digest`). Absent in older checkpoints."""
+    """Digest of the .bin as read (`files.sampled_digest`). Absent in older checkpoints."""
     receipt: str = ""
-    """Of the receipt, corpus.json."""
+    """Digest of the receipt, corpus.json."""
     recipe: str = ""
-    """Of the cleaning settings in the receipt."""
+    """Digest of the cleaning settings in the receipt."""
     tokenizer: str = ""
-    """Of the tokenizer, by its receipt."""
+    """Digest of the tokenizer, by its receipt."""
     weight: float = 1.0
     """Share of the samples; those of a blend sum to 1."""
     first: int = 0

@@ -147,7 +147,7 @@ class LmEvalConfig:
     max_gen_toks: Annotated[int, POSITIVE] = 256
     """Most tokens to generate, for tasks that do not specify it."""
     seed: Annotated[int, SEED] = 1234
-    """Of the sampling, for tasks that sample."""
+    """Seed of the sampling, for tasks that sample."""
     socket: str = ""
     """Socket on which the ranks connect to lm-eval; set by the adapter."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)

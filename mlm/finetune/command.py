@@ -16,7 +16,7 @@ COMMANDS = (
         out_is_run_folder=True,
         has_runs=True,
         positional=("task",),
-        summary="train a BERT or GPT-2 on a task: RACE, GLUE, SQuAD, or one of your own",
+        summary="train a BERT or GPT-2 on a task: RACE, GLUE, SQuAD, or a custom one",
         about=(
             "Puts a new head on a pretrained model and trains both on a task, from the Hub or local files. "
             "Keeps the checkpoint that scores best on the validation split, and resumes when it is started "

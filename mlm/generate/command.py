@@ -13,7 +13,7 @@ COMMANDS = (
         target="mlm.generate.run:run",
         check=check_generate,
         preflight="mlm.generate.run:preflight",
-        summary="continue texts with a checkpoint",
+        summary="continue prompts with a checkpoint",
         about=(
             "Samples continuations of a prompt, or of a file of prompts, and prints them as they come. What "
             "is drawn depends on the seed and the prompt's number alone, not on tp, pp or batch_size."

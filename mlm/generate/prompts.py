@@ -16,7 +16,7 @@ KEYS = ("prompt", "text")
 """Keys of the prompt in a line of a .jsonl file; the first present counts."""
 REMEDY = 'give prompt="some text", prompt=- for standard input, or prompts=FILE'
 MAX_BYTES = 1 << 28
-"""Of a file of prompts, or of standard input: 256 MiB."""
+"""Largest file of prompts or standard input: 256 MiB."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class _Text:
     index: int
     """Its place among the prompts."""
     number: int
-    """Of its draws."""
+    """Number that its draws are a function of."""
     context: list[int]
     """Tokens from position 0 on."""
     new: list[int] = field(default_factory=list)

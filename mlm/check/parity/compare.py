@@ -173,7 +173,7 @@ def _step(
 
 
 def _gradient(trainer: Trainer, shard: ParameterShard) -> Tensor:
-    """Of the loss itself, before the scale that half precision puts on it."""
+    """Gradient of the loss itself, without the loss scale of half precision."""
     grad = shard.parameter.grad
     return torch.zeros_like(shard.parameter) if grad is None else grad / trainer.scaler.scale
 

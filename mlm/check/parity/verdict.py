@@ -20,13 +20,13 @@ class Tolerance:
     loss: float
     """Nats per token."""
     gradient: float
-    """At the first step: of an element, as a fraction of the largest of its parameter."""
+    """Bound of an element at the first step, as a fraction of the largest of its parameter."""
     later: float
-    """The same once weights have moved."""
+    """The same after weights have moved."""
     norm: float
-    """Of the gradient norm, as a fraction of it."""
+    """Bound of the gradient norm, as a fraction of it."""
     weight: float
-    """Of an element, in units of the learning rates summed over the steps: about how far Adam moves it."""
+    """Bound of a weight, in units of the learning rates summed over steps: about how far Adam moves it."""
 
 
 TOLERANCES = {

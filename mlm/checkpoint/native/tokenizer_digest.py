@@ -28,9 +28,9 @@ class TokenizerDigest:
     """A tokenizer as a checkpoint knows it."""
 
     digest: str
-    """Of tokenizer.json."""
+    """Digest of tokenizer.json."""
     vocabulary: str | None = None
-    """Of its tokens, their ids and merges: the same for another file that spells the same vocabulary."""
+    """Digest of its tokens, ids and merges: the same for another file that spells the same vocabulary."""
     eod_id: int | None = None
     """The token that ends a document in what was trained on; None in checkpoints of older versions."""
 

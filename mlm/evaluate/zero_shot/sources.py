@@ -37,7 +37,7 @@ class Texts:
     digest: str
     """Digest of the texts, in any file format, as `xxh3:<hex>`."""
     file_digest: str | None = None
-    """Of the file; None from the Hub."""
+    """Digest of the file; None from the Hub."""
 
     def facts(self) -> dict[str, Any]:
         """Return the entries of the receipt."""
