@@ -18,7 +18,7 @@ from mlm.cli.saved import Saved
 from mlm.config.build import build
 from mlm.config.imports import trusting
 from mlm.config.path_errors import path_problems, streams_for
-from mlm.config.tree import MISSING_VALUE, flatten
+from mlm.config.tree import MISSING_VALUE, flatten, leaves
 from mlm.errors import ConfigError, UserError
 from mlm.files.ownership import STDOUT
 
@@ -46,9 +46,10 @@ class Job:
         except OmegaConfBaseException as error:
             raise ConfigError(self.typed.all_problems([reword(error)])) from None
 
-    def typed_values(self, composed: DictConfig) -> dict[str, Any]:
-        """Flat values of the command line and the YAML it chooses, without those of a saved run."""
-        return flatten(resolved(composed, resolve=False))
+    def typed_imports(self, composed: DictConfig) -> list[Any]:
+        """Values, of the command line and the YAML it chooses alone, that may be import paths."""
+        typed = flatten(resolved(composed, resolve=False))
+        return [typed.get(key) for key, leaf in leaves(self.command.spec).items() if leaf.shipped]
 
     def place(self, values: dict[str, Any]) -> None:
         """Give a job of a sweep its own output, below `out` or the sweep's folder."""
@@ -78,7 +79,7 @@ def run(job: Job, composed: DictConfig) -> int:
     command = job.command
     values = job.values(composed)
     job.place(values)
-    with trusting(job.typed_values(composed)):
+    with trusting(job.typed_imports(composed)):
         config = _build(job, values)
         with streams_for(config):
             return _execute(command, config)

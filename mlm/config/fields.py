@@ -1,4 +1,4 @@
-"""Metadata of config fields, declared in annotations: bounds of numbers, purposes of paths, other names.
+"""Metadata of config fields, declared in annotations: bounds, purposes of paths, import paths, other names.
 
 A field is annotated `Annotated[int, POSITIVE]`, `InputPath | None` or `Annotated[int, Also("n_layer")]`. The
 engine reads the metadata: `build.py` checks bounds, expands `~` and rejects empty paths, `path_errors.py`
@@ -67,6 +67,13 @@ class Also:
 
     def __init__(self, *names: str) -> None:
         self.names = names
+
+
+class ImportPath:
+    """Marks a field that takes one of the `shipped` names, or the import path of the user's own object."""
+
+    def __init__(self, *shipped: str) -> None:
+        self.shipped = shipped
 
 
 class Role(Enum):

@@ -8,7 +8,7 @@ each with the modules below it. A path in a saved file is data until one of thes
 
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -18,14 +18,6 @@ from mlm.errors import UserError
 
 TRUST = "MLM_TRUST"
 PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
-KEYS = {
-    "model.kind": ("gpt2", "bert"),
-    "optimizer.kind": ("adamw",),
-    "schedule.decay": ("cosine", "linear", "constant"),
-    "data.kind": ("indexed", "synthetic"),
-    "task.kind": ("classification", "regression", "choice", "span"),
-}
-"""Keys whose value may be an import path, and their shipped values."""
 
 
 class OwnCodeError(UserError):
@@ -82,10 +74,10 @@ def trust(*modules: str) -> None:
 
 
 @contextmanager
-def trusting(typed: Mapping[str, Any]) -> Iterator[None]:
-    """Trust the modules of the import paths among values that the user typed, by their keys, for a while."""
+def trusting(typed: Iterable[object]) -> Iterator[None]:
+    """Trust the modules of the import paths among values that the user typed, for a while."""
     before = os.environ.get(TRUST)
-    trust(*(str(typed[key]).partition(":")[0] for key in KEYS if is_path(typed.get(key))))
+    trust(*(str(value).partition(":")[0] for value in typed if is_path(value)))
     try:
         yield
     finally:

@@ -11,7 +11,7 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache, reduce
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from mlm.config.fields import Also, Bound, Options, Role, metadata
+from mlm.config.fields import Also, Bound, ImportPath, Options, Role, metadata
 from mlm.errors import Problem
 
 HOISTED = "parallel"  # the section whose fields are top-level keys
@@ -37,6 +37,8 @@ class Leaf:
     """Bound of its number; None for what is no number, or has no bound."""
     also: tuple[str, ...] = ()
     """Names that other programs have for it."""
+    shipped: tuple[str, ...] | None = None
+    """Shipped values of a key that also takes an import path; None for other keys."""
     is_hoisted: bool = False
     """True for a field of `parallel`."""
 
@@ -170,7 +172,7 @@ def _walk(cls: type, prefix: str) -> Iterator[Leaf]:
                 yield from _walk(kind, f"{prefix}{item.name}.")
         else:
             annotation = annotations[item.name]
-            names = metadata(annotation, Also)
+            names, own = metadata(annotation, Also), metadata(annotation, ImportPath)
             yield Leaf(
                 key=f"{prefix}{item.name}",
                 type=kind,
@@ -179,6 +181,7 @@ def _walk(cls: type, prefix: str) -> Iterator[Leaf]:
                 role=metadata(annotation, Role),
                 bound=metadata(annotation, Bound),
                 also=names.names if names else (),
+                shipped=own.shipped if own else None,
             )
 
 

@@ -12,9 +12,11 @@ from mlm.config.fields import (
     BlendEntry,
     CacheFolder,
     Forbid,
+    ImportPath,
     InputPath,
 )
 
+SOURCES = ImportPath("indexed", "synthetic")
 MASKED = 0.15
 """Share of the tokens that a BERT predicts (arXiv:1810.04805, section 3.1)."""
 
@@ -37,7 +39,7 @@ class DataConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    kind: str = "indexed"
+    kind: Annotated[str, SOURCES] = "indexed"
     """indexed reads Megatron's .bin/.idx; synthetic draws random tokens, for throughput runs; or a function
     of your own by its import path, my_package.my_module:dataset, which is called as dataset(data,
     vocab_size=…, num_samples=…, seed=…, validation=…) and returns a Dataset (mlm/data/sampler.py)."""

@@ -4,9 +4,17 @@ Everything a task needs is here and in its type (mlm/finetune/task_type.py).
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from mlm.config.fields import Forbid
+from mlm.config.fields import Forbid, ImportPath
+
+SHIPPED = {
+    "classification": "mlm.finetune.classification:CLASSIFICATION",
+    "regression": "mlm.finetune.classification:REGRESSION",
+    "choice": "mlm.finetune.multiple_choice:CHOICE",
+    "span": "mlm.finetune.span:SPAN",
+}
+"""Import paths of the shipped types of task."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,7 +25,7 @@ class TaskConfig:
 
     name: str
     """Name of the task, such as sst2."""
-    kind: str = "classification"
+    kind: Annotated[str, ImportPath(*SHIPPED)] = "classification"
     """Type of task: classification (one of `labels`), regression (a number), choice (one of a row's options),
     span (the words of a context that answer a question), or a custom TaskType, package.module:NAME."""
     columns: tuple[str, ...]

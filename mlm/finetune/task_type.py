@@ -23,14 +23,7 @@ from mlm.extras import load_extra
 from mlm.finetune.examples import Example, Frame
 from mlm.finetune.metrics import EXTRA, Metric, quietly
 from mlm.finetune.rows import Row
-from mlm.finetune.task_config import TaskConfig
-
-SHIPPED = {
-    "classification": "mlm.finetune.classification:CLASSIFICATION",
-    "regression": "mlm.finetune.classification:REGRESSION",
-    "choice": "mlm.finetune.multiple_choice:CHOICE",
-    "span": "mlm.finetune.span:SPAN",
-}
+from mlm.finetune.task_config import SHIPPED, TaskConfig
 
 Made = tuple[list[Example], bool]
 """The examples of a row, and True if it lost tokens because it was too long."""

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from mlm.config.fields import FRACTION, NOT_NEGATIVE, POSITIVE, Also, Forbid, Options
-from mlm.models.family import ModelFamily, family_of
+from mlm.config.fields import FRACTION, NOT_NEGATIVE, POSITIVE, Also, Forbid, ImportPath, Options
+from mlm.models.family import SHIPPED, ModelFamily, family_of
 
 if TYPE_CHECKING:
     from mlm.data.sampler import MicroBatch
@@ -17,7 +17,7 @@ class ModelConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    kind: str = "gpt2"
+    kind: Annotated[str, ImportPath(*SHIPPED)] = "gpt2"
     """Model family: gpt2 reads from left to right, bert both ways; or one of your own by its import path,
     my_package.my_family:FAMILY."""
     num_layers: Annotated[int, POSITIVE, Also("n_layer", "n_layers", "num_hidden_layers", "layers", "depth")]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mlm.config.imports import OwnCodeError, imported
-from mlm.optim.config import OptimizerConfig
+from mlm.optim.config import OPTIMIZERS, OptimizerConfig
 from mlm.parallel.sharding import ParameterShard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -28,7 +28,7 @@ def is_decayed(shard: ParameterShard) -> bool:
 
 def build_of(config: OptimizerConfig) -> Build:
     """Return the function that optimizer.kind names. Raises OwnCodeError (a UserError) if there is none."""
-    return adamw if config.kind == "adamw" else imported("optimizer.kind", config.kind, ("adamw",), Callable)
+    return imported("optimizer.kind", config.kind, OPTIMIZERS.shipped, Callable) or adamw
 
 
 def adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:

@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from mlm.config.fields import FRACTION, NOT_NEGATIVE, POSITIVE, Also, Forbid
+from mlm.config.fields import FRACTION, NOT_NEGATIVE, POSITIVE, Also, Forbid, ImportPath
 
+OPTIMIZERS = ImportPath("adamw")
+DECAYS = ImportPath("cosine", "linear", "constant")
 DECAY_NAMES = Also("lr_decay_style", "lr_scheduler_type", "scheduler", "decay_lr")
 MinLearningRate = Annotated[float, NOT_NEGATIVE, Also("min_learning_rate", "lr_min")]
 WARMUP_NAMES = Also("warmup_iters", "num_warmup_steps", "lr_warmup_iters", "warmup")
@@ -16,7 +18,7 @@ class OptimizerConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    kind: str = "adamw"
+    kind: Annotated[str, OPTIMIZERS] = "adamw"
     """adamw; or a function of your own by its import path, my_package.my_module:build, which is called as
     build(groups, config) and returns a torch.optim.Optimizer."""
     lr: Annotated[float, POSITIVE, Also("learning_rate", "max_lr", "base_lr", "peak_lr")] = 1.5e-4
@@ -42,7 +44,7 @@ class ScheduleConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    decay: Annotated[str, DECAY_NAMES] = "cosine"
+    decay: Annotated[str, DECAYS, DECAY_NAMES] = "cosine"
     """Shape of the decay: cosine, linear or constant; or a function of your own by its import path,
     my_package.my_module:decay. decay(progress), with progress from 0 after the warm-up to 1 at decay_steps,
     is the share of the way from min_lr up to optimizer.lr."""

@@ -4,12 +4,12 @@ import math
 from collections.abc import Callable
 
 from mlm.config.imports import imported
-from mlm.optim.config import OptimizerConfig, ScheduleConfig
+from mlm.optim.config import DECAYS, OptimizerConfig, ScheduleConfig
 
 Decay = Callable[[float], float]
 """Progress from 0 (end of warm-up) to 1 (decay_steps) -> share of the way from min_lr up to the peak."""
 
-DECAYS: dict[str, Decay] = {
+SHIPPED: dict[str, Decay] = {
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
     "linear": lambda progress: 1.0 - progress,
     "constant": lambda progress: 1.0,
@@ -18,8 +18,8 @@ DECAYS: dict[str, Decay] = {
 
 def decay_of(schedule: ScheduleConfig) -> Decay:
     """Return the decay that schedule.decay names. Raises OwnCodeError (a UserError) if there is none."""
-    shipped = DECAYS.get(schedule.decay)
-    return shipped or imported("schedule.decay", schedule.decay, DECAYS, Callable)
+    shipped = SHIPPED.get(schedule.decay)
+    return shipped or imported("schedule.decay", schedule.decay, DECAYS.shipped, Callable)
 
 
 def learning_rate(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfig, steps: int) -> float:

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Mapping
 
-from mlm.config.imports import KEYS, OwnCodeError, imported, is_path
-from mlm.config.tree import MISSING_VALUE, out_of_range, values_of
+from mlm.config.imports import OwnCodeError, imported, is_path
+from mlm.config.tree import MISSING_VALUE, leaves, out_of_range, values_of
 from mlm.data import files_present as present
 from mlm.data.blend_checks import blend_problems
+from mlm.data.config import SOURCES
 from mlm.errors import Problem, has_controls
 from mlm.launch.checks import devices_exist, loss_scale_can_fall, lr_falls, problems_of
 from mlm.models.checks import data_problem, model_problem, pretraining_problem
-from mlm.optim.schedule import DECAYS
+from mlm.optim.config import DECAYS, OPTIMIZERS
 from mlm.parallel.layout_checks import TRAIN_RULES, Launch
 from mlm.train.config import PretrainConfig
 
@@ -54,8 +55,8 @@ def saved_problems(config: PretrainConfig) -> list[Problem]:
     values = values_of(config)
     problems += [
         Problem((key,), f"{key}={values[key][:40]!r} is neither shipped nor an import path")
-        for key, shipped in KEYS.items()
-        if key in values and values[key] not in shipped and not is_path(values[key])
+        for key, leaf in leaves(PretrainConfig).items()
+        if leaf.shipped and values[key] not in leaf.shipped and not is_path(values[key])
     ]
     if model.vocab_multiple > MOST_PADDING:
         problem = f"model.vocab_multiple={model.vocab_multiple} must be {MOST_PADDING} at most"
@@ -72,9 +73,9 @@ def _is_no_value(text: str) -> bool:
 
 def _own_code_exists(config: PretrainConfig, _: Launch) -> Problem | None:
     try:
-        imported("optimizer.kind", config.optimizer.kind, ("adamw",), Callable)
-        imported("schedule.decay", config.schedule.decay, DECAYS, Callable)
-        imported("data.kind", config.data.kind, ("indexed", "synthetic"), Callable)
+        imported("optimizer.kind", config.optimizer.kind, OPTIMIZERS.shipped, Callable)
+        imported("schedule.decay", config.schedule.decay, DECAYS.shipped, Callable)
+        imported("data.kind", config.data.kind, SOURCES.shipped, Callable)
     except OwnCodeError as error:
         return error.problems[0]
     return None

@@ -10,7 +10,7 @@ from mlm.config.imports import imported
 from mlm.data.blend import BlendedDataset
 from mlm.data.blend_checks import entry, names, shares
 from mlm.data.blend_history import History, Segment, Source, continue_history, known_digest, needed, seed_of
-from mlm.data.config import DataConfig
+from mlm.data.config import SOURCES, DataConfig
 from mlm.data.indexed import IndexedDataset, bin_path, idx_path
 from mlm.data.receipt import RECEIPT, check_corpus, read_receipt
 from mlm.data.sampler import Dataset
@@ -228,7 +228,7 @@ def dataset_without_corpus(
 
 def own_dataset(data: DataConfig) -> Callable[..., Dataset]:
     """Return the function that data.kind names. Raises OwnCodeError (a UserError) if there is none."""
-    function: Callable[..., Dataset] = imported("data.kind", data.kind, ("indexed", "synthetic"), Callable)
+    function: Callable[..., Dataset] = imported("data.kind", data.kind, SOURCES.shipped, Callable)
     return function
 
 

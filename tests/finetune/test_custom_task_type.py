@@ -36,7 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     draw = random.Random(0)
     (tmp_path / "my_stars.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv(TRUST, "my_stars")
+    monkeypatch.delenv(TRUST, raising=False)
     monkeypatch.delitem(sys.modules, "my_stars", raising=False)
     (tmp_path / "conf/task").mkdir(parents=True)
     (tmp_path / "conf/task/reviews.yaml").write_text(YAML)
@@ -68,6 +68,21 @@ def test_a_task_type_named_by_import_path_finetunes_and_evaluates(folder: Path) 
     errors = [abs(a - b) for a, b in zip(said, rows, strict=True)]
     assert entry["metrics"] == {"closeness": pytest.approx(1 - sum(errors) / len(errors) / 4)}
     assert entry["metrics"] == result["scores"]["validation"]
+
+
+def test_a_saved_type_of_task_is_not_imported_unless_typed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = folder / "out"
+    short = ("task.epochs=1", "dropout=0", f"out={out}")
+    assert command(folder, "finetune", "reviews", f"ckpt={folder / 'bert'}", *short) == 0
+    monkeypatch.delitem(sys.modules, "my_stars")
+    capsys.readouterr()
+    assert main(["finetune", f"resume={out}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "task.kind=my_stars:TASK" in line
+    assert "my_stars" not in sys.modules
+    assert main(["finetune", f"resume={out}", "task.kind=my_stars:TASK"]) == 0
 
 
 def test_a_custom_type_reports_its_own_problems_of_rows(

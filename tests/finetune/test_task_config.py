@@ -10,8 +10,8 @@ from mlm.config.paths import CONFIG_DIR, groups
 from mlm.config.tree import leaves
 from mlm.errors import ConfigError
 from mlm.finetune.task_checks import check_task
-from mlm.finetune.task_config import TaskConfig
-from mlm.finetune.task_type import SHIPPED, task_type
+from mlm.finetune.task_config import SHIPPED, TaskConfig
+from mlm.finetune.task_type import task_type
 
 TASKS = groups(CONFIG_DIR)["task"]
 MINE = {"name": "mine", "columns": ["text"], "labels": ["no", "yes"]}
