@@ -51,7 +51,7 @@ def extra_problems(verify: bool) -> list[str]:
         if verify:
             _transformers()
     except UserError as error:
-        return [str(error)]
+        return list(error.problems)
     return []
 
 

@@ -93,10 +93,8 @@ def preflight(config: ReshardConfig) -> list[str]:
             check_disk(plan)
     except CorruptFileError:
         raise  # damage has a different exit code
-    except ConfigError as error:
-        return list(error.problems)
     except UserError as error:
-        return [str(error)]
+        return list(error.problems)
     return []
 
 

@@ -104,7 +104,7 @@ def preflight(config: DataBuildConfig) -> list[str]:
     try:
         tokenizer = Tokenizer.load(config.tokenizer, eod=config.eod)
     except UserError as error:
-        return [str(error)]
+        return list(error.problems)
     out, work = claims(config, tokenizer)
     return [
         *claim_problems(config.out, **out),

@@ -111,7 +111,7 @@ def check_corpus(prefix: str | Path, *, vocab_size: int, seq_length: int, min_sa
     try:
         indexed = IndexedDataset(prefix)
     except UserError as error:
-        return [str(error)]
+        return list(error.problems)
     except OSError as error:
         return [f"{error.filename or prefix}: {error.strerror}: set data.path to a corpus that can be read"]
     problems = [length_problem(indexed, seq_length, min_samples), vocabulary_problem(indexed, vocab_size)]

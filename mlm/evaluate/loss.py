@@ -12,7 +12,6 @@ The score does not depend on layout or batch size.
 """
 
 import math
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +32,7 @@ from mlm.data.sampler import Dataset, MicroBatch, eval_batches
 from mlm.errors import CorruptFileError, UserError
 from mlm.evaluate.config import EvalLossConfig
 from mlm.files.atomic import digest_file
-from mlm.files.results import is_stream, named, result_problems, write_result
+from mlm.files.results import folder_problem, named, result_problems, write_result
 from mlm.inference.trained import (
     Trained,
     checkpoint_problems,
@@ -71,17 +70,13 @@ def preflight(config: EvalLossConfig) -> list[str]:
     except CorruptFileError:
         raise  # damage has a different exit code
     except UserError as error:
-        return [str(error)]
+        return list(error.problems)
     if problem := corpus_problem(prefix, path):
         return [problem]
     out = result_path(config, trained, path, prefix)
-    folder = out.parent
+    problem = folder_problem(out)
     return [
-        *(
-            result_problems(out)
-            if is_stream(out) or os.access(folder, os.W_OK)
-            else [f"out={config.out}: {folder} is no folder that can be written"]
-        ),
+        *([problem] if problem else result_problems(out)),
         *check_corpus(prefix, vocab_size=trained.model.vocab_size, seq_length=1, min_samples=1),
         *([] if seq_length > 0 else [f"seq_length={seq_length}: use at least 1"]),
     ]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 import mlm
-from mlm.errors import UserError
+from mlm.errors import Problem, UserError
 from mlm.files.atomic import read_regular, write_atomic
 from mlm.files.bounded import as_json
 from mlm.files.folder_types import KINDS, kind_of_folder, matches
@@ -108,6 +108,24 @@ def result_problems(
     except OSError as error:
         return [f"{what}: {error.strerror}: choose a file that can be written"]
     return []
+
+
+def folder_problem(
+    path: str | Path | None, key: str = "out", *, makes_folders: bool = False
+) -> Problem | None:
+    """Return the problem of a result whose folder does not exist or cannot be written to.
+
+    With `makes_folders` the command makes missing folders, so that the nearest that exists counts.
+    """
+    if path is None or is_stream(path):
+        return None
+    file, folder = Path(path), Path(path).parent
+    if makes_folders:
+        folder = next(each for each in (folder, *folder.absolute().parents) if os.path.lexists(each))
+    if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):
+        return None
+    problem = f"{folder} is no folder that can be written"
+    return Problem.at(key, str(path), problem, f"name a file in one that is, such as {key}={file.name}")
 
 
 def _is_there(file: Path) -> bool:

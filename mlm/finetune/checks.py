@@ -10,7 +10,9 @@ from mlm.launch.checks import devices_exist, loss_scale_can_fall, lr_falls, prob
 from mlm.parallel.layout_checks import FINETUNE_LAYOUT_RULES, RANK_RULES, Launch
 
 
-def check_finetune(config: FinetuneConfig, *, world_size: int | None, local_devices: int | None) -> list[str]:
+def check_finetune(
+    config: FinetuneConfig, *, world_size: int | None, local_devices: int | None
+) -> list[Problem]:
     """Problems of `mlm finetune` that are visible without reading the checkpoint or the rows."""
     launch = Launch(world_size, local_devices)
     return [
@@ -21,7 +23,7 @@ def check_finetune(config: FinetuneConfig, *, world_size: int | None, local_devi
 
 def check_eval_task(
     config: EvalTaskConfig, *, world_size: int | None, local_devices: int | None
-) -> list[str]:
+) -> list[Problem]:
     """Problems of `mlm eval TASK` that are visible without reading the checkpoint or the rows."""
     launch = Launch(world_size, local_devices)
     return [*problems_of(config, launch, RANK_RULES, EVAL_TASK_RULES), *check_task(config.task)]

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mlm.data.tokenizer import Tokenizer
+from mlm.errors import Problem
 from mlm.finetune import metrics
 from mlm.finetune.examples import Example, Frame, cut_longest, encode
 from mlm.finetune.rows import Row, index_of_label, number_of_label, texts_of
@@ -66,11 +67,12 @@ class Classification(OneOrTwoTexts):
         """Return the checked row of a record. Raises RowError."""
         return Row(id, texts_of(task, record, task.columns), index_of_label(task, record.get(task.label)))
 
-    def metric_problem(self, task: TaskConfig, name: str) -> str | None:
-        """Return why a known metric does not suit a task; None if it does."""
+    def metric_problem(self, task: TaskConfig, name: str) -> Problem | None:
+        """Return the problem of a known metric that does not suit a task."""
         if name not in OF_TWO_LABELS or len(task.labels) <= 2:
             return None
-        return f"task.metrics: {name} is of two labels; of {len(task.labels)} use macro_f1"
+        problem = f"task.metrics: {name} is of two labels"
+        return Problem(("task.metrics", "task.labels"), problem, f"of {len(task.labels)} use macro_f1")
 
     def loss(self, outputs: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
         """Cross-entropy, summed: outputs [E, num_labels], labels [E]."""

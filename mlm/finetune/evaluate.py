@@ -1,7 +1,6 @@
 """`mlm eval TASK`: score a finetuned checkpoint on a split of its task, or write its predictions."""
 
 import json
-import os
 import platform
 import time
 from collections.abc import Sequence
@@ -16,9 +15,9 @@ import mlm
 from mlm.checkpoint.native.save_load import read_manifest
 from mlm.config.build import to_dict
 from mlm.data.receipt import version_of
-from mlm.errors import ConfigError, UserError, show
+from mlm.errors import UserError, show
 from mlm.files.ownership import claim_problems
-from mlm.files.results import is_stream, named, result_problems, write_result
+from mlm.files.results import folder_problem, is_stream, named, result_problems, write_result
 from mlm.finetune.batches import batcher_of
 from mlm.finetune.best import DATA_PATH, best_of
 from mlm.finetune.config import EvalTaskConfig
@@ -47,14 +46,11 @@ def preflight(config: EvalTaskConfig) -> list[str]:
             return problems
         for name in splits(config):
             check_texts(config.task, read_split(config.task, name, path=rows_of(config, start)), start)
-    except ConfigError as error:
-        return list(error.problems)
     except UserError as error:
-        return str(error).splitlines()
+        return list(error.problems)
     out = result_path(config, start)
-    folder = out.parent
-    if not is_stream(out) and not (folder.is_dir() and os.access(folder, os.W_OK)):
-        return [f"out={show(config.out)}: {folder} is no folder that can be written: name another file"]
+    if problem := folder_problem(out):
+        return [problem]
     problems, task = result_problems(out), config.task
     problems += probability_problems(config)
     if config.predictions is not None:
@@ -70,8 +66,8 @@ def probability_problems(config: EvalTaskConfig) -> list[str]:
         return []
     if not task_type(config.task.kind).gives_probabilities:
         return [f"probabilities={path}: task.kind={config.task.kind} has no labels; remove probabilities="]
-    if not (Path(path).parent.is_dir() and os.access(Path(path).parent, os.W_OK)) or Path(path).is_dir():
-        return [f"probabilities={path}: cannot be written; name a file in a folder that is there"]
+    if problem := folder_problem(path, "probabilities"):
+        return [problem]
     return result_problems(path, key="probabilities")
 
 

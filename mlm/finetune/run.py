@@ -6,7 +6,7 @@ from typing import Any
 
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.save_load import CheckpointError
-from mlm.errors import ConfigError, UserError
+from mlm.errors import UserError
 from mlm.files.ownership import claim_problems
 from mlm.finetune.best import best_of
 from mlm.finetune.config import FinetuneConfig
@@ -46,10 +46,8 @@ def preflight(config: FinetuneConfig) -> list[str]:
         for one in by_seed(config):
             problems += start_problems(spec_of(one, start, 1), compares=False)
             problems += change_problems(one, depends_on(one, start, splits))
-    except ConfigError as error:
-        return list(error.problems)
     except UserError as error:
-        return str(error).splitlines()
+        return list(error.problems)
     return problems
 
 

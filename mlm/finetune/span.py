@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mlm.data.tokenizer import Tokenizer
+from mlm.errors import Problem
 from mlm.extras import load_extra
 from mlm.finetune.examples import BATCH, Example, Frame, encode
 from mlm.finetune.metrics import EXTRA, error_of_mean
@@ -83,21 +84,21 @@ class Span(TaskType):
         """Least number of tokens left for texts."""
         return task.doc_stride + 2
 
-    def problems(self, task: TaskConfig) -> list[str]:
+    def problems(self, task: TaskConfig) -> list[Problem]:
         """Return the problems of a task's columns, labels and lengths."""
         found = super().problems(task)
         if task.doc_stride >= task.max_length // 2:
-            found.append(
-                f"task.doc_stride={task.doc_stride} must be less than half of "
-                f"task.max_length={task.max_length}: windows must move on"
-            )
+            problem = f"task.doc_stride={task.doc_stride} must be less than half of "
+            problem += f"task.max_length={task.max_length}, so that windows advance"
+            found.append(Problem(("task.doc_stride", "task.max_length"), problem))
         return found
 
-    def metric_problem(self, task: TaskConfig, name: str) -> str | None:
-        """Return why a known metric does not suit a task; None if it does."""
+    def metric_problem(self, task: TaskConfig, name: str) -> Problem | None:
+        """Return the problem of a known metric that does not suit a task."""
         if name not in OF_UNANSWERABLE or task.unanswerable:
             return None
-        return f"task.metrics: {name} needs task.unanswerable=true"
+        keys = ("task.metrics", "task.unanswerable")
+        return Problem(keys, f"task.metrics: {name} needs task.unanswerable=true")
 
     def parse(self, task: TaskConfig, record: Mapping[str, Any], id: str) -> Row:
         """Return a row of a context, a question, and answers that the context holds. Raises RowError."""

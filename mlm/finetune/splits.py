@@ -10,7 +10,7 @@ from typing import overload
 import xxhash
 
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import UserError
+from mlm.errors import ConfigError, UserError
 from mlm.files.atomic import digest_name
 from mlm.finetune.examples import Example, frame
 from mlm.finetune.rows import MissingColumnError, Row, RowError, identity_of
@@ -117,11 +117,11 @@ class Problems:
             self.lines.append(line)
 
     def check(self) -> None:
-        """Raise UserError if there were any."""
+        """Raise ConfigError if there were any."""
         if self.count > len(self.lines):
             self.lines.append(f"and {self.count - len(self.lines):,} more rows like these")
         if self.lines:
-            raise UserError("\n".join(self.lines))
+            raise ConfigError(self.lines)
 
 
 def labels_are_there(

@@ -6,7 +6,7 @@ Everything a task needs is here and in its type (mlm/finetune/task_type.py).
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from mlm.config.fields import Forbid, ImportPath
+from mlm.config.fields import NOT_NEGATIVE, POSITIVE, Forbid, ImportPath
 
 SHIPPED = {
     "classification": "mlm.finetune.classification:CLASSIFICATION",
@@ -67,18 +67,18 @@ class TaskConfig:
     split where there is none."""
     submit_names: bool = True
     """Submit the names of labels; false submits their numbers."""
-    max_length: int = 512
+    max_length: Annotated[int, POSITIVE] = 512
     """Maximum tokens of a sequence, special tokens included; at most the model's max_positions.
 
     Longer ones are truncated."""
-    question_length: int | None = None
+    question_length: Annotated[int | None, POSITIVE] = None
     """Tokens kept of a question (kind span), or of a question with its option (kind choice); null keeps all
     that leave room for the rest."""
-    doc_stride: int = 128
+    doc_stride: Annotated[int, NOT_NEGATIVE] = 128
     """Kind span: tokens that two neighbouring windows of a context share."""
-    max_answer_length: int = 30
+    max_answer_length: Annotated[int, POSITIVE] = 30
     """Kind span: most tokens of an answer."""
-    n_best: int = 20
+    n_best: Annotated[int, POSITIVE] = 20
     """Kind span: begins and ends of answers that are tried for each window, and answers that are kept."""
     null_threshold: float = 0.0
     """Kind span, unanswerable: how much the score of no answer must exceed that of the best answer."""

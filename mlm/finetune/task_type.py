@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mlm.config.imports import imported
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import show
+from mlm.errors import Problem, show
 from mlm.extras import load_extra
 from mlm.finetune.examples import Example, Frame
 from mlm.finetune.metrics import EXTRA, Metric, quietly
@@ -123,21 +123,22 @@ class TaskType(ABC):
         """Least number of tokens that must be left for texts after the special tokens."""
         return 2
 
-    def problems(self, task: TaskConfig) -> list[str]:
+    def problems(self, task: TaskConfig) -> list[Problem]:
         """Return the problems of a task's columns, labels and lengths."""
         found = []
         if self.columns is not None and len(task.columns) not in self.columns[0]:
-            found.append(f"task.columns={show(list(task.columns))}: kind {task.kind} has {self.columns[1]}")
+            problem = f"kind {task.kind} has {self.columns[1]}"
+            found.append(Problem.at("task.columns", list(task.columns), problem))
         if self.names_labels and (len(task.labels) < 2 or len(set(task.labels)) < len(task.labels)):
-            found.append(
-                f"task.labels={show(list(task.labels))} must be two or more names, all different, by number"
-            )
+            problem = "must be two or more names, all different, by number"
+            found.append(Problem(("task.labels",), f"task.labels={show(list(task.labels))} {problem}"))
         elif task.labels and not self.names_labels:
-            found.append(f"task.labels={show(list(task.labels))}: kind {task.kind} has none; leave it out")
+            problem = f"kind {task.kind} has none"
+            found.append(Problem.at("task.labels", list(task.labels), problem, "leave it out"))
         return found
 
-    def metric_problem(self, task: TaskConfig, name: str) -> str | None:
-        """Return why a known metric does not suit a task; None if it does."""
+    def metric_problem(self, task: TaskConfig, name: str) -> Problem | None:
+        """Return the problem of a known metric that does not suit a task."""
         return None
 
     def score(

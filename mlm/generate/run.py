@@ -5,16 +5,14 @@ before it are done; with `out` they go to the file alone.
 """
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import CorruptFileError, UserError
-from mlm.files.results import is_stream, named, write_result
+from mlm.files.results import folder_problem, named, write_result
 from mlm.generate.config import STDIN, GenerateConfig
 from mlm.generate.prompts import Prompt, read_prompts, share_prompts
 from mlm.inference.generation import Sampling, continuations, ends_at
@@ -44,7 +42,7 @@ def preflight(config: GenerateConfig) -> list[str]:
             return [problem]
         tokenizer = load_tokenizer(config.tokenizer, named.path)
         problem = vocabulary_problem(config.tokenizer, tokenizer, named.config.model)
-        problems = [*([problem] if problem else []), *out_problems(config.out)]
+        problems = [*filter(None, [problem, folder_problem(config.out)])]
         if "" in config.stop:
             problems.append('stop="" would end every text at once; give texts of one character or more')
         if config.prompt != STDIN:  # which can be read once
@@ -52,16 +50,8 @@ def preflight(config: GenerateConfig) -> list[str]:
     except CorruptFileError:
         raise  # damage has a different exit code
     except UserError as error:
-        return [*problems, str(error)]
+        return [*problems, *error.problems]
     return problems
-
-
-def out_problems(out: str | None) -> list[str]:
-    """Problems of writing a file at `out`."""
-    folder = None if out is None or is_stream(out) else Path(out).parent
-    if folder is None or (os.access(folder, os.W_OK) and not Path(out or "").is_dir()):
-        return []
-    return [f"out={out}: cannot be written: name a file in a folder that is there"]
 
 
 def run(config: GenerateConfig, ctx: ParallelContext) -> None:

@@ -18,7 +18,7 @@ from mlm.checkpoint.native.tokenizer_digest import TOKENIZER, TokenizerDigest, c
 from mlm.config.build import from_dict
 from mlm.config.imports import OwnCodeError, is_path
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import ConfigError, CorruptFileError, UserError
+from mlm.errors import CorruptFileError, UserError
 from mlm.inference.hf_source import find_model, load_model_folder, model_name, open_tensors, run_spec
 from mlm.models.config import ModelConfig
 from mlm.models.documents import Boundaries
@@ -150,10 +150,8 @@ def checkpoint_problems(ckpt: str, parallel: ParallelConfig) -> list[str]:
         named = named_checkpoint(ckpt)
         if is_model_folder(named.path):
             open_tensors(named.path)
-    except ConfigError as error:
-        return list(error.problems)
     except UserError as error:
-        return [str(error)]
+        return list(error.problems)
     return split_problems(named.config.model, parallel)
 
 

@@ -20,8 +20,7 @@ def model_problem(model: ModelConfig) -> Problem | None:
         known = ", ".join(family.options) or "none"
         problem = f"model.options.{name}: model.kind={model.kind} has the settings: {known}"
         return Problem((f"model.options.{name}", "model.kind"), problem, "remove it")
-    found = family.model_problem(model)
-    return None if found is None else Problem.of(found)
+    return family.model_problem(model)
 
 
 def pretraining_problem(config: Any) -> Problem | None:
@@ -39,7 +38,7 @@ def pretraining_problem(config: Any) -> Problem | None:
 def data_problem(config: Any) -> Problem | None:
     """Return the problem of data settings that the model's samples cannot be made with."""
     try:
-        found = config.model.family.data_problem(config.data)
+        found: Problem | None = config.model.family.data_problem(config.data)
     except OwnCodeError:
         return None
-    return None if found is None else Problem.of(found)
+    return found

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from mlm.config.imports import imported
+from mlm.errors import Problem
 
 if TYPE_CHECKING:  # settings know their family, so nothing here may need them, or torch, at run time
     import torch
@@ -68,7 +69,7 @@ def no_problem(*_: object) -> None:
     """Settings that need no check."""
 
 
-def no_problems(*_: object) -> list[str]:
+def no_problems(*_: object) -> list[Problem]:
     """Corpora that need no check."""
     return []
 
@@ -101,12 +102,12 @@ class ModelFamily(Generic[C, B]):
     """Unit of the loss in curves."""
     protocol: str
     """Scoring by `mlm eval loss`, for its receipt."""
-    model_problem: "Callable[[ModelConfig], str | None]" = no_problem
-    """Return what is wrong with settings of a model, in a line with the fix."""
-    data_problem: "Callable[[DataConfig], str | None]" = no_problem
-    """Return what is wrong with settings of the data, in a line with the fix."""
-    corpus_problems: "Callable[[ModelConfig, Sequence[Path], Path | None], list[str]]" = no_problems
-    """Return what keeps samples from being made of corpora (their prefixes) with a tokenizer.json."""
+    model_problem: "Callable[[ModelConfig], Problem | None]" = no_problem
+    """Return the problem of a model's settings."""
+    data_problem: "Callable[[DataConfig], Problem | None]" = no_problem
+    """Return the problem of data settings that samples cannot be made with."""
+    corpus_problems: "Callable[[ModelConfig, Sequence[Path], Path | None], list[Problem]]" = no_problems
+    """Return the problems of making samples of corpora (their prefixes) with a tokenizer.json."""
     huggingface: "HuggingFaceMapping | None" = None
     """None if `transformers` has no such model."""
     megatron: "MegatronMapping | None" = None

@@ -1,12 +1,11 @@
 """Checks of the settings of `mlm plan`."""
 
-import os
 from pathlib import Path
 
 from mlm.config.suggest import either, multiples_around, nearest
 from mlm.config.tree import out_of_range
 from mlm.errors import Problem
-from mlm.files.results import is_stream
+from mlm.files.results import folder_problem, is_stream
 from mlm.plan.config import PlanScheduleConfig
 
 ENDINGS = (".svg", ".png", ".json")
@@ -70,7 +69,4 @@ def _out_can_be_written(config: PlanScheduleConfig) -> Problem | None:
         return Problem(("out",), f"out={config.out} must end in {endings}", f"use out={fixed}")
     if out.is_dir():
         return Problem(("out",), f"out={config.out} is a folder", f"use out={out / f'schedule{out.suffix}'}")
-    folder = next(folder for folder in out.absolute().parents if os.path.lexists(folder))
-    if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):
-        return None
-    return Problem.at("out", config.out, f"{folder} is no folder that can be written", f"use out={out.name}")
+    return folder_problem(out, makes_folders=True)

@@ -18,7 +18,7 @@ def document_problems(config: PretrainConfig) -> list[str]:
     try:
         eod_id, size = with_eod(config.data).eod_id, config.model.vocab_size
     except UserError as error:
-        return [str(error)]
+        return list(error.problems)
     if eod_id is None or eod_id < size:
         return []
     return [

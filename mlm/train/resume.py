@@ -71,10 +71,8 @@ def start_problems(config: PretrainConfig, *, compares: bool = True) -> list[str
         if read_place(os.environ) is None:
             with sole_writer(folder(config)):
                 pass
-    except ConfigError as error:
-        return list(error.problems)
     except UserError as error:
-        return [str(error)]
+        return list(error.problems)
     return []
 
 

@@ -89,7 +89,7 @@ def corpus_tokenizer_errors(data: DataConfig) -> list[str]:
         saved = digest_of(tokenizer)
         return [error for corpus in corpora(data) if (error := _unlike(corpus, saved, path))]
     except UserError as error:
-        return [str(error)]
+        return list(error.problems)
 
 
 def _unlike(corpus: Corpus, saved: TokenizerDigest, path: Path) -> str | None:

@@ -185,7 +185,8 @@ class TestRefused:
     def test_a_folder_that_cannot_be_written(self, folder: Path, tmp_path: Path) -> None:
         out = tmp_path / "nowhere/eval.json"
         assert self.problems(of(folder, "classification", out)) == [
-            f"out={out}: {out.parent} is no folder that can be written: name another file"
+            f"out={out}: {out.parent} is no folder that can be written; name a file in one that is, such as "
+            "out=eval.json"
         ]
 
     def test_rows_of_a_later_split_are_looked_at_too(self, folder: Path, tmp_path: Path) -> None:

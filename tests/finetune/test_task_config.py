@@ -7,7 +7,7 @@ import yaml
 
 from mlm.config.build import build
 from mlm.config.paths import CONFIG_DIR, groups
-from mlm.config.tree import leaves
+from mlm.config.tree import leaves, out_of_range
 from mlm.errors import ConfigError
 from mlm.finetune.task_checks import check_task
 from mlm.finetune.task_config import SHIPPED, TaskConfig
@@ -77,7 +77,6 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str]] = {
     "a file that is a path": (MINE | {"submission": ["/etc/x"]}, r"task.submission: '/etc/x' is no name"),
     "no validation": (MINE | {"validations": []}, "name a split to choose the best checkpoint on"),
     "too many files": (MINE | {"submission": ["A", "B"]}, "more names than task.tests"),
-    "no length": (MINE | {"max_length": 0}, "task.max_length=0 must be greater than 0"),
     "windows that stand": (SPAN | {"max_length": 256}, "task.doc_stride=128 must be less than half"),
 }
 
@@ -87,5 +86,12 @@ def test_problem_of_a_task_names_its_key(case: str) -> None:
     values, message = PROBLEMS[case]
     problems = check_task(build(TaskConfig, values))
     assert len(problems) == 1
+    assert all(key.startswith("task.") for key in problems[0].keys)
+    assert problems[0].keys
     with pytest.raises(ConfigError, match=message):
         raise ConfigError(problems)
+
+
+def test_lengths_of_a_task_have_bounds() -> None:
+    task = build(TaskConfig, SPAN | {"max_length": 0, "doc_stride": -1, "n_best": 0, "question_length": 0})
+    assert set(out_of_range(task)) == {"max_length", "doc_stride", "n_best", "question_length"}

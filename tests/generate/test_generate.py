@@ -120,7 +120,7 @@ class TestPrompts:
             (["prompt=a", "temperature=-1"], "temperature=-1.0 must be 0 or more"),
             (["prompt=a", "top_p=1.5"], "top_p=1.5 must be above 0"),
             (["prompt=a", "min_new_tokens=9", "max_new_tokens=3"], "use min_new_tokens=3 or fewer"),
-            (["prompt=a", "out=none/a.jsonl"], "out=none/a.jsonl: cannot be written"),
+            (["prompt=a", "out=none/a.jsonl"], "out=none/a.jsonl: none is no folder that can be written"),
             (["prompt=a", "tokenizer=none.json"], "tokenizer=none.json: no such file"),
         ],
     )

@@ -92,7 +92,9 @@ def test_folder_that_does_not_exist_yet_is_no_problem(tmp_path: Path) -> None:
 def test_file_in_the_place_of_a_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (problem,) = problems_of(f"out={tmp_path}/file/b/a.svg")
-    assert problem.endswith(f"{tmp_path}/file is no folder that can be written; use out=a.svg")
+    assert problem.endswith(
+        f"{tmp_path}/file is no folder that can be written; name a file in one that is, such as out=a.svg"
+    )
 
 
 def test_folder_in_the_place_of_the_file_is_named(tmp_path: Path) -> None:

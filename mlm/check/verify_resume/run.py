@@ -62,7 +62,7 @@ def preflight(config: VerifyResumeConfig) -> list[str]:
     try:
         facts = launch_facts(config.dist)
     except UserError as error:
-        return [str(error)]
+        return list(error.problems)
     if facts.joined:
         return ["runs here are killed and started again, on one host: start this plainly, not as a rank"]
     if found := problems_here(config, local_devices=facts.local_devices):
@@ -73,7 +73,7 @@ def preflight(config: VerifyResumeConfig) -> list[str]:
         first_step(config)
         tokenizer_of(run.data)
     except UserError as error:
-        problems.append(str(error))
+        problems += error.problems
     return problems
 
 

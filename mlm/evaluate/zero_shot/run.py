@@ -1,14 +1,13 @@
 """`mlm eval wikitext103`, `mlm eval lambada` and `mlm eval all`: see README.md beside the package."""
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
 
 import mlm
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import ConfigError, CorruptFileError, UserError
+from mlm.errors import CorruptFileError, UserError
 from mlm.evaluate.config import (
     EvalAllConfig,
     EvalLambadaConfig,
@@ -29,7 +28,7 @@ from mlm.evaluate.zero_shot.receipt import (
     set_aside,
     show,
 )
-from mlm.files.results import is_stream, result_problems, write_result
+from mlm.files.results import folder_problem, is_stream, result_problems, write_result
 from mlm.inference.trained import (
     checkpoint_problems,
     continuation_problem,
@@ -57,10 +56,8 @@ def preflight(config: ZeroShotConfig) -> list[str]:
         protocols_of(config, checked_tokenizer(config, named.path, named.config.model), length)
     except CorruptFileError:
         raise  # damage has a different exit code
-    except ConfigError as error:
-        return list(error.problems)
     except UserError as error:
-        return [str(error)]
+        return list(error.problems)
     out = result_path(config, named.path)
     return [*folder_problems(config, out), *replaced_problems(config, out)]
 
@@ -69,19 +66,7 @@ def folder_problems(config: ZeroShotConfig, out: Path) -> list[str]:
     """Problems that prevent writing the result or the samples."""
     if problems := result_problems(out):
         return problems
-    files = {} if is_stream(out) else {f"out={config.out}": out}
-    if config.samples is not None and not is_stream(config.samples):
-        files[f"samples={config.samples}"] = Path(config.samples)
-    problems = [
-        f"{setting}: {path} is a folder; name a file in it"
-        for setting, path in files.items()
-        if path.is_dir()
-    ]
-    return problems or [
-        f"{setting}: {path.parent} is no folder that can be written; name a file in one that is"
-        for setting, path in files.items()
-        if not (path.parent.is_dir() and os.access(path.parent, os.W_OK))
-    ]
+    return [*filter(None, [folder_problem(out), folder_problem(config.samples, "samples")])]
 
 
 def checked_tokenizer(config: ZeroShotConfig, path: Path, model: ModelConfig) -> Tokenizer:

@@ -8,7 +8,7 @@ from mlm.data.indexed import IndexedDataset
 from mlm.data.receipt import read_receipt
 from mlm.data.sampler import Dataset
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import UserError
+from mlm.errors import Problem, UserError
 from mlm.models.bert.masking import BERTVocab
 from mlm.models.bert.samples import BERTDataset
 from mlm.models.bert.synthetic import SyntheticBERT
@@ -60,27 +60,31 @@ def bert_vocab(tokenizer: Tokenizer | None) -> BERTVocab:
     if tokenizer is None:
         raise UserError(
             "data.tokenizer=null, and no tokenizer.json is beside the corpus: BERT samples need the ids of "
-            "[CLS], [SEP], [MASK] and [PAD]; set data.tokenizer=…/tokenizer.json"
+            "[CLS], [SEP], [MASK] and [PAD]",
+            keys=("data.tokenizer",),
+            fix="set data.tokenizer=…/tokenizer.json",
         )
     return BERTVocab.of(tokenizer)
 
 
-def corpus_problems(model: ModelConfig, prefixes: Sequence[Path], tokenizer: Path | None) -> list[str]:
-    """Return what keeps BERT samples from being made of these corpora, at most one line."""
+def corpus_problems(model: ModelConfig, prefixes: Sequence[Path], tokenizer: Path | None) -> list[Problem]:
+    """Return the problem of making BERT samples of these corpora, at most one."""
     try:
         size = len(bert_vocab(None if tokenizer is None else Tokenizer.load(tokenizer)).word_starts)
     except UserError as error:
-        return [str(error)]
+        return list(error.problems)
     if size > model.vocab_size:
-        return [
-            f"model.vocab_size={model.vocab_size} is less than the {size} tokens of the tokenizer; "
-            f"set model.vocab_size={size}"
-        ]
+        problem = f"model.vocab_size={model.vocab_size} is less than the {size} tokens of the tokenizer"
+        return [Problem(("model.vocab_size", "data.tokenizer"), problem, f"set model.vocab_size={size}")]
     for prefix in prefixes:
         receipt = read_receipt(prefix.parent) or {}
         if receipt.get("sentences") is False:
+            problem = f"{prefix}: its documents are not split into sentences, as BERT samples need"
             return [
-                f"{prefix}: its documents are not split into sentences, as BERT samples need; build it "
-                "with `mlm data build sentences=true`"
+                Problem(
+                    ("data.path", "data.train", "data.blend"),
+                    problem,
+                    "build it with `mlm data build sentences=true`",
+                )
             ]
     return []

@@ -1,6 +1,7 @@
 """BERT as a model family."""
 
 from mlm.data.config import MASKED, DataConfig
+from mlm.errors import Problem
 from mlm.models.bert import huggingface, megatron
 from mlm.models.bert.corpora import SentencePairs, corpus_problems
 from mlm.models.bert.masking import BERTVocab
@@ -15,29 +16,24 @@ SHORTEST = 8
 DOCUMENT_SWITCHES = ("reset_positions", "reset_attention", "mask_eod_loss")
 
 
-def model_problem(model: ModelConfig) -> str | None:
-    """Return what is wrong with a model's settings."""
+def model_problem(model: ModelConfig) -> Problem | None:
+    """Return the problem of a model's settings."""
     if model.token_types >= 2:
         return None
-    return (
-        f"model.token_types={model.token_types}: model.kind={model.kind} distinguishes two segments; "
-        "use model.token_types=2"
-    )
+    problem = f"model.token_types={model.token_types}: model.kind={model.kind} distinguishes two segments"
+    return Problem(("model.token_types", "model.kind"), problem, "use model.token_types=2")
 
 
-def data_problem(data: DataConfig) -> str | None:
-    """Return a setting of the data that BERT samples do not have, or that they cannot be made with."""
+def data_problem(data: DataConfig) -> Problem | None:
+    """Return the problem of a setting that BERT samples do not have, or that they cannot be made with."""
     for name in DOCUMENT_SWITCHES:
         if getattr(data, name):
-            return (
-                f"data.{name}=true is for samples of several documents, and a BERT sample is of one; "
-                f"use data.{name}=false"
-            )
+            key = f"data.{name}"
+            problem = f"{key}=true is for samples of several documents, and a BERT sample is of one"
+            return Problem((key, "model.kind"), problem, f"use {key}=false")
     if data.seq_length < SHORTEST:
-        return (
-            f"data.seq_length={data.seq_length} holds no two segments with [CLS] and two [SEP]; use "
-            f"data.seq_length={SHORTEST} or more"
-        )
+        problem = f"data.seq_length={data.seq_length} holds no two segments with [CLS] and two [SEP]"
+        return Problem(("data.seq_length",), problem, f"use data.seq_length={SHORTEST} or more")
     return None
 
 

@@ -8,6 +8,7 @@ from mlm.data.indexed import IndexedDataset
 from mlm.data.sampler import Batch, Dataset
 from mlm.data.synthetic import SyntheticDataset
 from mlm.data.tokenizer import Tokenizer
+from mlm.errors import Problem
 from mlm.models.config import ModelConfig
 from mlm.models.family import ModelFamily
 from mlm.models.gpt2 import huggingface, megatron
@@ -46,17 +47,14 @@ class Windows:
         return SyntheticDataset(vocab_size, data.seq_length, num_samples, seed)
 
 
-def model_problem(model: ModelConfig) -> str | None:
-    """Return what is wrong with a model's settings."""
+def model_problem(model: ModelConfig) -> Problem | None:
+    """Return the problem of a model's settings."""
     if model.norm == "post":
-        return (
-            f"model.norm=post is BERT's, and model.kind={model.kind} has its norms first; use model.norm=pre"
-        )
+        problem = f"model.norm=post is BERT's, and model.kind={model.kind} has its norms first"
+        return Problem(("model.norm", "model.kind"), problem, "use model.norm=pre")
     if model.token_types:
-        return (
-            f"model.token_types={model.token_types}: model.kind={model.kind} has no segment types; "
-            "use model.token_types=0"
-        )
+        problem = f"model.token_types={model.token_types}: model.kind={model.kind} has no segment types"
+        return Problem(("model.token_types", "model.kind"), problem, "use model.token_types=0")
     return None
 
 
