@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from mlm.cli.commands import COMMANDS
+from mlm.cli.tasks import task_names
 from tests.cli.doubles import Cli, make_cli
 
 cli = pytest.fixture(make_cli)
-OTHERS = "mnli mrpc qnli qqp race race_high race_middle rte squad squad_v2 sst2 stsb"
+TASKS = task_names()
+EVALUATIONS = [command.words[1] for command in COMMANDS if command.words[0] == "eval" and command.words[1:]]
 
 
 @pytest.mark.parametrize(
@@ -19,13 +22,14 @@ OTHERS = "mnli mrpc qnli qqp race race_high race_middle rte squad squad_v2 sst2 
         ("mlm ", "ckpt data eval export finetune generate import parity plan pretrain reshard verify-resume"),
         ("mlm pre", "pretrain"),
         ("mlm pretrain", "pretrain"),
-        ("mlm eval ", f"all cola lambada loss {OTHERS} wikitext103 wnli"),
+        ("mlm eval ", " ".join(sorted([*TASKS, *EVALUATIONS]))),
+        ("mlm eval la", "lambada"),
         ("mlm eval ra", "race race_high race_middle"),
         ("mlm eval race spl", "split="),
-        ("mlm finetune ", f"cola {OTHERS} wnli"),
+        ("mlm finetune ", " ".join(TASKS)),
         ("mlm finetune sq", "squad squad_v2"),
         ("mlm finetune race data.pr", "data.predict_tests="),
-        ("mlm finetune ckpt=a ", f"cola {OTHERS} wnli"),
+        ("mlm finetune ckpt=a ", " ".join(TASKS)),
         ("mlm data b", "build"),
         ("mlm pretrain mod", "model. model="),
         ("mlm pretrain model=gpt2_v1", "model=gpt2_v1_2_5b model=gpt2_v1_355m model=gpt2_v1_8_3b"),

@@ -5,12 +5,17 @@ from pathlib import Path
 import pytest
 
 from mlm.cli import reporting
+from mlm.cli.commands import COMMANDS
+from mlm.cli.tasks import task_names
 from mlm.errors import UserError
 from tests.cli.doubles import Cli, Facts, make_cli, write
 
 cli = pytest.fixture(make_cli)
 SOUND = "pretrain model=gpt2_tiny data=synthetic"
-TASKS = "cola, mnli, mrpc, qnli, qqp, race, race_high, race_middle, rte, squad, squad_v2, sst2, stsb, wnli"
+TASKS = ", ".join(task_names())
+EVALUATIONS = ", ".join(
+    command.words[1] for command in COMMANDS if command.words[0] == "eval" and command.words[1:]
+)
 
 
 class TestMistakes:
@@ -21,8 +26,8 @@ class TestMistakes:
         [
             ("pretrian", "mlm: unknown command 'pretrian'; did you mean 'pretrain'? (list: mlm --help)"),
             ("xyz", "mlm: unknown command 'xyz' (list: mlm --help)"),
-            ("eval", f"mlm eval: name a task: loss, wikitext103, lambada, all, {TASKS}"),
-            ("eval ckpt=a", f"mlm eval: name a task: loss, wikitext103, lambada, all, {TASKS}"),
+            ("eval", f"mlm eval: name a task: {EVALUATIONS}, {TASKS}"),
+            ("eval ckpt=a", f"mlm eval: name a task: {EVALUATIONS}, {TASKS}"),
             ("eval rac", "mlm eval: unknown task 'rac'; did you mean 'race'?"),
             ("finetune", f"mlm finetune: name a task: {TASKS}"),
             ("finetune ckpt=a", f"mlm finetune: name a task: {TASKS}"),
