@@ -75,7 +75,7 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str]] = {
     "a hub of one word": (MINE | {"hub": "glue"}, "write OWNER/NAME"),
     "a split that is a path": (MINE | {"tests": ["../test"]}, r"task.tests: '../test' is no name"),
     "a file that is a path": (MINE | {"submission": ["/etc/x"]}, r"task.submission: '/etc/x' is no name"),
-    "no validation": (MINE | {"validations": []}, "name a split to choose the best checkpoint on"),
+    "no validation": (MINE | {"validations": []}, "no split to choose the best checkpoint on"),
     "too many files": (MINE | {"submission": ["A", "B"]}, "more names than task.tests"),
     "windows that stand": (SPAN | {"max_length": 256}, "task.doc_stride=128 must be less than half"),
 }
