@@ -1,3 +1,79 @@
-"""Megatron-style model parallelism you can read, run on a laptop and trust at 512 GPUs."""
+"""Megatron-style model parallelism you can read, run on a laptop and trust at 512 GPUs.
+
+    import mlm
+
+    model = mlm.load("runs/shakespeare")  # under torchrun: mlm.load("runs/shakespeare", tp=2)
+    print(model.generate("ROMEO.", max_new_tokens=50))
+
+The names in `__all__` are the public API. They are imported when first used, so that `import mlm` does not
+import torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mlm.config.imports import trust
+    from mlm.convert.export_hf import export_hf
+    from mlm.convert.import_hf import import_hf
+    from mlm.inference.model import Model, load
+    from mlm.launch.join import build_mesh
+    from mlm.models.bert.model import BERT
+    from mlm.models.config import ModelConfig
+    from mlm.models.family import ModelFamily
+    from mlm.models.gpt2.model import GPT2
+    from mlm.parallel.collectives import copy_to_tp, gather_sequence, reduce_from_tp, scatter_sequence
+    from mlm.parallel.cross_entropy import linear_cross_entropy
+    from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+    from mlm.parallel.mesh import ParallelContext
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "BERT",
+    "GPT2",
+    "ColumnParallelLinear",
+    "Model",
+    "ModelConfig",
+    "ModelFamily",
+    "ParallelContext",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "build_mesh",
+    "copy_to_tp",
+    "export_hf",
+    "gather_sequence",
+    "import_hf",
+    "linear_cross_entropy",
+    "load",
+    "reduce_from_tp",
+    "scatter_sequence",
+    "trust",
+]
+
+_MODULES = {
+    "mlm.config.imports": ("trust",),
+    "mlm.convert.export_hf": ("export_hf",),
+    "mlm.convert.import_hf": ("import_hf",),
+    "mlm.inference.model": ("Model", "load"),
+    "mlm.launch.join": ("build_mesh",),
+    "mlm.models": ("BERT", "GPT2", "ModelConfig", "ModelFamily"),
+    "mlm.parallel.collectives": ("copy_to_tp", "gather_sequence", "reduce_from_tp", "scatter_sequence"),
+    "mlm.parallel.cross_entropy": ("linear_cross_entropy",),
+    "mlm.parallel.layers": ("ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"),
+    "mlm.parallel.mesh": ("ParallelContext",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name of `__all__` when it is first used."""
+    for module, names in _MODULES.items():
+        if name in names:
+            found = globals()[name] = getattr(import_module(module), name)
+            return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return the names of the module with the lazy ones."""
+    return sorted({*globals(), *__all__})

@@ -85,8 +85,38 @@ def preflight(config: ExportHFConfig) -> list[str]:
     return problems
 
 
+def export_hf(
+    ckpt: str | Path,
+    out: str | Path,
+    *,
+    max_file_gb: float = 5.0,
+    verify: bool = True,
+) -> Path:
+    """Write a checkpoint as a folder that `transformers` loads, as `mlm export hf` does; return the folder.
+
+    Args:
+        ckpt: Run directory (its latest checkpoint) or checkpoint (step-…).
+        out: Folder to write, a new one.
+        max_file_gb: Largest .safetensors file, in 10^9 bytes.
+        verify: Compare logits with those of `transformers`, and write nothing where they differ.
+
+    Raises:
+        UserError: The model is not supported, `out` is not free, or the logits differ.
+    """
+    config = ExportHFConfig(ckpt=str(ckpt), out=str(out), max_file_gb=max_file_gb, verify=verify)
+    if problems := preflight(config):
+        raise ConfigError(problems)
+    convert(config)
+    return Path(out)
+
+
 def run(config: ExportHFConfig) -> None:
-    """Verify the digests, write, compare logits, publish, and print a table. Raises UserError."""
+    """Export the checkpoint and print a table. Raises UserError."""
+    show(config, *convert(config))
+
+
+def convert(config: ExportHFConfig) -> tuple[Source, Mapping[str, list[Exported]], Agreement | None, bool]:
+    """Verify the digests, write, compare logits and publish; return what `show` prints."""
     source = open_source(config.ckpt)
     tensors = plan_tensors(source)
     count = sum(tensor.form.num_bytes for tensor in tensors)
@@ -98,7 +128,7 @@ def run(config: ExportHFConfig) -> None:
             write_weights(source, files, folder, advance, shift)
         write_settings(source, folder)
         agreement = compare_logits(folder, source.path) if config.verify else None
-    show(config, source, files, agreement, is_folded=shift is not None)
+    return source, files, agreement, shift is not None
 
 
 def open_source(ckpt: str) -> Source:
@@ -254,7 +284,6 @@ def show(
     source: Source,
     files: Mapping[str, list[Exported]],
     agreement: Agreement | None,
-    *,
     is_folded: bool,
 ) -> None:
     """Print the table and notes."""

@@ -51,8 +51,34 @@ def no_such_folder(source: str) -> str:
     return f"source={source}: no such folder. Give one with config.json and model.safetensors, or a Hub id"
 
 
+def import_hf(
+    source: str | Path, out: str | Path, *, revision: str | None = None, verify: bool = True
+) -> Path:
+    """Write a Hugging Face model as a run directory, as `mlm import hf` does; return the directory.
+
+    Args:
+        source: Folder with config.json and model.safetensors, or the id of a model on the Hub.
+        out: Run directory to write, a new folder.
+        revision: Branch, tag or commit on the Hub.
+        verify: Compare logits with those of `transformers`, and write nothing where they differ.
+
+    Raises:
+        UserError: The model is not supported, `out` is not free, or the logits differ.
+    """
+    config = ImportHFConfig(source=str(source), out=str(out), revision=revision, verify=verify)
+    if problems := preflight(config):
+        raise ConfigError(problems)
+    convert(config)
+    return Path(out)
+
+
 def run(config: ImportHFConfig) -> None:
-    """Read, write, verify, publish, and print a table. Raises UserError and leaves no files."""
+    """Import the model and print a table. Raises UserError and leaves no files."""
+    show(config, *convert(config))
+
+
+def convert(config: ImportHFConfig) -> tuple[HFModel, Path, list[str], Agreement | None]:
+    """Read, write, verify and publish; return what `show` prints."""
     folder, revision = locate(config)
     name = folder.resolve().name if revision is None else config.source
     model = read_model(folder)
@@ -72,7 +98,7 @@ def run(config: ImportHFConfig) -> None:
         filled=tensors.filled,
         check=lambda run: found.append(compare_logits(folder, run)) if config.verify else None,
     )
-    show(config, model, path, [*notes, *padding], found[0] if found else None)
+    return model, path, [*notes, *padding], found[0] if found else None
 
 
 def ids_to_keep(model: HFModel, tokenizer: Tokenizer | None) -> tuple[TokenIds, list[str]]:

@@ -15,7 +15,7 @@ from mlm.errors import CorruptFileError, UserError
 from mlm.files.results import folder_problem, named, write_result
 from mlm.generate.config import STDIN, GenerateConfig
 from mlm.generate.prompts import Prompt, read_prompts, share_prompts
-from mlm.inference.generation import Sampling, continuations, ends_at
+from mlm.inference.generation import Sampling, before_stop, continuations, ends_at
 from mlm.inference.trained import (
     checkpoint_problems,
     continuation_problem,
@@ -166,12 +166,6 @@ def print_whole(
     ids = printed_ids(prompt)
     print(f"{'' if first else chr(10)}--- {plain(prompt.place)}, sample {sample + 1}")
     print(prose(before_stop(tokenizer.decode([*ids, *new]), stops, len(tokenizer.decode(ids)))), flush=True)
-
-
-def before_stop(text: str, stops: Sequence[str], start: int = 0) -> str:
-    """Text before the first of `stops` that begins at the character `start` or later; all without."""
-    places = [place for stop in stops if (place := text.find(stop, start)) >= 0]
-    return text[: min(places, default=len(text))]
 
 
 def record(

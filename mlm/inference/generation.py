@@ -24,7 +24,7 @@ from mlm.models.gpt2.model import GPT2
 from mlm.parallel.collectives import broadcast
 from mlm.parallel.mesh import ParallelContext
 
-__all__ = ["Sampling", "continuations", "ends_at", "generate"]
+__all__ = ["Sampling", "before_stop", "continuations", "ends_at", "generate"]
 
 FILL_TOKENS = 4096
 """Tokens of prompts read in one pass, padding included: bounds its memory."""
@@ -130,6 +130,12 @@ def ends_at(tokenizer: Tokenizer, stops: Sequence[str]) -> Callable[[int, list[i
         return any(stop in end for stop in stops)
 
     return until
+
+
+def before_stop(text: str, stops: Sequence[str], start: int = 0) -> str:
+    """Text before the first of `stops` that begins at the character `start` or later; all without."""
+    places = [place for stop in stops if (place := text.find(stop, start)) >= 0]
+    return text[: min(places, default=len(text))]
 
 
 class _Reader:

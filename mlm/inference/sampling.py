@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mlm.errors import Problem
 from mlm.splitmix import draw, root, uniform
 
 NOT_FINITE = -1
@@ -36,6 +37,21 @@ class Sampling:
     seed: int = 1234
     batch_size: int = 8
     """Sequences generated at a time. When one ends, the next takes its place."""
+
+    def problems(self) -> list[Problem]:
+        """Return the problem of each value that is out of range."""
+        most = self.max_new_tokens
+        rules: tuple[tuple[str, bool, str], ...] = (
+            ("max_new_tokens", most >= 1, "must be at least 1"),
+            ("min_new_tokens", 0 <= self.min_new_tokens <= most, f"must be 0 to max_new_tokens={most}"),
+            ("temperature", 0 <= self.temperature < math.inf, "must be 0 or more"),
+            ("top_k", self.top_k >= 0, "must be 0 or more"),
+            ("top_p", 0 < self.top_p <= 1, "must be above 0 and at most 1"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "must be above 0"),
+            ("batch_size", self.batch_size >= 1, "must be at least 1"),
+            ("seed", 0 <= self.seed < 1 << 63, "must be 0 to 2^63 - 1"),
+        )
+        return [Problem.at(key, getattr(self, key), problem) for key, holds, problem in rules if not holds]
 
 
 def uniforms(seed: int, numbers: Sequence[int], places: Sequence[int]) -> NDArray[np.float64]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import mlm
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.errors import CheckFailedError, UserError
 from mlm.evaluate import lm_eval as lm_eval_command
@@ -167,6 +168,13 @@ def test_an_empty_context_is_the_end_of_a_document(one_rank: MlmLM) -> None:
     )
     assert one_rank.loglikelihood(instances(("", "To be")), disable_tqdm=True) == [empty]
     assert spelled != empty
+
+
+def test_score_of_the_python_api_is_its_rolling_log_likelihood(folder: Path, one_rank: MlmLM) -> None:
+    texts = ["To be", TEXT * 2, ""]
+    model = mlm.load(folder / "run", device="cpu")
+    want = one_rank.loglikelihood_rolling(instances(*((text,) for text in texts)), disable_tqdm=True)
+    assert model.score(texts) == pytest.approx(want, rel=1e-6)  # float32
 
 
 def test_a_text_without_tokens_has_no_loss(one_rank: MlmLM) -> None:

@@ -28,8 +28,8 @@ from mlm.errors import ConfigError, UserError
 from mlm.evaluate.checks import check_lm_eval
 from mlm.evaluate.config import LmEvalConfig
 from mlm.evaluate.lm_eval.ranks import LocalModel, Model, RemoteModel
-from mlm.evaluate.scoring import Request
 from mlm.inference.generation import Sampling
+from mlm.inference.scoring import Request
 from mlm.inference.trained import (
     checkpoint_problems,
     continuation_problem,

@@ -32,8 +32,8 @@ from mlm.config.build import from_dict, to_dict
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import CheckFailedError, UserError
 from mlm.evaluate.config import LmEvalConfig
-from mlm.evaluate.scoring import Request, Score, score
 from mlm.inference.generation import Sampling, continuations, ends_at
+from mlm.inference.scoring import Request, Score, score
 from mlm.inference.trained import Trained, load_tokenizer, load_trained
 from mlm.launch.child_run import kill, plain_environment
 from mlm.launch.process import ALONE, rank_device

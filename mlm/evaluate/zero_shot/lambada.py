@@ -9,7 +9,6 @@ from functools import partial
 
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import UserError
-from mlm.evaluate.scoring import Request, Score
 from mlm.evaluate.zero_shot import sources
 from mlm.evaluate.zero_shot.protocol import (
     LM_EVAL,
@@ -23,9 +22,9 @@ from mlm.evaluate.zero_shot.protocol import (
     mean,
     mean_stderr,
     of_exp,
-    rolling_request,
 )
 from mlm.evaluate.zero_shot.sources import Texts
+from mlm.inference.scoring import Request, Score, rolling_request
 
 TASK = "lambada"
 Split = tuple[list[int], list[int]]

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mlm.evaluate.scoring import Request, Score
 from mlm.evaluate.zero_shot.sources import Texts
+from mlm.inference.scoring import Request, Score
 
 V1, LM_EVAL = "Megatron-LM", "lm-eval"
 LARGEST_EXPONENT = 700.0  # exp of more is no float64
@@ -53,11 +53,6 @@ class Protocol:
     """The same as one readable line."""
     warnings: tuple[str, ...] = field(default=())
     """Texts left out or truncated, and a text that is not of the protocol's form."""
-
-
-def rolling_request(context: Sequence[int], scored: Sequence[int]) -> Request:
-    """A request for `scored` after `context`, which is not empty."""
-    return Request(np.array([*context, *scored], dtype=np.int64), len(context))
 
 
 def distinct(requests: Sequence[Request]) -> tuple[list[Request], list[int]]:

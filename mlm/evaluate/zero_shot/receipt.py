@@ -15,11 +15,11 @@ from mlm.config.build import to_dict
 from mlm.data.receipt import version_of
 from mlm.data.tokenizer import Tokenizer
 from mlm.evaluate.config import EvalAllConfig, EvalLambadaConfig, EvalWikitext103Config, ZeroShotConfig
-from mlm.evaluate.kept_scores import digest_requests
-from mlm.evaluate.scoring import Request
 from mlm.evaluate.zero_shot.protocol import Outcome, Protocol
 from mlm.files.atomic import digest_bytes
 from mlm.files.results import named
+from mlm.inference.kept_scores import digest_requests
+from mlm.inference.scoring import Request
 from mlm.inference.trained import Trained, result_file
 from mlm.terminal import add_row, console, plain, table
 

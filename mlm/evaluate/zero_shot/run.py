@@ -15,7 +15,6 @@ from mlm.evaluate.config import (
     ZeroShotConfig,
 )
 from mlm.evaluate.loss import training_corpora
-from mlm.evaluate.scoring import score
 from mlm.evaluate.zero_shot import lambada, wikitext103
 from mlm.evaluate.zero_shot.protocol import Outcome, Protocol, distinct
 from mlm.evaluate.zero_shot.receipt import (
@@ -29,6 +28,7 @@ from mlm.evaluate.zero_shot.receipt import (
     show,
 )
 from mlm.files.results import folder_problem, is_stream, result_problems, write_result
+from mlm.inference.scoring import score
 from mlm.inference.trained import (
     checkpoint_problems,
     continuation_problem,

@@ -10,7 +10,6 @@ from functools import partial
 
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import UserError
-from mlm.evaluate.scoring import Request, Score
 from mlm.evaluate.zero_shot import sources
 from mlm.evaluate.zero_shot.protocol import (
     LM_EVAL,
@@ -22,9 +21,9 @@ from mlm.evaluate.zero_shot.protocol import (
     exp,
     of_exp,
     ratio_stderr,
-    rolling_request,
 )
 from mlm.evaluate.zero_shot.sources import Texts, articles
+from mlm.inference.scoring import Request, Score, rolling_windows
 
 TASK, LM_EVAL_TASK = "wikitext103", "wikitext"
 
@@ -175,19 +174,6 @@ def per_article(source: Texts, tokenizer: Tokenizer, *, seq_length: int, limit: 
         ),
         warnings=form_warning(source, wants_unk=False),
     )
-
-
-def rolling_windows(tokens: Sequence[int], prefix: int, length: int) -> Iterator[Request]:
-    """Windows that score every token once, the first one after `prefix`.
-
-    Each begins with the last token of the one before as its context; the last scores what is left, after as
-    many tokens as still fit.
-    """
-    if tokens:
-        yield rolling_request([prefix], tokens[:length])
-    for begin in range(length, len(tokens), length):
-        end = min(begin + length, len(tokens))
-        yield rolling_request(tokens[end - length - 1 : begin], tokens[begin:end])
 
 
 def per_word_and_byte(

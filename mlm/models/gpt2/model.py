@@ -11,7 +11,7 @@ from mlm.models.backbone import Transformer
 from mlm.models.cache import Reading
 from mlm.models.documents import Documents
 from mlm.parallel.collectives import copy_to_tp, gather_rows, gather_sequence
-from mlm.parallel.cross_entropy import full_logits, linear_cross_entropy, token_losses, token_scores
+from mlm.parallel.cross_entropy import full_logits, linear_cross_entropy, token_losses, token_scores, wide
 from mlm.parallel.random import DropoutStream
 
 
@@ -93,6 +93,19 @@ class GPT2(Transformer):
         assert not self.sequence_parallel
         h = self.hidden_states(tokens, None, x)
         return token_scores(h.flatten(0, 1)[places], labels, self.token) if self.stage.is_last else h
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor, x: Tensor | None = None) -> Tensor:
+        """Last stage: logits of the token after each of `tokens` [B, S], without dropout or gradients:
+        [B, S, vocab_size] float32 (float64 for float64), on every tp rank. Others: hidden states. Without
+        sequence parallelism.
+        """
+        assert not self.sequence_parallel
+        h = self.hidden_states(tokens, None, x)
+        if not self.stage.is_last:
+            return h
+        y = full_logits(h.flatten(0, 1), self.token)  # [S * B, vocab_size]
+        return y.to(wide(y.dtype)).view(*h.shape[:2], -1).transpose(0, 1)
 
     @torch.no_grad()
     def read(self, tokens: Tensor, reading: Reading, x: Tensor | None = None) -> Tensor:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from mlm.errors import UserError
-from mlm.evaluate.scoring import Request, Score, score
 from mlm.evaluate.zero_shot import lambada, sources
 from mlm.evaluate.zero_shot.protocol import Protocol, distinct
+from mlm.inference.scoring import Request, Score, score
 from mlm.parallel.mesh import ParallelContext
 from tests.evaluate.zero_shot import reference
 from tests.evaluate.zero_shot.texts import PASSAGES, load, tokenizer, write_lambada, write_trained_model

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from mlm.errors import UserError
-from mlm.evaluate.scoring import Score, score
 from mlm.evaluate.zero_shot import sources, wikitext103
 from mlm.evaluate.zero_shot.protocol import Protocol
 from mlm.evaluate.zero_shot.wikitext103 import detokenise
+from mlm.inference.scoring import Score, rolling_windows, score
 from mlm.parallel.mesh import ParallelContext
 from tests.evaluate.zero_shot import reference
 from tests.evaluate.zero_shot.texts import SEQ_LENGTH, WIKITEXT, load, tokenizer, write_model, write_wikitext
@@ -99,7 +99,7 @@ def test_rolling_windows_are_those_of_lm_eval(length: int) -> None:
         ]
         ours = [
             (r.tokens[: r.first].tolist(), r.tokens[r.first :].tolist())
-            for r in wikitext103.rolling_windows(tokens, 7, length)
+            for r in rolling_windows(tokens, 7, length)
         ]
         assert ours == theirs
 

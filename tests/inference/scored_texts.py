@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from transformers import GPT2LMHeadModel
 
-from mlm.evaluate.scoring import Request, Score
+from mlm.inference.scoring import Request, Score
 from mlm.inference.trained import Trained, load_trained
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig

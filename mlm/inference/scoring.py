@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mlm.errors import UserError
-from mlm.evaluate.kept_scores import KeptScores
+from mlm.inference.kept_scores import KeptScores
 from mlm.inference.trained import Trained
 from mlm.models.backbone import Transformer
 from mlm.models.gpt2.model import GPT2
@@ -227,3 +227,21 @@ def check_finite(table: Tensor, numbers: Sequence[int], trained: Trained) -> Non
                 f"ckpt={trained.path}: request {number} has the loss {table[number, 0].item()} in {dtype}: "
                 "use another checkpoint, or precision=fp32 if this is a lower one"
             )
+
+
+def rolling_request(context: Sequence[int], scored: Sequence[int]) -> Request:
+    """A request for `scored` after `context`, which is not empty."""
+    return Request(np.array([*context, *scored], dtype=np.int64), len(context))
+
+
+def rolling_windows(tokens: Sequence[int], prefix: int, length: int) -> Iterator[Request]:
+    """Windows that score every token once, the first one after `prefix`.
+
+    Each begins with the last token of the one before as its context; the last scores what is left, after as
+    many tokens as still fit.
+    """
+    if tokens:
+        yield rolling_request([prefix], tokens[:length])
+    for begin in range(length, len(tokens), length):
+        end = min(begin + length, len(tokens))
+        yield rolling_request(tokens[end - length - 1 : begin], tokens[begin:end])

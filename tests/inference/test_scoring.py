@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from mlm.errors import UserError
-from mlm.evaluate.scoring import Request, Score, distinct, in_groups, pack, score
+from mlm.inference.scoring import Request, Score, distinct, in_groups, pack, score
 from mlm.models.documents import Boundaries
 from mlm.parallel.mesh import ParallelContext
-from tests.evaluate.scored_texts import (
+from tests.inference.scored_texts import (
     ALONE,
     Reference,
     assert_close,

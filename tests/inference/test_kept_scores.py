@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from mlm.errors import UserError
-from mlm.evaluate import scoring
-from mlm.evaluate.scoring import Request, Score, score
+from mlm.inference import scoring
+from mlm.inference.scoring import Request, Score, score
 from mlm.parallel.mesh import ParallelContext
-from tests.evaluate.scored_texts import (
+from tests.inference.scored_texts import (
     ALONE,
     Reference,
     assert_close,

@@ -1,0 +1,79 @@
+"""Process groups of a program that is not a command: a script under torchrun or SLURM, a notebook."""
+
+import os
+from datetime import timedelta
+
+import torch.distributed as distributed
+from torch.distributed import PrefixStore
+
+from mlm.errors import ConfigError, Problem, UserError
+from mlm.launch.config import DistConfig
+from mlm.launch.environment import Place, place_variables, read_place
+from mlm.launch.process import ALONE, START_S, rank_device, rendezvous_store
+from mlm.parallel.mesh import ParallelContext
+from mlm.parallel.mesh import build_mesh as build_groups
+
+DEVICES = ("auto", "cpu", "cuda")
+
+
+def build_mesh(
+    *, tp: int = 1, pp: int = 1, device: str = "auto", timeout_s: float = 600.0
+) -> ParallelContext:
+    """Make the process groups of a layout. Collective over all ranks.
+
+    Under torchrun or SLURM it joins the other ranks, unless `torch.distributed` is initialised already; end
+    with `torch.distributed.destroy_process_group()`. A process that nothing started as a rank is alone.
+
+    Args:
+        tp: Tensor-parallel size.
+        pp: Pipeline-parallel size. The data-parallel size is world size / (tp * pp).
+        device: auto, cpu or cuda; auto takes a GPU if there is one and the ranks' backend serves it.
+        timeout_s: Seconds after which a collective that has not finished counts as hung.
+
+    Raises:
+        UserError: The layout does not divide the world size, or there is no such device.
+    """
+    place = _place()
+    ranks = tp * pp
+    if min(tp, pp) < 1 or place.world_size % ranks:
+        raise UserError(
+            f"tp={tp} pp={pp}: does not divide world_size={place.world_size}",
+            keys=("tp", "pp"),
+            fix=f"start {ranks} ranks (torchrun --nproc-per-node {ranks} …), or use tp=1 pp=1"
+            if ranks > 1
+            else "use tp=1 pp=1",
+        )
+    if device not in DEVICES:
+        raise ConfigError([Problem.at("device", device, "no such device", f"use {', '.join(DEVICES)}")])
+    if device == "auto" and distributed.is_initialized():
+        device = "cuda" if "nccl" in distributed.get_backend() else "cpu"
+    own = rank_device(DistConfig(device=device), place)  # type: ignore[arg-type]
+    if place.world_size == 1:
+        return ParallelContext(device=own)
+    if not distributed.is_initialized():
+        _join(place, {"cuda": "nccl", "cpu": "gloo"}[own.type], timeout_s)
+    dp = place.world_size // ranks
+    return build_groups(tp=tp, pp=pp, dp=dp, device=own, timeout_s=timeout_s)
+
+
+def _place() -> Place:
+    """Return this process's position, by the launcher or the initialised process group."""
+    launched = read_place(os.environ)
+    if not distributed.is_initialized():
+        return launched or ALONE
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    if launched is not None and (launched.rank, launched.world_size) == (rank, size):
+        return launched
+    return Place(rank, size, local_rank=rank, local_world_size=size, master_addr="", master_port=0)
+
+
+def _join(place: Place, backend: str, timeout_s: float) -> None:
+    """Initialise the default process group with the ranks that a launcher started."""
+    os.environ.update(place_variables(place))  # SLURM sets others
+    distributed.init_process_group(
+        backend,
+        store=PrefixStore("mlm", rendezvous_store(place, timeout_s)),
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(seconds=max(START_S, timeout_s)),
+    )

@@ -1,0 +1,338 @@
+"""The public API: its surface, and a loaded model against `transformers` and `mlm generate`."""
+
+import ast
+import dataclasses
+import inspect
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hatchling.builders.wheel import WheelBuilder
+from torch import Tensor
+
+import mlm
+from mlm.cli.entry import main
+from mlm.inference.scoring import Request, score
+from mlm.parallel.mesh import ParallelContext
+from tests.convert.hf_berts import make_bert
+from tests.convert.hf_models import TEXT, add_tokenizer, make_model
+from tests.ranks import run_on_ranks
+
+ROOT = Path(__file__).resolve().parent.parent
+LINEAR = "(in_features, out_features, *, tp, sequence_parallel=False, init_std=0.02, init_seed=0)"
+STAGE = "(config, *, tp, dtype=torch.float32, recompute='none', sequence_parallel=False, stage=None)"
+SURFACE = {
+    "BERT": STAGE,
+    "GPT2": STAGE,
+    "ColumnParallelLinear": LINEAR,
+    "Model": "(trained, ctx, tokenizer=None)",
+    "Model.generate": (
+        "(self, prompt, *, max_new_tokens=128, min_new_tokens=0, temperature=0.8, top_k=0, top_p=1.0, "
+        "repetition_penalty=1.0, stop=(), special_tokens=False, seed=1234, batch_size=8)"
+    ),
+    "Model.logits": "(self, tokens)",
+    "Model.score": "(self, texts, *, batch_size=8)",
+    "ModelConfig": "num_layers, hidden_size, num_heads",
+    "ModelFamily": "model, causal, objective, samples, num_head_parameters, head_products, protocol",
+    "ParallelContext": "",
+    "RowParallelLinear": LINEAR,
+    "VocabParallelEmbedding": (
+        "(vocab_size, padded_vocab_size, hidden_size, *, tp, is_tied_copy=False, sequence_parallel=False, "
+        "init_std=0.02, init_seed=0)"
+    ),
+    "build_mesh": "(*, tp=1, pp=1, device='auto', timeout_s=600.0)",
+    "copy_to_tp": "(x, axis)",
+    "export_hf": "(ckpt, out, *, max_file_gb=5.0, verify=True)",
+    "gather_sequence": "(x, axis)",
+    "import_hf": "(source, out, *, revision=None, verify=True)",
+    "linear_cross_entropy": "(hidden, labels, table, scale, chunk_bytes=None)",
+    "load": ("(ckpt, *, tp=1, pp=1, precision='fp32', device='auto', tokenizer=None, ctx=None)"),
+    "reduce_from_tp": "(x, axis)",
+    "scatter_sequence": "(x, axis)",
+    "trust": "(*modules)",
+}
+"""Parameters with their defaults; of settings and families, the fields that must be given."""
+
+
+def parameters_of(found: Any) -> str:
+    if dataclasses.is_dataclass(found):
+        missing = dataclasses.MISSING
+        return ", ".join(
+            f.name for f in dataclasses.fields(found) if f.default is missing and f.default_factory is missing
+        )
+    signature = inspect.signature(found)
+    bare = [
+        parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()
+    ]
+    return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+
+
+class TestSurface:
+    """Names, signatures and what an import costs."""
+
+    def test_names_and_signatures_are_frozen(self) -> None:
+        found = {name: parameters_of(getattr(mlm, name)) for name in mlm.__all__}
+        methods = [
+            name for name, value in vars(mlm.Model).items() if inspect.isfunction(value) and name[0] != "_"
+        ]
+        assert (
+            found | {f"Model.{name}": parameters_of(getattr(mlm.Model, name)) for name in methods} == SURFACE
+        )
+
+    @pytest.mark.parametrize("package", [mlm, mlm.models], ids=lambda package: package.__name__)
+    def test_type_checkers_see_the_names_that_are_imported_when_used(self, package: Any) -> None:
+        tree = ast.parse(Path(package.__file__).read_text())
+        (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+        imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+        homes = {name.name: node.module for node in imports for name in node.names}
+        assert sorted(homes) == sorted(package.__all__)
+        for name, module in homes.items():
+            assert getattr(package, name) is getattr(sys.modules[str(module)], name)
+
+    def test_unknown_name_is_an_attribute_error(self) -> None:
+        with pytest.raises(AttributeError, match="module 'mlm' has no attribute 'lode'"):
+            mlm.lode  # noqa: B018
+
+    def test_import_needs_neither_torch_nor_hydra(self) -> None:
+        code = (
+            "import sys, mlm, mlm.models; assert mlm.__version__; assert 'torch' not in sys.modules; "
+            "[getattr(mlm, name) for name in mlm.__all__]; from mlm.models import GPT2; "
+            "print(sorted({'hydra', 'omegaconf', 'mlm.cli', 'transformers'} & set(sys.modules)))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        assert done.stdout == "[]\n"
+
+    def test_wheel_holds_the_marker_of_typed_packages(self) -> None:
+        files = {file.distribution_path for file in WheelBuilder(str(ROOT)).recurse_included_files()}
+        assert {"mlm/py.typed", "mlm/__init__.py"} <= files
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random GPT-2 of `transformers` with a tokenizer."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    make_model(folder, initializer_range=0.3)
+    add_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> mlm.Model:
+    return mlm.load(folder, device="cpu")
+
+
+def tokens_of(length: int = 20) -> Tensor:
+    return torch.randint(331, (3, length), generator=torch.Generator().manual_seed(0))
+
+
+PROMPTS = ["To be", "or not", ""]
+
+
+class TestLogits:
+    """[B, S] -> [B, S, V]."""
+
+    def test_they_are_those_of_transformers(self, folder: Path, model: mlm.Model) -> None:
+        theirs = make_model(folder, initializer_range=0.3)  # the same seed: the same weights
+        with torch.no_grad():
+            want = theirs(tokens_of()).logits
+        found = model.logits(tokens_of())
+        assert (found.shape, found.dtype) == ((3, 20, 331), torch.float32)
+        # float32 sums in another order
+        torch.testing.assert_close(found, want, rtol=0, atol=1e-5 * float(want.abs().max()))
+
+    def test_half_precision_keeps_half_the_weights_and_gives_float32(
+        self, folder: Path, model: mlm.Model
+    ) -> None:
+        half = mlm.load(folder, device="cpu", precision="bf16")
+        assert {p.dtype for chunk in half.chunks for p in chunk.parameters()} == {torch.bfloat16}
+        found, want = half.logits(tokens_of()), model.logits(tokens_of())
+        assert found.dtype == torch.float32
+        # bfloat16 has eight bits, in each of some ten operations
+        assert (found - want).abs().max() < 0.1 * want.abs().max()
+
+    @pytest.mark.parametrize(
+        ("tokens", "problem"),
+        [
+            (torch.zeros(3, dtype=torch.int64), r"tokens: int64 \[3\], not int64 \[B, S\]"),
+            (torch.zeros(1, 3), r"tokens: float32 \[1, 3\], not int64"),
+            (torch.zeros(1, 49, dtype=torch.int64), r"S=49 is more than max_positions=48"),
+            (torch.full((1, 3), 331), r"ids must be 0 to 330"),
+        ],
+    )
+    def test_tokens_that_do_not_fit_are_one_line(
+        self, model: mlm.Model, tokens: Tensor, problem: str
+    ) -> None:
+        with pytest.raises(ValueError, match=problem):
+            model.logits(tokens)
+
+
+Used = tuple[Tensor, list[str], list[float]]
+
+
+def used(model: mlm.Model) -> Used:
+    return model.logits(tokens_of()), model.generate(PROMPTS, max_new_tokens=12), model.score(PROMPTS)
+
+
+def used_on_rank(ctx: ParallelContext, folder: Path) -> Used:
+    model = mlm.load(folder, tp=ctx.tp.size, pp=ctx.pp.size, precision="fp64", device="cpu")
+    layout = [(c.tp.size, c.pp.size, c.dp.size) for c in (model.ctx, ctx)]
+    assert layout[0] == layout[1]
+    return used(model)
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {"dp": 2}], ids=str)
+def test_results_are_equal_on_every_rank_and_layout(folder: Path, layout: dict[str, int]) -> None:
+    logits, texts, scores = used(mlm.load(folder, precision="fp64", device="cpu"))
+    for found in run_on_ranks(used_on_rank, folder, **layout):
+        torch.testing.assert_close(found[0], logits)  # float64
+        assert found[1] == texts
+        assert found[2] == pytest.approx(scores, rel=1e-12)
+
+
+class TestGenerate:
+    """Continuations, which are those of the command."""
+
+    @pytest.mark.parametrize(
+        "options", [{}, {"temperature": 0.0, "stop": ["e"]}, {"top_k": 5, "seed": 7}], ids=str
+    )
+    def test_texts_are_those_of_the_command(
+        self, folder: Path, model: mlm.Model, tmp_path: Path, options: dict[str, Any]
+    ) -> None:
+        (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"text": p}) + "\n" for p in PROMPTS))
+        typed = [f"{key}={json.dumps(value)}" for key, value in options.items()]
+        files = [f"prompts={tmp_path}/prompts.jsonl", f"out={tmp_path}/out.jsonl"]
+        command = ["generate", f"ckpt={folder}", *files, "max_new_tokens=12", "dist.device=cpu", *typed]
+        assert main([*command, "dist.threads_per_rank=1"]) == 0
+        want = [
+            json.loads(line)["continuation"] for line in (tmp_path / "out.jsonl").read_text().splitlines()
+        ]
+        assert model.generate(PROMPTS, max_new_tokens=12, **options) == want
+
+    def test_one_prompt_gives_one_text(self, model: mlm.Model) -> None:
+        assert model.generate("To be", max_new_tokens=5) == model.generate(["To be"], max_new_tokens=5)[0]
+
+    def test_a_repeated_prompt_is_sampled_anew(self, model: mlm.Model) -> None:
+        one, other = model.generate(["To be", "To be"], max_new_tokens=8)
+        assert one != other
+
+    @pytest.mark.parametrize(
+        ("options", "problem"),
+        [
+            ({"max_new_tokens": 0}, "max_new_tokens=0: must be at least 1"),
+            ({"max_new_tokens": 3, "min_new_tokens": 4}, "min_new_tokens=4: must be 0 to max_new_tokens=3"),
+            ({"temperature": -1.0}, "temperature=-1.0: must be 0 or more"),
+            ({"top_p": 0.0}, "top_p=0.0: must be above 0"),
+            ({"stop": ""}, 'stop="": would end'),
+        ],
+    )
+    def test_an_option_out_of_range_is_one_line(
+        self, model: mlm.Model, options: dict[str, Any], problem: str
+    ) -> None:
+        with pytest.raises(ValueError, match=problem) as caught:
+            model.generate("To be", **options)
+        assert "\n" not in str(caught.value)
+
+
+class TestScore:
+    """Log-likelihoods of documents."""
+
+    def test_it_is_the_sum_of_log_probabilities(self, folder: Path) -> None:
+        model = mlm.load(folder, precision="fp64", device="cpu")
+        ids = model.tokenizer.encode("To be, or not to be")
+        read = torch.tensor([[model.tokenizer.prefix_id, *ids[:-1]]])
+        logs = model.logits(read)[0].log_softmax(-1)
+        want = logs.gather(1, torch.tensor(ids)[:, None]).sum().item()
+        assert model.score("To be, or not to be") == pytest.approx(want, rel=1e-12)
+
+    def test_each_token_of_a_long_document_is_scored_once(self, folder: Path) -> None:
+        """In windows of max_positions: 48, 48, and what is left after as many as fit."""
+        model = mlm.load(folder, precision="fp64", device="cpu")
+        ids = model.tokenizer.encode(TEXT * 2)
+        assert 96 < len(ids) < 144
+        starts = [
+            ([model.tokenizer.prefix_id, *ids[:48]], 1),
+            (ids[47:96], 1),
+            (ids[-49:], 49 - len(ids[96:])),
+        ]
+        requests = [Request(np.array(tokens), first) for tokens, first in starts]
+        scores = score(model.trained, requests, batch_size=1, ctx=model.ctx)
+        assert sum(s.tokens for s in scores) == len(ids)
+        assert model.score([TEXT * 2]) == [pytest.approx(-sum(s.loss for s in scores), rel=1e-12)]
+
+    def test_an_empty_document_has_zero(self, model: mlm.Model) -> None:
+        assert model.score(["", "To be"]) == [0.0, pytest.approx(model.score("To be"), rel=1e-6)]
+
+
+USES: dict[str, Callable[[mlm.Model], Any]] = {
+    "generate": lambda model: model.generate("To be"),
+    "score": lambda model: model.score("To be"),
+    "logits": lambda model: model.logits(torch.zeros(1, 3, dtype=torch.int64)),
+}
+
+
+class TestErrors:
+    """Mistakes are a ValueError of one line."""
+
+    @pytest.mark.parametrize("use", USES)
+    def test_a_bert_does_not_read_from_left_to_right(self, bert: mlm.Model, use: str) -> None:
+        with pytest.raises(
+            ValueError, match="holds a bert model, which does not read from left to right"
+        ) as caught:
+            USES[use](bert)
+        assert "\n" not in str(caught.value)
+
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def bert(tmp_path_factory: pytest.TempPathFactory) -> mlm.Model:
+        folder = tmp_path_factory.mktemp("bert")
+        make_bert(folder, "bert", "ForPreTraining")
+        return mlm.load(folder, device="cpu")
+
+    @pytest.mark.parametrize(
+        ("options", "problem"),
+        [
+            ({"tp": 2}, r"tp=2 pp=1: does not divide world_size=1; start 2 ranks"),
+            ({"precision": "fp8"}, "precision=fp8: no such number format; use fp32, bf16"),
+            ({"device": "tpu"}, "device=tpu: no such device; use auto, cpu, cuda"),
+            ({"tokenizer": "none.json"}, "none.json"),
+        ],
+    )
+    def test_what_cannot_be_loaded_so_is_named(
+        self, folder: Path, options: dict[str, Any], problem: str
+    ) -> None:
+        with pytest.raises(ValueError, match=problem) as caught:
+            mlm.load(folder, **options)
+        assert "\n" not in str(caught.value)
+
+    def test_a_missing_checkpoint_is_named(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=rf"ckpt={tmp_path}/none: no such"):
+            mlm.load(tmp_path / "none")
+
+    def test_without_a_tokenizer_there_are_logits_and_no_text(self, tmp_path: Path) -> None:
+        make_model(tmp_path)
+        model = mlm.load(tmp_path, device="cpu")
+        assert model.logits(tokens_of()).isfinite().all()
+        with pytest.raises(ValueError, match="tokenizer=null.*give tokenizer="):
+            model.generate("To be")
+
+
+def test_import_and_export_keep_the_logits_and_print_nothing(
+    folder: Path, model: mlm.Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = mlm.import_hf(folder, tmp_path / "run")
+    back = mlm.export_hf(run, tmp_path / "back")
+    assert capsys.readouterr().out == ""
+    for path in (run, back):
+        assert torch.equal(mlm.load(path, device="cpu").logits(tokens_of()), model.logits(tokens_of()))
+    with pytest.raises(ValueError, match="is there already"):
+        mlm.export_hf(run, back)
+    with pytest.raises(ValueError, match="is there already"):
+        mlm.import_hf(folder, run)
