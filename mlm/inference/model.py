@@ -19,11 +19,11 @@ from mlm.inference.generation import Sampling, before_stop, ends_at, generate
 from mlm.inference.scoring import rolling_windows, score
 from mlm.inference.trained import (
     Trained,
-    checkpoint_faults,
-    continues_fault,
+    checkpoint_problems,
+    continuation_problem,
     load_tokenizer,
     load_trained,
-    vocabulary_fault,
+    vocabulary_problem,
 )
 from mlm.launch.join import build_mesh
 from mlm.models.backbone import Transformer
@@ -73,7 +73,7 @@ def load(
     if ctx is None:
         ctx = build_mesh(tp=tp, pp=pp, device=device)
     layout = ParallelConfig(tp=ctx.tp.size, pp=ctx.pp.size)
-    if problems := checkpoint_faults(str(ckpt), layout):
+    if problems := checkpoint_problems(str(ckpt), layout):
         raise ConfigError(problems)
     trained = load_trained(str(ckpt), layout, PrecisionConfig(dtype=precision), ctx)
     for chunk in trained.model.chunks:
@@ -112,7 +112,7 @@ class Model:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer: `encode` and `decode`. Raises UserError if there is none."""
         tokenizer = load_tokenizer(self._named_tokenizer, self.path)
-        if problem := vocabulary_fault(self._named_tokenizer, tokenizer, self.config):
+        if problem := vocabulary_problem(self._named_tokenizer, tokenizer, self.config):
             raise UserError(problem)
         return tokenizer
 
@@ -241,5 +241,5 @@ class Model:
 
     def _check_causal(self) -> None:
         """Raise UserError unless the model predicts the next token."""
-        if problem := continues_fault(str(self.path), self.config):
+        if problem := continuation_problem(str(self.path), self.config):
             raise UserError(problem)

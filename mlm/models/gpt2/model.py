@@ -96,9 +96,10 @@ class GPT2(Transformer):
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, x: Tensor | None = None) -> Tensor:
-        """Last stage: logits of the token after each of `tokens` [B, S], without dropout or gradients:
-        [B, S, vocab_size] float32 (float64 for float64), on every tp rank. Others: hidden states. Without
-        sequence parallelism.
+        """Return the logits of the token after each token, without dropout, gradients or sequence parallelism.
+
+        Last stage: tokens [B, S] -> [B, S, vocab_size], float32 (float64 for float64), on every tp rank.
+        Others: hidden states.
         """
         assert not self.sequence_parallel
         h = self.hidden_states(tokens, None, x)
