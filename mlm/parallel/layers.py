@@ -31,8 +31,9 @@ class _Split(nn.Module):
     Args:
         sequence_parallel: split along S what is otherwise replicated over tp.
         init_std: standard deviation of the initial weights; biases are zero.
-        init_seed: seed of the initial weights, which are equal at every tp; None leaves them unset, for a
-            caller who fills them (`init_parameters`, a checkpoint).
+        init_seed: seed of the initial weights, which are equal at every tp. Layers of one seed and shape
+            start equal too: give each its own. None leaves them unset, for a caller who fills them
+            (`init_parameters`, a checkpoint).
     """
 
     postponed: Postponed | None = None

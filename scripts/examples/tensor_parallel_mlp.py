@@ -19,8 +19,8 @@ class MLP(nn.Module):
 
     def __init__(self, hidden: int, *, tp) -> None:
         super().__init__()
-        self.up = mlm.ColumnParallelLinear(hidden, 4 * hidden, tp=tp)
-        self.down = mlm.RowParallelLinear(4 * hidden, hidden, tp=tp)
+        self.up = mlm.ColumnParallelLinear(hidden, 4 * hidden, tp=tp, init_seed=1)
+        self.down = mlm.RowParallelLinear(4 * hidden, hidden, tp=tp, init_seed=2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x)))

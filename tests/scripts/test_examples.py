@@ -1,19 +1,23 @@
 """The examples run as their docstrings say."""
 
+import re
 import runpy
 import subprocess
 import sys
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import mlm
 from mlm.parallel.mesh import ParallelContext
 from tests.convert.hf_models import TEXT, add_tokenizer, import_model, make_model
 from tests.ranks import run_on_ranks
 
-EXAMPLES = Path(__file__).parents[2] / "scripts/examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "scripts/examples"
 LONGEST = 60  # lines
 
 
@@ -76,6 +80,24 @@ def test_load_and_score_prints_texts_and_scores(run: Path) -> None:
 
 def test_export_loads_in_transformers(run: Path, tmp_path: Path) -> None:
     assert "largest difference of a logit" in run_example("export_to_transformers.py", run, tmp_path / "hf")
+
+
+def documented() -> list[str]:
+    """Code of the package's docstring and of the README's Python blocks."""
+    text = (mlm.__doc__ or "") + "\n"
+    indented = "".join(f"{line[4:]}\n" for line in text.splitlines() if line.startswith("    "))
+    return [indented, *re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)]
+
+
+def test_documented_python_runs(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one rank, in place of the two that torchrun starts."""
+    monkeypatch.chdir(tmp_path)
+    Path("runs").mkdir()
+    Path("runs/shakespeare").symlink_to(run)
+    names: dict[str, Any] = {}
+    for code in documented():
+        exec(code.replace("build_mesh(tp=2", "build_mesh(tp=1"), names)
+    assert names["model"].path.name == "step-00000000"
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)

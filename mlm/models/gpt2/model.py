@@ -96,7 +96,7 @@ class GPT2(Transformer):
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, x: Tensor | None = None) -> Tensor:
-        """Return the logits of the token after each token, without dropout, gradients or sequence parallelism.
+        """Return the logits of the token after each token. Without dropout or sequence parallelism.
 
         Last stage: tokens [B, S] -> [B, S, vocab_size], float32 (float64 for float64), on every tp rank.
         Others: hidden states.
