@@ -74,7 +74,7 @@ def parameters_of(found: Any) -> str:
 
 
 class TestSurface:
-    """Names, signatures and what an import costs."""
+    """Names, signatures, and the cost of an import."""
 
     def test_names_and_signatures_are_frozen(self) -> None:
         found = {name: parameters_of(getattr(mlm, name)) for name in mlm.__all__}
@@ -246,7 +246,7 @@ class TestScore:
         assert model.score("To be, or not to be") == pytest.approx(want, rel=1e-12)
 
     def test_each_token_of_a_long_document_is_scored_once(self, folder: Path) -> None:
-        """In windows of max_positions: 48, 48, and what is left after as many as fit."""
+        """Windows of max_positions=48: two whole ones, and the last moved back to be full."""
         model = mlm.load(folder, precision="fp64", device="cpu")
         ids = model.tokenizer.encode(TEXT * 3)
         assert 96 < len(ids) < 144
@@ -272,7 +272,7 @@ USES: dict[str, Callable[[mlm.Model], Any]] = {
 
 
 class TestErrors:
-    """Mistakes are a ValueError of one line."""
+    """Mistakes, each a ValueError of one line."""
 
     @pytest.mark.parametrize("use", USES)
     def test_a_bert_does_not_read_from_left_to_right(self, bert: mlm.Model, use: str) -> None:

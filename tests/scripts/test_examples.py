@@ -1,4 +1,4 @@
-"""The examples run as their docstrings say."""
+"""Runs of the examples as their docstrings document them."""
 
 import re
 import runpy
@@ -22,7 +22,7 @@ LONGEST = 60  # lines
 
 
 def run_example(name: str, *arguments: object) -> str:
-    """What an example prints, run in this process: its top level, then its `main`."""
+    """Return the output of an example, run in this process: its top level, then its `main`."""
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out:
         patch.setattr(sys, "argv", [name, *map(str, arguments)])
         names = runpy.run_path(str(EXAMPLES / name))
@@ -45,7 +45,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_tensor_parallel_mlp_runs_under_torchrun() -> None:
-    """It asserts equality itself; here two processes join as `build_mesh` documents."""
+    """Two processes that `build_mesh` joins; the example asserts equality itself."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*torchrun, str(EXAMPLES / "tensor_parallel_mlp.py")], capture_output=True, text=True, timeout=120
@@ -83,14 +83,14 @@ def test_export_loads_in_transformers(run: Path, tmp_path: Path) -> None:
 
 
 def documented() -> list[str]:
-    """Code of the package's docstring and of the README's Python blocks."""
+    """Return the code of the package's docstring and of the README's Python blocks."""
     text = (mlm.__doc__ or "") + "\n"
     indented = "".join(f"{line[4:]}\n" for line in text.splitlines() if line.startswith("    "))
     return [indented, *re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)]
 
 
 def test_documented_python_runs(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one rank, in place of the two that torchrun starts."""
+    """Run on one rank, in place of the two that torchrun starts."""
     monkeypatch.chdir(tmp_path)
     Path("runs").mkdir()
     Path("runs/shakespeare").symlink_to(run)
