@@ -4,7 +4,8 @@ import ast
 import re
 import sys
 import tomllib
-from importlib.metadata import packages_distributions
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,6 +21,7 @@ def distribution(requirement: str) -> str:
     return re.split(r"[\[<>=!~ ;]", requirement)[0].lower().replace("_", "-")
 
 
+@cache
 def imported_modules() -> set[str]:
     """Top-level modules that some file of mlm imports, at the top or within a function."""
     found = set()
@@ -35,22 +37,24 @@ def imported_modules() -> set[str]:
     return found - set(sys.stdlib_module_names) - {"mlm"}
 
 
-def owners(module: str) -> set[str]:
-    """The distributions that install a module; its own name where none does here."""
-    found = packages_distributions().get(module, [module])
-    return {name.lower().replace("_", "-") for name in found}
+def modules_of(name: str) -> set[str]:
+    """Top-level modules of a distribution; its own name where it is not installed."""
+    try:
+        found = metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        return {name}
+    listed = (found.read_text("top_level.txt") or "").split()
+    return set(listed) or {file.parts[0].removesuffix(".py") for file in found.files or []}
 
 
 def test_imported_libraries_are_declared() -> None:
     groups = PROJECT["optional-dependencies"]
     extras = [each for name, group in groups.items() if name != "dev" for each in group]
     declared = {distribution(each) for each in (*PROJECT["dependencies"], *extras)}
-    assert {
-        module for module in imported_modules() if not {*owners(module), COMES_WITH.get(module)} & declared
-    } == set()
+    brought = {module for module, library in COMES_WITH.items() if library in declared}
+    assert imported_modules() - brought - set().union(*map(modules_of, declared)) == set()
 
 
 def test_declared_libraries_are_imported() -> None:
-    used = {owner for module in imported_modules() for owner in owners(module)}
     declared = {distribution(each) for each in PROJECT["dependencies"]}
-    assert declared - used == set()
+    assert {each for each in declared if not modules_of(each) & imported_modules()} == set()

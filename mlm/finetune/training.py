@@ -28,7 +28,6 @@ from mlm.finetune.task_type import task_type
 from mlm.optim.config import ScheduleConfig
 from mlm.optim.precision import DTYPES
 from mlm.parallel.mesh import ParallelContext
-from mlm.report.curves import plot_losses
 from mlm.report.metrics import Parts, Rates
 from mlm.report.peak import peak_flops
 from mlm.train.config import CheckpointConfig, PretrainConfig, TrainConfig
@@ -338,5 +337,7 @@ def finish(run: Run, progress: Progress) -> Result:
     if trainer.ctx.is_main:
         with writing_to(config.out):
             write_result(out, result)
+            from mlm.report.curves import plot_losses  # loads matplotlib: 0.4 s in each rank's start
+
             plot_losses(out / "metrics.jsonl", out / "loss.png", "per example")
     return result

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mlm.data.config import DataConfig
 from mlm.parallel.labels import IGNORE
+from mlm.parallel.uncompiled import uncompiled
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +30,7 @@ class Spans:
     """[B, 1, S, S] or [B, 1, 1, S]: 0 where a token attends, -inf elsewhere, in the dtype of activations. One
     kernel for the whole micro-batch is faster on a GPU."""
 
-    @torch.compiler.disable  # lengths differ from batch to batch: each would be recompiled
+    @uncompiled  # lengths differ from batch to batch: each would be recompiled
     def each(self, attention: Callable[[Tensor], Tensor], qkv: Tensor) -> Tensor:
         """`attention` within each document: [S, B, 3H/t] -> [S, B, H/t].
 

@@ -8,7 +8,7 @@ The sum, not the mean, is taken: the loss is already divided by the tokens of th
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from mlm.parallel.sharding import ParameterShard
 
 BUCKET_BYTES = 25 << 20
 """Large enough to use the wire well, small enough that the last one finishes soon after backward."""
+
+ReduceWhen = Literal["last", "every"]
+"""Micro-batches of a step that reduce sharded gradients (ParallelConfig.zero_reduce)."""
 
 
 class Reducer(Protocol):

@@ -27,6 +27,7 @@ from mlm.parallel.collectives import (
 )
 from mlm.parallel.matmul import product, weight_gradient
 from mlm.parallel.mesh import Axis
+from mlm.parallel.uncompiled import uncompiled
 
 ALONE = Axis("tp")
 
@@ -106,7 +107,7 @@ def _weight_job(x: Tensor, weight: Tensor, dy: Tensor, gather_over: Axis | None)
     return run
 
 
-_eager_linear = torch.compiler.disable(_Linear.apply)
+_eager_linear: Callable[..., Tensor] = uncompiled(_Linear.apply)
 """torch.compile traces neither communication that is waited for later nor products put off."""
 
 
@@ -114,9 +115,8 @@ def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, postponed: Postponed | None = None
 ) -> Tensor:
     """Return x weight^T + bias, differentiable; weight and bias may be of a wider dtype than x."""
-    apply = _Linear.apply if postponed is None else _eager_linear
-    y: Tensor = apply(x, weight, bias, ALONE, False, postponed)
-    return y
+    apply: Callable[..., Tensor] = _Linear.apply if postponed is None else _eager_linear
+    return apply(x, weight, bias, ALONE, False, postponed)
 
 
 def column_parallel_linear(
@@ -137,5 +137,4 @@ def column_parallel_linear(
         return linear(x, weight, bias, postponed)
     if torch.compiler.is_compiling() and not sequence_parallel and postponed is None:
         return linear(copy_to_tp(x, tp), weight, bias)
-    y: Tensor = _eager_linear(x, weight, bias, tp, sequence_parallel, postponed)
-    return y
+    return _eager_linear(x, weight, bias, tp, sequence_parallel, postponed)

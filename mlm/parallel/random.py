@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mlm.parallel.uncompiled import uncompiled
 from mlm.splitmix import GOLDEN, MASK, mix_int
 
 
@@ -72,7 +73,7 @@ class DropoutStream:
         self.enter(layer, site, SHARED[0])
         return dropout(x, p)
 
-    @torch.compiler.disable
+    @uncompiled
     def enter(self, layer: int, site: str, tp_rank: int) -> None:
         """Seed the device's default generator for `site` of global layer number `layer`.
 

@@ -18,7 +18,6 @@ The sum, not the mean, is taken: the loss is already divided by the tokens of th
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -33,50 +32,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from mlm.parallel.collectives import Pending, gather_flat, scatter_flat
-from mlm.parallel.gradients import GradientReducer, Reducer
+from mlm.parallel.gradients import ReduceWhen
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import DP_SLICES, DataParallelSlice
-
-ReduceWhen = Literal["last", "every"]
-
-
-def build_reducer(
-    model: nn.Module,
-    dp: Axis,
-    *,
-    zero: int,
-    compute_dtype: torch.dtype,
-    units: Iterable[nn.Module] = (),
-    methods: Sequence[str] = (),
-    reduce: ReduceWhen = "last",
-    late_weights: bool = False,
-) -> Reducer:
-    """Make a model's gradients sum over dp; with zero=2|3 its parameters are sharded over dp from here on.
-
-    Call when the parameters have their initial values, before `parameter_shards`.
-
-    Args:
-        model: the model; its parameters may be replaced by shards.
-        dp: data-parallel axis.
-        zero: 0 keeps all on each rank, 2 and 3 shard it. No effect on an axis of one rank.
-        compute_dtype: dtype of activations; what gathered weights are cast to if it is half precision.
-        units: submodules to gather on their own, in the order they run.
-        methods: names of methods other than `forward` that compute with the parameters.
-        reduce: micro-batches of a step that reduce gradients sharded over dp (ParallelConfig.zero_reduce).
-        late_weights: True if weight gradients arrive outside backward passes, before a call of `settle`.
-    """
-    if zero == 0 or dp.group is None:
-        return GradientReducer(list(model.parameters()), dp)
-    return ShardedReducer(
-        model,
-        dp,
-        zero=zero,
-        compute_dtype=compute_dtype,
-        units=units,
-        methods=methods,
-        reduce=reduce,
-        late_weights=late_weights,
-    )
 
 
 class ShardedReducer:

@@ -14,7 +14,6 @@ from mlm.files.atomic import write_atomic
 from mlm.optim.schedule import warmup_warning
 from mlm.parallel.mesh import ParallelContext
 from mlm.pretrain.loop import PretrainLoop
-from mlm.report.curves import plot_losses
 from mlm.report.peak import Peak, peak_flops
 from mlm.report.summary import write_summary
 from mlm.report.trackers import missing_extras
@@ -167,6 +166,8 @@ def finish_directory(trainer: Trainer, out: Path, rows: list[tuple[str, str]]) -
     config = trainer.config
     prompt = "The" if (out / "tokenizer.json").exists() else None
     try:
+        from mlm.report.curves import plot_losses  # loads matplotlib: 0.4 s in each rank's start
+
         plot_losses(out / "metrics.jsonl", out / "loss.png", config.model.family.loss_unit)
         write_summary(
             out,

@@ -21,8 +21,9 @@ from mlm.parallel.gradients import Reducer, sum_replicated_gradients, sum_tied_g
 from mlm.parallel.init import init_parameters
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.random import SHARED, DropoutStream
-from mlm.parallel.sharded import build_reducer
+from mlm.parallel.reducers import build_reducer
 from mlm.parallel.sharding import ParameterShard, parameter_shards
+from mlm.parallel.uncompiled import prepare_to_compile
 from mlm.train.config import PretrainConfig
 from mlm.train.documents import with_eod
 from mlm.train.identity import Past
@@ -49,6 +50,7 @@ def build_model(config: PretrainConfig, ctx: ParallelContext) -> PipelinedModel:
     for chunk in model.chunks:
         init_parameters(chunk, config.seed, ctx.tp)
         if config.compile:
+            prepare_to_compile()
             for layer in chunk.layers.values():
                 layer.compile()  # per layer: one graph serves all; whole-model compilation took minutes
     return model

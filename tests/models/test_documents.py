@@ -25,6 +25,7 @@ from mlm.parallel.labels import IGNORE
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.random import DropoutStream
 from mlm.parallel.sharding import load_whole, parameter_shards
+from mlm.parallel.uncompiled import prepare_to_compile
 from tests.ranks import run_on_ranks
 
 VOCAB, SEQ, EOD = 61, 16, 7
@@ -284,6 +285,7 @@ def test_compiled_layers_give_the_same_and_are_compiled_once(monkeypatch: pytest
     """Documents of other lengths make no new graph; equal but for float32 rounding."""
     model, _ = dropout_model()
     eager = [gradients_of(model, None, shift) for shift in range(3)]
+    prepare_to_compile()
     for layer in model.layers.values():
         layer.compile()
     first = gradients_of(model, None)

@@ -1,5 +1,8 @@
 """The optimizer against PyTorch's plain AdamW, and its state."""
 
+import subprocess
+import sys
+
 import torch
 from torch import nn
 
@@ -64,3 +67,18 @@ def test_set_lr_reaches_every_group() -> None:
     optimizer = build_optimizer(list(parameter_shards(model_with_gradients(), Axis("tp"))), CONFIG)
     set_lr(optimizer, 0.5)
     assert [g["lr"] for g in optimizer.param_groups] == [0.5, 0.5]
+
+
+TRAIN_STEP = """
+import sys
+import mlm.pretrain.run
+from tests.optim.test_adamw import CONFIG, model_with_gradients, build_optimizer, parameter_shards, Axis
+build_optimizer(list(parameter_shards(model_with_gradients(), Axis("tp"))), CONFIG).step()
+print(*sorted({"torch._dynamo", "torch.distributed.fsdp", "matplotlib"} & set(sys.modules)))
+"""
+
+
+def test_training_imports_no_compiler_no_fsdp_and_no_matplotlib() -> None:
+    """Each would add seconds to the start of every rank."""
+    done = subprocess.run([sys.executable, "-c", TRAIN_STEP], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""

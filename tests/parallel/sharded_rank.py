@@ -10,11 +10,11 @@ from mlm.models.gpt2.model import GPT2
 from mlm.models.stage import Stage
 from mlm.optim.adamw import build_optimizer, ensure_state
 from mlm.optim.config import OptimizerConfig
-from mlm.parallel.gradients import Reducer
+from mlm.parallel.gradients import Reducer, ReduceWhen
 from mlm.parallel.init import init_parameters
 from mlm.parallel.linear import Postponed
 from mlm.parallel.mesh import ParallelContext
-from mlm.parallel.sharded import ReduceWhen, build_reducer
+from mlm.parallel.reducers import build_reducer
 from mlm.parallel.sharding import ParameterShard, parameter_shards
 
 VOCAB, SEQ, BATCH, LAYERS = 61, 5, 2, 2

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from mlm.optim.adamw import MOMENTS, moment
 from mlm.parallel import sharded
-from mlm.parallel.gradients import Reducer
+from mlm.parallel.gradients import Reducer, ReduceWhen
 from mlm.parallel.linear import Postponed
 from mlm.parallel.mesh import ParallelContext, build_mesh
-from mlm.parallel.sharded import ReduceWhen, ShardedReducer
+from mlm.parallel.sharded import ShardedReducer
 from mlm.parallel.watch import LostPeer
 from tests.parallel.sharded_rank import (
     LAYERS,

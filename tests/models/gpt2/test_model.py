@@ -18,6 +18,7 @@ from mlm.parallel.init import init_parameters
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.random import DropoutStream
 from mlm.parallel.sharding import load_whole, parameter_shards
+from mlm.parallel.uncompiled import prepare_to_compile
 from tests.ranks import run_on_ranks
 
 VOCAB, SEQ, BATCH = 997, 24, 3
@@ -197,6 +198,7 @@ def test_compiled_layers_give_the_same_loss_and_gradients() -> None:
     """torch.compile per layer, dropout off and on: float32 rounding apart, nothing changes."""
     model, tokens, _ = dropout_model()
     eager = gradients(model, tokens, None)
+    prepare_to_compile()
     for layer in model.layers.values():
         layer.compile()
     for a, b in zip(eager, gradients(model, tokens, None), strict=True):
@@ -214,6 +216,7 @@ def check_compiled(ctx: ParallelContext) -> bool:
     init_parameters(model, 1, ctx.tp)
     tokens = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(0))
     eager = gradients(model, tokens, None)
+    prepare_to_compile()
     for layer in model.layers.values():
         layer.compile()
     for a, b in zip(eager, gradients(model, tokens, None), strict=True):
