@@ -53,7 +53,7 @@ def verify_resume(*overrides: str) -> VerifyResumeConfig:
 
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that the real command left on two replicas with dropout, and in `killed` what it resumed."""
+    """A folder that the real command left with dropout, and in `killed` what it resumed."""
     out = tmp_path_factory.mktemp("verify") / "out"
     resume = Rehearsal.run_resumed
 
@@ -65,11 +65,11 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(Rehearsal, "run_resumed", keep_and_resume)
         for key in child_run.LAUNCHER_VARIABLES:
             patch.delenv(key, raising=False)
-        assert main(["verify-resume", *SMALL, *DROPOUT, "dp=2", f"out={out}"]) == 0
+        assert main(["verify-resume", *SMALL, *DROPOUT, f"out={out}"]) == 0
     return out
 
 
-def test_a_killed_run_on_two_replicas_with_dropout_resumes_bit_for_bit(checked: Path) -> None:
+def test_a_killed_run_with_dropout_resumes_bit_for_bit(checked: Path) -> None:
     result = json.loads((checked / "verify-resume.json").read_text())
     assert result["equal"] is True
     assert result["verdict"].startswith("EQUAL bit for bit: ")
@@ -98,7 +98,7 @@ def test_losses_of_the_check_are_those_of_plain_training(checked: Path) -> None:
 def test_a_counter_altered_before_resuming_is_different_from_the_first_step_on(
     checked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Eight samples further in the data, resumed on one process: found at the step after the kill."""
+    """Eight samples further in the data: found at the step after the kill."""
     out = tmp_path / "out"
 
     def straight(self: Rehearsal) -> None:
@@ -112,7 +112,7 @@ def test_a_counter_altered_before_resuming_is_different_from_the_first_step_on(
 
     monkeypatch.setattr(Rehearsal, "run_straight", straight)
     monkeypatch.setattr(Rehearsal, "run_killed", killed)
-    assert main(["verify-resume", *SMALL, *DROPOUT, "dp=2", "resumed.dp=1", f"out={out}"]) == 1
+    assert main(["verify-resume", *SMALL, *DROPOUT, f"out={out}"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "DIFFERENT: the first difference is in the loss of step 3" in line
     assert json.loads((out / "verify-resume.json").read_text())["equal"] is False
@@ -125,6 +125,8 @@ def test_a_counter_altered_before_resuming_is_different_from_the_first_step_on(
         ["resumed.tp=2", "resumed.sequence_parallel=true"],
         ["tp=2", "resumed.tp=1", "resumed.pp=2", "precision=fp64"],
         ["dp=2", *DROPOUT, "resumed.zero=3", "steps=10"],
+        ["dp=2", *DROPOUT],
+        ["dp=2", *DROPOUT, "resumed.dp=1"],
         ["dp=2", "zero=2", *DROPOUT, "precision=fp16"],
         ["pp=2", *DROPOUT, "checkpoint.asynchronous=false"],
         ["schedule=cosine_v1", "schedule.warmup_steps=3", "train.steps=9", "optimizer.lr=1e-2"],

@@ -147,6 +147,7 @@ def test_a_sweep_has_a_folder_for_each_job(
     assert found == [1e-5, 2e-5]
 
 
+@pytest.mark.slow
 def test_killed_and_interrupted_by_the_system(folder: Path, tmp_path: Path) -> None:
     """SIGKILL, then Ctrl-C, which ends well; the third start ends the run as one that nothing disturbed."""
     words = ["finetune", "race", f"ckpt={folder / 'bert'}", f"data.path={folder / 'race'}", "precision=fp64"]

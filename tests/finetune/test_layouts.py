@@ -39,10 +39,8 @@ LAYOUTS = {
 }
 SOME = {
     ("classification", "gpt2"): ("tp2-sp", "pp2"),
-    ("regression", "bert"): ("tp2-sp", "dp3-zero3"),
-    ("regression", "gpt2"): ("pp2-dp2-zero2",),
+    ("regression", "bert"): ("dp3-zero3",),
     ("choice", "bert"): ("tp2-pp2-sp", "dp3-zero3"),
-    ("choice", "gpt2"): ("tp2-sp",),
     ("span", "bert"): ("tp2-sp", "pp2-dp2-zero2"),
     ("span", "gpt2"): ("tp2-pp2-sp",),
 }

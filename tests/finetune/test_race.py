@@ -117,6 +117,7 @@ def test_race_is_scored_and_trained_as_the_protocol_says(tmp_path: Path) -> None
     assert read(tmp_path / "predictions/validation.json") == letters
 
 
+@pytest.mark.slow
 def test_64_items_of_random_content_are_learnt_by_heart(tmp_path: Path) -> None:
     write_model(tmp_path / "bert", replace(BERT, num_layers=2, hidden_size=32))
     draw = random.Random(0)

@@ -60,6 +60,7 @@ def test_tokenise_pairs_the_command_with_the_bare_library(tmp_path: Path, text: 
     assert row["ratio"]["median"] == pytest.approx(row["bare"][0]["wall"] / row["build"][0]["wall"])
 
 
+@pytest.mark.slow
 def test_memory_sees_the_process_and_counts_what_was_removed(tmp_path: Path, text: Path) -> None:
     words = ["--text", str(text), "--mb", "0.05", "--workers", "1"]
     (row,) = run(tmp_path, "memory", "--tokenizer", str(text.parent), *words)["rows"]

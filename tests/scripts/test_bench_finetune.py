@@ -126,7 +126,7 @@ def assert_of_five(accuracies: Sequence[float], epochs: int) -> None:
     assert [5 * each for each in accuracies] == pytest.approx([round(5 * each) for each in accuracies])
 
 
-@pytest.mark.parametrize("task", ["sst2", "rte"])
+@pytest.mark.parametrize("task", [pytest.param("sst2", marks=pytest.mark.slow), "rte"])
 def test_the_plain_loop_trains_on_all_rows(
     task: str, model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,7 +139,7 @@ def test_the_plain_loop_trains_on_all_rows(
     assert_of_five(result["accuracies"], 2)
 
 
-@pytest.mark.parametrize("task", ["sst2", "rte"])
+@pytest.mark.parametrize("task", [pytest.param("sst2", marks=pytest.mark.slow), "rte"])
 def test_the_command_trains_on_all_rows(
     task: str, model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,6 +116,7 @@ def test_transformers_agrees_with_mlm() -> None:
     assert theirs.check(Reference(*ours.loss_and_gradients())).gradient_error < 1e-5
 
 
+@pytest.mark.slow
 def test_split_contender_agrees_and_reports_its_memory(tmp_path: Path) -> None:
     ours, path = MlmTrainee("mlm", SPEC, torch.device("cpu")), tmp_path / "reference.safetensors"
     Reference(*ours.loss_and_gradients()).save(path)

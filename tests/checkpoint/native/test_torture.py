@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[3] / "scripts" / "torture_checkpoint.py"
 FAULTS = 24
 
