@@ -10,7 +10,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def rank(item: pytest.Item) -> int:
         names = vars(getattr(item, "module", None) or pytest)
-        return 0 if names.keys() & {"run_on_ranks", "subprocess"} else 1 if "main" in names else 2
+        if names.keys() & {"run_on_ranks", "subprocess", "launch_jobs"}:
+            return 0
+        return 1 if "main" in names else 2
 
     items.sort(key=rank)  # stable: a file's tests stay together
 

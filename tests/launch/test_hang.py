@@ -30,7 +30,7 @@ from mlm.launch.process import ALONE, run_rank
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.watch import LostPeer, Watch
 from tests.launch import jobs as launch_jobs
-from tests.launch.test_launch import wait_gone
+from tests.launch.ranks_of_jobs import wait_gone
 
 TIMEOUT_S = 3
 GONE = threading.Event()

@@ -1,12 +1,7 @@
-"""Jobs on two real ranks: started plainly, by torchrun and by SLURM; stopped, broken and killed."""
+"""Jobs on two real ranks, started plainly: whole, broken and killed."""
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,71 +13,9 @@ from mlm.launch.config import DistConfig
 from mlm.launch.start import LaunchFacts, choose_world_size, launch_facts
 from mlm.parallel.config import ParallelConfig
 from tests.launch import jobs as launch_jobs
+from tests.launch.ranks_of_jobs import told, wait_gone
 
-ROOT = Path(__file__).parents[2]
-DEADLINE_S = 60.0
-Start = Callable[..., subprocess.Popen[str]]
 Job = tuple[int, Path, list[dict[str, Any]]]
-
-
-@pytest.fixture(autouse=True)
-def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests may themselves run under a launcher."""
-    for key in [key for key in os.environ if key.startswith("SLURM_")] + ["RANK", "WORLD_SIZE", "LOCAL_RANK"]:
-        monkeypatch.delenv(key, raising=False)
-
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    """Start a job of jobs.py in a separate process, as a shell would start `mlm`."""
-    started: list[subprocess.Popen[str]] = []
-
-    def start_one(job: str, folder: Path, *before: str, **variables: str) -> subprocess.Popen[str]:
-        command = [sys.executable, *before, "-m", "tests.launch.jobs", job, str(folder)]
-        started.append(
-            subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env={**os.environ, "TMPDIR": str(folder), **variables},  # a killed job leaves its files here
-                text=True,
-                stderr=subprocess.PIPE,
-            )
-        )
-        return started[-1]
-
-    yield start_one
-    for process in started:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
-
-
-def told(folder: Path, when: Callable[[dict[str, Any]], bool] = lambda facts: True) -> list[dict[str, Any]]:
-    """Return the facts of two ranks, once both satisfy `when`."""
-    end = time.monotonic() + DEADLINE_S
-    while time.monotonic() < end:
-        facts = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
-        if len(facts) == 2 and all(map(when, facts)):
-            return facts
-        time.sleep(0.05)
-    raise AssertionError(f"ranks did not come that far: {facts}")
-
-
-def wait_gone(facts: list[dict[str, Any]]) -> None:
-    """Return once no rank that told these facts is left."""
-    end, pids = time.monotonic() + 10.0, [rank["pid"] for rank in facts]
-    while time.monotonic() < end:
-        if not any(map(_is_rank, pids)):
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"ranks {pids} are still there")
-
-
-def _is_rank(pid: int) -> bool:
-    try:
-        return b"mlm.launch.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
 
 
 @pytest.fixture(scope="module")
@@ -167,74 +100,6 @@ def test_killed_rank_is_named_with_its_signal_and_ends_the_rest(
     assert "about to allocate too much" in error  # the end of its log
     assert "Traceback" not in error  # rank 0 lost its peer: no cause
     wait_gone(facts)
-
-
-def test_ctrl_c_lets_all_ranks_save(tmp_path: Path, start: Start) -> None:
-    command = start("save_on_request", tmp_path)
-    told(tmp_path)
-    command.send_signal(signal.SIGINT)
-    _, error = command.communicate(timeout=DEADLINE_S)
-    assert command.returncode == 0
-    assert [rank["reason"] for rank in told(tmp_path)] == ["Ctrl-C"] * 2
-    assert error == "mlm: Ctrl-C: finishing the step, then saving; Ctrl-C again stops at once\n"
-
-
-def test_second_ctrl_c_stops_at_once(tmp_path: Path, start: Start) -> None:
-    command = start("never_save", tmp_path)
-    told(tmp_path)
-    command.send_signal(signal.SIGTERM)  # reaches the ranks as a request, too
-    facts = told(tmp_path, lambda rank: rank["requested"])
-    command.send_signal(signal.SIGINT)
-    time.sleep(0.3)
-    assert command.poll() is None  # the first Ctrl-C
-    command.send_signal(signal.SIGINT)
-    _, error = command.communicate(timeout=DEADLINE_S)
-    assert command.returncode == 130
-    assert error == "mlm: Ctrl-C: stopped at once; the last checkpoint is intact\n"  # and no word of torch's
-    wait_gone(facts)
-
-
-def test_ctrl_c_stops_ranks_that_would_not_save(tmp_path: Path, start: Start) -> None:
-    command = start("wait", tmp_path)
-    facts = told(tmp_path)
-    command.send_signal(signal.SIGINT)
-    command.communicate(timeout=DEADLINE_S)
-    assert command.returncode == 130
-    wait_gone(facts)
-
-
-def test_ranks_die_with_a_killed_command(tmp_path: Path, start: Start) -> None:
-    command = start("wait", tmp_path)
-    facts = told(tmp_path)
-    command.kill()
-    wait_gone(facts)
-
-
-def test_torchrun_ranks_join(tmp_path: Path, start: Start) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
-    command = start("facts", tmp_path, *torchrun)
-    _, error = command.communicate(timeout=DEADLINE_S)
-    assert command.returncode == 0, error
-    assert [rank["total"] for rank in told(tmp_path)] == [3.0, 3.0]
-
-
-def test_slurm_tasks_join_and_report_a_mistake_once(tmp_path: Path, start: Start) -> None:
-    step = {
-        "SLURM_JOB_ID": str(os.getpid()),
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_STEP_TASKS_PER_NODE": "2",
-        "SLURM_NODEID": "0",
-    }
-    tasks = [
-        start("same_user_error", tmp_path, SLURM_PROCID=str(i), SLURM_LOCALID=str(i), **step)
-        for i in range(2)
-    ]
-    errors = [task.communicate(timeout=DEADLINE_S)[1] for task in tasks]
-    assert [task.returncode for task in tasks] == [2, 2]
-    line = "data.path=nowhere is missing: build it with `mlm data build`\n"
-    assert "".join(errors) in (f"mlm: rank 0: {line}", f"mlm: rank 1: {line}")
 
 
 def test_port_in_use_is_reported_before_any_rank_starts(tmp_path: Path) -> None:

@@ -1,0 +1,80 @@
+"""Jobs as commands: stopped and killed, and started by torchrun and by SLURM."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.launch.ranks_of_jobs import DEADLINE_S, told, wait_gone
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+def test_ctrl_c_lets_all_ranks_save(tmp_path: Path, start: Start) -> None:
+    command = start("save_on_request", tmp_path)
+    told(tmp_path)
+    command.send_signal(signal.SIGINT)
+    _, error = command.communicate(timeout=DEADLINE_S)
+    assert command.returncode == 0
+    assert [rank["reason"] for rank in told(tmp_path)] == ["Ctrl-C"] * 2
+    assert error == "mlm: Ctrl-C: finishing the step, then saving; Ctrl-C again stops at once\n"
+
+
+def test_second_ctrl_c_stops_at_once(tmp_path: Path, start: Start) -> None:
+    command = start("never_save", tmp_path)
+    told(tmp_path)
+    command.send_signal(signal.SIGTERM)  # reaches the ranks as a request, too
+    facts = told(tmp_path, lambda rank: rank["requested"])
+    command.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert command.poll() is None  # the first Ctrl-C
+    command.send_signal(signal.SIGINT)
+    _, error = command.communicate(timeout=DEADLINE_S)
+    assert command.returncode == 130
+    assert error == "mlm: Ctrl-C: stopped at once; the last checkpoint is intact\n"  # and no word of torch's
+    wait_gone(facts)
+
+
+def test_ctrl_c_stops_ranks_that_would_not_save(tmp_path: Path, start: Start) -> None:
+    command = start("wait", tmp_path)
+    facts = told(tmp_path)
+    command.send_signal(signal.SIGINT)
+    command.communicate(timeout=DEADLINE_S)
+    assert command.returncode == 130
+    wait_gone(facts)
+
+
+def test_ranks_die_with_a_killed_command(tmp_path: Path, start: Start) -> None:
+    command = start("wait", tmp_path)
+    facts = told(tmp_path)
+    command.kill()
+    wait_gone(facts)
+
+
+def test_torchrun_ranks_join(tmp_path: Path, start: Start) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+    command = start("facts", tmp_path, *torchrun)
+    _, error = command.communicate(timeout=DEADLINE_S)
+    assert command.returncode == 0, error
+    assert [rank["total"] for rank in told(tmp_path)] == [3.0, 3.0]
+
+
+def test_slurm_tasks_join_and_report_a_mistake_once(tmp_path: Path, start: Start) -> None:
+    step = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_NODEID": "0",
+    }
+    tasks = [
+        start("same_user_error", tmp_path, SLURM_PROCID=str(i), SLURM_LOCALID=str(i), **step)
+        for i in range(2)
+    ]
+    errors = [task.communicate(timeout=DEADLINE_S)[1] for task in tasks]
+    assert [task.returncode for task in tasks] == [2, 2]
+    line = "data.path=nowhere is missing: build it with `mlm data build`\n"
+    assert "".join(errors) in (f"mlm: rank 0: {line}", f"mlm: rank 1: {line}")
