@@ -8,8 +8,9 @@ JOBS ?= 2
 # A file's tests share fixtures and ranks, so a file stays with one worker, in the order of tests/conftest.py;
 # each worker computes on one thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 
-.PHONY: help demo test test-all lint format clean
+.PHONY: help demo test test-all lint docs docs-serve format clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -26,6 +27,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-docs: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) --editable '.[docs]'
 	@touch $@ $(VENV)/.installed
 
 demo: $(VENV)/.installed  ## train a GPT-2 on Shakespeare, its layers split over two processes (6 to 10 minutes)
@@ -49,6 +54,12 @@ lint: $(VENV)/.installed-dev  ## ruff, mypy, import-linter
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+docs: $(VENV)/.installed-docs  ## the documentation site in build/site; warnings are errors
+	$(MKDOCS) build --strict --config-file scripts/docs/mkdocs.yml
+
+docs-serve: $(VENV)/.installed-docs  ## the documentation site, rebuilt as you edit
+	$(MKDOCS) serve --config-file scripts/docs/mkdocs.yml
 
 format: $(VENV)/.installed-dev  ## ruff's formatter and its safe fixes
 	$(BIN)/ruff check --fix .

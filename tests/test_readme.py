@@ -10,7 +10,7 @@ from mlm.cli import main
 
 ROOT = Path(__file__).parents[1]
 GUIDES = sorted([*ROOT.glob("mlm/*/README.md"), *ROOT.glob("scripts/**/*.md")])
-READMES = (ROOT / "README.md", *GUIDES)
+READMES = (*ROOT.glob("*.md"), *GUIDES)
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 MISTAKEN = "optimzer.lr"
 """In the one command that shows what is said of mistakes."""

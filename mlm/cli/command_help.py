@@ -24,7 +24,7 @@ def command_help(command: Command, config_dir: str | None = None, topics: Sequen
     groups = command_groups(command, config_dir)
     if topics:
         return "\n\n".join(_topic(command, topic, groups, config_dir) for topic in topics)
-    known = _composed_leaves(command)
+    known = composed_leaves(command)
     frequent = [known[key] for key in command.keys or known]
     resume = [("resume=RUN", "continue a run with its own settings; what is typed wins over them")]
     more = "" if len(frequent) == len(known) else f" (more: mlm {command.name} --help {_a_section(command)})"
@@ -48,7 +48,7 @@ def command_help(command: Command, config_dir: str | None = None, topics: Sequen
 
 
 def _topic(command: Command, topic: str, groups: dict[str, list[str]], config_dir: str | None) -> str:
-    known = _composed_leaves(command)
+    known = composed_leaves(command)
     rows = [leaf for leaf in known.values() if leaf.key == topic or leaf.section == topic]
     if not rows and topic not in groups:
         near = did_you_mean(
@@ -60,7 +60,7 @@ def _topic(command: Command, topic: str, groups: dict[str, list[str]], config_di
     return "\n\n".join(options + ([table(map(_full_row, rows))] if rows else []))
 
 
-def _composed_leaves(command: Command) -> dict[str, Leaf]:
+def composed_leaves(command: Command) -> dict[str, Leaf]:
     """The command's keys with the defaults of its YAML."""
     values = flatten(compose_values(command.config, resolve=False))
     return {key: replace(leaf, default=values[key]) for key, leaf in leaves(command.spec).items()}

@@ -1,0 +1,36 @@
+"""MkDocs hook: pages from all over the repository, and those generated from the code, become one site."""
+
+from typing import Any
+
+from links import GATHERED, ROOT, picture_uri, pictures, rewrite, source_of, sources
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from reference import NAV, PAGES
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Fill the navigation's Reference with the generated pages."""
+    assert config.nav is not None
+    for entry in config.nav:
+        if "Reference" in entry:
+            entry["Reference"] = NAV
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add gathered and generated pages, and the pictures that pages show."""
+    for path, uri in GATHERED.items():
+        files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
+    for uri, text in PAGES.items():
+        files.append(File.generated(config, uri, content=text))
+    for path in sorted({picture for page in sources() for picture in pictures(page)}):
+        files.append(File.generated(config, picture_uri(path), abs_src_path=str(ROOT / path)))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, **_: Any) -> str:
+    """Rewrite the links of a page that is a file of the repository."""
+    if page.file.src_uri in PAGES:
+        return markdown
+    return rewrite(markdown, source_of(page.file.src_uri), config.repo_url)

@@ -1,0 +1,109 @@
+"""Links between pages that live all over the repository.
+
+The guides stay beside their code, with links that work on a code host. On the site each has a page,
+and its links are rewritten: to a page where the target has one, to its path in the repository (or below
+`repo_url`, once mkdocs.yml has one) where it has none.
+"""
+
+import os
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+OWN = "scripts/docs/pages/"
+"""Pages in here have the same path on the site."""
+GATHERED = {
+    "README.md": "index.md",
+    "scripts/docs/layouts.md": "guides/layouts.md",
+    "mlm/parallel/README.md": "guides/parallel-core.md",
+    "mlm/corpus/README.md": "guides/data.md",
+    "mlm/checkpoint/README.md": "guides/checkpoints.md",
+    "mlm/evaluate/README.md": "guides/evaluation.md",
+    "mlm/finetune/README.md": "guides/finetuning.md",
+    "scripts/slurm/README.md": "guides/slurm.md",
+    "mlm/files/README.md": "guides/file-safety.md",
+    "scripts/docs/design.md": "explanation/design.md",
+    "scripts/docs/what-holds.md": "explanation/what-holds.md",
+    "scripts/docs/measurements.md": "explanation/measurements.md",
+    "scripts/results/README.md": "explanation/results.md",
+    "CONTRIBUTING.md": "project/contributing.md",
+    "CHANGELOG.md": "project/changelog.md",
+}
+"""Path in the repository → path on the site."""
+MODULES = {
+    "mlm/parallel/layers.py": "api/layers.md",
+    "mlm/parallel/collectives.py": "api/mesh.md",
+    "mlm/parallel/pipeline/schedules.py": "api/pipeline.md",
+    "mlm/parallel/pipeline/lower.py": "api/pipeline.md",
+    "mlm/parallel/pipeline/engine.py": "api/pipeline.md",
+    "mlm/models/backbone.py": "api/models.md",
+    "mlm/models/gpt2/model.py": "api/models.md",
+    "mlm/models/gpt2/family.py": "api/models.md",
+    "mlm/models/bert/model.py": "api/models.md",
+    "mlm/models/bert/family.py": "api/models.md",
+    "configs": "reference/groups/index.md",
+}
+"""Source files and folders that a page of the site describes."""
+PICTURES = (".png", ".svg")
+FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?!https?:|#)(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
+PICTURE = re.compile(r"!\[(?P<text>[^\]]*)\]\((?!https?:)(?P<path>[^)#\s]+)\)")
+
+
+def sources() -> list[str]:
+    """Repository paths of the pages that are files."""
+    own = sorted((ROOT / OWN).rglob("*.md"))
+    return [*GATHERED, *(page.relative_to(ROOT).as_posix() for page in own)]
+
+
+def source_of(uri: str) -> str:
+    """Repository path of a page of the site that is a file."""
+    return {page: path for path, page in GATHERED.items()}.get(uri, OWN + uri)
+
+
+def page_of(path: str) -> str | None:
+    """Page of the site for a path of the repository; None if it has none."""
+    if path.startswith(OWN):
+        return path.removeprefix(OWN)
+    readme = f"{path}/README.md" if path != "." else "README.md"
+    return GATHERED.get(path) or GATHERED.get(readme) or MODULES.get(path)
+
+
+def pictures(page: str) -> list[str]:
+    """Repository paths of the pictures that a page shows."""
+    text = (ROOT / page).read_text("utf-8")
+    found = [target(page, match["path"]) for match in PICTURE.finditer(text)]
+    return [path for path in found if path.endswith(PICTURES)]
+
+
+def picture_uri(path: str) -> str:
+    """Path of a picture on the site."""
+    return f"assets/{Path(path).name}"
+
+
+def target(page: str, link: str) -> str:
+    """Repository path that a relative link of a page names."""
+    return os.path.normpath(os.path.join(os.path.dirname(page), link)).replace(os.sep, "/")
+
+
+def rewrite(markdown: str, page: str, repo_url: str | None = None) -> str:
+    """Markdown of the page at a repository path with the site's links; code blocks stay as they are."""
+    here = os.path.dirname(GATHERED.get(page) or page.removeprefix(OWN))
+
+    def link(match: re.Match[str]) -> str:
+        path, text = target(page, match["path"]), match["text"]
+        uri = page_of(path)
+        if uri:
+            return f"[{text}]({os.path.relpath(uri, here or '.')}{match['anchor'] or ''})"
+        if repo_url:
+            return f"[{text}]({repo_url.rstrip('/')}/blob/main/{path})"
+        bare = text.strip("`")
+        return f"`{path}`" if path.endswith(bare) else f"{text} (`{path}`)"
+
+    def picture(match: re.Match[str]) -> str:
+        uri = os.path.relpath(picture_uri(target(page, match["path"])), here or ".")
+        return f"![{match['text']}]({uri})"
+
+    parts = FENCE.split(markdown)
+    parts[::2] = [PICTURE.sub(picture, LINK.sub(link, part)) for part in parts[::2]]
+    return "".join(parts)

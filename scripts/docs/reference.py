@@ -1,0 +1,174 @@
+"""The reference's pages, generated from the code: each command's keys, each config group's choices.
+
+`PAGES` maps paths on the site to Markdown, `NAV` is their part of the navigation. No MkDocs is needed here.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from typing import Any
+
+from mlm.cli.choices import effect_of
+from mlm.cli.command_help import composed_leaves
+from mlm.cli.commands import COMMANDS, Command
+from mlm.cli.help import EXIT_CODES, FLAGS, SPELLINGS
+from mlm.cli.overrides import command_groups
+from mlm.cli.tasks import takes_task
+from mlm.config.fields import Role
+from mlm.config.paths import CONFIG_DIR
+from mlm.config.tree import MISSING_VALUE, Leaf, choices, describe_type
+from mlm.errors import show
+
+GROUPS = sorted(path.name for path in CONFIG_DIR.iterdir() if path.is_dir())
+
+
+def command_uri(command: Command) -> str:
+    """Page of a command."""
+    return f"reference/commands/{'-'.join(command.words)}.md"
+
+
+def group_uri(group: str) -> str:
+    """Page of a config group."""
+    return f"reference/groups/{group}.md"
+
+
+def command_page(command: Command) -> str:
+    """Purpose, examples, groups and all keys of a command."""
+    known = composed_leaves(command)
+    examples = "\n".join(f"# {what}\n{line}" for what, line in command.examples)
+    groups = command_groups(command)
+    blocks = [
+        f"# mlm {command.name}",
+        f"`mlm {command.usage}{' TASK' if takes_task(command) else ''} [key=value …]`",
+        text(command.about),
+        f"## Examples\n\n```sh\n{examples}\n```",
+    ]
+    if groups:
+        rows = ((f"[`{name}`](../groups/{name}.md)", listed(options)) for name, options in groups.items())
+        blocks.append("## Groups\n\nChosen as `group=option`.\n\n" + table(("group", "options"), rows))
+    blocks += [
+        f"## {f'`{section}`' if section else 'Top-level keys'}\n\n"
+        + table(("key", "default", "meaning"), (key_row(leaf) for leaf in leaves))
+        for section, leaves in by_section(known.values())
+    ]
+    return "\n\n".join(blocks) + "\n"
+
+
+def by_section(leaves: Iterable[Leaf]) -> Iterator[tuple[str, list[Leaf]]]:
+    """Keys by section, the top-level ones first."""
+    ordered = sorted(leaves, key=lambda leaf: leaf.section != "")  # stable: declared order within
+    sections: dict[str, list[Leaf]] = {}
+    for section, group in groupby(ordered, lambda leaf: leaf.section):
+        sections.setdefault(section, []).extend(group)
+    yield from sections.items()
+
+
+def key_row(leaf: Leaf) -> tuple[str, str, str]:
+    """Key with an anchor, default, and meaning with type, bound and other names."""
+    anchor = f"key-{leaf.key}"
+    required = leaf.default == MISSING_VALUE
+    default = "required" if required else f"`{show(leaf.default)}`" if show(leaf.default) else "empty"
+    return f"[`{leaf.key}`](#{anchor}){{ #{anchor} }}", default, f"{text(leaf.doc)} {allowed(leaf)}"
+
+
+def allowed(leaf: Leaf) -> str:
+    """Values that a key takes, and the names that other programs have for it."""
+    named = choices(leaf.type)
+    words = describe_type(leaf.type)
+    if named:
+        rest = [word for word in ("null",) if words.endswith("null")]
+        words = " · ".join([*(f"`{choice}`" for choice in named), *(f"`{word}`" for word in rest)])
+    if leaf.role:
+        words = f"a path: {leaf.role.value}" + (", or null" if words.endswith("null") else "")
+        words = words.replace("a path: a ", "a ") if leaf.role is not Role.INPUT else words
+    if leaf.bound:
+        words += f", {leaf.bound.words}"
+    also = f"<br>Elsewhere: {', '.join(f'`{name}`' for name in leaf.also)}" if leaf.also else ""
+    return f"<br>*{text(words)}*{also}"
+
+
+def group_page(group: str) -> str:
+    """Every choice of a config group: purpose, effect, YAML."""
+    names = sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml"))
+    users = [
+        f"[`mlm {c.name}`](../commands/{'-'.join(c.words)}.md)"
+        for c in COMMANDS
+        if group in command_groups(c)
+    ]
+    blocks = [f"# {group}=…", f"For {', '.join(users)}." if users else ""]
+    for name in names:
+        path = CONFIG_DIR / group / f"{name}.yaml"
+        size = effect_of(group, path).strip("[]") + "." if group == "model" else ""
+        yaml = path.read_text("utf-8").rstrip()
+        blocks.append(f"## {name}\n\n{size}\n\n```yaml\n{yaml}\n```")
+    return "\n\n".join(filter(None, blocks)) + "\n"
+
+
+def index_page() -> str:
+    """All commands, the spellings of settings, flags and exit codes."""
+    rows = [(f"[`mlm {c.name}`](commands/{'-'.join(c.words)}.md)", text(c.summary)) for c in COMMANDS]
+    return "\n\n".join(
+        (
+            "# Reference",
+            "Generated from the code. `mlm --help` and `mlm COMMAND --help KEY` show it in a terminal.",
+            "## Commands\n\n" + table(("command", "purpose"), rows),
+            f"## Settings\n\n{text(SPELLINGS)} [Config groups](groups/index.md) set many keys at once.",
+            "## Flags\n\n" + table(("flag", "effect"), ((f"`{name}`", text(what)) for name, what in FLAGS)),
+            "## Exit codes\n\n" + table(("code", "meaning"), EXIT_CODES),
+        )
+    )
+
+
+def groups_index_page(groups: Iterable[str]) -> str:
+    """All config groups and their choices."""
+    rows = [
+        (f"[`{group}`]({group}.md)", listed(sorted(p.stem for p in (CONFIG_DIR / group).glob("*.yaml"))))
+        for group in groups
+    ]
+    return (
+        "# Config groups\n\nA group is a folder of `configs/`; `group=choice` takes the keys of a file, and "
+        "typed keys win over it. `--config-dir DIR` adds choices of your own.\n\n"
+        + table(("group", "choices"), rows)
+    )
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names as code."""
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """A Markdown table."""
+    lines = [head, ("---",) * len(head), *rows]
+    cells = [[cell.replace("|", r"\|") for cell in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+
+
+def text(words: Any) -> str:
+    """Prose of the code as Markdown: nothing in it is markup but code in backquotes."""
+    parts = re.split(r"(`[^`]*`)", str(words))
+    parts[::2] = [re.sub(r"([*_\[\]<>{}#])", r"\\\1", part) for part in parts[::2]]
+    return "".join(parts)
+
+
+def pages() -> dict[str, str]:
+    """Every page of the reference."""
+    return {
+        "reference/index.md": index_page(),
+        **{command_uri(command): command_page(command) for command in COMMANDS},
+        "reference/groups/index.md": groups_index_page(GROUPS),
+        **{group_uri(group): group_page(group) for group in GROUPS},
+    }
+
+
+PAGES = pages()
+NAV: list[Any] = [
+    "reference/index.md",
+    {"Commands": [{f"mlm {command.name}": command_uri(command)} for command in COMMANDS]},
+    {
+        "Config groups": [
+            "reference/groups/index.md",
+            *({group: group_uri(group)} for group in GROUPS),
+        ]
+    },
+]
