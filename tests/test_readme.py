@@ -38,9 +38,10 @@ def test_the_readme_shows_every_kind_of_command() -> None:
 def test_a_command_of_the_readme_composes(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if "resume=" in line:  # of a run that is there
-        (tmp_path / "runs/a").mkdir(parents=True)
-        (tmp_path / "runs/a/config.yaml").write_text("name: a\n")
+    if found := re.search(r"resume=(\S+)", line):  # of a run that exists
+        run = tmp_path / found[1]
+        run.mkdir(parents=True)
+        (run / "config.yaml").write_text("name: a\n")
         monkeypatch.chdir(tmp_path)
     words = shlex.split(line, comments=True)[1:]
     if "--multirun" in words:  # the first job of the sweep
