@@ -1,4 +1,4 @@
-"""Megatron-style model parallelism you can read, run on a laptop and trust at 512 GPUs.
+"""Megatron-style model parallelism you can read, run on a laptop, and check before you rent a cluster.
 
     import mlm
 
