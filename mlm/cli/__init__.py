@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from importlib import import_module
 
 from mlm.launch.stop import requests_noted
+from mlm.launch.typed import typed_as
 
 TRAINING = ("pretrain", "finetune")
 """Commands that save when they are asked to stop."""
@@ -15,7 +16,8 @@ INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `mlm` with `argv` (default: of this process) and return its exit code: see mlm.cli.entry."""
     words = list(sys.argv[1:] if argv is None else argv)
-    with requests_noted() if words[:1] and words[0] in TRAINING else nullcontext():
+    noting = requests_noted() if words[:1] and words[0] in TRAINING else nullcontext()
+    with noting, typed_as(words):
         try:  # the imports take seconds: signals are noted
             code: int = import_module("mlm.cli.entry").main(words)
         except KeyboardInterrupt:

@@ -21,6 +21,7 @@ from mlm.config.path_errors import path_problems, streams_for
 from mlm.config.tree import MISSING_VALUE, flatten, leaves
 from mlm.errors import ConfigError, UserError
 from mlm.files.ownership import STDOUT
+from mlm.launch.typed import note_job
 
 LAUNCH = "mlm.launch.start"
 FILES = (".json", ".jsonl", ".svg", ".png")  # an `out` that ends so is one file, any other a folder
@@ -60,9 +61,11 @@ class Job:
             out = f"{self.sweep.sweep.dir}/{self.command.config}.json"
         if not isinstance(out, str) or out in ("", STDOUT, MISSING_VALUE):
             return
-        place, folder = Path(out), folder_name(self.typed.swept(self.sweep.overrides.task))
+        varied = self.typed.swept(self.sweep.overrides.task)
+        place, folder = Path(out), folder_name(varied)
         values["out"] = str(place.parent / folder / place.name if place.suffix in FILES else place / folder)
         print(f"mlm {self.command.name}: job {self.sweep.job.num}: out={values['out']}", file=sys.stderr)
+        note_job(varied)
 
 
 def folder_name(overrides: str) -> str:

@@ -93,6 +93,7 @@ def read_run(resume: str, config: str) -> Saved:
         what = f"holds no {CONFIG}" if place.is_dir() else "no such folder"
         raise UserError(f"resume={resume}: {what}; name the folder of a run (out=… of mlm {config})")
     values = read_values(file, config)
+    values["checkpoint.resume"] = True  # asked for: a run that was to find its folder empty has filled it
     return Saved(values, str(file.parent) if file.name == CONFIG else None)
 
 

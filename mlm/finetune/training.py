@@ -41,6 +41,7 @@ from mlm.train.trainer import Trainer
 
 TRIM_EVERY = 20
 """Steps between returns of freed memory to the system: sequences of other lengths need other blocks."""
+LOSS_UNIT = "per example"
 STEP_BITS = 32
 """Bits below the step in a micro-batch's number, which hold its position in the step: all numbers differ."""
 
@@ -275,6 +276,7 @@ def train(run: Run) -> tuple[Result | None, bool]:
         peak=peak_flops(ctx.device, config.precision.dtype, config.dist.peak_tflops),
         tokens_per_step=0,  # differs from step to step: the loop counts
         seq_length=sum(lengths) // len(lengths),
+        loss_unit=LOSS_UNIT,
     ) as session:
         loop = FinetuneLoop(
             *session,
@@ -339,5 +341,5 @@ def finish(run: Run, progress: Progress) -> Result:
             write_result(out, result)
             from mlm.report.curves import plot_losses  # loads matplotlib: 0.4 s in each rank's start
 
-            plot_losses(out / "metrics.jsonl", out / "loss.png", "per example")
+            plot_losses(out / "metrics.jsonl", out / "loss.png", LOSS_UNIT)
     return result

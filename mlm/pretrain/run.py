@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mlm.checkpoint.native.tokenizer_digest import KEY as TOKENIZER
 from mlm.config.build import config_digest
+from mlm.config.imports import is_path
 from mlm.data.blend_history import trained_on
 from mlm.data.sampler import MicroBatch
 from mlm.errors import writing_to
@@ -89,10 +90,11 @@ def train(trainer: Trainer, out: Path, start: Path | None) -> None:
         peak=peak,
         tokens_per_step=config.train.global_batch_size * config.data.seq_length,
         seq_length=config.data.seq_length,
+        loss_unit=config.model.family.loss_unit,
     ) as session:
         loop = PretrainLoop(*session, samples, validation_sets(config, trainer.history))
         if not loop.run():
-            session.note_stopped(resume_with("pretrain", out))
+            session.note_stopped(resume_with("pretrain", out, config))
     if ctx.is_main and (left > 0 or not (out / SUMMARY).exists()):
         finish_directory(trainer, out, rows)
 
@@ -156,7 +158,7 @@ def header(trainer: Trainer, out: Path, peak: Peak | None) -> list[tuple[str, st
         ),
         *([("data", blend_line(trainer))] if config.data.blend else []),
         ("precision", config.precision.dtype),
-        ("peak", f"{peak.label}" if peak else "unknown: set dist.peak_tflops for MFU"),
+        ("peak", f"{peak.label} TFLOP/s" if peak else "unknown: set dist.peak_tflops for MFU"),
         ("out", str(out)),
     ]
 
@@ -164,17 +166,20 @@ def header(trainer: Trainer, out: Path, peak: Peak | None) -> list[tuple[str, st
 def finish_directory(trainer: Trainer, out: Path, rows: list[tuple[str, str]]) -> None:
     """Plot the losses and write the run's summary. A full disk then is no failed training."""
     config = trainer.config
-    prompt = "The" if (out / "tokenizer.json").exists() else None
+    generates = config.model.family.causal and (out / "tokenizer.json").exists()
+    kind = config.model.kind
     try:
         from mlm.report.curves import plot_losses  # loads matplotlib: 0.4 s in each rank's start
 
         plot_losses(out / "metrics.jsonl", out / "loss.png", config.model.family.loss_unit)
         write_summary(
             out,
-            command=resume_command("pretrain", out),
+            resume=resume_command("pretrain", out, config),
             header=rows,
             total_steps=config.train.steps,
-            prompt=prompt,
+            unit=config.model.family.loss_unit,
+            prompt="The" if generates else None,
+            trusted=kind.partition(":")[0] if is_path(kind) else None,
             validation=[str(prefix) for prefix in validation_prefixes(config.data).values()],
         )
     except OSError as error:

@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike
 
 from mlm.files.atomic import write_atomic
 from mlm.report.history import read_records
+from mlm.report.panel import human
 
 TRAIN, VALID, LR, RATE, NORM = "#2b6cb0", "#c05621", "#4a7c59", "#6b46c1", "#8a5a00"
 INK, PALE = "#333333", "#777777"
@@ -274,14 +275,6 @@ def token_maps(tokens: Series) -> tuple[Map, Map] | None:
         return np.where(x < xs[0], ys[0] + (x - xs[0]) * first, beyond)
 
     return lambda x: extended(x, xs, ys), lambda y: extended(y, ys, xs)
-
-
-def human(value: float) -> str:
-    """A number in its largest unit: 2M, 1.5B."""
-    for factor, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= factor:
-            return f"{value / factor:.3g}{unit}"
-    return f"{value:.3g}"
 
 
 def tidy(axes: Axes) -> None:

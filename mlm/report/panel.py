@@ -16,6 +16,11 @@ from mlm.report.metrics import NO_PARTS, Eta, Parts, Sink, StepMetrics, of_parts
 
 MAX_WIDTH = 110  # columns of the panel
 ECHO_WIDTH = 4  # columns left free: room for ^C^C, which would wrap and shift the panel by a line
+LOSS_UNIT = "nats per token"
+UNITS = (
+    "grad_norm L2 norm before clipping; tokens/s of all ranks; TFLOP/s and MFU of the model per device; "
+    "memory of rank 0; ETA time left, h:mm:ss"
+)
 REFRESH_HZ = 1  # drawing takes about 4 ms of a core that training uses
 
 
@@ -34,6 +39,19 @@ def quantity(value: float) -> str:
     if not math.isfinite(value) or value <= 0:
         return f"{value:g}"
     return f"{value:.{max(0, min(6, 3 - math.floor(math.log10(value))))}f}"
+
+
+def step_time(seconds: float) -> str:
+    """Return the duration of a step: 512.0 ms, 2.341 s."""
+    return f"{quantity(seconds)} s" if seconds >= 1 else f"{quantity(1000 * seconds)} ms"
+
+
+def human(value: float) -> str:
+    """Return a number in its largest unit: 2M, 1.5B."""
+    for factor, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= factor:
+            return f"{value / factor:.3g}{unit}"
+    return f"{value:.3g}"
 
 
 def power_of_two(value: float) -> str:
@@ -96,7 +114,14 @@ class Display(Sink):
 
 
 class PlainLines(Display):
-    """One line per report, of names and values that `split()` parses."""
+    """One line per report, of names and values that `split()` parses. Their units follow the header."""
+
+    def start(self, run: dict[str, object]) -> None:
+        """Begin."""
+        super().start(run)
+        if self.header:
+            width = max(len(label) for label, _ in self.header)
+            self.line(f"{'units':<{width}}  loss {run.get('loss_unit', LOSS_UNIT)}; {UNITS}")
 
     def step(self, metrics: StepMetrics) -> None:
         """Take a logged step."""
@@ -164,6 +189,7 @@ class LivePanel(Display):
         self.validated: tuple[int, float, float, Parts] | None = None
         self.scored: dict[str, tuple[int, Parts, bool]] = {}
         self.announcement: str | None = None
+        self.loss_unit = LOSS_UNIT
         counter = "[dim]step[/] [bold]{task.completed:,}/{task.total:,}"
         self.bar = Progress(TextColumn(counter), BarColumn(None), TaskProgressColumn(), expand=True)
         self.task = self.bar.add_task("", total=max(total_steps, 1))
@@ -177,6 +203,7 @@ class LivePanel(Display):
     def start(self, run: dict[str, object]) -> None:
         """Begin."""
         super().start(run)
+        self.loss_unit = str(run.get("loss_unit", LOSS_UNIT))
         self.live.start()
         self.console.show_cursor(True)  # kill -9 then leaves nothing to restore
 
@@ -210,22 +237,26 @@ class LivePanel(Display):
     def render(self) -> RenderableType:
         """Return the panel as of now."""
         self.bar.update(self.task, completed=self.done)
+        width = max(20, min(MAX_WIDTH, self.console.width - ECHO_WIDTH))
+        inside = width - 4  # of the border
         rows: list[RenderableType] = [self.bar]
         if self.metrics is not None:
             rows.append(Columns(self.cells(self.metrics), equal=True, expand=True, padding=(0, 2)))
         if self.validated is not None:
             step, loss, perplexity, parts = self.validated
-            rows.append(cell("validation", f"loss {loss:.4f} · perplexity {perplexity:.2f} · step {step:,}"))
+            numbers = [f"loss {loss:.4f}", f"perplexity {perplexity:.2f}", f"step {step:,}"]
+            rows.append(flow("validation", numbers, inside))
             if parts:
                 each = [cell(name, f"{part:.4f}") for name, part in parts.items()]
                 rows.append(Columns(each, equal=True, expand=True, padding=(0, 2)))
         for split, (step, metrics, is_best) in self.scored.items():
-            values = " · ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-            rows.append(cell(split, f"{values} · step {step:,}{' · best' if is_best else ''}"))
+            values = [f"{name} {value:.4f}" for name, value in metrics.items()]
+            rows.append(flow(split, [*values, f"step {step:,}", *(["best"] if is_best else [])], inside))
         rows.append(self.times())
         if self.announcement is not None:
             rows.append(Text(self.announcement, style="bold yellow"))
-        width = max(20, min(MAX_WIDTH, self.console.width - ECHO_WIDTH))
+        units = [f"loss {self.loss_unit}", "TFLOP/s and MFU per device", "memory of rank 0"]
+        rows.append(flow("", units, inside, style="dim"))
         return Panel(Group(*rows), title=Text(self.title, style="bold"), border_style="dim", width=width)
 
     def cells(self, m: StepMetrics) -> list[Text]:
@@ -243,7 +274,9 @@ class LivePanel(Display):
             cells.append(cell("skipped steps", f"{m.skipped_steps:,}", "yellow"))
         return [
             *cells,
+            cell("tokens seen", human(m.tokens)),
             cell("tokens/s", f"{m.tokens_per_s:,.0f}"),
+            cell("step time", step_time(m.step_time_s)),
             cell("TFLOP/s", quantity(m.tflops)),
             cell("MFU", "n/a" if m.mfu is None else f"{m.mfu:.1%}"),
             cell("memory", f"{m.memory_bytes / 2**30:.2f} GiB"),
@@ -261,3 +294,15 @@ class LivePanel(Display):
 def cell(label: str, value: str, style: str = "bold") -> Text:
     """Return a dim label and its value."""
     return Text.assemble((f"{label} ", "dim"), (value, style), no_wrap=True, overflow="ellipsis")
+
+
+def flow(label: str, items: Sequence[str], width: int, style: str = "bold") -> Text:
+    """Return a dim label and items, in as many lines of `width` as they need: broken between items."""
+    lines, start = [list[str]()], f"{label} " if label else ""
+    for item in items:
+        if lines[-1] and len(start) + len(" · ".join([*lines[-1], item])) > width:
+            lines.append([])
+        lines[-1].append(item)
+    indent = "\n" + " " * len(start)
+    shown = indent.join(" · ".join(line) for line in lines)
+    return Text.assemble((start, "dim"), (shown, style), no_wrap=True, overflow="ellipsis")

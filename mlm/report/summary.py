@@ -3,16 +3,19 @@
 import re
 import shlex
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from mlm.config.imports import TRUST
 from mlm.files.atomic import write_atomic
 from mlm.files.ownership import SUMMARY_MARK, is_summary
 from mlm.report.history import FILE_NAME, read_records
 from mlm.report.panel import duration, quantity
 
 Rows = Sequence[tuple[str, str]]
+MOST_ATTEMPTS = 6  # listed with their commands: the first and the newest
 
 FILES = (  # pattern in the run directory, what it holds
     ("*.yaml", "the composed configuration: every setting of this run"),
@@ -29,18 +32,28 @@ FILES = (  # pattern in the run directory, what it holds
 def write_summary(
     out: Path,
     *,
-    command: Sequence[str],
+    resume: Sequence[str],
     header: Rows,
     total_steps: int,
+    unit: str = "nats per token",
     prompt: str | None = None,
     validation: Sequence[str] = (),
+    trusted: str | None = None,
 ) -> Path:
     """Write `out`/README.md from `out`/metrics.jsonl and return its path (README.mlm.md beside a user's own).
 
-    `command` is what the user typed, as words: `["mlm", "pretrain", "experiment=shakespeare", "tp=2"]`.
-    `header` holds further rows on what ran (model, layout, precision …). `prompt` starts the example of
-    `mlm generate`; None leaves that out (no tokenizer). `validation` names the sets of a blend to be scored.
-    Raises OSError.
+    Args:
+        out: the run directory.
+        resume: the words that continue the run: `["mlm", "pretrain", "resume=runs/a"]`.
+        header: further rows on what ran (model, layout, precision …).
+        total_steps: steps that the run is to take.
+        unit: unit of the loss.
+        prompt: starts the example of `mlm generate`; None leaves that out (no tokenizer, or no text).
+        validation: the validation sets, of a blend one each; without any `mlm eval loss` is left out.
+        trusted: module of the user's own model family, which other commands load only if it is trusted.
+
+    Raises:
+        OSError: metrics.jsonl cannot be read, or the summary written.
     """
     records = list(read_records(out / FILE_NAME))
     steps = [r for r in records if r["kind"] == "step"]
@@ -53,20 +66,46 @@ def write_summary(
         f"{state}: {done:,} of {total_steps:,} steps.",
         f"![Training and validation loss over steps]({curve.name})" if curve else "",
         "## What ran",
-        table([("command", f"`{shlex.join(command)}`"), *header, *ran(records)]),
+        table([*started(records), *header, *ran(records)]),
         "## Results",
-        table(results(steps, [r for r in records if r["kind"] == "validation"])) or "Nothing was logged.",
+        table(results(steps, [r for r in records if r["kind"] == "validation"], unit))
+        or "Nothing was logged.",
         "## Files",
         table(present(out)),
         "## How to continue",
-        "From the directory the command was typed in:",
-        commands(out, command, done, total_steps, prompt, validation),
+        "From the folder that it was started in:",
+        commands(out, resume, done, total_steps, prompt, validation, trusted),
     ]
     path = out / "README.md"
     if path.exists() and not is_summary(path):  # the user's, come since the run began
         path = out / "README.mlm.md"
     write_atomic(path, "\n\n".join(filter(None, parts)).encode() + b"\n")
     return path
+
+
+def started(records: Sequence[dict[str, Any]]) -> Rows:
+    """Return rows on each attempt: the command as it was typed, and when and where it was started."""
+    attempts = [r for r in records if r["kind"] == "run" and "command" in r]
+    shown = attempts if len(attempts) <= MOST_ATTEMPTS else [attempts[0], *attempts[1 - MOST_ATTEMPTS :]]
+    rows = []
+    for run in shown:
+        step = run["start_step"]
+        rows.append((f"command after step {step:,}" if step else "command", code(shlex.join(run["command"]))))
+        if "job" in run:
+            rows.append(("job of the sweep", code(run["job"])))
+        when = datetime.fromtimestamp(run["time"], UTC).strftime("%Y-%m-%d %H:%M UTC")
+        words = [when, f"on {run['host']}" if "host" in run else ""]
+        words += [f"in {run['folder']}" if "folder" in run else ""]
+        words += [f"by {run['launcher']}" if "launcher" in run else ""]
+        rows.append(("started", " ".join(filter(None, words))))
+    return rows
+
+
+def code(text: str) -> str:
+    """Return text as code in Markdown, whatever backticks it holds."""
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    space = " " if "`" in text else ""
+    return f"{fence}{space}{text}{space}{fence}"
 
 
 def ran(records: Sequence[dict[str, Any]]) -> Rows:
@@ -81,10 +120,10 @@ def ran(records: Sequence[dict[str, Any]]) -> Rows:
         digest = f"receipt `{corpus['receipt']}`" if corpus["receipt"] else f"index `{corpus['digest']}`"
         rows.append((f"corpus {corpus['name']}", f"{corpus['weight']:.2%}, {digest}"))
     if tokens := max((r["tokens"] for r in records if r["kind"] == "step"), default=0):
-        rows.append(("tokens", f"{tokens:,}"))
+        rows.append(("tokens seen", f"{tokens:,}"))
     attempts = sum(r["kind"] == "run" for r in records)
     spent = duration(wall_time(records))
-    return [*rows, ("time", spent if attempts == 1 else f"{spent} in {attempts} attempts")]
+    return [*rows, ("time, h:mm:ss", spent if attempts == 1 else f"{spent} in {attempts} attempts")]
 
 
 def wall_time(records: Sequence[dict[str, Any]]) -> float:
@@ -98,22 +137,22 @@ def wall_time(records: Sequence[dict[str, Any]]) -> float:
     return total
 
 
-def results(steps: Sequence[dict[str, Any]], validations: Sequence[dict[str, Any]]) -> Rows:
-    """Return the final numbers that were logged."""
+def results(steps: Sequence[dict[str, Any]], validations: Sequence[dict[str, Any]], unit: str) -> Rows:
+    """Return the final numbers that were logged, losses in `unit`."""
     rows = []
     if steps:
-        rows.append(("training loss", f"{number(steps[-1]['loss'])} at step {steps[-1]['step']:,}"))
+        rows.append(("training loss", f"{number(steps[-1]['loss'])} {unit} at step {steps[-1]['step']:,}"))
     if validations:
         last = validations[-1]
-        rows.append(("validation loss", f"{number(last['loss'])} at step {last['step']:,}"))
+        rows.append(("validation loss", f"{number(last['loss'])} {unit} at step {last['step']:,}"))
         rows.append(("validation perplexity", number(last["perplexity"], digits=2)))
         parts = {key: loss for key, loss in last.items() if key.startswith("validation/")}
-        rows += [(f"validation loss of {key.partition('/')[2]}", number(loss)) for key, loss in parts.items()]
+        rows += [part_row(key.partition("/")[2], value, unit) for key, value in parts.items()]
         if scored := [v for v in validations if v["loss"] is not None]:
             best = min(scored, key=lambda v: v["loss"])
-            rows.append(("best validation loss", f"{number(best['loss'])} at step {best['step']:,}"))
+            rows.append(("best validation loss", f"{number(best['loss'])} {unit} at step {best['step']:,}"))
     if rates := values(steps, "tokens_per_s"):
-        rows.append(("tokens/s (median)", f"{median(rates):,.0f}"))
+        rows.append(("tokens/s of all ranks (median)", f"{median(rates):,.0f}"))
     if flops := values(steps, "tflops"):
         rows.append(("model TFLOP/s per device (median)", quantity(median(flops))))
     if shares := values(steps, "mfu"):
@@ -123,6 +162,13 @@ def results(steps: Sequence[dict[str, Any]], validations: Sequence[dict[str, Any
     if steps and steps[-1]["skipped_steps"]:
         rows.append(("steps skipped for overflow", f"{steps[-1]['skipped_steps']:,}"))
     return rows
+
+
+def part_row(name: str, value: float | None, unit: str) -> tuple[str, str]:
+    """Return the row of a validation's part: the loss of a corpus or a head, or an accuracy."""
+    if name.endswith("_accuracy"):
+        return f"validation {name.replace('_', ' ')}", number(value)
+    return f"validation loss of {name.removesuffix('_loss')}", f"{number(value)} {unit.partition(',')[0]}"
 
 
 def values(records: Iterable[dict[str, Any]], name: str) -> list[float]:
@@ -143,25 +189,29 @@ def present(out: Path) -> Rows:
 
 def commands(
     out: Path,
-    command: Sequence[str],
+    resume: Sequence[str],
     done: int,
     total_steps: int,
     prompt: str | None,
     validation: Sequence[str],
+    trusted: str | None,
 ) -> str:
     """Return a shell block: resume or extend, evaluate, generate."""
     if done < total_steps:
-        go_on = [f"# resume after step {done}", shlex.join(command)]
+        go_on = [f"# resume after step {done}", shlex.join(resume)]
     else:
         go_on = [
             f"# train on; schedule.decay_steps={total_steps} keeps the learning rate where it ended",
-            extended(command, total_steps),
+            extended(resume, total_steps),
         ]
-    score = f"mlm eval loss {override('ckpt', str(out))}"
+    lines = [*go_on]
+    trust = f"{TRUST}={trusted} " if trusted else ""
+    score = f"{trust}mlm eval loss {override('ckpt', str(out))}"
     scores = [f"{score} {override('path', path)}" for path in validation] if len(validation) > 1 else [score]
-    lines = [*go_on, "", "# loss and perplexity on held-out text", *scores]
+    if validation:
+        lines += ["", "# loss and perplexity on held-out text", *scores]
     if prompt is not None:
-        sample = f"mlm generate {override('ckpt', str(out))} {override('prompt', prompt)}"
+        sample = f"{trust}mlm generate {override('ckpt', str(out))} {override('prompt', prompt)}"
         lines += ["", "# sample a continuation", sample]
     return "\n".join(["```sh", *lines, "```"])
 

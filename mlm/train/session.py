@@ -9,7 +9,11 @@ from typing import Any, NamedTuple
 from omegaconf import OmegaConf
 
 from mlm.config.build import to_dict
+from mlm.config.imports import is_path
+from mlm.config.tree import leaves, values_of
+from mlm.errors import show
 from mlm.launch.stop import StopRequest
+from mlm.launch.typed import origin, program
 from mlm.report.metrics import Throughput
 from mlm.report.peak import Peak
 from mlm.report.reporter import Reporter
@@ -46,6 +50,7 @@ def training_session(
     peak: Peak | None,
     tokens_per_step: int,
     seq_length: int,
+    loss_unit: str,
 ) -> Iterator[Session]:
     """Report, listen to signals and save until the block ends.
 
@@ -58,6 +63,7 @@ def training_session(
         peak: peak of the device that MFU is stated against.
         tokens_per_step: tokens of the global batch; 0 if the loop counts them.
         seq_length: tokens of a sequence, or their mean, for FLOP/s.
+        loss_unit: unit of the loss, in words.
     """
     config, ctx = trainer.config, trainer.ctx
     throughput = Throughput(
@@ -73,7 +79,7 @@ def training_session(
         config=config.log,
         is_main=ctx.is_main,
         header=header,
-        run=record,
+        run={**record, **origin(), "loss_unit": loss_unit},
     )
     with StopRequest(announce=ctx.is_main) as stop, reporter, Saver(trainer, out, reporter) as saver:
         stop.show = reporter.announce
@@ -89,14 +95,22 @@ def composed_yaml(config: Any, command: str) -> str:
     return OmegaConf.to_yaml({"defaults": ["hydra_quiet", f"{command}_defaults", "_self_"], **values})
 
 
-def resume_command(command: str, out: Path) -> list[str]:
-    """The words to type to resume a run."""
-    return ["mlm", command, f"resume={out}"]
+def resume_command(command: str, out: Path, config: Any) -> list[str]:
+    """The words to type to resume a run, started as this one was."""
+    return [*program(), command, f"resume={out}", *own_code(config)]
 
 
-def resume_with(command: str, out: Path) -> str:
+def own_code(config: Any) -> list[str]:
+    """The settings that name the user's own code: a saved import path is followed only if typed again."""
+    spec: type = type(config)
+    values = values_of(config)
+    found = {key: values[key] for key, leaf in leaves(spec).items() if leaf.shipped}
+    return [f"{key}={show(value)}" for key, value in found.items() if is_path(value)]
+
+
+def resume_with(command: str, out: Path, config: Any) -> str:
     """Return how to resume a stopped run, in two lines."""
-    return f" Resume with:\n  {shlex.join(resume_command(command, out))}"
+    return f" Resume with:\n  {shlex.join(resume_command(command, out, config))}"
 
 
 def model_row(trainer: Trainer, origin: str = "") -> tuple[str, str]:

@@ -478,8 +478,8 @@ def test_tilde_and_the_empty_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_readme_of_the_users_in_a_run_stays(tmp_path: Path) -> None:
     run = claim_folder(tmp_path / "run", "run")
     (run / "metrics.jsonl").write_text("")
-    first = write_summary(run, command=["mlm", "pretrain"], header=[], total_steps=1)
-    assert write_summary(run, command=["mlm", "pretrain"], header=[], total_steps=2) == first
+    first = write_summary(run, resume=["mlm", "pretrain"], header=[], total_steps=1)
+    assert write_summary(run, resume=["mlm", "pretrain"], header=[], total_steps=2) == first
     first.write_text("# My notes\n")
-    assert write_summary(run, command=["mlm", "pretrain"], header=[], total_steps=1).name == "README.mlm.md"
+    assert write_summary(run, resume=["mlm", "pretrain"], header=[], total_steps=1).name == "README.mlm.md"
     assert first.read_text() == "# My notes\n"

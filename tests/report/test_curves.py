@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from mlm.report import curves
-from mlm.report.curves import draw_parts, frame, human, plot_losses, running_mean, series, token_maps
+from mlm.report.curves import draw_parts, frame, plot_losses, running_mean, series, token_maps
 from mlm.report.metrics import flat
 from tests.report.reporting import step_metrics
 
@@ -176,8 +176,3 @@ def test_curves_differ_without_colour(tmp_path: Path, monkeypatch: pytest.Monkey
     lines = panels(tmp_path, monkeypatch, [*full_steps(3), *validations])["loss (nats per token)"].get_lines()
     styles = {(line.get_marker(), str(line.get_linestyle())) for line in lines}
     assert len(styles) == len(lines) == 6
-
-
-@pytest.mark.parametrize("value, text", [(950, "950"), (2e6, "2M"), (1.5e9, "1.5B"), (262144, "262k")])
-def test_human(value: float, text: str) -> None:
-    assert human(value) == text

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mlm.report.config import LogConfig
-from mlm.report.panel import LivePanel, duration, quantity
+from mlm.report.panel import LivePanel, duration, human, quantity, step_time
 from mlm.report.reporter import training_console
 from tests.report.reporting import Clock, read_metrics, reporter, shown, step_metrics, terminal
 
@@ -67,7 +67,7 @@ def test_header_and_resumed_step_come_first(tmp_path: Path) -> None:
     console = terminal()
     with reporter(tmp_path, console, start_step=40):
         pass
-    assert shown(console).splitlines() == [
+    assert [line for line in shown(console).splitlines() if not line.startswith("units")] == [
         "run     try",
         "layout  tp=2 pp=1 dp=1",
         "resumed  after step 40",
@@ -102,12 +102,15 @@ def panel_text(width: int = 100, **changed: object) -> str:
         "loss 4.2500",
         "lr 3.000e-04",
         "gradient norm 0.7500",
+        "tokens seen 30k",
         "tokens/s 2,000",
+        "step time 500.0 ms",
         "TFLOP/s 0.1230",
         "MFU 42.0%",
         "memory 1.50 GiB",
         "loss 3.5000 · perplexity 33.12 · step 20",
         "elapsed 0:01:00",
+        "loss nats per token · TFLOP/s and MFU per device · memory of rank 0",
         "left 0:03:30",  # 20 steps took 60 s, 70 remain
     ],
 )
@@ -200,3 +203,30 @@ def test_duration(seconds: float | None, text: str) -> None:
 )
 def test_quantity(value: float, text: str) -> None:
     assert quantity(value) == text
+
+
+@pytest.mark.parametrize("value, text", [(950, "950"), (2e6, "2M"), (1.5e9, "1.5B"), (262144, "262k")])
+def test_human(value: float, text: str) -> None:
+    assert human(value) == text
+
+
+@pytest.mark.parametrize("seconds, text", [(0.0123, "12.30 ms"), (0.5, "500.0 ms"), (1.5, "1.500 s")])
+def test_step_time(seconds: float, text: str) -> None:
+    assert step_time(seconds) == text
+
+
+def test_units_of_plain_lines_follow_the_header_once(tmp_path: Path) -> None:
+    console = terminal()
+    with reporter(tmp_path, console, run={"loss_unit": "per example"}) as report:
+        report.step(step_metrics(10))
+        report.step(step_metrics(20))
+    (units,) = [line for line in shown(console).splitlines() if line.startswith("units ")]
+    assert "loss per example" in units
+    assert "ETA time left, h:mm:ss" in units
+
+
+@pytest.mark.parametrize("width", [44, 60, 80, 120])
+def test_no_number_of_the_panel_is_truncated(width: int) -> None:
+    text = panel_text(width, tokens=3 * 10**11, tokens_per_s=1234567.8, grad_norm=12345.6)
+    assert "…" not in text
+    assert "step 20" in text
