@@ -93,7 +93,8 @@ def read_run(resume: str, config: str) -> Saved:
         what = f"holds no {CONFIG}" if place.is_dir() else "no such folder"
         raise UserError(f"resume={resume}: {what}; name the folder of a run (out=… of mlm {config})")
     values = read_values(file, config)
-    values["checkpoint.resume"] = True  # asked for: a run that was to find its folder empty has filled it
+    if values.get("checkpoint.resume") is False:  # it was to find no checkpoint; now it is told to resume
+        values["checkpoint.resume"] = True
     return Saved(values, str(file.parent) if file.name == CONFIG else None)
 
 

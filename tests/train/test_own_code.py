@@ -1,6 +1,7 @@
 """Families, optimizers, schedules and datasets of the user's own, named by import path."""
 
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -131,3 +132,15 @@ def test_class_of_a_trusted_module_cannot_name_another_module(monkeypatch: pytes
     assert imported("optimizer.kind", "mine:build", ("adamw",)).__name__ == "build"
     with pytest.raises(OwnCodeError):
         imported("optimizer.kind", "mineral:build", ("adamw",))
+
+
+def test_the_command_that_a_run_prints_names_own_code_however_it_was_started(tmp_path: Path) -> None:
+    """Saved import paths are not followed: the second attempt's summary must name them again."""
+    run = tmp_path / "run"
+    own = ["optimizer.kind=mine:build", "schedule.decay=mine:decay", "schedule.decay_steps=20"]
+    assert pretrain(run, *own, "train.steps=1", "checkpoint.resume=false") == 0
+    for _ in range(2):
+        block = (run / "README.md").read_text().partition("```sh\n")[2].partition("\n```")[0]
+        (line,) = [words for text in block.splitlines() if (words := shlex.split(text, comments=True))]
+        assert main(line[1:]) == 0
+    assert len(losses(run)) == 4
