@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
     from mlm.parallel.mesh import ParallelContext
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BERT",

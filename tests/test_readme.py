@@ -1,56 +1,323 @@
-"""The commands of the READMEs compose: no key, choice or value in them is unknown."""
+"""Code blocks of the README, the guides and the site's pages: each is checked, or marked with why not."""
 
+import argparse
 import re
+import runpy
 import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any, NoReturn
 
+import numpy as np
 import pytest
+import yaml
+from packaging.requirements import Requirement
+from pip._internal.commands import create_command
+from torch.distributed.run import get_args_parser
 
+import mlm
 from mlm.cli import main
+from mlm.corpus.train_tokenizer import train_wordpiece
+from mlm.data.indexed import IndexedWriter, token_dtype
+from mlm.evaluate.lm_eval import main as lm_eval
+from tests.convert.hf_models import TEXT, add_tokenizer, import_model, make_model
+from tests.pages import ROOT, SHELL, Block, blocks, pages
 
-ROOT = Path(__file__).parents[1]
-GUIDES = sorted([*ROOT.glob("mlm/*/README.md"), *ROOT.glob("scripts/**/*.md")])
-READMES = (*ROOT.glob("*.md"), *GUIDES)
+PAGES = pages()
+BLOCKS = [block for page, text in PAGES.items() for block in blocks(text, page)]
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
-MISTAKEN = "optimzer.lr"
-"""In the one command that shows what is said of mistakes."""
+FILE_NAME = re.compile(r"# (?P<path>[\w./]+\.(?:py|yaml))(?:, for `(?P<command>[^`]+)`)?$")
+"""The first line of a block that shows a file."""
+LONGEST_README = 1300  # words
+
+Words = list[str]
 
 
-def commands() -> list[str]:
-    """Every `mlm …` typed in a code block; `sbatch …/pretrain.sbatch` stands for `mlm pretrain`."""
-    text = "\n".join(readme.read_text() for readme in READMES)
-    blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    lines = [line.removeprefix("$ ") for block in blocks for line in block.splitlines()]
-    lines = [
-        line.replace(" …", "").replace("sbatch scripts/slurm/pretrain.sbatch", "mlm pretrain")
-        for line in lines
-    ]
-    return [line for line in lines if re.match(r"mlm [a-z]+ ", line)]
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What pages take for granted: a run, a corpus with its tokenizer, and an exported model."""
+    folder = tmp_path_factory.mktemp("pages")
+    make_model(folder / "source")
+    add_tokenizer(folder / "source")
+    import_model(folder / "source", folder / "runs/shakespeare", verify=False)
+    mlm.export_hf(folder / "runs/shakespeare", folder / "exported", verify=False)
+    tokenizer = train_wordpiece(lambda: [TEXT] * 5, 200)
+    (folder / "corpus").mkdir()
+    tokenizer.save(folder / "corpus/tokenizer.json")
+    ids = tokenizer.encode(TEXT)
+    with IndexedWriter(folder / "corpus/train", token_dtype(1000)) as writer:
+        for _ in range(50):
+            writer.add_document(np.array(ids * 4), [len(ids)] * 4)
+    return folder
 
 
-def test_the_readme_shows_every_kind_of_command() -> None:
-    shown = {tuple(shlex.split(line, comments=True)[1:3]) for line in commands()}
-    for words in ("pretrain", "finetune", "parity", "generate", "plan", "eval", "data"):
-        assert any(words in pair for pair in shown), words
+@pytest.fixture
+def desk(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory of a reader of the pages, who has trained a model and built a corpus."""
+    (tmp_path / "runs").mkdir()
+    for name in ("runs/shakespeare", "corpus"):
+        (tmp_path / name).symlink_to(trained / name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
-@pytest.mark.parametrize("line", commands())
-def test_a_command_of_the_readme_composes(
-    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if found := re.search(r"resume=(\S+)", line):  # of a run that exists
-        run = tmp_path / found[1]
-        run.mkdir(parents=True)
-        (run / "config.yaml").write_text("name: a\n")
-        monkeypatch.chdir(tmp_path)
-    words = shlex.split(line, comments=True)[1:]
+# Commands, each as far as it can be checked without its effect.
+
+
+def compose(words: Words) -> None:
+    """`mlm …` composes: no key, choice or value is unknown."""
+    for word in words:
+        if word.startswith("resume="):  # of a run that exists
+            run = Path(word.partition("=")[2])
+            run.mkdir(parents=True, exist_ok=True)
+            (run / "config.yaml").write_text("name: a\n")
     if "--multirun" in words:  # the first job of the sweep
         words = [word.partition(",")[0] for word in words if word != "--multirun"]
-    code = main([*words, "--cfg", "job"] if "--help" not in words else words)
-    assert code == (2 if MISTAKEN in line else 0), capsys.readouterr().err
+    is_shown = {"--help", "--version", "completion"} & {*words}
+    assert main(words if is_shown else [*words, "--cfg", "job"]) == 0
 
 
-@pytest.mark.parametrize("page", READMES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_of_a_page_lead_to_files(page: Path) -> None:
-    missing = [link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()]
-    assert not missing
+class Parsed(BaseException):
+    """Arguments are accepted; the program would start."""
+
+
+def accepts(program: Callable[[], Any], words: Words) -> None:
+    """A program's parser takes its arguments."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def stop(parser: argparse.ArgumentParser, *given: Any, **named: Any) -> NoReturn:
+        parse(parser, *given, **named)
+        raise Parsed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["program", *words])
+        patch.setattr(argparse.ArgumentParser, "parse_args", stop)
+        with pytest.raises(Parsed):
+            program()
+
+
+def python(words: Words) -> None:
+    """`python SCRIPT …`, `python -m MODULE …`."""
+    if words[:1] != ["-m"]:
+        accepts(lambda: runpy.run_path(str(ROOT / words[0]), run_name="__main__"), words[1:])
+    elif words[1] in ("mlm", "pip"):
+        check_command([words[1], *words[2:]])
+    elif words[1] == "pytest":
+        assert all((ROOT / word).exists() for word in words[2:] if not word.startswith("-"))
+    else:
+        assert words[1:2] == ["venv"], words
+        assert len(words) == 3
+
+
+def torchrun(words: Words) -> None:
+    """The launcher takes its arguments, and what it starts takes the rest."""
+    options = get_args_parser().parse_args(words)
+    python([*(["-m"] if options.module else []), options.training_script, *options.training_script_args])
+
+
+@cache
+def makefile() -> tuple[set[str], set[str]]:
+    """Targets and variables."""
+    text = (ROOT / "Makefile").read_text()
+    return {*re.findall(r"^([a-z-]+):", text, re.MULTILINE)}, {
+        *re.findall(r"^(\w+) [?:]=", text, re.MULTILINE)
+    }
+
+
+def make(words: Words) -> None:
+    """Each target exists, and so does each variable."""
+    targets, variables = makefile()
+    given = {word.partition("=")[0] for word in words if "=" in word}
+    assert given <= variables
+    assert {word for word in words if "=" not in word} <= targets
+
+
+def pip(words: Words) -> None:
+    """Options are pip's, files exist, and extras are ours."""
+    options, wanted = create_command(words[0]).parse_args(words[1:])
+    assert all((ROOT / path).exists() for path in getattr(options, "constraints", []))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for words_of_one in wanted:
+        one = Requirement(words_of_one.replace(".", "mlm", 1) if words_of_one[0] == "." else words_of_one)
+        assert one.name == "mlm"
+        assert one.extras <= project["optional-dependencies"].keys()
+
+
+def sbatch(words: Words) -> None:
+    """The script exists, and what it starts composes."""
+    assert words[0] == "scripts/slurm/pretrain.sbatch"
+    assert (ROOT / words[0]).exists()
+    compose(["pretrain", *words[1:]])
+
+
+def activate(words: Words) -> None:
+    """The script of make's virtual environment."""
+    assert words == [".venv/bin/activate"]
+    assert "VENV := .venv\n" in (ROOT / "Makefile").read_text()
+
+
+def script(words: Words) -> None:
+    """A shell script of the repository that bash can read."""
+    subprocess.run(["bash", "-n", ROOT / words[0]], check=True)
+
+
+CHECKS: dict[str, Callable[[Words], None]] = {
+    "mlm": compose,
+    "mlm-lm-eval": lambda words: accepts(lm_eval, words),
+    "make": make,
+    "pip": pip,
+    "python": python,
+    "python3": python,
+    "torchrun": torchrun,
+    "sbatch": sbatch,
+    "bash": script,
+    ".": activate,
+}
+
+
+def check_command(words: Words) -> None:
+    """Check one command; unknown programs are an error."""
+    while re.match(r"[A-Z_]+=", words[0]):
+        words = words[1:]
+    name = words[0].removeprefix(".venv/bin/")
+    if name not in CHECKS:
+        pytest.fail(f"{name!r} is neither checked here nor is its block marked: <!-- not run: why -->")
+    CHECKS[name](words[1:])
+
+
+# Blocks.
+
+
+def check_shell(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each line of a shell block is a command that can be checked."""
+    for line in block.commands:
+        check_command([word for word in shlex.split(line, comments=True) if word != "…"])
+
+
+def check_transcript(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command prints what is shown; `…` stands for anything."""
+    (line,) = block.commands
+    capsys.readouterr()
+    main(shlex.split(line)[1:])
+    printed = "".join(capsys.readouterr())
+    shown = block.code.partition("\n")[2]
+    assert re.fullmatch(re.escape(shown).replace("…", ".*"), printed, re.DOTALL), printed
+
+
+def check_python(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is Python; `test_python_of_a_page_runs` runs it."""
+    compile(block.code, str(block), "exec")
+
+
+def check_yaml(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
+    """A mapping; a file of a page composes with the command that its first line names."""
+    assert isinstance(yaml.safe_load(block.code), dict)
+    found = FILE_NAME.match(block.code.partition("\n")[0])
+    if found and found["command"]:
+        for other in BLOCKS:
+            if other.page == block.page:
+                write_file(other)
+        check_command(shlex.split(found["command"].replace(" …", "")))
+
+
+def write_file(block: Block) -> None:
+    """Write the file that a block shows, if it does."""
+    if found := FILE_NAME.match(block.code.partition("\n")[0]):
+        Path(found["path"]).parent.mkdir(parents=True, exist_ok=True)
+        Path(found["path"]).write_text(block.code)
+
+
+LANGUAGES = {**dict.fromkeys(SHELL, check_shell), "python": check_python, "yaml": check_yaml}
+
+
+def check_block(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
+    """Check a block; one of no known language is an error unless it is marked."""
+    if block.reason is not None:
+        assert block.reason, f"{block}: the marking gives no reason"
+        if block.is_transcript:  # its output is not compared
+            check_shell(block, capsys)
+        return
+    check = check_transcript if block.is_transcript else LANGUAGES.get(block.language)
+    if check is None:
+        pytest.fail(f"{block}: neither run nor marked; put above it: <!-- not run: why -->")
+    check(block, capsys)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_a_block_is_checked_or_marked(
+    block: Block, desk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(desk)
+    monkeypatch.setenv("COLUMNS", "120")
+    check_block(block, capsys)
+
+
+@pytest.mark.parametrize("page", sorted({block.page for block in BLOCKS if block.language == "python"}))
+def test_python_of_a_page_runs(page: str, desk: Path, trained: Path) -> None:
+    code = [block for block in BLOCKS if (block.page, block.language) == (page, "python")]
+    run = [block.code for block in code if block.reason is None]
+    if "export_hf" not in "".join(run):
+        (desk / "exported").symlink_to(trained / "exported")
+    names: dict[str, Any] = {"__name__": "page"}
+    for text in run:  # on one rank, in place of the two that torchrun starts
+        exec(text.replace("build_mesh(tp=2", "build_mesh(tp=1"), names)
+
+
+def wrong(text: str) -> Block:
+    (block,) = blocks(text, "page.md")
+    return block
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```\nout/checkpoints\n```",
+        "    out/checkpoints",
+        "~~~ruby\nputs 1\n~~~",
+        "```sh\nrm -rf runs\n```",
+        "```sh\nmake everything\n```",
+        "```sh\nmake test WORKERS=2\n```",
+        "```sh\npip install '.[hf,everything]'\n```",
+        "```sh\npip instal .\n```",
+        "```sh\nmlm pretrain tpp=2\n```",
+        "```sh\npython scripts/bench_train.py --shapes tiny\n```",
+        "```sh\ntorchrun --nproc=2 -m mlm pretrain tpp=2\n```",
+        "```sh\nsbatch scripts/slurm/pretrain.sbatch modl=gpt2_8b\n```",
+        "```sh\nmlm-lm-eval --modell mlm\n```",
+        "```\n$ mlm pretrain tp=7\nmlm pretrain: yes\n```",
+        "```python\nfor\n```",
+        "```yaml\n- a: [\n```",
+        "<!-- not run: -->\n```\na\n```",
+        "<!-- not run -->\n```\na\n```",
+        "<!-- not run: far away -->\n\nwords\n\n```\na\n```",
+    ],
+)
+def test_a_wrong_block_is_an_error(
+    text: str, desk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises((Exception, SystemExit, pytest.fail.Exception)):
+        check_block(wrong(text), capsys)
+
+
+def test_a_marked_block_has_its_reason() -> None:
+    assert wrong("<!-- not run: needs a cluster -->\n\n```sh\nsrun x\n```").reason == "needs a cluster"
+
+
+def test_the_pages_show_every_feature() -> None:
+    lines = [line for block in BLOCKS for line in block.commands if line.startswith("mlm ")]
+    shown = {word for line in lines for word in line.split()[1:3]}
+    assert {"pretrain", "finetune", "parity", "generate", "plan", "eval", "data", "ckpt"} <= shown
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_of_a_page_lead_to_files(page: str) -> None:
+    folder = (ROOT / page).parent
+    assert not [link for link in LINK.findall(PAGES[page]) if not (folder / link).exists()]
+
+
+def test_the_readme_is_short() -> None:
+    assert len(PAGES["README.md"].split()) <= LONGEST_README

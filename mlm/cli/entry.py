@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from mlm import __version__
 from mlm.cli.arguments import COMPLETION, HELP, VERSION, find_command, second_words
 from mlm.cli.commands import COMMANDS, resolve
 from mlm.cli.help import main_help
@@ -59,4 +60,4 @@ def say(text: str) -> int:
 def version_line() -> str:
     """The answer to `mlm --version`."""
     version = import_module("importlib.metadata").version
-    return f"mlm {version('mlm')} (hydra {version('hydra-core')})"
+    return f"mlm {__version__} (hydra {version('hydra-core')})"

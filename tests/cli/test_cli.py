@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import mlm
 from mlm.cli.commands import COMMANDS, Command, resolve
 from mlm.cli.tasks import takes_task, task_names, task_summaries
 from tests.cli.doubles import Cli, make_cli, write
@@ -72,7 +73,7 @@ class TestSurface:
 
     def test_version_names_hydras_too(self, cli: Cli) -> None:
         assert cli("--version") == 0
-        assert cli.out.startswith("mlm 0.1.0 (hydra 1.3")
+        assert cli.out.startswith(f"mlm {mlm.__version__} (hydra 1.3")
 
 
 class TestHelp:

@@ -1,6 +1,7 @@
 """The documentation site: its reference is complete, and pages of the repository become pages with links."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import yaml
 from links import GATHERED, OWN, ROOT, rewrite
 from reference import PAGES, command_uri, group_uri
 
+import mlm
 from mlm.cli.commands import COMMANDS, Command
 from mlm.config.tree import choices, leaves
 
@@ -62,13 +64,35 @@ def test_code_blocks_keep_what_looks_like_a_link() -> None:
     assert rewrite("```\n[a](b.py)\n```", "README.md") == "```\n[a](b.py)\n```"
 
 
-def test_ci_runs_lint_tests_and_docs_of_the_makefile() -> None:
-    steps = [
-        step.get("run", "")
-        for job in yaml.safe_load(CI.read_text())["jobs"].values()
-        for step in job["steps"]
-    ]
-    targets = set(re.findall(r"make ([a-z-]+)", "\n".join(steps)))
-    assert targets == {"lint", "test", "docs"}
+def targets(text: str) -> set[str]:
+    """Targets of the Makefile that a text calls."""
+    return {word for line in re.findall(r"make((?: [a-z-]+)+)", text) for word in line.split()}
+
+
+def test_ci_and_contributors_run_the_same_targets() -> None:
+    jobs = yaml.safe_load(CI.read_text())["jobs"].values()
+    steps = "\n".join(step.get("run", "") for job in jobs for step in job["steps"])
+    local = "\n".join(re.findall("^make .*", (ROOT / ".ci/run").read_text(), re.MULTILINE))
+    asked = re.findall("`(make lint test[a-z ]*)`", (ROOT / "CONTRIBUTING.md").read_text())[-1]
+    shown = re.findall("`(make lint test[a-z ]*)`", (ROOT / "README.md").read_text())[-1]
+    assert targets(steps) == targets(local) == targets(asked) == targets(shown) == {"lint", "test", "docs"}
     makefile = (ROOT / "Makefile").read_text()
-    assert all(re.search(rf"^{name}:", makefile, re.MULTILINE) for name in targets)
+    assert all(re.search(rf"^{name}:", makefile, re.MULTILINE) for name in targets(local))
+
+
+def test_the_public_names_are_on_the_page_of_the_module() -> None:
+    page = (ROOT / OWN / "api/mlm.md").read_text()
+    shown = re.findall(r"^::: mlm\.(\w+)$", page, re.MULTILINE)
+    assert sorted(shown) == sorted(mlm.__all__)
+
+
+def test_the_page_of_the_module_comes_first_in_the_api() -> None:
+    config = (ROOT / "scripts/docs/mkdocs.yml").read_text()
+    assert re.search(r"^  - API:\n      - api/index\.md\n      - [^:]+: api/mlm\.md$", config, re.MULTILINE)
+
+
+def test_the_version_is_one() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    changelog = re.findall(r"^## (\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert mlm.__version__ == project["version"] == changelog[0] == citation["version"]
