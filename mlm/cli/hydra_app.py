@@ -24,6 +24,7 @@ from mlm.cli.rejected import rejected_override
 from mlm.cli.reporting import report
 from mlm.cli.run import Job, run, show
 from mlm.cli.saved import Saved, unset_config
+from mlm.cli.sweep import Sweep
 from mlm.config.paths import CONFIG_DIR
 from mlm.errors import ConfigError, Problem
 
@@ -49,16 +50,20 @@ def call_hydra(
     flags, shows = (list(flags), False) if saved is None else without_print(flags)
     config = command.config if saved is None else unset_config(command.config)
     started: list[Job] = []
+    sweep = Sweep(command)
 
     def task(composed: DictConfig) -> None:
         about = HydraConfig.get()
-        sweeping = about.mode == RunMode.MULTIRUN
-        job = Job(command, typed, about if sweeping else None, saved)
+        job = Job(command, typed, about if about.mode == RunMode.MULTIRUN else None, saved)
         started.append(job)
-        code = report(command, lambda: show(job, composed) if shows else run(job, composed))
-        if code and sweeping:
-            raise JobFailedError(code)
-        if code:
+
+        def work() -> int:
+            return report(command, lambda: show(job, composed) if shows else run(job, composed))
+
+        if job.sweep is not None:
+            if code := sweep.run(job, work):
+                raise JobFailedError(code)
+        elif code := work():
             sys.exit(code)
 
     try:
@@ -74,6 +79,8 @@ def call_hydra(
         if started:
             raise
         raise ConfigError(typed.all_problems([_explained(command, flags, typed, error)])) from None
+    finally:
+        sweep.report()
     return 0
 
 

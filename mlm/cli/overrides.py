@@ -54,13 +54,12 @@ class Prepared:
     """Keys and sections that the rejected overrides were meant for: the rest of the config does not have the
     values that the user asked for, so further problems of these keys are no news."""
 
-    def swept(self, overrides: Iterable[str]) -> str:
-        """Those of a job's overrides that the sweep varies: what its folder is named by."""
+    def swept(self, overrides: Iterable[str]) -> list[str]:
+        """Those of a job's overrides that the sweep varies, sorted: what its folder is named by."""
         parser = OverridesParser.create()
         keys = {o.key_or_group for o in parser.parse_overrides(self.overrides) if o.is_sweep_override()}
         job = parser.parse_overrides(list(overrides))
-        kept = sorted(o.input_line or "" for o in job if o.key_or_group in keys and o.key_or_group != "out")
-        return ",".join(kept)
+        return sorted(o.input_line or "" for o in job if o.key_or_group in keys and o.key_or_group != "out")
 
     def all_problems(self, further: Iterable[Problem]) -> list[Problem]:
         """The problems of spelling, and those of `further` that do not follow from them."""

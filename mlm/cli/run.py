@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,13 @@ class Job:
     """Hydra's own config in a job of a sweep, None outside one."""
     saved: Saved | None = None
     """The settings of the run that is continued, None for a new one."""
+    outs: list[str] = field(default_factory=list)
+    """The output of a job of a sweep, once it is placed."""
+
+    @property
+    def varied(self) -> list[str]:
+        """The overrides of this job that the sweep varies."""
+        return self.typed.swept(self.sweep.overrides.task)
 
     def values(self, composed: DictConfig) -> dict[str, Any]:
         """All values of the command. Raises ConfigError for a broken interpolation."""
@@ -61,11 +68,12 @@ class Job:
             out = f"{self.sweep.sweep.dir}/{self.command.config}.json"
         if not isinstance(out, str) or out in ("", STDOUT, MISSING_VALUE):
             return
-        varied = self.typed.swept(self.sweep.overrides.task)
+        varied = ",".join(self.varied)
         place, folder = Path(out), folder_name(varied)
         values["out"] = str(place.parent / folder / place.name if place.suffix in FILES else place / folder)
         print(f"mlm {self.command.name}: job {self.sweep.job.num}: out={values['out']}", file=sys.stderr)
         note_job(varied)
+        self.outs.append(values["out"])
 
 
 def folder_name(overrides: str) -> str:

@@ -135,6 +135,20 @@ class TestSweeps:
         assert [c.parallel.tp for c in cli.launched.configs] == [2]
         assert "tp=3 does not divide" in cli.err
 
+    def test_a_sweep_of_runs_ends_with_their_table(self, cli: Cli) -> None:
+        assert cli(f"{SOUND} -m tp=3,2 out=o") == 2
+        rows = [line.split() for line in cli.out.splitlines() if "o/tp=" in line]
+        assert rows == [["3", "failed", "(exit", "code", "2)", "o/tp=3"], ["2", "finished", "o/tp=2"]]
+        assert cli("plan schedule -m pp=2,4 out=o/a.svg") == 0
+        assert cli.out == ""
+
+    def test_an_interrupt_starts_no_further_job(self, cli: Cli) -> None:
+        cli.launched.run = raising(KeyboardInterrupt())
+        assert cli(f"{SOUND} -m tp=1,2 out=o") == 130
+        assert len(cli.launched.configs) == 1
+        assert [line.split()[1] for line in cli.out.splitlines() if "o/tp=" in line] == ["interrupted"]
+        assert "not started" in cli.out
+
     @pytest.mark.parametrize("sweep", ["-m", "hydra.mode=MULTIRUN", "--hydra.mode=MULTIRUN"])
     def test_error_of_a_job_is_reported_in_our_words_alone(self, cli: Cli, sweep: str) -> None:
         assert cli(f"{SOUND} {sweep} tp=3 model=gpt2_tiny") == 2
