@@ -21,6 +21,7 @@ from mlm.terminal import add_row, console, table
 FORMAT = "mlm-sweep-1"
 JSON, MARKDOWN = "sweep.json", "sweep.md"
 MAX_BYTES = 1 << 26
+LINE = 1000  # columns of the widest table
 KILLED = 128
 """Exit codes from here on are those of a run that a signal ended."""
 FINISHED, STOPPED, INTERRUPTED, FAILED = "finished", "stopped", "interrupted", "failed"
@@ -100,15 +101,14 @@ def best_of(runs: Sequence[Run]) -> Run | None:
 def cells(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     """Return headings and rows, without empty columns; a heading that ends in "#" is of numbers."""
     best, keys = best_of(runs), list(dict.fromkeys(key for run in runs for key in run["settings"]))
-    unit = next((f", {run['loss_unit']}" for run in runs if "loss_unit" in run), "")
     has_validation = any("validation_loss" in run for run in runs)
     metric = next((run["metric"] for run in runs if "metric" in run), None)
     columns = [
-        ("loss", f"training loss{unit}#", "{:.4f}".format),
-        ("validation_loss", f"validation loss{unit}#", "{:.4f}".format),
+        ("loss", "loss#", "{:.4f}".format),
+        ("validation_loss", "loss#", "{:.4f}".format),
         ("best_validation_loss", "best#", "{:.4f}".format),
         ("score", f"best {metric}#", "{:.4f}".format),
-        ("best_step", "best at step#", "{:,.0f}".format),
+        ("best_step", "at step#", "{:,.0f}".format),
         ("tokens_per_s", "tokens/s#", human),
     ]
     shown = [
@@ -130,6 +130,13 @@ def cells(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     return headings, rows
 
 
+def title(runs: Sequence[Run]) -> str:
+    """Return the number of runs and the unit of their losses."""
+    kind = "validation" if any("validation_loss" in run for run in runs) else "training"
+    unit = next((f" · {kind} loss in {run['loss_unit']}" for run in runs if "loss_unit" in run), "")
+    return f"sweep of {len(runs)} runs{unit.replace('in per', 'per')}"
+
+
 def state_in_words(run: Run) -> str:
     """Return the state of a run with its step or exit code."""
     if run["state"] == STOPPED:
@@ -140,10 +147,13 @@ def state_in_words(run: Run) -> str:
 def report_sweep(runs: Sequence[Run], command: Sequence[str]) -> None:
     """Print the table and write it beside the runs, with those of earlier sweeps there."""
     headings, rows = cells(runs)
-    made = table(f"sweep · {len(runs)} runs", *headings)
+    made = table(title(runs), *headings)
     for row in rows:
         add_row(made, *row)
     screen = console()
+    screen.width = max(
+        screen.width, screen.measure(made, options=screen.options.update(max_width=LINE)).maximum
+    )  # a row is a line
     screen.print(made)
     try:
         for path in write_sweep(runs, command):
@@ -171,7 +181,7 @@ def write_sweep(runs: Sequence[Run], command: Sequence[str]) -> list[Path]:
     )
     lines = [[heading.removesuffix("#") for heading in headings], ["---"] * len(headings), *rows]
     body = "\n".join(f"| {' | '.join(map(escaped, line))} |" for line in lines)
-    write_atomic(text, f"{SUMMARY_MARK}\n\n# Sweep\n\n{body}\n".encode())
+    write_atomic(text, f"{SUMMARY_MARK}\n\n# Sweep\n\n{title(everything).capitalize()}.\n\n{body}\n".encode())
     return [text, data]
 
 

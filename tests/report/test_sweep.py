@@ -33,9 +33,9 @@ def test_each_run_has_its_settings_numbers_and_state(tmp_path: Path) -> None:
     assert table[0] == {
         "": "",
         "lr": "1e-3",
-        "validation loss#": "4.5000",
+        "loss#": "4.5000",
         "best#": "4.0000",
-        "best at step#": "20",
+        "at step#": "20",
         "tokens/s#": "2M",
         "state": "finished",
         "folder": str(tmp_path / "lr=1e-3"),
@@ -100,3 +100,12 @@ def test_settings_are_keys_and_values() -> None:
         "optimizer.lr": "0.001",
         "data.blend": "[a,b]",
     }
+
+
+def test_a_row_of_the_table_is_one_line_however_narrow_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    report_sweep(sweep(tmp_path), ["mlm", "pretrain"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if str(tmp_path / "lr=") in line]
+    assert [line.split()[-1] for line in lines] == [str(tmp_path / f"lr={n}e-3") for n in (1, 2, 4)]
