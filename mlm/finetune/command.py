@@ -31,7 +31,7 @@ COMMANDS = (
                 "mlm finetune mnli ckpt=google-bert/bert-base-uncased seeds=5 data.predict_tests=true",
             ),
             (
-                "A sweep: each job in its own folder below `out`",
+                "A sweep: each job in its own folder below `out`, and a table of them at the end",
                 "mlm finetune --multirun rte ckpt=runs/bert optimizer.lr=1e-5,2e-5,3e-5 "
                 "train.global_batch_size=16,32",
             ),

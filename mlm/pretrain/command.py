@@ -19,7 +19,7 @@ COMMANDS = (
         about=(
             "Trains a GPT-2 on an indexed corpus. Started plainly it starts its ranks on this host; under "
             "torchrun or SLURM it joins as one. The run folder `out` gets the composed config, checkpoints, "
-            "metrics.jsonl and a loss curve; the same command again resumes it, and so does resume=RUN, with "
+            "metrics.jsonl and curves; the same command again resumes it, and so does resume=RUN, with "
             "the run's own settings and the overrides after it."
         ),
         examples=(
@@ -42,7 +42,7 @@ COMMANDS = (
             ),
             ("What would run, with every key", "mlm pretrain experiment=v1_8_3b --cfg job"),
             (
-                "A sweep: each job in its own folder below `out`",
+                "A sweep: each job in its own folder below `out`, and a table of them at the end",
                 "mlm pretrain -m experiment=shakespeare optimizer.lr=3e-4,1e-3",
             ),
             (

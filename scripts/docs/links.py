@@ -17,6 +17,7 @@ GATHERED = {
     "scripts/docs/layouts.md": "guides/layouts.md",
     "mlm/parallel/README.md": "guides/parallel-core.md",
     "mlm/corpus/README.md": "guides/data.md",
+    "mlm/report/README.md": "guides/runs.md",
     "mlm/checkpoint/README.md": "guides/checkpoints.md",
     "mlm/evaluate/README.md": "guides/evaluation.md",
     "mlm/finetune/README.md": "guides/finetuning.md",
