@@ -77,7 +77,7 @@ def compose(words: Words) -> None:
             (run / "config.yaml").write_text("name: a\n")
     if "--multirun" in words:  # the first job of the sweep
         words = [word.partition(",")[0] for word in words if word != "--multirun"]
-    is_shown = {"--help", "--version", "completion"} & {*words}
+    is_shown = {"--help", "--version", "-sc"} & {*words}
     assert main(words if is_shown else [*words, "--cfg", "job"]) == 0
 
 
@@ -160,6 +160,12 @@ def activate(words: Words) -> None:
     assert "VENV := .venv\n" in (ROOT / "Makefile").read_text()
 
 
+def evaluate(words: Words) -> None:
+    """`eval "$(COMMAND)"`: the command in it."""
+    (word,) = words
+    check_command(shlex.split(word.removeprefix("$(").removesuffix(")")))
+
+
 def script(words: Words) -> None:
     """A shell script of the repository that bash can read."""
     subprocess.run(["bash", "-n", ROOT / words[0]], check=True)
@@ -176,6 +182,7 @@ CHECKS: dict[str, Callable[[Words], None]] = {
     "sbatch": sbatch,
     "bash": script,
     ".": activate,
+    "eval": evaluate,
 }
 
 
@@ -183,7 +190,7 @@ def check_command(words: Words) -> None:
     """Check one command; unknown programs are an error."""
     while re.match(r"[A-Z_]+=", words[0]):
         words = words[1:]
-    name = words[0].removeprefix(".venv/bin/")
+    name = re.sub(r"^.*/bin/", "", words[0])
     if name not in CHECKS:
         pytest.fail(f"{name!r} is neither checked here nor is its block marked: <!-- not run: why -->")
     CHECKS[name](words[1:])

@@ -30,7 +30,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, **_: Any) -> str:
-    """Rewrite the links of a page that is a file of the repository."""
+    """Rewrite the links of a page that is a file of the repository; the home page lists no neighbours."""
+    if page.is_homepage:
+        page.meta["hide"] = ["navigation"]
     if page.file.src_uri in PAGES:
         return markdown
     return rewrite(markdown, source_of(page.file.src_uri), config.repo_url)
