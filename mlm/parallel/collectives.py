@@ -34,6 +34,8 @@ class Pending:
     """None where there was nothing to communicate."""
     ranks: tuple[int, ...] = ()
     """Global ranks that take part; empty for all of the axis."""
+    held: Tensor | None = None
+    """Buffer that the transport writes, where it is not `out`: copied into `out` by `wait`."""
 
     def wait(self) -> Tensor:
         """Its result, ready for the device's current stream. Raises LostPeer if a peer is lost."""
@@ -41,6 +43,9 @@ class Pending:
             with _watched(self.op, self.axis, self.ranks):
                 self.work.wait()
             self.work = None
+            if self.held is not None and self.held is not self.out:
+                self.out.copy_(self.held)
+                self.held = None
             if self.out.is_cuda:  # the stream waits, not this thread: only an event shows when it is over
                 event = torch.cuda.Event()
                 event.record()
@@ -54,13 +59,20 @@ def _watched(op: str, axis: Axis, ranks: tuple[int, ...] = ()) -> Wait:
     return axis.watch.waiting(op, axis.name, ranks or axis.ranks)
 
 
+@torch.no_grad()
+def for_transport(x: Tensor, axis: Axis) -> Tensor:
+    """`x`, or a copy of it in host memory where the axis's transport reads no other."""
+    return x.to("cpu", copy=True) if axis.through_host else x
+
+
 def start_all_reduce(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
     """Begin to reduce `x` over the axis in place."""
-    work = None
-    if axis.group is not None:
-        with _watched("all_reduce", axis):
-            work = dist.all_reduce(x, op=op, group=axis.group, async_op=True)
-    return Pending("all_reduce", axis, x, work)
+    if axis.group is None:
+        return Pending("all_reduce", axis, x, None)
+    held = for_transport(x, axis)
+    with _watched("all_reduce", axis):
+        work = dist.all_reduce(held, op=op, group=axis.group, async_op=True)
+    return Pending("all_reduce", axis, x, work, held=held)
 
 
 def start_all_gather(x: Tensor, axis: Axis) -> Pending:
@@ -68,9 +80,10 @@ def start_all_gather(x: Tensor, axis: Axis) -> Pending:
     out = x.new_empty((axis.size, *x.shape))
     if axis.group is None:
         return Pending("all_gather", axis, out.copy_(x), None)
+    held, given = for_transport(out, axis), for_transport(x.contiguous(), axis)
     with _watched("all_gather", axis):
-        work = gather_flat(out.view(-1), x.contiguous().view(-1), group=axis.group, async_op=True)
-    return Pending("all_gather", axis, out, work)
+        work = gather_flat(held.view(-1), given.view(-1), group=axis.group, async_op=True)
+    return Pending("all_gather", axis, out, work, held=held)
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
@@ -79,9 +92,10 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
     if axis.group is None:
         return Pending("reduce_scatter", axis, out.copy_(x[: len(out)]), None)
+    held, given = for_transport(out, axis), for_transport(x.contiguous(), axis)
     with _watched("reduce_scatter", axis):
-        work = scatter_flat(out.view(-1), x.contiguous().view(-1), group=axis.group, async_op=True)
-    return Pending("reduce_scatter", axis, out, work)
+        work = scatter_flat(held.view(-1), given.view(-1), group=axis.group, async_op=True)
+    return Pending("reduce_scatter", axis, out, work, held=held)
 
 
 def start_send(x: Tensor, axis: Axis, peer: int) -> Pending:
@@ -89,6 +103,7 @@ def start_send(x: Tensor, axis: Axis, peer: int) -> Pending:
     assert axis.group is not None
     assert x.is_contiguous()
     op, ranks = f"send to rank {axis.ranks[peer]}", _pair(axis, peer)
+    x = for_transport(x, axis)
     with _watched(op, axis, ranks):
         work = dist.isend(x, group=axis.group, group_dst=peer)
     return Pending(op, axis, x, work, ranks)
@@ -99,9 +114,10 @@ def start_receive(out: Tensor, axis: Axis, peer: int) -> Pending:
     assert axis.group is not None
     assert out.is_contiguous()
     op, ranks = f"receive from rank {axis.ranks[peer]}", _pair(axis, peer)
+    held = for_transport(out, axis)
     with _watched(op, axis, ranks):
-        work = dist.irecv(out, group=axis.group, group_src=peer)
-    return Pending(op, axis, out, work, ranks)
+        work = dist.irecv(held, group=axis.group, group_src=peer)
+    return Pending(op, axis, out, work, ranks, held)
 
 
 def _pair(axis: Axis, peer: int) -> tuple[int, ...]:
@@ -137,10 +153,10 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
 def broadcast(x: Tensor, axis: Axis, source: int) -> Tensor:
     """Overwrite `x` by what rank `source` of the axis has, and return it."""
     if axis.group is not None:
-        op = f"broadcast from rank {axis.ranks[source]}"
+        op, held = f"broadcast from rank {axis.ranks[source]}", for_transport(x, axis)
         with _watched(op, axis):
-            work = dist.broadcast(x, group=axis.group, group_src=source, async_op=True)
-        Pending(op, axis, x, work).wait()
+            work = dist.broadcast(held, group=axis.group, group_src=source, async_op=True)
+        Pending(op, axis, x, work, held=held).wait()
     return x
 
 

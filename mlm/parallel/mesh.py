@@ -31,6 +31,9 @@ class Axis:
     """Global ranks along the axis, this one included; empty without a group."""
     watch: Watch = field(default_factory=Watch, compare=False)
     """Notes what is waited for on the axis, so that a hang can be named."""
+    through_host: bool = False
+    """True if tensors are copied to host memory and back around each communication: gloo sends and receives
+    nothing from device memory, and what else it takes from there differs by operation and PyTorch version."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,9 @@ def build_mesh(
     lines = {"tp": ranks.reshape(-1, tp), "pp": ranks.permute(1, 2, 0).reshape(-1, pp)}
     lines["dp"] = ranks.permute(0, 2, 1).reshape(-1, dp)
     lines["tied"] = lines["pp"][:, [0, -1]] if pp > 1 else lines["pp"]
-    axes = {name: _make_axis(name, line.tolist(), rank, timeout_s, watch) for name, line in lines.items()}
+    axes = {
+        name: _make_axis(name, line.tolist(), rank, timeout_s, watch, device) for name, line in lines.items()
+    }
     hosts = host_group(world_size, timeout_s, host_backend)
     everyone = tuple(range(world_size)) if hosts is not None else ()
     return ParallelContext(
@@ -129,12 +134,15 @@ def host_group(world_size: int, timeout_s: float, backend: str = "gloo") -> Proc
     return group
 
 
-def _make_axis(name: str, lines: list[list[int]], rank: int, timeout_s: float, watch: Watch) -> Axis:
+def _make_axis(
+    name: str, lines: list[list[int]], rank: int, timeout_s: float, watch: Watch, device: torch.device
+) -> Axis:
     """The axis `name` of this rank; every rank makes every group, in one order."""
     own = Axis(name, watch=watch)
     for line in lines:
         if len(line) > 1:
             group = dist.new_group(line, timeout=timedelta(seconds=timeout_s))
             if rank in line:
-                own = Axis(name, line.index(rank), len(line), group, tuple(line), watch)
+                through_host = device.type == "cuda" and dist.get_backend(group) == "gloo"
+                own = Axis(name, line.index(rank), len(line), group, tuple(line), watch, through_host)
     return own

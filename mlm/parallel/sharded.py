@@ -31,7 +31,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from mlm.parallel.collectives import Pending, gather_flat, scatter_flat
+from mlm.parallel.collectives import Pending, for_transport, gather_flat, scatter_flat
 from mlm.parallel.gradients import ReduceWhen
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import DP_SLICES, DataParallelSlice
@@ -175,10 +175,13 @@ class _Collective:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def complete(self, name: str, out: Tensor, begin: Callable[[], dist.Work]) -> None:
+    def complete(
+        self, name: str, out: Tensor, x: Tensor, begin: Callable[[Tensor, Tensor], dist.Work]
+    ) -> None:
+        held, given = for_transport(out, self.dp), for_transport(x, self.dp)
         with self.dp.watch.waiting(name, self.dp.name, self.dp.ranks):
-            work = begin()
-        Pending(name, self.dp, out, work).wait()
+            work = begin(held, given)
+        Pending(name, self.dp, out, work, held=held).wait()
 
 
 class _AllGather(_Collective):
@@ -186,8 +189,8 @@ class _AllGather(_Collective):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         assert not async_op
-        begin = partial(gather_flat, output_tensor, input_tensor, group=group, async_op=True)
-        self.complete("all_gather", output_tensor, begin)
+        begin = partial(gather_flat, group=group, async_op=True)
+        self.complete("all_gather", output_tensor, input_tensor, begin)
 
 
 class _ReduceScatter(_Collective):
@@ -200,5 +203,5 @@ class _ReduceScatter(_Collective):
         async_op: bool = False,
     ) -> None:
         assert not async_op
-        begin = partial(scatter_flat, output_tensor, input_tensor, op=op, group=group, async_op=True)
-        self.complete("reduce_scatter", output_tensor, begin)
+        begin = partial(scatter_flat, op=op, group=group, async_op=True)
+        self.complete("reduce_scatter", output_tensor, input_tensor, begin)
