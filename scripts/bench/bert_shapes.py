@@ -27,8 +27,6 @@ class BertShape(Shape):
     """Sizes of a BERT and of the micro-batch of one step; vocab_size is not padded."""
 
     norm: Literal["pre", "post"] = "post"
-    dropout: float = 0.0
-    """Of hidden states and of attention."""
     corpus: str | None = None
     """Folder that `mlm data build sentences=true` wrote; None for random tokens, a tenth of the samples
     short."""

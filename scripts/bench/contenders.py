@@ -92,15 +92,27 @@ class MlmTrainee(Trainee):
         if self.by_mkl:
             self.notes = ("float32 products by torch.mm's library (MKL on x86), not oneDNN",)
         self.ctx = ctx or ParallelContext(device=device)
-        config = run_config(spec, spec.shape.batch_size)
-        self.trainer = Trainer(replace(config, compile="compiled" in name), self.ctx)
-        whole = MAPPING.to_ours(gpt2_state(spec.shape, spec.seed), spec.shape.model())
+        self.trainer = self.build("compiled" in name)
+        self.load_weights()
+        self.batches = self.make_batches()
+
+    def build(self, compiled: bool) -> Trainer:
+        """The trainer as `mlm pretrain` makes it."""
+        config = run_config(self.spec, self.spec.shape.batch_size)
+        return Trainer(replace(config, compile=compiled), self.ctx)
+
+    def load_weights(self) -> None:
+        """Give it the weights of all contenders."""
+        whole = MAPPING.to_ours(gpt2_state(self.spec.shape, self.spec.seed), self.spec.shape.model())
         load_whole(self.trainer.model.chunks[0], whole, self.ctx.tp)
-        self.batches = [  # on the host: moving them is part of the Trainer's step
+
+    def make_batches(self) -> list[Batch]:
+        """Prepared batches, on the host: moving them is part of the Trainer's step."""
+        return [
             Batch(tokens.pin_memory(), labels.pin_memory(), 0)
-            if device.type == "cuda"
+            if self.device.type == "cuda"
             else Batch(tokens, labels, 0)
-            for tokens, labels in make_batches(spec.shape, spec.seed)
+            for tokens, labels in make_batches(self.spec.shape, self.spec.seed)
         ]
 
     def step(self, index: int) -> None:

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from mlm.errors import UserError
@@ -27,12 +25,16 @@ class Reference:
 
     def save(self, path: Path) -> None:
         """Write it for other processes."""
+        from safetensors.torch import save_file  # not needed where all is compared in one process
+
         gradients = {name: g.contiguous() for name, g in self.gradients.items()}
         save_file({**gradients, "loss": torch.tensor(self.loss, dtype=torch.float64)}, path)
 
     @classmethod
     def load(cls, path: Path) -> "Reference":
         """Read what `save` wrote."""
+        from safetensors import safe_open
+
         with safe_open(path, "pt") as f:
             tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118  (not a mapping)
         return cls(float(tensors.pop("loss")), tensors)

@@ -32,6 +32,8 @@ class Shape:
     seq_length: int
     vocab_size: int
     batch_size: int
+    dropout: float = 0.0
+    """Of hidden states and of attention."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -39,7 +41,7 @@ class Shape:
         return self.batch_size * self.seq_length
 
     def model(self) -> ModelConfig:
-        """The configuration of `mlm`; no padding rows at any tp, no dropout."""
+        """The configuration of `mlm`; no padding rows at any tp."""
         return ModelConfig(
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
@@ -47,8 +49,8 @@ class Shape:
             max_positions=self.seq_length,
             vocab_size=self.vocab_size,
             vocab_multiple=1,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
+            hidden_dropout=self.dropout,
+            attention_dropout=self.dropout,
         )
 
     def flops_per_token(self) -> float:
@@ -106,7 +108,7 @@ def shapes_of(words: list[str], device: str) -> tuple[Shape, ...]:
 
 def check_shape(shape: Shape, tp: int) -> None:
     """Raise UserError where sizes do not divide."""
-    if min(list(asdict(shape).values())[1:]) < 1:
+    if min(size for size in asdict(shape).values() if type(size) is int) < 1:
         raise UserError(f"--shape {shape.describe()}: every size must be at least 1")
     if shape.hidden_size % shape.num_heads:
         raise UserError(f"--shape: H={shape.hidden_size} must be a multiple of N={shape.num_heads}")

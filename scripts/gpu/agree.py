@@ -1,0 +1,163 @@
+"""One training step of each precision against the same step in float64 on the CPU: loss, every gradient.
+
+Initial weights and samples are functions of the seed, so both sides have the same. Three further steps
+compare losses, which see the optimizer, clipping and the loss scale of the device.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from bench.equality import Reference
+
+from gpu.child import Case
+from mlm.check.parity.compare import Difference
+from mlm.check.parity.verdict import FLOOR, TOLERANCES, Tolerance
+from mlm.data.config import DataConfig
+from mlm.data.sampler import Loader, MicroBatch
+from mlm.errors import UserError
+from mlm.models.config import ModelConfig
+from mlm.optim.config import PrecisionConfig, ScheduleConfig
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.mesh import ParallelContext
+from mlm.train.config import PretrainConfig, TrainConfig
+from mlm.train.corpora import train_dataset
+from mlm.train.trainer import Trainer
+
+STEPS = 4
+SAMPLES, MICRO_BATCH = 16, 8
+LATER = 10
+"""Bound of later losses, in units of the first's: weights have moved by then."""
+PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16")
+BOUNDS = {**TOLERANCES, "tf32": Tolerance(loss=1e-3, gradient=2e-2, later=1e-1, norm=1e-2, weight=2.5)}
+"""Those of `mlm parity`. TF32 has float16's ten bits in products alone."""
+NARROW_FLOOR = 1e-2
+"""FLOOR of `mlm parity` for tf32 and half precision. Gradients of a BERT's sentence order are sums that
+cancel to 2e-3 of the model's largest, so that they hold a fifth of rounding."""
+
+
+def model_of(kind: str, *, quick: bool) -> ModelConfig:
+    """A small GPT-2 or BERT, with heads that fused attention takes."""
+    return ModelConfig(
+        kind=kind,
+        token_types=2 if kind == "bert" else 0,
+        num_layers=2 if quick else 4,
+        hidden_size=32 if quick else 256,
+        num_heads=2 if quick else 4,
+        max_positions=16 if quick else 128,
+        vocab_size=64 if quick else 1000,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+
+
+def config_of(kind: str, precision: str, *, quick: bool) -> PretrainConfig:
+    """Four steps of two micro-batches."""
+    model = model_of(kind, quick=quick)
+    return PretrainConfig(
+        name="agree",
+        out="",
+        model=model,
+        parallel=ParallelConfig(),
+        schedule=ScheduleConfig(decay="constant", warmup_steps=0),
+        precision=PrecisionConfig(
+            dtype="fp32" if precision == "tf32" else precision,  # type: ignore[arg-type]
+            initial_loss_scale=2.0**14,
+        ),
+        data=DataConfig(kind="synthetic", seq_length=model.max_positions),
+        train=TrainConfig(global_batch_size=SAMPLES, micro_batch_size=MICRO_BATCH, steps=STEPS),
+    )
+
+
+def batches_of(config: PretrainConfig, *, pin_memory: bool = False) -> list[list[MicroBatch]]:
+    """Micro-batches of each step."""
+    samples = train_dataset(config, STEPS * SAMPLES)
+    with Loader(
+        samples,
+        consumed_samples=0,
+        global_batch_size=SAMPLES,
+        micro_batch_size=MICRO_BATCH,
+        rank=0,
+        size=1,
+        pin_memory=pin_memory,
+    ) as loader:
+        return list(loader)
+
+
+def train(config: PretrainConfig, device: str) -> tuple[Reference, list[float]]:
+    """Loss and gradients of the first step, and the losses of all."""
+    index = 0 if device == "cuda" else None
+    trainer: Trainer[MicroBatch] = Trainer(config, ParallelContext(device=torch.device(device, index)))
+    losses, first = [], None
+    for batches in batches_of(config):
+        parts = trainer.forward_backward(batches)
+        if first is None:
+            scale = trainer.scaler.scale
+            gradients = {
+                shard.name: (shard.without_padding(grad) / scale).detach().double().cpu()
+                for shard in trainer.shards
+                if (grad := shard.parameter.grad) is not None
+            }
+            first = Reference(float(parts[: trainer.objective.losses].sum()), gradients)
+        losses.append(trainer.mean_loss(trainer.update(parts)))
+    assert first is not None
+    return first, losses
+
+
+def run(case: Case) -> None:
+    """Both families, every precision."""
+    if case.is_cuda:
+        torch.cuda.set_device(0)
+    for kind in ("gpt2", "bert"):
+        expected = train(config_of(kind, "fp64", quick=case.quick), "cpu")
+        for precision in PRECISIONS if case.is_cuda else ("fp32", "bf16"):
+            compare(case, kind, precision, *expected)
+
+
+def compare(
+    case: Case, kind: str, precision: str, reference: Reference, expected_losses: Sequence[float]
+) -> None:
+    """One precision: a row, and a problem where it differs by more than its bounds."""
+    name = f"{kind} {precision}"
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if precision == "tf32" else "ieee"
+    try:
+        found, losses = train(config_of(kind, precision, quick=case.quick), case.device)
+    except (RuntimeError, UserError) as error:
+        case.problem(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}")
+        return
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+    bounds, differences = BOUNDS[precision], differences_of(found, reference)
+    floor = FLOOR if precision in ("fp64", "fp32") else NARROW_FLOOR
+    least = floor * max(d.largest for d in differences)
+    by, worst = max((d.difference / max(d.largest, least), d.name) for d in differences)
+    first = abs(found.loss - reference.loss)
+    later = max(abs(a - b) for a, b in zip(losses, expected_losses, strict=True))
+    case.row(
+        "against float64 on the CPU",
+        model=kind,
+        precision=precision,
+        loss=found.loss,
+        **{
+            "loss differs by": first,
+            "allowed": bounds.loss,
+            "worst gradient by": by,
+            "of": worst,
+            "allowed there": bounds.gradient,
+            "later losses by": later,
+        },
+    )
+    if not (first <= bounds.loss and by <= bounds.gradient and later <= LATER * bounds.loss):
+        case.problem(
+            f"{name}: the loss differs by {first:.1e} (allowed {bounds.loss:.0e}), the gradient of {worst} "
+            f"by {by:.1e} ({bounds.gradient:.0e}), later losses by {later:.1e} ({LATER * bounds.loss:.0e})"
+        )
+
+
+def differences_of(found: Reference, reference: Reference) -> tuple[Difference, ...]:
+    """Difference of each parameter's gradient, as `mlm parity` has them; of a missing one, infinity."""
+    out = []
+    for name, expected in reference.gradients.items():
+        gradient = found.gradients.get(name, torch.full_like(expected, torch.inf))
+        off = (gradient - expected).abs().nan_to_num(nan=torch.inf)
+        out.append(Difference(name, True, float(expected.abs().amax()), float(off.amax()), 1.0, 1.0))
+    return tuple(out)

@@ -1,0 +1,100 @@
+"""The process of one step: calls its function, which reports rows, notes and problems as it goes."""
+
+import importlib
+import json
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpu.record import finite
+
+
+@dataclass(frozen=True)
+class Case:
+    """Where a step runs, and where it reports to."""
+
+    device: str
+    """cuda or cpu."""
+    quick: bool
+    """True for tiny sizes: a rehearsal."""
+    peers: dict[str, str]
+    """Checkouts of other projects by name."""
+    out: Path
+    """Folder for files that are kept."""
+    record: Path
+    """The JSON file of the steps before."""
+    results: Path
+    """JSON lines, one entry each."""
+
+    @property
+    def is_cuda(self) -> bool:
+        """True on a GPU."""
+        return self.device == "cuda"
+
+    @property
+    def scratch(self) -> Path:
+        """Folder that is deleted after the step."""
+        return Path(os.environ.get("GPU_CHECK_SCRATCH", self.results.parent))
+
+    def row(self, table: str, **values: Any) -> None:
+        """Add a row to a table, at once: a kill later loses nothing."""
+        self._add({"table": table, "row": values})
+        print(f"· {table}: {', '.join(f'{key}={_short(value)}' for key, value in values.items())}")
+
+    def note(self, text: str) -> None:
+        """Report what is worth knowing."""
+        self._add({"note": text})
+        print(f"· {text}")
+
+    def problem(self, text: str) -> None:
+        """Report what makes the step fail."""
+        self._add({"problem": text})
+        print(f"· PROBLEM {text}")
+
+    def _add(self, entry: dict[str, Any]) -> None:
+        with self.results.open("a") as file:
+            file.write(json.dumps(finite(entry)) + "\n")
+
+    def known(self, step: str, table: str) -> list[dict[str, Any]]:
+        """Rows of an earlier step; empty if it did not run."""
+        if not self.record.exists():
+            return []
+        entries = json.loads(self.record.read_text())["steps"].get(step, {}).get("entries", [])
+        return [entry["row"] for entry in entries if entry.get("table") == table]
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def run(target: str, case: Case) -> int:
+    """Call `module:function`; 0, or 1 after reporting what ended it."""
+    module, _, name = target.partition(":")
+    try:
+        getattr(importlib.import_module(module), name)(case)
+    except ModuleNotFoundError as error:
+        case.problem(f"the package {(error.name or '?').partition('.')[0]} is not installed")
+        return 1
+    except Exception as error:
+        traceback.print_exc()
+        case.problem(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
+        return 1
+    return 0
+
+
+def main(words: list[str]) -> int:
+    """`python -m gpu.child module:function RESULTS OPTIONS`."""
+    target, results, options = words
+    given = json.loads(options)
+    paths = {key: Path(given.pop(key)) for key in ("out", "record")}
+    return run(target, Case(**given, **paths, results=Path(results)))
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # results are written; threads and queues of a device must not keep the process

@@ -1,0 +1,176 @@
+"""The device and its machine: what they are, and the peaks that speeds are stated against."""
+
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from bench.machine import cpu_model, package_version, timed
+from torch import Tensor
+
+from gpu.child import Case
+from mlm.report.peak import table_peak
+
+QUERY = (
+    "name,driver_version,pstate,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu,"
+    "memory.total,memory.used,ecc.mode.current,compute_mode,persistence_mode"
+)
+PACKAGES = (
+    "numpy",
+    "triton",
+    "transformers",
+    "megatron-core",
+    "flash-attn",
+    "transformer-engine",
+    "pydantic",
+)
+PRODUCTS = (
+    (4096, 4096, 4096),
+    (8192, 8192, 8192),
+    (16384, 6144, 1536),  # the MLP of GPT-2 1.2B at 16 sequences
+    (16384, 50304, 1536),  # its logits
+)
+"""(rows, outputs, inputs)."""
+BEST_S, SUSTAINED_S = 0.4, 2.0
+COPY_BYTES = 1 << 30
+PAGEABLE_BYTES = 1 << 28
+
+
+def run(case: Case) -> None:
+    """Facts, matrix products, copies."""
+    machine(case)
+    if case.is_cuda:
+        smi(case, "before")
+    products(case)
+    if case.is_cuda:
+        smi(case, "after the products")
+    copies(case)
+
+
+def machine(case: Case) -> None:
+    """Versions and the machine."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    facts: dict[str, object] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory GiB": round(memory, 1),
+        "/dev/shm GiB": free_gib(Path("/dev/shm")),
+        "scratch GiB": free_gib(case.scratch),
+        "C compiler": shutil.which("cc") or shutil.which("gcc") or "none: torch.compile has none to use",
+        **{name: package_version(name) or "not installed" for name in PACKAGES},
+    }
+    if case.is_cuda:
+        p = torch.cuda.get_device_properties(0)
+        facts |= {
+            "gpu": p.name,
+            "compute capability": f"{p.major}.{p.minor}",
+            "multiprocessors": p.multi_processor_count,
+            "GPU memory GiB": round(p.total_memory / 2**30, 1),
+            "CUDA": torch.version.cuda,
+            "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
+            "cuDNN": torch.backends.cudnn.version(),
+            "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+        }
+    for name, value in facts.items():
+        case.row("facts", fact=name, value=str(value))
+
+
+def free_gib(folder: Path) -> str:
+    """Free space of a file system."""
+    try:
+        return f"{shutil.disk_usage(folder).free / 2**30:.1f}"
+    except OSError as error:
+        return f"{error.strerror}"
+
+
+def smi(case: Case, when: str) -> None:
+    """What nvidia-smi reports: clocks, power, temperature."""
+    command = ["nvidia-smi", "--id=0", f"--query-gpu={QUERY}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        case.note(f"nvidia-smi {when}: {error}")
+        return
+    values = (word.strip() for word in done.stdout.splitlines()[0].split(","))
+    case.row("nvidia-smi", when=when, **dict(zip(QUERY.split(","), values, strict=False)))
+
+
+@torch.no_grad()
+def products(case: Case) -> None:
+    """FLOP/s of x @ w^T on random data: the best of many, and of the largest the mean of two seconds."""
+    device = torch.device(case.device)
+    for unit, dtype in (("bf16", torch.bfloat16), ("tf32", torch.float32), ("fp32", torch.float32)):
+        if unit == "tf32" and not case.is_cuda:
+            continue
+        torch.backends.cuda.matmul.fp32_precision = "tf32" if unit == "tf32" else "ieee"
+        sheet = table_peak(torch.cuda.get_device_name(), unit) if case.is_cuda else None
+        for m, n, k in [(256, 256, 256)] if case.quick else PRODUCTS:
+            x, w = (torch.randn(rows, k, device=device).to(dtype) for rows in (m, n))
+            multiply = partial(torch.mm, x, w.t(), out=torch.empty(m, n, dtype=dtype, device=device))
+            timed(multiply, device, 3)
+            best = min(repeated(multiply, device, 0.01 if case.quick else BEST_S))
+            flops = 2 * m * n * k
+            values: dict[str, object] = {
+                "unit": unit,
+                "m, n, k": f"{m}, {n}, {k}",
+                "best TFLOP/s": flops / best / 1e12,
+            }
+            if m == n == k == 8192 or case.quick:
+                seconds = 0.01 if case.quick else SUSTAINED_S
+                count = max(1, int(seconds / best))
+                values["sustained TFLOP/s"] = flops * count / timed(multiply, device, count) / 1e12
+            if sheet is not None:
+                values["data sheet"] = sheet.flops / 1e12
+            case.row("products", **values)
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+
+
+def repeated(run: Callable[[], object], device: torch.device, seconds: float) -> list[float]:
+    """Seconds of one run, several times."""
+    end, times = perf_counter() + seconds, [timed(run, device)]
+    while perf_counter() < end:
+        times.append(timed(run, device))
+    return times
+
+
+def copies(case: Case) -> None:
+    """GB/s of copies; on the device bytes read and written both count."""
+    device, large = torch.device(case.device), 1 << 22 if case.quick else COPY_BYTES
+    on_device = torch.empty(large, dtype=torch.uint8, device=device).random_()
+    pageable = torch.empty(1 << 20 if case.quick else PAGEABLE_BYTES, dtype=torch.uint8).random_()
+    other = torch.empty_like(on_device)
+    runs: dict[str, tuple[Tensor, Tensor, int]] = {"on the device": (other, on_device, 2)}
+    if case.is_cuda:
+        pinned = pageable.pin_memory()
+        part = on_device[: len(pageable)]
+        runs |= {
+            "to the device, pinned": (part, pinned, 1),
+            "to the device, pageable": (part, pageable, 1),
+            "from the device, pinned": (pinned, part, 1),
+            "from the device, pageable": (pageable, part, 1),
+        }
+    for name, (to, source, counted) in runs.items():
+        copy = partial(to.copy_, source, non_blocking=True)
+        timed(copy, device)
+        seconds = min(repeated(copy, device, 0.01 if case.quick else 0.3))
+        case.row("copies", copy=name, **{"GB/s": counted * source.numel() / seconds / 1e9})
+
+
+def measured_peak(case: Case, unit: str = "bf16") -> float | None:
+    """Best FLOP/s that this check measured; None if it did not."""
+    rows = [row for row in case.known("facts", "products") if row["unit"] == unit]
+    return max((row["best TFLOP/s"] * 1e12 for row in rows), default=None)
+
+
+def sheet_peak(case: Case, unit: str = "bf16") -> float | None:
+    """FLOP/s of the data sheet; None for a CPU or an unknown GPU."""
+    sheet = table_peak(torch.cuda.get_device_name(), unit) if case.is_cuda else None
+    return None if sheet is None else sheet.flops

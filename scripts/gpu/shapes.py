@@ -1,0 +1,88 @@
+"""Sizes of the models that are measured, and how they get weights without minutes of drawing on the CPU."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from bench.contenders import MlmTrainee
+from bench.shapes import PADDED_VOCAB, Shape
+from bench.spec import Spec
+from torch import Tensor, nn
+
+from mlm.data.sampler import Batch
+from mlm.train import trainer
+
+SIZES = {
+    "124m": (12, 768, 12),
+    "355m": (24, 1024, 16),
+    "774m": (36, 1280, 20),
+    "1.2b": (40, 1536, 16),
+    "2.5b": (54, 1920, 20),
+}
+"""L, H, N of model=gpt2_… (configs/model)."""
+TINY = (2, 64, 4)
+
+
+def gpt2(
+    name: str, *, quick: bool, batch_size: int = 1, seq_length: int = 1024, dropout: float = 0.0
+) -> Shape:
+    """The shape of GPT-2 `name`; with `quick` a tiny one in its place."""
+    layers, hidden, heads = TINY if quick else SIZES[name]
+    vocab, seq = (512, min(seq_length, 64)) if quick else (PADDED_VOCAB, seq_length)
+    return Shape(name, layers, hidden, heads, seq, vocab, batch_size, dropout)
+
+
+def spec_of(shape: Shape, device: str, dtype: str = "bf16") -> Spec:
+    """The benchmark of a shape on this process's threads."""
+    return Spec(shape, device, dtype, torch.get_num_threads(), "default")  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def init_on_device(model: nn.Module, *_: Any) -> None:
+    """Initial weights drawn where they are: of 2.5 billion the CPU draws for half a minute.
+
+    Random, not zero: products of zeros take less power, so that clocks are higher than in training.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0.0, 0.02)
+        else:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+
+
+class SpeedTrainee(MlmTrainee):
+    """`mlm` by its Trainer, with any weights, at any micro-batch size."""
+
+    def build(self, compiled: bool) -> trainer.Trainer:
+        saved, trainer.init_parameters = trainer.init_parameters, init_on_device
+        try:
+            return super().build(compiled)
+        finally:
+            trainer.init_parameters = saved
+
+    def load_weights(self) -> None:
+        """They are random already."""
+
+    def use(self, batch_size: int) -> None:
+        """Read micro-batches of that many samples from here on."""
+        self.spec = replace(self.spec, shape=replace(self.spec.shape, batch_size=batch_size))
+        self.batches: list[Batch] = self.make_batches()
+
+    @property
+    def tokens(self) -> Tensor:
+        """Tokens of the first micro-batch."""
+        return self.batches[0].tokens
+
+
+@contextmanager
+def freed(device: str) -> Iterator[None]:
+    """Memory that what happens inside drops is free again afterwards."""
+    try:
+        yield
+    finally:
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()

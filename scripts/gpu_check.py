@@ -1,0 +1,165 @@
+"""Check of an installation on one GPU: whether it computes what the CPU does, how fast, and in which kernels.
+
+    python scripts/gpu_check.py                                       # about 8 minutes; again: what is left
+    python scripts/gpu_check.py --device cpu --quick --out /tmp/check # a rehearsal on any machine
+    python scripts/gpu_check.py --again agree --out FOLDER            # one step once more
+
+Steps run in order of value, each in a process of its own with a time limit. Results are in gpu_check.json,
+gpu_check.md and gpu_check.log of the folder, written after every step; a second call skips the steps that
+are recorded for the same code and torch. Needs torch and this checkout; packages that are not installed can
+come from a folder of wheels (--wheels).
+
+Exit code: 0 if no step failed (some may not be reached), 1 if one did, 2 a mistake, 130 Ctrl-C.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gpu.catalogue import STEPS
+from gpu.record import Record
+from gpu.runner import child_command, python_environment, run_steps
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ("mlm/**/*.py", "configs/**/*.yaml", "scripts/gpu/*.py", "scripts/bench/*.py")
+"""Files that results depend on."""
+NEEDED = ("numpy", "yaml", "hydra", "omegaconf", "antlr4", "pydantic", "xxhash", "rich", "matplotlib")
+NEEDED += ("packaging", "tokenizers", "rensa", "ftfy", "safetensors")
+PROBE = f"""
+import json, sys
+from importlib.util import find_spec
+missing = [name for name in {NEEDED!r} if find_spec(name) is None]
+import torch
+print(json.dumps([torch.__version__, torch.cuda.is_available(), sys.version.split()[0], missing]))
+"""
+PROBE_S = 120.0
+
+
+class UsageError(Exception):
+    """What the user can correct, in one line."""
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="gpu_check.py",
+        description=__doc__,
+        epilog="steps:\n" + "\n".join(f"  {step.name:16} {step.title}" for step in STEPS),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    names = [step.name for step in STEPS]
+    add = parser.add_argument
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--quick", action="store_true", help="tiny sizes: a rehearsal, whose speeds mean nothing")
+    add("--out", type=Path, default=ROOT / "scripts/results/gpu", help="folder of the results (%(default)s)")
+    add("--minutes", type=float, default=8.0, help="for all; steps that do not fit are left (%(default)s)")
+    add("--again", nargs="+", default=[], metavar="STEP", choices=names, help="steps to repeat")
+    add("--only", nargs="+", default=names, metavar="STEP", choices=names, help="steps to run")
+    add("--wheels", type=Path, help="folder of wheels to install for this check alone")
+    add("--peers", nargs="+", default=[], metavar="NAME=PATH", help="checkouts to compare with: nanogpt=PATH")
+    return parser.parse_args(arguments)
+
+
+def run(args: argparse.Namespace, scratch: Path) -> int:
+    """Run the steps that are not recorded; the exit code. Raises UsageError."""
+    begin = time.monotonic()
+    peers = dict(word.split("=", 1) for word in args.peers if "=" in word)
+    if len(peers) < len(args.peers) or set(peers) - {"nanogpt"}:
+        raise UsageError(f"--peers {' '.join(args.peers)}: give nanogpt=PATH")
+    args.out.mkdir(parents=True, exist_ok=True)
+    site = install(args.wheels, scratch / "site") if args.wheels else None
+    environment = python_environment(ROOT, site, os.environ)
+    torch, has_gpu, python, missing = probe(environment)
+    if args.device == "cuda" and not has_gpu:
+        raise UsageError("--device cuda: torch sees no GPU here; rehearse with --device cpu --quick")
+    identity: dict[str, Any] = {"code": digest_of_sources(), "torch": torch, "device": args.device}
+    identity |= {"quick": True} if args.quick else {}
+    say(f"code {identity['code']}, commit {commit()}, torch {torch}, Python {python}, {args.device}")
+    if missing:
+        say(f"not installed: {', '.join(missing)}; steps that need them fail (--wheels FOLDER installs some)")
+    record = Record(args.out, STEPS, identity)
+    return run_steps(
+        [step for step in STEPS if step.name in {*args.only, *args.again}],
+        record,
+        child_command(args.device, args.quick, peers, args.out, args.out / "gpu_check.json"),
+        environment=environment,
+        end=begin + 60 * args.minutes,
+        again=args.again,
+        say=say,
+        log=args.out / "gpu_check.log",
+    )
+
+
+def say(line: str) -> None:
+    """Print a line of progress."""
+    print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+
+
+def install(wheels: Path, site: Path) -> Path:
+    """Install the wheels into a folder of their own, from the folder alone. Raises UsageError."""
+    files = sorted(wheels.glob("*.whl"))
+    if not files:
+        raise UsageError(f"--wheels {wheels}: holds no .whl; name a folder of wheels")
+    options = ["--quiet", "--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "install", *options, "--target", site, *files],
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise UsageError(f"--wheels {wheels}: pip failed: {(done.stderr.strip() or '?').splitlines()[-1]}")
+    return site
+
+
+def probe(environment: Mapping[str, str]) -> tuple[str, bool, str, list[str]]:
+    """Torch's version, True if it sees a GPU, Python's version, packages not installed. Raises UsageError."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE], env=environment, capture_output=True, text=True, timeout=PROBE_S
+    )
+    if done.returncode:
+        raise UsageError(f"{sys.executable} cannot import torch: {done.stderr.strip().splitlines()[-1]}")
+    torch, has_gpu, python, missing = json.loads(done.stdout.splitlines()[-1])
+    return torch, has_gpu, python, missing
+
+
+def digest_of_sources() -> str:
+    """Digest of the code that is checked: a checkout without its history has no commit to go by."""
+    digest = hashlib.sha256()
+    for path in sorted(path for pattern in SOURCES for path in ROOT.glob(pattern)):
+        digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def commit() -> str:
+    """The commit of the checkout, if git knows it."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the check; its exit code."""
+    args = parse(arguments)
+    try:
+        with tempfile.TemporaryDirectory(prefix="gpu-check-", ignore_cleanup_errors=True) as scratch:
+            return run(args, Path(scratch))
+    except UsageError as mistake:
+        print(f"gpu_check: {mistake}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("gpu_check: stopped; the steps before are recorded", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

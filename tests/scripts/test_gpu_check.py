@@ -1,0 +1,267 @@
+"""The check of a GPU: order, time limits, resuming and records with fake steps; one for real on the CPU."""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import gpu_check
+import pytest
+from gpu.catalogue import STEPS, Step
+from gpu.child import Case
+from gpu.child import run as run_child
+from gpu.commands import reason_in
+from gpu.kernels import Kernel, busy_time, class_of
+from gpu.record import Record
+from gpu.runner import python_environment, run_limited, run_steps
+
+ROOT = Path(__file__).resolve().parents[2]
+IDENTITY = {"code": "a", "torch": "2.11"}
+FAST = "import sys, json; print(json.dumps({'table': 't', 'row': {'x': 1}}), file=open(sys.argv[1], 'a'))"
+HANGING = FAST + "\nimport time; time.sleep(60)"
+SPAWNING = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def step(name: str, code: str = FAST, limit_s: float = 30.0, likely_s: float = 0.0) -> Step:
+    """A fake step: its `run` is the program."""
+    return Step(name, f"title of {name}", code, limit_s, likely_s)
+
+
+def command(one: Step, results: Path) -> Sequence[str]:
+    return [sys.executable, "-c", one.run, str(results)]
+
+
+class Check:
+    """Runs fake steps in a folder, as calls of the script one after the other."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.said: list[str] = []
+
+    def run(
+        self, *steps: Step, seconds: float = 60.0, again: Sequence[str] = (), code: str = "a"
+    ) -> tuple[int, Record]:
+        """One call; its exit code and the record as it is on disk afterwards."""
+        self.said.clear()
+        identity = {**IDENTITY, "code": code}
+        exit_code = run_steps(
+            steps,
+            Record(self.out, steps, identity),
+            command,
+            environment={"PATH": "/usr/bin:/bin"},
+            end=time.monotonic() + 5 + seconds,
+            again=again,
+            say=self.said.append,
+            log=self.out / "log",
+        )
+        return exit_code, Record(self.out, steps, identity)
+
+    def begun(self) -> list[str]:
+        """Steps that ran in the last call."""
+        return [line.split()[1].rstrip(":") for line in self.said if line.startswith("begins")]
+
+
+@pytest.fixture
+def check(tmp_path: Path) -> Check:
+    return Check(tmp_path)
+
+
+def test_second_call_runs_only_what_is_not_recorded(check: Check) -> None:
+    check.run(step("a"))
+    assert check.run(step("a"), step("b"))[0] == 0
+    assert check.begun() == ["b"]
+
+
+def test_named_step_is_repeated(check: Check) -> None:
+    check.run(step("a"), step("b"))
+    check.run(step("a"), step("b"), again=["b"])
+    assert check.begun() == ["b"]
+
+
+def test_results_of_other_code_do_not_count(check: Check) -> None:
+    check.run(step("a"), code="a")
+    check.run(step("a"), code="b")
+    assert check.begun() == ["a"]
+
+
+def test_failed_step_is_recorded_with_its_output_and_others_follow(check: Check) -> None:
+    code, record = check.run(step("a", "print('why'); raise SystemExit(3)"), step("b"))
+    assert (code, record.steps["a"]["state"], record.steps["a"]["tail"]) == (1, "failed", ["why"])
+    assert record.steps["b"]["state"] == "ok"
+    assert check.run(step("a"), step("b"))[0] == 1  # and stays so until it is repeated
+    assert check.begun() == []
+
+
+def test_step_over_its_limit_is_killed_and_keeps_its_rows(check: Check) -> None:
+    code, record = check.run(step("a", HANGING, limit_s=1.0), step("b"))
+    assert (code, record.steps["a"]["state"], record.rows("a", "t")) == (1, "timed out", [{"x": 1}])
+    assert record.steps["b"]["state"] == "ok"
+
+
+def test_children_in_sessions_of_their_own_die_with_their_step(check: Check) -> None:
+    _, record = check.run(step("a", SPAWNING, limit_s=1.5))
+    (pid,) = record.steps["a"]["tail"]
+    assert not _is_alive(int(pid))
+
+
+def _is_alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_step_that_does_not_fit_is_not_reached_and_runs_in_the_next_call(check: Check) -> None:
+    code, record = check.run(step("a", likely_s=100.0), step("b"), seconds=20.0)
+    assert (code, record.steps["a"]["state"], check.begun()) == (0, "not reached", ["b"])
+    check.run(step("a", likely_s=100.0), step("b"), seconds=120.0)
+    assert check.begun() == ["a"]
+
+
+def test_step_cut_short_by_the_end_of_the_check_runs_in_the_next_call(check: Check) -> None:
+    code, record = check.run(step("a", HANGING), seconds=1.0)
+    assert (code, record.steps["a"]["state"]) == (0, "cut short")
+    check.run(step("a"))
+    assert check.begun() == ["a"]
+
+
+def test_torn_last_line_of_a_killed_step_is_left_out(check: Check) -> None:
+    torn = FAST + "; open(sys.argv[1], 'a').write('{\"table\": ')"
+    _, record = check.run(step("a", torn))
+    assert record.rows("a", "t") == [{"x": 1}]
+
+
+def test_files_are_written_after_every_step(check: Check) -> None:
+    there = f"import json; assert json.load(open({str(check.out / 'gpu_check.json')!r}))['steps']['a']"
+    assert check.run(step("a"), step("b", there))[0] == 0
+    assert "| a | ok |" in (check.out / "gpu_check.md").read_text()
+
+
+def test_output_is_logged_and_progress_is_said(check: Check) -> None:
+    check.run(step("a", "print('· half way'); print('noise')"))
+    assert [line.strip() for line in check.said if "half" in line] == ["· half way"]
+    assert (check.out / "log").read_text() == "· half way\nnoise\n"
+
+
+def test_command_that_leaves_its_output_open_does_not_hang_the_check(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    words = [
+        sys.executable,
+        "-c",
+        "import os; os.fork() or (os.setsid(), __import__('time').sleep(60))",
+    ]
+    ended = run_limited(words, {"PATH": "/usr/bin:/bin"}, 30.0, print, tmp_path / "log")
+    assert ended.code == 0
+    assert time.monotonic() - begin < 20
+
+
+@pytest.mark.parametrize(
+    ("target", "problem"),
+    [
+        ("tests.scripts.test_gpu_check:needs_missing", "the package no_such_package is not installed"),
+        ("tests.scripts.test_gpu_check:breaks", "ValueError: why"),
+    ],
+)
+def test_step_names_a_missing_package_or_its_error_in_one_line(
+    target: str, problem: str, tmp_path: Path
+) -> None:
+    assert run_child(target, case_in(tmp_path)) == 1
+    assert json.loads((tmp_path / "results").read_text()) == {"problem": problem}
+
+
+def needs_missing(case: Case) -> None:
+    import no_such_package.part  # noqa: F401
+
+
+def breaks(case: Case) -> None:
+    raise ValueError("why\nmore")
+
+
+def case_in(folder: Path) -> Case:
+    return Case("cpu", True, {}, folder, folder / "gpu_check.json", folder / "results")
+
+
+def test_numbers_that_are_not_finite_are_null_in_the_results(tmp_path: Path) -> None:
+    case_in(tmp_path).row("t", loss=float("nan"))
+    assert json.loads((tmp_path / "results").read_text()) == {"table": "t", "row": {"loss": None}}
+
+
+def test_every_step_names_a_function_that_exists() -> None:
+    for one in STEPS:
+        module, _, name = one.run.partition(":")
+        source = (ROOT / "scripts" / f"{module.replace('.', '/')}.py").read_text()
+        assert f"def {name}(" in source or f"\n{name} = " in source, one.name
+
+
+def test_steps_run_from_a_bare_checkout() -> None:
+    path = python_environment(ROOT, Path("/site"), {"PYTHONPATH": "/own"})["PYTHONPATH"].split(":")
+    assert path == [str(ROOT / "scripts"), str(ROOT), "/site", "/own"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--wheels", "/nowhere"], "holds no .whl"),
+        (["--peers", "picotron=/x"], "give nanogpt=PATH"),
+        (["--device", "cuda"], "torch sees no GPU here"),
+    ],
+)
+def test_mistake_is_one_line_and_exit_2(
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(gpu_check, "probe", lambda _: ("2.11", False, "3.12", []))
+    assert gpu_check.main([*options, "--out", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_rehearsal_of_the_cheapest_step_writes_its_tables(tmp_path: Path) -> None:
+    options = ["--device", "cpu", "--quick", "--only", "facts", "--minutes", "5", "--out", str(tmp_path)]
+    assert gpu_check.main(options) == 0
+    rows = json.loads((tmp_path / "gpu_check.json").read_text())["steps"]["facts"]["entries"]
+    assert {"facts", "products", "copies"} <= {row.get("table") for row in rows}
+    assert "TFLOP/s" in (tmp_path / "gpu_check.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NNT", "matmul"),
+        ("sm90_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x128x32", "matmul"),
+        ("void flash_fwd_kernel<Flash_fwd_kernel_traits<96, 128, 64>>", "attention"),
+        (
+            "void fmha_cutlassF_f32_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel)",
+            "attention",
+        ),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_3", "attention"),
+        ("multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<5>, FusedAdamMathFunctor>", "optimizer"),
+        ("multi_tensor_apply_kernel<TensorListMetadata<1>, LpNormFunctor<float, NormType::L2>>", "reduction"),
+        ("Memcpy HtoD (Pinned -> Device)", "copy or cast"),
+        ("vectorized_elementwise_kernel<8, bfloat16_copy_kernel_cuda>", "copy or cast"),
+        ("vectorized_elementwise_kernel<4, GeluCUDAKernelImpl>", "elementwise"),
+        ("void vectorized_layer_norm_kernel<BFloat16, float>", "reduction"),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "communication"),
+        ("triton_poi_fused_gelu_0", "elementwise"),
+        ("triton_red_fused_native_layer_norm_1", "reduction"),
+    ],
+)
+def test_kernels_are_classed_by_name(kernel: str, kind: str) -> None:
+    assert class_of(kernel) == kind
+
+
+def test_device_is_busy_while_any_stream_is() -> None:
+    kernels = [Kernel("a", 0, 10), Kernel("b", 5, 12), Kernel("c", 6, 7), Kernel("d", 20, 21)]
+    assert busy_time(kernels) == 13
+
+
+def test_reason_of_a_failed_command_is_that_of_its_rank() -> None:
+    lines = ["mlm pretrain: tp=3 does not divide", "Traceback", "elastic.ChildFailedError:", "exitcode : 2"]
+    assert reason_in(lines) == "mlm pretrain: tp=3 does not divide"
