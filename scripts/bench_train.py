@@ -41,6 +41,8 @@ CONTENDERS = {
     "transformers-compiled": "GPT2LMHeadModel, each layer compiled",
     "nanogpt": "needs --peers nanogpt=PATH",
     "nanogpt-compiled": "the same, each layer compiled",
+    "megatron": "Megatron Core's GPTModel, its layers without Transformer Engine",
+    "megatron-compiled": "the same, each layer compiled",
 }
 PEERS = ("nanogpt", "picotron")
 

@@ -40,7 +40,7 @@ missing = [name for name in {NEEDED!r} if find_spec(name) is None]
 import torch
 print(json.dumps([torch.__version__, torch.cuda.is_available(), sys.version.split()[0], missing]))
 """
-PROBE_S = 120.0
+PROBE_S = 240.0  # the first import reads gigabytes from a cold disk
 
 
 class UsageError(Exception):
@@ -121,9 +121,11 @@ def install(wheels: Path, site: Path) -> Path:
 
 def probe(environment: Mapping[str, str]) -> tuple[str, bool, str, list[str]]:
     """Torch's version, True if it sees a GPU, Python's version, packages not installed. Raises UsageError."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE], env=environment, capture_output=True, text=True, timeout=PROBE_S
-    )
+    command = [sys.executable, "-c", PROBE]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PROBE_S)
+    except subprocess.TimeoutExpired:
+        raise UsageError(f"importing torch took more than {PROBE_S:.0f} s") from None
     if done.returncode:
         raise UsageError(f"{sys.executable} cannot import torch: {done.stderr.strip().splitlines()[-1]}")
     torch, has_gpu, python, missing = json.loads(done.stdout.splitlines()[-1])

@@ -198,7 +198,11 @@ class TorchTrainee(Trainee):
             assert parameter.grad is not None, name
             gradients[name] = parameter.grad.float().cpu()
         self.clear()
-        return loss.item(), MAPPING.to_ours(self.as_huggingface(gradients), self.spec.shape.model())
+        return loss.item(), self.in_our_names(gradients)
+
+    def in_our_names(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The gradients by mlm's names, in its layout."""
+        return MAPPING.to_ours(self.as_huggingface(gradients), self.spec.shape.model())
 
     def as_huggingface(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """The gradients in GPT2LMHeadModel's layout."""

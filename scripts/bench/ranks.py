@@ -58,6 +58,10 @@ def build_trainee(name: str, spec: Spec, processes: int, rank: int) -> Trainee:
         from bench.picotron_peer import PicotronTrainee  # it changes the environment: in its own process only
 
         return PicotronTrainee(name, spec, device)
+    if name.startswith("megatron"):
+        from bench.megatron_peer import MegatronTrainee  # it starts a process group
+
+        return MegatronTrainee(name, spec, device)
     kinds = {"mlm": MlmTrainee, "transformers": TransformersTrainee, "nanogpt": NanoGptTrainee}
     return kinds[name.split("-")[0]](name, spec, device)
 

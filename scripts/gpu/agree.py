@@ -4,10 +4,11 @@ Initial weights and samples are functions of the seed, so both sides have the sa
 compare losses, which see the optimizer, clipping and the loss scale of the device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from bench.equality import Reference
+from torch import Tensor
 
 from gpu.child import Case
 from mlm.check.parity.compare import Difference
@@ -17,6 +18,7 @@ from mlm.data.sampler import Loader, MicroBatch
 from mlm.errors import UserError
 from mlm.models.config import ModelConfig
 from mlm.optim.config import PrecisionConfig, ScheduleConfig
+from mlm.optim.precision import DTYPES
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.train.config import PretrainConfig, TrainConfig
@@ -58,9 +60,10 @@ def config_of(kind: str, precision: str, *, quick: bool) -> PretrainConfig:
         out="",
         model=model,
         parallel=ParallelConfig(),
+        compile=False,
         schedule=ScheduleConfig(decay="constant", warmup_steps=0),
         precision=PrecisionConfig(
-            dtype="fp32" if precision == "tf32" else precision,  # type: ignore[arg-type]
+            dtype=precision if precision in DTYPES else "fp32",  # type: ignore[arg-type]
             initial_loss_scale=2.0**14,
         ),
         data=DataConfig(kind="synthetic", seq_length=model.max_positions),
@@ -118,15 +121,15 @@ def compare(
 ) -> None:
     """One precision: a row, and a problem where it differs by more than its bounds."""
     name = f"{kind} {precision}"
-    torch.backends.cuda.matmul.fp32_precision = "tf32" if precision == "tf32" else "ieee"
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     try:
         found, losses = train(config_of(kind, precision, quick=case.quick), case.device)
     except (RuntimeError, UserError) as error:
         case.problem(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}")
         return
     finally:
-        torch.backends.cuda.matmul.fp32_precision = "ieee"
-    bounds, differences = BOUNDS[precision], differences_of(found, reference)
+        torch.set_float32_matmul_precision("highest")
+    bounds, differences = BOUNDS[precision], differences_of(found.gradients, reference.gradients)
     floor = FLOOR if precision in ("fp64", "fp32") else NARROW_FLOOR
     least = floor * max(d.largest for d in differences)
     by, worst = max((d.difference / max(d.largest, least), d.name) for d in differences)
@@ -153,11 +156,11 @@ def compare(
         )
 
 
-def differences_of(found: Reference, reference: Reference) -> tuple[Difference, ...]:
+def differences_of(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> tuple[Difference, ...]:
     """Difference of each parameter's gradient, as `mlm parity` has them; of a missing one, infinity."""
     out = []
-    for name, expected in reference.gradients.items():
-        gradient = found.gradients.get(name, torch.full_like(expected, torch.inf))
+    for name, expected in reference.items():
+        gradient = found.get(name, torch.full_like(expected, torch.inf))
         off = (gradient - expected).abs().nan_to_num(nan=torch.inf)
         out.append(Difference(name, True, float(expected.abs().amax()), float(off.amax()), 1.0, 1.0))
     return tuple(out)

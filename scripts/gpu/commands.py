@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpu.child import Case
+from gpu.facts import compiler_problem
 
 TOGETHER = 6
 """Commands at a time: each has a context of some 0.5 GB on the device."""
@@ -39,19 +40,19 @@ PRETRAIN = (
 )
 SMALL, LARGE = "model=gpt2_tiny data.seq_length=128", "model=gpt2_124m"
 DROPOUT = "model.attention_dropout=0.1 model.hidden_dropout=0.1"
-ONE_RANK = (
+ONE_RANK = (  # the longest first
+    Job("verify-resume fp32", "verify-resume precision=fp32 steps=4"),
+    Job("verify-resume bf16", f"verify-resume precision=bf16 steps=4 {DROPOUT}"),
+    Job("compiled 124M", f"{PRETRAIN} {LARGE} precision=bf16 compile=true train.steps=10"),
+    Job("saves beside training", f"{PRETRAIN} {LARGE} precision=bf16 train.steps=12 checkpoint.save_every=4"),
+    Job("parity fp32, compiled", "parity compile=true precision=fp32"),
     Job("parity fp64", "parity"),
     Job("parity bf16, recompute=full", "parity recompute=full precision=bf16"),
     Job("parity bf16, recompute=selective", f"parity recompute=selective {DROPOUT} precision=bf16"),
     Job("parity fp16", "parity precision=fp16"),
-    Job("parity fp32, compiled", "parity compile=true precision=fp32"),
     Job("parity bert bf16", f"parity model=bert_tiny {DROPOUT} precision=bf16"),
-    Job("verify-resume fp32", "verify-resume precision=fp32 steps=4"),
-    Job("verify-resume bf16", f"verify-resume precision=bf16 steps=4 {DROPOUT}"),
     Job("one rank under torchrun", f"{PRETRAIN} {SMALL} precision=bf16 train.steps=5", 1),
     Job("60 steps fp16", f"{PRETRAIN} {SMALL} precision=fp16 train.steps=60"),
-    Job("saves beside training", f"{PRETRAIN} {LARGE} precision=bf16 train.steps=12 checkpoint.save_every=4"),
-    Job("compiled 124M", f"{PRETRAIN} {LARGE} precision=bf16 compile=true train.steps=10"),
 )
 TWO_RANKS = tuple(
     Job(layout, f"parity {layout} precision={precision}", 2)
@@ -66,13 +67,18 @@ TWO_RANKS = tuple(
         ("dp=2 zero=3", "bf16"),
     )
 )
+COMPILED = "compile=true"
 QUICK = ("parity fp64", "one rank under torchrun", "pp=2")
 """Jobs of a rehearsal."""
 
 
 def run_one_rank(case: Case) -> None:
     """One rank: parity with itself under other settings, resuming, saving, NCCL."""
-    run_jobs(case, [job for job in ONE_RANK if not case.quick or job.name in QUICK], "")
+    jobs = [job for job in ONE_RANK if not case.quick or job.name in QUICK]
+    if case.is_cuda and (problem := compiler_problem()):
+        case.note(f"not compiled: {problem}")
+        jobs = [job for job in jobs if COMPILED not in job.words]
+    run_jobs(case, jobs, "")
 
 
 def run_two_ranks(case: Case) -> None:
@@ -92,7 +98,8 @@ def run_jobs(case: Case, jobs: Sequence[Job], options: str) -> None:
 def run_job(case: Case, job: Job, options: str, number: int) -> None:
     """Run one; its row, and a problem if it fails."""
     out = case.scratch / f"job-{number}"
-    words = [*start_of(job), *job.words.split(), f"dist.device={case.device}", *options.split(), f"out={out}"]
+    words = [*start_of(job), *job.words.split(), *options.split(), f"dist.device={case.device}", f"out={out}"]
+    words += [] if COMPILED in words else ["compile=false"]  # which is not the default everywhere
     threads = str(max(1, len(os.sched_getaffinity(0)) // TOGETHER))
     begin = time.monotonic()
     done = subprocess.run(

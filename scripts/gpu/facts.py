@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 
@@ -64,7 +65,7 @@ def machine(case: Case) -> None:
         "memory GiB": round(memory, 1),
         "/dev/shm GiB": free_gib(Path("/dev/shm")),
         "scratch GiB": free_gib(case.scratch),
-        "C compiler": shutil.which("cc") or shutil.which("gcc") or "none: torch.compile has none to use",
+        "torch.compile": compiler_problem() or "has what it needs",
         **{name: package_version(name) or "not installed" for name in PACKAGES},
     }
     if case.is_cuda:
@@ -81,6 +82,13 @@ def machine(case: Case) -> None:
         }
     for name, value in facts.items():
         case.row("facts", fact=name, value=str(value))
+
+
+def compiler_problem() -> str:
+    """Why torch.compile cannot work on a GPU here; empty if it can."""
+    if not any(map(shutil.which, ("cc", "gcc", "clang"))):
+        return "no C compiler, which triton's launchers are built with"
+    return "" if find_spec("triton") else "triton is not installed"
 
 
 def free_gib(folder: Path) -> str:
@@ -110,7 +118,7 @@ def products(case: Case) -> None:
     for unit, dtype in (("bf16", torch.bfloat16), ("tf32", torch.float32), ("fp32", torch.float32)):
         if unit == "tf32" and not case.is_cuda:
             continue
-        torch.backends.cuda.matmul.fp32_precision = "tf32" if unit == "tf32" else "ieee"
+        torch.set_float32_matmul_precision("high" if unit == "tf32" else "highest")
         sheet = table_peak(torch.cuda.get_device_name(), unit) if case.is_cuda else None
         for m, n, k in [(256, 256, 256)] if case.quick else PRODUCTS:
             x, w = (torch.randn(rows, k, device=device).to(dtype) for rows in (m, n))
@@ -130,7 +138,7 @@ def products(case: Case) -> None:
             if sheet is not None:
                 values["data sheet"] = sheet.flops / 1e12
             case.row("products", **values)
-    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    torch.set_float32_matmul_precision("highest")
 
 
 def repeated(run: Callable[[], object], device: torch.device, seconds: float) -> list[float]:

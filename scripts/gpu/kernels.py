@@ -17,7 +17,7 @@ from gpu.shapes import SpeedTrainee, gpt2, spec_of
 from gpu.speed import OUT_OF_MEMORY, host_time
 from gpu.waits import device_of
 
-STEPS = 3
+STEPS = 2
 MICRO_BATCHES = (16, 8, 4)
 """The first that fits is profiled."""
 LARGEST_TRACE = 5 << 20

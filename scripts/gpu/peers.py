@@ -10,6 +10,7 @@ from bench.compare import Plan, run_shape
 from bench.spec import Spec
 
 from gpu.child import Case
+from gpu.facts import compiler_problem
 from gpu.shapes import gpt2, spec_of
 from mlm.errors import UserError
 
@@ -20,8 +21,8 @@ SIZES = (("124m", 16), ("355m", 8))
 
 def run_eager(case: Case) -> None:
     """Without compilation."""
-    for name, size in SIZES:
-        compare(case, name, size, ["mlm", "transformers", "transformers-gelu", "nanogpt"])
+    compare(case, *SIZES[0], ["mlm", "transformers", "transformers-gelu", "nanogpt", "megatron"])
+    compare(case, *SIZES[1], ["mlm", "transformers", "nanogpt", "megatron"])
 
 
 def run_compiled(case: Case) -> None:
@@ -29,12 +30,15 @@ def run_compiled(case: Case) -> None:
     if not case.is_cuda:
         case.note("compiling for a CPU takes minutes: left out of a rehearsal")
         return
+    if problem := compiler_problem():
+        case.note(f"not compiled: {problem}")
+        return
     name, size = SIZES[0]
     compare(case, name, size, ["mlm-compiled", "transformers-compiled", "nanogpt-compiled"])
 
 
 def compare(case: Case, name: str, size: int, contenders: list[str]) -> None:
-    """One shape; a contender that does not compute the same is a problem, and the others go on without it."""
+    """One shape; a contender that does not compute the same is a problem; the others continue."""
     shape = gpt2(name, quick=case.quick, batch_size=2 if case.quick else size)
     spec = replace(spec_of(shape, case.device, "fp32" if case.quick else "bf16"), peers=case.peers)
     if case.quick:
@@ -63,6 +67,8 @@ def is_there(case: Case, contender: str, *, noted: bool) -> bool:
     missing = ""
     if contender.startswith("transformers") and find_spec("transformers") is None:
         missing = "transformers is not installed"
+    if contender.startswith("megatron") and find_spec("megatron") is None:
+        missing = "Megatron Core is not installed"
     if contender.startswith("nanogpt") and "nanogpt" not in case.peers:
         missing = "no checkout of nanoGPT (--peers nanogpt=PATH)"
     if missing and noted:

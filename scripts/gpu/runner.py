@@ -126,6 +126,8 @@ def run_limited(
             code = None
         finally:
             kill_marked(mark)
+            with suppress(ProcessLookupError):  # a system that does not show environments
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             reader.join(5)
     return Ended(code, time.monotonic() - begin, tuple(tail))
@@ -172,7 +174,6 @@ def python_environment(root: Path, site: Path | None, base: Mapping[str, str]) -
         **base,
         "PYTHONPATH": os.pathsep.join(path + [p for p in [base.get("PYTHONPATH")] if p]),
         "PYTHONUNBUFFERED": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "MPLBACKEND": "Agg",

@@ -11,7 +11,7 @@ from bench.shapes import Shape
 from bench.stats import Spread
 
 from gpu.child import Case
-from gpu.facts import measured_peak, sheet_peak
+from gpu.facts import compiler_problem, measured_peak, sheet_peak
 from gpu.shapes import SpeedTrainee, freed, gpt2, spec_of
 from gpu.waits import device_of
 from mlm.report.peak import memory_bytes
@@ -34,7 +34,9 @@ def run_model(case: Case, name: str, *, dropouts: Sequence[float] = (0.0,), long
         best = measure(shape, sizes, compiled=False)
         if best == 0:
             return
-        if case.is_cuda or name == "124m":  # compiling for a CPU takes minutes: once in a rehearsal
+        if case.is_cuda and (problem := compiler_problem()):
+            case.note(f"not compiled: {problem}")
+        elif case.is_cuda or name == "124m":  # compiling for a CPU takes minutes: once in a rehearsal
             measure(shape, [best], compiled=True)
         sizes = [max(1, best // 2), best]  # masks take memory too
     if longer:
@@ -53,7 +55,8 @@ def measure_shape(case: Case, shape: Shape, sizes: Sequence[int], *, compiled: b
     """A row for each size until memory is out; return the best size, 0 if none fits."""
     best, speed = 0, 0.0
     with freed(case.device):
-        torch._dynamo.config.automatic_dynamic_shapes = False  # every size gets kernels of its own
+        if compiled:
+            torch._dynamo.config.automatic_dynamic_shapes = False  # every size gets kernels of its own
         try:
             trainee = SpeedTrainee(
                 "mlm-compiled" if compiled else "mlm",
@@ -131,7 +134,10 @@ def measure_size(case: Case, trainee: SpeedTrainee, size: int, compiled: bool) -
 
 
 def host_time(trainee: SpeedTrainee) -> float:
-    """Seconds until the host has launched one step: above the step's time, the device waits for the host."""
+    """Seconds until the host has launched one step: near the step's time, the device may wait for the host.
+
+    A device queues about a thousand launches, after which the host waits for it.
+    """
     synchronise(trainee.device)
     begin = time.perf_counter()
     trainee.step(0)

@@ -54,20 +54,18 @@ def noted_waits(is_cuda: bool) -> Iterator[Counter[str]]:
         return
 
     def note(message: Warning | str, *_: Any) -> None:
-        if "called a synchronizing" in str(message).lower() or "synchroniz" in str(message).lower():
+        if "called a synchronizing" in str(message):
             places[caller()] += 1
 
     torch.cuda.synchronize()
-    saved, warnings.showwarning = warnings.showwarning, note  # type: ignore[assignment]
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings():
-            warnings.showwarning = note  # type: ignore[assignment]
-            warnings.simplefilter("always")
+    with warnings.catch_warnings():  # puts showwarning back too
+        warnings.showwarning = note  # type: ignore[assignment]
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
             yield places
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-        warnings.showwarning = saved
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def caller() -> str:

@@ -117,6 +117,15 @@ def test_transformers_agrees_with_mlm() -> None:
 
 
 @pytest.mark.slow
+def test_megatron_core_agrees_with_mlm(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    path = tmp_path / "reference.safetensors"
+    Reference(*MlmTrainee("mlm", SPEC, torch.device("cpu")).loss_and_gradients()).save(path)
+    with Ranks("megatron", SPEC, 1) as ranks:  # in a process of its own: it starts a process group
+        assert ranks.check(path).gradient_error < 1e-5
+
+
+@pytest.mark.slow
 def test_split_contender_agrees_and_reports_its_memory(tmp_path: Path) -> None:
     ours, path = MlmTrainee("mlm", SPEC, torch.device("cpu")), tmp_path / "reference.safetensors"
     Reference(*ours.loss_and_gradients()).save(path)
@@ -184,7 +193,7 @@ def test_tiny_run_writes_ratios_samples_and_machine(tmp_path: Path) -> None:
     [
         (["--shape", "huge"], "--shape 'huge' is no shape"),
         (["--shape", "custom", "2,30,4,8,64,2"], "H=30 must be a multiple of N=4"),
-        (["--contenders", "megatron"], "--contenders 'megatron' is unknown"),
+        (["--contenders", "deepspeed"], "--contenders 'deepspeed' is unknown"),
         (["--contenders", "mlm", "nanogpt"], "needs --peers nanogpt=PATH"),
         (["--peers", "nanogpt=/nowhere"], "no such folder"),
         (["--pairs", "0"], "--pairs 0 must be at least 1"),

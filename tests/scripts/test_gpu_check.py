@@ -3,11 +3,16 @@
 import json
 import sys
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import gpu_check
 import pytest
+import torch
+from gpu import speed
 from gpu.catalogue import STEPS, Step
 from gpu.child import Case
 from gpu.child import run as run_child
@@ -15,6 +20,11 @@ from gpu.commands import reason_in
 from gpu.kernels import Kernel, busy_time, class_of
 from gpu.record import Record
 from gpu.runner import python_environment, run_limited, run_steps
+from gpu.shapes import gpt2, spec_of
+from gpu.waits import noted_waits
+
+from mlm.parallel import collectives
+from mlm.parallel.mesh import Axis
 
 ROOT = Path(__file__).resolve().parents[2]
 IDENTITY = {"code": "a", "torch": "2.11"}
@@ -255,6 +265,87 @@ def test_rehearsal_of_the_cheapest_step_writes_its_tables(tmp_path: Path) -> Non
 )
 def test_kernels_are_classed_by_name(kernel: str, kind: str) -> None:
     assert class_of(kernel) == kind
+
+
+class Fake:
+    """A trainee of fixed speed, without memory for more than two samples."""
+
+    def __init__(self, *_: object) -> None:
+        self.spec = spec_of(gpt2("124m", quick=True), "cpu")
+        self.device = torch.device("cpu")
+        self.cleared = False
+
+    def use(self, batch_size: int) -> None:
+        self.size = batch_size
+        self.spec = replace(self.spec, shape=replace(self.spec.shape, batch_size=batch_size))
+
+    def step(self, index: int) -> None:
+        if self.size > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        time.sleep(0.001)
+
+    def clear(self) -> None:
+        self.cleared = True
+
+    def flops_per_token(self) -> float:
+        return 1.0
+
+
+class Uncompiled(Fake):
+    """One whose compiler is not there."""
+
+    def step(self, index: int) -> None:
+        raise RuntimeError("\nFailed to find C compiler\nmore")
+
+
+def entries_of(case: Case) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in case.results.read_text().splitlines()]
+
+
+def test_out_of_memory_is_a_result_and_ends_the_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speed, "SpeedTrainee", Fake)
+    case = case_in(tmp_path)
+    best = speed.measure_shape(case, gpt2("124m", quick=True), [1, 2, 4, 8], compiled=False)
+    rows = [entry["row"] for entry in entries_of(case)]
+    found = [(row["micro-batch"], row["result"]) for row in rows]
+    assert found == [(1, "ok"), (2, "ok"), (4, "out of memory")]
+    assert best == 2
+
+
+def test_compiler_that_fails_is_a_problem_and_no_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speed, "SpeedTrainee", Uncompiled)
+    case = case_in(tmp_path)
+    assert speed.measure_shape(case, gpt2("124m", quick=True), [1], compiled=True) == 0
+    assert entries_of(case) == [{"problem": "compiled 124m: RuntimeError: Failed to find C compiler"}]
+
+
+def test_waits_for_the_device_are_named_by_the_line_of_mlm(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def waits() -> bool:
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        return True
+
+    with noted_waits(True) as places:
+        for _ in range(2):
+            collectives.Pending("op", Axis("tp"), torch.ones(1), cast(Any, Waiting(waits))).wait()
+        warnings.warn("another warning", stacklevel=1)
+    ((place, count),) = places.items()
+    assert place.startswith("mlm/parallel/collectives.py:")
+    assert (count, modes) == (2, ["warn", "default"])
+
+
+class Waiting:
+    """A communication whose wait calls a function."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self.wait = function
 
 
 def test_device_is_busy_while_any_stream_is() -> None:

@@ -1,0 +1,93 @@
+"""NCCL with the one rank there is: every collective of `mlm`, and a step with state sharded by FSDP2.
+
+A run of one rank communicates nothing. Here its data-parallel axis has a group of one rank, which makes
+collectives and FSDP2 run all the same.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gpu.agree import BOUNDS, batches_of, config_of, differences_of
+from gpu.child import Case
+from gpu.waits import device_of
+from mlm.data.sampler import MicroBatch
+from mlm.parallel import collectives
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.mesh import Axis, ParallelContext
+from mlm.train.trainer import Trainer
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
+TIMEOUT_S = 60.0
+OPERATIONS: dict[str, Callable[[Tensor, Axis], Tensor]] = {
+    "all_reduce": collectives.all_reduce,
+    "all_gather": collectives.gather_rows,
+    "reduce_scatter": collectives.reduce_scatter,
+    "broadcast": lambda x, axis: collectives.broadcast(x, axis, 0),
+}
+
+
+def run(case: Case) -> None:
+    """Every operation in every dtype, then sharded training."""
+    device = device_of(case)
+    with one_rank(case) as group:
+        axis = Axis("dp", 0, 1, group, (0,))
+        for name, operation in OPERATIONS.items():
+            wrong = [str(dtype) for dtype in DTYPES if not is_identity(operation, dtype, axis, device)]
+            case.row("over a group of one rank", operation=name, backend=dist.get_backend(group), wrong=wrong)
+            if wrong:
+                case.problem(f"{name} of one rank changes {', '.join(wrong)}")
+        for zero, precision in ((2, "fp32"), (3, "fp32"), (3, "bf16")):
+            sharded(case, axis, device, zero, precision)
+
+
+@contextmanager
+def one_rank(case: Case) -> Iterator[Any]:
+    """A process group of this process alone."""
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    store = dist.FileStore(str(case.scratch / "store"), 1)
+    backend = "nccl" if case.is_cuda else "gloo"
+    dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timedelta(seconds=TIMEOUT_S))
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def is_identity(
+    operation: Callable[[Tensor, Axis], Tensor], dtype: torch.dtype, axis: Axis, device: torch.device
+) -> bool:
+    """True if the operation gives what it is given."""
+    x = torch.arange(1 << 12, device=device).view(-1, 8).to(dtype)
+    return torch.equal(operation(x.clone(), axis).view_as(x), x)
+
+
+def sharded(case: Case, axis: Axis, device: torch.device, zero: int, precision: str) -> None:
+    """Gradients of one step with FSDP2 on one rank, against those without."""
+    config = replace(config_of("gpt2", precision, quick=case.quick), parallel=ParallelConfig(zero=zero))  # type: ignore[arg-type]
+    gradients = []
+    for dp in (Axis("dp"), axis):
+        trainer: Trainer[MicroBatch] = Trainer(config, ParallelContext(dp=dp, device=device))
+        batches = batches_of(config)[0]
+        parts = trainer.forward_backward(batches)
+        gradients.append(
+            {
+                shard.name: shard.without_padding(grad).double().cpu()
+                for shard in trainer.shards
+                if (grad := shard.parameter.grad) is not None
+            }
+        )
+        loss = trainer.mean_loss(trainer.update(parts))
+    by = max(d.difference / max(d.largest, 1e-12) for d in differences_of(gradients[1], gradients[0]))
+    allowed = BOUNDS[precision].gradient
+    values = {"worst gradient by": by, "allowed": allowed}
+    case.row("FSDP2 on one rank", zero=zero, precision=precision, loss=loss, **values)
+    if not by <= allowed:
+        case.problem(f"zero={zero} {precision}: gradients differ by {by:.1e} from those without")
