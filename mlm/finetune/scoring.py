@@ -22,9 +22,9 @@ from mlm.models.backbone import Inputs, Transformer
 from mlm.models.documents import without_padding
 from mlm.parallel.collectives import all_reduce
 from mlm.parallel.cross_entropy import wide
+from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.labels import IGNORE
 from mlm.parallel.mesh import ParallelContext
-from mlm.parallel.random import DropoutStream
 from mlm.terminal import count_progress
 from mlm.train.pipelined import PipelinedModel
 

@@ -15,9 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from mlm.models.cache import Reading
 from mlm.models.config import ModelConfig
 from mlm.models.documents import Spans
+from mlm.parallel.dropout import DropoutStream, place_keys
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mlm.parallel.mesh import Axis
-from mlm.parallel.random import DropoutStream, dropout
+from mlm.parallel.uncompiled import uncompiled
 
 
 class SelfAttention(nn.Module):
@@ -26,6 +27,9 @@ class SelfAttention(nn.Module):
     The rows of the fused qkv weight are ordered [head][q, k, v][head_dim]: a contiguous split at any tp that
     divides num_heads gives whole heads.
     """
+
+    places: Tensor
+    """Keys of its dropout masks, int32 [1, 2]."""
 
     def __init__(
         self,
@@ -41,6 +45,8 @@ class SelfAttention(nn.Module):
             raise ValueError(f"num_heads={config.num_heads} must be divisible by tp={tp.size}")
         self.layer, self.recompute, self.causal = layer, recompute, config.family.causal
         self.head_dim, self.dropout = config.head_dim, config.attention_dropout
+        self.first_head = tp.rank * config.num_heads // tp.size
+        self.register_buffer("places", place_keys(layer, ("attention",)), persistent=False)
         h, std = config.hidden_size, config.init_std
         out_std = std / math.sqrt(2 * config.num_layers)
         self.qkv = ColumnParallelLinear(
@@ -67,10 +73,10 @@ class SelfAttention(nn.Module):
             attended = reading.attend(self.layer, qkv, self.head_dim)
         elif stream is None or self.dropout == 0:
             attended = self._fused(qkv, 0.0, spans)
+        elif qkv.device.type == "cpu":
+            attended = self._unfused(qkv, stream, spans)
         else:
-            parts = zip(stream.split_parts, qkv.chunk(len(stream.split_parts), dim=-1), strict=True)
-            results = [self._with_dropout(part, stream, rank, spans) for rank, part in parts]
-            attended = results[0] if len(results) == 1 else torch.cat(results, dim=-1)
+            attended = self._with_drawn_masks(qkv, stream, spans)
         y: Tensor = self.out(attended)
         return y
 
@@ -83,21 +89,46 @@ class SelfAttention(nn.Module):
             return attention(qkv, causal=self.causal)
         if spans.bias is not None:
             return attention(qkv, bias=spans.bias, causal=False)
-        y: Tensor = spans.each(partial(attention, causal=self.causal), qkv)
+
+        def inside(part: Tensor, sample: int, first: int) -> Tensor:
+            return attention(part, causal=self.causal, sample=sample, first_row=first)
+
+        y: Tensor = spans.each(inside, qkv)
         return y
 
-    def _with_dropout(self, qkv: Tensor, stream: DropoutStream, rank: int, spans: Spans | None) -> Tensor:
-        """Attention with the dropout mask of one tp rank; on CPUs PyTorch has no fused kernel for it."""
-        if qkv.device.type != "cpu":
-            stream.enter(self.layer, "attention", rank)
-            return self._fused(qkv.contiguous(), self.dropout, spans)
+    @uncompiled  # a compiler would draw from the generator in its own way
+    def _with_drawn_masks(self, qkv: Tensor, stream: DropoutStream, spans: Spans | None) -> Tensor:
+        """Attention in a kernel that draws its own masks, for each tp rank that this process computes for."""
+        results = []
+        for rank, part in zip(stream.split_parts, qkv.chunk(len(stream.split_parts), dim=-1), strict=True):
+            stream.seed_kernel(self.layer, rank)
+            results.append(self._fused(part.contiguous(), self.dropout, spans))
+        return results[0] if len(results) == 1 else torch.cat(results, dim=-1)
+
+    def _unfused(self, qkv: Tensor, stream: DropoutStream, spans: Spans | None) -> Tensor:
+        """Attention with dropout on a CPU, for which PyTorch has no fused kernel."""
+        length = qkv.shape[0]
+
+        def attention(
+            qkv: Tensor,
+            bias: Tensor | None = None,
+            causal: bool = True,
+            sample: int | None = None,
+            first_row: int = 0,
+        ) -> Tensor:
+            drop = partial(
+                stream.probabilities,
+                p=self.dropout,
+                place=self.places[0],
+                length=length,
+                first_head=self.first_head,
+                first_row=first_row,
+                sample=sample,
+            )
+            return unfused_attention(qkv, self.head_dim, drop, bias, causal)
 
         def core(qkv: Tensor) -> Tensor:
-            stream.enter(self.layer, "attention", rank)
-            # one document after the other, so their masks too are functions of the micro-batch alone
-            return self._inside(
-                spans, partial(unfused_attention, head_dim=self.head_dim, p=self.dropout), qkv
-            )
+            return self._inside(spans, attention, qkv)
 
         if self.recompute and torch.is_grad_enabled():
             # only here is anything of size S * S kept: fused kernels recompute it by themselves
@@ -107,11 +138,12 @@ class SelfAttention(nn.Module):
 
 
 def fused_attention(
-    qkv: Tensor, head_dim: int, p: float, bias: Tensor | None = None, causal: bool = True
+    qkv: Tensor, head_dim: int, p: float, bias: Tensor | None = None, causal: bool = True, **where: int
 ) -> Tensor:
     """Attention by PyTorch's best kernel: [S, B, 3H/t] -> [S, B, H/t].
 
-    Causal or not; `bias`, [B, 1, S, S] or [B, 1, 1, S], is added to the scores of what is not causal.
+    Causal or not; `bias`, [B, 1, S, S] or [B, 1, 1, S], is added to the scores of what is not causal. `where`
+    tells attention with masks of our own which part of a sample it is for.
     """
     s, b, _ = qkv.shape
     q, k, v = qkv.view(s, b, -1, 3, head_dim).permute(3, 1, 2, 0, 4).unbind(0)  # each [B, N/t, S, D]
@@ -120,12 +152,17 @@ def fused_attention(
 
 
 def unfused_attention(
-    qkv: Tensor, head_dim: int, p: float, bias: Tensor | None = None, causal: bool = True
+    qkv: Tensor,
+    head_dim: int,
+    drop: Callable[[Tensor], Tensor],
+    bias: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v with dropout on the probabilities: [S, B, 3H/t] -> [S, B, H/t].
+    """drop(softmax(q k^T / sqrt(D))) v: [S, B, 3H/t] -> [S, B, H/t].
 
-    Keeps five bytes per score in half precision for backward: probabilities, mask, and their product
-    (arXiv:2205.05198, section 4.1). `bias` and `causal` as in `fused_attention`.
+    `drop` gets the probabilities [B * N/t, S, S]. With dropout five bytes per score are kept for backward in
+    half precision: probabilities, mask, and their product (arXiv:2205.05198, section 4.1). `bias` and
+    `causal` as in `fused_attention`.
     """
     s, b, _ = qkv.shape
     heads = qkv.reshape(s, -1, 3, head_dim)  # [S, B * N/t, 3, D]
@@ -137,5 +174,5 @@ def unfused_attention(
     else:
         added = q.new_zeros(())
     scores = torch.baddbmm(added, q, k.transpose(1, 2), alpha=1 / math.sqrt(head_dim))  # [B * N/t, S, S]
-    y = torch.bmm(dropout(torch.softmax(scores, -1), p), v)  # [B * N/t, S, D]
+    y = torch.bmm(drop(torch.softmax(scores, -1)), v)  # [B * N/t, S, D]
     return y.transpose(0, 1).reshape(s, b, -1)

@@ -17,9 +17,9 @@ from mlm.models.documents import Spans
 from mlm.models.heads import PlainLinear, gather_outputs
 from mlm.models.stage import Stage, split_layers
 from mlm.models.transformer import LayerNorm, TransformerLayer
+from mlm.parallel.dropout import DropoutStream, place_keys
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import Axis
-from mlm.parallel.random import DropoutStream
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +63,8 @@ class Transformer(nn.Module):
     """True if head=classification reads the first token by way of a pooler, else the last token."""
     layer_type: ClassVar[type[TransformerLayer]] = TransformerLayer
     """Class of its layers; those of a family of your own may derive from it."""
+    places: Tensor
+    """Keys of the dropout masks after the embeddings and before the classifier, int32 [2, 2]."""
 
     def __init__(
         self,
@@ -78,6 +80,8 @@ class Transformer(nn.Module):
         self.config, self.tp, self.dtype, self.recompute = config, tp, dtype, recompute
         self.sequence_parallel = sequence_parallel and tp.size > 1
         self.stage = stage = stage or split_layers(config.num_layers, 1)[0]
+        ends = [*place_keys(-1, ("embedding",)), *place_keys(config.num_layers, ("classifier",))]
+        self.register_buffer("places", torch.stack(ends), persistent=False)
         h, std = config.hidden_size, config.init_std
         if stage.is_first or (stage.is_last and config.is_tied):
             self.token = VocabParallelEmbedding(
@@ -149,7 +153,7 @@ class Transformer(nn.Module):
         x = x.to(self.dtype)
         if self.config.norm == "post":
             x = self.embedding_norm(x)
-        return x if stream is None else stream.hidden(x, self.config.hidden_dropout, -1, "embedding")
+        return x if stream is None else stream.hidden(x, self.config.hidden_dropout, self.places[0])
 
     def through_layers(self, x: Tensor, stream: DropoutStream | None, spans: Spans | None) -> Tensor:
         """Hidden states after this stage's layers, normed in the last stage of a model with norm=pre."""
@@ -182,8 +186,7 @@ class Transformer(nn.Module):
         if self.pools:
             pooled = self.pool(h)
             if stream is not None:
-                p, layer = self.config.hidden_dropout, self.config.num_layers
-                pooled = stream.everywhere(pooled, p, layer, "classifier")
+                pooled = stream.everywhere(pooled, self.config.hidden_dropout, self.places[1])
             return self.whole(self.classifier(pooled))[0]
         rows = torch.arange(len(inputs.lengths), device=h.device)
         if self.sequence_parallel:  # a row's last token is on any one of the ranks

@@ -10,7 +10,7 @@ Shapes: S sequence, B micro-batch, H hidden, N heads, t = tensor-parallel size.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -31,13 +31,17 @@ class Spans:
     kernel for the whole micro-batch is faster on a GPU."""
 
     @uncompiled  # lengths differ from batch to batch: each would be recompiled
-    def each(self, attention: Callable[[Tensor], Tensor], qkv: Tensor) -> Tensor:
+    def each(self, attention: Callable[[Tensor, int, int], Tensor], qkv: Tensor) -> Tensor:
         """`attention` within each document: [S, B, 3H/t] -> [S, B, H/t].
 
-        Costs the squares of the documents' lengths rather than that of S: on a CPU faster than a mask.
+        attention(its qkv [s, 1, 3H/t], sample, its first token's place in it) gives [s, 1, H/t]. Costs the
+        squares of the documents' lengths rather than that of S: on a CPU faster than a mask.
         """
-        samples = zip(qkv.split(1, dim=1), self.lengths, strict=True)
-        rows = [torch.cat([attention(d) for d in sample.split(lengths)]) for sample, lengths in samples]
+        rows = []
+        for sample, (whole, lengths) in enumerate(zip(qkv.split(1, dim=1), self.lengths, strict=True)):
+            firsts = accumulate(lengths, initial=0)
+            parts = zip(whole.split(lengths), firsts, strict=False)
+            rows.append(torch.cat([attention(part, sample, first) for part, first in parts]))
         return torch.cat(rows, dim=1)
 
 

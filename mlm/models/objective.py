@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mlm.data.sampler import MicroBatch
 from mlm.models.backbone import Transformer
-from mlm.parallel.random import DropoutStream
+from mlm.parallel.dropout import DropoutStream
 
 C = TypeVar("C", bound=Transformer, contravariant=True)
 B = TypeVar("B", bound=MicroBatch, contravariant=True)

@@ -14,9 +14,9 @@ from mlm.models.attention import SelfAttention
 from mlm.models.cache import Reading
 from mlm.models.config import ModelConfig
 from mlm.models.documents import Spans
+from mlm.parallel.dropout import DropoutStream, place_keys
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mlm.parallel.mesh import Axis
-from mlm.parallel.random import DropoutStream
 
 
 class LayerNorm(nn.LayerNorm):
@@ -62,6 +62,8 @@ class TransformerLayer(nn.Module):
     """
 
     mlp_type: ClassVar[type[MLP]] = MLP
+    places: Tensor
+    """Keys of the dropout masks of its two branches, int32 [2, 2]."""
 
     def __init__(
         self,
@@ -73,7 +75,8 @@ class TransformerLayer(nn.Module):
         recompute_attention: bool = False,
     ) -> None:
         super().__init__()
-        self.layer, self.dropout, self.norms_first = layer, config.hidden_dropout, config.norm == "pre"
+        self.dropout, self.norms_first = config.hidden_dropout, config.norm == "pre"
+        self.register_buffer("places", place_keys(layer, ("attention out", "mlp out")), persistent=False)
         self.attention_norm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.attention = SelfAttention(
             config,
@@ -98,13 +101,13 @@ class TransformerLayer(nn.Module):
         """
         if not self.norms_first:
             y = self.attention(x, stream, spans, reading)
-            x = self.attention_norm(x + self.drop(y, stream, "attention out"))
-            x = self.mlp_norm(x + self.drop(self.mlp(x), stream, "mlp out"))
+            x = self.attention_norm(x + self.drop(y, stream, 0))
+            x = self.mlp_norm(x + self.drop(self.mlp(x), stream, 1))
             return x
         y = self.attention(self.attention_norm(x), stream, spans, reading)
-        x = x + self.drop(y, stream, "attention out")
-        return x + self.drop(self.mlp(self.mlp_norm(x)), stream, "mlp out")
+        x = x + self.drop(y, stream, 0)
+        return x + self.drop(self.mlp(self.mlp_norm(x)), stream, 1)
 
-    def drop(self, y: Tensor, stream: DropoutStream | None, site: str) -> Tensor:
-        """Dropout on a branch's output; `site` names it among those of the layer."""
-        return y if stream is None else stream.hidden(y, self.dropout, self.layer, site)
+    def drop(self, y: Tensor, stream: DropoutStream | None, branch: int) -> Tensor:
+        """Dropout on the output of attention (0) or the MLP (1)."""
+        return y if stream is None else stream.hidden(y, self.dropout, self.places[branch])

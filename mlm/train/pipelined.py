@@ -16,6 +16,7 @@ from mlm.optim.config import PrecisionConfig
 from mlm.optim.precision import DTYPES, parameter_dtype
 from mlm.parallel.collectives import all_reduce
 from mlm.parallel.config import ParallelConfig
+from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mlm.parallel.linear import Postponed
 from mlm.parallel.mesh import ParallelContext
@@ -23,7 +24,6 @@ from mlm.parallel.pipeline.actions import Instruction
 from mlm.parallel.pipeline.engine import Stages, run_plan
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule, forward_only
-from mlm.parallel.random import DropoutStream
 
 
 class Texts(Protocol):

@@ -17,10 +17,10 @@ from mlm.optim.clip import clip_factor, gradient_norm, scale_gradients
 from mlm.optim.precision import LossScaler, parameter_dtype
 from mlm.optim.schedule import learning_rate
 from mlm.parallel.collectives import all_reduce, start_all_reduce
+from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.gradients import Reducer, sum_replicated_gradients, sum_tied_gradients
 from mlm.parallel.init import init_parameters
 from mlm.parallel.mesh import ParallelContext
-from mlm.parallel.random import SHARED, DropoutStream
 from mlm.parallel.reducers import build_reducer
 from mlm.parallel.sharding import ParameterShard, parameter_shards
 from mlm.parallel.uncompiled import prepare_to_compile
@@ -64,7 +64,7 @@ class Trainer(Generic[B]):
         consumed_samples: samples read so far by the whole job.
         history: of which corpora; empty for synthetic data.
         before_change: called before weights and moments change: a checkpoint may still be copying them.
-        dropout_parts: whose dropout masks this process draws (`DropoutStream.of_micro_batch`).
+        split_parts: whose attention masks this process draws where kernels draw them (`DropoutStream`).
         objective: what the model is trained for; None means what it is pretrained for.
         past: saves that the run descends from and changes of its settings; of rank 0, which writes them.
         extra_state: further state of checkpoints, as JSON values.
@@ -103,11 +103,7 @@ class Trainer(Generic[B]):
         self.optimizer = build_optimizer(self.shards, config.optimizer)
         ensure_state(self.optimizer, self.shards)
         self.scaler = LossScaler(config.precision, ctx.device)
-        own = (ctx.tp.rank,)
-        self.dropout_parts: dict[str, tuple[int, ...]] = {
-            "split_parts": own,
-            "hidden_parts": own if config.parallel.sequence_parallel and ctx.tp.size > 1 else SHARED,
-        }
+        self.split_parts: tuple[int, ...] = (ctx.tp.rank,)
         self.step = 0
         self.consumed_samples = 0
         self.history: History = ()
@@ -171,7 +167,12 @@ class Trainer(Generic[B]):
         if model.hidden_dropout == 0 and model.attention_dropout == 0:
             return None
         return DropoutStream.of_micro_batch(
-            self.config.seed, batch.first_sample, self.ctx.device, **self.dropout_parts
+            self.config.seed,
+            batch.first_sample,
+            len(batch.tokens),
+            self.ctx.device,
+            split_parts=self.split_parts,
+            sequence_rank=self.ctx.tp.rank if self.config.parallel.sequence_parallel else 0,
         )
 
     def global_counts(self, batches: Iterable[B]) -> Tensor:

@@ -19,8 +19,8 @@ from mlm.models.documents import Spans
 from mlm.models.gpt2.family import FAMILY as GPT2_FAMILY
 from mlm.models.gpt2.model import GPT2
 from mlm.models.transformer import MLP, TransformerLayer
+from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.mesh import Axis
-from mlm.parallel.random import DropoutStream
 
 
 class PoweredMLP(MLP):
@@ -49,7 +49,7 @@ class ParallelLayer(TransformerLayer):
     ) -> Tensor:
         """[S, B, H] -> [S, B, H]."""
         attended = self.attention(self.attention_norm(x), stream, spans, reading)
-        return x + self.drop(attended + self.mlp(self.mlp_norm(x)), stream, "out")
+        return x + self.drop(attended + self.mlp(self.mlp_norm(x)), stream, 0)
 
 
 class ParallelGPT2(GPT2):

@@ -20,9 +20,9 @@ from mlm.data.sampler import Batch, Plan
 from mlm.models.gpt2.objective import NextToken
 from mlm.optim.precision import parameter_dtype
 from mlm.parallel.collectives import Pending, reduce_scatter
+from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.layers import RowParallelLinear
 from mlm.parallel.mesh import Axis, ParallelContext
-from mlm.parallel.random import DropoutStream
 from mlm.train.trainer import StepOutcome, Trainer
 from tests.check.parity_layouts import Layout, verdict_of
 from tests.ranks import run_on_ranks
@@ -65,7 +65,8 @@ def counted_by_every_rank(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
 
 
 TRUE_OUTPUT, TRUE_UPDATE = NextToken.output, Trainer.update
-TRUE_PLAN, TRUE_ROW, TRUE_STREAM = Plan.step, RowParallelLinear.forward, DropoutStream.of_micro_batch
+TRUE_PLAN, TRUE_ROW = Plan.step, RowParallelLinear.forward
+TRUE_STREAM, TRUE_MASKS = DropoutStream.of_micro_batch, DropoutStream.probabilities
 
 
 def mean_of_micro_batch(objective: NextToken, chunk: Any, batch: Batch, scale: Tensor, *rest: Any) -> Tensor:
@@ -98,9 +99,14 @@ def bias_before_sum(layer: RowParallelLinear, x: Tensor) -> Tensor:
     return TRUE_ROW(layer, x) + (layer.tp.size - 1) * layer.bias
 
 
-def masks_of_first_rank(*args: Any, split_parts: tuple[int, ...], **kwargs: Any) -> DropoutStream:
-    """The same dropout mask on every tp rank's heads."""
-    return TRUE_STREAM(*args, split_parts=split_parts if len(split_parts) > 1 else (0,), **kwargs)
+def masks_of_first_heads(*args: Any, first_head: int, **kwargs: Any) -> Tensor:
+    """The same dropout masks on every tp rank's heads."""
+    return TRUE_MASKS(*args, first_head=0, **kwargs)
+
+
+def masks_of_first_rows(*args: Any, sequence_rank: int, **kwargs: Any) -> DropoutStream:
+    """The same dropout masks on every tp rank's rows of the sequence."""
+    return TRUE_STREAM(*args, sequence_rank=0, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -196,10 +202,17 @@ CASES = {
     "every replica reads the same samples": Sabotage(
         "mlm.data.sampler.Plan.step", samples_of_first_replica, DP, "loss of step 1", "each replica reads"
     ),
-    "the same dropout mask on every tp rank": Sabotage(
-        "mlm.parallel.random.DropoutStream.of_micro_batch",
-        masks_of_first_rank,
+    "the same dropout masks on every tp rank's heads": Sabotage(
+        "mlm.parallel.dropout.DropoutStream.probabilities",
+        masks_of_first_heads,
         Layout(tp=2, dropout=0.1),
+        "loss of step 1",
+        "dropout masks",
+    ),
+    "the same dropout masks on every tp rank's rows": Sabotage(
+        "mlm.parallel.dropout.DropoutStream.of_micro_batch",
+        masks_of_first_rows,
+        Layout(tp=2, sequence_parallel=True, dropout=0.1),
         "loss of step 1",
         "dropout masks",
     ),

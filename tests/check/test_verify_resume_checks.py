@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlm.check.verify_resume.checks import check_verify_resume, same_layout
+from mlm.check.verify_resume.checks import check_verify_resume, problems_here, same_layout
 from mlm.check.verify_resume.config import VerifyResumeConfig
 from mlm.cli.compose import load_config
 
@@ -35,13 +35,12 @@ def test_a_problem_names_the_half_it_is_in(words: list[str], begins: str) -> Non
     assert problem.startswith(begins)
 
 
-def test_dropout_masks_that_depend_on_tp_cannot_be_compared() -> None:
-    (problem,) = problems("model.attention_dropout=0.1", "resumed.tp=2")
-    assert problem.startswith("model.attention_dropout=0.1 draws other masks at resumed.tp=2 than at tp=1")
-    (problem,) = problems("model.hidden_dropout=0.1", "tp=2", "resumed.sequence_parallel=true")
-    assert problem.startswith("model.hidden_dropout=0.1 draws other masks")
-    assert problems("model.hidden_dropout=0.1", "resumed.tp=2") == []
-    assert problems("model.attention_dropout=0.1", "dp=2", "resumed.dp=1", "resumed.pp=2") == []
+def test_masks_of_fused_attention_on_a_gpu_depend_on_tp() -> None:
+    """No other mask depends on the layout."""
+    config = verify_resume("model.attention_dropout=0.1", "model.hidden_dropout=0.1", "resumed.tp=2")
+    (problem,) = problems_here(config, local_devices=2)
+    assert str(problem).startswith("model.attention_dropout=0.1 on a GPU draws other masks at resumed.tp=2")
+    assert problems_here(config, local_devices=None) == []
 
 
 @pytest.mark.parametrize(

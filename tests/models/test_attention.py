@@ -6,7 +6,7 @@ from torch import Tensor
 
 from mlm.models.attention import fused_attention, unfused_attention
 from mlm.models.documents import bias_of, without_padding
-from mlm.parallel.random import dropout
+from mlm.parallel.dropout import DropoutStream, place_keys
 
 S, B, HEADS, HEAD_DIM = 7, 3, 2, 9
 
@@ -35,9 +35,9 @@ def test_without_dropout_it_equals_the_fused_kernel(name: str) -> None:
     """Outputs and input gradients, where only the order of sums differs."""
     dy = torch.randn(S, B, HEADS * HEAD_DIM, dtype=torch.float64)
     results = []
-    for attention in (fused_attention, unfused_attention):
+    for attention, without in ((fused_attention, 0.0), (unfused_attention, lambda x: x)):
         x = qkv()
-        y = attention(x, HEAD_DIM, 0.0, bias(name), name == "causal")
+        y = attention(x, HEAD_DIM, without, bias(name), name == "causal")
         y.backward(dy)
         results.append((y.detach(), x.grad))
     torch.testing.assert_close(*results)
@@ -46,11 +46,17 @@ def test_without_dropout_it_equals_the_fused_kernel(name: str) -> None:
 def test_dropout_takes_probabilities_out_and_scales_the_others() -> None:
     """With the same mask applied to probabilities made by hand."""
     x = qkv().detach()
-    torch.manual_seed(1)
-    y = unfused_attention(x, HEAD_DIM, 0.4)
+    stream, place = (
+        DropoutStream.of_micro_batch(1, 0, B, torch.device("cpu")),
+        place_keys(0, ("attention",))[0],
+    )
+
+    def drop(p: Tensor) -> Tensor:
+        return stream.probabilities(p, 0.4, place, length=S)
+
+    y = unfused_attention(x, HEAD_DIM, drop)
     q, k, v = x.reshape(S, B, HEADS, 3, HEAD_DIM).permute(3, 1, 2, 0, 4)  # each [B, N, S, D]
     scores = (q @ k.mT / HEAD_DIM**0.5).masked_fill(~torch.ones(S, S).bool().tril(), -torch.inf)
-    torch.manual_seed(1)
-    dropped = dropout(scores.softmax(-1).flatten(0, 1), 0.4).unflatten(0, (B, HEADS))
+    dropped = drop(scores.softmax(-1).flatten(0, 1)).unflatten(0, (B, HEADS))
     assert (dropped == 0).sum() > B * HEADS * S * (S - 1) / 2  # more than what comes later
     torch.testing.assert_close(y, (dropped @ v).permute(2, 0, 1, 3).reshape(S, B, -1))

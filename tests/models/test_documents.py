@@ -20,10 +20,10 @@ from mlm.models.gpt2.huggingface import MAPPING
 from mlm.models.gpt2.model import GPT2
 from mlm.parallel.collectives import all_reduce, gather_rows
 from mlm.parallel.cross_entropy import full_logits
+from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.init import init_parameters
 from mlm.parallel.labels import IGNORE
 from mlm.parallel.mesh import Axis, ParallelContext
-from mlm.parallel.random import DropoutStream
 from mlm.parallel.sharding import load_whole, parameter_shards
 from mlm.parallel.uncompiled import prepare_to_compile
 from tests.ranks import run_on_ranks
@@ -234,17 +234,17 @@ def test_the_switches_do_what_megatrons_do() -> None:
         assert torch.equal(ours.scored(tokens, labels)[0] != IGNORE, loss_mask.bool())
 
 
-def dropout_model(recompute: str = "none") -> tuple[GPT2, DropoutStream]:
+def dropout_model(recompute: str = "none", samples: int = 2) -> tuple[GPT2, DropoutStream]:
     config = replace(MODEL, hidden_dropout=0.2, attention_dropout=0.2)
     model = GPT2(config, tp=ONE, recompute=recompute)
     init_parameters(model, 1, ONE)
-    return model, DropoutStream.of_micro_batch(1, 0, torch.device("cpu"))
+    return model, DropoutStream.of_micro_batch(1, 0, samples, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("how", ["none", "selective", "full"])
 def test_no_document_sees_another_under_dropout(how: str) -> None:
     """Other tokens in one document change hidden states in it alone, forward, and gradients, backward."""
-    model, stream = dropout_model(how)
+    model, stream = dropout_model(how, samples=1)
     tokens = batch()[0][1:2]
     other = tokens.clone()
     other[0, 1] = (other[0, 1] + 1) % VOCAB  # in the document of tokens 1 to 5

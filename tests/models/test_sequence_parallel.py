@@ -14,9 +14,9 @@ from mlm.models.config import ModelConfig
 from mlm.models.gpt2.model import GPT2
 from mlm.models.transformer import TransformerLayer
 from mlm.parallel import collectives, linear
+from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.init import init_parameters
 from mlm.parallel.mesh import Axis, ParallelContext
-from mlm.parallel.random import SHARED, DropoutStream
 from tests.ranks import run_on_ranks
 
 S, B = 64, 2
@@ -65,10 +65,7 @@ def measure_layer(ctx: ParallelContext, sequence: bool, recompute: str) -> int:
     layer = TransformerLayer(
         MODEL, layer=0, tp=ctx.tp, sequence_parallel=sequence, recompute_attention=recompute == "selective"
     )
-    own = (ctx.tp.rank,)
-    stream = DropoutStream.of_micro_batch(
-        1, 0, ctx.device, split_parts=own, hidden_parts=own if sequence else SHARED
-    )
+    stream = DropoutStream.of_micro_batch(1, 0, B, ctx.device, sequence_rank=ctx.tp.rank if sequence else 0)
     rows = S // ctx.tp.size if sequence else S
     x = torch.randn(rows, B, MODEL.hidden_size, dtype=torch.bfloat16, requires_grad=True)
     parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}
@@ -93,9 +90,8 @@ def measure_depths(ctx: ParallelContext, sequence: bool) -> tuple[int, int]:
             sequence_parallel=sequence,
         )
         init_parameters(model, 1, ctx.tp)
-        own = (ctx.tp.rank,)
         stream = DropoutStream.of_micro_batch(
-            1, 0, ctx.device, split_parts=own, hidden_parts=own if sequence else SHARED
+            1, 0, B, ctx.device, sequence_rank=ctx.tp.rank if sequence else 0
         )
         tokens = torch.zeros(B, S, dtype=torch.int64)
         parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}

@@ -1,19 +1,19 @@
 """Arguments that every model hands to its layers: settings, and a dropout mask for each place."""
 
-from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from mlm.models.backbone import Inputs, Transformer
+from mlm.models.backbone import Inputs
 from mlm.models.bert.model import BERT
 from mlm.models.config import ModelConfig
 from mlm.models.gpt2.model import GPT2
 from mlm.models.transformer import LayerNorm
+from mlm.parallel.dropout import DropoutStream, kept
 from mlm.parallel.init import init_parameters
 from mlm.parallel.mesh import Axis
-from mlm.parallel.random import DropoutStream
 
 ONE = Axis("tp")
 
@@ -31,31 +31,21 @@ def config(kind: str, **changed: object) -> ModelConfig:
     )
 
 
-@dataclass(frozen=True)
-class Noted(DropoutStream):
-    """A stream that notes where masks are drawn."""
+def test_no_two_places_of_a_model_share_a_dropout_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a forward pass up to the head, with every stage's places."""
+    keys = []
 
-    places: list[tuple[int, str]] = field(default_factory=list)
+    def noted(rows: Tensor, keys_: Tensor, *args: Any) -> Tensor:
+        keys.append(tuple(keys_.flatten().tolist()))
+        return kept(rows, keys_, *args)
 
-    def enter(self, layer: int, site: str, tp_rank: int) -> None:
-        self.places.append((layer, site))
-        super().enter(layer, site, tp_rank)
-
-
-def places_of(model: Transformer, tokens: Tensor) -> list[tuple[int, str]]:
-    """Places where a forward pass up to the head draws masks, in order."""
-    init_parameters(model, 1, ONE)
-    stream = Noted(5, torch.device("cpu"))
-    model.outputs(Inputs(tokens, torch.tensor([6, 6])), stream)
-    return stream.places
-
-
-def test_no_two_places_of_a_model_share_a_dropout_mask() -> None:
+    monkeypatch.setattr("mlm.parallel.dropout.kept", noted)
     model = BERT(config("bert", head="classification", num_labels=3), tp=ONE)
-    sites = ("attention", "attention out", "mlp out")
-    each = [(layer, site) for layer in range(2) for site in sites]
-    expected = [(-1, "embedding"), *each, (2, "classifier")]
-    assert places_of(model, torch.zeros(2, 6, dtype=torch.int64)) == expected
+    init_parameters(model, 1, ONE)
+    stream = DropoutStream.of_micro_batch(5, 0, 2, torch.device("cpu"))
+    model.outputs(Inputs(torch.zeros(2, 6, dtype=torch.int64), torch.tensor([6, 6])), stream)
+    assert len(keys) == 1 + 3 * 2 + 1  # embedding, three in a layer, classifier
+    assert len(set(keys)) == len(keys)
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])

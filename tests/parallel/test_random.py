@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from mlm.parallel.random import DropoutStream, derive_seed, draw_normal, dropout
-
-CPU = torch.device("cpu")
+from mlm.parallel.random import derive_seed, draw_normal
 
 
 @pytest.mark.parametrize("shape", [(7, 3), (1000, 600), (3, 300_000), (5,)])
@@ -26,35 +24,3 @@ def test_derive_seed_tells_places_apart() -> None:
     places = [(1,), (2,), (1, 2), (2, 1), (1, "a"), (1, "b"), ("a", 1), (1, -1)]
     assert len({derive_seed(*p) for p in places}) == len(places)
     assert all(0 <= derive_seed(*p) < 2**63 for p in places)
-
-
-def masked(stream: DropoutStream, layer: int = 0, site: str = "residual") -> torch.Tensor:
-    return stream.hidden(torch.ones(8, 4, 4), 0.5, layer, site)
-
-
-def of(seed: int = 1, sample: int = 0, **parts: tuple[int, ...]) -> DropoutStream:
-    return DropoutStream.of_micro_batch(seed, sample, CPU, **parts)
-
-
-def test_dropout_masks_differ_by_layer_site_sample_seed_and_rank() -> None:
-    masks = [masked(of()), masked(of(), 1), masked(of(), 0, "embedding"), masked(of(2)), masked(of(sample=8))]
-    masks += [masked(of(hidden_parts=(rank,))) for rank in (0, 1)]
-    assert len({tuple(m.flatten().tolist()) for m in masks}) == 7
-
-
-def test_the_same_place_has_the_same_mask() -> None:
-    assert torch.equal(masked(of()), masked(of()))
-
-
-def test_one_process_can_draw_what_two_ranks_would() -> None:
-    """Sequence parallelism: each rank drops among its own rows."""
-    x, both = torch.rand(8, 4, 4), of(hidden_parts=(0, 1))
-    ranks = [of(hidden_parts=(rank,)).hidden(x.chunk(2)[rank], 0.5, 3, "mlp out") for rank in (0, 1)]
-    assert torch.equal(both.hidden(x, 0.5, 3, "mlp out"), torch.cat(ranks))
-
-
-def test_dropout_keeps_the_mean() -> None:
-    """2^20 ones, a quarter dropped, the rest scaled up: mean 1 within 6 standard errors."""
-    y = dropout(torch.ones(1 << 20), 0.25)
-    assert abs(y.mean().item() - 1) < 6 * (0.25 / 0.75) ** 0.5 / 1024
-    assert set(y.unique().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}

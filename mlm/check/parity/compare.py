@@ -26,7 +26,6 @@ from mlm.parallel.collectives import all_reduce, broadcast
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import Axis, ParallelContext, shape_context
-from mlm.parallel.random import SHARED
 from mlm.parallel.sharding import ParameterShard, parameter_shards
 from mlm.train.config import PretrainConfig
 from mlm.train.corpora import train_dataset
@@ -129,11 +128,9 @@ def compare(config: ParityConfig, ctx: ParallelContext, on_step: Callable[[], No
 
 
 def one_process(config: ParityConfig, ctx: ParallelContext) -> Trainer:
-    """The whole run on this rank alone, with the dropout masks that the layout draws."""
+    """The whole run on this rank alone, with the attention masks that the layout's kernels draw."""
     alone: Trainer[MicroBatch] = Trainer(config.on_one_process(), replace(shape_context(), device=ctx.device))
-    parts: tuple[int, ...] = tuple(range(ctx.tp.size))
-    cut = config.parallel.sequence_parallel and ctx.tp.size > 1
-    alone.dropout_parts = {"split_parts": parts, "hidden_parts": parts if cut else SHARED}
+    alone.split_parts = tuple(range(ctx.tp.size))
     return alone
 
 

@@ -31,7 +31,7 @@ def problems_here(config: VerifyResumeConfig, *, local_devices: int | None) -> l
     first, second = pretraining_problems(config, launch), pretraining_problems(resumed, launch)
     renamed = pretraining_problems(resumed, launch, names=chosen, fix_names=RESUMED_NAMES)
     later = [named for named, plain in zip(renamed, second, strict=True) if plain not in first]
-    return [*first, *later] or _mask_problems(config)
+    return [*first, *later] or _mask_problems(config, local_devices)
 
 
 def same_layout(config: VerifyResumeConfig, *, local_devices: int | None) -> bool:
@@ -44,28 +44,16 @@ def same_layout(config: VerifyResumeConfig, *, local_devices: int | None) -> boo
     return filled_in(config.parallel) == filled_in(config.resumed_parallel())
 
 
-def _mask_problems(config: VerifyResumeConfig) -> list[Problem]:
-    """Dropout masks inside tensor-parallel regions are each tp rank's own (mlm/parallel/random.py)."""
+def _mask_problems(config: VerifyResumeConfig, local_devices: int | None) -> list[Problem]:
+    """Fused attention on a GPU draws masks of its own on each tp rank (mlm/parallel/dropout.py)."""
     first, second, model = config.parallel, config.resumed_parallel(), config.model
-    problems = []
-    if model.attention_dropout and first.tp != second.tp:
-        problems.append(
-            Problem(
-                ("model.attention_dropout", "resumed.tp", "tp"),
-                f"model.attention_dropout={model.attention_dropout:g} draws other masks at "
-                f"resumed.tp={second.tp} than at tp={first.tp}, so that losses differ by right",
-                f"use model.attention_dropout=0 or resumed.tp={first.tp}",
-            )
+    if local_devices is None or not model.attention_dropout or first.tp == second.tp:
+        return []
+    return [
+        Problem(
+            ("model.attention_dropout", "resumed.tp", "tp"),
+            f"model.attention_dropout={model.attention_dropout:g} on a GPU draws other masks at "
+            f"resumed.tp={second.tp} than at tp={first.tp}, so that losses differ by right",
+            f"use model.attention_dropout=0 or resumed.tp={first.tp}",
         )
-    parts = [parallel.tp if parallel.sequence_parallel else 1 for parallel in (first, second)]
-    if model.hidden_dropout and parts[0] != parts[1]:
-        problems.append(
-            Problem(
-                ("model.hidden_dropout", "resumed.sequence_parallel", "resumed.tp"),
-                f"model.hidden_dropout={model.hidden_dropout:g} draws other masks where the sequence is "
-                f"split into {parts[1]} than into {parts[0]} (sequence_parallel, tp), so that losses differ "
-                "by right",
-                "use model.hidden_dropout=0, or the same sequence_parallel and tp in both halves",
-            )
-        )
-    return problems
+    ]

@@ -17,8 +17,8 @@ from mlm.models.backbone import Inputs, Transformer
 from mlm.models.heads import MaskedTokenHead, PlainLinear
 from mlm.parallel.collectives import copy_to_tp, gather_rows, gather_sequence
 from mlm.parallel.cross_entropy import cross_entropy_and_hits, token_scores, wide
+from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.labels import IGNORE
-from mlm.parallel.random import DropoutStream
 
 PARTS = ("mlm_loss", "sop_loss", "mlm_accuracy", "sop_accuracy")
 """Parts of the objective: cross-entropy of masked tokens (nats per masked token) and of the order of the

@@ -10,9 +10,9 @@ from mlm.models.backbone import Inputs
 from mlm.models.bert.model import BERT, PARTS, Targets, masked_targets
 from mlm.models.bert.samples import BERTBatch
 from mlm.models.documents import without_padding
+from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.labels import IGNORE
 from mlm.parallel.mesh import ParallelContext
-from mlm.parallel.random import DropoutStream
 
 
 class MaskedTokens:

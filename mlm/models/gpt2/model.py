@@ -12,7 +12,7 @@ from mlm.models.cache import Reading
 from mlm.models.documents import Documents
 from mlm.parallel.collectives import copy_to_tp, gather_rows, gather_sequence
 from mlm.parallel.cross_entropy import full_logits, linear_cross_entropy, token_losses, token_scores, wide
-from mlm.parallel.random import DropoutStream
+from mlm.parallel.dropout import DropoutStream
 
 
 class GPT2(Transformer):

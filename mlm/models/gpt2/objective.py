@@ -9,9 +9,9 @@ from mlm.data.config import DataConfig
 from mlm.data.sampler import Batch
 from mlm.models.documents import Boundaries, Documents
 from mlm.models.gpt2.model import GPT2
+from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.labels import IGNORE
 from mlm.parallel.mesh import ParallelContext
-from mlm.parallel.random import DropoutStream
 
 
 class NextToken:

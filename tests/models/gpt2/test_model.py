@@ -14,9 +14,9 @@ from mlm.models.config import ModelConfig
 from mlm.models.gpt2.huggingface import MAPPING
 from mlm.models.gpt2.model import GPT2
 from mlm.parallel.cross_entropy import full_logits
+from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.init import init_parameters
 from mlm.parallel.mesh import Axis, ParallelContext
-from mlm.parallel.random import DropoutStream
 from mlm.parallel.sharding import load_whole, parameter_shards
 from mlm.parallel.uncompiled import prepare_to_compile
 from tests.ranks import run_on_ranks
@@ -171,7 +171,7 @@ def dropout_model() -> tuple[GPT2, Tensor, DropoutStream]:
     model = GPT2(config, tp=ONE)
     init_parameters(model, 1, ONE)
     tokens = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(0))
-    return model, tokens, DropoutStream.of_micro_batch(1, 0, torch.device("cpu"))
+    return model, tokens, DropoutStream.of_micro_batch(1, 0, 2, torch.device("cpu"))
 
 
 def gradients(model: GPT2, tokens: Tensor, dropout: DropoutStream | None) -> list[Tensor]:
@@ -221,5 +221,5 @@ def check_compiled(ctx: ParallelContext) -> bool:
         layer.compile()
     for a, b in zip(eager, gradients(model, tokens, None), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    with_dropout = gradients(model, tokens, DropoutStream.of_micro_batch(1, 0, torch.device("cpu")))
+    with_dropout = gradients(model, tokens, DropoutStream.of_micro_batch(1, 0, 2, torch.device("cpu")))
     return all(bool(g.isfinite().all()) for g in with_dropout)

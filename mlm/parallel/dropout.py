@@ -1,0 +1,204 @@
+"""Dropout whose masks are a hash of their place: (seed, sample, layer, site, row, column).
+
+No generator has a state that must be kept, restored or seeded. So a mask is the same at every layout and
+micro-batch size, compiled or not, on every device, and recomputed where it is needed again. The exception is
+attention in a fused kernel, which draws from its device's generator: `DropoutStream.seed_kernel`.
+
+The hash is the finaliser of MurmurHash3 (Appleby 2011, public domain), 32 bits for two neighbouring
+elements. Sixteen bits an element give a probability in steps of 2^-16; results are scaled by its own inverse.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mlm.parallel.random import derive_seed
+from mlm.parallel.uncompiled import uncompiled
+
+FACTORS = -2048144789, -1028477387
+"""0x85EBCA6B and 0xC2B2AE35 as int32."""
+STEPS = 1 << 16
+CHUNK = 1 << 17
+"""Hashes made at a time on a CPU: half a megabyte, so that all passes over them stay in the cache."""
+
+
+def place_keys(layer: int, sites: Sequence[str]) -> Tensor:
+    """Keys of the places of a layer, by its global number: int32 [len(sites), 2]. A module keeps its own."""
+    return _keys(derive_seed("place", layer, site) for site in sites)
+
+
+def sample_keys(seed: int, first: int, count: int) -> Tensor:
+    """Keys of samples `first` and on of a run: int32 [count, 2]."""
+    return _keys(derive_seed(seed, "dropout", first + i) for i in range(count))
+
+
+def _keys(seeds: object) -> Tensor:
+    halves = [((seed & 0xFFFFFFFF), seed >> 32) for seed in seeds]  # type: ignore[attr-defined]
+    return torch.tensor([[(h ^ 1 << 31) - (1 << 31) for h in pair] for pair in halves], dtype=torch.int32)
+
+
+def _mix(bits: Tensor, keys: Tensor) -> Tensor:
+    """Hash int32 counters, with keys [..., 2] that broadcast over their last dimension."""
+    bits = bits ^ keys[..., 0, None]
+    bits ^= (bits >> 16).bitwise_and_(0xFFFF)  # >> repeats the sign
+    bits *= FACTORS[0]
+    bits ^= keys[..., 1, None]
+    bits ^= (bits >> 13).bitwise_and_(0x7FFFF)
+    bits *= FACTORS[1]
+    bits ^= (bits >> 16).bitwise_and_(0xFFFF)
+    return bits
+
+
+def dropped_steps(p: float) -> int:
+    """`p` in steps of 2^-16."""
+    return min(round(p * STEPS), STEPS - 1)
+
+
+def scale_of(p: float) -> float:
+    """Factor of what is kept, so that the mean stays."""
+    return STEPS / (STEPS - dropped_steps(p))
+
+
+def kept(rows: Tensor, keys: Tensor, width: int, p: float, stride: int | None = None) -> Tensor:
+    """Draw masks: True for elements that stay, each with probability 1 - p.
+
+    Args:
+        rows: int32 [...], numbers of the rows of elements.
+        keys: int32 [..., 2] of sample and place, broadcast with `rows`.
+        width: elements of a row.
+        p: probability of dropping, in steps of 2^-16.
+        stride: width that rows are counted in; the default is `width`.
+
+    Returns:
+        bool [..., width].
+    """
+    stride = ((stride or width) + 1) // 2
+    if torch.compiler.is_compiling():
+        return _kept_singly(rows, keys, width, p, stride)
+    out = torch.empty(*torch.broadcast_shapes(rows.shape, keys.shape[:-1]), width, dtype=torch.bool)
+    out = out.to(rows.device)
+    _keep_pairs(out, rows, keys, p, stride)
+    return out
+
+
+def _keep_pairs(out: Tensor, rows: Tensor, keys: Tensor, p: float, stride: int) -> None:
+    """Fill `out`, hash by hash, on a CPU by chunks."""
+    *shape, width = out.shape
+    largest = max(range(len(shape)), key=shape.__getitem__, default=0)
+    if out.device.type == "cpu" and out.numel() > 2 * CHUNK and shape and shape[largest] > 1:
+        size = max(1, shape[largest] * 2 * CHUNK // out.numel())
+        for first in range(0, shape[largest], size):
+            part = [
+                x if x.shape[largest] == 1 else x.narrow(largest, first, min(size, shape[largest] - first))
+                for x in (out, rows, keys)
+            ]
+            _keep_pairs(part[0], part[1], part[2], p, stride)
+        return
+    pairs = torch.arange((width + 1) // 2, dtype=torch.int32, device=out.device)
+    bits = _mix((rows * stride)[..., None] + pairs, keys).view(torch.int16)[..., :width]
+    torch.ge(bits, dropped_steps(p) - STEPS // 2, out=out)
+
+
+def _kept_singly(rows: Tensor, keys: Tensor, width: int, p: float, stride: int) -> Tensor:
+    """The same by one hash an element, all in one kernel of a compiler."""
+    columns = torch.arange(width, dtype=torch.int32, device=rows.device)
+    bits = _mix((rows * stride)[..., None] + (columns >> 1), keys)
+    return (bits >> 16 * (columns & 1)).to(torch.int16) >= dropped_steps(p) - STEPS // 2
+
+
+@dataclass(frozen=True, eq=False)
+class DropoutStream:
+    """The dropout masks of one micro-batch."""
+
+    keys: Tensor
+    """int32 [B, 2]: of each sample, on the device."""
+    seed: int = 0
+    """For kernels that draw their own masks."""
+    split_parts: tuple[int, ...] = (0,)
+    """Whose masks such kernels draw inside the tensor-parallel regions: this tp rank's. Several: one process
+    draws what that many ranks would, each for its share of the heads."""
+    sequence_rank: int = 0
+    """With sequence parallelism, whose rows of the sequence hidden states are."""
+
+    @classmethod
+    def of_micro_batch(
+        cls,
+        seed: int,
+        first_sample: int,
+        samples: int,
+        device: torch.device,
+        *,
+        split_parts: tuple[int, ...] = (0,),
+        sequence_rank: int = 0,
+    ) -> "DropoutStream":
+        """The stream of `samples` samples, the first of which is number `first_sample` of the run."""
+        keys = sample_keys(seed, first_sample, samples)
+        if device.type == "cuda":
+            keys = keys.pin_memory().to(device, non_blocking=True)
+        return cls(keys, derive_seed(seed, "dropout", first_sample), split_parts, sequence_rank)
+
+    def hidden(self, x: Tensor, p: float, place: Tensor) -> Tensor:
+        """Dropout with probability `p` on hidden states [S, B, H], or this rank's rows of them."""
+        return self._of_rows(x, p, place, self.sequence_rank * x.shape[0])
+
+    def everywhere(self, x: Tensor, p: float, place: Tensor) -> Tensor:
+        """Dropout of activations [S, B, H] replicated over tp, however hidden states are split."""
+        return self._of_rows(x, p, place, 0)
+
+    def _of_rows(self, x: Tensor, p: float, place: Tensor, first: int) -> Tensor:
+        if p == 0:
+            return x
+        assert x.shape[1] == len(self.keys), f"{x.shape[1]} samples, masks of {len(self.keys)}"
+        rows = torch.arange(first, first + x.shape[0], dtype=torch.int32, device=x.device)
+        keep = kept(rows[:, None], (self.keys ^ place)[None], x.shape[-1], p)
+        return dropped(x, keep, p)
+
+    def probabilities(
+        self,
+        x: Tensor,
+        p: float,
+        place: Tensor,
+        *,
+        length: int,
+        first_head: int = 0,
+        first_row: int = 0,
+        sample: int | None = None,
+    ) -> Tensor:
+        """Dropout of attention probabilities.
+
+        Args:
+            x: [B * N/t, rows, columns]; the heads of a sample are adjacent.
+            p: probability of dropping.
+            place: keys of the layer's attention.
+            length: S, whatever part of the rows and columns is here.
+            first_head: global number of the first head.
+            first_row: place in the sample of the first row and column.
+            sample: the sample that all of `x` is of; None for all of the micro-batch.
+        """
+        if p == 0:
+            return x
+        keys = self.keys if sample is None else self.keys[sample : sample + 1]
+        heads = torch.arange(x.shape[0] // len(keys), dtype=torch.int32, device=x.device) + first_head
+        inside = torch.arange(first_row, first_row + x.shape[1], dtype=torch.int32, device=x.device)
+        rows = (heads[:, None] * length + inside).flatten()
+        keep = kept(rows[None], (keys ^ place)[:, None], x.shape[2], p, length)  # [B, N/t * rows, columns]
+        return dropped(x, keep.view(x.shape), p)
+
+    @uncompiled
+    def seed_kernel(self, layer: int, tp_rank: int) -> None:
+        """Seed the device's default generator for the attention of global layer number `layer`.
+
+        Fused kernels take their numbers from there only. Does not synchronise.
+        """
+        seed = derive_seed(self.seed, layer, "attention", tp_rank)
+        index = self.keys.device.index
+        torch.cuda.default_generators[torch.cuda.current_device() if index is None else index].manual_seed(
+            seed
+        )
+
+
+def dropped(x: Tensor, keep: Tensor, p: float) -> Tensor:
+    """`x` scaled where `keep`, else 0. Differentiable; a byte an element is kept for backward."""
+    return torch.where(keep, x * scale_of(p), 0.0)
