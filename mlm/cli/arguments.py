@@ -12,7 +12,7 @@ from mlm.cli.commands import COMMANDS, Command
 from mlm.cli.tasks import takes_task, task_names
 from mlm.config.fields import length_problem
 from mlm.config.suggest import did_you_mean
-from mlm.config.tree import leaves
+from mlm.config.tree import alternatives, leaves
 from mlm.errors import Problem, UserError
 
 HELP = ("--help", "-h")
@@ -185,7 +185,7 @@ def _flag_value(name: str, value: str | None, rest: list[str]) -> str | None:
 def _key_value(command: Command, key: str, rest: list[str]) -> str:
     """The value of a bare `--key`: the next word, unless that is a flag, or the key is a switch."""
     leaf = leaves(command.spec).get(key)
-    switch = leaf is not None and leaf.type is bool
+    switch = leaf is not None and bool in alternatives(leaf.type)
     if rest and not is_flag(rest[0]) and (not switch or SWITCH.fullmatch(rest[0])):
         return rest.pop(0)
     if leaf is not None and not switch:

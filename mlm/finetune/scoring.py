@@ -25,6 +25,7 @@ from mlm.parallel.cross_entropy import wide
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.labels import IGNORE
 from mlm.parallel.mesh import ParallelContext
+from mlm.parallel.transfer import on_device
 from mlm.terminal import count_progress
 from mlm.train.pipelined import PipelinedModel
 
@@ -46,7 +47,7 @@ class Finetuning:
         if not config.family.causal:  # in a causal model no token attends to padding
             spans = without_padding(batch.lengths, batch.tokens.shape[1], self.dtype, device)
         tokens, lengths, types = (
-            t.to(device, non_blocking=True) for t in (batch.tokens, batch.lengths, batch.token_types)
+            on_device(t, device) for t in (batch.tokens, batch.lengths, batch.token_types)
         )
         return Inputs(tokens, lengths, types if config.token_types else None, spans)
 
@@ -69,7 +70,7 @@ class Finetuning:
         y = chunk.outputs(self.inputs(chunk, batch), stream, x)
         if not chunk.stage.is_last:
             return y
-        labels, lengths = (t.to(y.device, non_blocking=True) for t in (batch.labels, batch.lengths))
+        labels, lengths = (on_device(t, y.device) for t in (batch.labels, batch.lengths))
         return scale * self.loss(y.to(wide(y.dtype)), labels, lengths)
 
     def sums(self, chunk: Transformer, batch: TaskBatch, x: Tensor | None) -> Tensor:

@@ -30,6 +30,7 @@ from mlm.models.backbone import Transformer
 from mlm.models.gpt2.model import GPT2
 from mlm.parallel.collectives import all_reduce
 from mlm.parallel.mesh import ParallelContext
+from mlm.parallel.transfer import on_device
 from mlm.train.pipelined import EVAL_ROUNDS, PipelinedModel
 
 CPU_TOKENS = 2048
@@ -178,7 +179,7 @@ def score_groups(
 
     def forward(chunk: Transformer, batch: Packed, x: Tensor | None) -> Tensor:
         tokens, places, labels = (
-            t.to(ctx.device, non_blocking=True) for t in (batch.tokens, batch.places, batch.labels)
+            on_device(t, ctx.device) for t in (batch.tokens, batch.places, batch.labels)
         )
         return cast(GPT2, chunk).scores(tokens, places, labels, x)
 

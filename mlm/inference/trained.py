@@ -141,7 +141,9 @@ def load_trained(
     model = PipelinedModel(named.config.model, layout, precision, ctx)
     shards = tuple(shard for chunk in model.chunks for shard in parameter_shards(chunk, ctx.tp))
     load = load_model_folder if is_model_folder(named.path) else load_weights
-    return Trained(model, named.config, load(shards, named.path, ctx), named.path)
+    manifest = load(shards, named.path, ctx)
+    model.casts.hold()  # nothing changes them any more: each token of a continuation would cast them again
+    return Trained(model, named.config, manifest, named.path)
 
 
 def checkpoint_problems(ckpt: str, parallel: ParallelConfig) -> list[str]:

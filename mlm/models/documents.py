@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mlm.data.config import DataConfig
 from mlm.parallel.labels import IGNORE
+from mlm.parallel.transfer import on_device
 from mlm.parallel.uncompiled import uncompiled
 
 
@@ -119,7 +120,7 @@ def without_padding(lengths: Tensor, width: int, dtype: torch.dtype, device: tor
         return None
     is_padding = torch.arange(width) >= lengths[:, None]  # [B, S]
     bias = torch.zeros(is_padding.shape, dtype=dtype).masked_fill_(is_padding, -math.inf)
-    return Spans((), bias[:, None, None].to(device, non_blocking=True))
+    return Spans((), on_device(bias[:, None, None], device))
 
 
 def bias_of(ends: Tensor, dtype: torch.dtype) -> Tensor:

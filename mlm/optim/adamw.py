@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mlm.config.imports import OwnCodeError, imported
+from mlm.optim.clip import scale_gradients
 from mlm.optim.config import OPTIMIZERS, OptimizerConfig
 from mlm.parallel.sharding import ParameterShard
 
@@ -120,9 +121,19 @@ def moments(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     return tuple(names)
 
 
-def apply(optimizer: torch.optim.Optimizer, overflow: Tensor) -> None:
-    """Step, unless `overflow` (0-d) is 1: fused kernels read it on the device, for others the host waits."""
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
+def apply(
+    optimizer: torch.optim.Optimizer, shards: Sequence[ParameterShard], factor: Tensor, overflow: Tensor
+) -> None:
+    """Step with the gradients times `factor` (0-d), unless `overflow` (0-d) is 1.
+
+    Fused kernels do both as they read the gradients, in float32; for others the host waits.
+    """
+    is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+    if is_fused and factor.dtype == torch.float32:
+        optimizer.grad_scale = factor.reciprocal()  # type: ignore[attr-defined]
+    else:
+        scale_gradients(shards, factor)
+    if is_fused:
         optimizer.found_inf = overflow  # type: ignore[attr-defined]
         optimizer.step()
     elif not overflow.item():

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from mlm.optim.config import PrecisionConfig
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+DTYPES = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
 """Compute dtypes by their configuration names."""
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from mlm.parallel.collectives import all_gather
 from mlm.parallel.labels import IGNORE
 from mlm.parallel.layers import VocabParallelEmbedding
-from mlm.parallel.matmul import product, uses_onednn
+from mlm.parallel.matmul import product, uses_onednn, weight_gradient
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
 """Largest chunk of logits. CPU: 256 rows at V=50,304 float32, measured best; smaller starves the products,
@@ -108,7 +108,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk_bytes: int | None,
         counts_hits: bool,
     ) -> tuple[Tensor, Tensor]:
-        compute = weight.to(hidden.dtype)
+        compute = table.weight_in(hidden.dtype)
         added = None if bias is None else bias.to(hidden.dtype)
         half = hidden.dtype in (torch.bfloat16, torch.float16)
         before, then = split_scale(scale.to(wide(hidden.dtype)), hidden.dtype)
@@ -142,7 +142,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             else:  # the row scale multiplies H-wide operands rather than V-wide ones
                 left, right = p, hidden[part] * (scale * scored).to(p.dtype)
             torch.mul(product(left, compute.t()), (then * scored).to(p.dtype), out=d_hidden[part])
-            d_weight += product(right.t(), left.t()) if turned else product(left.t(), right.t())
+            d_weight += (
+                product(right.t(), left.t()) if turned else weight_gradient(left, right, d_weight.dtype)
+            )
         d_weight = d_weight.mul_(then) if half else d_weight
         d_weight = (d_weight.t().contiguous() if turned else d_weight).to(weight.dtype)
         ctx.save_for_backward(d_hidden, d_weight, None if d_bias is None else d_bias.to(table.weight.dtype))
@@ -205,7 +207,7 @@ def cross_entropy_and_hits(
 @torch.no_grad()
 def token_losses(hidden: Tensor, labels: Tensor, table: VocabParallelEmbedding) -> Tensor:
     """Each row's loss without gradients: [R, H], [R] -> [R]; 0 where the label is IGNORE."""
-    compute = table.weight.to(hidden.dtype)
+    compute = table.weight_in(hidden.dtype)
     rows = chunk_rows(hidden.shape[0], compute.shape[0], hidden.device)
     losses = [
         softmax_and_loss(product(h, compute).to(wide(h.dtype)), y, table)[1]
@@ -225,7 +227,7 @@ def token_scores(
     are 0 where the label is IGNORE.
     """
     added = None if bias is None else bias.to(hidden.dtype)
-    compute = table.weight.to(hidden.dtype)
+    compute = table.weight_in(hidden.dtype)
     rows = chunk_rows(hidden.shape[0], compute.shape[0], hidden.device)
     scores = []
     for h, y in zip(hidden.split(rows), labels.split(rows), strict=True):
@@ -256,7 +258,7 @@ def is_most_probable(logits: Tensor, labels: Tensor, table: VocabParallelEmbeddi
 @torch.no_grad()
 def full_logits(hidden: Tensor, table: VocabParallelEmbedding) -> Tensor:
     """Logits over the true vocabulary on every tp rank: [R, H] -> [R, vocab_size]. For sampling."""
-    local = product(hidden, table.weight.to(hidden.dtype))
+    local = product(hidden, table.weight_in(hidden.dtype))
     if table.tp.size == 1:
         return local[:, : table.true_rows]
     whole = all_gather(local, table.tp)  # [t, R, V/t]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mlm.parallel.random import derive_seed
+from mlm.parallel.transfer import on_device
 from mlm.parallel.uncompiled import uncompiled
 
 FACTORS = -2048144789, -1028477387
@@ -134,9 +135,7 @@ class DropoutStream:
         sequence_rank: int = 0,
     ) -> "DropoutStream":
         """The stream of `samples` samples, the first of which is number `first_sample` of the run."""
-        keys = sample_keys(seed, first_sample, samples)
-        if device.type == "cuda":
-            keys = keys.pin_memory().to(device, non_blocking=True)
+        keys = on_device(sample_keys(seed, first_sample, samples), device)
         return cls(keys, derive_seed(seed, "dropout", first_sample), split_parts, sequence_rank)
 
     def hidden(self, x: Tensor, p: float, place: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ def split(size: int, name: str, tp: Axis) -> int:
     return size // tp.size
 
 
-class _Split(nn.Module):
+class Split(nn.Module):
     """A layer split over tp.
 
     Args:
@@ -36,8 +36,11 @@ class _Split(nn.Module):
             (`init_parameters`, a checkpoint).
     """
 
+    weight: nn.Parameter
     postponed: Postponed | None = None
     """Weight gradients put off by a zero-bubble schedule."""
+    cast: Tensor | None = None
+    """The weight in the dtype of compute, while it does not change (`Casts`)."""
 
     def __init__(self, *, tp: Axis, sequence_parallel: bool, init_std: float) -> None:
         super().__init__()
@@ -48,13 +51,19 @@ class _Split(nn.Module):
         if seed is not None:
             init_parameters(self, seed, self.tp)
 
+    def weight_in(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight in a dtype, without a gradient's way back."""
+        if self.cast is not None and self.cast.dtype == dtype:
+            return self.cast
+        return self.weight.to(dtype)
+
     def leave(self, x: Tensor) -> Tensor:
         """g: sum the partial results `x` over tp."""
         g = scatter_sequence if self.sequence_parallel else reduce_from_tp
         return g(x, self.tp)
 
 
-class ColumnParallelLinear(_Split):
+class ColumnParallelLinear(Split):
     """Linear layer split over its output features: y_i = x A_i + b_i, the paper's f before it.
 
     Shapes:
@@ -89,10 +98,11 @@ class ColumnParallelLinear(_Split):
             self.tp,
             sequence_parallel=self.sequence_parallel,
             postponed=self.postponed,
+            cast=self.cast,
         )
 
 
-class RowParallelLinear(_Split):
+class RowParallelLinear(Split):
     """Linear layer split over its input features: y = sum_i x_i A_i + b, the paper's g after the products.
 
     Shapes:
@@ -121,12 +131,12 @@ class RowParallelLinear(_Split):
     def forward(self, x: Tensor) -> Tensor:
         """[S, B, I/t] -> [S, B, O]."""
         if self.tp.size == 1:
-            return linear(x, self.weight, self.bias, self.postponed)
+            return linear(x, self.weight, self.bias, self.postponed, self.cast)
         # the bias joins after the sum, or it would be added t times
-        return self.leave(linear(x, self.weight, None, self.postponed)) + self.bias.to(x.dtype)
+        return self.leave(linear(x, self.weight, None, self.postponed, self.cast)) + self.bias.to(x.dtype)
 
 
-class VocabParallelEmbedding(_Split):
+class VocabParallelEmbedding(Split):
     """Token table split over its rows. Tokens of other ranks' rows give zeros, which g's sum fills.
 
     Rows from `true_rows` on pad the vocabulary to a multiple of tp (arXiv:1909.08053, section 3): no token

@@ -1,8 +1,8 @@
 """The differentiable linear map of all layers, with what tensor parallelism does around it.
 
 Parameters may be kept in float32 while activations are bfloat16 or float16: the weight is cast to the
-activations' dtype for each product and its gradient comes back in the weight's dtype, so master weights,
-gradient accumulation and reduction stay in float32.
+activations' dtype, by the caller or for each product, and its gradient comes back in the weight's dtype, so
+master weights, gradient accumulation and reduction stay in float32.
 
 Where the layer is split by column, the input's gradient is summed over tp (operator f). Here that sum is
 under way while the weight's gradient is computed. With sequence parallelism the input is gathered along S
@@ -59,18 +59,20 @@ class _Linear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        cast: Tensor | None,
         tp: Axis,
         sequence_parallel: bool,
         postponed: Postponed | None,
     ) -> Tensor:
-        # the weight as it is kept: its cast is cheaper made twice than saved
-        ctx.save_for_backward(x, weight)
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        # the weight as it is kept: a cast of our own is cheaper made twice than saved
+        used = weight if cast is None else cast
+        ctx.save_for_backward(x, used)
+        ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
         ctx.tp, ctx.sequence_parallel, ctx.postponed = tp, sequence_parallel, postponed
         # recomputation hands a placeholder of the saved weight to backward, whose gradient would be lost
         ctx.leaf = None if postponed is None else weight
         whole = gather_rows(x, tp) if sequence_parallel else x
-        return product(whole, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        return product(whole, used.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -92,16 +94,16 @@ class _Linear(torch.autograd.Function):
             postponed.add(_weight_job(x, ctx.leaf, dy2, tp if ctx.sequence_parallel else None))
         elif needs_weight:
             whole = x if gathering is None else gathering.wait()
-            dw = weight_gradient(dy2, whole.reshape(-1, x.shape[-1])).to(weight.dtype)
+            dw = weight_gradient(dy2, whole.reshape(-1, x.shape[-1]), ctx.weight_dtype)
         if needs_bias:
             db = dy2.sum(0, dtype=ctx.bias_dtype)
-        return summing.wait() if summing is not None else dx, dw, db, None, None, None
+        return summing.wait() if summing is not None else dx, dw, db, None, None, None, None
 
 
 def _weight_job(x: Tensor, weight: Tensor, dy: Tensor, gather_over: Axis | None) -> Callable[[], None]:
     def run() -> None:
         whole = x if gather_over is None else gather_rows(x, gather_over)
-        dw = weight_gradient(dy, whole.reshape(-1, x.shape[-1])).to(weight.dtype)
+        dw = weight_gradient(dy, whole.reshape(-1, x.shape[-1]), weight.dtype)
         torch.autograd.backward(weight, dw)  # adds to .grad and runs the hooks that wait for it
 
     return run
@@ -112,11 +114,18 @@ _eager_linear: Callable[..., Tensor] = uncompiled(_Linear.apply)
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, postponed: Postponed | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    postponed: Postponed | None = None,
+    cast: Tensor | None = None,
 ) -> Tensor:
-    """Return x weight^T + bias, differentiable; weight and bias may be of a wider dtype than x."""
+    """Return x weight^T + bias, differentiable; weight and bias may be of a wider dtype than x.
+
+    `cast` is the weight in x's dtype, if the caller has it.
+    """
     apply: Callable[..., Tensor] = _Linear.apply if postponed is None else _eager_linear
-    return apply(x, weight, bias, ALONE, False, postponed)
+    return apply(x, weight, bias, cast, ALONE, False, postponed)
 
 
 def column_parallel_linear(
@@ -127,6 +136,7 @@ def column_parallel_linear(
     *,
     sequence_parallel: bool = False,
     postponed: Postponed | None = None,
+    cast: Tensor | None = None,
 ) -> Tensor:
     """This rank's output features of a layer split by column: [S, B, I] -> [S, B, O/t].
 
@@ -134,7 +144,7 @@ def column_parallel_linear(
     summed over tp.
     """
     if tp.size == 1:
-        return linear(x, weight, bias, postponed)
+        return linear(x, weight, bias, postponed, cast)
     if torch.compiler.is_compiling() and not sequence_parallel and postponed is None:
-        return linear(copy_to_tp(x, tp), weight, bias)
-    return _eager_linear(x, weight, bias, tp, sequence_parallel, postponed)
+        return linear(copy_to_tp(x, tp), weight, bias, None, cast)
+    return _eager_linear(x, weight, bias, cast, tp, sequence_parallel, postponed)

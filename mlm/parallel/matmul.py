@@ -64,13 +64,35 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    """dy^T @ x, without autograd: [rows, O], [rows, I] -> [O, I], contiguous.
+_WIDE_SUMS: dict[str, bool] = {}
+"""Of each kind of device, if its products of half precision can be written in float32."""
+
+
+def prepare_products(device: torch.device) -> None:
+    """Find out how products may be computed on a device; call before any is compiled."""
+    kind = device.type
+    if kind in _WIDE_SUMS or kind != "cuda":
+        return
+    a = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
+    try:
+        torch.mm(a, a, out_dtype=torch.float32)
+        _WIDE_SUMS[kind] = True
+    except (RuntimeError, NotImplementedError, TypeError):
+        _WIDE_SUMS[kind] = False
+
+
+def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """dy^T @ x in `dtype`, without autograd: [rows, O], [rows, I] -> [O, I], contiguous.
+
+    Where the device can, products of half precision are written in the float32 they are summed in: not
+    rounded, and without a pass that casts them.
 
     oneDNN's operator copies a first operand that is not contiguous, and none of ours is; the second it reads
     as it lies. So the narrower one goes first, and if that is x, the small result is turned instead.
     """
     rows, wide, narrow = dy.shape[0], dy.shape[1], x.shape[1]
     if uses_onednn(dy, x) and rows * wide > rows * narrow + wide * narrow:
-        return product(x.t(), dy.t()).t().contiguous()
-    return product(dy.t(), x.t())
+        return product(x.t(), dy.t()).t().contiguous().to(dtype)
+    if dtype == torch.float32 and dy.dtype != dtype and _WIDE_SUMS.get(dy.device.type, False):
+        return torch.mm(dy.t(), x, out_dtype=dtype)
+    return product(dy.t(), x.t()).to(dtype)

@@ -1,7 +1,7 @@
 """Settings of a training run: every section that a rank needs."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from mlm.config.fields import NOT_NEGATIVE, POSITIVE, SEED, Also, CheckpointPath, Forbid, OutFolder
 from mlm.data.config import DataConfig, MicroBatchSize
@@ -10,6 +10,8 @@ from mlm.models.config import ModelConfig
 from mlm.optim.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.report.config import LogConfig
+
+AttentionKernel = Literal["auto", "cudnn", "flash", "efficient", "math"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,8 +70,13 @@ class PretrainConfig:
     """Weights, dropout and sample order are functions of it."""
     ckpt: CheckpointPath | None = None
     """Checkpoint or run directory to take initial weights and optimizer state from."""
-    compile: bool = False
-    """torch.compile each transformer layer."""
+    compile: Annotated[bool | None, Also("torch_compile")] = None
+    """torch.compile each transformer layer; null does on a GPU that has a compiler."""
+    attention: Annotated[AttentionKernel, Also("attn_implementation", "use_flash_attn", "flash")] = "auto"
+    """Kernel of attention on a GPU; auto takes the first that can: cudnn (first on H100 and later), flash,
+    efficient, math."""
+    deterministic: Annotated[bool, Also("deterministic_mode")] = False
+    """Kernels that repeat every bit, where a GPU's fastest do not; an operation without one is an error."""
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -1,7 +1,7 @@
 """The part of a model that this rank holds, and passes of micro-batches through all of its stages."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Protocol, TypeVar
 
 import torch
@@ -14,6 +14,7 @@ from mlm.models.objective import Objective
 from mlm.models.stage import split_layers
 from mlm.optim.config import PrecisionConfig
 from mlm.optim.precision import DTYPES, parameter_dtype
+from mlm.parallel.casts import Casts
 from mlm.parallel.collectives import all_reduce
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.dropout import DropoutStream
@@ -24,6 +25,7 @@ from mlm.parallel.pipeline.actions import Instruction
 from mlm.parallel.pipeline.engine import Stages, run_plan
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule, forward_only
+from mlm.parallel.transfer import on_device
 
 
 class Texts(Protocol):
@@ -77,6 +79,9 @@ class PipelinedModel:
                 for module in chunk.modules():
                     if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
                         module.postponed = postponed
+        half = self.dtype in (torch.bfloat16, torch.float16)
+        casts = half and precision.cast == "step" and not (parallel.zero and ctx.dp.group is not None)
+        self.casts = Casts(chain(*(chunk.modules() for chunk in self.chunks)) if casts else (), self.dtype)
         self._plans: dict[tuple[bool, int], tuple[Sequence[Instruction], float]] = {}
 
     @property
@@ -130,7 +135,8 @@ class PipelinedModel:
             before_backward,
             after_weights,
         )
-        return run_plan(stages, self.instructions(len(batches), train=True), batches)
+        with self.casts.held():
+            return run_plan(stages, self.instructions(len(batches), train=True), batches)
 
     def evaluate(
         self, batches: Iterable[T], forward: Callable[[Transformer, T, Tensor | None], Tensor]
@@ -142,7 +148,8 @@ class PipelinedModel:
         some = 1 if self.ctx.pp.size == 1 else EVAL_ROUNDS * self.ctx.pp.size
         remaining, stages = iter(batches), self._stages(forward)
         while group := list(islice(remaining, some)):
-            results = run_plan(stages, self.instructions(len(group), train=False), group)
+            with self.casts.held():
+                results = run_plan(stages, self.instructions(len(group), train=False), group)
             if self.is_last:
                 yield from zip(group, results, strict=True)
 
@@ -177,6 +184,6 @@ def evaluate(
     sums = torch.zeros(2, len(objective.parts), dtype=torch.float64, device=ctx.device)
     for batch, result in model.evaluate(batches, objective.sums):
         sums[0] += result
-        sums[1] += torch.tensor(objective.counts(batch), dtype=torch.float64).to(ctx.device)
+        sums[1] += on_device(torch.tensor(objective.counts(batch), dtype=torch.float64), ctx.device)
     totals, counts = all_reduce(all_reduce(sums, ctx.dp), ctx.pp).tolist()
     return [total / max(1, n) for total, n in zip(totals, counts, strict=True)], [int(n) for n in counts]

@@ -13,7 +13,7 @@ from mlm.data.sampler import MicroBatch
 from mlm.models.backbone import Transformer
 from mlm.models.objective import Objective
 from mlm.optim.adamw import apply, build_optimizer, ensure_state, set_lr
-from mlm.optim.clip import clip_factor, gradient_norm, scale_gradients
+from mlm.optim.clip import clip_factor, gradient_norm
 from mlm.optim.precision import LossScaler, parameter_dtype
 from mlm.optim.schedule import learning_rate
 from mlm.parallel.collectives import all_reduce, start_all_reduce
@@ -23,10 +23,11 @@ from mlm.parallel.init import init_parameters
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.reducers import build_reducer
 from mlm.parallel.sharding import ParameterShard, parameter_shards
-from mlm.parallel.uncompiled import prepare_to_compile
+from mlm.parallel.transfer import on_device
 from mlm.train.config import PretrainConfig
 from mlm.train.documents import with_eod
 from mlm.train.identity import Past
+from mlm.train.kernels import choose_kernels, compile_layers
 from mlm.train.pipelined import PipelinedModel, evaluate
 
 B = TypeVar("B", bound=MicroBatch)
@@ -46,13 +47,11 @@ class StepOutcome:
 
 def build_model(config: PretrainConfig, ctx: ParallelContext) -> PipelinedModel:
     """This rank's part of the model with its initial weights, on its device."""
+    choose_kernels(config, ctx.device)
     model = PipelinedModel(config.model, config.parallel, config.precision, ctx)
     for chunk in model.chunks:
         init_parameters(chunk, config.seed, ctx.tp)
-        if config.compile:
-            prepare_to_compile()
-            for layer in chunk.layers.values():
-                layer.compile()  # per layer: one graph serves all; whole-model compilation took minutes
+        compile_layers(chunk.layers.values(), config.compile, ctx.device)
     return model
 
 
@@ -117,15 +116,13 @@ class Trainer(Generic[B]):
         """Clip and apply the gradients that `forward_backward` left, which returned `parts`."""
         norm = gradient_norm(self.shards, self.ctx) / self.scaler.scale
         overflow = (~norm.isfinite()).float()
-        scale_gradients(
-            self.shards, clip_factor(norm, self.config.optimizer.clip_grad_norm) / self.scaler.scale
-        )
+        factor = clip_factor(norm, self.config.optimizer.clip_grad_norm) / self.scaler.scale
         lr = learning_rate(
             self.step + 1, self.config.optimizer, self.config.schedule, self.config.train.steps
         )
         set_lr(self.optimizer, lr)
         self.before_change()
-        apply(self.optimizer, overflow)
+        apply(self.optimizer, self.shards, factor, overflow)
         self.scaler.update(overflow)
         self.step += 1
         self.consumed_samples += self.config.train.global_batch_size
@@ -180,7 +177,7 @@ class Trainer(Generic[B]):
         dtype = parameter_dtype(self.config.precision)
         # on the host: labels are not moved yet
         counts = torch.tensor([self.objective.counts(batch) for batch in batches], dtype=torch.float64).sum(0)
-        total = all_reduce(counts.to(dtype).to(self.ctx.device), self.ctx.dp)
+        total = all_reduce(on_device(counts.to(dtype), self.ctx.device), self.ctx.dp)
         return total.clamp_(min=1)  # nothing to score: a loss of 0, not of 0/0
 
     def mean_parts(self, outcome: StepOutcome) -> list[float]:

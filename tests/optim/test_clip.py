@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
+from mlm.optim.adamw import apply, build_optimizer, ensure_state
 from mlm.optim.clip import clip_factor, gradient_norm, scale_gradients
+from mlm.optim.config import OptimizerConfig
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from mlm.parallel.mesh import Axis, ParallelContext, shape_context
 from mlm.parallel.sharding import load_whole, parameter_shards
@@ -49,6 +51,26 @@ def test_gradients_are_clipped_like_torch_does(max_norm: float, scaled: float) -
     norm = gradient_norm(shards, shape_context())
     scale_gradients(shards, clip_factor(norm, max_norm))
     assert model.weight.grad.tolist()[0] == pytest.approx([3.0 * scaled, 4.0 * scaled], rel=1e-6)
+
+
+def test_the_fused_step_scales_as_a_pass_over_the_gradients_does() -> None:
+    """Against gradients scaled first and PyTorch's plain AdamW; overflow leaves all as it is."""
+    weights, gradient = torch.randn(5, 3), torch.randn(5, 3)
+    ours, theirs = torch.nn.Linear(3, 5, bias=False), torch.nn.Linear(3, 5, bias=False)
+    for model in (ours, theirs):
+        model.weight.data.copy_(weights)
+        model.weight.grad = gradient.clone()
+    shards, config = list(parameter_shards(ours, Axis("tp"))), OptimizerConfig(lr=0.1)
+    optimizer, zero = build_optimizer(shards, config), torch.zeros(())
+    ensure_state(optimizer, shards)
+    apply(optimizer, shards, torch.tensor(0.3), torch.ones(()))
+    assert torch.equal(ours.weight, weights)
+    ours.weight.grad = gradient.clone()
+    apply(optimizer, shards, torch.tensor(0.3), zero)
+    theirs.weight.grad.mul_(0.3)  # type: ignore[union-attr]
+    torch.optim.AdamW(theirs.parameters(), lr=0.1, weight_decay=config.weight_decay, fused=False).step()
+    torch.testing.assert_close(ours.weight, theirs.weight)
+    assert not torch.equal(ours.weight, weights)
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])

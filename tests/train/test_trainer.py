@@ -99,10 +99,35 @@ def test_micro_batch_size_does_not_change_the_losses(one_process: list[float]) -
     assert run_on_ranks(train, config(micro_batch_size=8))[0] == pytest.approx(one_process, abs=1e-10)
 
 
-def test_dropout_masks_do_not_depend_on_data_parallel_size() -> None:
-    """Masks are functions of the sample, so even with dropout dp=2 repeats dp=1."""
+def test_dropout_masks_depend_on_no_layout_and_no_batch_size() -> None:
+    """Masks are functions of the sample, so even with dropout each repeats one process."""
     spec = config(dropout=0.2)
-    assert run_on_ranks(train, spec, 5, dp=2)[0] == pytest.approx(run_on_ranks(train, spec, 5)[0], abs=1e-10)
+    alone = run_on_ranks(train, spec, 5)[0]
+    layouts: list[dict[str, int]] = [{"dp": 2}, {"tp": 2}, {"pp": 2}]
+    for found in (
+        *(run_on_ranks(train, spec, 5, **layout)[-1] for layout in layouts),
+        run_on_ranks(train, config(dropout=0.2, micro_batch_size=8), 5)[0],
+    ):
+        assert found == pytest.approx(alone, abs=1e-10)
+
+
+def test_weights_cast_once_a_step_give_the_same_bits() -> None:
+    layouts: list[dict[str, int]] = [{}, {"pp": 2}]
+    for layout in layouts:
+        once, each = (run_on_ranks(train_cast, cast, **layout)[-1] for cast in ("step", "use"))
+        assert once == each
+
+
+def train_cast(ctx: ParallelContext, cast: str) -> tuple[list[float], list[float]]:
+    """Losses of bfloat16 steps, four micro-batches each, and of a validation."""
+    spec = config(dtype="bf16", dropout=0.1)
+    spec = replace(spec, precision=replace(spec.precision, cast=cast))  # type: ignore[arg-type]
+    trainer: Trainer[Batch] = Trainer(spec, ctx)
+    assert bool(trainer.model.casts.layers) == (cast == "step")
+    losses = steps_of(trainer, 3)
+    assert all(layer.cast is None for layer in trainer.model.casts.layers)  # weights may change again
+    tokens = torch.arange(4 * SEQ).view(4, SEQ) % VOCAB
+    return losses, trainer.validate([Batch(tokens, tokens, 0)])
 
 
 def test_half_precision_learns_what_float32_does() -> None:

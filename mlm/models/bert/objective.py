@@ -13,6 +13,7 @@ from mlm.models.documents import without_padding
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.labels import IGNORE
 from mlm.parallel.mesh import ParallelContext
+from mlm.parallel.transfer import on_device
 
 
 class MaskedTokens:
@@ -37,10 +38,10 @@ class MaskedTokens:
         shard = {"parts": self.ctx.tp.size, "part": self.ctx.tp.rank} if chunk.sequence_parallel else {}
         targets = masked_targets(batch.labels, batch.is_swapped, **shard)
         places, labels, is_swapped = (
-            t.to(device, non_blocking=True) for t in (targets.places, targets.labels, targets.is_swapped)
+            on_device(t, device) for t in (targets.places, targets.labels, targets.is_swapped)
         )
         tokens, lengths, token_types = (
-            t.to(device, non_blocking=True) for t in (batch.tokens, batch.lengths, batch.token_types)
+            on_device(t, device) for t in (batch.tokens, batch.lengths, batch.token_types)
         )
         return Inputs(tokens, lengths, token_types, spans), Targets(places, labels, is_swapped)
 

@@ -12,6 +12,7 @@ from mlm.models.gpt2.model import GPT2
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.labels import IGNORE
 from mlm.parallel.mesh import ParallelContext
+from mlm.parallel.transfer import on_device
 
 
 class NextToken:
@@ -34,8 +35,8 @@ class NextToken:
 
     def inputs(self, batch: Batch) -> tuple[Tensor, Tensor, Documents | None]:
         """Tokens and labels of a micro-batch, on the device, and the documents to keep apart in it."""
-        tokens = batch.tokens.to(self.ctx.device, non_blocking=True)
-        labels = batch.labels.to(self.ctx.device, non_blocking=True)
+        tokens = on_device(batch.tokens, self.ctx.device)
+        labels = on_device(batch.labels, self.ctx.device)
         if self.boundaries is None:
             return tokens, labels, None
         documents = self.boundaries.documents(tokens, self.dtype)

@@ -1,0 +1,77 @@
+"""Choice of kernels, before a model is built: attention, compiled layers, TensorFloat32, reproducible ones.
+
+These are switches of PyTorch for the whole process. A rank trains one model.
+"""
+
+import os
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from mlm.parallel.matmul import prepare_products
+from mlm.parallel.uncompiled import prepare_to_compile
+from mlm.train.config import AttentionKernel, PretrainConfig
+
+HOPPER = (9, 0)
+"""Compute capability from which cuDNN's attention comes first."""
+
+
+def choose_kernels(config: PretrainConfig, device: torch.device) -> None:
+    """Set PyTorch's switches for a run. On a CPU only `deterministic` has an effect."""
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when a GPU's first product runs
+        torch.use_deterministic_algorithms(True)
+    if device.type != "cuda":
+        return
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.precision.dtype == "tf32"
+    choose_attention(config.attention, torch.cuda.get_device_capability(device))
+    prepare_products(device)
+
+
+def choose_attention(kind: AttentionKernel, capability: tuple[int, int]) -> None:
+    """Let scaled_dot_product_attention use one kernel, or with auto each that can, the fastest first."""
+    cuda = torch.backends.cuda
+    switches: dict[str, Callable[[bool], None]] = {
+        "cudnn": cuda.enable_cudnn_sdp,
+        "flash": cuda.enable_flash_sdp,
+        "efficient": cuda.enable_mem_efficient_sdp,
+        "math": cuda.enable_math_sdp,
+    }
+    for name, switch in switches.items():
+        switch(kind in ("auto", name))
+    set_order = getattr(torch._C, "_set_sdp_priority_order", None)
+    if kind == "auto" and capability >= HOPPER and set_order is not None:
+        backends = torch.nn.attention.SDPBackend
+        order = (
+            backends.CUDNN_ATTENTION,
+            backends.FLASH_ATTENTION,
+            backends.EFFICIENT_ATTENTION,
+            backends.MATH,
+        )
+        set_order([backend.value for backend in order])
+
+
+def compiles(choice: bool | None, device: torch.device) -> bool:
+    """`compile` of the configuration, decided: by default on a GPU that has a compiler."""
+    if choice is not None:
+        return choice
+    if device.type != "cuda":
+        return False
+    from torch.utils._triton import has_triton  # loads the compiler
+
+    return bool(has_triton())
+
+
+def compile_layers(layers: Iterable[nn.Module], choice: bool | None, device: torch.device) -> None:
+    """torch.compile each layer: one graph serves all, where compiling whole models took minutes.
+
+    Where the compiler was not asked for and fails, the layer runs as it is, with a warning.
+    """
+    if not compiles(choice, device):
+        return
+    prepare_to_compile()
+    if choice is None:
+        torch._dynamo.config.suppress_errors = True
+    for layer in layers:
+        layer.compile()

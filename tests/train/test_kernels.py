@@ -1,0 +1,83 @@
+"""Choices of kernels that only a GPU runs, as far as a CPU can tell."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mlm.parallel import matmul
+from mlm.train.kernels import choose_attention, compiles
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def switches(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """PyTorch's switches of attention, noted instead of set."""
+    found: dict[str, Any] = {}
+    for name in ("cudnn", "flash", "mem_efficient", "math"):
+        monkeypatch.setattr(
+            torch.backends.cuda, f"enable_{name}_sdp", lambda on, name=name: found.__setitem__(name, on)
+        )
+    monkeypatch.setattr(torch._C, "_set_sdp_priority_order", lambda order: found.__setitem__("order", order))
+    return found
+
+
+def test_attention_on_hopper_tries_cudnn_first(switches: dict[str, Any]) -> None:
+    choose_attention("auto", (9, 0))
+    order = switches.pop("order")
+    assert set(switches.values()) == {True}
+    assert order[0] == SDPBackend.CUDNN_ATTENTION.value
+    assert len(set(order)) == 4
+
+
+def test_attention_before_hopper_keeps_pytorch_s_order(switches: dict[str, Any]) -> None:
+    choose_attention("auto", (8, 0))
+    assert switches == {"cudnn": True, "flash": True, "mem_efficient": True, "math": True}
+
+
+def test_attention_by_name_allows_no_other(switches: dict[str, Any]) -> None:
+    choose_attention("efficient", (9, 0))
+    assert switches == {"cudnn": False, "flash": False, "mem_efficient": True, "math": False}
+
+
+def test_the_order_is_one_that_pytorch_takes() -> None:
+    before = torch._C._get_sdp_priority_order()
+    try:
+        choose_attention("auto", (9, 0))
+        assert torch._C._get_sdp_priority_order()[0] == SDPBackend.CUDNN_ATTENTION.value
+    finally:
+        torch._C._set_sdp_priority_order(before)
+
+
+def test_layers_compile_by_default_on_gpus_with_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    for found in (True, False):
+        monkeypatch.setattr("torch.utils._triton.has_triton", lambda found=found: found)
+        assert compiles(None, GPU) is found
+    assert all(compiles(True, device) and not compiles(False, device) for device in (CPU, GPU))
+    assert not compiles(None, CPU)
+
+
+class Operators(TorchDispatchMode):
+    """Names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_gpu_writes_weight_gradients_in_float32_without_a_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On fake tensors: the product is of half precision, its result is not, and nothing converts it."""
+    monkeypatch.setattr(matmul, "_WIDE_SUMS", {"cuda": True})
+    with FakeTensorMode(), Operators() as seen:
+        dy, x = (torch.empty(8, n, dtype=torch.bfloat16, device="cuda") for n in (4, 6))
+        found = matmul.weight_gradient(dy, x, torch.float32)
+    assert (found.dtype, found.shape) == (torch.float32, (4, 6))
+    assert [name for name in seen.names if "mm" in name or "_to_copy" in name] == ["aten.mm.dtype"]
