@@ -74,7 +74,7 @@ class PrecisionConfig:
         Literal["fp32", "tf32", "bf16", "fp16", "fp64"],
         Also("bf16", "fp16", "mixed_precision", "torch_dtype"),
     ] = "fp32"
-    """Format of activations and matrix products; tf32: float32 that a GPU multiplies with 10-bit mantissas."""
+    """Format of activations and matrix products; tf32: float32, multiplied with 10-bit mantissas."""
     cast: Literal["step", "use"] = "step"
     """When weights are cast to a half format: once for all micro-batches of a step, which takes 2 bytes a
     parameter, or at every use. No effect where zero=2|3 gathers them in that format."""
