@@ -164,7 +164,7 @@ def test_the_sum_over_tp_is_under_way_while_the_weight_gradient_is_computed(
         out = x[: x.shape[0] // axis.size].clone() if sequence else x
         return Begun("sum", axis, out, None)
 
-    def product(dy: Tensor, x: Tensor) -> Tensor:
+    def product(dy: Tensor, x: Tensor, _: torch.dtype) -> Tensor:
         events.append("weight gradient")
         return dy.t() @ x
 
