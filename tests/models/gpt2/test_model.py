@@ -207,7 +207,7 @@ def test_compiled_layers_give_the_same_loss_and_gradients() -> None:
 
 @pytest.mark.slow
 def test_compiled_layers_communicate_as_eager_ones_do() -> None:
-    """At tp=2 gradients equal eager ones to float32 rounding, with dropout too."""
+    """At tp=2, with dropout, gradients equal eager ones to float32 rounding."""
     run_on_ranks(check_compiled, tp=2)
 
 
@@ -216,10 +216,9 @@ def check_compiled(ctx: ParallelContext) -> None:
     init_parameters(model, 1, ctx.tp)
     tokens = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(0))
     stream = DropoutStream.of_micro_batch(1, 0, 2, torch.device("cpu"))
-    eager = [gradients(model, tokens, drop) for drop in (None, stream)]
+    eager = gradients(model, tokens, stream)
     prepare_to_compile()
     for layer in model.layers.values():
         layer.compile()
-    for before, drop in zip(eager, (None, stream), strict=True):
-        for a, b in zip(before, gradients(model, tokens, drop), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    for a, b in zip(eager, gradients(model, tokens, stream), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
