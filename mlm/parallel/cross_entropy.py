@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mlm.parallel.collectives import all_gather
+from mlm.parallel.fused_loss import Gradient, LogSum, compiled
 from mlm.parallel.labels import IGNORE
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.matmul import product, uses_onednn, weight_gradient
@@ -65,6 +66,28 @@ def softmax_and_loss(
         logits.mul_((log_sum - total).exp_().unsqueeze(1))
         log_sum, target = total, parts[:, 1].sum(0)
     return logits, (log_sum - target).masked_fill(labels == IGNORE, 0.0), column
+
+
+def fused_losses(
+    logits: Tensor,
+    labels: Tensor,
+    table: VocabParallelEmbedding,
+    factor: Tensor,
+    passes: tuple[LogSum, Gradient],
+) -> tuple[Tensor, Tensor]:
+    """Each row's loss [R] (0 where ignored), and `factor` times its gradient [R, V/t] in the logits' dtype.
+
+    `passes` are the two of `mlm.parallel.fused_loss`. Other arguments as of `softmax_and_loss`.
+    """
+    tp, true = table.tp, table.true_local_rows
+    column = labels - table.first
+    column = column.masked_fill((column < 0) | (column >= true), -1)
+    log_sum, target = passes[0](logits, column, true)
+    if tp.size > 1:
+        parts = all_gather(torch.stack([log_sum, target]), tp)  # [t, 2, R]
+        log_sum, target = torch.logsumexp(parts[:, 0], 0), parts[:, 1].sum(0)
+    losses = (log_sum - target).masked_fill(labels == IGNORE, 0.0)
+    return losses, passes[1](logits, log_sum, column, factor, true)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -124,16 +147,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_bias = None if bias is None else torch.zeros_like(bias, dtype=wide(bias.dtype))
         loss = torch.zeros((), dtype=wide(hidden.dtype), device=hidden.device)
         hits = torch.zeros_like(loss)
+        fused = compiled(hidden.device) if half and bias is None and not counts_hits else None
         for first in range(0, hidden.shape[0], rows):
             part = slice(first, first + rows)
-            logits = product(hidden[part], compute, added).to(wide(hidden.dtype))
+            logits = product(hidden[part], compute, added)
+            scored = (labels[part] != IGNORE).unsqueeze(1)  # [rows, 1]
+            if fused is not None:
+                losses, left = fused_losses(logits, labels[part], table, before, fused)
+                loss += losses.sum()
+                right = hidden[part] * scored
+                torch.mul(product(left, compute.t()), (then * scored).to(loss.dtype), out=d_hidden[part])
+                d_weight += weight_gradient(left, right, d_weight.dtype)
+                continue
+            logits = logits.to(wide(hidden.dtype))
             if counts_hits:
                 hits += is_most_probable(logits, labels[part], table).sum()
             p, losses, column = softmax_and_loss(logits, labels[part], table)
             loss += losses.sum()
             # gradient of a row's loss: p - onehot(label); ignored rows get weight 0
             p.scatter_add_(1, column.clamp(min=0).unsqueeze(1), -(column >= 0).to(p.dtype).unsqueeze(1))
-            scored = (labels[part] != IGNORE).unsqueeze(1)  # [rows, 1]
             if d_bias is not None:
                 d_bias += ((scale * scored).to(p.dtype).t() @ p).squeeze(0)
             if half:

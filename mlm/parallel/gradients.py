@@ -20,6 +20,8 @@ from mlm.parallel.sharding import ParameterShard
 
 BUCKET_BYTES = 25 << 20
 """Large enough to use the wire well, small enough that the last one finishes soon after backward."""
+BUCKET_BYTES_PER_RANK = 4 << 20
+"""A ring passes a bucket on in as many pieces as it has ranks: small pieces cost latency alone."""
 
 ReduceWhen = Literal["last", "every"]
 """Micro-batches of a step that reduce sharded gradients (ParallelConfig.zero_reduce)."""
@@ -68,15 +70,15 @@ class _Bucket:
 class GradientReducer:
     """The Reducer of replicated parameters (zero=0); on an axis of one rank it communicates nothing."""
 
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], dp: Axis, bucket_bytes: int = BUCKET_BYTES
-    ) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], dp: Axis, bucket_bytes: int | None = None) -> None:
         self.dp = dp
         self.sync = False
         self.parameters = [p for p in parameters if p.requires_grad]
         self.buckets: list[_Bucket] = []
         if dp.size == 1:
             return
+        if bucket_bytes is None:
+            bucket_bytes = max(BUCKET_BYTES, BUCKET_BYTES_PER_RANK * dp.size)
         group: list[nn.Parameter] = []
         size = 0
         for p in reversed(self.parameters):  # backward reaches the last layers first
@@ -143,6 +145,9 @@ def sum_tied_gradients(shards: Sequence[ParameterShard], tied: Axis) -> None:
 def _sum_gradients(shards: Sequence[ParameterShard], axis: Axis) -> None:
     grads = [s.parameter.grad for s in shards if s.parameter.grad is not None]
     if not grads:
+        return
+    if len(grads) == 1 and grads[0].is_contiguous():
+        all_reduce(grads[0], axis)
         return
     flat = torch.cat([g.flatten() for g in grads])
     all_reduce(flat, axis)

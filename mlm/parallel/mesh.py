@@ -6,6 +6,7 @@ they share a node), then data-parallel, then pipeline stages. rank = (stage * d 
 
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -141,8 +142,23 @@ def _make_axis(
     own = Axis(name, watch=watch)
     for line in lines:
         if len(line) > 1:
-            group = dist.new_group(line, timeout=timedelta(seconds=timeout_s))
+            group = dist.new_group(
+                line, timeout=timedelta(seconds=timeout_s), pg_options=_options(name, device)
+            )
             if rank in line:
                 through_host = device.type == "cuda" and dist.get_backend(group) == "gloo"
                 own = Axis(name, line.index(rank), len(line), group, tuple(line), watch, through_host)
     return own
+
+
+def _options(name: str, device: torch.device) -> Any:
+    """NCCL's options for an axis; None for its own, and for other backends.
+
+    Sums over tp stand in the way of the next layer: their kernels go before those of a layer's weight
+    gradients, which have the device to themselves otherwise.
+    """
+    if name != "tp" or device.type != "cuda" or dist.get_backend() != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    return options

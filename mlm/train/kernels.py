@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
+from mlm.parallel.fused_loss import use_compiler
 from mlm.parallel.matmul import prepare_products
 from mlm.parallel.uncompiled import prepare_to_compile
 from mlm.train.config import AttentionKernel, PretrainConfig
@@ -24,7 +25,7 @@ def choose_kernels(config: PretrainConfig, device: torch.device) -> None:
         torch.use_deterministic_algorithms(True)
     if device.type != "cuda":
         return
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.precision.dtype == "tf32"
+    torch.set_float32_matmul_precision("high" if config.precision.dtype == "tf32" else "highest")
     choose_attention(config.attention, torch.cuda.get_device_capability(device))
     prepare_products(device)
 
@@ -71,6 +72,7 @@ def compile_layers(layers: Iterable[nn.Module], choice: bool | None, device: tor
     if not compiles(choice, device):
         return
     prepare_to_compile()
+    use_compiler()
     if choice is None:
         torch._dynamo.config.suppress_errors = True
     for layer in layers:

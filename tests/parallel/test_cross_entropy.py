@@ -1,10 +1,13 @@
 """Fused vocabulary projection and cross-entropy against torch.nn.functional.cross_entropy, in float64."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mlm.parallel import fused_loss
 from mlm.parallel.collectives import copy_to_tp
 from mlm.parallel.cross_entropy import (
     IGNORE,
@@ -134,6 +137,40 @@ def test_loss_survives_logits_that_overflow_exp() -> None:
     hidden = torch.tensor([[1e4, -1e4, 0.0, 0.0, 0.0]])
     loss = token_losses(hidden, torch.tensor([1]), table_of(weight, Axis("tp")))
     torch.testing.assert_close(loss, torch.tensor([2e4]))
+
+
+@pytest.mark.parametrize("chunk_bytes", [3 * 4 * PADDED, 1 << 20])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_two_passes_for_a_compiler_give_what_many_give(tp: int, chunk_bytes: int) -> None:
+    """What a GPU runs compiled, here as it is: the same losses and gradients but for rounding."""
+    run_on_ranks(check_two_passes, chunk_bytes, tp=tp)
+
+
+def check_two_passes(ctx: ParallelContext, chunk_bytes: int, compile_them: bool = False) -> None:
+    hidden, weight, labels = problem()
+    passes = (fused_loss.log_sum_and_target, fused_loss.gradient)
+    if compile_them:
+        passes = (torch.compile(passes[0]), torch.compile(passes[1]))
+    for dtype in (torch.bfloat16, torch.float16):
+        found = []
+        for fused in (None, passes):
+            table, x = table_of(weight.float(), ctx.tp), hidden.detach().to(dtype).requires_grad_()
+            with patch("mlm.parallel.cross_entropy.compiled", lambda device, fused=fused: fused):
+                loss = linear_cross_entropy(
+                    copy_to_tp(x, ctx.tp), labels, table, torch.tensor(0.23), chunk_bytes
+                )
+            loss.backward()
+            assert x.grad is not None
+            assert table.weight.grad is not None
+            found.append((loss.detach(), x.grad.float(), table.weight.grad))
+        for plain, ours in zip(*found, strict=True):
+            tolerance = 2 * torch.finfo(dtype).eps * float(plain.abs().max())
+            torch.testing.assert_close(ours, plain, rtol=0, atol=max(tolerance, 1e-6))
+
+
+@pytest.mark.slow
+def test_the_two_passes_compile() -> None:
+    run_on_ranks(check_two_passes, 1 << 20, True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

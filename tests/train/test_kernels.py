@@ -1,5 +1,6 @@
 """Choices of kernels that only a GPU runs, as far as a CPU can tell."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mlm.parallel import matmul
+from mlm.checkpoint.native.staging import StagedFile
+from mlm.parallel import matmul, mesh
 from mlm.train.kernels import choose_attention, compiles
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -81,3 +83,37 @@ def test_a_gpu_writes_weight_gradients_in_float32_without_a_cast(monkeypatch: py
         found = matmul.weight_gradient(dy, x, torch.float32)
     assert (found.dtype, found.shape) == (torch.float32, (4, 6))
     assert [name for name in seen.names if "mm" in name or "_to_copy" in name] == ["aten.mm.dtype"]
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_a_checkpoint_of_a_gpu_is_staged_in_page_locked_memory(
+    locks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Registered once for all saves of a size, and given back before it is mapped anew."""
+    events: list[str] = []
+
+    def register(address: int, size: int, flags: int) -> int:
+        events.append(f"lock {size}")
+        return 0 if locks else 801
+
+    runtime = SimpleNamespace(
+        cudaHostRegister=register, cudaHostUnregister=lambda address: events.append("unlock")
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    staged = StagedFile()
+    for size in (5000, 4000, 9000):
+        staged._allocate(size, page_locked=True)
+    assert events == (["lock 8192", "unlock", "lock 12288"] if locks else ["lock 8192", "lock 12288"])
+    staged._allocate(20_000, page_locked=False)
+    assert staged._locked is None
+
+
+def test_sums_over_tp_go_first_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The builds of PyTorch for CPUs have no NCCL."""
+    monkeypatch.setattr(mesh.dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(
+        mesh.dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False
+    )
+    assert mesh._options("tp", GPU).is_high_priority_stream
+    assert mesh._options("dp", GPU) is None
+    assert mesh._options("tp", CPU) is None
