@@ -179,6 +179,7 @@ MAY_CHANGE = (
     *("name", "out", "seeds", "compile", "data.predict_tests"),
     *("tp", "pp", "vp", "dp", "sequence_parallel", "pipeline", "zero", "zero_reduce", "recompute"),
     *("precision.initial_loss_scale", "precision.min_loss_scale", "precision.loss_scale_window"),
+    "precision.cast",
 )
 MAY_CHANGE_SECTIONS = ("checkpoint.", "log.", "dist.")
 """Other keys that may change. Every key of FinetuneConfig is fixed, may change, or counts by content."""
