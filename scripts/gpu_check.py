@@ -85,7 +85,10 @@ def run(args: argparse.Namespace, scratch: Path) -> int:
     say(f"code {identity['code']}, commit {commit()}, torch {torch}, Python {python}, {args.device}")
     if missing:
         say(f"not installed: {', '.join(missing)}; steps that need them fail (--wheels FOLDER installs some)")
-    record = Record(args.out, STEPS, identity)
+    try:
+        record = Record(args.out, STEPS, identity)
+    except ValueError as error:
+        raise UsageError(f"--out {error}") from None
     return run_steps(
         [step for step in STEPS if step.name in {*args.only, *args.again}],
         record,

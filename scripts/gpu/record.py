@@ -20,7 +20,7 @@ BAD = ("failed", "timed out")
 
 
 class Record:
-    """What is known of each step, from this call and earlier ones."""
+    """What is known of each step, from this call and earlier ones. Raises ValueError for a foreign file."""
 
     def __init__(self, folder: Path, steps: Iterable[Step], identity: Mapping[str, Any]) -> None:
         self.folder, self.titles = folder, {step.name: step.title for step in steps}
@@ -29,7 +29,10 @@ class Record:
         self.steps: dict[str, dict[str, Any]] = {}
         path = folder / RESULT
         if path.exists():
-            self.steps = json.loads(path.read_text())["steps"]
+            try:
+                self.steps = dict(json.loads(path.read_text())["steps"])
+            except (ValueError, TypeError, KeyError):
+                raise ValueError(f"{path}: is no result of this check; name another folder") from None
 
     def is_done(self, name: str) -> bool:
         """True if the step need not run: it ran with the same code and torch."""

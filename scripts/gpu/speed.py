@@ -100,12 +100,11 @@ def measure_size(case: Case, trainee: SpeedTrainee, size: int, compiled: bool) -
         steps = max(1, round((0.01 if case.quick else SAMPLE_S) / time_steps(trainee, 0, 1)))
         times = [time_steps(trainee, n * steps, steps) for n in range(SAMPLES)]
         host_s = host_time(trainee)
-    except torch.OutOfMemoryError:
-        trainee.clear()
-        with freed(case.device):
-            case.row("speed", **named, result=OUT_OF_MEMORY)
-        return None
     except Exception as error:
+        if is_out_of_memory(error):
+            trainee.clear()
+            case.row("speed", **named, result=OUT_OF_MEMORY)
+            return None
         if not compiled:  # no compiler on the machine, say: the rest is worth having
             raise
         case.problem(f"compiled {trainee.spec.shape.name}: {type(error).__name__}: {first_line(error)}")
@@ -131,6 +130,12 @@ def measure_size(case: Case, trainee: SpeedTrainee, size: int, compiled: bool) -
         },
     )
     return tokens_per_s
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """True for PyTorch's error and for those of libraries and of the compiler that mean the same."""
+    text = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "ALLOC_FAILED" in text
 
 
 def host_time(trainee: SpeedTrainee) -> float:

@@ -233,6 +233,16 @@ def test_mistake_is_one_line_and_exit_2(
     assert message in line
 
 
+def test_foreign_file_in_the_place_of_the_results_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_check, "probe", lambda _: ("2.11", True, "3.12", []))
+    (tmp_path / "gpu_check.json").write_text("mine")
+    assert gpu_check.main(["--out", str(tmp_path)]) == 2
+    assert "is no result of this check" in capsys.readouterr().err
+    assert (tmp_path / "gpu_check.json").read_text() == "mine"
+
+
 def test_rehearsal_of_the_cheapest_step_writes_its_tables(tmp_path: Path) -> None:
     options = ["--device", "cpu", "--quick", "--only", "facts", "--minutes", "5", "--out", str(tmp_path)]
     assert gpu_check.main(options) == 0
