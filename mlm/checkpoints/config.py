@@ -13,7 +13,7 @@ class CkptInspectConfig:
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     ckpt: CheckpointPath
-    """Checkpoint (step-…) or run directory (its latest checkpoint)."""
+    """Checkpoint (step-…) or run directory (its latest checkpoint; of a finetuned run the best)."""
     tensors: bool = False
     """List every tensor with its shape, dtype and pieces, optimizer state too."""
     out: ResultFile | None = None
@@ -39,7 +39,7 @@ class CkptDiffConfig:
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     first: InputPath
-    """Checkpoint (step-…) or run directory (its latest checkpoint)."""
+    """Checkpoint (step-…) or run directory (its latest checkpoint; of a finetuned run the best)."""
     second: InputPath
     """The one to compare it with."""
     out: ResultFile | None = None

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from mlm.checkpoint.native.folders import best_note
 from mlm.checkpoint.native.format import DTYPE_NAMES, FORMAT, JSON, Manifest, TensorEntry, read_manifest
 from mlm.checkpoint.native.save_load import resolve
 from mlm.checkpoint.native.slices import describe
@@ -41,6 +42,8 @@ def run(config: CkptInspectConfig) -> None:
     if config.out is not None:
         write_result(config.out, result)
     show(result, manifest, with_tensors=config.tensors)
+    if note := best_note(config.ckpt, path):
+        console().print(f"note: {note}")
 
 
 def result_of(path: Path, manifest: Manifest) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class ExportHFConfig:
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     ckpt: CheckpointPath
-    """Checkpoint (step-…) or run directory (its latest checkpoint)."""
+    """Checkpoint (step-…) or run directory (its latest checkpoint; of a finetuned run the best)."""
     out: OutFolder
     """Folder to write: config.json, model.safetensors (or several and their index), the tokenizer."""
     max_file_gb: Annotated[float, POSITIVE] = 5.0
@@ -66,7 +66,7 @@ class ReshardConfig:
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     ckpt: CheckpointPath
-    """Checkpoint (step-…) or run directory (its latest checkpoint) to read."""
+    """Checkpoint (step-…) or run directory (its latest checkpoint; of a finetuned run the best) to read."""
     out: OutFolder
     """Run directory to write: out/checkpoints/step-… and the tokenizer."""
     tp: TensorSize = 1

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mlm.checkpoint.huggingface.folder import CONFIG, INDEX, WEIGHTS
 from mlm.checkpoint.native.compare import Reader
+from mlm.checkpoint.native.folders import best_note
 from mlm.checkpoint.native.format import JSON, RESTORE, Manifest, read_manifest
 from mlm.checkpoint.native.run_state import label_names, texts
 from mlm.checkpoint.native.save_load import resolve
@@ -95,7 +96,7 @@ def export_hf(
     """Write a checkpoint as a folder that `transformers` loads, as `mlm export hf` does; return the folder.
 
     Args:
-        ckpt: Run directory (its latest checkpoint) or checkpoint (step-…).
+        ckpt: Run directory (its latest checkpoint; of a finetuned run the best) or checkpoint (step-…).
         out: Folder to write, a new one.
         max_file_gb: Largest .safetensors file, in 10^9 bytes.
         verify: Compare logits with those of `transformers`, and write nothing where they differ.
@@ -295,6 +296,8 @@ def show(
     table.add_row(source.architecture, *numbers, f"{size / GB:.3g}")
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(table)
+    if note := best_note(config.ckpt, source.path):
+        console.print(f"note: {note}")
     if source.tokenizer is None:
         console.print(f"note: no tokenizer: {run_directory(source.path)} holds no tokenizer.json")
     if is_folded:

@@ -19,7 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 from mlm.checkpoint.native.compare import Reader
-from mlm.checkpoint.native.folders import staging_path
+from mlm.checkpoint.native.folders import best_note, staging_path
 from mlm.checkpoint.native.format import JSON, RESTORE, CheckpointError, Manifest
 from mlm.checkpoint.native.lineage import LINEAGE
 from mlm.checkpoint.native.save_load import read_manifest, resolve
@@ -189,6 +189,8 @@ def run(config: ReshardConfig) -> None:
             verify(plan, advance)
             path = write(plan, advance)
         show(plan, path, time.perf_counter() - begin)
+        if note := best_note(config.ckpt, plan.source):
+            print(f"note: {note}")
 
 
 def claimed(plan: Plan) -> dict[str, Any]:

@@ -321,7 +321,7 @@ def read_config(file: Path) -> dict[str, Any]:
         return {}
     check_size(file)
     try:
-        config = parse_json(file.read_bytes())
+        config = parse_json(file.read_bytes(), foreign=True)
     except ValueError as error:
         raise CorruptFileError(f"{file} is not JSON: replace or delete it") from error
     return config if isinstance(config, dict) else {}

@@ -10,6 +10,8 @@ from typing import Any, NoReturn
 from mlm.errors import CorruptFileError
 
 LARGEST = 1 << 64  # none of our numbers is larger; Python would compute with it for ever
+MOST_DIGITS = 300
+"""Digits of a whole number of another program: transformers writes 1e30 for a length without a limit."""
 
 
 def read_bounded(path: Path, most: int, remedy: str) -> bytes:
@@ -26,18 +28,19 @@ def read_bounded(path: Path, most: int, remedy: str) -> bytes:
         return f.read(most + 1)
 
 
-def parse_json(content: bytes | str, *, finite: bool = True) -> Any:
+def parse_json(content: bytes | str, *, foreign: bool = False) -> Any:
     """Parse JSON as in RFC 8259: finite numbers, integers below 2^64, each key once in an object.
 
-    Python writes NaN and Infinity too: with `finite=False` they are numbers. Raises ValueError for anything
-    else, including brackets that nest too deeply.
+    In a file of another program (`foreign`) NaN and Infinity, which Python writes, are numbers too, and
+    integers have up to MOST_DIGITS digits. Raises ValueError for anything else, including brackets that nest
+    too deeply.
     """
     try:
         return json.loads(
             content,
-            parse_int=_whole_number,
-            parse_float=_finite,
-            parse_constant=_refuse_constant if finite else float,
+            parse_int=_foreign_number if foreign else _whole_number,
+            parse_float=float if foreign else _finite,
+            parse_constant=float if foreign else _refuse_constant,
             object_pairs_hook=without_repeats,
         )
     except RecursionError:
@@ -64,6 +67,12 @@ def _whole_number(digits: str) -> int:
     if len(digits) > 20 or abs(number := int(digits)) >= LARGEST:
         raise ValueError(f"the number {digits[:20]}… is too large")
     return number
+
+
+def _foreign_number(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"the number {digits[:20]}… has more than {MOST_DIGITS} digits")
+    return int(digits)
 
 
 def _finite(digits: str) -> float:

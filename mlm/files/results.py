@@ -128,6 +128,38 @@ def folder_problem(
     return Problem.at(key, str(path), problem, f"name a file in one that is, such as {key}={file.name}")
 
 
+def read_evaluation(out: Path) -> dict[str, Any] | None:
+    """Return the result of an earlier evaluation; None where there is none."""
+    if not out.is_file():  # a pipe would block
+        return None
+    try:
+        found = json.loads(out.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    sound = isinstance(found, dict) and isinstance(found.get("config"), dict)
+    return found if sound and "checkpoint_digest" in found else None
+
+
+def set_aside(
+    out: Path, result: Mapping[str, Any], identity: Callable[[Mapping[str, Any]], str]
+) -> Path | None:
+    """Give the result of another evaluation at `out` a name with its digest; return it, None if nothing moved.
+
+    `identity` returns the digest of all that the scores of a result depend on.
+    """
+    found = read_evaluation(out)
+    if found is None or (other := identity(found)) == identity(result):
+        return None
+    aside = out.with_name(f"{out.stem}.{short_digest(other)}{out.suffix}")
+    os.replace(out, aside)
+    return aside
+
+
+def short_digest(digest: str) -> str:
+    """Return enough of a digest for a file name."""
+    return digest.partition(":")[2][:8]
+
+
 def _is_there(file: Path) -> bool:
     """True if something exists at a path. Raises OSError for an impossible path, such as too long a name."""
     try:

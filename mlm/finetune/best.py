@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlm.checkpoint.native.folders import (
+    BEST,
     checkpoints,
     discard,
     latest_checkpoint,
@@ -25,8 +26,6 @@ from mlm.errors import CorruptFileError, UserError, writing_to
 from mlm.train.state import CHECKPOINTS, FINETUNING, counters, is_stored, model_shards
 from mlm.train.trainer import Trainer
 
-BEST = "best"
-"""Folder of a run directory with the best weights; it holds its own checkpoints and tokenizer."""
 DATA_PATH = "data.path"
 """Key in the state of the absolute path of the rows; null if they are the Hub's."""
 ALL = 1 << 30

@@ -3,7 +3,7 @@
 import json
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ from mlm.checkpoint.native.save_load import read_manifest
 from mlm.config.build import to_dict
 from mlm.data.receipt import version_of
 from mlm.errors import UserError, show
+from mlm.files.atomic import digest_bytes
 from mlm.files.ownership import claim_problems
-from mlm.files.results import folder_problem, is_stream, named, result_problems, write_result
+from mlm.files.results import folder_problem, is_stream, named, result_problems, set_aside, write_result
 from mlm.finetune.batches import batcher_of
 from mlm.finetune.best import DATA_PATH, best_of
 from mlm.finetune.config import EvalTaskConfig
@@ -37,7 +38,7 @@ READ_ALIKE = ("kind", "labels", "max_length", "question_length", "doc_stride")
 
 def preflight(config: EvalTaskConfig) -> list[str]:
     """Return the problems that reading the named files shows; called before any rank starts."""
-    if problems := checkpoint_problems(best_of(config.ckpt), config.parallel):
+    if problems := checkpoint_problems(config.ckpt, config.parallel):
         return problems
     try:
         check_installed(config.task)
@@ -141,8 +142,9 @@ def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
     result = receipt(config, start, trained, found, seconds=time.monotonic() - begin)
     if config.probabilities is not None:
         write_result(config.probabilities, probabilities(task, found).encode(), key="probabilities")
+    aside = None if config.out is not None else set_aside(out, result, identity_of_result)
     write_result(out, result)
-    show_table(result, out)
+    show_table(result, out, *([] if aside is None else [f"the result there before: {plain(aside)}"]))
 
 
 def receipt(
@@ -170,6 +172,15 @@ def receipt(
             "python": platform.python_version(),
         },
     }
+
+
+def identity_of_result(result: Mapping[str, Any]) -> str:
+    """Return the digest of all that the scores of a receipt depend on."""
+    keys = ("checkpoint_digest", "tokenizer_digest", "precision", "task_settings")
+    entries = [each for each in result.get("results", []) if isinstance(each, dict)]
+    about = [[each.get(key) for key in ("split", "digest", "max_length")] for each in entries]
+    facts = [*(result.get(key) for key in keys), about]
+    return digest_bytes(json.dumps(facts, sort_keys=True).encode())
 
 
 def probabilities(task: TaskConfig, found: Sequence[Scored]) -> str:
@@ -205,8 +216,8 @@ def described(task: TaskConfig, scored: Scored) -> dict[str, Any]:
     }
 
 
-def show_table(result: dict[str, Any], out: Path) -> None:
-    """Print the table."""
+def show_table(result: dict[str, Any], out: Path, *notes: str) -> None:
+    """Print the table, and lines after it."""
     title = f"eval {result['task']} · {plain(result['checkpoint'])} · step {result['step']}"
     made = table(title, "split", "rows#", "metric", "value#")
     for entry in result["results"]:
@@ -223,3 +234,5 @@ def show_table(result: dict[str, Any], out: Path) -> None:
         for file in entry["predictions"]:
             screen.print(f"predictions of {entry['split']}: {plain(file)}")
     screen.print(f"written to {plain(named(out))}")
+    for note in notes:
+        screen.print(note)

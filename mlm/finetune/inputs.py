@@ -17,7 +17,6 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.errors import UserError, show
 from mlm.files.atomic import digest_bytes
 from mlm.finetune.batches import chosen_rows
-from mlm.finetune.best import best_of
 from mlm.finetune.config import EvalTaskConfig, FinetuneConfig
 from mlm.finetune.splits import Examples, Split, make_examples, read_split
 from mlm.finetune.task_config import TaskConfig
@@ -66,7 +65,7 @@ class Evaluation:
 
 def start_of(config: FinetuneConfig | EvalTaskConfig) -> Start:
     """Read the checkpoint of `ckpt`, but no tensor; of a finetuning run, the best one. Raises UserError."""
-    task, named = config.task, named_checkpoint(best_of(config.ckpt))
+    task, named = config.task, named_checkpoint(config.ckpt)
     kind, model = task_type(task.kind), named.config.model
     if isinstance(config, FinetuneConfig):
         model = replace(model, head=kind.head, num_labels=kind.num_labels(task))

@@ -8,7 +8,6 @@ from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.save_load import CheckpointError
 from mlm.errors import UserError
 from mlm.files.ownership import claim_problems
-from mlm.finetune.best import best_of
 from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.inputs import (
     Splits,
@@ -33,7 +32,7 @@ from mlm.train.resume import start_problems
 
 def preflight(config: FinetuneConfig) -> list[str]:
     """Return the problems that reading the named files shows; called before any rank starts."""
-    problems = [*missing_extras(config.log), *checkpoint_problems(best_of(config.ckpt), config.parallel)]
+    problems = [*missing_extras(config.log), *checkpoint_problems(config.ckpt, config.parallel)]
     if problems:
         return problems
     try:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import mlm
-from mlm.checkpoint.native import run_state
+from mlm.checkpoint.native import folders, run_state
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import checkpoints
 from mlm.checkpoint.native.lineage import LINEAGE, Lineage, Save
@@ -45,7 +45,7 @@ from mlm.train.identity import (
 )
 from mlm.train.trainer import Trainer
 
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS = folders.CHECKPOINTS
 """Folder of a run directory that holds its checkpoints."""
 FINETUNING = run_state.FINETUNING
 """Key of what a finetuning run adds to the state of its checkpoints."""

@@ -11,8 +11,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer as Backend
 from torch import Tensor
-from transformers import GPT2LMHeadModel
+from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
 
+import mlm
 from mlm.checkpoint.huggingface.tensors import HFTensors
 from mlm.checkpoint.native.format import read_manifest
 from mlm.convert import import_hf
@@ -58,6 +59,48 @@ def difference(found: Tensor, want: Tensor) -> float:
     """Largest difference in units of the largest logit."""
     assert found.shape == want.shape
     return float((found - want).abs().max() / want.abs().max())
+
+
+def test_folder_that_transformers_saved_with_its_defaults_is_imported(tmp_path: Path) -> None:
+    """A tokenizer without a length says model_max_length=10^30, as the whole number of that float."""
+    model = make_model(tmp_path / "model", shard=20_000)
+    add_tokenizer(tmp_path / "model")
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "model/tokenizer.json"))
+    theirs.save_pretrained(tmp_path / "model")
+    saved = json.loads((tmp_path / "model/tokenizer_config.json").read_bytes())
+    assert saved["model_max_length"] == int(1e30)
+    run = import_model(tmp_path / "model", tmp_path / "run")
+    assert Tokenizer.load(run / "tokenizer.json").encode(TEXT) == theirs(TEXT)["input_ids"]
+    assert difference(our_outputs(run)["logits"], reference(model)) <= LIMIT
+
+
+LARGE: dict[str, tuple[str, ...]] = {
+    "config.json": (),
+    "model.safetensors.index.json": (),
+    "tokenizer_config.json": (),
+    "vocab.json and its settings": ("tokenizer.json",),
+}
+
+
+@pytest.mark.parametrize("case", LARGE)
+def test_large_number_that_nothing_reads_does_no_harm_and_endless_digits_are_rejected(
+    tmp_path: Path, case: str
+) -> None:
+    make_model(tmp_path / "model", shard=20_000)
+    add_tokenizer(tmp_path / "model")
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "model/tokenizer.json"))
+    theirs.save_pretrained(tmp_path / "model")
+    Backend.from_file(str(tmp_path / "model/tokenizer.json")).model.save(str(tmp_path / "model"))
+    for name in LARGE[case]:
+        (tmp_path / "model" / name).unlink()
+    edited = tmp_path / "model" / (case if (tmp_path / "model" / case).exists() else "tokenizer_config.json")
+    content = edited.read_text().rstrip().removesuffix("}")
+    edited.write_text(f'{content}, "some_length": {"9" * 300}, "some_float": 1e999}}')
+    import_model(tmp_path / "model", tmp_path / "run", verify=False)
+    edited.write_text(f'{content}, "some_length": {"9" * 301}}}')
+    with pytest.raises(UserError, match=edited.name) as caught:
+        mlm.import_hf(tmp_path / "model", tmp_path / "other", verify=False)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("shard", [None, 20_000])

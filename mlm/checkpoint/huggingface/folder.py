@@ -71,7 +71,7 @@ def read_json(folder: Path, name: str) -> dict[str, JSON]:
     if path is None:
         raise UserError(f"{folder}: holds no {name}. Name the folder of a model that transformers saved")
     try:
-        content = parse_json(read_bounded(path, MAX_BYTES[name], AGAIN), finite=False)
+        content = parse_json(read_bounded(path, MAX_BYTES[name], AGAIN), foreign=True)
     except OSError as error:
         raise UserError(f"{folder / name}: {error.strerror}. Make it readable") from error
     except CorruptFileError:

@@ -38,7 +38,11 @@ from mlm.files.atomic import fsync_directory
 
 log = logging.getLogger(__name__)
 
+CHECKPOINTS = "checkpoints"
+"""Folder of a run directory that holds its checkpoints."""
 LATEST = "latest"
+BEST = "best"
+"""Folder of a finetuned run with the weights that scored best; it holds its own checkpoints and tokenizer."""
 SAVING, REPLACED, TRASH, NEW_LATEST = ".saving-", ".replaced-", ".trash-", ".latest-"
 _STEP = r"step-\d{8,18}"
 LEFT = re.compile(rf"\.(saving-{_STEP}-[\w-]+|replaced-{_STEP}|trash-(saving-|replaced-)?{_STEP}(-[\w-]+)?)")
@@ -234,12 +238,22 @@ def problem_of(directory: Path) -> str | None:
 def resolve(path: str | Path, setting: str = "ckpt") -> Path:
     """Return the checkpoint directory that a user means by `ckpt=path`; `setting` is the key for messages.
 
-    Accepts a step-… directory, a folder of them, the `latest` file in it, or a run directory (the folder
-    itself or its `checkpoints`). Raises UserError when there is none, CorruptFileError as
-    `latest_checkpoint` does.
+    Accepts a step-… directory, a folder of them, the `latest` file in it, or a run directory: the best
+    checkpoint of a finetuned one, the latest of any other. Raises UserError when there is none,
+    CorruptFileError as `latest_checkpoint` does.
     """
+    best = latest_checkpoint(Path(path) / BEST / CHECKPOINTS)
+    if best is not None:
+        return best
     place, alone = locate(path, setting)
     return place if alone else latest_checkpoint(place) or _refuse_empty(path, setting)
+
+
+def best_note(path: str | Path, found: Path) -> str | None:
+    """Return the line for the user where `resolve(path)` is the best checkpoint of a finetuned run."""
+    if found.parent != Path(path) / BEST / CHECKPOINTS:
+        return None
+    return f"{path} is a finetuned run: its best checkpoint is taken, {found}; name a step-… for another"
 
 
 def locate(path: str | Path, setting: str = "ckpt") -> tuple[Path, bool]:
@@ -257,7 +271,7 @@ def locate(path: str | Path, setting: str = "ckpt") -> tuple[Path, bool]:
             )
         if (given / MANIFEST).exists() or STEP_NAME.fullmatch(given.name):
             return given, True
-        for folder in (given / "checkpoints", given):
+        for folder in (given / CHECKPOINTS, given):
             if checkpoints(folder):
                 return folder, False
     except OSError as e:

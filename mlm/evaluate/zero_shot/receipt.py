@@ -1,10 +1,9 @@
 """The results of an evaluation: a table, and JSON that records how each number was computed."""
 
 import json
-import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.evaluate.config import EvalAllConfig, EvalLambadaConfig, EvalWikitext103Config, ZeroShotConfig
 from mlm.evaluate.zero_shot.protocol import Outcome, Protocol
 from mlm.files.atomic import digest_bytes
-from mlm.files.results import named
+from mlm.files.results import named, read_evaluation, short_digest
 from mlm.inference.kept_scores import digest_requests
 from mlm.inference.scoring import Request
 from mlm.inference.trained import Trained, result_file
@@ -125,7 +124,7 @@ def default_path(config: ZeroShotConfig, checkpoint: Path) -> Path:
 
 def replaced_problems(config: ZeroShotConfig, out: Path) -> list[str]:
     """The error where a trial would replace the result of a full evaluation."""
-    found = read_result(out)
+    found = read_evaluation(out)
     if config.limit is None or found is None or found["config"].get("limit") is not None:
         return []
     return [
@@ -134,26 +133,7 @@ def replaced_problems(config: ZeroShotConfig, out: Path) -> list[str]:
     ]
 
 
-def read_result(out: Path) -> dict[str, Any] | None:
-    """The receipt of an earlier evaluation; None where there is none."""
-    if not out.is_file():  # a pipe would block
-        return None
-    try:
-        found = json.loads(out.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None
-    sound = isinstance(found, dict) and isinstance(found.get("config"), dict)
-    return found if sound and "checkpoint_digest" in found else None
-
-
-def set_aside(out: Path, identity: str) -> None:
-    """Give the result of another evaluation a name with its digest, rather than replace it."""
-    found = read_result(out)
-    if found is not None and (other := identity_of_result(found)) != identity:
-        os.replace(out, out.with_name(f"{out.stem}.{short(other)}{out.suffix}"))
-
-
-def identity_of_result(result: dict[str, Any]) -> str:
+def identity_of_result(result: Mapping[str, Any]) -> str:
     """The evaluation that a receipt is the result of: checkpoint, texts, protocols, settings of the score."""
     config = {key: result["config"].get(key) for key in ("limit", "seq_length", "overlapping_eval", "force")}
     about = [
@@ -165,12 +145,7 @@ def identity_of_result(result: dict[str, Any]) -> str:
     return digest_bytes(json.dumps([*facts, about], sort_keys=True).encode())
 
 
-def short(digest: str) -> str:
-    """Enough of a digest for a file name."""
-    return digest.partition(":")[2][:8]
-
-
 def kept_path(out: Path, identity: str, requests: Sequence[Request]) -> Path:
     """The file of scores so far: of this evaluation alone, so that a trial leaves another's as they are."""
     about = digest_bytes(f"{identity} {digest_requests(requests)}".encode())
-    return out.with_name(f".{out.stem}.{short(about)}.partial.jsonl")
+    return out.with_name(f".{out.stem}.{short_digest(about)}.partial.jsonl")

@@ -24,10 +24,9 @@ from mlm.evaluate.zero_shot.receipt import (
     receipt,
     replaced_problems,
     result_path,
-    set_aside,
     show,
 )
-from mlm.files.results import folder_problem, is_stream, result_problems, write_result
+from mlm.files.results import folder_problem, is_stream, result_problems, set_aside, write_result
 from mlm.inference.scoring import score
 from mlm.inference.trained import (
     checkpoint_problems,
@@ -158,7 +157,7 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
     if config.samples is not None:
         write_result(config.samples, samples(protocols, outcomes).encode(), key="samples")
     if config.out is None:
-        set_aside(out, identity_of_result(result))
+        set_aside(out, result, identity_of_result)
     write_result(out, result)
     kept.unlink(missing_ok=True)
     show(result, protocols, out)
