@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from mlm.config.imports import trust
     from mlm.convert.export_hf import export_hf
     from mlm.convert.import_hf import import_hf
-    from mlm.inference.model import Model, load
     from mlm.launch.join import build_mesh
+    from mlm.loaded import Model, load
     from mlm.models.bert.model import BERT
     from mlm.models.config import ModelConfig
     from mlm.models.family import ModelFamily
@@ -55,8 +55,8 @@ _MODULES = {
     "mlm.config.imports": ("trust",),
     "mlm.convert.export_hf": ("export_hf",),
     "mlm.convert.import_hf": ("import_hf",),
-    "mlm.inference.model": ("Model", "load"),
     "mlm.launch.join": ("build_mesh",),
+    "mlm.loaded": ("Model", "load"),
     "mlm.models": ("BERT", "GPT2", "ModelConfig", "ModelFamily"),
     "mlm.parallel.collectives": ("copy_to_tp", "gather_sequence", "reduce_from_tp", "scatter_sequence"),
     "mlm.parallel.cross_entropy": ("linear_cross_entropy",),

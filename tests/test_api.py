@@ -3,7 +3,9 @@
 import ast
 import dataclasses
 import inspect
+import itertools
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,12 +17,14 @@ import pytest
 import torch
 from hatchling.builders.wheel import WheelBuilder
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 import mlm
 from mlm.cli.entry import main
 from mlm.inference.scoring import Request, score
+from mlm.loaded import SOURCES
 from mlm.parallel.mesh import ParallelContext
-from tests.convert.hf_berts import make_bert
+from tests.convert.hf_berts import add_word_pieces, make_bert
 from tests.convert.hf_models import TEXT, add_tokenizer, make_model
 from tests.ranks import run_on_ranks
 
@@ -37,6 +41,7 @@ SURFACE = {
         "repetition_penalty=1.0, stop=(), special_tokens=False, seed=1234, batch_size=8)"
     ),
     "Model.logits": "(self, tokens)",
+    "Model.predict": "(self, texts, *, batch_size=8)",
     "Model.score": "(self, texts, *, batch_size=8)",
     "ModelConfig": "num_layers, hidden_size, num_heads",
     "ModelFamily": "model, causal, objective, samples, num_head_parameters, head_products, protocol",
@@ -158,13 +163,57 @@ class TestLogits:
             (torch.zeros(1, 3), r"tokens: float32 \[1, 3\], not int64"),
             (torch.zeros(1, 49, dtype=torch.int64), r"S=49 is more than max_positions=48"),
             (torch.full((1, 3), 331), r"ids must be 0 to 330"),
+            (
+                torch.zeros(0, 3, dtype=torch.int64),
+                r"tokens: an empty batch, int64 \[0, 3\]; give a sequence",
+            ),
+            ([], "tokens: an empty batch"),
+            ([[]], "tokens: an empty batch"),
+            ([1, 2], r"tokens: int64 \[2\], not int64 \[B, S\]"),
+            ([[0.5]], r"tokens: float32 \[1, 1\], not int64"),
         ],
     )
-    def test_tokens_that_do_not_fit_are_one_line(
-        self, model: mlm.Model, tokens: Tensor, problem: str
-    ) -> None:
+    def test_tokens_that_do_not_fit_are_one_line(self, model: mlm.Model, tokens: Any, problem: str) -> None:
         with pytest.raises(ValueError, match=problem):
             model.logits(tokens)
+
+    @pytest.mark.parametrize("tokens", [[[1], [2, 3]], "To be", None, [["a"]]], ids=str)
+    def test_what_are_no_tokens_is_a_type_error_of_one_line(self, model: mlm.Model, tokens: Any) -> None:
+        with pytest.raises(TypeError, match="tokens: neither a tensor nor lists of equally many") as caught:
+            model.logits(tokens)
+        assert "\n" not in str(caught.value)
+
+    def test_lists_are_tokens_too(self, model: mlm.Model) -> None:
+        assert torch.equal(model.logits(tokens_of().tolist()), model.logits(tokens_of()))
+
+
+BERTS = list(itertools.product(("bert", "megatron-bert"), ("ForPreTraining", "ForMaskedLM")))
+
+
+class TestMaskedLogits:
+    """Logits of a BERT's masked-LM head."""
+
+    @pytest.mark.parametrize(("family", "name"), BERTS)
+    def test_they_are_those_of_transformers(self, tmp_path: Path, family: str, name: str) -> None:
+        theirs = make_bert(tmp_path, family, name, initializer_range=0.3)
+        with torch.no_grad():
+            found = theirs(tokens_of())
+        want = found.prediction_logits if name == "ForPreTraining" else found.logits
+        logits = mlm.load(tmp_path, device="cpu").logits(tokens_of())
+        assert (logits.shape, logits.dtype) == ((3, 20, 331), torch.float32)
+        # float32 sums in another order
+        torch.testing.assert_close(logits, want, rtol=0, atol=1e-5 * float(want.abs().max()))
+
+    @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
+    def test_they_are_equal_on_every_rank_and_layout(self, tmp_path: Path, layout: dict[str, int]) -> None:
+        make_bert(tmp_path, "bert", "ForPreTraining")
+        want = mlm.load(tmp_path, precision="fp64", device="cpu").logits(tokens_of())
+        for found in run_on_ranks(logits_on_rank, tmp_path, **layout):
+            torch.testing.assert_close(found, want)  # float64
+
+
+def logits_on_rank(ctx: ParallelContext, folder: Path) -> Tensor:
+    return mlm.load(folder, ctx=ctx, precision="fp64").logits(tokens_of())
 
 
 Used = tuple[Tensor, list[str], list[float]]
@@ -262,12 +311,26 @@ class TestScore:
 
     def test_an_empty_document_has_zero(self, model: mlm.Model) -> None:
         assert model.score(["", "To be"]) == [0.0, pytest.approx(model.score("To be"), rel=1e-6)]
+        assert math.copysign(1, model.score("")) == 1
+
+
+class TestLoaded:
+    """The object that `load` returns."""
+
+    def test_it_knows_its_device_number_format_and_shape(self, folder: Path) -> None:
+        found = mlm.load(folder, device=torch.device("cpu"), precision=torch.bfloat16)
+        assert (found.device, found.dtype) == (torch.device("cpu"), torch.bfloat16)
+        assert (found.config.num_layers, found.config.vocab_size) == (3, 331)
+        assert not any(module.training for chunk in found.chunks for module in chunk.modules())
+
+    @pytest.mark.parametrize("name", ["bf16", "bfloat16", "torch.bfloat16"])
+    def test_a_number_format_has_the_names_of_torch_too(self, folder: Path, name: str) -> None:
+        assert mlm.load(folder, device="cpu", precision=name).dtype == torch.bfloat16
 
 
 USES: dict[str, Callable[[mlm.Model], Any]] = {
     "generate": lambda model: model.generate("To be"),
     "score": lambda model: model.score("To be"),
-    "logits": lambda model: model.logits(torch.zeros(1, 3, dtype=torch.int64)),
 }
 
 
@@ -276,10 +339,35 @@ class TestErrors:
 
     @pytest.mark.parametrize("use", USES)
     def test_a_bert_does_not_read_from_left_to_right(self, bert: mlm.Model, use: str) -> None:
-        with pytest.raises(
-            ValueError, match="holds a bert model, which does not read from left to right"
-        ) as caught:
+        problem = "a bert does not read from left to right; use logits"
+        with pytest.raises(ValueError, match=problem) as caught:
             USES[use](bert)
+        assert "\n" not in str(caught.value)
+
+    @pytest.mark.parametrize("name", ["Model", "ForSequenceClassification"])
+    def test_a_model_without_a_language_model_head_says_what_to_use(self, tmp_path: Path, name: str) -> None:
+        make_bert(tmp_path, "bert", name)
+        fix = {"Model": "load one with it", "ForSequenceClassification": r"use predict\(texts\)"}[name]
+        model = mlm.load(tmp_path, device="cpu")
+        for use in (*USES.values(), lambda model: model.logits([[1]])):
+            with pytest.raises(ValueError, match=f"predicts no tokens; .*{fix}"):
+                use(model)
+
+    def test_a_pretrained_model_has_no_answers(self, model: mlm.Model) -> None:
+        with pytest.raises(ValueError, match="was not finetuned on a task"):
+            model.predict("To be")
+
+    @pytest.mark.parametrize("use", ["generate", "score", "predict"])
+    @pytest.mark.parametrize("texts", [7, None, ["To be", 7]], ids=str)
+    def test_what_is_no_text_is_a_type_error_of_one_line(
+        self, model: mlm.Model, tmp_path: Path, use: str, texts: Any
+    ) -> None:
+        if use == "predict":
+            make_bert(tmp_path, "bert", "ForSequenceClassification")
+            add_word_pieces(tmp_path)
+            model = mlm.load(tmp_path, device="cpu")
+        with pytest.raises(TypeError, match=r"^(texts|prompt)(\[1\])?: a (int|NoneType)") as caught:
+            getattr(model, use)(texts)
         assert "\n" not in str(caught.value)
 
     @pytest.fixture(scope="class")
@@ -305,15 +393,55 @@ class TestErrors:
             mlm.load(folder, **options)
         assert "\n" not in str(caught.value)
 
-    def test_a_missing_checkpoint_is_named(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match=rf"ckpt={tmp_path}/none: no such"):
-            mlm.load(tmp_path / "none")
+    @pytest.mark.parametrize(
+        ("name", "problem"),
+        [
+            ("", "'': names nothing; give "),
+            ("nothere", "'nothere': no such folder; give "),
+            ("runs/nothere", "'runs/nothere': no such folder; give "),
+            ("corpus", "'corpus': holds neither a checkpoint nor config.json; give "),
+            ("corpus/train.bin", "'corpus/train.bin': is a file; give "),
+        ],
+    )
+    def test_what_is_no_model_names_the_three_things_that_are(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, problem: str
+    ) -> None:
+        (tmp_path / "corpus").mkdir()
+        (tmp_path / "corpus/train.bin").touch()
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(ValueError) as caught:
+            mlm.load(name)
+        assert str(caught.value) == problem + SOURCES
+        assert "ckpt=" not in SOURCES
+
+    def test_a_problem_of_the_checkpoint_does_not_speak_of_the_command_line(
+        self, folder: Path, tmp_path: Path
+    ) -> None:
+        with pytest.raises(ValueError) as caught:
+            mlm.load("hub:nobody/nothing")  # the tests have no Hub
+        assert str(caught.value).startswith("nobody/nothing: no such folder")
+
+    def test_an_object_in_place_of_a_path_is_a_type_error(self, folder: Path, tmp_path: Path) -> None:
+        theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+        saved = r"not a path; save it with save_pretrained\(FOLDER\) and pass FOLDER"
+        objects: list[tuple[str, dict[str, Any]]] = [
+            (f"tokenizer: a .*, {saved}", {"ckpt": folder, "tokenizer": theirs}),
+            (f"ckpt: a GPT2LMHeadModel, {saved}", {"ckpt": make_model(tmp_path)}),
+            ("ckpt: a int, not a path; pass a run or checkpoint folder", {"ckpt": 7}),
+            ("device: a int, not one of auto, cpu, cuda", {"ckpt": folder, "device": 0}),
+        ]
+        for problem, arguments in objects:
+            with pytest.raises(TypeError, match=problem):
+                mlm.load(**arguments)
 
     def test_without_a_tokenizer_there_are_logits_and_no_text(self, tmp_path: Path) -> None:
         make_model(tmp_path)
         model = mlm.load(tmp_path, device="cpu")
         assert model.logits(tokens_of()).isfinite().all()
-        with pytest.raises(ValueError, match=r"tokenizer=null.*give tokenizer="):
+        problem = (
+            "no tokenizer is saved with it; pass tokenizer=FILE or FOLDER of the tokenizer it was trained"
+        )
+        with pytest.raises(ValueError, match=problem):
             model.generate("To be")
 
 

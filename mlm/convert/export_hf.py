@@ -19,7 +19,7 @@ from mlm.checkpoint.huggingface.folder import CONFIG, INDEX, WEIGHTS
 from mlm.checkpoint.native.compare import Reader
 from mlm.checkpoint.native.folders import best_note
 from mlm.checkpoint.native.format import JSON, RESTORE, Manifest, read_manifest
-from mlm.checkpoint.native.run_state import label_names, texts
+from mlm.checkpoint.native.run_state import FINETUNING, label_names, texts
 from mlm.checkpoint.native.save_load import resolve
 from mlm.checkpoint.native.shard_file import Form, write_stream
 from mlm.checkpoint.native.slices import Region
@@ -252,7 +252,8 @@ def write_settings(source: Source, folder: Path) -> None:
     write_json(folder / CONFIG, source.mapping.write(model, ids))
     if tokenizer is None:
         return
-    tokenizer.save(folder / "tokenizer.json")
+    content = tokenizer.content_ending_texts() if ids.ends_texts else tokenizer.content
+    write_atomic(folder / "tokenizer.json", content)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": model.max_positions,
@@ -272,7 +273,8 @@ def token_ids(source: Source) -> TokenIds:
     eod, pad = (None, None) if tokenizer is None else (tokenizer.eod_id, tokenizer.pad_id)
     kept = imported.get("pad_token_id")
     names = label_names(source.manifest.state) or texts(imported.get("labels"))
-    return TokenIds(eod, kept if isinstance(kept, int) else pad, names)
+    ends = FINETUNING in source.manifest.state and family_of(source.model.kind).causal
+    return TokenIds(eod, kept if isinstance(kept, int) else pad, names, ends_texts=ends)
 
 
 def write_json(path: Path, value: JSON) -> None:

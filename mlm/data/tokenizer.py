@@ -186,6 +186,14 @@ class Tokenizer:
         """The bytes of its tokenizer.json."""
         return self._content.encode()
 
+    def content_ending_texts(self) -> bytes:
+        """Return a tokenizer.json by which each text ends with `eod_id`, for programs that add such tokens."""
+        backend, eod = parse(self._content, "tokenizer"), str(self._backend.id_to_token(self.eod_id))
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"$A {eod}", pair=f"$A {eod} $B {eod}", special_tokens=[(eod, self.eod_id)]
+        )
+        return str(backend.to_str()).encode()
+
     def encode(self, text: str) -> list[int]:
         """Encode a text; nothing is added at its ends."""
         return list(self._encoder.encode(text, add_special_tokens=False).ids)

@@ -143,7 +143,7 @@ def read_evaluation(out: Path) -> dict[str, Any] | None:
 def set_aside(
     out: Path, result: Mapping[str, Any], identity: Callable[[Mapping[str, Any]], str]
 ) -> Path | None:
-    """Give the result of another evaluation at `out` a name with its digest; return it, None if nothing moved.
+    """Give the result of another evaluation at `out` a name with its digest; return it, None without one.
 
     `identity` returns the digest of all that the scores of a result depend on.
     """

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 import mlm
@@ -23,7 +22,7 @@ from mlm.finetune.batches import batcher_of
 from mlm.finetune.best import DATA_PATH, best_of
 from mlm.finetune.config import EvalTaskConfig
 from mlm.finetune.inputs import Start, check_texts, evaluation_of, start_of
-from mlm.finetune.scoring import Finetuning, Scored, files_of, score_split
+from mlm.finetune.scoring import Finetuning, Scored, files_of, probabilities_of, score_split
 from mlm.finetune.splits import read_split
 from mlm.finetune.task_config import TaskConfig
 from mlm.finetune.task_type import check_installed, task_type
@@ -188,9 +187,7 @@ def probabilities(task: TaskConfig, found: Sequence[Scored]) -> str:
     lines = []
     for scored in found:
         for each in scored.predictions:
-            outputs = np.array(each.scores, dtype=np.float64)
-            weights = np.exp(outputs - outputs.max())
-            chances = dict(zip(task.labels, (weights / weights.sum()).tolist(), strict=True))
+            chances = probabilities_of(task, each)
             row = {"split": scored.evaluation.split.name, "id": each.id, "probabilities": chances}
             lines.append(json.dumps(row, ensure_ascii=False) + "\n")
     return "".join(lines)

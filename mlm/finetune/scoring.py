@@ -132,7 +132,26 @@ def evaluate(
     """
     split, examples = evaluation.split, evaluation.examples
     with count_progress(f"scoring {split.name}", len(examples), shown=shown) as advance:
-        outputs = outputs_of(model, objective, examples, batcher, advance)
+        predictions = predictions_of(model, objective, task, split, examples, batcher, advance)
+    scored = split.has_labels
+    metrics = task_type(task.kind).score(task, split.rows, predictions) if scored else {}
+    return metrics, predictions
+
+
+def predictions_of(
+    model: PipelinedModel,
+    objective: Finetuning,
+    task: TaskConfig,
+    split: Split,
+    examples: Examples,
+    batcher: Batcher,
+    advance: Callable[[int], None] = lambda count: None,
+) -> list[Prediction]:
+    """Return a prediction per row of a split, the same on every rank. Collective over all ranks.
+
+    Raises UserError if the model's outputs are not finite.
+    """
+    outputs = outputs_of(model, objective, examples, batcher, advance)
     for number, output in enumerate(outputs):
         if not np.isfinite(output).all():
             raise UserError(
@@ -140,10 +159,7 @@ def evaluate(
                 f"precision={str(model.dtype).removeprefix('torch.')}: use another checkpoint, a lower "
                 "optimizer.lr, or precision=fp32"
             )
-    predictions = predict(task, split, examples, outputs)
-    scored = split.has_labels
-    metrics = task_type(task.kind).score(task, split.rows, predictions) if scored else {}
-    return metrics, predictions
+    return predict(task, split, examples, outputs)
 
 
 def predict(
@@ -164,6 +180,13 @@ def predict(
         found.append(kind.predict(task, split.rows[row], mine, of_mine))
     assert len(found) == len(split)
     return found
+
+
+def probabilities_of(task: TaskConfig, prediction: Prediction) -> dict[str, float]:
+    """Return the softmax of a prediction's scores, in float64, by the name of the label."""
+    outputs = np.array(prediction.scores, dtype=np.float64)
+    weights = np.exp(outputs - outputs.max())
+    return dict(zip(task.labels, (weights / weights.sum()).tolist(), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,12 +11,13 @@ from math import prod
 from pathlib import Path
 
 from mlm.checkpoint.huggingface.folder import CONFIG, read_model
-from mlm.checkpoint.native.folders import locate
+from mlm.checkpoint.native.folders import LATEST, locate
 from mlm.checkpoint.native.format import MANIFEST
 from mlm.checkpoint.native.save_load import Manifest, read_manifest, resolve
 from mlm.checkpoint.native.tokenizer_digest import TOKENIZER, TokenizerDigest, check_beside
 from mlm.config.build import from_dict
 from mlm.config.imports import OwnCodeError, is_path
+from mlm.data.files_present import hub_id
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import CorruptFileError, UserError
 from mlm.inference.hf_source import find_model, load_model_folder, model_name, open_tensors, run_spec
@@ -37,6 +38,10 @@ from mlm.train.run_tokenizer import digest_of, receipt_tokenizer, tokenizer_then
 from mlm.train.state import load_weights
 
 LISTED = 3  # problems of a saved configuration that a message lists
+
+
+class NoTokenizerError(UserError):
+    """No tokenizer is saved with a checkpoint or a model, and none was named."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,24 @@ def _model_folder(ckpt: str) -> Path | None:
             return find_model(ckpt)
         return None
     return None if Path(ckpt).exists() else find_model(ckpt)
+
+
+def unnamed_problem(ckpt: str) -> str | None:
+    """Return the problem of a path or id that names no model; None if it may name one."""
+    folder = Path(ckpt)
+    if not ckpt:
+        return "names nothing"
+    if folder.is_dir():
+        try:
+            resolve(ckpt)
+        except CorruptFileError:
+            return None  # it names one, which is damaged
+        except UserError:
+            return None if (folder / CONFIG).is_file() else f"holds neither a checkpoint nor {CONFIG}"
+        return None
+    if folder.name in (LATEST, MANIFEST) and folder.is_file():
+        return None
+    return None if hub_id(ckpt) else "is a file" if folder.exists() else "no such folder"
 
 
 def is_model_folder(path: Path) -> bool:
@@ -231,10 +254,10 @@ def load_tokenizer(
         except CorruptFileError:
             raise
         except (UserError, OSError) as error:
-            raise UserError(f"{key}=null: {error}: give {key}=…/tokenizer.json") from error
+            raise NoTokenizerError(f"{key}=null: {error}: give {key}=…/tokenizer.json") from error
     saved = run_directory(path) / "tokenizer.json"
     if not os.path.lexists(saved):
-        raise UserError(f"{key}=null and {saved} is not there: give {key}=…/tokenizer.json")
+        raise NoTokenizerError(f"{key}=null and {saved} is not there: give {key}=…/tokenizer.json")
     state = read_manifest(path).state
     check_beside(path, state)
     known = TokenizerDigest.of(state)

@@ -3,6 +3,7 @@
 import os
 from datetime import timedelta
 
+import torch
 import torch.distributed as distributed
 from torch.distributed import PrefixStore
 
@@ -17,7 +18,7 @@ DEVICES = ("auto", "cpu", "cuda")
 
 
 def build_mesh(
-    *, tp: int = 1, pp: int = 1, device: str = "auto", timeout_s: float = 600.0
+    *, tp: int = 1, pp: int = 1, device: str | torch.device = "auto", timeout_s: float = 600.0
 ) -> ParallelContext:
     """Make the process groups of a layout. Collective over all ranks.
 
@@ -27,7 +28,8 @@ def build_mesh(
     Args:
         tp: Tensor-parallel size.
         pp: Pipeline-parallel size. The data-parallel size is world size / (tp * pp).
-        device: auto, cpu or cuda; auto takes a GPU if there is one and the ranks' backend serves it.
+        device: auto, cpu or cuda, or a torch.device of these; auto takes a GPU if there is one and the
+            ranks' backend serves it.
         timeout_s: Seconds after which a collective that has not finished counts as hung.
 
     Raises:
@@ -43,17 +45,29 @@ def build_mesh(
             if ranks > 1
             else "use tp=1 pp=1",
         )
-    if device not in DEVICES:
-        raise ConfigError([Problem.at("device", device, "no such device", f"use {', '.join(DEVICES)}")])
-    if device == "auto" and distributed.is_initialized():
-        device = "cuda" if "nccl" in distributed.get_backend() else "cpu"
-    own = rank_device(DistConfig(device=device), place)  # type: ignore[arg-type]
+    own = _device_of(device, place)
     if place.world_size == 1:
         return ParallelContext(device=own)
     if not distributed.is_initialized():
         _join(place, {"cuda": "nccl", "cpu": "gloo"}[own.type], timeout_s)
     dp = place.world_size // ranks
     return build_groups(tp=tp, pp=pp, dp=dp, device=own, timeout_s=timeout_s)
+
+
+def _device_of(device: str | torch.device, place: Place) -> torch.device:
+    """Return this rank's device. Raises UserError for one that is not there, or is another rank's."""
+    if not isinstance(device, str | torch.device):
+        raise TypeError(f"device: a {type(device).__name__}, not one of {', '.join(DEVICES)}")
+    name, index = (device, None) if isinstance(device, str) else (device.type, device.index)
+    if name not in DEVICES:
+        raise ConfigError([Problem.at("device", name, "no such device", f"use {', '.join(DEVICES)}")])
+    if name == "auto" and distributed.is_initialized():
+        name = "cuda" if "nccl" in distributed.get_backend() else "cpu"
+    own = rank_device(DistConfig(device=name), place)  # type: ignore[arg-type]
+    if name == "cuda" and index not in (None, own.index):
+        fix = "use device=cuda, and choose GPUs by CUDA_VISIBLE_DEVICES"
+        raise ConfigError([Problem.at("device", str(device), f"this rank's is {own}", fix)])
+    return own
 
 
 def _place() -> Place:

@@ -98,6 +98,8 @@ class TokenIds:
     pad: int | None = None
     labels: tuple[str, ...] = ()
     """Names of the labels by number; empty if unknown."""
+    ends_texts: bool = False
+    """True if the model was finetuned on texts that end with `eod`, which its head reads."""
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,6 @@ from mlm.models.huggingface import (
     weight_and_bias,
 )
 from mlm.models.probe import Outputs, Probe
-from mlm.parallel.collectives import gather_rows
-from mlm.parallel.cross_entropy import full_logits
 
 PREFIX = "bert."
 INPUTS = ("input_ids", "token_type_ids", "attention_mask")
@@ -269,10 +267,7 @@ def our_outputs(stage: Transformer, y: Tensor, mask: Tensor) -> Outputs:
     pooled = stage.pool(y)
     if not stage.config.is_tied:
         return {"hidden states": rows, "pooled states": pooled[0]}
-    head = stage.mlm_head
-    bias = head.vocabulary.bias if stage.tp.size == 1 else gather_rows(head.vocabulary.bias, stage.tp)
-    tokens = full_logits(head(rows), stage.token) + bias[: stage.config.vocab_size]
-    return {"token logits": tokens, "order logits": stage.sop_head(pooled)[0]}
+    return {"token logits": stage.token_logits(rows), "order logits": stage.sop_head(pooled)[0]}
 
 
 def their_outputs(theirs: Any, probe: Probe, content: FolderContent) -> Outputs:

@@ -16,7 +16,7 @@ from torch import Tensor
 from mlm.models.backbone import Inputs, Transformer
 from mlm.models.heads import MaskedTokenHead, PlainLinear
 from mlm.parallel.collectives import copy_to_tp, gather_rows, gather_sequence
-from mlm.parallel.cross_entropy import cross_entropy_and_hits, token_scores, wide
+from mlm.parallel.cross_entropy import cross_entropy_and_hits, full_logits, token_scores, wide
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.labels import IGNORE
 
@@ -101,6 +101,29 @@ class BERT(Transformer):
         losses, hits = token_scores(masked, targets.labels, self.token, self.mlm_head.vocabulary.bias)
         order, right = self._order(h, targets.is_swapped)
         return torch.stack([part.sum(dtype=torch.float64) for part in (losses, order, hits, right)])
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor, x: Tensor | None = None) -> Tensor:
+        """Return the logits of the masked-LM head at each token. Without dropout or sequence parallelism.
+
+        Sequences are whole, of one segment (token type 0). Last stage: tokens [B, S] -> [B, S, vocab_size],
+        float32 (float64 for float64), on every tp rank. Others: hidden states.
+        """
+        assert not self.sequence_parallel
+        lengths = torch.full((tokens.shape[0],), tokens.shape[1], device=tokens.device)
+        types = torch.zeros_like(tokens) if self.config.token_types else None
+        h = self.encode(Inputs(tokens, lengths, types), None, x)
+        if not self.stage.is_last:
+            return h
+        y = self.token_logits(h.flatten(0, 1))  # [S * B, vocab_size]
+        return y.to(wide(y.dtype)).view(*h.shape[:2], -1).transpose(0, 1)
+
+    def token_logits(self, rows: Tensor) -> Tensor:
+        """Logits of the masked-LM head for hidden states [R, H]: [R, vocab_size], on every tp rank."""
+        bias = self.mlm_head.vocabulary.bias
+        whole = bias if self.tp.size == 1 else gather_rows(bias, self.tp)
+        y = full_logits(self.mlm_head(rows), self.token)
+        return y + whole[: self.config.vocab_size]
 
     def _order(self, h: Tensor, is_swapped: Tensor) -> tuple[Tensor, Tensor]:
         """Each sample's loss of sentence-order prediction, and 1 where the prediction is right: [B] each."""

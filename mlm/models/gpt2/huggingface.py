@@ -149,8 +149,8 @@ def write_config(model: ModelConfig, ids: TokenIds) -> dict[str, JSON]:
         "eos_token_id": ids.eod,
         "tie_word_embeddings": True,
         "dtype": "float32",
-        # its classifier reads the last token before this padding
-        **({"pad_token_id": ids.eod} if model.head == "classification" else {}),
+        # its classifier reads the last token before this padding, so that one trained on eod has none
+        **({"pad_token_id": ids.eod} if model.head == "classification" and not ids.ends_texts else {}),
         **({} if ids.pad is None else {"pad_token_id": ids.pad}),
         **(label_entries(model, ids.labels) if model.head == "classification" else {}),
     }
@@ -174,7 +174,8 @@ def content(model: ModelConfig, found: Mapping[str, tuple[int, ...]], path: str)
 def special_tokens(tokenizer: Tokenizer, model: ModelConfig, ids: TokenIds) -> dict[str, JSON]:
     """Return GPT-2's one special token in all its roles, and the padding."""
     eod = tokenizer.decode([tokenizer.eod_id])
-    pad = tokenizer.eod_id if ids.pad is None and model.head == "classification" else ids.pad
+    pads_with_eod = ids.pad is None and model.head == "classification" and not ids.ends_texts
+    pad = tokenizer.eod_id if pads_with_eod else ids.pad
     padded = {} if pad is None else {"pad_token": tokenizer.decode([pad])}
     return {"bos_token": eod, "eos_token": eod, "unk_token": eod, **padded}
 

@@ -1,0 +1,147 @@
+"""Predictions in Python, for texts that are in no file, by the task that a model was finetuned on."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from mlm.checkpoint.huggingface.folder import read_model
+from mlm.checkpoint.native.format import RESTORE
+from mlm.checkpoint.native.run_state import texts as strings
+from mlm.config.build import from_dict
+from mlm.data.tokenizer import Tokenizer
+from mlm.errors import ConfigError, CorruptFileError, UserError
+from mlm.finetune.batches import batcher_of
+from mlm.finetune.rows import Row, RowError
+from mlm.finetune.scoring import Finetuning, predictions_of, probabilities_of
+from mlm.finetune.splits import Split, make_examples
+from mlm.finetune.task_checks import check_task
+from mlm.finetune.task_config import TaskConfig
+from mlm.finetune.task_type import Prediction, task_type
+from mlm.inference.trained import Trained, is_model_folder
+from mlm.models.huggingface import label_entries
+from mlm.parallel.mesh import ParallelContext
+from mlm.train.state import FINETUNING
+
+PREFIX = "task."
+TEXT, PAIR = ("text",), ("text", "pair")
+"""Columns of a classifier that was not trained by a task of ours."""
+
+
+def predict(
+    trained: Trained, tokenizer: Tokenizer, rows: Sequence[Any], *, batch_size: int, ctx: ParallelContext
+) -> list[Any]:
+    """Return the model's answer to each row, the same on every rank. Collective over all ranks.
+
+    A row is a text, a tuple of texts in the order of the task's columns, or a mapping by column. An answer
+    is {"label": …, "probabilities": …} if the task has labels, else a number or a text. Raises UserError.
+    """
+    model = trained.config.model
+    if model.head not in ("classification", "span"):
+        raise UserError(
+            f"{trained.path}: was not finetuned on a task; finetune it first, or use logits(tokens)"
+        )
+    if not rows:
+        return []
+    task = task_of(trained, is_pair=any(isinstance(row, tuple) and len(row) == 2 for row in rows))
+    split = split_of(task, rows)
+    length = min(task.max_length, model.max_positions)
+    examples = make_examples(task, split, tokenizer, causal=model.family.causal, max_length=length)
+    objective = Finetuning(task_type(task.kind), ctx, trained.model.dtype)
+    batcher = batcher_of(trained.model, batch_size, length)
+    return [
+        answer(task, each)
+        for each in predictions_of(trained.model, objective, task, split, examples, batcher)
+    ]
+
+
+def task_of(trained: Trained, *, is_pair: bool) -> TaskConfig:
+    """Return the task that the checkpoint was finetuned on, or one for a classifier of another program.
+
+    Raises UserError, and CorruptFileError for a record that does not suit the model.
+    """
+    state, model = trained.manifest.state.get(FINETUNING), trained.config.model
+    saved = state.get("depends_on") if isinstance(state, dict) else None
+    if not isinstance(saved, dict):
+        return _foreign_task(trained, is_pair=is_pair)
+    own = {key.removeprefix(PREFIX): value for key, value in saved.items() if key.startswith(PREFIX)}
+    try:
+        task = from_dict(TaskConfig, own)
+    except ConfigError as error:
+        reason = error.problems[0]
+        raise CorruptFileError(f"{trained.path}: its task cannot be read ({reason}). {RESTORE}") from error
+    if problems := check_task(task):
+        raise ConfigError(problems)
+    kind = task_type(task.kind)
+    if (kind.head, kind.num_labels(task)) != (model.head, model.num_labels):
+        raise CorruptFileError(f"{trained.path}: its head is not that of its task {task.name}. {RESTORE}")
+    return replace(task, allow_empty=True)
+
+
+def _foreign_task(trained: Trained, *, is_pair: bool) -> TaskConfig:
+    """Return a task for a classifier of `transformers`, its labels named as there."""
+    model, path = trained.config.model, trained.path
+    if model.head == "span" or model.num_labels < 2:
+        raise UserError(
+            f"{path}: its task is not recorded, and its head is no classifier of two labels or more; use "
+            "`mlm eval TASK`, which names the task"
+        )
+    if is_model_folder(path):
+        known = read_model(path).kept[0].labels
+    else:
+        source = trained.manifest.state.get("source")
+        known = strings(source.get("labels")) if isinstance(source, dict) else ()
+    labels = tuple(label_entries(model, known)["label2id"])
+    return TaskConfig(
+        name=path.name,
+        columns=PAIR if is_pair else TEXT,
+        labels=labels,
+        allow_empty=True,
+        max_length=model.max_positions,
+    )
+
+
+def split_of(task: TaskConfig, rows: Sequence[Any]) -> Split:
+    """Return the rows as a split without labels. Raises UserError for one that the task cannot read."""
+    kind, parsed = task_type(task.kind), list[Row]()
+    for number, row in enumerate(rows):
+        record = record_of(task, row, number)
+        try:
+            parsed.append(kind.parse(task, record, str(number)))
+        except RowError as error:
+            raise UserError(f"texts[{number}]: {error}") from error
+    return Split(
+        name="texts",
+        source="texts",
+        rows=parsed,
+        places=[f"texts[{number}]" for number in range(len(parsed))],
+        digest="",
+        has_labels=False,
+    )
+
+
+def record_of(task: TaskConfig, row: Any, number: int) -> dict[str, Any]:
+    """Return a row as a record by column, without a label. Raises UserError."""
+    if isinstance(row, Mapping):
+        return {key: value for key, value in row.items() if key != task.label}
+    values = (row,) if isinstance(row, str) else row
+    if not isinstance(values, tuple):
+        raise TypeError(
+            f"texts[{number}]: a {type(row).__name__}; give a text, a tuple of texts, or a dict by column"
+        )
+    if len(values) != len(task.columns):
+        raise UserError(
+            f"texts[{number}]: {len(values)} of the task's columns; give a tuple or a dict of "
+            f"{', '.join(task.columns)}"
+        )
+    return dict(zip(task.columns, values, strict=True))
+
+
+def answer(task: TaskConfig, prediction: Prediction) -> Any:
+    """Return a prediction as plain Python values."""
+    if not task_type(task.kind).gives_probabilities:
+        return prediction.value
+    assert isinstance(prediction.value, int)
+    return {
+        "label": task.labels[prediction.value],
+        "probabilities": probabilities_of(task, prediction),
+    }

@@ -1,0 +1,206 @@
+"""`Model.predict`: the answers of `mlm eval TASK`, and of `transformers` after an export, at any layout."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
+
+import mlm
+from mlm.cli.entry import main
+from mlm.parallel.mesh import ParallelContext
+from tests.finetune.runs import (
+    GPT2,
+    KINDS,
+    evaluation,
+    finetune,
+    finetuning,
+    read,
+    score,
+    task_of,
+    write_data,
+    write_model,
+)
+from tests.ranks import run_on_ranks
+
+PAIRS = [("A cat sat .", "The cat was not far ."), ("who", "moon river . near the old tree"), ("", "a")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finetuned run of each kind, `out-KIND`; that of labels with its best step before the last."""
+    made = tmp_path_factory.mktemp("predict")
+    write_model(made / "bert")
+    write_model(made / "gpt2", GPT2)
+    for kind in KINDS:
+        write_data(made / kind, kind)
+        finetune(finetuning(made, kind, out=str(made / f"out-{kind}"), train={"validate_every": 1}))
+    finetune(finetuning(made, out=str(made / "out-gpt2"), ckpt=str(made / "gpt2")))
+    return made
+
+
+def rows_of(folder: Path, kind: str, split: str = "validation") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / kind / f"{split}.jsonl").read_text().splitlines()]
+
+
+def evaluated(folder: Path, kind: str, out: Path) -> list[Any]:
+    """What `mlm eval TASK` writes for the validation split: probabilities, or predictions."""
+    named = {"probabilities": str(out / "p.jsonl")} if kind in ("classification", "choice") else {}
+    score(
+        evaluation(
+            folder,
+            kind,
+            ckpt=str(folder / f"out-{kind}"),
+            out=str(out / "e.json"),
+            predictions=str(out / "predictions"),
+            **named,
+        )
+    )
+    if named:
+        return [json.loads(line)["probabilities"] for line in (out / "p.jsonl").read_text().splitlines()]
+    if kind == "span":
+        return list(read(out / "predictions/validation.json").values())
+    lines = (out / "predictions/validation.tsv").read_text().splitlines()[1:]
+    return [float(line.split("\t")[1]) for line in lines]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_are_those_of_the_command(folder: Path, tmp_path: Path, kind: str) -> None:
+    want = evaluated(folder, kind, tmp_path)
+    found = mlm.load(folder / f"out-{kind}", precision="fp64", device="cpu").predict(rows_of(folder, kind))
+    if kind == "regression":
+        low, high = task_of(kind).label_range or (0.0, 0.0)
+        assert [min(max(value, low), high) for value in found] == pytest.approx(want, abs=6e-4)
+    elif kind == "span":
+        assert found == want
+    else:
+        assert [each["probabilities"] for each in found] == [pytest.approx(row, rel=1e-12) for row in want]
+        assert [each["label"] for each in found] == [max(row, key=row.get) for row in want]
+
+
+@pytest.mark.parametrize("run", ["out-classification", "out-gpt2"])
+def test_answers_are_those_of_transformers_after_an_export(folder: Path, tmp_path: Path, run: str) -> None:
+    mlm.export_hf(folder / run, tmp_path / "hf")
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf").eval()
+    tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    found = mlm.load(folder / run, device="cpu").predict(PAIRS)
+    for (first, second), answer in zip(PAIRS, found, strict=True):
+        inputs = tokenizer(first, second, return_tensors="pt")
+        with torch.no_grad():
+            (shares,) = theirs(**inputs).logits.softmax(-1).tolist()
+        names = [theirs.config.id2label[n] for n in range(3)]
+        assert names == ["no", "yes", "maybe"]
+        assert answer["probabilities"] == pytest.approx(dict(zip(names, shares, strict=True)), rel=1e-4)
+
+
+def test_an_exported_classifier_predicts_alike(folder: Path, tmp_path: Path) -> None:
+    """As a folder of transformers, and as its import, which both know the labels."""
+    mlm.export_hf(folder / "out-classification", tmp_path / "hf")
+    mlm.import_hf(tmp_path / "hf", tmp_path / "run")
+    want = mlm.load(folder / "out-classification", device="cpu").predict(PAIRS)
+    for path in (tmp_path / "hf", tmp_path / "run"):
+        found = mlm.load(path, device="cpu").predict(PAIRS)
+        assert [each["label"] for each in found] == [each["label"] for each in want]
+        for mine, theirs in zip(found, want, strict=True):
+            assert mine["probabilities"] == pytest.approx(theirs["probabilities"], rel=1e-5)
+
+
+def predicted(ctx: ParallelContext, run: Path, rows: list[Any]) -> list[Any]:
+    found: list[Any] = mlm.load(run, ctx=ctx, precision="fp64").predict(rows, batch_size=2)
+    return found
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {"dp": 2}], ids=str)
+def test_answers_are_equal_on_every_rank_and_layout(folder: Path, layout: dict[str, int]) -> None:
+    run, rows = folder / "out-classification", [*PAIRS, PAIRS[1]]
+    want = mlm.load(run, precision="fp64", device="cpu").predict(rows)
+    for found in run_on_ranks(predicted, run, rows, **layout):
+        for mine, one in zip(found, want, strict=True):
+            assert mine["label"] == one["label"]
+            assert mine["probabilities"] == pytest.approx(one["probabilities"], rel=1e-12)
+
+
+def test_one_text_has_one_answer_and_none_has_none(folder: Path) -> None:
+    model = mlm.load(folder / "out-classification", device="cpu")
+    (want,) = model.predict(PAIRS[:1])
+    assert model.predict(PAIRS[0]) == want
+    assert model.predict({"first": PAIRS[0][0], "second": PAIRS[0][1]}) == want
+    assert model.predict([]) == []
+
+
+@pytest.mark.parametrize(
+    ("texts", "problem"),
+    [
+        ("a cat", r"texts\[0\]: 1 of the task's columns; give a tuple or a dict of first, second"),
+        ([("a", "b"), {"first": "a"}], r"texts\[1\]: no column 'second' \(those there: first\)"),
+        ([("a", 7)], r"texts\[0\]: 'second' holds a int, not a text"),
+    ],
+)
+def test_a_row_of_other_columns_is_named(folder: Path, texts: Any, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem) as caught:
+        mlm.load(folder / "out-classification", device="cpu").predict(texts)
+    assert "\n" not in str(caught.value)
+
+
+class TestBest:
+    """A finetuned run is its best checkpoint, to every command."""
+
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def paths(folder: Path) -> tuple[Path, Path, Path]:
+        """The run, its best checkpoint and its last one, of different steps."""
+        run = folder / "out-classification"
+        (best,), (last,) = ((run / name).glob("step-*") for name in ("best/checkpoints", "checkpoints"))
+        assert best.name < last.name
+        return run, best, last
+
+    def test_load_takes_it(self, paths: tuple[Path, Path, Path]) -> None:
+        run, best, last = paths
+        assert mlm.load(run, device="cpu").path == best
+        assert mlm.load(last, device="cpu").path == last
+        ours, theirs = (mlm.load(path, device="cpu").predict(PAIRS) for path in (run, last))
+        assert ours != theirs
+
+    @pytest.mark.parametrize("command", ["export hf", "reshard", "ckpt inspect"])
+    def test_each_command_takes_it_and_says_so(
+        self, paths: tuple[Path, Path, Path], tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        run, best, last = paths
+        note = f"note: {run} is a finetuned run: its best checkpoint is taken, {best}"
+        for path, is_best in ((run, True), (last, False)):
+            out = tmp_path / path.name
+            words = [*command.split(), f"ckpt={path}", f"out={out}"]
+            assert main([*words, "verify=false"] if command == "export hf" else words) == 0
+            printed = "".join(capsys.readouterr().out.split())
+            assert (note.replace(" ", "") in printed) == is_best
+        if command == "reshard":
+            assert [p.name for p in (tmp_path / run.name / "checkpoints").glob("step-*")] == [best.name]
+        if command == "export hf":
+            found, want = (mlm.load(path, device="cpu").predict(PAIRS) for path in (tmp_path / run.name, run))
+            assert found[0]["probabilities"] == pytest.approx(want[0]["probabilities"], rel=1e-5)
+
+
+class TestResults:
+    """Results of one task on several splits."""
+
+    def test_the_result_of_another_split_is_kept(
+        self, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        run = tmp_path / "run"
+        finetune(finetuning(folder, out=str(run), train={"epochs": 1}))
+        first = score(evaluation(folder, ckpt=str(run)))
+        score(evaluation(folder, ckpt=str(run), split="train"))
+        printed = capsys.readouterr().out
+        (kept,) = run.glob("eval-mine.*.json")
+        assert read(kept)["results"] == first["results"]
+        assert f"the result there before: {kept}" in printed
+        assert read(run / "eval-mine.json")["results"][0]["split"] == "train"
+
+    def test_the_same_evaluation_replaces_its_result(self, folder: Path, tmp_path: Path) -> None:
+        run = tmp_path / "run"
+        finetune(finetuning(folder, out=str(run), train={"epochs": 1}))
+        for batch_size in (8, 2):
+            score(evaluation(folder, ckpt=str(run), batch_size=batch_size))
+        assert [path.name for path in run.glob("eval-*")] == ["eval-mine.json"]
