@@ -31,7 +31,17 @@ LINE_S = 60.0
 LONGEST = 300  # characters of a file's name or value that a table shows
 
 
-class PlainConsole(Console):
+class Screen(Console):
+    """A console that writes escape codes to a terminal alone, whatever FORCE_COLOR says, as in notebooks."""
+
+    def __init__(self, *, stderr: bool = False, **options: Any) -> None:
+        stream = options.get("file") or (sys.stderr if stderr else sys.stdout)
+        is_terminal = getattr(stream, "isatty", lambda: False)()
+        options.setdefault("force_terminal", None if is_terminal else False)
+        super().__init__(stderr=stderr, **options)
+
+
+class PlainScreen(Screen):
     """A console whose output holds no control characters but line breaks."""
 
     def print(self, *objects: Any, **options: Any) -> None:
@@ -43,9 +53,9 @@ def _shown(text: str) -> str:
     return "\n".join(map(visible, text.split("\n")))
 
 
-def console() -> Console:
+def console() -> Screen:
     """Return a console for tables that interprets no markup in the values it prints."""
-    return PlainConsole(highlight=False, markup=False, soft_wrap=True)
+    return PlainScreen(highlight=False, markup=False, soft_wrap=True)
 
 
 def plain(value: object) -> str:
@@ -104,7 +114,7 @@ def count_progress(title: str, total: int, *, shown: bool = True) -> Iterator[Ad
     """
     lines = CountLines(title, total)
     columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
+    console = Screen(stderr=True)
     with Progress(
         *columns, console=console, transient=True, disable=not (shown and console.is_terminal)
     ) as bar:
@@ -155,7 +165,7 @@ def byte_progress(title: str, total: int) -> Iterator[Advance]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    console = Console(stderr=True)
+    console = Screen(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(title, total=total)
         yield lambda count: bar.advance(task, count)

@@ -19,7 +19,7 @@ from mlm.cli.completion import complete
 from mlm.cli.entry import say, version_line
 from mlm.cli.hydra_app import call_hydra
 from mlm.cli.overrides import prepare
-from mlm.cli.saved_run import take_saved
+from mlm.cli.saved_run import take_saved, take_saved_task
 from mlm.errors import ConfigError
 
 
@@ -32,7 +32,7 @@ def act(command: Command, words: list[str]) -> int:
         return say(version_line())
     if arguments.has(*COMPLETION):
         return complete(arguments.overrides)
-    saved = take_saved(command, arguments)
+    saved = take_saved(command, arguments) or take_saved_task(command, arguments)
     if saved is None:
         check_task(command, arguments)
     prepared = prepare(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mlm.cli.commands import COMMANDS, Command
-from mlm.cli.tasks import takes_task, task_names
+from mlm.cli.tasks import OWN, run_config, takes_task, task_names
 from mlm.config.fields import length_problem
 from mlm.config.suggest import did_you_mean
 from mlm.config.tree import alternatives, leaves
@@ -71,7 +71,8 @@ def find_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
         hint = f"; did you mean '{ours}'?" if ours else did_you_mean(first, names)
         raise UserError(f"mlm: unknown command '{first}'{hint} (list: mlm --help)")
     if len(argv) > 1 and not argv[1].startswith("-") and "=" not in argv[1]:
-        hint = did_you_mean(argv[1], tasks) or f"; choose {', '.join(tasks)}"
+        own = f"; {OWN}" if any(c.words == (first,) for c in COMMANDS) else ""
+        hint = did_you_mean(argv[1], tasks) or f"; choose {', '.join(tasks)}{own}"
         raise UserError(f"mlm {first}: unknown task '{argv[1]}'{hint}")
     raise UserError(f"mlm {first}: name a task: {', '.join(tasks)}")
 
@@ -81,7 +82,10 @@ def takes(command: Command, argv: Sequence[str]) -> bool:
     if len(command.words) > 1 or not second_words(command.words[0]):
         return True
     names = task_names(config_dir_of(argv))
-    return len(argv) > 1 and (argv[1] in names or any(word.startswith(TASK_KEYS) for word in argv))
+    if len(argv) > 1 and (argv[1] in names or any(word.startswith(TASK_KEYS) for word in argv)):
+        return True
+    is_word = len(argv) > 1 and not argv[1].startswith("-") and "=" not in argv[1]
+    return is_word and not did_you_mean(argv[1], tasks_of(argv[0])) and run_config(argv) is not None
 
 
 def second_words(word: str) -> list[str]:

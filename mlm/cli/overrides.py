@@ -21,6 +21,8 @@ from omegaconf import OmegaConf
 
 from mlm.cli.choices import other_names as other_choices
 from mlm.cli.commands import Command
+from mlm.cli.tasks import GROUP as TASKS
+from mlm.cli.tasks import OWN
 from mlm.config.paths import CONFIG_DIR, groups
 from mlm.config.suggest import nearest, nearest_key, unknown_key
 from mlm.config.tree import MISSING_VALUE, describe_type, leaves, other_names, sections
@@ -205,7 +207,8 @@ def _choice(
             near = theirs.get(typed.lower().replace("-", "_")) or nearest(typed, options[group])
             hint = f"did you mean {near}? (list: mlm {command.name} --help)"
             if near is None:
-                hint = _listed(command, options[group])
+                own = f"; {OWN}" if group == TASKS else ""
+                hint = _listed(command, options[group]) + own
             group = f"~{group}" if override.is_delete() else group
             return Problem((override.key_or_group,), f"{group}={typed}: no such choice", hint)
     return None

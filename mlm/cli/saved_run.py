@@ -5,6 +5,8 @@ from pathlib import Path
 from mlm.cli.arguments import CONFIG_DIR_FLAGS, CONFIG_NAME_FLAGS, CONFIG_PATH_FLAGS, MULTIRUN, Arguments
 from mlm.cli.commands import Command
 from mlm.cli.saved import CONFIG, CONFIG_NAMES, Saved, read_run, read_values
+from mlm.cli.tasks import GROUP, OWN, run_config, task_names
+from mlm.config.suggest import did_you_mean
 from mlm.errors import UserError
 
 RESUME = "resume"
@@ -27,6 +29,31 @@ def take_saved(command: Command, arguments: Arguments) -> Saved | None:
             f"its settings with ckpt={resume} and another out=…"
         )
     return read_run(resume, command.config)
+
+
+def take_saved_task(command: Command, arguments: Arguments) -> Saved | None:
+    """The task that the run of `ckpt=` was trained on, where no YAML has the one that is typed; else None.
+
+    `task=` is removed from the overrides then. Raises UserError for a task that is not the run's either.
+    """
+    typed = [text for text in arguments.overrides if text.startswith(f"{GROUP}=")]
+    file = run_config(arguments.overrides)
+    if command.config != "eval_task" or len(typed) != 1 or file is None or arguments.has(*MULTIRUN):
+        return None
+    name, known = typed[0].partition("=")[2], task_names(arguments.value(*CONFIG_DIR_FLAGS))
+    if name in known or arguments.has(*CONFIG_NAME_FLAGS, *CONFIG_PATH_FLAGS):
+        return None
+    try:
+        values = read_values(file, "finetune")
+    except UserError:
+        values = {}  # of a run of another command
+    task = {key: value for key, value in values.items() if key.startswith(f"{GROUP}.")}
+    trained_on = task.get(f"{GROUP}.name")
+    if trained_on != name:
+        own = OWN if trained_on is None else f"the run was finetuned on {trained_on}"
+        raise UserError(f"unknown task '{name}'{did_you_mean(name, known)}; {own}")
+    arguments.overrides = [text for text in arguments.overrides if text not in typed]
+    return Saved(task)
 
 
 def take_resume(command: Command, arguments: Arguments) -> str | None:

@@ -1,5 +1,7 @@
 """The tasks that a model can be finetuned on, by the YAML of each: ours in configs/task, and the user's."""
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from mlm.cli.choices import first_comment
@@ -7,6 +9,7 @@ from mlm.config.command import Command
 from mlm.config.paths import CONFIG_DIR
 
 GROUP = "task"
+OWN = "a task of your own needs --config-dir DIR, which holds task/NAME.yaml"
 
 
 def takes_task(command: Command) -> bool:
@@ -23,6 +26,21 @@ def task_files(config_dir: str | None = None) -> dict[str, Path]:
 def task_names(config_dir: str | None = None) -> list[str]:
     """Their names."""
     return list(task_files(config_dir))
+
+
+def run_config(words: Sequence[str]) -> Path | None:
+    """The saved settings of the run that `ckpt=` of a command line names; None without any.
+
+    Its value is the run folder or a checkpoint in it: RUN/best/checkpoints/step-….
+    """
+    for n, word in enumerate(words):
+        key, equals, value = word.partition("=")
+        if key not in ("ckpt", "--ckpt"):
+            continue
+        place = Path(value if equals else next(iter(words[n + 1 :]), "")).expanduser()
+        files = (folder / "config.yaml" for folder in (place, *list(place.absolute().parents)[:3]))
+        return next((file for file in files if os.path.isfile(file)), None)
+    return None
 
 
 def task_summaries(config_dir: str | None = None) -> list[tuple[str, str]]:

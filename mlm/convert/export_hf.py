@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
@@ -26,6 +25,7 @@ from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.verify import check_whole, shard_bytes
 from mlm.convert.config import ExportHFConfig
 from mlm.convert.hf_verify import NOT_COMPARED, Agreement, compare_logits, extra_problems
+from mlm.convert.model_card import CARD, model_card
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import ConfigError, CorruptFileError, UserError
 from mlm.files.atomic import write_atomic
@@ -33,7 +33,7 @@ from mlm.inference.trained import check_stored, load_tokenizer, run_directory, t
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
 from mlm.models.huggingface import HuggingFaceMapping, Location, TokenIds
-from mlm.terminal import Advance, byte_progress
+from mlm.terminal import Advance, Screen, byte_progress
 from mlm.train.run_folder import GB, new_folder, out_problems
 
 SAFETENSORS_FOR = {"format": "pt"}
@@ -246,10 +246,11 @@ def folded_bias(source: Source) -> Tensor | None:
 
 
 def write_settings(source: Source, folder: Path) -> None:
-    """Write config.json, and the tokenizer with the settings of AutoTokenizer and generate()."""
+    """Write config.json, the model card, and the tokenizer with settings of AutoTokenizer and generate()."""
     tokenizer, model = source.tokenizer, source.model
     ids = token_ids(source)
     write_json(folder / CONFIG, source.mapping.write(model, ids))
+    write_atomic(folder / CARD, model_card(source.manifest, model, source.architecture).encode())
     if tokenizer is None:
         return
     content = tokenizer.content_ending_texts() if ids.ends_texts else tokenizer.content
@@ -296,7 +297,7 @@ def show(
     size = sum(tensor.form.num_bytes for tensors in files.values() for tensor in tensors)
     numbers = (f"{source.model.num_parameters():,}", str(source.manifest.step), str(len(files)))
     table.add_row(source.architecture, *numbers, f"{size / GB:.3g}")
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = Screen(highlight=False, markup=False, soft_wrap=True)
     console.print(table)
     if note := best_note(config.ckpt, source.path):
         console.print(f"note: {note}")

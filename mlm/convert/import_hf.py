@@ -7,7 +7,6 @@ checkpoint are compared before that gets its name.
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from mlm.checkpoint.huggingface.folder import AGAIN, TOKENIZER, HFModel, find_file, read_json, read_model
@@ -21,7 +20,7 @@ from mlm.errors import ConfigError, CorruptFileError, UserError
 from mlm.inference.hf_source import commit_of, describe_source, fetch
 from mlm.models.huggingface import TokenIds
 from mlm.models.huggingface import show as show_value
-from mlm.terminal import byte_progress
+from mlm.terminal import Screen, byte_progress
 from mlm.train.run_folder import out_problems, write_imported
 
 SETTINGS = "tokenizer_config.json"
@@ -183,7 +182,7 @@ def show(
         model.vocab_size,
     )
     table.add_row(found.architecture, *(f"{number:,}" for number in numbers))
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = Screen(highlight=False, markup=False, soft_wrap=True)
     console.print(table)
     for note in (*found.notes, *notes):
         console.print(f"note: {note}")

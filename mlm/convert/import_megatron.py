@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from mlm.checkpoint.megatron.files import RankFiles, check_records, find_files, is_zip, unreadable
@@ -12,7 +11,7 @@ from mlm.convert.config import ImportMegatronConfig
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import UserError
 from mlm.files.atomic import digest_file
-from mlm.terminal import byte_progress
+from mlm.terminal import Screen, byte_progress
 from mlm.train.run_folder import out_problems, write_imported
 
 
@@ -104,7 +103,7 @@ def show(config: ImportMegatronConfig, found: MegatronModel, path: Path, tokeniz
     for name in cells:
         table.add_column(name, justify="right")
     table.add_row(*cells.values())
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = Screen(highlight=False, markup=False, soft_wrap=True)
     console.print(table)
     for note in (*found.notes, *remarks(found, tokenizer)):
         console.print(f"note: {note}")

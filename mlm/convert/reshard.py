@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
@@ -37,7 +36,7 @@ from mlm.files.ownership import claim_folder, claim_problems
 from mlm.inference.trained import run_directory, split_problems, trained_config
 from mlm.models.stage import split_layers
 from mlm.parallel.config import ParallelConfig
-from mlm.terminal import Advance, byte_progress, size
+from mlm.terminal import Advance, Screen, byte_progress, size
 from mlm.train.config import PretrainConfig
 from mlm.train.run_folder import check_space
 from mlm.train.state import CHECKPOINTS
@@ -294,7 +293,7 @@ def show(plan: Plan, path: Path, seconds: float) -> None:
             f"{len(manifest.tensors):,}",
             size(sum(entry.bytes for entry in files)),
         )
-    console = Console(highlight=False, soft_wrap=True)
+    console = Screen(highlight=False, soft_wrap=True)
     console.print(table)
     console.print(f"{path} in {seconds:,.1f} s, {size(int(plan.count / seconds))}/s", markup=False)
 

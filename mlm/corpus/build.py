@@ -32,6 +32,7 @@ from mlm.errors import UserError
 from mlm.files.atomic import digest_file, write_atomic
 from mlm.files.lock import Lock
 from mlm.files.ownership import claim_folder, claim_problems, delete_owned
+from mlm.terminal import Screen
 
 __all__ = ["check_corpus", "run_build"]
 
@@ -46,7 +47,7 @@ def run_build(config: DataBuildConfig, console: Console | None = None) -> Receip
     Finished tasks of an interrupted build are reused. Returns None while jobs on a cluster are running.
     Raises UserError: bad input, an empty part, or a folder that holds something else.
     """
-    console = console or Console()
+    console = console or Screen()
     parse_split(config.split)
     tokenizer = Tokenizer.load(config.tokenizer, eod=config.eod)
     if config.prepend_bos and tokenizer.bos_id is None:

@@ -15,7 +15,7 @@ from mlm.corpus.read.shards import split_inputs
 from mlm.data.tokenizer import BERT_SPECIAL, CONTINUES, EOD, FILES, UNK, Tokenizer, byte_level, word_piece
 from mlm.errors import UserError
 from mlm.files.results import is_stream, result_problems, write_result
-from mlm.terminal import byte_progress
+from mlm.terminal import Screen, byte_progress
 
 BYTES = 256
 LETTERS = 1000
@@ -29,7 +29,7 @@ def run_tokenizer(config: DataTokenizerConfig, console: Console | None = None) -
 
     Raises UserError: no text, bad input, or another tokenizer at `out`.
     """
-    console = console or Console()
+    console = console or Screen()
     path = tokenizer_path(config.out)
     if problems := preflight(config):
         raise UserError(problems[0])

@@ -187,7 +187,7 @@ class Tokenizer:
         return self._content.encode()
 
     def content_ending_texts(self) -> bytes:
-        """Return a tokenizer.json by which each text ends with `eod_id`, for programs that add such tokens."""
+        """Return a tokenizer.json that ends each text with `eod_id`, for programs that add such tokens."""
         backend, eod = parse(self._content, "tokenizer"), str(self._backend.id_to_token(self.eod_id))
         backend.post_processor = processors.TemplateProcessing(
             single=f"$A {eod}", pair=f"$A {eod} $B {eod}", special_tokens=[(eod, self.eod_id)]

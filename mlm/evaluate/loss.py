@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 import mlm
@@ -46,7 +45,7 @@ from mlm.inference.trained import (
 )
 from mlm.models.bert.model import PARTS
 from mlm.parallel.mesh import ParallelContext
-from mlm.terminal import count_progress
+from mlm.terminal import Screen, count_progress
 from mlm.train.config import PretrainConfig
 from mlm.train.corpora import validation_prefixes
 from mlm.train.pipelined import evaluate
@@ -245,6 +244,6 @@ def show(result: dict[str, Any], out: Path) -> None:
     for name in columns:
         table.add_column(name, justify="right")
     table.add_row(*columns.values())
-    console = Console()
+    console = Screen()
     console.print(table)
     console.print(f"written to {named(out)}", highlight=False)

@@ -28,6 +28,8 @@ from mlm.train.trainer import Trainer
 
 DATA_PATH = "data.path"
 """Key in the state of the absolute path of the rows; null if they are the Hub's."""
+BASE = "base"
+"""Key in the state of the name of the model that finetuning began with: an id of the Hub, or a run's name."""
 ALL = 1 << 30
 
 Scores = dict[str, dict[str, float]]
@@ -47,12 +49,12 @@ class Progress:
     tokens: int = 0
     """Tokens trained on, padding left out."""
 
-    def add(self, step: int, scores: Scores) -> bool:
+    def add(self, step: int, scores: Scores, errors: Collection[str] = ()) -> bool:
         """Add a validation; return True if it is the best by the first metric of the first split.
 
-        Of equals the earlier is the best.
+        Of equals the earlier is the best; of a metric in `errors` less is better.
         """
-        if self.best_step is None or first_metric(scores) > first_metric(self.scores):
+        if self.best_step is None or merit(scores, errors) > merit(self.scores, errors):
             self.best_step, self.scores, self.without_gain = step, scores, 0
             return True
         self.without_gain += 1
@@ -73,9 +75,10 @@ class Progress:
             ) from error
 
 
-def first_metric(scores: Scores) -> float:
-    """Return the score that the best checkpoint is chosen by."""
-    return next(iter(next(iter(scores.values())).values()))
+def merit(scores: Scores, errors: Collection[str] = ()) -> float:
+    """Return the number that the best checkpoint has most of: the first metric, or less of an error."""
+    name, value = next(iter(next(iter(scores.values())).items()))
+    return -value if name in errors else value
 
 
 def save_best(trainer: Trainer, out: Path) -> None:

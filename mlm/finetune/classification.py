@@ -94,6 +94,7 @@ class Classification(OneOrTwoTexts):
 class Regression(OneOrTwoTexts):
     """A number."""
 
+    errors = metrics.ERRORS
     metrics = metrics.OF_NUMBERS
     modules = ("scipy.stats",)
 

@@ -11,6 +11,7 @@ from typing import Any
 from mlm.checkpoint.native.folders import latest_checkpoint
 from mlm.checkpoint.native.format import canonical
 from mlm.checkpoint.native.save_load import load_checkpoint, read_manifest
+from mlm.checkpoint.parameters import parameters
 from mlm.config.build import to_dict
 from mlm.config.tree import flatten
 from mlm.data.tokenizer import Tokenizer
@@ -24,6 +25,7 @@ from mlm.finetune.task_type import task_type
 from mlm.inference.hf_source import load_model_folder, open_tensors
 from mlm.inference.trained import Named, is_model_folder, load_tokenizer, named_checkpoint, vocabulary_problem
 from mlm.models.config import ModelConfig
+from mlm.models.huggingface import Note
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import ParameterShard
 from mlm.train.state import CHECKPOINTS, FINETUNING, model_shards
@@ -42,6 +44,12 @@ class Start:
     tokenizer: Tokenizer
     max_length: int
     """Maximum tokens of a text: task.max_length, or model.max_positions if that is less."""
+
+    @property
+    def notes(self) -> list[Note]:
+        """Remarks on the weights, as far as they concern the model with its new head."""
+        modules = {name.partition(".")[0] for name in parameters(self.model)}
+        return [note for note in self.named.notes if not note.about or note.about in modules]
 
 
 @dataclass(frozen=True, kw_only=True)

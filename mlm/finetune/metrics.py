@@ -1,7 +1,7 @@
 """Official metrics of labels and numbers, from scikit-learn and SciPy; span.py has those of SQuAD.
 
-All are shares or correlations: 0.5 where GLUE's pages print 50. An undefined metric, such as the correlation
-of equal predictions, is 0.
+All but the errors are shares or correlations: 0.5 where GLUE's pages print 50. An undefined metric, such as
+the correlation of equal predictions, is 0.
 """
 
 import math
@@ -57,6 +57,21 @@ def spearman(labels: Values, values: Values) -> float:
     return _correlation("spearmanr", labels, values)
 
 
+def mse(labels: Values, values: Values) -> float:
+    """Mean of the squared errors."""
+    return float(np.square(np.asarray(labels, dtype=np.float64) - values).mean())
+
+
+def rmse(labels: Values, values: Values) -> float:
+    """Root of the mean of the squared errors, in the unit of the labels."""
+    return math.sqrt(mse(labels, values))
+
+
+def mae(labels: Values, values: Values) -> float:
+    """Mean of the absolute errors."""
+    return float(np.abs(np.asarray(labels, dtype=np.float64) - values).mean())
+
+
 def pearson_spearman(labels: Values, values: Values) -> float:
     """Mean of both correlations, by which GLUE ranks STS-B (arXiv:1804.07461, section 3)."""
     return (pearson(labels, values) + spearman(labels, values)) / 2
@@ -74,7 +89,12 @@ OF_NUMBERS: dict[str, Metric] = {
     "pearson": pearson,
     "spearman": spearman,
     "pearson_spearman": pearson_spearman,
+    "mse": mse,
+    "rmse": rmse,
+    "mae": mae,
 }
+ERRORS = frozenset({"mse", "rmse", "mae"})
+"""Metrics of numbers of which less is better."""
 
 
 @contextmanager

@@ -14,10 +14,11 @@ from mlm.errors import UserError, writing_to
 from mlm.files.atomic import write_atomic
 from mlm.files.bounded import as_json, parse_json
 from mlm.files.ownership import claim_folder
-from mlm.finetune.best import Progress, Scores, best_folder, best_of, first_metric
+from mlm.finetune.best import Progress, Scores, best_folder, best_of, merit
 from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.inputs import Start
 from mlm.finetune.scoring import Scored
+from mlm.finetune.task_type import task_type
 from mlm.inference.trained import is_model_folder
 from mlm.terminal import add_row, console, plain, table
 from mlm.train.session import layout_row, model_row
@@ -140,7 +141,8 @@ def report(config: FinetuneConfig, results: Sequence[Result], *, is_new: bool) -
         screen.print(f"{plain(config.out)} is finished: set another out=… to train again")
     screen.print(made)
     screen.print(f"written to {plain(Path(config.out) / RESULT)}")
-    best = max(results, key=lambda result: first_metric(result.scores))
+    errors = task_type(config.task.kind).errors
+    best = max(results, key=lambda result: merit(result.scores, errors))
     screen.print(f"best checkpoint: {plain(best.checkpoint)}")
     for result in results:
         for file in result.predictions:

@@ -46,9 +46,10 @@ class TaskConfig:
     """Take rows with an empty text; false names them and stops."""
     metrics: tuple[str, ...] = ("accuracy",)
     """Metrics to report; the best checkpoint is chosen by the first. classification: accuracy, f1, macro_f1,
-    accuracy_f1 (mean of both), matthews; regression: pearson, spearman, pearson_spearman (mean of both);
-    choice: accuracy; span: f1, exact_match and, of the questions with and without an answer, has_answer_f1,
-    has_answer_exact_match, no_answer_f1, which is also its exact match."""
+    accuracy_f1 (mean of both), matthews; regression: pearson, spearman, pearson_spearman (mean of both),
+    mse, rmse, mae; choice: accuracy; span: f1, exact_match and, of the questions with and without an answer,
+    has_answer_f1, has_answer_exact_match, no_answer_f1, which is also its exact match. Of mse, rmse and mae
+    less is better."""
     hub: str | None = None
     """Hub dataset that rows come from when no path is given: OWNER/NAME."""
     hub_config: str | None = None

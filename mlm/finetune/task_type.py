@@ -63,6 +63,8 @@ class TaskType(ABC):
     """Head of the model: num_labels outputs per text, or two scores per token."""
     metrics: Mapping[str, Metric] = MappingProxyType({})
     """Metrics that task.metrics may name, of labels and predicted values."""
+    errors: frozenset[str] = frozenset()
+    """Those of the metrics of which less is better."""
     modules: tuple[str, ...] = ()
     """Optional modules that the metrics import (the extra `mlm[finetune]`)."""
     columns: tuple[Sequence[int], str] | None = None

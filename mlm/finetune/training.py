@@ -15,10 +15,20 @@ from mlm.checkpoint.native.save_load import CheckpointError, read_manifest, reso
 from mlm.checkpoint.native.tokenizer_digest import KEY as TOKENIZER
 from mlm.config.build import config_digest
 from mlm.data.config import DataConfig
+from mlm.data.files_present import hub_id
 from mlm.errors import writing_to
 from mlm.files.atomic import write_atomic
 from mlm.finetune.batches import Batcher, Order, TaskBatch, batcher_of
-from mlm.finetune.best import DATA_PATH, Progress, Scores, best_folder, go_back_to, keep_bests, save_best
+from mlm.finetune.best import (
+    BASE,
+    DATA_PATH,
+    Progress,
+    Scores,
+    best_folder,
+    go_back_to,
+    keep_bests,
+    save_best,
+)
 from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.examples import Example
 from mlm.finetune.inputs import Evaluation, Settings, Start, load_body
@@ -127,7 +137,7 @@ class FinetuneLoop(Loop):
         for each in self.validations:
             metrics, _ = evaluate(trainer.model, objective, task, each, self.batcher, shown=shown)
             scores[each.split.name] = metrics
-        is_best = self.progress.add(trainer.step, scores)
+        is_best = self.progress.add(trainer.step, scores, task_type(task.kind).errors)
         if is_best:
             self.record_progress()
             save_best(trainer, self.out)
@@ -265,7 +275,7 @@ def train(run: Run) -> tuple[Result | None, bool]:
     found, progress = begin(run)
     if ctx.is_main:  # last, when all is checked and loaded: what is rejected stays as it was
         prepare_directory(config, material.start)
-    notes = [f"resuming from {found} (step {trainer.step})"] if found else material.start.named.notes
+    notes = [f"resuming from {found} (step {trainer.step})"] if found else material.start.notes
     lengths = [len(text) for example in material.train.examples for text in example.texts]
     with training_session(
         trainer,
@@ -302,6 +312,7 @@ def begin(run: Run) -> tuple[Path | None, Progress]:
     trainer.extra_state[FINETUNING] = {
         "depends_on": run.settings,
         "progress": Progress().saved(),
+        BASE: hub_id(run.config.ckpt) or start.named.config.name,
         DATA_PATH: None if run.config.data.path is None else os.path.abspath(run.config.data.path),
     }
     trainer.extra_state[TOKENIZER] = digest_of(start.tokenizer).encode()

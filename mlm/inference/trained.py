@@ -24,6 +24,7 @@ from mlm.inference.hf_source import find_model, load_model_folder, model_name, o
 from mlm.models.config import ModelConfig
 from mlm.models.documents import Boundaries
 from mlm.models.family import family_of
+from mlm.models.huggingface import Note
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.layout_checks import SPLIT_RULES, Launch
@@ -64,7 +65,7 @@ class Named:
     """The step-… directory, or the model folder."""
     config: PretrainConfig
     """Of a model folder: its model, and max_positions as data.seq_length."""
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     """Of a model folder: what is not there and takes initial values, what is left out; one line each."""
 
 

@@ -102,6 +102,19 @@ class TokenIds:
     """True if the model was finetuned on texts that end with `eod`, which its head reads."""
 
 
+class Note(str):
+    """A remark for the user, in one line."""
+
+    about: str
+    """Module without which it does not matter: pooler, sop_head; "ids" in an export; else empty."""
+
+    def __new__(cls, text: str, about: str = "") -> "Note":
+        """Format nothing: `text` is the line."""
+        self = super().__new__(cls, text)
+        self.about = about
+        return self
+
+
 @dataclass(frozen=True)
 class FolderContent:
     """Model that a folder's tensors make, found from their names.
@@ -115,7 +128,7 @@ class FolderContent:
     """Our parameters that the folder lacks: they take initial values."""
     left_out: frozenset[str] = frozenset()
     """Tensors of the folder that our model has no use for."""
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     """Remarks on both for the user."""
 
 
@@ -192,7 +205,7 @@ def one_head(heads: Mapping[Head, str], found: Mapping[str, object], path: str) 
     return present[0][0] if present else None
 
 
-def kept_ids(config: Mapping[str, JSON], model: ModelConfig) -> tuple[TokenIds, tuple[str, ...]]:
+def kept_ids(config: Mapping[str, JSON], model: ModelConfig) -> tuple[TokenIds, tuple[Note, ...]]:
     """Return padding and label names of a config.json for a later export, and notes on those not kept.
 
     Default names of `transformers` do not count.
@@ -209,7 +222,7 @@ def kept_ids(config: Mapping[str, JSON], model: ModelConfig) -> tuple[TokenIds, 
             notes.append("id2label is not kept: there is no classifier that it could name the labels of")
         elif not (names := _names(by_number, model.num_labels)):
             notes.append(f"id2label is not kept: it does not give {model.num_labels} labels a name each")
-    return TokenIds(pad=pad, labels=names), tuple(notes)
+    return TokenIds(pad=pad, labels=names), tuple(Note(note, about="ids") for note in notes)
 
 
 def _are_defaults(by_number: JSON) -> bool:

@@ -3,6 +3,10 @@
 Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3. With sequence parallelism (arXiv:2205.05198,
 section 4.2.2) what is replicated over tp below is split along S instead: [S/t, B, …] in place of [S, B, …].
 
+A layer's `state_dict` holds this rank's shard: save one file per tp rank and load it at the same tp. What any
+tp loads is saved by `save_checkpoint` of mlm/checkpoint/native/save_load.py, from the shards that
+`parameter_shards` of mlm/parallel/sharding.py lists.
+
 Shapes: S sequence, B micro-batch, I in, O out, H hidden, V padded vocabulary, t = tensor-parallel size.
 """
 
@@ -89,6 +93,10 @@ class ColumnParallelLinear(Split):
         self.bias = nn.Parameter(torch.zeros(shard_size))  # [O/t]
         self.initialise(init_seed)
 
+    def extra_repr(self) -> str:
+        """Sizes of the whole layer, and the ranks that share it."""
+        return f"in={self.weight.shape[1]}, out={self.weight.shape[0] * self.tp.size}, tp={self.tp.size}"
+
     def forward(self, x: Tensor) -> Tensor:
         """[S, B, I] -> [S, B, O/t]."""
         return column_parallel_linear(
@@ -127,6 +135,10 @@ class RowParallelLinear(Split):
         self.weight = nn.Parameter(torch.empty(out_features, shard_size))  # [O, I/t]
         self.bias = nn.Parameter(torch.zeros(out_features))  # [O], replicated
         self.initialise(init_seed)
+
+    def extra_repr(self) -> str:
+        """Sizes of the whole layer, and the ranks that share it."""
+        return f"in={self.weight.shape[1] * self.tp.size}, out={self.weight.shape[0]}, tp={self.tp.size}"
 
     def forward(self, x: Tensor) -> Tensor:
         """[S, B, I/t] -> [S, B, O]."""
@@ -168,6 +180,11 @@ class VocabParallelEmbedding(Split):
         self.first = self.tp.rank * shard_size
         self.weight = nn.Parameter(torch.empty(shard_size, hidden_size))  # [V/t, H]
         self.initialise(init_seed)
+
+    def extra_repr(self) -> str:
+        """Sizes of the whole table, and the ranks that share it."""
+        padded = self.weight.shape[0] * self.tp.size
+        return f"vocab={self.true_rows}, padded={padded}, hidden={self.weight.shape[1]}, tp={self.tp.size}"
 
     @property
     def true_local_rows(self) -> int:

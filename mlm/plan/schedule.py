@@ -16,6 +16,7 @@ from mlm.parallel.pipeline.schedules import build_schedule
 from mlm.plan import picture, terminal
 from mlm.plan.config import PlanScheduleConfig
 from mlm.plan.numbers import Formula, closed_bubble, rank_numbers, record, title
+from mlm.terminal import Screen
 
 
 def run(config: PlanScheduleConfig, console: Console | None = None) -> Plan:
@@ -23,7 +24,7 @@ def run(config: PlanScheduleConfig, console: Console | None = None) -> Plan:
 
     Raises UserError if `out` cannot be written.
     """
-    console = console or Console()
+    console = console or Screen()
     plan = simulate(config)
     say(f"{title(config)}\n", console)
     terminal.draw(plan, console)

@@ -18,6 +18,7 @@ from mlm.report.metrics import NO_PARTS, Parts, Sink, StepMetrics
 from mlm.report.panel import Display, LivePanel, PlainLines
 from mlm.report.trackers import build_trackers
 from mlm.streams import LastingStream
+from mlm.terminal import Screen
 
 
 class Reporter:
@@ -117,7 +118,8 @@ class Reporter:
 def training_console(live: str, metrics: Path) -> Console:
     """Return a console on standard output whose loss does not end the run."""
     stream = LastingStream(sys.stdout, f"training continues, its numbers are in {metrics}")
-    return Console(file=cast(TextIO, stream), force_terminal=True if live == "on" else None)
+    options = {"force_terminal": True} if live == "on" else {}
+    return Screen(file=cast(TextIO, stream), **options)
 
 
 def make_display(

@@ -152,7 +152,8 @@ def test_model_without_a_tokenizer_is_exported(
     (run / "tokenizer.json").unlink()
     out = export_model(run, tmp_path / "out")
     assert "note: no tokenizer" in capsys.readouterr().out
-    assert sorted(path.name for path in out.iterdir()) == [".mlm.json", "config.json", "model.safetensors"]
+    files = [".mlm.json", "README.md", "config.json", "model.safetensors"]
+    assert sorted(path.name for path in out.iterdir()) == files
 
 
 def test_transformers_samples_the_exported_model(run: Path, tmp_path: Path) -> None:

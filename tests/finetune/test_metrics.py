@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sklearn.metrics import mean_absolute_error, mean_squared_error, root_mean_squared_error
 
 from mlm.errors import UserError
+from mlm.finetune.best import Progress
 from mlm.finetune.classification import REGRESSION
 from mlm.finetune.metrics import OF_LABELS, jackknife
 from mlm.finetune.span import SPAN, excess, score_span
@@ -45,6 +47,30 @@ def scores(folder: Path, task: Any, labels: list[Any], values: list[Any]) -> dic
 def test_scores_of_labels_are_those_worked_out_by_hand(tmp_path: Path, name: str, value: float) -> None:
     found = scores(tmp_path, pairs(metrics=[name]), LABELS, VALUES)
     assert found == {name: pytest.approx(value, abs=1e-12)}
+
+
+def test_errors_of_numbers_are_those_of_scikit_learn(tmp_path: Path) -> None:
+    draw = np.random.default_rng(3)
+    labels = draw.integers(0, 26, 40) / 5
+    values = labels + draw.normal(size=40)
+    found = scores(
+        tmp_path, shipped("stsb", metrics=["mse", "rmse", "mae"]), labels.tolist(), values.tolist()
+    )
+    want = {
+        "mse": mean_squared_error(labels, values),
+        "rmse": root_mean_squared_error(labels, values),
+        "mae": mean_absolute_error(labels, values),
+    }
+    assert found == pytest.approx(want, rel=1e-12)
+
+
+@pytest.mark.parametrize(("name", "best"), [("rmse", 2), ("pearson", 1)])
+def test_the_best_checkpoint_has_the_least_error_or_the_largest_score(name: str, best: int) -> None:
+    progress = Progress()
+    for step, value in enumerate([0.7, 0.8, 0.2, 0.2], 0):
+        progress.add(step, {"validation": {name: value}}, REGRESSION.errors)
+    assert progress.best_step == best
+    assert progress.without_gain == 3 - best
 
 
 def test_scores_of_numbers_are_the_formulas(tmp_path: Path) -> None:

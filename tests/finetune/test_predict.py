@@ -1,16 +1,22 @@
 """`Model.predict`: the answers of `mlm eval TASK`, and of `transformers` after an export, at any layout."""
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
 import mlm
 from mlm.cli.entry import main
+from mlm.inference.trained import named_checkpoint
 from mlm.parallel.mesh import ParallelContext
+from tests.convert.hf_berts import make_bert
+from tests.finetune.material import bert
 from tests.finetune.runs import (
     GPT2,
     KINDS,
@@ -36,8 +42,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(made / "gpt2", GPT2)
     for kind in KINDS:
         write_data(made / kind, kind)
-        finetune(finetuning(made, kind, out=str(made / f"out-{kind}"), train={"validate_every": 1}))
-    finetune(finetuning(made, out=str(made / "out-gpt2"), ckpt=str(made / "gpt2")))
+        train = {"validate_every": 1} if kind == "classification" else {"epochs": 1}
+        finetune(finetuning(made, kind, out=str(made / f"out-{kind}"), train=train))
+    finetune(finetuning(made, out=str(made / "out-gpt2"), ckpt=str(made / "gpt2"), train={"epochs": 1}))
     return made
 
 
@@ -144,6 +151,48 @@ def test_a_row_of_other_columns_is_named(folder: Path, texts: Any, problem: str)
     assert "\n" not in str(caught.value)
 
 
+def test_a_model_folder_is_finetuned_without_notes_on_heads_that_are_not_built(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_bert(tmp_path / "hf", "bert", "ForMaskedLM", vocab_size=128, id2label={0: "a", 1: "b"})
+    bert().save(tmp_path / "hf/tokenizer.json")
+    notes = [str(note) for note in named_checkpoint(str(tmp_path / "hf")).notes]
+    assert [note for note in notes if "sop_head" in note or "id2label" in note][1:]
+    train = {"epochs": 1}
+    finetune(finetuning(folder, out=str(tmp_path / "out"), ckpt=str(tmp_path / "hf"), train=train))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "no pooler.dense is there" in printed  # which the classifier reads
+    assert "sop_head" not in printed
+    assert "id2label" not in printed
+
+
+def test_an_export_has_a_model_card_of_what_is_known(folder: Path, tmp_path: Path) -> None:
+    run = folder / "out-classification"
+    mlm.export_hf(run, tmp_path / "hf", verify=False)
+    card = ModelCard.load(tmp_path / "hf/README.md")
+    assert card.data.to_dict() == {"library_name": "transformers", "tags": ["bert"]}
+    result = read(run / "result.json")
+    score = result["scores"]["validation"]["accuracy"]
+    for row in (
+        "| base model | tiny |",
+        "| finetuned on | mine |",
+        f"| step | {result['best_step']} |",
+        "| peak learning rate | 0.001 |",
+        f"| validation, accuracy | {score:.4f} |",
+    ):
+        assert row in card.text.splitlines()
+
+
+def test_the_card_of_an_imported_model_tells_no_training(folder: Path, tmp_path: Path) -> None:
+    """Its settings are defaults, not those it was trained with."""
+    make_bert(tmp_path / "theirs", "bert", "ForMaskedLM")
+    mlm.import_hf(tmp_path / "theirs", tmp_path / "run", verify=False)
+    mlm.export_hf(tmp_path / "run", tmp_path / "hf", verify=False)
+    text = (tmp_path / "hf/README.md").read_text()
+    assert "| base model | theirs |" in text.splitlines()
+    assert not re.search("## Training|## Scores|learning rate|step", text)
+
+
 class TestBest:
     """A finetuned run is its best checkpoint, to every command."""
 
@@ -189,7 +238,7 @@ class TestResults:
         self, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         run = tmp_path / "run"
-        finetune(finetuning(folder, out=str(run), train={"epochs": 1}))
+        shutil.copytree(folder / "out-classification", run)
         first = score(evaluation(folder, ckpt=str(run)))
         score(evaluation(folder, ckpt=str(run), split="train"))
         printed = capsys.readouterr().out
@@ -200,7 +249,7 @@ class TestResults:
 
     def test_the_same_evaluation_replaces_its_result(self, folder: Path, tmp_path: Path) -> None:
         run = tmp_path / "run"
-        finetune(finetuning(folder, out=str(run), train={"epochs": 1}))
+        shutil.copytree(folder / "out-classification", run)
         for batch_size in (8, 2):
             score(evaluation(folder, ckpt=str(run), batch_size=batch_size))
         assert [path.name for path in run.glob("eval-*")] == ["eval-mine.json"]

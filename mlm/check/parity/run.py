@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -28,6 +27,7 @@ from mlm.launch.environment import read_place
 from mlm.launch.process import device_kind
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
+from mlm.terminal import Screen
 from mlm.train.corpora import corpus_problems
 from mlm.train.memory import reuse_large_blocks
 
@@ -130,7 +130,7 @@ def run(config: ParityConfig, ctx: ParallelContext) -> None:
 def progress(steps: int, shown: bool) -> Iterator[Callable[[], None]]:
     """A progress bar over steps with an ETA, on a terminal; yields what advances it."""
     columns = (TextColumn("comparing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
+    console = Screen(stderr=True)
     with Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as bar:
         task = bar.add_task("", total=steps)
         yield lambda: bar.advance(task)
@@ -176,7 +176,7 @@ def describe_layout(parallel: ParallelConfig, ctx: ParallelContext) -> str:
 
 def show(config: ParityConfig, ctx: ParallelContext, report: Report, verdict: Verdict, out: Path) -> None:
     """Print the tables."""
-    model, console = config.model, Console(highlight=False, soft_wrap=True)
+    model, console = config.model, Screen(highlight=False, soft_wrap=True)
     console.print(
         f"parity of {describe_layout(config.parallel, ctx)} with one process\n"
         f"{model.kind} {model.num_parameters() / 1e6:,.1f}M, {config.precision.dtype}, dropout "

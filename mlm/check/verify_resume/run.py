@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -43,7 +42,7 @@ from mlm.files.ownership import MARKER, claim_folder, delete_owned
 from mlm.launch.start import launch_facts
 from mlm.parallel.config import ParallelConfig
 from mlm.report.history import FILE_NAME, finite
-from mlm.terminal import byte_progress
+from mlm.terminal import Screen, byte_progress
 from mlm.train.corpora import corpus_problems
 from mlm.train.run_tokenizer import tokenizer_of
 from mlm.train.state import CHECKPOINTS, is_weights_only
@@ -148,7 +147,7 @@ def empty(out: Path) -> None:
 def progress() -> Iterator[Show]:
     """A progress bar of the run under way, with an ETA, on a terminal; yields what moves it."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
+    console = Screen(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         tasks: dict[str, Any] = {}
 
@@ -232,7 +231,7 @@ def rounding(may: Allowed) -> str:
 def report(config: VerifyResumeConfig, runs: Runs, kill: Kill, may: Allowed, verdict: Verdict) -> None:
     """Print the table and the verdict."""
     model, plan = config.model, runs.plan
-    console = Console(highlight=False, soft_wrap=True)
+    console = Screen(highlight=False, soft_wrap=True)
     halves = [words_of(parallel) for parallel in (config.parallel, config.resumed_parallel())]
     tries = f" (try {kill.tries}: the runs before were over too soon)" if kill.tries > 1 else ""
     console.print(

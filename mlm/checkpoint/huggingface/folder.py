@@ -20,7 +20,7 @@ from mlm.errors import CorruptFileError, UserError
 from mlm.files.bounded import parse_json, read_bounded
 from mlm.models.config import ModelConfig
 from mlm.models.family import SHIPPED, family_of
-from mlm.models.huggingface import FolderContent, HuggingFaceMapping, TokenIds, kept_ids, show
+from mlm.models.huggingface import FolderContent, HuggingFaceMapping, Note, TokenIds, kept_ids, show
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 TOKENIZER = (
@@ -91,7 +91,7 @@ class HFSettings:
     mapping: HuggingFaceMapping
     config: ModelConfig
     """All settings but the head, which the tensors show."""
-    notes: tuple[str, ...]
+    notes: tuple[Note, ...]
     """Differences from config.json."""
     raw: Mapping[str, JSON]
     """All of config.json."""
@@ -114,7 +114,7 @@ class HFModel:
     """Plain name of each tensor -> its file and layout."""
 
     @cached_property
-    def kept(self) -> tuple[TokenIds, tuple[str, ...]]:
+    def kept(self) -> tuple[TokenIds, tuple[Note, ...]]:
         """Padding and labels that an export writes again, and notes on those that it cannot."""
         return kept_ids(self.settings.raw, self.config)
 
@@ -139,7 +139,7 @@ class HFModel:
         return self.mapping.architecture(self.config)
 
     @property
-    def notes(self) -> tuple[str, ...]:
+    def notes(self) -> tuple[Note, ...]:
         """Remarks for the user, one line each."""
         return (*self.settings.notes, *self.content.notes, *self.kept[1])
 
@@ -169,7 +169,7 @@ def read_settings(folder: Path) -> HFSettings:
         )
     mapping = mapping_for(content, path)
     config, notes = mapping.read(content, path)
-    return HFSettings(folder, mapping, config, tuple(notes), content)
+    return HFSettings(folder, mapping, config, tuple(map(Note, notes)), content)
 
 
 def read_model(folder: Path) -> HFModel:

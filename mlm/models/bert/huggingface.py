@@ -29,6 +29,7 @@ from mlm.models.huggingface import (
     Head,
     HuggingFaceMapping,
     Location,
+    Note,
     TokenIds,
     activation,
     label_entries,
@@ -225,16 +226,16 @@ def content(model: ModelConfig, found: Mapping[str, tuple[int, ...]], path: str)
         config = replace(model, head=head)
         unused = frozenset(name for name in found if name.startswith(f"{_POOLER}."))
         note = f"left out: {_POOLER}, which {architecture(config)} has no use for"
-        return FolderContent(config, left_out=unused, notes=(note,) if unused else ())
+        return FolderContent(config, left_out=unused, notes=(Note(note),) if unused else ())
     wanted = {"pooler": _POOLER} | ({"sop_head": _ORDER} if head == "language_model" else {})
     missing = {ours: theirs for ours, theirs in wanted.items() if theirs not in modules}
     notes = [
-        f"no {theirs} is there: {ours} takes initial values, which training moves"
+        Note(f"no {theirs} is there: {ours} takes initial values, which training moves", about=ours)
         for ours, theirs in missing.items()
     ]
     unused = frozenset(name for name in found if head is None and name.startswith(f"{_ORDER}."))
     if unused:
-        notes.append(f"left out: {_ORDER}, as no masked-LM head is there")
+        notes.append(Note(f"left out: {_ORDER}, as no masked-LM head is there", about="sop_head"))
     filled = frozenset(f"{ours}.{part}" for ours in missing for part in ("weight", "bias"))
     return FolderContent(replace(model, head=head or "none"), filled, unused, tuple(notes))
 

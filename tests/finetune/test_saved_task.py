@@ -1,0 +1,78 @@
+"""`mlm eval TASK` on a run of a task of one's own, without the folder that its YAML is in."""
+
+from pathlib import Path
+
+import pytest
+
+from mlm.cli.entry import main
+from mlm.config.build import to_dict
+from tests.finetune.runs import finetune, finetuning, read, task_of, write_data, write_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run `out` on the task `mine`, which no YAML holds."""
+    made = tmp_path_factory.mktemp("saved_task")
+    write_model(made / "bert")
+    write_data(made / "classification", "classification")
+    finetune(finetuning(made, train={"epochs": 1}))
+    assert task_of("classification").name == "mine"
+    return made
+
+
+OPTIONS = ("precision=fp64", "dist.device=cpu", "dist.threads_per_rank=1")
+
+
+@pytest.mark.parametrize("place", ["", "best", "best/checkpoints/step-*"])
+def test_the_task_is_read_from_the_run(folder: Path, tmp_path: Path, place: str) -> None:
+    (ckpt,) = (folder / "out").glob(place) if place else (folder / "out",)
+    assert main(["eval", "mine", f"ckpt={ckpt}", f"out={tmp_path}/eval.json", *OPTIONS]) == 0
+    found, trained = read(tmp_path / "eval.json"), read(folder / "out/result.json")
+    assert {each["split"]: each["metrics"] for each in found["results"]} == trained["scores"]
+    assert found["task_settings"] == to_dict(task_of("classification"))
+
+
+def test_its_keys_can_be_typed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["eval", "mine", f"ckpt={folder}/out", "task.max_length=30", *OPTIONS]
+    assert main(command) == 2
+    assert "task.max_length=30" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("task", "problem"),
+    [
+        ("other", "mlm eval: unknown task 'other'; the run was finetuned on mine"),
+        ("rac", "mlm eval: unknown task 'rac'; did you mean 'race'?"),
+    ],
+)
+def test_another_task_is_rejected(
+    folder: Path, capsys: pytest.CaptureFixture[str], task: str, problem: str
+) -> None:
+    assert main(["eval", task, f"ckpt={folder}/out"]) == 2
+    assert capsys.readouterr().err == f"{problem}\n"
+
+
+@pytest.mark.parametrize("command", ["eval", "finetune"])
+def test_an_unknown_task_without_a_run_names_the_folder_of_tasks(
+    folder: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert main([command, "gardening", f"ckpt={folder}/bert"]) == 2
+    assert "a task of your own needs --config-dir" in capsys.readouterr().err
+
+
+def test_code_that_a_run_names_is_not_trusted(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As if typed by whoever passed the run on: data until the user names the module."""
+    (tmp_path / "evil_task.py").write_text("open('was_run', 'w').close()\nTASK = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "run"
+    run.mkdir()
+    saved = (folder / "out/config.yaml").read_text()
+    (run / "config.yaml").write_text(saved.replace("kind: classification", "kind: evil_task:TASK"))
+    assert "evil_task" in (run / "config.yaml").read_text()
+    (run / "best").symlink_to(folder / "out/best")
+    assert main(["eval", "mine", f"ckpt={run}", *OPTIONS]) == 2
+    assert "named in a saved file, whose code is not run unasked" in capsys.readouterr().err
+    assert not (tmp_path / "was_run").exists()
