@@ -39,10 +39,10 @@ from mlm.launch.failure import (
     report,
 )
 from mlm.launch.job_folder import job_folder
+from mlm.launch.network import LOOPBACK, check_interface, check_loopback
 from mlm.launch.process import rendezvous_store, run_rank
 from mlm.launch.stop import STANDS_FOR, WORDS, Relay, handlers_restored, is_noting
 
-HOST = "127.0.0.1"
 POLL_S = 0.1
 
 
@@ -50,9 +50,12 @@ def launch_ranks(target: str, config: Any, *, out: Path | None, world_size: int)
     """Start `world_size` ranks of the job on this host, wait, and return the command's exit code.
 
     Rank 0 has the terminal; the others write to out/logs. A failure is reported once, on stderr.
-    Raises UserError if the port is in use or the log folder cannot be made.
+    Raises UserError if the port is in use, this host has no loopback interface, or the log folder cannot be
+    made.
     """
     dist = config.dist
+    check_loopback()
+    check_interface(os.environ)
     listener = listen(dist.master_port)
     with listener, job_folder() as folder:
         logs = _make_logs(folder if out is None else out)
@@ -142,7 +145,7 @@ def listen(port: int) -> socket.socket:
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((HOST, port))
+        listener.bind((LOOPBACK, port))
         listener.listen(1024)
     except (OSError, OverflowError) as error:
         listener.close()
@@ -220,9 +223,9 @@ class HostRendezvous(RendezvousHandler):
 
     def __init__(self, listener: socket.socket, timeout_s: float) -> None:
         port = listener.getsockname()[1]
-        self._address = RendezvousStoreInfo(HOST, port)
+        self._address = RendezvousStoreInfo(LOOPBACK, port)
         self._store = TCPStore(
-            HOST,
+            LOOPBACK,
             port,
             is_master=True,
             timeout=timedelta(seconds=timeout_s),

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as distributed
-from torch.distributed import HashStore, PrefixStore, Store
+from torch.distributed import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from mlm.config.path_errors import streams_for
@@ -31,6 +31,7 @@ from mlm.launch.failure import (
     flight_recorder,
     leave,
 )
+from mlm.launch.network import check_addresses
 from mlm.parallel.mesh import ParallelContext, build_mesh
 from mlm.parallel.watch import LostPeer, Watch, is_transport_error
 
@@ -48,15 +49,6 @@ def device_kind(dist: DistConfig) -> Literal["cpu", "cuda"]:
     if dist.device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return dist.device
-
-
-def run_alone(target: str, config: Any) -> None:
-    """Run the job in this process as the only rank. Exceptions pass through."""
-    try:
-        run_rank(target, config, place=ALONE, store=HashStore())
-    finally:
-        if distributed.is_initialized():
-            distributed.destroy_process_group()
 
 
 def run_joined(target: str, config: Any, *, place: Place, out: Path | None) -> int:
@@ -77,7 +69,7 @@ def run_joined(target: str, config: Any, *, place: Place, out: Path | None) -> i
 
     words = LastWords(place.rank, tell)
     try:
-        store = rendezvous_store(place, config.dist.timeout_s)
+        store = rendezvous_store(place, config.dist.timeout_s) if place.world_size > 1 else None
         run_rank(target, config, place=place, store=store, words=words)
     except KeyboardInterrupt:
         leave(INTERRUPTED)
@@ -86,42 +78,62 @@ def run_joined(target: str, config: Any, *, place: Place, out: Path | None) -> i
     return 0
 
 
-def run_rank(target: str, config: Any, *, place: Place, store: Store, words: LastWords | None = None) -> None:
+def run_rank(
+    target: str,
+    config: Any,
+    *,
+    place: Place = ALONE,
+    store: Store | None = None,
+    words: LastWords | None = None,
+) -> None:
     """Set up this process as a rank, run `target`, and destroy the process groups if it ends well.
 
-    dp is what tp * pp of config.parallel leave of place.world_size. After an exception the groups stay:
-    destroying them could hang. With `words`, a watchdog ends the process if a communication hangs. Raises
-    LostPeer if gloo reports one.
+    dp is what tp * pp of config.parallel leave of place.world_size. One rank alone needs no `store` and
+    makes no group: it works without a network. After an exception the groups stay: destroying them could
+    hang. With `words`, a watchdog ends the process if a communication hangs. Raises LostPeer if gloo reports
+    one.
     """
-    parallel, dist = config.parallel, config.dist
+    dist = config.dist
     threads = dist.threads_per_rank or place.cores
     available = len(os.sched_getaffinity(0))
     torch.set_num_threads(num_threads(threads, cores=available, local_ranks=place.local_world_size))
     device = rank_device(dist, place)
-    backend = {"cuda": "nccl", "cpu": "gloo"}[device.type] if dist.backend == "auto" else dist.backend
     watch, everyone = Watch(place.rank, dist.timeout_s), tuple(range(place.world_size))
-    start_s = max(START_S, dist.timeout_s)
     with nullcontext() if words is None else Watchdog(watch, words):
-        with watch.waiting("start of the process groups", "world", everyone, start_s):
-            distributed.init_process_group(
-                backend,
-                store=PrefixStore("mlm", store),
-                rank=place.rank,
-                world_size=place.world_size,
-                timeout=timedelta(seconds=start_s),
-            )
-            ctx = build_mesh(
-                tp=parallel.tp,
-                pp=parallel.pp,
-                dp=place.world_size // (parallel.tp * parallel.pp),
-                device=device,
-                timeout_s=dist.timeout_s,
-                watch=watch,
-            )
+        if store is None or place.world_size == 1:
+            ctx = ParallelContext(device=device, watch=watch)
+        else:
+            start_s = max(START_S, dist.timeout_s)
+            with watch.waiting("start of the process groups", "world", everyone, start_s):
+                ctx = _make_groups(config, place, store, device, watch, start_s)
         with streams_for(config):
             find_target(target)(config, ctx)
-        with watch.waiting("end of the process groups", "world", everyone):
-            distributed.destroy_process_group()
+        if place.world_size > 1:
+            with watch.waiting("end of the process groups", "world", everyone):
+                distributed.destroy_process_group()
+
+
+def _make_groups(
+    config: Any, place: Place, store: Store, device: torch.device, watch: Watch, start_s: float
+) -> ParallelContext:
+    """Initialise torch.distributed and make the groups of the layout. Collective over all ranks."""
+    parallel, dist = config.parallel, config.dist
+    backend = {"cuda": "nccl", "cpu": "gloo"}[device.type] if dist.backend == "auto" else dist.backend
+    distributed.init_process_group(
+        backend,
+        store=PrefixStore("mlm", store),
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(seconds=start_s),
+    )
+    return build_mesh(
+        tp=parallel.tp,
+        pp=parallel.pp,
+        dp=place.world_size // (parallel.tp * parallel.pp),
+        device=device,
+        timeout_s=dist.timeout_s,
+        watch=watch,
+    )
 
 
 def rank_device(dist: DistConfig, place: Place) -> torch.device:
@@ -142,8 +154,10 @@ def rank_device(dist: DistConfig, place: Place) -> torch.device:
 def rendezvous_store(place: Place, timeout_s: float) -> Store:
     """Return the store of torch's rendezvous, by the variables of the environment.
 
-    Raises UserError if the port is taken, LostPeer if not all ranks come in time.
+    Raises UserError if the port is taken or an address cannot be used, LostPeer if not all ranks come in
+    time.
     """
+    check_addresses(place, os.environ)
     start_s = max(START_S, timeout_s)
     try:
         store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=start_s)))

@@ -12,7 +12,7 @@ from mlm.launch.agent import launch_ranks
 from mlm.launch.config import DistConfig
 from mlm.launch.environment import read_place
 from mlm.launch.failure import INTERRUPTED
-from mlm.launch.process import device_kind, run_alone, run_joined
+from mlm.launch.process import device_kind, run_joined, run_rank
 from mlm.parallel.config import ParallelConfig
 
 
@@ -57,7 +57,7 @@ def run_job(target: str, config: Any, *, out: Path | None) -> int:
     try:
         if world_size > 1:
             return launch_ranks(target, config, out=out, world_size=world_size)
-        run_alone(target, config)
+        run_rank(target, config)
     except KeyboardInterrupt:
         return INTERRUPTED
     return 0

@@ -89,7 +89,9 @@ class Wait:
 
     def _peers(self) -> str:
         peers = [rank for rank in self.ranks if rank != self.watch.rank]
-        return f"rank {peers[0]} is" if len(peers) == 1 else f"one of the other {len(peers)} ranks is"
+        if len(peers) < 2:
+            return f"rank {peers[0]} is" if peers else "this process is"
+        return f"one of the other {len(peers)} ranks is"
 
 
 @dataclass(eq=False)

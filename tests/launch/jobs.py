@@ -48,7 +48,7 @@ def facts(config: GenerateConfig, ctx: ParallelContext) -> None:
         config=[type(config).__name__, config.prompt, config.top_p],
         axes=[ctx.tp.size, ctx.pp.size, ctx.dp.size],
         world_size=ctx.world_size,
-        backend=dist.get_backend(),
+        backend=dist.get_backend() if dist.is_initialized() else None,
     )
 
 
@@ -161,7 +161,7 @@ def start(
 
 if __name__ == "__main__":
     try:
-        code = start(sys.argv[1], Path(sys.argv[2]))
+        code = start(sys.argv[1], Path(sys.argv[2]), tp=int((sys.argv[3:] or ["2"])[0]))
     except UserError as error:
         print(f"mlm: {error}", file=sys.stderr)
         code = 2

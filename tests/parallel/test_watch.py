@@ -49,6 +49,15 @@ def test_peer_in_a_larger_group_is_one_of_the_others(watch: Watch) -> None:
     assert line(watch, CLOSED, (0, 1, 2)).endswith("(ranks 0, 1, 2) broke: one of the other 2 ranks is gone")
 
 
+def test_wait_without_peers_blames_none() -> None:
+    wait = Watch(0, 1.0).waiting("all-reduce", "tp", (0,))
+    assert (
+        wait.unfinished()
+        .args[0]
+        .endswith("(dist.timeout_s): this process is stuck, gone or waiting for another")
+    )
+
+
 def test_large_group_is_shortened() -> None:
     assert name_ranks(range(0, 512, 8)) == "ranks 0, 8, 16, … 504: 64 of them"
 

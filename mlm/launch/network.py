@@ -1,0 +1,87 @@
+"""Checks of the network between ranks, before torch and gloo retry for minutes or hang."""
+
+import ipaddress
+import socket
+import time
+from collections.abc import Mapping
+
+from mlm.errors import UserError
+from mlm.launch.environment import Place
+
+LOOPBACK = "127.0.0.1"
+INTERFACE = "GLOO_SOCKET_IFNAME"
+CONNECT_S = 5.0
+RESOLVE_S = 15.0
+"""Seconds that the name of another host gets: a cluster may register it after the job has started."""
+POLL_S = 0.5
+
+
+def check_loopback() -> None:
+    """Raise UserError if processes of this host cannot connect to each other."""
+    try:
+        with socket.socket() as listener:
+            listener.bind((LOOPBACK, 0))
+            listener.listen(1)
+            socket.create_connection(listener.getsockname(), timeout=CONNECT_S).close()
+    except OSError as error:
+        raise UserError(
+            f"no working loopback interface: cannot connect to {LOOPBACK} ({error.strerror or error}), over "
+            "which the ranks of one host rendezvous; bring it up (`ip link set lo up`), or run one rank "
+            "(tp=1 pp=1 dp=1), which needs no network"
+        ) from None
+
+
+def check_interface(environ: Mapping[str, str]) -> None:
+    """Raise UserError if GLOO_SOCKET_IFNAME names no network interface of this host."""
+    here = [name for _, name in socket.if_nameindex()]
+    for name in filter(None, environ.get(INTERFACE, "").split(",")):
+        if name not in here:
+            raise UserError(
+                f"{INTERFACE}={environ[INTERFACE]}: host {socket.gethostname()} has no network interface "
+                f"{name}; use one of {', '.join(here)}"
+            )
+
+
+def check_addresses(place: Place, environ: Mapping[str, str], *, wait_s: float = RESOLVE_S) -> None:
+    """Raise UserError if MASTER_ADDR does not resolve, or other hosts cannot find this one over gloo.
+
+    Without GLOO_SOCKET_IFNAME, gloo offers the address that this host's own name resolves to, and falls back
+    to loopback, where ranks of other hosts wait for it until they time out.
+    """
+    check_interface(environ)
+    own = socket.gethostname()
+    master = place.master_addr
+    found = _addresses(master, 0.0 if master in (own, socket.getfqdn()) else wait_s)
+    if not found:
+        raise UserError(
+            f"MASTER_ADDR={master}: host {own} cannot resolve this name; add it to /etc/hosts or DNS, or set "
+            "MASTER_ADDR to an IP address (torchrun: --local-addr, 127.0.0.1 if there is one host)"
+        )
+    one_host = place.local_world_size == place.world_size or all(map(_is_loopback, found))
+    if one_host or environ.get(INTERFACE):
+        return
+    ours = _addresses(own, 0.0)
+    if all(map(_is_loopback, ours)):
+        what = f"resolves to {ours[0]} only" if ours else "does not resolve"
+        names = [name for _, name in socket.if_nameindex() if name != "lo"]
+        raise UserError(
+            f"the name of this host, {own}, {what}: ranks of other hosts cannot connect to it over gloo; set "
+            f"{INTERFACE} to its network interface ({', '.join(names) or 'none is up'}), or add the name "
+            "with its address to /etc/hosts or DNS"
+        )
+
+
+def _addresses(name: str, wait_s: float) -> list[str]:
+    """Return the IP addresses of a name, trying for `wait_s`; empty if it has none."""
+    end = time.monotonic() + wait_s
+    while True:
+        try:
+            return [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+        except (socket.gaierror, UnicodeError):
+            if time.monotonic() >= end:
+                return []
+        time.sleep(POLL_S)
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback

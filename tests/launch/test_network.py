@@ -1,0 +1,134 @@
+"""A network that cannot serve the ranks is one line before they rendezvous; one rank needs none."""
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlm.errors import UserError
+from mlm.launch import network
+from mlm.launch.environment import Place
+from mlm.launch.network import check_addresses, check_interface, check_loopback
+from tests.launch import jobs
+from tests.launch.conftest import ROOT
+
+HOSTS = {"node1": "10.0.0.1", "debian": "127.0.1.1", "localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1"}
+ALONE_IN_A_NAMESPACE = ("unshare", "-rn", sys.executable)
+
+
+@pytest.fixture(autouse=True)
+def resolver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names resolve by HOSTS; returns the names that were looked up."""
+    asked: list[str] = []
+
+    def getaddrinfo(name: str, port: int | None, *options: object, **named: object) -> list[Any]:
+        asked.append(name)
+        if name not in HOSTS:
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (HOSTS[name], port or 0))]
+
+    monkeypatch.setattr(network.socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(network.socket, "getfqdn", socket.gethostname)
+    monkeypatch.setattr(network, "POLL_S", 0.0)
+    return asked
+
+
+def named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Give this host a name."""
+    monkeypatch.setattr(network.socket, "gethostname", lambda: name)
+    monkeypatch.setattr(network.socket, "getfqdn", lambda: name)
+
+
+def place(master: str, *, hosts: int = 2) -> Place:
+    """The first of two ranks per host."""
+    return Place(0, 2 * hosts, 0, 2, master_addr=master, master_port=1)
+
+
+def test_loopback_that_is_down_is_named_with_what_brings_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise OSError(101, "Network is unreachable")
+
+    check_loopback()
+    monkeypatch.setattr(network.socket, "create_connection", refuse)
+    with pytest.raises(UserError, match=r"no working loopback interface.*unreachable.*ip link set lo up"):
+        check_loopback()
+
+
+def test_unknown_gloo_interface_is_named_with_those_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network.socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
+    check_interface({})
+    check_interface({"GLOO_SOCKET_IFNAME": "eth0,lo"})
+    with pytest.raises(UserError, match=r"GLOO_SOCKET_IFNAME=eth0,eth9.*interface eth9; use one of lo, eth0"):
+        check_interface({"GLOO_SOCKET_IFNAME": "eth0,eth9"})
+
+
+def test_master_that_does_not_resolve_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    named(monkeypatch, "node1")
+    with pytest.raises(UserError, match=r"MASTER_ADDR=nosuch: host node1 cannot resolve.*/etc/hosts"):
+        check_addresses(place("nosuch"), {}, wait_s=0.0)
+
+
+def test_name_that_the_cluster_registers_late_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, resolver: list[str]
+) -> None:
+    named(monkeypatch, "node1")
+    monkeypatch.setattr(network.time, "sleep", lambda seconds: monkeypatch.setitem(HOSTS, "late", "10.0.0.9"))
+    check_addresses(place("late"), {}, wait_s=60.0)
+    assert resolver[:2] == ["late", "late"]
+
+
+def test_own_name_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, resolver: list[str]) -> None:
+    named(monkeypatch, "nosuch")
+    with pytest.raises(UserError):
+        check_addresses(place("nosuch"), {}, wait_s=60.0)
+    assert resolver == ["nosuch"]
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("nosuch", "does not resolve"), ("debian", "resolves to 127.0.1.1 only")]
+)
+def test_host_that_others_cannot_find_is_told_to_name_its_interface(
+    monkeypatch: pytest.MonkeyPatch, name: str, why: str
+) -> None:
+    named(monkeypatch, name)
+    with pytest.raises(UserError, match=rf"name of this host, {name}, {why}.*set GLOO_SOCKET_IFNAME"):
+        check_addresses(place("node1"), {})
+
+
+@pytest.mark.parametrize(
+    ("master", "hosts", "variables"),
+    [
+        ("node1", 1, {}),  # no other host
+        ("localhost", 2, {}),  # several launchers on one host
+        ("node1", 2, {"GLOO_SOCKET_IFNAME": "lo"}),
+    ],
+)
+def test_name_of_this_host_matters_only_to_other_hosts(
+    monkeypatch: pytest.MonkeyPatch, master: str, hosts: int, variables: dict[str, str]
+) -> None:
+    named(monkeypatch, "nosuch")
+    check_addresses(place(master, hosts=hosts), variables)
+
+
+def test_plain_launch_looks_at_loopback_before_it_starts_ranks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise OSError(101, "Network is unreachable")
+
+    monkeypatch.setattr(network.socket, "create_connection", refuse)
+    with pytest.raises(UserError, match="no working loopback"):
+        jobs.start("facts", tmp_path)
+    assert not list(tmp_path.glob("rank-*"))
+
+
+def test_one_rank_runs_without_any_network(tmp_path: Path) -> None:
+    command = [*ALONE_IN_A_NAMESPACE, "-m", "tests.launch.jobs", "facts", str(tmp_path), "1"]
+    if subprocess.run(["unshare", "-rn", "true"], capture_output=True).returncode:
+        pytest.skip("unshare -rn is not permitted here")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "rank-0.json").exists()
