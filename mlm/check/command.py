@@ -66,7 +66,7 @@ COMMANDS = (
             "pretrain`; ends with 0 if equal, 1 if not."
         ),
         examples=(
-            ("A small model on two ranks", "mlm verify-resume tp=2"),
+            ("Kill a run on two ranks, resume it, and compare bit for bit", "mlm verify-resume tp=2"),
             ("Another number of replicas after the kill", "mlm verify-resume dp=2 resumed.dp=1"),
             (
                 "Your corpus and model, as you will train them",

@@ -16,7 +16,7 @@ COMMANDS = (
         summary="show a checkpoint: step, tokens, model, layout, tensors, files, configuration",
         about="Reads the manifest of a checkpoint, no tensor.",
         examples=(
-            ("The latest of a run", "mlm ckpt inspect runs/shakespeare"),
+            ("Describe the latest checkpoint of a run", "mlm ckpt inspect runs/shakespeare"),
             ("Every tensor of one", "mlm ckpt inspect runs/shakespeare/checkpoints/step-00000900 --tensors"),
         ),
     ),
@@ -29,7 +29,7 @@ COMMANDS = (
         positional=("ckpt",),
         summary="check that checkpoints are whole: every byte is read and compared with its digest",
         about="Reads every file of one checkpoint, or of all in a run. Ends with 0 if all are whole, else 1.",
-        examples=(("All of a run", "mlm ckpt verify runs/shakespeare"),),
+        examples=(("Check every checkpoint of a run", "mlm ckpt verify runs/shakespeare"),),
     ),
     Command(
         words=("ckpt", "diff"),
@@ -43,7 +43,9 @@ COMMANDS = (
             "Compares two checkpoints tensor by tensor, whatever layouts wrote them. Ends with 0 if all "
             "tensors are equal bit for bit, 1 if not."
         ),
-        examples=(("Two runs", "mlm ckpt diff runs/shakespeare runs/longer"),),
+        examples=(
+            ("Compare the latest checkpoints of two runs", "mlm ckpt diff runs/shakespeare runs/longer"),
+        ),
     ),
     Command(
         words=("ckpt", "prune"),
@@ -58,7 +60,10 @@ COMMANDS = (
             "keep_last whole ones are newer. Rejected while a run uses the folder."
         ),
         examples=(
-            ("What would go", "mlm ckpt prune runs/shakespeare keep_last=1 --dry-run"),
+            (
+                "List the checkpoints that pruning would delete",
+                "mlm ckpt prune runs/shakespeare keep_last=1 --dry-run",
+            ),
             ("Every ten thousandth, and the last", "mlm ckpt prune runs/longer keep_last=1 keep_every=10000"),
             ("Every byte of the two it keeps is read first", "mlm ckpt prune runs/shakespeare --verify"),
         ),

@@ -28,7 +28,7 @@ def act(command: Command, words: list[str]) -> int:
     arguments = parse(command, words)
     if arguments.has(*HELP):
         return say(command_help(command, arguments.value(*CONFIG_DIR_FLAGS), arguments.overrides))
-    if arguments.has(VERSION):
+    if arguments.has(*VERSION):
         return say(version_line())
     if arguments.has(*COMPLETION):
         return complete(arguments.overrides)

@@ -16,14 +16,14 @@ from mlm.config.tree import alternatives, leaves
 from mlm.errors import Problem, UserError
 
 HELP = ("--help", "-h")
-VERSION = "--version"
+VERSION = ("--version", "-V")
 MULTIRUN = ("--multirun", "-m")
 COMPLETION = ("--shell-completion", "-sc")
 CONFIG_DIR_FLAGS = ("--config-dir", "-cd")
 CONFIG_PATH_FLAGS = ("--config-path", "-cp")
 CONFIG_NAME_FLAGS = ("--config-name", "-cn")
 TASK_KEYS = ("task=", "task.name=", "--task")
-BARE_FLAGS = {"--hydra-help", "--resolve", "--run", "-r", VERSION, *HELP, *MULTIRUN, *COMPLETION}
+BARE_FLAGS = {"--hydra-help", "--resolve", "--run", "-r", *VERSION, *HELP, *MULTIRUN, *COMPLETION}
 CHOICES = {
     **dict.fromkeys(("--cfg", "-c"), ("job", "hydra", "all")),
     **dict.fromkeys(

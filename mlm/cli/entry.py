@@ -30,7 +30,7 @@ def _main(words: list[str]) -> int:
         words = _helped(words[1:])
     if not words or words[0] in HELP:
         return say(main_help())
-    if words[0] == VERSION:
+    if words[0] in VERSION or words == ["version"]:
         return say(version_line())
     if words[0] in COMPLETION:
         return report(None, lambda: int(resolve("mlm.cli.completion:complete")(words[1:])))

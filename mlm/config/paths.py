@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
-"""mlm/configs, a link to configs/ in a checkout and a plain folder in a wheel."""
+PACKAGE = Path(__file__).resolve().parent.parent
+CONFIG_DIR = next(filter(Path.is_dir, (PACKAGE / "configs", PACKAGE.parent / "configs")), PACKAGE / "configs")
+"""mlm/configs, a link to configs/ in a checkout and a plain folder in a wheel; an sdist holds no link."""
 
 
 def groups(*roots: Path) -> dict[str, list[str]]:

@@ -18,7 +18,10 @@ COMMANDS = (
             "loads any checkpoint. The source is verified on the way; killed, the same command continues."
         ),
         examples=(
-            ("For 4 x 2 ranks", "mlm reshard --tp 4 --pp 2 ckpt=runs/shakespeare out=runs/resharded"),
+            (
+                "Split a checkpoint for tp=4 pp=2",
+                "mlm reshard --tp 4 --pp 2 ckpt=runs/shakespeare out=runs/resharded",
+            ),
             (
                 "Weights alone, in one file, to give away",
                 "mlm reshard runs/shakespeare out=runs/weights --weights-only",
@@ -40,7 +43,7 @@ COMMANDS = (
             "and ours are compared on the same tokens (needs the extra mlm[hf])."
         ),
         examples=(
-            ("From the Hub", "mlm import hf openai-community/gpt2 out=runs/gpt2"),
+            ("Import a GPT-2 of the Hub", "mlm import hf openai-community/gpt2 out=runs/gpt2"),
             ("From a folder", "mlm import hf models/gpt2 out=runs/gpt2"),
         ),
     ),
@@ -59,7 +62,7 @@ COMMANDS = (
         ),
         examples=(
             (
-                "Its newest iteration",
+                "Import the newest iteration of a Megatron-LM run",
                 "mlm import megatron checkpoints/gpt2_345m out=runs/gpt2_345m tokenizer=gpt2",
             ),
         ),
@@ -76,6 +79,11 @@ COMMANDS = (
             "Writes config.json, safetensors (several with an index where one would be too large) and the "
             "tokenizer, loads them with `transformers` and compares logits (needs the extra mlm[hf])."
         ),
-        examples=(("A run's latest checkpoint", "mlm export hf ckpt=runs/shakespeare out=exported"),),
+        examples=(
+            (
+                "Export a run's latest checkpoint for `transformers`",
+                "mlm export hf ckpt=runs/shakespeare out=exported",
+            ),
+        ),
     ),
 )

@@ -79,7 +79,7 @@ COMMANDS = (
             "and a few of them as text. Reads corpora of Megatron-LM as well."
         ),
         examples=(
-            ("Every part of a corpus", "mlm data inspect corpus"),
+            ("Counts and lengths of a corpus, part by part", "mlm data inspect corpus"),
             ("A foreign pair", "mlm data inspect wiki_text_document tokenizer=gpt2 samples=10"),
             (
                 "A document, and where it came from (keep_ids=true)",
@@ -99,7 +99,7 @@ COMMANDS = (
             "Exits with 1 when something is wrong."
         ),
         examples=(
-            ("Every part of a corpus", "mlm data verify corpus"),
+            ("Check every file of a corpus", "mlm data verify corpus"),
             ("A foreign pair", "mlm data verify wiki_text_document vocab_size=50257"),
         ),
         positional=("path",),

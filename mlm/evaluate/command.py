@@ -23,7 +23,7 @@ COMMANDS = (
             "pp, dp or the batch size. It is printed and saved as JSON."
         ),
         examples=(
-            ("The validation set of a run", "mlm eval loss ckpt=runs/shakespeare"),
+            ("The loss on the validation set of a run", "mlm eval loss ckpt=runs/shakespeare"),
             ("Another corpus, on two ranks", "mlm eval loss ckpt=runs/shakespeare path=corpus/test tp=2"),
         ),
         keys=(
@@ -46,7 +46,10 @@ COMMANDS = (
             "printed and saved as JSON with all it depends on."
         ),
         examples=(
-            ("From the Hub", "mlm eval wikitext103 ckpt=runs/shakespeare"),
+            (
+                "The perplexity on WikiText-103, which the Hub supplies",
+                "mlm eval wikitext103 ckpt=runs/shakespeare",
+            ),
             (
                 "A file, on two ranks",
                 "mlm eval wikitext103 ckpt=runs/shakespeare data.path=wiki.test.tokens tp=2",
@@ -69,7 +72,7 @@ COMMANDS = (
             "and saved as JSON with all it depends on."
         ),
         examples=(
-            ("From the Hub", "mlm eval lambada ckpt=runs/shakespeare"),
+            ("The accuracy on LAMBADA, which the Hub supplies", "mlm eval lambada ckpt=runs/shakespeare"),
             (
                 "A file, and each passage's result",
                 "mlm eval lambada ckpt=runs/shakespeare data.path=lambada.jsonl samples=passages.jsonl",
@@ -87,7 +90,7 @@ COMMANDS = (
         summary="WikiText-103 and LAMBADA in one pass",
         about="What `mlm eval wikitext103` and `mlm eval lambada` do, in one pass and one table.",
         examples=(
-            ("From the Hub", "mlm eval all ckpt=runs/shakespeare"),
+            ("Both scores in one pass, the sets from the Hub", "mlm eval all ckpt=runs/shakespeare"),
             (
                 "From files",
                 "mlm eval all ckpt=runs/shakespeare data.wikitext103=wiki.test.tokens "

@@ -24,7 +24,7 @@ COMMANDS = (
             "scores, and saves them as result.json; with seeds=5 the medians over five seeds."
         ),
         examples=(
-            ("From the Hub", "mlm finetune race ckpt=runs/bert_336m"),
+            ("Finetune a BERT on RACE, which the Hub supplies", "mlm finetune race ckpt=runs/bert_336m"),
             ("Files, on two ranks", "mlm finetune sst2 ckpt=runs/bert data.path=glue/sst2 tp=2"),
             (
                 "The median of five seeds, and predictions to hand in",
@@ -64,7 +64,7 @@ COMMANDS = (
             "batch size. They are printed and saved as JSON."
         ),
         examples=(
-            ("The validation split", "mlm eval race ckpt=runs/race"),
+            ("Score a finetuned run on the validation split", "mlm eval race ckpt=runs/race"),
             (
                 "Predictions of the test split, to hand in",
                 "mlm eval sst2 ckpt=runs/sst2 split=test predictions=submission",

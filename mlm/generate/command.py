@@ -19,7 +19,7 @@ COMMANDS = (
             "is drawn depends on the seed and the prompt's number alone, not on tp, pp or batch_size."
         ),
         examples=(
-            ("A passage", 'mlm generate ckpt=runs/shakespeare prompt="ROMEO:"'),
+            ("Generate a passage", 'mlm generate ckpt=runs/shakespeare prompt="ROMEO:"'),
             (
                 "The most probable continuation",
                 'mlm generate --ckpt runs/shakespeare --prompt "To be, or" --temperature 0',

@@ -86,7 +86,8 @@ def is_noting() -> bool:
 def _note(number: int, frame: FrameType | None) -> None:
     if not _early.taken and not _early.numbers:
         _early.numbers.append(signal.Signals(number))
-        _say(f"mlm: {WORDS[signal.Signals(number)]}: noted; training will stop and save after its first step")
+        word = WORDS[signal.Signals(number)]
+        _say(f"mlm: {word}: noted; if training starts, it stops and saves after its first step")
     elif number == signal.SIGINT:
         raise KeyboardInterrupt
     else:

@@ -9,7 +9,7 @@ OPTIMIZERS = ImportPath("adamw")
 DECAYS = ImportPath("cosine", "linear", "constant")
 DECAY_NAMES = Also("lr_decay_style", "lr_scheduler_type", "scheduler", "decay_lr")
 MinLearningRate = Annotated[float, NOT_NEGATIVE, Also("min_learning_rate", "lr_min")]
-WARMUP_NAMES = Also("warmup_iters", "num_warmup_steps", "lr_warmup_iters", "warmup")
+WARMUP_NAMES = Also("warmup_iters", "num_warmup_steps", "lr_warmup_iters")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,15 +49,19 @@ class ScheduleConfig:
     my_package.my_module:decay. decay(progress), with progress from 0 after the warm-up to 1 at decay_steps,
     is the share of the way from min_lr up to optimizer.lr."""
     warmup_steps: Annotated[int | None, NOT_NEGATIVE, WARMUP_NAMES] = None
-    """Steps of linear warm-up from 0; null means a hundredth of train.steps, as in arXiv:1909.08053."""
+    """Steps of linear warm-up from 0; null means the share schedule.warmup of train.steps."""
+    warmup: Annotated[float, FRACTION, Also("warmup_ratio", "warmup_fraction", "lr_warmup_fraction")] = 0.01
+    """Share of train.steps that warms up where warmup_steps is null; a hundredth as in arXiv:1909.08053."""
     decay_steps: Annotated[int | None, POSITIVE, Also("lr_decay_iters", "decay_iters")] = None
     """Step at which min_lr is reached; null means train.steps."""
     min_lr: MinLearningRate = 1e-5
     """Learning rate at decay_steps and after."""
 
-    def warmup(self, steps: int) -> int:
-        """Steps of warm-up in a run of `steps`."""
-        return steps // 100 if self.warmup_steps is None else self.warmup_steps
+    def warmup_end(self, steps: int) -> int:
+        """Step at which the warm-up of a run of `steps` ends."""
+        if self.warmup_steps is not None:
+            return self.warmup_steps
+        return int(steps * self.warmup + 1e-6)  # 0.29 * 100 is 28.999…
 
     def decay_end(self, steps: int) -> int:
         """Step at which a run of `steps` reaches min_lr."""

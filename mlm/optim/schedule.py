@@ -25,11 +25,11 @@ def decay_of(schedule: ScheduleConfig) -> Decay:
 def learning_rate(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfig, steps: int) -> float:
     """Learning rate of step `step` (the first is 1) in a run of `steps`.
 
-    Linear from 0 to optimizer.lr over warmup_steps (default: a hundredth of `steps`), then to min_lr at
-    decay_steps (default: `steps`) along schedule.decay, then min_lr (arXiv:1909.08053, section 4.2:
+    Linear from 0 to optimizer.lr over warmup_steps (default: the share schedule.warmup of `steps`), then to
+    min_lr at decay_steps (default: `steps`) along schedule.decay, then min_lr (arXiv:1909.08053, section 4.2:
     cosine for GPT-2, linear for BERT).
     """
-    peak, warmup = optimizer.lr, schedule.warmup(steps)
+    peak, warmup = optimizer.lr, schedule.warmup_end(steps)
     if step <= warmup:
         return peak * step / warmup
     if schedule.decay == "constant":
@@ -41,12 +41,12 @@ def learning_rate(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfi
 
 def warmup_warning(optimizer: OptimizerConfig, schedule: ScheduleConfig, steps: int) -> str | None:
     """Return a warning if warm-up takes more than a third of a run of `steps`, else None."""
-    warmup = schedule.warmup(steps)
+    warmup = schedule.warmup_end(steps)
     if 3 * warmup <= steps:
         return None
     highest = learning_rate(min(warmup, steps), optimizer, schedule, steps)
     reached = "" if warmup <= steps else f", so the learning rate reaches {highest:.2g} of {optimizer.lr:g}"
     return (
         f"warning: schedule.warmup_steps={warmup} is more than a third of train.steps={steps}{reached}; "
-        f"use schedule.warmup_steps={steps // 100}, or null for a hundredth of the run"
+        f"use schedule.warmup_steps={steps // 100}, or schedule.warmup_steps=null schedule.warmup=0.01"
     )

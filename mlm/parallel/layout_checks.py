@@ -14,7 +14,7 @@ from mlm.errors import show
 
 MAX_CPU_RANKS = 64  # ranks one plain launch starts on a host without GPUs
 RANKS_PER_NODE = 8  # of scripts/slurm/pretrain.sbatch
-LAUNCHERS = "start them with torchrun or SLURM (scripts/slurm/pretrain.sbatch)"
+LAUNCHERS = "start them with torchrun or SLURM (scripts/slurm/pretrain.sbatch of the repository)"
 
 
 @dataclass(frozen=True)

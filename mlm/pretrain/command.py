@@ -29,7 +29,7 @@ COMMANDS = (
             ),
             ("Your corpus, on one device", "mlm pretrain model=gpt2_124m data.path=corpus precision=bf16"),
             (
-                "The 8.3 billion model of arXiv:1909.08053 on 64 x 8 GPUs",
+                "The 8.3 billion model of arXiv:1909.08053 on 64 x 8 GPUs (the script is in the repository)",
                 "sbatch scripts/slurm/pretrain.sbatch model=gpt2_8b tp=8 dp=64 data.path=corpus",
             ),
             (

@@ -72,6 +72,7 @@ def train(trainer: Trainer, out: Path, start: Path | None) -> None:
     samples = train_dataset(config, num_samples, trainer.history)
     peak = peak_flops(ctx.device, config.precision.dtype, config.dist.peak_tflops)
     rows = header(trainer, out, peak)
+    warning = warmup_warning(config.optimizer, config.schedule, config.train.steps)
     if ctx.is_main:
         note_tokenizer(trainer)
         if left > 0:  # last, when all is checked and loaded: what is rejected, or has nothing to do, stays
@@ -87,6 +88,7 @@ def train(trainer: Trainer, out: Path, start: Path | None) -> None:
             "corpora": trained_on(trainer.history),
         },
         notes=notes(trainer, start, changed),
+        warnings=[] if warning is None else [warning],
         peak=peak,
         tokens_per_step=config.train.global_batch_size * config.data.seq_length,
         seq_length=config.data.seq_length,
@@ -100,7 +102,7 @@ def train(trainer: Trainer, out: Path, start: Path | None) -> None:
 
 
 def notes(trainer: Trainer, start: Path | None, changed: str | None) -> list[str]:
-    """Lines shown before training: its start, changes of settings and data, warnings."""
+    """Lines shown before training: its start, changes of settings and data."""
     config, found = trainer.config, list[str]()
     left = config.train.steps - trainer.step
     if start is not None:
@@ -116,8 +118,6 @@ def notes(trainer: Trainer, start: Path | None, changed: str | None) -> list[str
             f"step {trainer.step} of train.steps={config.train.steps} is done: raise train.steps to "
             "continue, or set another out=… for a new run"
         )
-    if warning := warmup_warning(config.optimizer, config.schedule, config.train.steps):
-        found.append(warning)
     return found
 
 

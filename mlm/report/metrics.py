@@ -75,6 +75,9 @@ class Sink:
     def note(self, text: str) -> None:
         """Take a line for the user."""
 
+    def problem(self, text: str) -> None:
+        """Take a line about a problem."""
+
     def announce(self, text: str) -> bool:
         """Show that a signal requested a stop; False if it cannot. Called inside signal handlers."""
         return False

@@ -1,8 +1,10 @@
 """Displays of a training run: a live panel on a terminal, plain lines elsewhere."""
 
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rich.columns import Columns
@@ -74,6 +76,7 @@ class Display(Sink):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.console = console
+        self.errors = sys.stderr  # of the process: a live panel replaces it while it is drawn
         self.title = title
         self.header = header
         self.total_steps = total_steps
@@ -97,13 +100,18 @@ class Display(Sink):
         """Show a line."""
         self.line(text)
 
+    def problem(self, text: str) -> None:
+        """Print a problem on stderr; results and progress are on standard output."""
+        with suppress(OSError, ValueError):  # its reader may be gone
+            print(f"mlm: {text}", file=self.errors, flush=True)
+
     def saved(self, step: int, path: Path, seconds: float, waited: float) -> None:
         """Take a saved checkpoint."""
         self.note(f"saved {path} ({seconds:.1f} s, training waited {waited:.1f} s)")
 
     def save_failed(self, step: int, error: str) -> None:
         """Take the error of a failed save."""
-        self.note(
+        self.problem(
             f"SAVING FAILED at step {step}: {error}. Training continues; the next save is due as planned"
         )
 
@@ -223,6 +231,12 @@ class LivePanel(Display):
     def advance(self, step: int) -> None:
         """Note the steps issued so far."""
         self.done = step
+
+    def problem(self, text: str) -> None:
+        """Print a problem above the panel, and on stderr where that is not the panel's terminal."""
+        self.line(f"mlm: {text}")
+        if not self.errors.isatty():
+            super().problem(text)
 
     def announce(self, text: str) -> bool:
         """Have the panel's thread draw the line, which the panel would otherwise overwrite."""

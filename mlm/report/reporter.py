@@ -62,7 +62,7 @@ class Reporter:
             clock=clock,
         )
         # The display starts last and stops first: a tracker that fails to start finds a plain terminal.
-        self.sinks = [History(out / FILE_NAME, start_step, warn=display.note), *trackers, display]
+        self.sinks = [History(out / FILE_NAME, start_step, warn=display.problem), *trackers, display]
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -108,6 +108,11 @@ class Reporter:
         """Show the user a line."""
         for sink in self.sinks:
             sink.note(text)
+
+    def problem(self, text: str) -> None:
+        """Show the user a problem that does not end the run."""
+        for sink in self.sinks:
+            sink.problem(text)
 
     def advance(self, step: int) -> None:
         """Move the progress bar to `step` issued steps; reads nothing from the device."""

@@ -86,7 +86,7 @@ def _warmup_ends(config: PretrainConfig, _: Launch) -> Problem | None:
     end, key = schedule.decay_steps, "schedule.decay_steps"
     if end is None:
         end, key = config.train.steps, "train.steps"
-    warmup = schedule.warmup(config.train.steps)
+    warmup = schedule.warmup_end(config.train.steps)
     if schedule.decay == "constant" or warmup < end:
         return None
     return Problem(

@@ -54,7 +54,7 @@ KINDS: dict[str, Kind] = {
     **_keys(Kind.RECORDED, "tp pp vp dp sequence_parallel pipeline zero zero_reduce recompute"),
     **_keys(Kind.IDENTITY, "kind", "optimizer."),
     **_keys(Kind.RECORDED, "lr betas eps weight_decay clip_grad_norm", "optimizer."),
-    **_keys(Kind.RECORDED, "decay warmup_steps decay_steps min_lr", "schedule."),
+    **_keys(Kind.RECORDED, "decay warmup_steps warmup decay_steps min_lr", "schedule."),
     **_keys(Kind.RECORDED, "dtype cast initial_loss_scale min_loss_scale loss_scale_window", "precision."),
     **_keys(Kind.RECORDED, "steps global_batch_size micro_batch_size", "train."),
     **_keys(Kind.FREE, "name out ckpt data.validation data.cache data.change"),

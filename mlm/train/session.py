@@ -47,6 +47,7 @@ def training_session(
     header: Sequence[tuple[str, str]],
     record: Mapping[str, object],
     notes: Sequence[str],
+    warnings: Sequence[str] = (),
     peak: Peak | None,
     tokens_per_step: int,
     seq_length: int,
@@ -60,6 +61,7 @@ def training_session(
         header: rows shown above the numbers.
         record: JSON values of the record of kind "run" in metrics.jsonl.
         notes: lines shown before training begins.
+        warnings: problems shown with them.
         peak: peak of the device that MFU is stated against.
         tokens_per_step: tokens of the global batch; 0 if the loop counts them.
         seq_length: tokens of a sequence, or their mean, for FLOP/s.
@@ -85,6 +87,8 @@ def training_session(
         stop.show = reporter.announce
         for note in notes:
             reporter.note(note)
+        for warning in warnings:
+            reporter.problem(warning)
         yield Session(trainer, reporter, throughput, stop, saver)
 
 

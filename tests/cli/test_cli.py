@@ -71,8 +71,9 @@ class TestSurface:
     def test_every_task_says_what_it_asks(self) -> None:
         assert [name for name, asked in task_summaries() if not asked.endswith("?")] == []
 
-    def test_version_names_hydras_too(self, cli: Cli) -> None:
-        assert cli("--version") == 0
+    @pytest.mark.parametrize("word", ["--version", "-V", "version"])
+    def test_version_names_hydras_too(self, cli: Cli, word: str) -> None:
+        assert cli(word) == 0
         assert cli.out.startswith(f"mlm {mlm.__version__} (hydra 1.3")
 
 

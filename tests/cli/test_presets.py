@@ -180,14 +180,19 @@ def test_default_schedule_follows_the_length_of_the_run(steps: int, warmup: int)
         (["experiment=v1_1_2b"], 3000, 300_000),
         (["schedule=cosine_v1"], 3000, 300_000),
         (["model=bert_336m"], 10_000, 2_000_000),
-        (["experiment=shakespeare"], 60, 900),
     ],
 )
 def test_presets_keep_their_schedule_whatever_the_length_of_the_run(
     words: list[str], warmup: int, end: int
 ) -> None:
     schedule = pretrain(*words).schedule
-    assert (schedule.warmup(5000), schedule.decay_end(900)) == (warmup, end)
+    assert (schedule.warmup_end(5000), schedule.decay_end(900)) == (warmup, end)
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(900, 60), (30, 2), (3, 0)])
+def test_demo_can_be_made_shorter_without_touching_its_warm_up(steps: int, warmup: int) -> None:
+    schedule = pretrain("experiment=shakespeare", f"train.steps={steps}").schedule
+    assert schedule.warmup_end(steps) == warmup
 
 
 def test_evaluated_8b_model_has_heads_of_128_and_the_scaling_one_of_96() -> None:

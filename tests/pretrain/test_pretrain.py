@@ -316,7 +316,7 @@ def test_ctrl_c_while_a_run_starts_is_obeyed_after_its_first_step(
     assert main(["pretrain", *TINY, f"data.path={corpus}", f"out={out}", f"tp={tp}"]) == 0
     assert [path.name for path in (out / "checkpoints").glob("step-*")] == ["step-00000001"]
     said = capfd.readouterr()
-    assert "mlm: Ctrl-C: noted; training will stop and save after its first step" in said.err
+    assert "mlm: Ctrl-C: noted; if training starts, it stops and saves after its first step" in said.err
     assert "stopped by Ctrl-C after step 1, saved" in said.out
 
 

@@ -1,6 +1,8 @@
 """Displays: plain lines that a program can split, and a panel that fits."""
 
+import io
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -163,6 +165,28 @@ def test_a_stop_that_was_asked_for_is_a_row_of_the_panel(tmp_path: Path) -> None
     assert "Ctrl-C: finishing the step" in capture.get()
     with reporter(tmp_path / "plain", terminal()) as report:
         assert not report.announce("plain lines leave it to stderr")
+
+
+def test_a_failed_save_is_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    console = terminal()
+    with reporter(tmp_path, console) as report:
+        report.save_failed(2, "No space left on device")
+    assert "SAVING FAILED" not in shown(console)
+    assert capsys.readouterr().err.startswith("mlm: SAVING FAILED at step 2: No space left on device.")
+
+
+@pytest.mark.parametrize("same_terminal", [True, False])
+def test_a_problem_is_above_the_panel_and_on_a_stderr_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_terminal: bool
+) -> None:
+    errors = io.StringIO()
+    monkeypatch.setattr(errors, "isatty", lambda: same_terminal)
+    monkeypatch.setattr(sys, "stderr", errors)
+    console = terminal(is_terminal=True)
+    with reporter(tmp_path, console) as report:
+        report.problem("the disk is full")
+    assert shown(console).count("mlm: the disk is full") == 1
+    assert errors.getvalue() == ("" if same_terminal else "mlm: the disk is full\n")
 
 
 def test_training_outlives_the_reader_of_its_output(

@@ -69,7 +69,7 @@ class VerifyResumeConfig(PretrainConfig):
         steps = self.train.steps
         schedule = replace(
             self.schedule,
-            warmup_steps=self.schedule.warmup(steps),
+            warmup_steps=self.schedule.warmup_end(steps),
             decay_steps=self.schedule.decay_end(steps),
         )
         return PretrainConfig(
