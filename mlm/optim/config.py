@@ -75,10 +75,11 @@ class PrecisionConfig:
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     dtype: Annotated[
-        Literal["fp32", "tf32", "bf16", "fp16", "fp64"],
+        Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp64"],
         Also("bf16", "fp16", "mixed_precision", "torch_dtype"),
     ] = "fp32"
-    """Format of activations and matrix products; tf32: float32, multiplied with 10-bit mantissas."""
+    """Format of activations and matrix products; tf32: float32, multiplied with 10-bit mantissas;
+    fp8: bf16 whose linear layers multiply 8-bit floats, on an H100 or later."""
     cast: Literal["step", "use"] = "step"
     """When weights are cast to a half format: once for all micro-batches of a step, which takes 2 bytes a
     parameter, or at every use. No effect where zero=2|3 gathers them in that format."""

@@ -16,6 +16,7 @@ DTYPES = {
     "tf32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
+    "fp8": torch.bfloat16,
     "fp64": torch.float64,
 }
 """Compute dtypes by their configuration names."""

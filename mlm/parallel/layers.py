@@ -45,6 +45,8 @@ class Split(nn.Module):
     """Weight gradients put off by a zero-bubble schedule."""
     cast: Tensor | None = None
     """The weight in the dtype of compute, while it does not change (`Casts`)."""
+    fp8: bool = False
+    """True if products are of 8-bit floats (`mlm.parallel.fp8`); of linear layers only."""
 
     def __init__(self, *, tp: Axis, sequence_parallel: bool, init_std: float) -> None:
         super().__init__()
@@ -107,6 +109,7 @@ class ColumnParallelLinear(Split):
             sequence_parallel=self.sequence_parallel,
             postponed=self.postponed,
             cast=self.cast,
+            fp8=self.fp8,
         )
 
 
@@ -143,9 +146,10 @@ class RowParallelLinear(Split):
     def forward(self, x: Tensor) -> Tensor:
         """[S, B, I/t] -> [S, B, O]."""
         if self.tp.size == 1:
-            return linear(x, self.weight, self.bias, self.postponed, self.cast)
+            return linear(x, self.weight, self.bias, self.postponed, self.cast, self.fp8)
         # the bias joins after the sum, or it would be added t times
-        return self.leave(linear(x, self.weight, None, self.postponed, self.cast)) + self.bias.to(x.dtype)
+        partial = linear(x, self.weight, None, self.postponed, self.cast, self.fp8)
+        return self.leave(partial) + self.bias.to(x.dtype)
 
 
 class VocabParallelEmbedding(Split):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mlm.parallel import fp8 as in_fp8
 from mlm.parallel.collectives import (
     copy_to_tp,
     gather_rows,
@@ -63,16 +64,18 @@ class _Linear(torch.autograd.Function):
         tp: Axis,
         sequence_parallel: bool,
         postponed: Postponed | None,
+        fp8: bool,
     ) -> Tensor:
         # the weight as it is kept: a cast of our own is cheaper made twice than saved
         used = weight if cast is None else cast
         ctx.save_for_backward(x, used)
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
-        ctx.tp, ctx.sequence_parallel, ctx.postponed = tp, sequence_parallel, postponed
+        ctx.tp, ctx.sequence_parallel, ctx.postponed, ctx.fp8 = tp, sequence_parallel, postponed, fp8
         # recomputation hands a placeholder of the saved weight to backward, whose gradient would be lost
         ctx.leaf = None if postponed is None else weight
         whole = gather_rows(x, tp) if sequence_parallel else x
-        return product(whole, used.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        multiply = in_fp8.product if fp8 else product
+        return multiply(whole, used.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -84,26 +87,31 @@ class _Linear(torch.autograd.Function):
         gathering = start_all_gather(x, tp) if gather else None
         dx = dw = db = summing = None
         if needs_x:
-            dx = product(dy, weight.to(dy.dtype).t())
+            narrow = weight.to(dy.dtype)
+            dx = in_fp8.input_gradient(dy, narrow) if ctx.fp8 else product(dy, narrow.t())
             if ctx.sequence_parallel:
                 summing = start_reduce_scatter(dx, tp)
             elif tp.size > 1:
                 summing = start_all_reduce(dx, tp)
         dy2 = dy.reshape(-1, dy.shape[-1])  # [rows, O]
         if needs_weight and later:
-            postponed.add(_weight_job(x, ctx.leaf, dy2, tp if ctx.sequence_parallel else None))
+            postponed.add(_weight_job(x, ctx.leaf, dy2, tp if ctx.sequence_parallel else None, ctx.fp8))
         elif needs_weight:
             whole = x if gathering is None else gathering.wait()
-            dw = weight_gradient(dy2, whole.reshape(-1, x.shape[-1]), ctx.weight_dtype)
+            gradient = in_fp8.weight_gradient if ctx.fp8 else weight_gradient
+            dw = gradient(dy2, whole.reshape(-1, x.shape[-1]), ctx.weight_dtype)
         if needs_bias:
             db = dy2.sum(0, dtype=ctx.bias_dtype)
-        return summing.wait() if summing is not None else dx, dw, db, None, None, None, None
+        return summing.wait() if summing is not None else dx, dw, db, None, None, None, None, None
 
 
-def _weight_job(x: Tensor, weight: Tensor, dy: Tensor, gather_over: Axis | None) -> Callable[[], None]:
+def _weight_job(
+    x: Tensor, weight: Tensor, dy: Tensor, gather_over: Axis | None, fp8: bool
+) -> Callable[[], None]:
     def run() -> None:
         whole = x if gather_over is None else gather_rows(x, gather_over)
-        dw = weight_gradient(dy, whole.reshape(-1, x.shape[-1]), weight.dtype)
+        gradient = in_fp8.weight_gradient if fp8 else weight_gradient
+        dw = gradient(dy, whole.reshape(-1, x.shape[-1]), weight.dtype)
         torch.autograd.backward(weight, dw)  # adds to .grad and runs the hooks that wait for it
 
     return run
@@ -119,13 +127,14 @@ def linear(
     bias: Tensor | None = None,
     postponed: Postponed | None = None,
     cast: Tensor | None = None,
+    fp8: bool = False,
 ) -> Tensor:
     """Return x weight^T + bias, differentiable; weight and bias may be of a wider dtype than x.
 
-    `cast` is the weight in x's dtype, if the caller has it.
+    `cast` is the weight in x's dtype, if the caller has it; with `fp8` products are of 8-bit floats.
     """
     apply: Callable[..., Tensor] = _Linear.apply if postponed is None else _eager_linear
-    return apply(x, weight, bias, cast, ALONE, False, postponed)
+    return apply(x, weight, bias, cast, ALONE, False, postponed, fp8)
 
 
 def column_parallel_linear(
@@ -137,6 +146,7 @@ def column_parallel_linear(
     sequence_parallel: bool = False,
     postponed: Postponed | None = None,
     cast: Tensor | None = None,
+    fp8: bool = False,
 ) -> Tensor:
     """This rank's output features of a layer split by column: [S, B, I] -> [S, B, O/t].
 
@@ -144,7 +154,7 @@ def column_parallel_linear(
     summed over tp.
     """
     if tp.size == 1:
-        return linear(x, weight, bias, postponed, cast)
+        return linear(x, weight, bias, postponed, cast, fp8)
     if torch.compiler.is_compiling() and not sequence_parallel and postponed is None:
-        return linear(copy_to_tp(x, tp), weight, bias, None, cast)
-    return _eager_linear(x, weight, bias, cast, tp, sequence_parallel, postponed)
+        return linear(copy_to_tp(x, tp), weight, bias, None, cast, fp8)
+    return _eager_linear(x, weight, bias, cast, tp, sequence_parallel, postponed, fp8)

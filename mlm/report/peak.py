@@ -28,18 +28,18 @@ TABLE: tuple[tuple[str, dict[str, float]], ...] = (
     (r"RTX A6000\b", {"half": 154.8, "tf32": 77.4, "fp32": 38.7}),
     (r"RTX 3090$", {"half": 71, "tf32": 35.6, "fp32": 35.6}),
     # Datasheets of the H100 and H200 (fp64 on tensor cores); the H800 differs in its links and fp64 only.
-    (r"H100 PCIe", {"half": 756, "tf32": 378, "fp32": 51, "fp64": 51}),
-    (r"H[12]00 NVL", {"half": 835, "tf32": 417.5, "fp32": 60, "fp64": 60}),
-    (r"H100\b|G?H200\b", {"half": 989.4, "tf32": 494.7, "fp32": 66.9, "fp64": 66.9}),
+    (r"H100 PCIe", {"fp8": 1513, "half": 756, "tf32": 378, "fp32": 51, "fp64": 51}),
+    (r"H[12]00 NVL", {"fp8": 1671, "half": 835, "tf32": 417.5, "fp32": 60, "fp64": 60}),
+    (r"H100\b|G?H200\b", {"fp8": 1978.9, "half": 989.4, "tf32": 494.7, "fp32": 66.9, "fp64": 66.9}),
     (r"H800$", {"half": 989.4, "tf32": 494.7, "fp32": 66.9}),
     (r"H20\b", {"half": 148, "tf32": 74, "fp32": 44}),
     # Datasheets of GB200 NVL72 and HGX B200, figures of one GPU.
-    (r"GB200", {"half": 2500, "tf32": 1250, "fp32": 80, "fp64": 40}),
-    (r"B200", {"half": 2250, "tf32": 1100, "fp32": 75, "fp64": 37}),
+    (r"GB200", {"fp8": 5000, "half": 2500, "tf32": 1250, "fp32": 80, "fp64": 40}),
+    (r"B200", {"fp8": 4500, "half": 2250, "tf32": 1100, "fp32": 75, "fp64": 37}),
     # Datasheets of the L4, L40S and RTX 6000 Ada; whitepapers "Ada" and "RTX Blackwell" for GeForce cards.
     (r"L4\b", {"half": 121, "tf32": 60, "fp32": 30.3}),
-    (r"L40S", {"half": 362, "tf32": 183, "fp32": 91.6}),
-    (r"RTX 6000 Ada", {"half": 364.2, "tf32": 182.1, "fp32": 91.1}),
+    (r"L40S", {"fp8": 733, "half": 362, "tf32": 183, "fp32": 91.6}),
+    (r"RTX 6000 Ada", {"fp8": 728.5, "half": 364.2, "tf32": 182.1, "fp32": 91.1}),
     (r"RTX 4090$", {"half": 165.2, "tf32": 82.6, "fp32": 82.6}),
     (r"RTX 5090$", {"half": 209.5, "tf32": 104.8, "fp32": 104.8}),
 )
@@ -56,7 +56,7 @@ class Peak:
 
 
 def peak_flops(device: torch.device, dtype: str, override_tflops: float | None = None) -> Peak | None:
-    """Return the dense peak of `device` in `dtype` (fp64, fp32, tf32, bf16 or fp16); None for an unknown GPU.
+    """Return the dense peak of `device` in `dtype` (fp64, fp32, tf32, bf16, fp16 or fp8); None for an unknown GPU.
 
     `override_tflops` (dist.peak_tflops, TFLOP/s) wins. A CPU is measured once, for about 0.3 s, with the
     threads this process may use; other ranks on its host should wait meanwhile.

@@ -9,24 +9,31 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
+from mlm.errors import UserError
 from mlm.parallel.fused_loss import use_compiler
 from mlm.parallel.matmul import prepare_products
 from mlm.parallel.uncompiled import prepare_to_compile
 from mlm.train.config import AttentionKernel, PretrainConfig
 
-HOPPER = (9, 0)
-"""Compute capability from which cuDNN's attention comes first."""
+ADA, HOPPER = (8, 9), (9, 0)
+"""Compute capabilities from which 8-bit floats are multiplied, and cuDNN's attention comes first."""
 
 
 def choose_kernels(config: PretrainConfig, device: torch.device) -> None:
-    """Set PyTorch's switches for a run. On a CPU only `deterministic` has an effect."""
+    """Set PyTorch's switches for a run. On a CPU only `deterministic` has an effect. Raises UserError."""
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when a GPU's first product runs
         torch.use_deterministic_algorithms(True)
     if device.type != "cuda":
         return
+    capability = torch.cuda.get_device_capability(device)
+    if config.precision.dtype == "fp8" and capability < ADA:
+        raise UserError(
+            f"precision.dtype=fp8: {torch.cuda.get_device_name(device)} multiplies no 8-bit floats; use "
+            "precision=bf16"
+        )
     torch.set_float32_matmul_precision("high" if config.precision.dtype == "tf32" else "highest")
-    choose_attention(config.attention, torch.cuda.get_device_capability(device))
+    choose_attention(config.attention, capability)
     prepare_products(device)
 
 

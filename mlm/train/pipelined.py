@@ -79,6 +79,10 @@ class PipelinedModel:
                 for module in chunk.modules():
                     if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
                         module.postponed = postponed
+        if precision.dtype == "fp8":
+            for layer in chain(*(chunk.layers.modules() for chunk in self.chunks)):
+                if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
+                    layer.fp8 = True
         half = self.dtype in (torch.bfloat16, torch.float16)
         casts = half and precision.cast == "step" and not (parallel.zero and ctx.dp.group is not None)
         self.casts = Casts(chain(*(chunk.modules() for chunk in self.chunks)) if casts else (), self.dtype)

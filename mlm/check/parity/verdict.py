@@ -41,6 +41,9 @@ TOLERANCES = {
     "fp32": Tolerance(loss=1e-5, gradient=1e-4, later=1e-3, norm=1e-2, weight=2.5),
     "fp16": Tolerance(loss=2e-3, gradient=5e-2, later=3e-1, norm=5e-2, weight=2.5),
     "bf16": Tolerance(loss=1e-2, gradient=1e-1, later=5e-1, norm=5e-2, weight=2.5),
+    "tf32": Tolerance(loss=2e-3, gradient=5e-2, later=3e-1, norm=5e-2, weight=2.5),
+    # Three bits of mantissa, and a scale per shard where one process has one scale: only gross errors show.
+    "fp8": Tolerance(loss=5e-2, gradient=5e-1, later=1.0, norm=2e-1, weight=2.5),
 }
 FLOOR = 1e-3
 """A parameter whose largest gradient is below this fraction of the model's largest is measured against that:
@@ -66,7 +69,7 @@ class Verdict:
 
 
 def judge(report: Report, precision: str) -> Verdict:
-    """The verdict on a comparison in the format `precision` (fp64, fp32, bf16, fp16)."""
+    """The verdict on a comparison in the format `precision`."""
     tolerance = TOLERANCES[precision]
     if all(skipped(step) for step in report.steps):
         return Verdict(
