@@ -56,7 +56,7 @@ class Peak:
 
 
 def peak_flops(device: torch.device, dtype: str, override_tflops: float | None = None) -> Peak | None:
-    """Return the dense peak of `device` in `dtype` (fp64, fp32, tf32, bf16, fp16 or fp8); None for an unknown GPU.
+    """Return the dense peak of `device` in `dtype` (a name of precision.dtype); None for an unknown GPU.
 
     `override_tflops` (dist.peak_tflops, TFLOP/s) wins. A CPU is measured once, for about 0.3 s, with the
     threads this process may use; other ranks on its host should wait meanwhile.
@@ -68,7 +68,8 @@ def peak_flops(device: torch.device, dtype: str, override_tflops: float | None =
         return Peak(flops, f"measured {dtype} matmul {flops / 1e12:.3g}")
     if device.type != "cuda":
         return None
-    return table_peak(torch.cuda.get_device_name(device), dtype)
+    tf32 = dtype == "fp32" and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return table_peak(torch.cuda.get_device_name(device), "tf32" if tf32 else dtype)
 
 
 def table_peak(name: str, unit: str) -> Peak | None:

@@ -98,8 +98,12 @@ class MlmTrainee(Trainee):
 
     def build(self, compiled: bool) -> Trainer:
         """The trainer as `mlm pretrain` makes it."""
-        config = run_config(self.spec, self.spec.shape.batch_size)
+        config = self.changed(run_config(self.spec, self.spec.shape.batch_size))
         return Trainer(replace(config, compile=compiled), self.ctx)
+
+    def changed(self, config: PretrainConfig) -> PretrainConfig:
+        """The run to measure, where that is not the benchmark's own."""
+        return config
 
     def load_weights(self) -> None:
         """Give it the weights of all contenders."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpu.child import Case
 from mlm.check.parity.compare import Difference
-from mlm.check.parity.verdict import FLOOR, TOLERANCES, Tolerance
+from mlm.check.parity.verdict import FLOOR, TOLERANCES
 from mlm.data.config import DataConfig
 from mlm.data.sampler import Loader, MicroBatch
 from mlm.errors import UserError
@@ -29,9 +29,7 @@ STEPS = 4
 SAMPLES, MICRO_BATCH = 16, 8
 LATER = 10
 """Bound of later losses, in units of the first's: weights have moved by then."""
-PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16")
-BOUNDS = {**TOLERANCES, "tf32": Tolerance(loss=1e-3, gradient=2e-2, later=1e-1, norm=1e-2, weight=2.5)}
-"""Those of `mlm parity`. TF32 has float16's ten bits in products alone."""
+PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
 NARROW_FLOOR = 1e-2
 """FLOOR of `mlm parity` for tf32 and half precision. Gradients of a BERT's sentence order are sums that
 cancel to 2e-3 of the model's largest, so that they hold a fifth of rounding."""
@@ -121,15 +119,12 @@ def compare(
 ) -> None:
     """One precision: a row, and a problem where it differs by more than its bounds."""
     name = f"{kind} {precision}"
-    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     try:
         found, losses = train(config_of(kind, precision, quick=case.quick), case.device)
     except (RuntimeError, UserError) as error:
         case.problem(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}")
         return
-    finally:
-        torch.set_float32_matmul_precision("highest")
-    bounds, differences = BOUNDS[precision], differences_of(found.gradients, reference.gradients)
+    bounds, differences = TOLERANCES[precision], differences_of(found.gradients, reference.gradients)
     floor = FLOOR if precision in ("fp64", "fp32") else NARROW_FLOOR
     least = floor * max(d.largest for d in differences)
     by, worst = max((d.difference / max(d.largest, least), d.name) for d in differences)

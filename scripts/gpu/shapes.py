@@ -1,7 +1,7 @@
 """Sizes of the models that are measured, and how they get weights without minutes of drawing on the CPU."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mlm.data.sampler import Batch
 from mlm.train import trainer
+from mlm.train.config import PretrainConfig
 
 SIZES = {
     "124m": (12, 768, 12),
@@ -24,6 +25,8 @@ SIZES = {
 }
 """L, H, N of model=gpt2_… (configs/model)."""
 TINY = (2, 64, 4)
+Change = Callable[[PretrainConfig], PretrainConfig]
+"""The settings to measure, of those of the benchmark."""
 
 
 def gpt2(
@@ -54,7 +57,17 @@ def init_on_device(model: nn.Module, *_: Any) -> None:
 
 
 class SpeedTrainee(MlmTrainee):
-    """`mlm` by its Trainer, with any weights, at any micro-batch size."""
+    """`mlm` by its Trainer, with any weights, at any micro-batch size, under any settings."""
+
+    def __init__(
+        self,
+        name: str,
+        spec: Spec,
+        device: torch.device,
+        change: Change = lambda config: config,
+    ) -> None:
+        self.changed = change  # type: ignore[method-assign]
+        super().__init__(name, spec, device)
 
     def build(self, compiled: bool) -> trainer.Trainer:
         saved, trainer.init_parameters = trainer.init_parameters, init_on_device

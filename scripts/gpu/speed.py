@@ -12,7 +12,7 @@ from bench.stats import Spread
 
 from gpu.child import Case
 from gpu.facts import compiler_problem, measured_peak, sheet_peak
-from gpu.shapes import SpeedTrainee, freed, gpt2, spec_of
+from gpu.shapes import Change, SpeedTrainee, freed, gpt2, spec_of
 from gpu.waits import device_of
 from mlm.report.peak import memory_bytes
 
@@ -76,6 +76,22 @@ def measure_shape(case: Case, shape: Shape, sizes: Sequence[int], *, compiled: b
     return best
 
 
+def measure_changed(
+    case: Case,
+    shape: Shape,
+    words: str,
+    change: Change,
+    *,
+    compiled: bool,
+) -> None:
+    """A row of one size under other settings, which `words` name."""
+    with freed(case.device):
+        spec = spec_of(shape, case.device)
+        trainee = SpeedTrainee("mlm-compiled" if compiled else "mlm", spec, device_of(case), change)
+        measure_size(case, trainee, shape.batch_size, compiled, words)
+        del trainee
+
+
 def labels(shape: Shape, size: int, compiled: bool) -> dict[str, object]:
     """What was measured."""
     return {
@@ -87,9 +103,11 @@ def labels(shape: Shape, size: int, compiled: bool) -> dict[str, object]:
     }
 
 
-def measure_size(case: Case, trainee: SpeedTrainee, size: int, compiled: bool) -> float | None:
+def measure_size(
+    case: Case, trainee: SpeedTrainee, size: int, compiled: bool, words: str = ""
+) -> float | None:
     """Tokens/s at one micro-batch size; None if it cannot run, which is a row as well."""
-    named = labels(trainee.spec.shape, size, compiled)
+    named = labels(trainee.spec.shape, size, compiled) | ({"settings": words} if words else {})
     begin = time.perf_counter()
     try:
         trainee.use(size)
