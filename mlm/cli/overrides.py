@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml  # type: ignore[import-untyped]
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import (
     ChoiceSweep,
@@ -23,9 +24,10 @@ from mlm.cli.choices import other_names as other_choices
 from mlm.cli.commands import Command
 from mlm.cli.tasks import GROUP as TASKS
 from mlm.cli.tasks import OWN
+from mlm.config.fields import expand_home
 from mlm.config.paths import CONFIG_DIR, groups
 from mlm.config.suggest import nearest, nearest_key, unknown_key
-from mlm.config.tree import MISSING_VALUE, describe_type, leaves, other_names, sections
+from mlm.config.tree import MISSING_VALUE, describe_type, flatten, leaves, other_names, sections
 from mlm.errors import Problem, show
 from mlm.train.config import PretrainConfig
 
@@ -88,6 +90,9 @@ def prepare(
     `own_path` says that the user replaced the config search path: choices are then left to Hydra.
     """
     prepared = Prepared(_own_choices(command, typed))
+    typed, file_problems = with_files(command, typed)
+    prepared.problems += file_problems
+    prepared.doubtful |= {key for each in file_problems for key in each.keys}
     typed = [f"++{text}" if text.startswith(OF_OWN_CODE) else text for text in typed]
     multirun = multirun or any(text.startswith("hydra.mode=") for text in typed)
     own_path = own_path or any("hydra.searchpath=" in text for text in typed)
@@ -107,6 +112,49 @@ def prepare(
             prepared.problems.append(problem)
             prepared.doubtful |= _meant(command, text, options)
     return prepared
+
+
+def with_files(command: Command, typed: Sequence[str]) -> tuple[list[str], list[Problem]]:
+    """Overrides with each `group=FILE.yaml` of the command's file groups as the keys that the file sets."""
+    overrides, problems = list[str](), list[Problem]()
+    for text in typed:
+        group, _, value = text.partition("=")
+        path = Path(expand_home(value.strip("'\"")))
+        is_file = group in command.file_groups and path.suffix in (".yaml", ".yml")
+        is_shipped = path.name == str(path) and (CONFIG_DIR / group / path).is_file()
+        if not is_file or is_shipped:
+            overrides.append(text)
+            continue
+        found = _keys_of_file(command, group, path)
+        if isinstance(found, Problem):
+            problems.append(found)
+        else:
+            overrides += [f"~{group}", *found]
+    return overrides, problems
+
+
+def _keys_of_file(command: Command, group: str, path: Path) -> list[str] | Problem:
+    """Overrides that set what a YAML holds for a group's section: all its required keys and no others."""
+    typed = f"{group}={path}"
+    try:
+        values = yaml.safe_load(path.read_text("utf-8"))
+    except OSError as error:
+        return Problem((group,), f"{typed}: {error.strerror}", f"name a file, or a choice of {group}")
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        return Problem((group,), f"{typed}: no YAML ({' '.join(str(error).split())})", "correct the file")
+    if not isinstance(values, dict):
+        return Problem((group,), f"{typed}: no YAML with keys", "correct the file")
+    flat = {f"{group}.{key}": value for key, value in flatten(values).items()}
+    known = {key: leaf for key, leaf in leaves(command.spec).items() if key.startswith(f"{group}.")}
+    missing = [key for key, leaf in known.items() if leaf.default == MISSING_VALUE and flat.get(key) is None]
+    unknown = [key for key in flat if key not in known]
+    if missing or unknown:
+        short = [key.removeprefix(f"{group}.") for key in (missing or unknown)]
+        has = "lacks" if missing else "has unknown keys:"
+        example = next((CONFIG_DIR / group).glob("*.yaml"))
+        fix = f"{'add' if missing else 'remove'} them, as in {example.relative_to(CONFIG_DIR.parent)}"
+        return Problem((group,), f"{typed}: {has} {', '.join(short)}", fix)
+    return [f"{key}={quote(v) if isinstance(v, str) else show(v)}" for key, v in flat.items()]
 
 
 def _own_choices(command: Command, typed: Sequence[str]) -> list[str]:

@@ -49,6 +49,8 @@ class Command:
     """(as typed, key) pairs: `mlm data build data=text` means input=text."""
     own_choices: tuple[str, ...] = ()
     """Choices of groups that experiment=… leaves as they are here; typed ones win."""
+    file_groups: tuple[str, ...] = ()
+    """Groups that also take the path of a YAML with the keys of their section: hardware=my_cluster.yaml."""
     also: tuple[str, ...] = ()
     """Names that other programs have for it, in lower case, with underscores."""
     keys: tuple[str, ...] = ()

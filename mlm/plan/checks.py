@@ -1,14 +1,25 @@
 """Checks of the settings of `mlm plan`."""
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from mlm.config.suggest import either, multiples_around, nearest
-from mlm.config.tree import out_of_range
+from mlm.config.tree import out_of_range, values_of
 from mlm.errors import Problem
 from mlm.files.results import folder_problem, is_stream
-from mlm.plan.config import PlanScheduleConfig
+from mlm.parallel.layout_checks import TRAIN_RULES, Launch
+from mlm.parallel.nearest_layout import layout_problems
+from mlm.plan.config import PlanLayoutsConfig, PlanMemoryConfig, PlanScheduleConfig
+from mlm.plan.search import Broken, Query, layouts, query_of, settings
 
 ENDINGS = (".svg", ".png", ".json")
+LAYOUT_ENDINGS = (".json", ".csv")
+MEMORY_ENDINGS = (".json", ".csv")
+MOST_TRIED = 128
+"""Distance up to which a valid number of GPUs, or batch, is looked for."""
+SEARCHED = frozenset(("tp", "pp", "vp", "dp", "pipeline", "zero", "sequence_parallel"))
+MODEL_RULES = tuple(rule for rule in TRAIN_RULES if not SEARCHED & set(rule.reads))
+"""Rules that no search can keep by another layout."""
 MAX_COMPUTATIONS = 500_000  # in one simulation: a quarter of a minute, three times what the largest runs need
 
 
@@ -16,11 +27,72 @@ def check_plan_schedule(config: PlanScheduleConfig) -> list[Problem]:
     """Problems of `mlm plan schedule`. Those of a number that is out of range itself are left out."""
     outside = out_of_range(config)
     rules = (_interleaves, _rounds_are_full, _can_be_simulated, _out_can_be_written)
-    found = (rule(config) for rule in rules)
-    return [
-        *outside.values(),
-        *(problem for problem in found if problem and not problem.concerns(outside)),
-    ]
+    return _found(outside, (rule(config) for rule in rules))
+
+
+def check_plan_layouts(config: PlanLayoutsConfig) -> list[Problem]:
+    """Problems of `mlm plan layouts`."""
+    outside = out_of_range(config)
+    query = query_of(config)
+    values = settings(query, {"sequence_parallel": False, "tp": 1})
+    found = [_dtype_has_units(config), _out_ends_in(config.out, LAYOUT_ENDINGS, "plan")]
+    found += layout_problems(values, Launch(None, None), MODEL_RULES, outside)
+    if not outside and not any(found):
+        found.append(_some_layout_is_valid(query))
+    return _found(outside, found)
+
+
+def check_plan_memory(config: PlanMemoryConfig) -> list[Problem]:
+    """Problems of `mlm plan memory`."""
+    outside = out_of_range(config)
+    parallel = config.parallel
+    ranks = parallel.tp * parallel.pp * (parallel.dp or 1)
+    found = [_dtype_has_units(config), _out_ends_in(config.out, MEMORY_ENDINGS, "memory")]
+    found += layout_problems(values_of(config), Launch(max(ranks, 1), None), TRAIN_RULES, outside)
+    if config.rank is not None and not outside and config.rank >= ranks:
+        found.append(
+            Problem(("rank",), f"rank={config.rank} of {ranks} ranks", f"use rank={ranks - 1} or less")
+        )
+    return _found(outside, found)
+
+
+def _found(outside: Mapping[str, Problem], found: Iterable[Problem | None]) -> list[Problem]:
+    """Problems without those that follow from a number out of range."""
+    return [*outside.values(), *(each for each in found if each and not each.concerns(outside))]
+
+
+def _dtype_has_units(config: PlanLayoutsConfig | PlanMemoryConfig) -> Problem | None:
+    dtype, peaks = config.precision.dtype, config.hardware.peak_tflops
+    if getattr(peaks, dtype) is not None:
+        return None
+    known = [name for name in ("bf16", "fp16", "fp32", "fp64") if getattr(peaks, name) is not None]
+    if not known:
+        problem = f"hardware.peak_tflops of {config.hardware.name} are all null"
+        return Problem(("hardware.peak_tflops",), problem, f"add hardware.peak_tflops.{dtype}=…")
+    problem = f"precision={dtype}: {config.hardware.name} has no peak_tflops.{dtype}"
+    return Problem(("precision", "hardware"), problem, f"use {either('precision', known)}")
+
+
+def _some_layout_is_valid(query: Query) -> Problem | None:
+    broken = Broken()
+    if next(layouts(query, broken), None):
+        return None
+    found = broken.reasons()
+    why = found[0][0] if found else "the fixed settings leave none"
+    near = _near(query, "gpus", query.gpus), _near(query, "global_batch", query.global_batch)
+    names = ("gpus", "train.global_batch_size")
+    fixes = [f"{name}={value}" for name, value in zip(names, near, strict=True) if value]
+    fix = f"use {' or '.join(fixes)}" if fixes else "free some of the fixed settings"
+    return Problem(("gpus", "train.global_batch_size"), f"gpus={query.gpus}: no layout is valid ({why})", fix)
+
+
+def _near(query: Query, name: str, value: int) -> int | None:
+    """The nearest value of a field of the query for which there is a valid layout."""
+    for distance in range(1, MOST_TRIED):
+        for tried in (value - distance, value + distance):
+            if tried > 0 and next(layouts(query.replaced(**{name: tried})), None):
+                return tried
+    return None
 
 
 def _interleaves(config: PlanScheduleConfig) -> Problem | None:
@@ -57,16 +129,20 @@ def _can_be_simulated(config: PlanScheduleConfig) -> Problem | None:
 
 
 def _out_can_be_written(config: PlanScheduleConfig) -> Problem | None:
-    if config.out is None or is_stream(config.out):
+    return _out_ends_in(config.out, ENDINGS, "schedule")
+
+
+def _out_ends_in(out_typed: str | None, allowed: tuple[str, ...], stem: str) -> Problem | None:
+    if out_typed is None or is_stream(out_typed):
         return None
-    out = Path(config.out)
-    if out.suffix not in ENDINGS:
-        ending = nearest(out.suffix, ENDINGS) or ENDINGS[0]
-        fixed = out.parent / f"{out.stem.strip('.') or 'schedule'}{ending}"
-        if out.name in ENDINGS:
-            fixed = out.with_name(f"schedule{out.name}")
-        endings = f"{', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}"
-        return Problem(("out",), f"out={config.out} must end in {endings}", f"use out={fixed}")
+    out = Path(out_typed)
+    if out.suffix not in allowed:
+        ending = nearest(out.suffix, allowed) or allowed[0]
+        fixed = out.parent / f"{out.stem.strip('.') or stem}{ending}"
+        if out.name in allowed:
+            fixed = out.with_name(f"{stem}{out.name}")
+        endings = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
+        return Problem(("out",), f"out={out_typed} must end in {endings}", f"use out={fixed}")
     if out.is_dir():
-        return Problem(("out",), f"out={config.out} is a folder", f"use out={out / f'schedule{out.suffix}'}")
-    return folder_problem(out, makes_folders=True)
+        return Problem(("out",), f"out={out_typed} is a folder", f"use out={out / f'{stem}{out.suffix}'}")
+    return folder_problem(out, makes_folders=stem == "schedule")

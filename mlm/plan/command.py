@@ -1,10 +1,76 @@
-"""The command `mlm plan schedule`."""
+"""The commands of `mlm plan`."""
 
 from mlm.config.command import Command
-from mlm.plan.checks import check_plan_schedule
-from mlm.plan.config import PlanScheduleConfig
+from mlm.plan.checks import check_plan_layouts, check_plan_memory, check_plan_schedule
+from mlm.plan.config import PlanLayoutsConfig, PlanMemoryConfig, PlanScheduleConfig
 
 COMMANDS = (
+    Command(
+        words=("plan", "layouts"),
+        config="plan_layouts",
+        spec=PlanLayoutsConfig,
+        target="mlm.plan.layouts:run",
+        local_check=check_plan_layouts,
+        summary="find the fastest layouts of a model on some GPUs, with their time, memory and cost",
+        about=(
+            "Searches every layout that `mlm pretrain` takes (tp, sequence parallelism, pp, vp, schedule, "
+            "dp, zero, recomputation, micro-batch) on a number of GPUs, and prints the fastest that fit: "
+            "step time, tokens per second, model and hardware TFLOP/s, MFU, memory by part, bubble and "
+            "exposed communication. Nothing is run: time is a formula, checked against published runs in "
+            "mlm/plan/README.md. A key that is set (tp=8) is kept, the others are searched."
+        ),
+        examples=(
+            (
+                "The 8.3 billion model of arXiv:1909.08053 on 64 DGX A100",
+                "mlm plan layouts model=gpt2_8b gpus=512 hardware=dgx_a100_80g",
+            ),
+            (
+                "What 300 billion tokens take and cost",
+                "mlm plan layouts model=gpt2_8b gpus=64 tokens=300e9 price_per_gpu_hour=2.5",
+            ),
+            (
+                "What rejects other layouts, with tp=8 kept",
+                "mlm plan layouts model=gpt2_sc21_39b gpus=512 train.global_batch_size=1536 tp=8 why=true",
+            ),
+            ("All numbers as a table", "mlm plan layouts model=gpt2_2_5b gpus=16 out=plan.csv"),
+        ),
+        file_groups=("hardware",),
+        keys=(
+            *("gpus", "tokens", "price_per_gpu_hour", "show", "why", "out", "data.seq_length"),
+            *("train.global_batch_size", "train.micro_batch_size", "tp", "pp", "vp", "dp"),
+            *("sequence_parallel", "pipeline", "zero", "zero_reduce", "recompute"),
+        ),
+    ),
+    Command(
+        words=("plan", "memory"),
+        config="plan_memory",
+        spec=PlanMemoryConfig,
+        target="mlm.plan.one_layout:run",
+        local_check=check_plan_memory,
+        summary="show the memory of one layout by part, on any rank, beside that of the device",
+        about=(
+            "Memory of a GPU at its fullest moment: weights, gradients and optimizer state (exact), "
+            "activations of all micro-batches in flight, the vocabulary projection, communication buffers, "
+            "and what the driver and the allocator take. Shown for the first and the last pipeline stage, "
+            "and for rank=… where it is given."
+        ),
+        examples=(
+            (
+                "The 8.3 billion model of arXiv:1909.08053 in its own layout",
+                "mlm plan memory model=gpt2_8b parallel=v1_8_3b hardware=dgx2h_v100_32g precision=fp16",
+            ),
+            (
+                "A trillion parameters: arXiv:2104.04473, table 1",
+                "mlm plan memory model=gpt2_sc21_1t parallel=sc21_1t hardware=dgx_a100_80g rank=1000",
+            ),
+            ("Sharded weights on one node", "mlm plan memory model=gpt2_2_5b dp=8 zero=3 zero_reduce=every"),
+        ),
+        file_groups=("hardware",),
+        keys=(
+            *("rank", "out", "data.seq_length", "train.global_batch_size", "train.micro_batch_size"),
+            *("tp", "sequence_parallel", "pp", "vp", "pipeline", "dp", "zero", "zero_reduce", "recompute"),
+        ),
+    ),
     Command(
         words=("plan", "schedule"),
         config="plan_schedule",

@@ -1,10 +1,14 @@
 """Run specs of the commands of `mlm plan`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
-from mlm.config.fields import NOT_NEGATIVE, POSITIVE, Forbid, ResultFile
-from mlm.parallel.config import PipelineSize, VirtualSize
+from mlm.config.fields import NOT_NEGATIVE, POSITIVE, Also, Forbid, ResultFile
+from mlm.data.config import MicroBatchSize, SeqLength
+from mlm.models.config import ModelConfig
+from mlm.optim.config import PrecisionConfig
+from mlm.parallel.config import ParallelConfig, PipelineSize, TensorSize, VirtualSize
+from mlm.plan.hardware import HardwareConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,3 +40,113 @@ class PlanScheduleConfig:
     """Duration of the gradient of its weights alone (zb_h1)."""
     transfer_cost: Annotated[float, NOT_NEGATIVE] = 0.0
     """Duration of one transfer between ranks; computation continues meanwhile."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanDataConfig:
+    """The samples of a planned run."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    seq_length: SeqLength = 1024
+    """Tokens per sample, S."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchedBatchConfig:
+    """The batch of a search."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    global_batch_size: Annotated[int, POSITIVE, Also("train_batch_size")] = 512
+    """Samples per step over all replicas."""
+    micro_batch_size: Annotated[
+        int | None, POSITIVE, Also("batch_size", "per_device_train_batch_size", "micro_batch_size")
+    ] = None
+    """Samples one rank runs through the model at once, B; null searches."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedBatchConfig:
+    """The batch of one layout."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    global_batch_size: Annotated[int, POSITIVE, Also("train_batch_size")] = 512
+    """Samples per step over all replicas. A multiple of dp * micro_batch_size."""
+    micro_batch_size: MicroBatchSize = 8
+    """Samples one rank runs through the model at once, B; the rest are accumulated."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchedLayoutConfig:
+    """A layout of which null is searched; as ParallelConfig."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    tp: TensorSize | None = None
+    """Tensor-parallel size, t; null searches."""
+    pp: PipelineSize | None = None
+    """Pipeline-parallel size, p; null searches."""
+    vp: VirtualSize | None = None
+    """Virtual stages (chunks) per pipeline rank, v; null searches."""
+    dp: Annotated[int | None, POSITIVE, Also("data_parallel", "data_parallel_size")] = None
+    """Data-parallel size, d; null searches."""
+    sequence_parallel: bool | None = None
+    """Split activations outside the tensor-parallel regions along the sequence; null searches."""
+    pipeline: Literal["1f1b", "gpipe", "zb_h1"] | None = None
+    """Pipeline schedule; null searches."""
+    zero: Annotated[Literal[0, 2, 3] | None, Also("zero_stage", "fsdp")] = None
+    """Sharded over dp: 0 nothing, 2 optimizer state and reduced gradients, 3 weights too; null searches."""
+    zero_reduce: Literal["last", "every"] | None = None
+    """zero=2|3: micro-batches that reduce gradients; null searches."""
+    recompute: Annotated[Literal["none", "selective", "full"] | None, Also("activation_checkpointing")] = None
+    """Activations that backward recomputes; null searches."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanLayoutsConfig:
+    """The run spec of `mlm plan layouts`: search the layouts of a model on a number of GPUs."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    name: str
+    """Name of the model in reports."""
+    gpus: Annotated[int, POSITIVE, Also("world_size", "num_gpus", "n_gpus")] = 8
+    """GPUs to use, all of them."""
+    tokens: Annotated[float | None, POSITIVE, Also("train_tokens", "max_tokens")] = None
+    """Tokens to train on, such as 300e9: adds days, energy and, with a price, cost."""
+    price_per_gpu_hour: Annotated[float | None, POSITIVE] = None
+    """Price of one GPU for an hour, in any currency."""
+    show: Annotated[int, POSITIVE] = 10
+    """Layouts to show."""
+    why: bool = False
+    """List also what rejected other layouts, and what limits the best."""
+    out: ResultFile | None = None
+    """File to write beside the printed tables: .html, .png, .json or .csv; null writes none."""
+    model: ModelConfig
+    hardware: HardwareConfig
+    parallel: SearchedLayoutConfig = field(default_factory=SearchedLayoutConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    data: PlanDataConfig = field(default_factory=PlanDataConfig)
+    train: SearchedBatchConfig = field(default_factory=SearchedBatchConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanMemoryConfig:
+    """The run spec of `mlm plan memory`: the memory of one layout, part by part."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    name: str
+    """Name of the model in reports."""
+    rank: Annotated[int | None, NOT_NEGATIVE] = None
+    """A rank to show beside the first and the last of the pipeline; null shows those two."""
+    out: ResultFile | None = None
+    """File to write beside the printed table: .json or .csv; null writes none."""
+    model: ModelConfig
+    hardware: HardwareConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    data: PlanDataConfig = field(default_factory=PlanDataConfig)
+    train: PlannedBatchConfig = field(default_factory=PlannedBatchConfig)

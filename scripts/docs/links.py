@@ -21,6 +21,7 @@ GATHERED = {
     "mlm/checkpoint/README.md": "guides/checkpoints.md",
     "mlm/evaluate/README.md": "guides/evaluation.md",
     "mlm/finetune/README.md": "guides/finetuning.md",
+    "mlm/plan/README.md": "guides/planning.md",
     "scripts/slurm/README.md": "guides/slurm.md",
     "mlm/files/README.md": "guides/file-safety.md",
     "scripts/docs/design.md": "explanation/design.md",

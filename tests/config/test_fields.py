@@ -12,7 +12,7 @@ from mlm.config.build import build
 from mlm.config.command import no_problems
 from mlm.config.fields import FRACTION, POSITIVE, Also, InputPath, Role
 from mlm.config.suggest import nearest_key
-from mlm.config.tree import Leaf, defaults, leaves
+from mlm.config.tree import Leaf, choices, defaults, leaves
 from mlm.errors import ConfigError
 
 A_PATH = re.compile(r"(?i)(\w+ )?(file|folder|path|run directory|prefix|tokenizer|checkpoint|corpus)\b")
@@ -43,8 +43,10 @@ def values_with(name: str, leaf: Leaf, value: str) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for key, known in leaves(SPECS[name]).items():
         given = "x" if known.default == "???" else known.default
-        if key in ("model.num_layers", "model.hidden_size", "model.num_heads"):
+        if known.default == "???" and known.type in (int, float):
             given = 2
+        if known.default == "???" and choices(known.type):
+            given = choices(known.type)[0]
         if known.default == "???" and known.type == tuple[str, ...]:
             given = ["x"]
         if key == leaf.key:

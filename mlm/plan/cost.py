@@ -1,0 +1,495 @@
+"""Time of a training step by formulas; README.md beside this file has each term as an equation.
+
+Times are in seconds. A layer's forward and backward pass are sums of matrix products (a roofline with an
+efficiency that is smooth in each dimension), attention, elementwise kernels (bytes over bandwidth), and
+exposed tensor-parallel communication. The pipeline is the simulator of parallel/pipeline, fed
+with the time of each stage. No torch, no measurement: constants are `EfficiencyConfig`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from mlm.models.stage import split_layers
+from mlm.parallel.pipeline.actions import Cost, Op
+from mlm.parallel.pipeline.schedules import build_schedule
+from mlm.parallel.pipeline.simulate import simulate
+from mlm.plan.hardware import HardwareConfig
+from mlm.plan.shape import Layout, Schedule, Shape
+
+ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp8": 2, "fp32": 4, "fp64": 8}
+"""Bytes of an activation."""
+BACKWARD_TRAFFIC = 1.5
+"""Bytes that backward moves over forward, of elementwise kernels: two operands are read rather than one."""
+FLASH_BACKWARD = 2.5
+"""Products of fused attention's backward over its forward: five instead of two (arXiv:2205.14135)."""
+LOGIT_BYTES = 36
+"""Bytes moved per logit by cross-entropy and its gradient, besides the products' own."""
+LEAST_SIMULATED = 512
+"""Pairs of stage and micro-batch up to which a step is simulated in full."""
+OPS = (Op.FORWARD, Op.BACKWARD, Op.WEIGHT)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Software:
+    """What a training program does that changes a step's time: facts of its code, none of them fitted.
+
+    The defaults are this toolkit. Passes count reads and writes of a tensor of activations in forward.
+    """
+
+    fused_attention: bool = True
+    """True if scores never leave the chip."""
+    score_passes: float = 5.0
+    """Of scores: softmax, dropout. Unfused attention only."""
+    branch_passes: float = 7.5
+    """Of a residual branch's output: bias, dropout with its mask, addition."""
+    norm_passes: float = 2.0
+    """Of a norm's input and output."""
+    activation_passes: float = 2.0
+    """Of the MLP's activation."""
+    weight_bytes: float = 30.0
+    """Bytes moved per weight and micro-batch besides the products: casts, addition to the gradient."""
+    gathered_weight_bytes: float = 14.0
+    """The same where sharded weights are gathered: they arrive cast."""
+    optimizer_bytes: float = 44.0
+    """Bytes moved per parameter and step: zeroing, norm, clipping, Adam."""
+    gradient_bytes: float = 4.0
+    """Bytes of a gradient on the wire."""
+    tied_bytes: float = 4.0
+    """Bytes of a gradient of the token table between the pipeline's ends."""
+    overlaps_tp: bool = True
+    """True if the sum of an input's gradient hides behind the weight's gradient."""
+    hidden_tp: float = 0.0
+    """Share of all tensor-parallel communication hidden by splitting it beside its product (async TP)."""
+    overlaps_dp: bool = True
+    """True if gradients are reduced while backward runs."""
+    splits_transfers: bool = False
+    """True if tensor-parallel ranks send 1/t of a boundary each (arXiv:2104.04473, section 4.1)."""
+    loss_in_forward: bool = True
+    """True if the vocabulary projection's gradients are computed in forward."""
+    selective_products: float | None = None
+    """Share of forward's products that recompute=selective repeats, with all elementwise kernels; None for
+    one that repeats attention alone, where it is not fused."""
+    kernel_dtype: str | None = None
+    """Dtype of the layers' products; None for that of activations."""
+
+
+MLM = Software()
+"""This toolkit."""
+
+PARTS = (
+    "matmul",
+    "attention",
+    "elementwise",
+    "recompute",
+    "vocabulary",
+    "tp",
+    "pp",
+    "dp",
+    "bubble",
+    "optimizer",
+)
+"""Parts of a step's time, in the order they are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTime:
+    """One layer on one micro-batch."""
+
+    matmul: float
+    """Products of forward; backward has twice that."""
+    attention: float
+    attention_backward: float
+    elementwise: float
+    elementwise_backward: float
+    weights: float
+    """Casts of weights and addition of gradients, forward and backward together."""
+    tp: float
+    """Exposed in forward."""
+    tp_backward: float
+    recompute: float
+    """Computation and communication repeated in backward."""
+
+    @property
+    def forward(self) -> float:
+        """Forward pass."""
+        return self.matmul + self.attention + self.elementwise + self.tp + self.weights / 5
+
+    @property
+    def backward(self) -> float:
+        """Backward pass, recomputation included."""
+        computed = 2 * self.matmul + self.attention_backward + self.elementwise_backward
+        return computed + self.tp_backward + self.recompute + self.weights * 4 / 5
+
+    @property
+    def weight_gradient(self) -> float:
+        """Part of backward that a zero-bubble schedule puts off."""
+        return self.matmul + self.weights * 3 / 5
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """A step's time by part: of an average pipeline rank, the bubble being what it waits."""
+
+    total: float
+    parts: dict[str, float]
+    """Seconds by PARTS; they sum to `total`."""
+    bubble: float
+    """Idle over ideal time."""
+
+
+class CostModel:
+    """Times of layouts of one shape on one hardware."""
+
+    def __init__(
+        self, shape: Shape, hardware: HardwareConfig, dtype: str = "bf16", software: Software = MLM
+    ) -> None:
+        self.shape, self.hardware, self.software = shape, hardware, software
+        self.peak = hardware.peak(dtype)
+        self.kernel_peak = hardware.peak(software.kernel_dtype or dtype)
+        self.element = ELEMENT_BYTES[dtype]
+        self.bandwidth = hardware.memory_gbps * 1e9 * hardware.efficiency.memory
+        self.overlaps = hardware.device == "gpu"
+        self._heads: dict[tuple[int, int], tuple[float, float]] = {}
+        self._layers: dict[tuple[int, bool, int, str, bool], LayerTime] = {}
+
+    # -- kernels
+
+    def product(self, m: int, k: int, n: int, *, count: float = 1, peak: float | None = None) -> float:
+        """`count` products [m, k] x [k, n]: the slower of arithmetic and memory."""
+        constants, half = self.hardware.efficiency, self.hardware.efficiency.matmul_half
+        share = constants.matmul * m / (m + half) * k / (k + half) * n / (n + half)
+        arithmetic = 2 * m * k * n / ((peak or self.peak) * share)
+        return count * max(arithmetic, self.element * (m * k + k * n + m * n) / self.bandwidth)
+
+    def traffic(self, size: float) -> float:
+        """Elementwise kernels that move `size` bytes."""
+        return size / self.bandwidth
+
+    # -- communication
+
+    def link(self, ranks: int, stride: int) -> tuple[float, float]:
+        """Bytes/s of one rank and seconds of latency on an axis whose neighbours are `stride` ranks apart.
+
+        Rings of an axis that crosses nodes share the node's network: t of them where tp = t is inside.
+        """
+        hardware, share = self.hardware, self.hardware.efficiency.network * 1e9
+        if ranks * stride <= hardware.devices_per_node:
+            return hardware.node_gbps * share, hardware.node_latency_us * 1e-6
+        rings = min(stride, hardware.devices_per_node)
+        across = hardware.network_gbps * hardware.devices_per_node / rings
+        return min(across, hardware.node_gbps) * share, hardware.network_latency_us * 1e-6
+
+    def gather(self, size: float, ranks: int, stride: int) -> float:
+        """All-gather or reduce-scatter of `size` bytes (the whole): (k - 1)/k of them pass each rank."""
+        if ranks == 1:
+            return 0.0
+        rate, latency = self.link(ranks, stride)
+        return latency * math.ceil(math.log2(ranks)) + (ranks - 1) / ranks * size / rate
+
+    def all_reduce(self, size: float, ranks: int, stride: int) -> float:
+        """All-reduce: a reduce-scatter and an all-gather."""
+        return 2 * self.gather(size, ranks, stride)
+
+    # -- a layer
+
+    def layer(self, layout: Layout) -> LayerTime:
+        """One layer of a layout on one micro-batch."""
+        sharded = layout.zero > 0
+        key = (layout.tp, layout.sequence_parallel, layout.micro_batch, layout.recompute, sharded)
+        if key not in self._layers:
+            self._layers[key] = self._layer(layout)
+        return self._layers[key]
+
+    def _layer(self, layout: Layout) -> LayerTime:
+        shape, software, t = self.shape, self.software, layout.tp
+        rows, h = shape.seq * layout.micro_batch, shape.hidden
+        qkv, ffn = (h + 2 * shape.kv_size) // t, shape.ffn // t
+        peak = self.kernel_peak
+        ups = 2 if shape.gated else 1
+        qkv_time = self.product(rows, h, qkv, peak=peak)
+        up_time = self.product(rows, h, ups * ffn, peak=peak)
+        rest = self.product(rows, h // t, h, peak=peak) + self.product(rows, ffn, h, peak=peak)
+        attention, attention_backward = self._attention(layout)
+        split = t if layout.sequence_parallel else 1
+        passes = 2 * (software.norm_passes + software.branch_passes) * h / split
+        passes += (software.activation_passes + ups - 1) * ffn
+        elementwise = self.traffic(self.element * rows * passes)
+        size = self.element * rows * h
+        each = self.all_reduce(size, t, 1) * (1 - software.hidden_tp)
+        forward_tp = 2 * each
+        backward_tp = 2 * each
+        if software.overlaps_tp and self.overlaps:
+            backward_tp = max(each - qkv_time, 0) + max(each - up_time, 0)
+        if layout.sequence_parallel:  # the input is gathered again
+            again = self.gather(size, t, 1) * (1 - software.hidden_tp)
+            hidden = (qkv_time, up_time) if software.overlaps_tp and self.overlaps else (0, 0)
+            backward_tp += sum(max(again - by, 0) for by in hidden)
+        recompute = 0.0
+        if layout.recompute == "full":
+            recompute = qkv_time + up_time + rest + attention + elementwise + forward_tp
+        elif layout.recompute == "selective" and software.selective_products is not None:
+            recompute = software.selective_products * (qkv_time + up_time + rest) + elementwise
+        elif layout.recompute == "selective" and not software.fused_attention:
+            recompute = attention
+        weight_bytes = software.gathered_weight_bytes if layout.zero else software.weight_bytes
+        return LayerTime(
+            matmul=qkv_time + up_time + rest,
+            attention=attention,
+            attention_backward=attention_backward,
+            elementwise=elementwise,
+            elementwise_backward=BACKWARD_TRAFFIC * elementwise,
+            weights=self.traffic(weight_bytes * shape.layer_weights / t),
+            tp=forward_tp,
+            tp_backward=backward_tp,
+            recompute=recompute,
+        )
+
+    def _attention(self, layout: Layout) -> tuple[float, float]:
+        """Forward and backward of scores, softmax and values on one micro-batch."""
+        shape, batch = self.shape, layout.micro_batch * self.shape.heads // layout.tp
+        s, d = shape.seq, shape.head_dim
+        if self.software.fused_attention:
+            constants = self.hardware.efficiency
+            work = 4 * batch * s * s * d / (2 if shape.causal else 1)
+            tile = s / (s + constants.matmul_half)
+            forward = work / (self.peak * constants.attention * tile)
+            forward = max(forward, self.traffic(4 * self.element * batch * s * d))
+            return forward, FLASH_BACKWARD * forward
+        products = self.product(s, d, s, count=batch) + self.product(s, s, d, count=batch)
+        passes = self.traffic(self.element * self.software.score_passes * batch * s * s)
+        return products + passes, 2 * products + BACKWARD_TRAFFIC * passes
+
+    def head(self, layout: Layout) -> tuple[float, float]:
+        """Forward and backward of the vocabulary projection and the loss, on the last stage."""
+        key = (layout.tp, layout.micro_batch)
+        if key not in self._heads:
+            self._heads[key] = self._head(layout)
+        return self._heads[key]
+
+    def _head(self, layout: Layout) -> tuple[float, float]:
+        shape, t = self.shape, layout.tp
+        rows = max(1, round(shape.seq * layout.micro_batch * shape.scored))
+        product = self.product(rows, shape.hidden, max(shape.vocab // t, 1))
+        passes = self.traffic(LOGIT_BYTES * rows * shape.vocab / t)
+        size = self.element * shape.seq * layout.micro_batch * shape.hidden
+        communication = self.all_reduce(size, t, 1) if t > 1 else 0.0
+        if self.software.loss_in_forward:
+            return 3 * product + passes, communication
+        return product + passes / 2, 2 * product + passes / 2 + communication
+
+    # -- a step
+
+    def step(self, layout: Layout) -> StepTime:
+        """The time of a step, its pipeline simulated."""
+        times = self._stages(layout)
+        m, p = layout.micro_batches, layout.pp
+        transfer = self._transfer(layout)
+        busy = m * sum(cost.forward + cost.backward for cost in times) / p
+        if p == 1:
+            elapsed = m * (times[0].forward + times[0].backward)
+        else:
+            costs = [replace(cost, transfer=transfer) for cost in times]
+            elapsed = pipeline_time(layout.pipeline, p, layout.vp, m, costs)
+        reduction, optimizer, gathers = self._after(layout)
+        parts = self._parts(layout)
+        parts |= {
+            "pp": min(elapsed - busy, self._pp_exposed(layout, transfer)),
+            "dp": reduction + gathers,
+            "optimizer": optimizer,
+        }
+        parts["bubble"] = max(elapsed - busy - parts["pp"], 0.0)
+        total = elapsed + reduction + gathers + optimizer
+        ordered = {name: parts[name] for name in PARTS}
+        return StepTime(total=total, parts=ordered, bubble=elapsed / busy - 1)
+
+    def bound(self, layout: Layout) -> float:
+        """A time that no step of this layout is below: the last rank's work, and the pipeline's two ramps."""
+        layer, p, stages = self.layer(layout), layout.pp, layout.pp * layout.vp
+        counts = layer_counts(self.shape.layers, stages)
+        head, ramp = sum(self.head(layout)), sum(counts[: p - 1])
+        ramps = ramp * (layer.forward + layer.backward)
+        if layout.pipeline == "zb_h1":  # weight gradients fill a part of them
+            ramps -= ramp * layer.weight_gradient + (p - 1) * counts[0] * layer.weight_gradient
+        last = sum(counts[p - 1 :: p]) * (layer.forward + layer.backward) + head
+        rest = sum(self._after(layout))
+        return layout.micro_batches * last + max(ramps, 0.0) + rest
+
+    def _stages(self, layout: Layout) -> list[Cost]:
+        """Cost of each stage (chunk) on one micro-batch."""
+        layer = self.layer(layout)
+        head, head_backward = self.head(layout)
+        embedding = self.traffic(
+            4 * self.element * self.shape.seq * layout.micro_batch * self.shape.hidden
+        ) + (
+            self.all_reduce(
+                self.element * self.shape.seq * layout.micro_batch * self.shape.hidden, layout.tp, 1
+            )
+        )
+        counts = layer_counts(self.shape.layers, layout.pp * layout.vp)
+        forward, backward, weight = layer.forward, layer.backward, layer.weight_gradient
+        last = len(counts) - 1
+        stages = []
+        for number, count in enumerate(counts):
+            first_part = embedding if number == 0 else 0.0
+            f = count * forward + first_part + (head if number == last else 0.0)
+            b = count * backward + first_part + (head_backward if number == last else 0.0)
+            w = count * weight
+            stages.append(Cost(f, b, b - w, w))
+        return stages
+
+    def _transfer(self, layout: Layout) -> float:
+        """Seconds that a boundary tensor takes to the next pipeline rank."""
+        if layout.pp == 1:
+            return 0.0
+        size = self.element * self.shape.seq * layout.micro_batch * self.shape.hidden
+        divided = layout.sequence_parallel or self.software.splits_transfers
+        rate, latency = self.link(layout.pp, layout.tp * layout.dp)
+        node = self.hardware.devices_per_node
+        rate = (
+            self.hardware.network_gbps * 1e9 * self.hardware.efficiency.network
+            if layout.gpus > node
+            else rate
+        )
+        return latency + size / (layout.tp if divided else 1) / rate
+
+    def _pp_exposed(self, layout: Layout, transfer: float) -> float:
+        """Transfers that a rank waits for: there and back through the pipeline's ramps, each round of m."""
+        return 0.0 if layout.pp == 1 else 2 * (layout.pp - 1) * transfer
+
+    def _after(self, layout: Layout) -> tuple[float, float, float]:
+        """Seconds of gradient reduction, of the optimizer, and of gathering sharded weights, that show.
+
+        Of the pipeline rank that holds the token table: it has the most parameters and ends last.
+        """
+        shape, software, t, d = self.shape, self.software, layout.tp, layout.dp
+        layers = -(-shape.layers // layout.pp)
+        weights = (layers * shape.layer_weights + shape.vocab * shape.hidden) / t
+        weights += shape.vocab * shape.hidden / t if layout.pp == 1 and not shape.tied else 0
+        hides = software.overlaps_dp and self.overlaps and layout.pipeline != "zb_h1"
+        m, layer = layout.micro_batches, self.layer(layout)
+        backward, forward = layers * layer.backward, layers * layer.forward
+        reduction = gathers = 0.0
+        if layout.zero == 0:
+            if d > 1:
+                whole = self.all_reduce(software.gradient_bytes * weights, d, t)
+                reduction = exposed(whole, backward if hides else 0.0, layers)
+            optimizer = self.traffic(software.optimizer_bytes * weights)
+        else:
+            scatter = self.gather(software.gradient_bytes * weights, d, t)
+            gather = self.gather(self.element * weights, d, t)
+            window_f, window_b = (forward, backward) if self.overlaps else (0.0, 0.0)
+            every = m if layout.zero_reduce == "every" else 1
+            if layout.zero == 3:
+                gathers = m * exposed(gather, window_f, layers)
+                both = exposed(gather + scatter, window_b, layers)
+                reduction = every * both + (m - every) * exposed(gather, window_b, layers)
+            else:
+                gathers = exposed(gather, window_f, layers)
+                reduction = every * exposed(scatter, window_b if hides else 0.0, layers)
+            optimizer = self.traffic(software.optimizer_bytes * weights / d)
+        if layout.pp > 1 and shape.tied:
+            rate, latency = self.link(2, t * d * (layout.pp - 1))
+            reduction += latency + software.tied_bytes * shape.vocab * shape.hidden / t / rate
+        return reduction, optimizer, gathers
+
+    def _parts(self, layout: Layout) -> dict[str, float]:
+        """Computation and exposed tensor-parallel communication of an average pipeline rank."""
+        layer, m, p = self.layer(layout), layout.micro_batches, layout.pp
+        each = m * self.shape.layers / p
+        head, head_backward = self.head(layout)
+        stages = self._stages(layout)
+        whole = m * sum(cost.forward + cost.backward for cost in stages) / p
+        parts = {
+            "matmul": each * 3 * layer.matmul,
+            "attention": each * (layer.attention + layer.attention_backward),
+            "elementwise": each * (layer.elementwise + layer.elementwise_backward + layer.weights),
+            "recompute": each * layer.recompute,
+            "vocabulary": m * (head + head_backward) / p,
+            "tp": each * (layer.tp + layer.tp_backward),
+        }
+        parts["elementwise"] += whole - sum(parts.values())  # the embedding
+        return parts
+
+
+def exposed(whole: float, window: float, pieces: int) -> float:
+    """What shows of a communication that computation hides: at least its last of `pieces` messages."""
+    return max(whole - window, whole / max(pieces, 1)) if window else whole
+
+
+@cache
+def layer_counts(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers of each stage."""
+    return tuple(len(stage.layers) for stage in split_layers(layers, stages))
+
+
+def pipeline_time(name: Schedule, p: int, v: int, m: int, costs: Sequence[Cost]) -> float:
+    """The time of all micro-batches through all stages; `costs` are those of the p * v stages.
+
+    Of a long step the first rounds of p micro-batches are simulated: each further one takes as long as the
+    last of them.
+    """
+    few = (3 if name == "zb_h1" else 2) * p + m % p
+    if m <= few or m * p * v <= LEAST_SIMULATED:
+        return _simulated(_program(name, p, v, m), p, costs)[0]
+    elapsed, period = _simulated(_program(name, p, v, few), p, costs)
+    if name != "1f1b":  # forwards all come first, or weight gradients last: the end is not like the rest
+        period = elapsed - _simulated(_program(name, p, v, few - p), p, costs)[0]
+    return elapsed + period * (m - few) / p
+
+
+def _simulated(program: "Program", p: int, costs: Sequence[Cost]) -> tuple[float, float]:
+    """Time of the last end, and of p micro-batches at the end of the last stage."""
+    durations = [
+        (cost.forward, cost.input_gradient if program.split else cost.backward, cost.weight_gradient)
+        for cost in costs
+    ]
+    transfers = [cost.transfer for cost in costs]
+    free, ends = [0.0] * p, list[float]()
+    for stage, rank, op, producer, source in program.steps:
+        start = free[rank]
+        if producer >= 0:
+            arrival = ends[producer]
+            if source != stage:  # from another rank
+                arrival += transfers[source]
+            if arrival > start:
+                start = arrival
+        start += durations[stage][op]
+        free[rank] = start
+        ends.append(start)
+    losses = [ends[index] for index in program.losses]
+    return max(free), losses[-1] - losses[-1 - p] if len(losses) > p else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A schedule's actions in an order in which each comes after all that it needs; no cost changes it."""
+
+    steps: tuple[tuple[int, int, int, int, int], ...]
+    """(stage, rank, op, index of what it needs or -1, stage of that: its own if on the same rank)."""
+    losses: tuple[int, ...]
+    """Indices of the last stage's backward passes."""
+    split: bool
+    """True if weight gradients are actions of their own."""
+
+
+@cache
+def _program(name: str, p: int, v: int, m: int) -> Program:
+    """The order in which the pipeline's simulator computes a schedule."""
+    schedule = build_schedule(name, stages=p, chunks=v, micro_batches=m)
+    producers: dict[tuple[int, int, int], int] = {}
+    steps, losses = list[tuple[int, int, int, int, int]](), list[int]()
+    for index, (rank, span, _) in enumerate(simulate(schedule, cost=Cost())):
+        action = span.action
+        stage, op = action.chunk * p + rank, OPS.index(action.op)
+        before = stage - 1 if op == 0 else stage + 1
+        producer = -1 if op == 2 else producers.pop((op, before, action.micro_batch), -1)
+        source = stage if producer < 0 or before % p == rank else before
+        steps.append((stage, rank, op, producer, source))
+        if op < 2:
+            producers[op, stage, action.micro_batch] = index
+        if op == 1 and stage == p * v - 1:
+            losses.append(index)
+    split = any(action.op is Op.WEIGHT for action in schedule[0])
+    return Program(tuple(steps), tuple(losses), split)

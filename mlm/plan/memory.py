@@ -1,0 +1,371 @@
+"""Memory of one device at its peak, by part.
+
+Weights, gradients and optimizer state are counted tensor by tensor and exact. Activations are what this
+toolkit's layers keep for backward, after table 2 of arXiv:2205.05198 with fused attention, times the pairs of
+chunk and micro-batch that the schedule has in flight; on top comes what one layer's backward, or the
+vocabulary projection, needs for a moment. README.md beside this file lists the terms.
+
+Letters as in shape.py; e is the bytes of an activation.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+from mlm.data.config import MASKED
+from mlm.models.config import ModelConfig
+from mlm.models.stage import Stage, split_layers
+from mlm.plan.cost import ELEMENT_BYTES
+from mlm.plan.shape import Layout
+
+GIB = 2**30
+PARTS = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "gathered weights",
+    "activations",
+    "vocabulary",
+    "communication",
+    "allocator",
+)
+"""Parts of a device's memory, in the order they are shown."""
+CHUNK_BYTES = {"gpu": 512 << 20, "cpu": 64 << 20}
+"""Largest chunk of float32 logits (parallel/cross_entropy.py)."""
+SENDS_KEPT = 8
+"""Sends of the pipeline that may be under way (parallel/pipeline/engine.py)."""
+ALLOCATOR = 0.04
+"""Share of what comes and goes in a step that the allocator loses to rounding and fragments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A parameter as one tensor-parallel rank holds it."""
+
+    name: str
+    rows: int
+    columns: int = 1
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return self.rows * self.columns
+
+    def share(self, rank: int, ranks: int) -> int:
+        """Elements of one data-parallel rank's rows: dim 0 is split as torch.chunk does."""
+        each = -(-self.rows // ranks)
+        return min(each, self.rows - min(rank * each, self.rows)) * self.columns
+
+
+def layer_parts(model: ModelConfig, tp: int) -> Iterator[Part]:
+    """The parameters of one layer."""
+    h, f = model.hidden_size, model.ffn_size
+    yield from norm_parts("attention_norm", h)
+    yield Part("qkv.weight", 3 * h // tp, h)
+    yield Part("qkv.bias", 3 * h // tp)
+    yield Part("out.weight", h, h // tp)
+    yield Part("out.bias", h)
+    yield from norm_parts("mlp_norm", h)
+    yield Part("up.weight", f // tp, h)
+    yield Part("up.bias", f // tp)
+    yield Part("down.weight", h, f // tp)
+    yield Part("down.bias", h)
+
+
+def norm_parts(name: str, size: int) -> Iterator[Part]:
+    """Weight and bias of a layer norm."""
+    yield Part(f"{name}.weight", size)
+    yield Part(f"{name}.bias", size)
+
+
+def end_parts(model: ModelConfig, tp: int, stage: Stage) -> Iterator[Part]:
+    """The parameters of a stage outside its layers."""
+    h, rows = model.hidden_size, model.padded_vocab_size(tp) // tp
+    if stage.is_first or (stage.is_last and model.is_tied):
+        yield Part("token", rows, h)
+    if stage.is_first:
+        yield Part("position", model.max_positions, h)
+        if model.token_types:
+            yield Part("token_type", model.token_types, h)
+        if model.norm == "post":
+            yield from norm_parts("embedding_norm", h)
+    if not stage.is_last:
+        return
+    if model.norm == "pre":
+        yield from norm_parts("final_norm", h)
+    if model.kind == "bert" and model.head == "language_model":
+        for name, outputs in (("pooler", h), ("transform", h), ("order", 2)):
+            yield Part(f"{name}.weight", outputs, h)
+            yield Part(f"{name}.bias", outputs)
+        yield from norm_parts("transform_norm", h)
+        yield Part("vocabulary.bias", rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """Bytes of one device at its fullest moment."""
+
+    parts: dict[str, float]
+    """Bytes by PARTS."""
+    moment: str
+    """When: `backward` begins, or the `optimizer` steps."""
+    parameters: int
+    """Elements that the device holds."""
+
+    @property
+    def total(self) -> float:
+        """All bytes."""
+        return sum(self.parts.values())
+
+
+class MemoryModel:
+    """Memory of layouts of one model, in one precision, on one type of device."""
+
+    def __init__(
+        self, model: ModelConfig, seq: int, dtype: str = "bf16", *, device: str = "gpu", reserved: float = 0.0
+    ) -> None:
+        self.model, self.seq, self.device, self.reserved = model, seq, device, reserved
+        self.element = ELEMENT_BYTES[dtype]
+        self.master = max(4, self.element)
+        self.casts = self.element < 4
+        self._layer_parts: dict[int, tuple[Part, ...]] = {}
+        self._held: dict[tuple[object, ...], Held] = {}
+
+    def peak(self, layout: Layout, stage_rank: int = 0, dp_rank: int = 0) -> Peak:
+        """The peak of a device on pipeline rank `stage_rank` and data-parallel rank `dp_rank`."""
+        held = self.held(layout, stage_rank, dp_rank)
+        moving = Moving(self, layout, stage_rank, held)
+        begins, ends = moving.backward_begins(), moving.optimizer_steps()
+        moment = "backward" if sum(begins.values()) >= sum(ends.values()) else "optimizer"
+        parts = begins if moment == "backward" else ends
+        loose = sum(
+            parts[name] for name in ("activations", "vocabulary", "communication", "gathered weights")
+        )
+        parts["allocator"] = self.reserved + ALLOCATOR * loose
+        return Peak({name: float(parts[name]) for name in PARTS}, moment, held.parameters)
+
+    def worst(self, layout: Layout) -> Peak:
+        """The peak of the fullest pipeline rank; it is at one of the two ends, or next to the first."""
+        ranks = {0, layout.pp - 1, min(1, layout.pp - 1)}
+        return max((self.peak(layout, rank) for rank in sorted(ranks)), key=lambda peak: peak.total)
+
+    def stages(self, layout: Layout, stage_rank: int) -> list[Stage]:
+        """The chunks of a pipeline rank."""
+        return list(_stages(self.model.num_layers, layout.pp * layout.vp)[stage_rank :: layout.pp])
+
+    def held(self, layout: Layout, stage_rank: int, dp_rank: int = 0) -> "Held":
+        """Elements of parameters of one device."""
+        key = (
+            layout.tp,
+            layout.pp,
+            layout.vp,
+            layout.zero,
+            layout.dp if layout.zero else 0,
+            stage_rank,
+            dp_rank,
+        )
+        if key not in self._held:
+            self._held[key] = self._count(layout, stage_rank, dp_rank)
+        return self._held[key]
+
+    def _count(self, layout: Layout, stage_rank: int, dp_rank: int) -> "Held":
+        if layout.tp not in self._layer_parts:
+            self._layer_parts[layout.tp] = tuple(layer_parts(self.model, layout.tp))
+        parts = self._layer_parts[layout.tp]
+        stages = self.stages(layout, stage_rank)
+        ends = [part for stage in stages for part in end_parts(self.model, layout.tp, stage)]
+        layers = sum(len(stage.layers) for stage in stages)
+        whole = layers * sum(part.size for part in parts) + sum(part.size for part in ends)
+        mine = whole
+        if layout.zero:
+            mine = layers * sum(part.share(dp_rank, layout.dp) for part in parts)
+            mine += sum(part.share(dp_rank, layout.dp) for part in ends)
+        return Held(
+            parameters=mine,
+            whole=whole,
+            tensors=layers * len(parts) + len(ends),
+            layer=sum(part.size for part in parts),
+            ends=sum(part.size for part in ends),
+            layers=layers,
+        )
+
+
+@cache
+def _stages(layers: int, stages: int) -> tuple[Stage, ...]:
+    return tuple(split_layers(layers, stages))
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Elements of parameters on one device."""
+
+    parameters: int
+    """Held: of sharded ones this rank's rows."""
+    whole: int
+    """Of the tensor-parallel part, before sharding over dp."""
+    tensors: int
+    layer: int
+    """Of one layer, before sharding."""
+    ends: int
+    """Outside the layers, before sharding."""
+    layers: int
+
+
+class Moving:
+    """What comes and goes in a step, on one device of a layout."""
+
+    def __init__(self, memory: MemoryModel, layout: Layout, stage_rank: int, held: Held) -> None:
+        self.memory, self.layout, self.stage_rank, self.held = memory, layout, stage_rank, held
+        self.e, self.h, self.t = memory.element, memory.model.hidden_size, layout.tp
+        self.f = memory.model.ffn_size // layout.tp
+        self.rows = memory.seq * layout.micro_batch
+        self.split = layout.tp if layout.sequence_parallel else 1
+        self.is_first, self.is_last = stage_rank == 0, stage_rank == layout.pp - 1
+
+    def backward_begins(self) -> dict[str, float]:
+        """Bytes by part when most micro-batches are in flight."""
+        vocabulary, chunk = self._vocabulary() if self.is_last else (0.0, 0.0)
+        working = self._backward_of_a_layer()  # never at the same time as a chunk of logits
+        return {
+            **self._static(),
+            "gradients": float(self._gradients_before() * self.memory.master),
+            "gathered weights": self._gathered(),
+            "activations": self._in_flight() + working,
+            "vocabulary": vocabulary + max(chunk - working, 0.0),
+            "communication": self._communication() + (self._unit_buffers() if self.layout.zero else 0.0),
+            "allocator": 0.0,
+        }
+
+    def optimizer_steps(self) -> dict[str, float]:
+        """Bytes by part when the gradients are complete and the activations are gone."""
+        model, layout = self.memory.model, self.layout
+        tied = layout.pp > 1 and model.is_tied and (self.is_first or self.is_last)
+        table = model.padded_vocab_size(self.t) // self.t * self.h if tied else 0
+        return {
+            **self._static(),
+            "gradients": float(self.held.parameters * self.memory.master),
+            "gathered weights": 0.0,
+            "activations": 0.0,
+            "vocabulary": 0.0,
+            "communication": float(table * self.memory.master),
+            "allocator": 0.0,
+        }
+
+    def _static(self) -> dict[str, float]:
+        held, master = self.held, self.memory.master
+        return {
+            "weights": float(held.parameters * master),
+            "optimizer": float(2 * held.parameters * master + 4 * held.tensors),
+        }
+
+    def _gradients_before(self) -> int:
+        """Elements of gradients that exist when the backward pass with most activations begins."""
+        layout, held = self.layout, self.held
+        if layout.zero == 0 and layout.dp > 1:
+            return held.whole  # flat buffers
+        alone = layout.micro_batches == 1
+        if layout.zero == 0:
+            return 0 if alone else held.whole
+        if layout.zero_reduce == "every":
+            return 0 if alone else held.parameters
+        return 0 if alone else held.whole
+
+    def _gathered(self) -> float:
+        """Weights of other data-parallel ranks, in the dtype of activations."""
+        layout, held, e = self.layout, self.held, self.e
+        if layout.zero == 0:
+            return 0.0
+        if layout.zero == 2:
+            return float(e * held.whole)
+        return float(e * (held.ends + min(2, held.layers) * held.layer))
+
+    def _unit_buffers(self) -> float:
+        """Of the largest unit: the gathered message, and its gradient before and after reduction."""
+        unit = max(self.held.layer, self.held.ends)
+        return float(unit * (self.e + self.memory.master))
+
+    @cached_property
+    def _kept(self) -> float:
+        """Bytes that one layer keeps of one micro-batch, nothing recomputed."""
+        model, e, h, t, f = self.memory.model, self.e, self.h, self.t, self.f
+        split = self.split
+        per_token = 4 * e * h / split  # inputs of norms and of column-parallel products
+        per_token += (2 * h / split) if model.hidden_dropout else 0  # masks
+        per_token += 3 * e * h / t + 2 * e * f  # queries, keys, values; the MLP's two
+        per_token += e * h / t  # attention's output
+        per_token += 16 / split  # norms' statistics
+        scores = 0.0
+        if self.memory.device == "cpu" and model.attention_dropout:
+            per_score = 0 if self.layout.recompute == "selective" else 2 * e + 1
+            scores = per_score * model.num_heads / t * self.memory.seq * self.rows
+        else:
+            per_token += 4 * model.num_heads / t  # log-sum-exp
+        return self.rows * per_token + scores
+
+    def _in_flight(self) -> float:
+        """Activations of all micro-batches in flight, and of the layer that is recomputed."""
+        layout, stages = self.layout, self.memory.stages(self.layout, self.stage_rank)
+        pairs = in_flight(layout, self.stage_rank)
+        layers = sum(len(stage.layers) for stage in stages) / len(stages)
+        edge = self.rows * self.h
+        ends = 0.0
+        if self.is_first:
+            ends += self.rows * (8 + (1 if layout.tp > 1 else 0))
+            ends += edge / self.split if self.memory.model.hidden_dropout else 0
+        ends *= pairs / len(stages)
+        if self.is_last:
+            ends += last_in_flight(layout) * self.e * edge / self.split  # input of the final norm
+        if layout.recompute == "full":
+            return pairs * layers * self.e * edge / self.split + ends + self._kept
+        return pairs * layers * self._kept + ends
+
+    def _backward_of_a_layer(self) -> float:
+        """Gradients inside the MLP, and its weight's gradient before it is added."""
+        e, f = self.e, self.f
+        weight = f * self.h * ((2 * e + 4) if self.memory.casts and self.layout.zero == 0 else 2 * e)
+        return self.rows * e * (2 * self.h + 2 * f) + weight
+
+    def _vocabulary(self) -> tuple[float, float]:
+        """Bytes kept from forward to backward by the projection, and those of a chunk of logits."""
+        model, e = self.memory.model, self.e
+        columns = model.padded_vocab_size(self.t) // self.t
+        rows = self.rows if model.kind != "bert" else max(1, round(MASKED * self.rows))
+        weight = columns * self.h
+        kept = last_in_flight(self.layout) * (self.memory.master * weight + e * rows * self.h)
+        chunk = max(1, min(rows, CHUNK_BYTES[self.memory.device] // (4 * columns)))
+        logits = chunk * columns * (max(4, e) + (e if self.memory.casts else 0))
+        product = weight * ((2 * e) if self.memory.casts else self.memory.master)
+        return float(kept), float(logits + product)
+
+    def _communication(self) -> float:
+        """Boundary tensors of the pipeline under way, and sequences gathered over tp."""
+        layout, boundary = self.layout, self.e * self.rows * self.h / self.split
+        found = 0.0
+        if layout.pp > 1:
+            found += boundary * (min(SENDS_KEPT, layout.micro_batches) + 2)
+        if layout.sequence_parallel:
+            found += 2 * self.e * self.rows * self.h
+        return found
+
+
+def in_flight(layout: Layout, stage_rank: int) -> int:
+    """Pairs of chunk and micro-batch whose activations a pipeline rank holds (pipeline/schedules.py)."""
+    p, v, m = layout.pp, layout.vp, layout.micro_batches
+    if layout.pipeline == "gpipe":
+        return v * m
+    if layout.pipeline == "zb_h1":
+        return min(p, m)
+    if v == 1:
+        return min(p - stage_rank, m)
+    return min((v + 1) * p - 2 * stage_rank - 1, v * m)
+
+
+def last_in_flight(layout: Layout) -> int:
+    """Micro-batches between the loss and its backward on the last stage."""
+    return layout.micro_batches if layout.pipeline == "gpipe" else 1
+
+
+def gib(size: float) -> str:
+    """Bytes as `3.1 GiB`."""
+    return f"{size / GIB:.1f} GiB" if size >= 0.1 * GIB else f"{math.ceil(size / 2**20)} MiB"

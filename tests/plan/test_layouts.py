@@ -1,0 +1,130 @@
+"""`mlm plan layouts` and `mlm plan memory` as typed: tables, files, and one line for each mistake."""
+
+import csv
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mlm.cli import main
+from mlm.config.paths import CONFIG_DIR
+from mlm.plan.hardware import preset
+
+LAYOUTS = ["plan", "layouts", "model=gpt2_355m", "gpus=8"]
+MEMORY = ["plan", "memory", "model=gpt2_355m"]
+
+
+def test_tables_fit_a_hundred_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LAYOUTS, "tokens=300e9", "price_per_gpu_hour=2", "why=true", "model=gpt2_8b"]) == 0
+    printed = capsys.readouterr().out
+    rows = [line for line in printed.splitlines() if re.match(r" *\d+ tp\d+ ", line)]
+    assert len(rows) == 10
+    assert max(map(len, rows)) <= 100
+    for heading in ("MFU", "days", "price", "bubble", "activat.", "does not fit by", "what limits the best"):
+        assert heading in printed
+    assert "mlm pretrain model=gpt2_8b precision=bf16 tp=" in printed
+
+
+def test_files_hold_what_is_printed(tmp_path: Path) -> None:
+    for name in ("plan.json", "plan.csv"):
+        assert main([*LAYOUTS, f"out={tmp_path / name}"]) == 0
+    layouts = json.loads((tmp_path / "plan.json").read_text())["layouts"]
+    with open(tmp_path / "plan.csv", newline="") as f:
+        rows = list(csv.DictReader(f))
+    assert len(layouts) == len(rows) == 10
+    assert [float(row["step_s"]) for row in rows] == [layout["step_s"] for layout in layouts]
+    first = layouts[0]
+    parts = [name for name in first if name.endswith("_bytes") and name != "memory_bytes"]
+    assert sum(first[name] for name in parts) == pytest.approx(first["memory_bytes"])
+
+
+def test_memory_of_both_ends_and_of_a_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*MEMORY, "pp=4", "tp=2", "dp=2", "rank=5", f"out={tmp_path / 'm.json'}"]
+    assert main([*words, "train.global_batch_size=16", "train.micro_batch_size=1"]) == 0
+    printed = capsys.readouterr().out
+    assert "rank 5: stage 1 of 4" in printed
+    assert "3 micro-batches in flight" in printed
+    assert "fits" in printed
+    assert [row["rank"] for row in json.loads((tmp_path / "m.json").read_text())["ranks"]] == [0, 5, 12]
+
+
+def test_hardware_may_be_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = yaml.safe_load((CONFIG_DIR / "hardware/dgx_h100.yaml").read_text())
+    (tmp_path / "mine.yaml").write_text(
+        yaml.safe_dump({**values, "name": "my, cluster: 'x'", "memory_gib": 40})
+    )
+    assert main([*LAYOUTS, f"hardware={tmp_path / 'mine.yaml'}", "hardware.devices_per_node=4"]) == 0
+    printed = capsys.readouterr().out
+    assert "my, cluster: 'x'" in printed
+    assert "GiB of 40.0" in printed
+
+
+def test_presets_are_complete() -> None:
+    for path in sorted((CONFIG_DIR / "hardware").glob("*.yaml")):
+        assert preset(path.stem).peak_tflops.fp16
+        lines = path.read_text().splitlines()
+        assert lines[0].startswith("# ")
+        assert lines[1].startswith("# ")  # its source
+        assert any(line.startswith("efficiency:  # ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ([*LAYOUTS, "hardware=dgx_a100"], "hardware=dgx_a100: no such choice; did you mean dgx_"),
+        (
+            [*LAYOUTS, "hardware=no/such.yaml"],
+            "hardware=no/such.yaml: No such file or directory; name a file",
+        ),
+        (
+            [*LAYOUTS, "gpus=509"],
+            "is not a multiple of dp=509 * train.micro_batch_size=1 = 509); use gpus=512 or train.global",
+        ),
+        ([*LAYOUTS, "train.global_batch_size=0"], "train.global_batch_size=0 must be greater than 0"),
+        ([*LAYOUTS, "model=gpt2_8b", "gpus=1"], "needs at least gpus="),
+        ([*LAYOUTS, "tp=3"], "gpus=8: no layout is valid (tp=3 does not divide model.num_heads=16)"),
+        (
+            [*LAYOUTS, "hardware=dgx2h_v100_32g"],
+            "precision=bf16: DGX-2H V100 32GB has no peak_tflops.bf16; use precision=fp16",
+        ),
+        ([*LAYOUTS, "out=plan.txt"], "out=plan.txt must end in "),
+        (
+            [*LAYOUTS, "data.seq_length=2048"],
+            "data.seq_length=2048 is more than model.max_positions=1024; use data.seq_length=1024",
+        ),
+        ([*MEMORY, "tp=2", "rank=2"], "rank=2 of 2 ranks; use rank=1 or less"),
+        ([*MEMORY, "pp=25"], "pp=25 stages are more than model.num_layers=24"),
+    ],
+)
+def test_a_mistake_is_one_line_with_its_fix(
+    words: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    printed = capsys.readouterr().err.strip()
+    assert printed.count("\n") == 0
+    assert line in printed
+
+
+def test_half_a_hardware_file_names_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    half = tmp_path / "half.yaml"
+    half.write_text("name: half\ndevice: gpu\ndevices_per_node: 8\nmemory_gib: 80\nreserved_gib: 1\n")
+    assert main([*LAYOUTS, f"hardware={half}"]) == 2
+    printed = capsys.readouterr().err.strip()
+    assert printed.count("\n") == 0
+    assert (
+        "lacks memory_gbps, node_gbps, node_latency_us, network_gbps, network_latency_us, power_w" in printed
+    )
+
+
+def test_no_torch_is_imported() -> None:
+    code = (
+        "import sys; from mlm.cli import main; "
+        f"main({[*LAYOUTS, 'why=true']!r}); main({MEMORY!r}); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

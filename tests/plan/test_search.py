@@ -1,0 +1,134 @@
+"""The search: exhaustive over valid layouts, and its best that of trying everything."""
+
+from dataclasses import replace
+from math import gcd
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlm.data.config import DataConfig
+from mlm.models.config import ModelConfig
+from mlm.parallel.config import ParallelConfig
+from mlm.plan.hardware import preset
+from mlm.plan.memory import GIB
+from mlm.plan.search import Models, Query, layouts, least_gpus, search
+from mlm.train.checks import check_pretrain
+from mlm.train.config import PretrainConfig, TrainConfig
+
+SMALL = ModelConfig(num_layers=12, hidden_size=768, num_heads=12)
+LARGE = ModelConfig(num_layers=72, hidden_size=3072, num_heads=32)
+
+
+def query(model: ModelConfig = SMALL, gpus: int = 8, batch: int = 32, **more: object) -> Query:
+    """A search on A100."""
+    values = {"hardware": preset("dgx_a100_80g"), "seq": 1024} | more
+    return Query(model=model, gpus=gpus, global_batch=batch, **values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "batch", "fixed"),
+    [
+        (SMALL, 1, 16, {}),
+        (SMALL, 8, 32, {}),
+        (SMALL, 12, 24, {"pp": 3}),
+        (LARGE, 8, 32, {}),
+        (LARGE, 16, 64, {"zero": 0}),
+    ],
+)
+def test_best_layouts_equal_those_of_brute_force(
+    model: ModelConfig, gpus: int, batch: int, fixed: dict[str, object]
+) -> None:
+    asked = query(model, gpus, batch, fixed=fixed)
+    models = Models(asked)
+    tried = [models.planned(layout) for layout in layouts(asked)]
+    fitting = sorted(p.step.total for p in tried if p.peak.total <= asked.memory_bytes)
+    found = search(asked, most=10)
+    assert found.candidates == len(tried)
+    assert [p.step.total for p in found.best] == pytest.approx(fitting[:10], rel=1e-12)
+
+
+@given(
+    layers=st.integers(1, 12),
+    heads=st.sampled_from([1, 2, 3, 4, 6]),
+    ffn=st.sampled_from([None, 96, 100]),
+    gpus=st.sampled_from([1, 2, 3, 4, 6, 8, 12]),
+    batch=st.sampled_from([1, 2, 6, 8, 12]),
+    seq=st.sampled_from([16, 18, 31]),
+)
+@settings(max_examples=40, deadline=None)
+def test_no_layout_is_proposed_that_pretraining_rejects(
+    layers: int, heads: int, ffn: int | None, gpus: int, batch: int, seq: int
+) -> None:
+    model = ModelConfig(
+        num_layers=layers,
+        hidden_size=48,
+        num_heads=heads,
+        ffn_hidden_size=ffn,
+        max_positions=32,
+        vocab_size=300,
+    )
+    for layout in layouts(query(model, gpus, batch, seq=seq)):
+        config = PretrainConfig(
+            name="planned",
+            out="runs/planned",
+            model=model,
+            data=DataConfig(kind="synthetic", seq_length=seq),
+            parallel=ParallelConfig(
+                tp=layout.tp,
+                pp=layout.pp,
+                vp=layout.vp,
+                dp=layout.dp,
+                sequence_parallel=layout.sequence_parallel,
+                pipeline=layout.pipeline,
+                zero=layout.zero,
+                zero_reduce=layout.zero_reduce,
+                recompute=layout.recompute,
+            ),
+            train=TrainConfig(global_batch_size=batch, micro_batch_size=layout.micro_batch),
+        )
+        assert check_pretrain(config, world_size=gpus, local_devices=gpus) == [], layout
+
+
+def test_search_is_exhaustive_over_what_changes_a_step() -> None:
+    """Against loops over every value of every setting, those without effect at their defaults."""
+    asked = query(SMALL, 4, 8)
+    found = list(layouts(asked))
+    assert len(set(found)) == len(found)
+    assert {(x.tp, x.pp, x.dp) for x in found} == {
+        (tp, pp, 4 // (tp * pp)) for tp in (1, 2, 4) for pp in (1, 2, 4) if tp * pp <= 4
+    }
+    deep = [x for x in found if (x.tp, x.pp, x.micro_batch, x.zero) == (1, 2, 2, 0) and x.recompute == "none"]
+    assert sorted((x.pipeline, x.vp) for x in deep) == sorted(
+        [("zb_h1", 1), *((name, vp) for name in ("1f1b", "gpipe") for vp in (1, 2, 3, 6))]
+    )
+    assert {x.zero for x in found if x.dp == 1} == {0}
+    assert {x.sequence_parallel for x in found if x.tp == 1} == {False}
+
+
+def test_fixed_settings_are_kept() -> None:
+    found = search(query(LARGE, 16, 64, fixed={"tp": 4, "recompute": "full"}))
+    assert {(p.layout.tp, p.layout.recompute) for p in found.best} == {(4, "full")}
+
+
+def test_a_smaller_memory_gives_no_faster_layout() -> None:
+    times = []
+    for gib in (24.0, 40.0, 80.0):
+        hardware = replace(preset("dgx_a100_80g"), memory_gib=gib)
+        found = search(query(LARGE, 16, 64, hardware=hardware))
+        times.append(found.best[0].step.total)
+        assert all(p.peak.total <= gib * GIB for p in found.best)
+    assert times == sorted(times, reverse=True)
+
+
+def test_the_least_number_of_gpus_holds_the_model_and_one_node_less_does_not() -> None:
+    huge = ModelConfig(num_layers=96, hidden_size=12288, num_heads=96, max_positions=2048)
+    asked = query(huge, 8, 1536, seq=2048)
+    assert search(asked).best == []
+    least = least_gpus(asked)
+    assert least is not None
+    assert least % 8 == 0
+    assert search(asked.replaced(gpus=least, global_batch=least * 12), most=1).best
+    fewer = asked.replaced(gpus=least - 8, global_batch=(least - 8) * 12)
+    assert not search(fewer, most=1).best
+    assert gcd(least, 8) == 8
