@@ -42,6 +42,10 @@ VERSIONS = frozenset(("versions", "versions_here"))
 WRITABLE = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 CREATOR = "mlm"
 """Software named in our pictures."""
+HTML_MARK = f'<meta name="generator" content="{CREATOR}">'
+"""In the head of our pages."""
+TABLES = (b"layout,tp,pp,vp,dp,sequence_parallel,", b"rank,stage,parameters,moment,memory_bytes,")
+"""Beginnings of the CSV files of `mlm plan`."""
 
 _results: ContextVar[TextIO | None] = ContextVar("results", default=None)
 
@@ -203,6 +207,8 @@ def is_result(path: Path) -> bool:
         return b"Software\0" + CREATOR.encode() in head
     if b"<svg" in head:
         return f"<dc:title>{CREATOR}".encode() in head
+    if head.startswith((b"<!doctype html>", *TABLES)):
+        return HTML_MARK.encode() in head or head.startswith(TABLES)
     if not head.lstrip().startswith(b"{"):
         return False
     return _is_result_object(path, size) or _are_result_lines(path)

@@ -13,7 +13,7 @@ from mlm.plan.config import PlanLayoutsConfig, PlanMemoryConfig, PlanScheduleCon
 from mlm.plan.search import Broken, Query, layouts, query_of, settings
 
 ENDINGS = (".svg", ".png", ".json")
-LAYOUT_ENDINGS = (".json", ".csv")
+LAYOUT_ENDINGS = (".html", ".png", ".json", ".csv")
 MEMORY_ENDINGS = (".json", ".csv")
 MOST_TRIED = 128
 """Distance up to which a valid number of GPUs, or batch, is looked for."""

@@ -32,7 +32,7 @@ COMMANDS = (
                 "What rejects other layouts, with tp=8 kept",
                 "mlm plan layouts model=gpt2_sc21_39b gpus=512 train.global_batch_size=1536 tp=8 why=true",
             ),
-            ("All numbers as a table", "mlm plan layouts model=gpt2_2_5b gpus=16 out=plan.csv"),
+            ("A page with a picture", "mlm plan layouts model=gpt2_2_5b gpus=16 out=plan.html"),
         ),
         file_groups=("hardware",),
         keys=(

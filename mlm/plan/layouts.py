@@ -1,11 +1,13 @@
 """`mlm plan layouts`: the fastest layouts of a model on a number of GPUs that fit. No torch."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from mlm.config.suggest import divisors
 from mlm.errors import UserError, spelled
 from mlm.files.results import named, write_result
 from mlm.plan.config import PlanLayoutsConfig
@@ -173,8 +175,24 @@ def write(config: PlanLayoutsConfig, query: Query, found: Found, each: list[Numb
     ending = Path(config.out).suffix
     if ending == ".csv":
         write_result(config.out, as_csv(rows))
+    elif ending in (".png", ".html"):
+        from mlm.plan.charts import draw, page  # matplotlib takes half a second to import
+
+        words = title(config, query)
+        picture = draw(found.best, words, query.memory_bytes, against_batches(query, found.best[0].layout))
+        lines = [footnote(found), *(reasons(query, found) if config.why else limits(found.best[0]))]
+        lines += ["", command_line(config, found.best[0].layout)]
+        write_result(config.out, picture if ending == ".png" else page(words, picture, rows, lines))
     else:
         write_result(config.out, record(config, query, found, rows))
+
+
+def against_batches(query: Query, layout: Layout) -> list[tuple[int, float]]:
+    """Memory of a layout at each micro-batch that its replicas can have."""
+    memory, each = Models(query).memory, layout.global_batch // layout.dp
+    layouts_of = (replace(layout, micro_batch=size) for size in divisors(each))
+    valid = [other for other in layouts_of if layout.vp == 1 or other.micro_batches % layout.pp == 0]
+    return [(other.micro_batch, memory.worst(other).total) for other in valid]
 
 
 def record(

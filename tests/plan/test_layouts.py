@@ -38,8 +38,23 @@ def test_files_hold_what_is_printed(tmp_path: Path) -> None:
     assert len(layouts) == len(rows) == 10
     assert [float(row["step_s"]) for row in rows] == [layout["step_s"] for layout in layouts]
     first = layouts[0]
+    for name in ("plan.json", "plan.csv"):  # what mlm wrote is replaced
+        assert main([*LAYOUTS, f"out={tmp_path / name}"]) == 0
     parts = [name for name in first if name.endswith("_bytes") and name != "memory_bytes"]
     assert sum(first[name] for name in parts) == pytest.approx(first["memory_bytes"])
+
+
+@pytest.mark.parametrize("name", ["plan.png", "plan.html"])
+def test_pictures_are_written_and_replaced_and_a_users_file_is_not(name: str, tmp_path: Path) -> None:
+    for gpus in (4, 8):
+        assert main([*LAYOUTS, f"gpus={gpus}", f"out={tmp_path / name}"]) == 0
+    written = (tmp_path / name).read_bytes()
+    assert len(written) < 300_000
+    if name.endswith("html"):
+        assert not re.search(rb'(src|href)="(?!data:)', written)
+        assert b"mlm pretrain model=gpt2_355m" in written
+    (tmp_path / f"my_{name}").write_bytes(b"<!doctype html><p>mine")
+    assert main([*LAYOUTS, f"out={tmp_path / f'my_{name}'}"]) == 2
 
 
 def test_memory_of_both_ends_and_of_a_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

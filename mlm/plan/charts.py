@@ -1,0 +1,156 @@
+"""Planned layouts as a picture, and as a page that holds the picture and the tables.
+
+Bars are told apart by shade and hatching, so that they read without colour.
+"""
+
+from base64 import b64encode
+from collections.abc import Sequence
+from html import escape
+from io import BytesIO
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from mlm.files.results import CREATOR, HTML_MARK
+from mlm.plan.memory import GIB
+from mlm.plan.memory import PARTS as MEMORY_PARTS
+from mlm.plan.report import TIME_COLUMNS, label
+from mlm.plan.search import Planned
+
+INK = "#333333"
+LOOKS = (
+    ("#1f4e79", ""),
+    ("#9dc3e6", "///"),
+    ("#f4b183", ""),
+    ("#c55a11", "xx"),
+    ("#ffe699", ".."),
+    ("#548235", ""),
+    ("#a9d18e", "\\\\\\"),
+    ("#7f7f7f", "++"),
+    ("#e8e8e8", ""),
+)
+"""Fill and hatching of the parts of a bar, neighbours far apart in lightness."""
+STYLE = (
+    "body{font:14px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:70rem;padding:0 1rem;color:#222}"
+    "table{border-collapse:collapse;font-variant-numeric:tabular-nums}th,td{padding:.25rem .6rem;"
+    "text-align:right;border-bottom:1px solid #ddd}th:nth-child(2),td:nth-child(2){text-align:left}"
+    "img{max-width:100%}pre{background:#f4f4f4;padding:.8rem;overflow:auto}"
+)
+
+
+def draw(
+    found: Sequence[Planned],
+    title: str,
+    capacity: float,
+    batches: Sequence[tuple[int, float]],
+) -> bytes:
+    """The picture as PNG: time and memory of each layout, and memory against the micro-batch of the best."""
+    height = 0.34 * len(found) + 1.5
+    figure = Figure(figsize=(12, 2 * height + 3.0), dpi=110, layout="constrained", facecolor="white")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK)
+    time, memory, against = figure.subplots(3, 1, height_ratios=(height, height, 3.0))
+    names = [label(planned.layout) for planned in found]
+    rows = [[sum(p.step.parts[name] for name in parts) for p in found] for _, parts in TIME_COLUMNS]
+    bars(time, names, [heading for heading, _ in TIME_COLUMNS], rows, "seconds per step")
+    sizes = [[planned.peak.parts[part] / GIB for planned in found] for part in MEMORY_PARTS]
+    bars(memory, names, MEMORY_PARTS, sizes, "GiB of the fullest GPU", limit=capacity / GIB)
+    draw_batches(against, batches, capacity, names[0])
+    file = BytesIO()
+    figure.savefig(file, format="png", metadata={"Software": CREATOR})
+    return file.getvalue()
+
+
+def bars(
+    axes: Axes,
+    names: Sequence[str],
+    parts: Sequence[str],
+    rows: Sequence[Sequence[float]],
+    unit: str,
+    *,
+    limit: float | None = None,
+) -> None:
+    """Stacked horizontal bars, one for each name; parts that none has are left out."""
+    left = [0.0] * len(names)
+    whole = max(map(sum, zip(*rows, strict=True)))
+    for (fill, hatch), part, row in zip(LOOKS, parts, rows, strict=False):
+        if max(row) < 1e-3 * whole:
+            continue
+        axes.barh(
+            range(len(names)),
+            row,
+            left=left,
+            label=part,
+            color=fill,
+            hatch=hatch,
+            edgecolor="white",
+            height=0.75,
+        )
+        left = [start + length for start, length in zip(left, row, strict=True)]
+    if limit is not None:
+        axes.axvline(limit, color=INK, linestyle="--", linewidth=1)
+        axes.annotate(
+            f"{limit:.0f} GiB",
+            (limit, 1.0),
+            xycoords=("data", "axes fraction"),
+            ha="right",
+            va="bottom",
+            fontsize=8,
+        )
+    axes.set_yticks(range(len(names)), [f"{n}  {name}" for n, name in enumerate(names, start=1)], fontsize=8)
+    axes.invert_yaxis()
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
+    frame(axes, unit)
+
+
+def draw_batches(axes: Axes, batches: Sequence[tuple[int, float]], capacity: float, name: str) -> None:
+    """Memory of the best layout at other micro-batches, with the device's limit."""
+    sizes = [size / GIB for _, size in batches]
+    axes.plot([batch for batch, _ in batches], sizes, color=LOOKS[0][0], marker="o", linewidth=1.5)
+    axes.axhline(capacity / GIB, color=INK, linestyle="--", linewidth=1)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([batch for batch, _ in batches], [str(batch) for batch, _ in batches])
+    axes.minorticks_off()
+    axes.set_ylim(0, min(max(*sizes, capacity / GIB) * 1.1, 3 * capacity / GIB))
+    axes.set_ylabel("GiB", fontsize=8, color=INK)
+    frame(axes, f"micro-batch size of layout 1 ({name}); the line is the GPU's memory")
+
+
+def frame(axes: Axes, unit: str) -> None:
+    """Axis label and quiet spines."""
+    axes.set_xlabel(unit, fontsize=8, color=INK)
+    axes.tick_params(colors=INK, labelsize=8, length=3)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def page(title: str, picture: bytes, rows: Sequence[dict[str, Any]], lines: Sequence[str]) -> bytes:
+    """A page without anything to load: the picture, every number, and lines below them."""
+    columns = (
+        ("layout", "layout", str),
+        ("step, s", "step_s", "{:.4g}".format),
+        ("tokens/s", "tokens_per_s", "{:,.0f}".format),
+        ("model TFLOP/s", "model_tflops", "{:.1f}".format),
+        ("hardware TFLOP/s", "hardware_tflops", "{:.1f}".format),
+        ("MFU", "mfu", "{:.1%}".format),
+        ("memory, GiB", "memory_bytes", lambda size: f"{size / GIB:.1f}"),
+        ("bubble", "bubble", "{:.1%}".format),
+        ("days", "days", "{:.3g}".format),
+        ("MWh", "energy_mwh", "{:.3g}".format),
+        ("price", "price", "{:,.0f}".format),
+    )
+    shown = [column for column in columns if rows[0][column[1]] is not None]
+    head = "".join(f"<th>{name}</th>" for name in ("#", *(column[0] for column in shown)))
+    body = "".join(
+        f"<tr><td>{n}</td>"
+        + "".join(f"<td>{escape(form(row[key]))}</td>" for _, key, form in shown)
+        + "</tr>"
+        for n, row in enumerate(rows, start=1)
+    )
+    text, image = escape("\n".join(lines)), b64encode(picture).decode()
+    return (
+        f"<!doctype html>\n<html lang=en>{HTML_MARK}<meta charset=utf-8><title>{escape(title)}</title>"
+        f"<style>{STYLE}</style><h1>{escape(title)}</h1>"
+        f'<img alt="time and memory of each layout" src="data:image/png;base64,{image}">'
+        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><pre>{text}</pre></html>\n"
+    ).encode()
