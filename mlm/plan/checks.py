@@ -3,14 +3,14 @@
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from mlm.config.suggest import either, multiples_around, nearest
+from mlm.config.suggest import around, divisors, either, multiples_around, nearest
 from mlm.config.tree import out_of_range, values_of
 from mlm.errors import Problem
 from mlm.files.results import folder_problem, is_stream
 from mlm.parallel.layout_checks import TRAIN_RULES, Launch
 from mlm.parallel.nearest_layout import layout_problems
 from mlm.plan.config import PlanLayoutsConfig, PlanMemoryConfig, PlanScheduleConfig
-from mlm.plan.search import Broken, Query, layouts, query_of, settings
+from mlm.plan.search import Broken, Query, layouts, query_of, settings, splits
 
 ENDINGS = (".svg", ".png", ".json")
 LAYOUT_ENDINGS = (".html", ".png", ".json", ".csv")
@@ -20,6 +20,10 @@ MOST_TRIED = 128
 SEARCHED = frozenset(("tp", "pp", "vp", "dp", "pipeline", "zero", "sequence_parallel"))
 MODEL_RULES = tuple(rule for rule in TRAIN_RULES if not SEARCHED & set(rule.reads))
 """Rules that no search can keep by another layout."""
+PLAINEST = {
+    **{"vp": 1, "pipeline": "1f1b", "zero": 0, "zero_reduce": "last", "sequence_parallel": False},
+    **{"recompute": "none", "micro_batch": 1},
+}
 MAX_COMPUTATIONS = 500_000  # in one simulation: a quarter of a minute, three times what the largest runs need
 
 
@@ -77,22 +81,40 @@ def _some_layout_is_valid(query: Query) -> Problem | None:
     broken = Broken()
     if next(layouts(query, broken), None):
         return None
+    dp = query.fixed.get("dp", 1)
+    if query.gpus % dp:
+        fix = f"use {either('dp', around(dp, divisors(query.gpus)))}"
+        return Problem(("dp", "gpus"), f"dp={dp} does not divide gpus={query.gpus}", fix)
     found = broken.reasons()
-    why = found[0][0] if found else "the fixed settings leave none"
-    near = _near(query, "gpus", query.gpus), _near(query, "global_batch", query.global_batch)
-    names = ("gpus", "train.global_batch_size")
-    fixes = [f"{name}={value}" for name, value in zip(names, near, strict=True) if value]
+    ranks = " * ".join(f"{key}={query.fixed[key]}" for key in ("tp", "pp", "dp") if key in query.fixed)
+    why = found[0][0] if found else f"{ranks} do not make {query.gpus} ranks"
+    near = {"gpus": _near_gpus(query), "train.global_batch_size": _near_batch(query)}
+    fixes = [f"{name}={value}" for name, value in near.items() if value]
     fix = f"use {' or '.join(fixes)}" if fixes else "free some of the fixed settings"
     return Problem(("gpus", "train.global_batch_size"), f"gpus={query.gpus}: no layout is valid ({why})", fix)
 
 
-def _near(query: Query, name: str, value: int) -> int | None:
-    """The nearest value of a field of the query for which there is a valid layout."""
+def _near_gpus(query: Query) -> int | None:
+    """The nearest number of GPUs for which there is a valid layout.
+
+    If any is valid, so is one with the plainest values of what is not fixed, which are few to try.
+    """
+    query = query.replaced(fixed={**PLAINEST, **query.fixed})
     for distance in range(1, MOST_TRIED):
-        for tried in (value - distance, value + distance):
-            if tried > 0 and next(layouts(query.replaced(**{name: tried})), None):
-                return tried
+        for gpus in (query.gpus - distance, query.gpus + distance):
+            if gpus > 0 and next(layouts(query.replaced(gpus=gpus)), None):
+                return gpus
     return None
+
+
+def _near_batch(query: Query) -> int | None:
+    """The nearest batch for which there is a valid layout."""
+    fixed = {**PLAINEST, **query.fixed}
+    found = []
+    for choice in splits(query.replaced(fixed=fixed)):
+        quantum = choice["dp"] * fixed["micro_batch"] * (choice["pp"] if choice["vp"] > 1 else 1)
+        found += multiples_around(query.global_batch, quantum)
+    return min(found, key=lambda batch: abs(batch - query.global_batch), default=None)
 
 
 def _interleaves(config: PlanScheduleConfig) -> Problem | None:

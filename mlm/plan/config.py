@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from mlm.config.fields import NOT_NEGATIVE, POSITIVE, Also, Forbid, ResultFile
 from mlm.data.config import MicroBatchSize, SeqLength
 from mlm.models.config import ModelConfig
-from mlm.optim.config import PrecisionConfig
+from mlm.optim.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from mlm.parallel.config import ParallelConfig, PipelineSize, TensorSize, VirtualSize
 from mlm.plan.hardware import HardwareConfig
 
@@ -60,6 +60,8 @@ class SearchedBatchConfig:
 
     global_batch_size: Annotated[int, POSITIVE, Also("train_batch_size")] = 512
     """Samples per step over all replicas."""
+    steps: Annotated[int, POSITIVE] = 300_000
+    """Optimizer steps; a plan does not depend on them."""
     micro_batch_size: Annotated[
         int | None, POSITIVE, Also("batch_size", "per_device_train_batch_size", "micro_batch_size")
     ] = None
@@ -74,6 +76,8 @@ class PlannedBatchConfig:
 
     global_batch_size: Annotated[int, POSITIVE, Also("train_batch_size")] = 512
     """Samples per step over all replicas. A multiple of dp * micro_batch_size."""
+    steps: Annotated[int, POSITIVE] = 300_000
+    """Optimizer steps; a plan does not depend on them."""
     micro_batch_size: MicroBatchSize = 8
     """Samples one rank runs through the model at once, B; the rest are accumulated."""
 
@@ -125,6 +129,8 @@ class PlanLayoutsConfig:
     out: ResultFile | None = None
     """File to write beside the printed tables: .html, .png, .json or .csv; null writes none."""
     model: ModelConfig
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     hardware: HardwareConfig
     parallel: SearchedLayoutConfig = field(default_factory=SearchedLayoutConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
@@ -145,6 +151,8 @@ class PlanMemoryConfig:
     out: ResultFile | None = None
     """File to write beside the printed table: .json or .csv; null writes none."""
     model: ModelConfig
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     hardware: HardwareConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)

@@ -21,6 +21,8 @@ from mlm.plan.memory import GIB, MemoryModel, Peak
 from mlm.plan.shape import Layout, Shape
 
 BATCH_KEYS = frozenset(("train.micro_batch_size", "train.global_batch_size"))
+SPLIT_RULES = tuple(rule for rule in TRAIN_RULES if not BATCH_KEYS & set(rule.reads))
+BATCH_RULES = tuple(rule for rule in TRAIN_RULES if rule not in SPLIT_RULES)
 MOST_NODES = 1 << 17
 """Devices up to which a model that fits nowhere is tried."""
 
@@ -152,22 +154,27 @@ def search(query: Query, most: int = 10) -> Found:
 
 def layouts(query: Query, broken: Broken | None = None) -> Iterator[Layout]:
     """Every layout that the rules allow, each once: settings without effect stay at their defaults."""
-    outer = [rule for rule in TRAIN_RULES if not BATCH_KEYS & set(rule.reads)]
-    inner = [rule for rule in TRAIN_RULES if rule not in outer]
     launch = Launch(query.gpus, None)
-    for choice in _splits(query):
+    for choice in splits(query, broken):
         values = settings(query, choice)
-        if breach := _breach(outer, values, launch):
-            if broken is not None:
-                broken.add(*breach)
-            continue
         for layout in _batches(query, choice):
             values["train.micro_batch_size"] = layout.micro_batch
-            if breach := _breach(inner, values, launch):
+            if breach := _breach(BATCH_RULES, values, launch):
                 if broken is not None:
                     broken.add(*breach)
                 continue
             yield layout
+
+
+def splits(query: Query, broken: Broken | None = None) -> Iterator[dict[str, Any]]:
+    """Fields of layouts without their batches, as the rules allow for some batch."""
+    launch = Launch(query.gpus, None)
+    for choice in _splits(query):
+        if breach := _breach(SPLIT_RULES, settings(query, choice), launch):
+            if broken is not None:
+                broken.add(*breach)
+            continue
+        yield choice
 
 
 def settings(query: Query, choice: Mapping[str, Any]) -> Settings:

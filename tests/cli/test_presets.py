@@ -14,13 +14,16 @@ from mlm.corpus.checks import check_build
 from mlm.finetune.checks import check_finetune
 from mlm.models.config import ModelConfig
 from mlm.optim.schedule import learning_rate
+from mlm.plan.checks import check_plan_layouts
+from mlm.plan.hardware import preset
 from mlm.train.checks import check_pretrain
 from mlm.train.config import PretrainConfig
 
 RECIPES = groups(CONFIG_DIR)["recipe"]
 TASKS = groups(CONFIG_DIR)["task"]
+HARDWARE = groups(CONFIG_DIR)["hardware"]
 GROUPS = {
-    group: names for group, names in groups(CONFIG_DIR).items() if group not in ("recipe", "task")
+    group: names for group, names in groups(CONFIG_DIR).items() if group not in ("recipe", "task", "hardware")
 }  # of `pretrain`
 V1_LAYOUTS = {"v1_1_2b": 64, "v1_2_5b": 128, "v1_4_2b": 256, "v1_8_3b": 512}  # GPUs, figure 5
 SC21 = {  # arXiv:2104.04473, table 1: billions of parameters as printed, GPUs
@@ -56,6 +59,13 @@ def test_shipped_recipe_composes_into_a_build_without_problem(name: str) -> None
     config = load_config("data_build", ["input=i", "tokenizer=t", "out=o", f"recipe={name}"])
     assert check_build(config) == []
     assert config.dedup.enabled == (name != "plain")
+
+
+@pytest.mark.parametrize("name", HARDWARE)
+def test_shipped_hardware_composes_into_a_plan_without_problem(name: str) -> None:
+    config = load_config("plan_layouts", [f"hardware={name}", "precision=fp16"])
+    assert check_plan_layouts(config) == []
+    assert config.hardware == preset(name)
 
 
 @pytest.mark.parametrize("name", TASKS)
