@@ -33,7 +33,10 @@ OPS = (Op.FORWARD, Op.BACKWARD, Op.WEIGHT)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Software:
-    """What a training program does that changes a step's time: facts of its code, none of them fitted.
+    """What a training program does that changes a step's time: of this one facts of its code.
+
+    Of others partly guesses, made with published errors in view.
+
 
     The defaults are this toolkit. Passes count reads and writes of a tensor of activations in forward.
     """
@@ -48,12 +51,12 @@ class Software:
     """Of a norm's input and output."""
     activation_passes: float = 2.0
     """Of the MLP's activation."""
-    weight_bytes: float = 30.0
+    weight_bytes: float = 12.0
     """Bytes moved per weight and micro-batch besides the products: casts, addition to the gradient."""
     gathered_weight_bytes: float = 14.0
     """The same where sharded weights are gathered: they arrive cast."""
-    optimizer_bytes: float = 44.0
-    """Bytes moved per parameter and step: zeroing, norm, clipping, Adam."""
+    optimizer_bytes: float = 46.0
+    """Bytes moved per parameter and step: zeroing, norm, Adam, and the cast for the next step."""
     gradient_bytes: float = 4.0
     """Bytes of a gradient on the wire."""
     tied_bytes: float = 4.0

@@ -24,7 +24,7 @@ PARTS = (
     "weights",
     "gradients",
     "optimizer",
-    "gathered weights",
+    "cast weights",
     "activations",
     "vocabulary",
     "communication",
@@ -139,9 +139,7 @@ class MemoryModel:
         begins, ends = moving.backward_begins(), moving.optimizer_steps()
         moment = "backward" if sum(begins.values()) >= sum(ends.values()) else "optimizer"
         parts = begins if moment == "backward" else ends
-        loose = sum(
-            parts[name] for name in ("activations", "vocabulary", "communication", "gathered weights")
-        )
+        loose = sum(parts[name] for name in ("activations", "vocabulary", "communication", "cast weights"))
         parts["allocator"] = self.reserved + ALLOCATOR * loose
         return Peak({name: float(parts[name]) for name in PARTS}, moment, held.parameters)
 
@@ -230,7 +228,7 @@ class Moving:
         return {
             **self._static(),
             "gradients": float(self._gradients_before() * self.memory.master),
-            "gathered weights": self._gathered(),
+            "cast weights": self._gathered(),
             "activations": self._in_flight() + working,
             "vocabulary": vocabulary + max(chunk - working, 0.0),
             "communication": self._communication() + (self._unit_buffers() if self.layout.zero else 0.0),
@@ -245,7 +243,7 @@ class Moving:
         return {
             **self._static(),
             "gradients": float(self.held.parameters * self.memory.master),
-            "gathered weights": 0.0,
+            "cast weights": self._gathered() if layout.zero == 0 else 0.0,
             "activations": 0.0,
             "vocabulary": 0.0,
             "communication": float(table * self.memory.master),
@@ -272,10 +270,11 @@ class Moving:
         return 0 if alone else held.whole
 
     def _gathered(self) -> float:
-        """Weights of other data-parallel ranks, in the dtype of activations."""
+        """Weights in the dtype of activations: cast once a step, or gathered from data-parallel ranks."""
         layout, held, e = self.layout, self.held, self.e
         if layout.zero == 0:
-            return 0.0
+            positions = self.memory.model.max_positions * self.h if self.is_first else 0  # are not cast
+            return float(e * (held.whole - positions)) if self.memory.casts else 0.0
         if layout.zero == 2:
             return float(e * held.whole)
         return float(e * (held.ends + min(2, held.layers) * held.layer))
@@ -323,7 +322,7 @@ class Moving:
     def _backward_of_a_layer(self) -> float:
         """Gradients inside the MLP, and its weight's gradient before it is added."""
         e, f = self.e, self.f
-        weight = f * self.h * ((2 * e + 4) if self.memory.casts and self.layout.zero == 0 else 2 * e)
+        weight = f * self.h * ((e + 4) if self.memory.casts and self.layout.zero == 0 else 2 * e)
         return self.rows * e * (2 * self.h + 2 * f) + weight
 
     def _vocabulary(self) -> tuple[float, float]:
@@ -335,7 +334,7 @@ class Moving:
         kept = last_in_flight(self.layout) * (self.memory.master * weight + e * rows * self.h)
         chunk = max(1, min(rows, CHUNK_BYTES[self.memory.device] // (4 * columns)))
         logits = chunk * columns * (max(4, e) + (e if self.memory.casts else 0))
-        product = weight * ((2 * e) if self.memory.casts else self.memory.master)
+        product = weight * self.memory.master
         return float(kept), float(logits + product)
 
     def _communication(self) -> float:

@@ -18,7 +18,7 @@ from mlm.plan.shape import Layout, Shape
 HOUR, DAY = 3600.0, 86400.0
 WIDTH = 100  # columns of the widest table
 SHORT = {
-    "gathered weights": "gathered",
+    "cast weights": "cast",
     "vocabulary": "vocab",
     "communication": "buffers",
     "elementwise": "elementw.",

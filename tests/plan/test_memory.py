@@ -11,10 +11,10 @@ from mlm.models.config import ModelConfig
 from mlm.models.transformer import TransformerLayer
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
+from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.mesh import Axis, ParallelContext, shape_context
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule
-from mlm.parallel.random import DropoutStream
 from mlm.parallel.reducers import build_reducer
 from mlm.parallel.sharding import parameter_shards
 from mlm.plan.memory import MemoryModel, Moving, in_flight
@@ -122,7 +122,7 @@ def saved_bytes(layer: nn.Module, x: Tensor) -> int:
         return saved
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
-        y = layer(x, DropoutStream(0, torch.device("cpu")))
+        y = layer(x, DropoutStream.of_micro_batch(0, 0, x.shape[1], torch.device("cpu")))
     found = sum(saved.untyped_storage().nbytes() for saved in kept.values())
     del y
     return found
