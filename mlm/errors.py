@@ -68,6 +68,15 @@ class Problem(str):
         return any(key == name or key.startswith(f"{name}.") for name in names for key in self.keys)
 
 
+class Absent(Problem):
+    """A problem of what is not there: a required value, or on this host a file or a device.
+
+    The settings that were given may be right, on another host or with further ones.
+    """
+
+    __slots__ = ()
+
+
 class UserError(ValueError):
     """An error that the user can fix. One line: the setting, its value and the fix."""
 

@@ -190,8 +190,12 @@ def data_line(said: JSON) -> str:
 
 
 def source_line(said: JSON) -> str:
-    """Source of an imported checkpoint: `huggingface openai-community/gpt2`."""
-    return "" if said is None else " ".join(str(dig(said, key)) for key in ("kind", "name"))
+    """Source of an imported checkpoint: `megatron gpt2_345m, iteration 500,000`."""
+    if said is None:
+        return ""
+    iteration = dig(said, "iteration")
+    line = " ".join(str(dig(said, key)) for key in ("kind", "name"))
+    return f"{line}, iteration {iteration:,}" if type(iteration) is int else line
 
 
 def layout_line(said: JSON) -> str:

@@ -3,6 +3,8 @@
 Apart from entry.py because Hydra and pydantic take a second to import: `mlm --help` does without them.
 """
 
+import sys
+
 from mlm.cli.arguments import (
     COMPLETION,
     CONFIG_DIR_FLAGS,
@@ -16,9 +18,11 @@ from mlm.cli.arguments import (
 from mlm.cli.command_help import command_help
 from mlm.cli.commands import Command
 from mlm.cli.completion import complete
+from mlm.cli.dry import Dry
 from mlm.cli.entry import say, version_line
-from mlm.cli.hydra_app import call_hydra
+from mlm.cli.hydra_app import call_hydra, without_show
 from mlm.cli.overrides import prepare
+from mlm.cli.reporting import OK
 from mlm.cli.saved_run import take_saved, take_saved_task
 from mlm.errors import ConfigError
 
@@ -45,4 +49,9 @@ def act(command: Command, words: list[str]) -> int:
     runs = not arguments.flags.keys() & {"--cfg", "-c", "--info", "-i", "--hydra-help"}
     if prepared.problems and (not runs or arguments.has(*MULTIRUN)):
         raise ConfigError(prepared.problems)
-    return call_hydra(command, arguments.hydra_argv, prepared, saved)
+    flags = arguments.hydra_argv
+    code = call_hydra(command, flags, prepared, saved, Dry(arguments.gpus) if arguments.check else None)
+    if code == OK and arguments.value("--cfg", "-c") in ("job", "all") and not arguments.has(*MULTIRUN):
+        sys.stdout.flush()  # the config stands above its problems
+        return call_hydra(command, without_show(flags), prepared, saved, Dry(reports_absent=False))
+    return code

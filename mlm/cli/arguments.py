@@ -10,13 +10,15 @@ from dataclasses import dataclass, field
 
 from mlm.cli.commands import COMMANDS, Command
 from mlm.cli.tasks import OWN, run_config, takes_task, task_names
-from mlm.config.fields import length_problem
+from mlm.config.fields import MOST, length_problem
+from mlm.config.paths import CONFIG_DIR, groups
 from mlm.config.suggest import did_you_mean
 from mlm.config.tree import alternatives, leaves
 from mlm.errors import Problem, UserError
 
 HELP = ("--help", "-h")
 VERSION = ("--version", "-V")
+CHECK = "--check"
 MULTIRUN = ("--multirun", "-m")
 COMPLETION = ("--shell-completion", "-sc")
 CONFIG_DIR_FLAGS = ("--config-dir", "-cd")
@@ -43,6 +45,10 @@ class Arguments:
     """Hydra's flags as typed, with their values."""
     overrides: list[str] = field(default_factory=list)
     """`key=value` and the like; a word without `=` is kept for the error, or names a section after --help."""
+    check: bool = False
+    """True if --check was typed: check, and start nothing."""
+    gpus: int | None = None
+    """GPUs that --check assumes; None takes what the layout needs."""
 
     def value(self, *names: str) -> str | None:
         """The value of the first of these flags that was typed."""
@@ -116,6 +122,9 @@ def parse(command: Command, words: Sequence[str]) -> Arguments:
         name, equals, value = word.partition("=")
         if name in BARE_FLAGS and not equals:
             parsed.flags[name] = None
+        elif name == CHECK:
+            parsed.check = True
+            parsed.gpus = _gpus(value if equals else None, rest)
         elif name in VALUE_FLAGS:
             parsed.flags[name] = _flag_value(name, value if equals else None, rest)
             if problem := _length_problem(name, parsed.flags[name] or ""):
@@ -126,6 +135,9 @@ def parse(command: Command, words: Sequence[str]) -> Arguments:
             )
         elif word.startswith("--") and len(word) > 2:
             key = name[2:].replace("-", "_")
+            if parsed.has(*HELP) and not equals:  # --help --clip-grad
+                parsed.overrides.append(key)
+                continue
             parsed.overrides.append(f"{key}={value if equals else _key_value(command, key, rest)}")
         elif word.startswith("-"):
             raise UserError(f"unknown flag '{word}' (list: mlm {command.name} --help)")
@@ -189,9 +201,33 @@ def _flag_value(name: str, value: str | None, rest: list[str]) -> str | None:
 def _key_value(command: Command, key: str, rest: list[str]) -> str:
     """The value of a bare `--key`: the next word, unless that is a flag, or the key is a switch."""
     leaf = leaves(command.spec).get(key)
+    if leaf is None and not _takes_a_value(command, key):
+        return _words_of_unknown(rest, several=not command.positional) or "true"
     switch = leaf is not None and bool in alternatives(leaf.type)
     if rest and not is_flag(rest[0]) and (not switch or SWITCH.fullmatch(rest[0])):
         return rest.pop(0)
     if leaf is not None and not switch:
         raise UserError(f"--{key} needs a value: {leaf.doc}")
     return "true"
+
+
+def _takes_a_value(command: Command, key: str) -> bool:
+    """True for what is no key but takes one value: a shipped config group, an alias, the run to resume."""
+    return key == "resume" or key in dict(command.aliases) or key in groups(CONFIG_DIR)
+
+
+def _words_of_unknown(rest: list[str], *, several: bool) -> str:
+    """The words after a flag that is no key: its values, of which other programs may take `several`."""
+    words: list[str] = []
+    while rest and not is_flag(rest[0]) and "=" not in rest[0] and (several or not words):
+        words.append(rest.pop(0))
+    return " ".join(words)
+
+
+def _gpus(value: str | None, rest: list[str]) -> int | None:
+    """The number after --check, if there is one. Raises UserError for another value."""
+    if value is None and rest and rest[0].isdecimal():
+        value = rest.pop(0)
+    if value is not None and not (value.isdecimal() and 0 < int(value[:10]) <= MOST):
+        raise UserError(f"{CHECK}={value}: must be a number of GPUs, such as {CHECK}=512")
+    return None if value is None else int(value)

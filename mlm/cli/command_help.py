@@ -1,6 +1,6 @@
 """The help of one command, or of its sections and keys, with the defaults that its YAML composes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from mlm.cli.choices import choice_rows
@@ -9,8 +9,9 @@ from mlm.cli.compose import compose_values
 from mlm.cli.help import EXIT_CODES, FLAGS, SPELLINGS, example_lines, table, tasks_block, wrap
 from mlm.cli.overrides import command_groups
 from mlm.cli.tasks import takes_task, task_names
+from mlm.config.elsewhere import elsewhere, keys_meant, plain
 from mlm.config.suggest import did_you_mean
-from mlm.config.tree import MISSING_VALUE, Leaf, describe_type, flatten, leaves
+from mlm.config.tree import MISSING_VALUE, Leaf, describe_values, flatten, leaves
 from mlm.errors import UserError, show
 
 
@@ -49,15 +50,27 @@ def command_help(command: Command, config_dir: str | None = None, topics: Sequen
 
 def _topic(command: Command, topic: str, groups: dict[str, list[str]], config_dir: str | None) -> str:
     known = composed_leaves(command)
-    rows = [leaf for leaf in known.values() if leaf.key == topic or leaf.section == topic]
+    rows = [leaf for leaf in known.values() if topic in (leaf.key, leaf.section)]
     if not rows and topic not in groups:
+        if found := elsewhere(command.spec, topic):
+            answer = found.of("…", {})
+            return "\n".join([f"{plain(topic)}: {answer}", *_tables(known[key] for key in found.keys)])
+        if meant := keys_meant(command.spec, topic):
+            return table([_full_row(known[key]) for key in meant])
+        if (name := topic.replace("-", "_")) != topic:
+            return _topic(command, name, groups, config_dir)
         near = did_you_mean(
             topic, [*groups, *known, *(leaf.section for leaf in known.values() if leaf.section)]
         )
         raise UserError(f"--help {topic}: no such section or key{near}")
     choices = groups.get(topic, [])
     options = [f"{topic}=…:\n" + table(choice_rows(topic, choices, config_dir))] if choices else []
-    return "\n\n".join(options + ([table(map(_full_row, rows))] if rows else []))
+    return "\n\n".join(options + _tables(rows))
+
+
+def _tables(rows: Iterable[Leaf]) -> list[str]:
+    """One table of these keys, or none."""
+    return [table(listed)] if (listed := [_full_row(leaf) for leaf in rows]) else []
 
 
 def composed_leaves(command: Command) -> dict[str, Leaf]:
@@ -76,7 +89,7 @@ def _row(leaf: Leaf) -> tuple[str, str]:
 
 def _full_row(leaf: Leaf) -> tuple[str, str]:
     """With the type, and the bounds of a number."""
-    allowed = describe_type(leaf.type) + (f", {leaf.bound.words}" if leaf.bound else "")
+    allowed = describe_values(leaf) + (f", {leaf.bound.words}" if leaf.bound else "")
     return leaf.key, f"{leaf.doc} ({allowed}) [{_default(leaf)}]"
 
 

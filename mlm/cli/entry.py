@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `mlm` with `argv` (default: of this process) and return its exit code.
 
     0 done · 1 the run failed or a file is damaged · 2 a mistake in the command, its settings or its input ·
-    130 interrupted.
+    128 + n stopped by signal n. `mlm.cli.help.EXIT_CODES` has the details.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     with writable_streams() as output:

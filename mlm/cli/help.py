@@ -11,6 +11,7 @@ USAGE = "mlm COMMAND [TASK] [key=value …]"
 SPELLINGS = "key=value, --key=value and --key value mean the same. Values you type win over every group."
 FLAGS = (
     ("--help", "this text; after it a section or key (model, tp) for all about it"),
+    ("--check, --check=N", "check the settings for the GPUs of the layout, or for N, and start nothing"),
     ("--cfg job", "print the composed config and stop; --resolve fills in its interpolations"),
     ("--multirun, -m", "run every combination of key=a,b,c, each job in its own folder"),
     ("--config-dir DIR", "add a folder of your own YAML, laid out like configs/; Hydra trusts what is in it"),
@@ -19,10 +20,14 @@ FLAGS = (
     ("--hydra-help", "the rest of Hydra"),
 )
 EXIT_CODES = (
-    ("0", "done"),
+    ("0", "done, or saved on SIGUSR1, the signal before a time limit"),
     ("1", "the run failed, or a file is damaged"),
     ("2", "a mistake in the command, its settings or its input: one line for each"),
-    ("130", "interrupted"),
+    (
+        "130, 143, 129",
+        "stopped by Ctrl-C, SIGTERM or a hang-up: training has saved (as a rank of torchrun or srun it then "
+        "ends with 0)",
+    ),
 )
 
 

@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from mlm.cli.arguments import CONFIG_DIR_FLAGS
 from mlm.cli.commands import Command
 from mlm.cli.compose import register_defaults, reword
+from mlm.cli.dry import Dry
 from mlm.cli.foreign_yaml import check_foreign_yaml
 from mlm.cli.overrides import Prepared, command_groups
 from mlm.cli.rejected import rejected_override
@@ -38,11 +39,16 @@ class JobFailedError(Exception):
 
 
 def call_hydra(
-    command: Command, flags: Sequence[str], prepared: Prepared | None = None, saved: Saved | None = None
+    command: Command,
+    flags: Sequence[str],
+    prepared: Prepared | None = None,
+    saved: Saved | None = None,
+    dry: Dry | None = None,
 ) -> int:
     """Let Hydra act on its flags and overrides, and run the command if it calls it. Returns the exit code.
 
-    With `saved`, Hydra composes what the command line sets, and the rest is those values. The problems
+    With `saved`, Hydra composes what the command line sets, and the rest is those values. With `dry`, the
+    command is checked and not run. The problems
     in `prepared` are reported with those of the composed config. Raises ConfigError for what Hydra cannot
     compose; exceptions of the run itself pass through.
     """
@@ -54,7 +60,7 @@ def call_hydra(
 
     def task(composed: DictConfig) -> None:
         about = HydraConfig.get()
-        job = Job(command, typed, about if about.mode == RunMode.MULTIRUN else None, saved)
+        job = Job(command, typed, about if about.mode == RunMode.MULTIRUN else None, saved, dry)
         started.append(job)
 
         def work() -> int:
@@ -91,6 +97,17 @@ def _explained(command: Command, flags: Sequence[str], typed: Prepared, error: E
         if ours := rejected_override(command, typed.overrides, groups, str(error)):
             return ours
     return reword(error)
+
+
+def without_show(flags: Sequence[str]) -> list[str]:
+    """Flags without those that make Hydra print the config and stop."""
+    kept, words = list[str](), iter(flags)
+    for word in words:
+        if word in ("--cfg", "-c", "--package", "-p"):
+            next(words, None)
+        elif word != "--resolve":
+            kept.append(word)
+    return kept
 
 
 def without_print(flags: Sequence[str]) -> tuple[list[str], bool]:

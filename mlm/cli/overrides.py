@@ -24,10 +24,11 @@ from mlm.cli.choices import other_names as other_choices
 from mlm.cli.commands import Command
 from mlm.cli.tasks import GROUP as TASKS
 from mlm.cli.tasks import OWN
+from mlm.config.elsewhere import Typed, elsewhere, plain
 from mlm.config.fields import expand_home
 from mlm.config.paths import CONFIG_DIR, groups
 from mlm.config.suggest import nearest, nearest_key, unknown_key
-from mlm.config.tree import MISSING_VALUE, describe_type, flatten, leaves, other_names, sections
+from mlm.config.tree import MISSING_VALUE, describe_values, flatten, leaves, other_names, sections
 from mlm.errors import Problem, show
 from mlm.train.config import PretrainConfig
 
@@ -42,10 +43,6 @@ GROUP_SETS = {
     "experiment": {"name", "out", *sections(PretrainConfig), "tp", "pp", "vp", "dp", "recompute"},
 }
 """Sections and keys that the groups set which are not named as the section they fill."""
-DRY_RUN = "--cfg job prints what would run, and stops"
-OWN_CONFIG = "--config-dir DIR --config-name NAME composes a config of yours"
-FLAGS = {"dry_run": DRY_RUN, "print_config": DRY_RUN, "config": OWN_CONFIG, "config_file": OWN_CONFIG}
-"""Flags of other programs that are no key here → the flag of ours."""
 
 
 @dataclass
@@ -98,8 +95,9 @@ def prepare(
     own_path = own_path or any("hydra.searchpath=" in text for text in typed)
     options = command_groups(command, config_dir)
     parser = OverridesParser.create()
+    values = {plain(key): value for key, _, value in (text.partition("=") for text in typed)}
     for text in typed:
-        problem = _spelling(command, text, options)
+        problem = _spelling(command, text, options, values)
         if problem is None:
             text = literal(command, text, multirun=multirun)
             problem = _grammar(command, parser, text, multirun=multirun)
@@ -193,8 +191,8 @@ def quote(value: str) -> str:
     return "'" + escaped + "\\" * backslashes + "'"
 
 
-def _spelling(command: Command, text: str, options: dict[str, list[str]]) -> Problem | None:
-    key, equals, _ = text.partition("=")
+def _spelling(command: Command, text: str, options: dict[str, list[str]], typed: Typed) -> Problem | None:
+    key, equals, value = text.partition("=")
     name = key.lstrip("+~")
     known, theirs = [*leaves(command.spec), *options], other_names(command.spec)
     if key.startswith("+++"):
@@ -207,8 +205,8 @@ def _spelling(command: Command, text: str, options: dict[str, list[str]]) -> Pro
     left_to_hydra = key[:1] in ("+", "~") or "@" in key or name.split(".")[0].split("/")[0] == "hydra"
     if left_to_hydra or name in leaves(command.spec) or name in options or name in sections(command.spec):
         return None
-    if name in FLAGS:
-        return Problem((name,), f"unknown key '{name}'", FLAGS[name])
+    if elsewhere(command.spec, name):
+        return unknown_key(command.spec, name, value, typed)
     group = nearest(name, options) if "." not in name else None
     if group and nearest(name, known, theirs) == group:
         return Problem((name,), f"unknown key '{name}'", f"did you mean '{group}'?")
@@ -218,6 +216,8 @@ def _spelling(command: Command, text: str, options: dict[str, list[str]]) -> Pro
 def _meant(command: Command, text: str, options: dict[str, list[str]]) -> set[str]:
     """Keys and sections that a rejected override was meant to set."""
     name = text.partition("=")[0].lstrip("+~")
+    if found := elsewhere(command.spec, name):
+        return {name, *found.keys}
     if name not in options and name not in leaves(command.spec):
         group = nearest(name, options) if "." not in name else None
         name = group or nearest_key(command.spec, name) or name
@@ -233,7 +233,7 @@ def _grammar(command: Command, parser: OverridesParser, text: str, *, multirun: 
         if leaf is None or leaf.type in (str, str | None):
             return Problem((key,), f"cannot read '{text}'", f"quote the value: \"{key}='…'\"")
         example = "" if leaf.default in (None, MISSING_VALUE) else f", such as '{key}={show(leaf.default)}'"
-        problem = f"cannot read '{text}': {key} must be {describe_type(leaf.type)}{example}"
+        problem = f"cannot read '{text}': {key} must be {describe_values(leaf)}{example}"
         return Problem((key,), problem)
     if override.is_sweep_override() and not multirun:
         return Problem((key,), f"{text} is a sweep: add --multirun, or quote the value")

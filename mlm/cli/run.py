@@ -1,5 +1,6 @@
 """From a composed config to a running command: build, check, preflight, launch, exit code."""
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mlm.cli.commands import Command, resolve
 from mlm.cli.compose import resolved, reword
+from mlm.cli.dry import Dry, verdict
 from mlm.cli.overrides import Prepared
-from mlm.cli.reporting import OK
+from mlm.cli.reporting import OK, speaks_for_host
 from mlm.cli.saved import Saved
 from mlm.config.build import build
 from mlm.config.imports import trusting
@@ -39,6 +42,8 @@ class Job:
     """Hydra's own config in a job of a sweep, None outside one."""
     saved: Saved | None = None
     """The settings of the run that is continued, None for a new one."""
+    dry: Dry | None = None
+    """Extent of the check, for one that is to start nothing."""
     outs: list[str] = field(default_factory=list)
     """The output of a job of a sweep, once it is placed."""
 
@@ -88,12 +93,31 @@ def run(job: Job, composed: DictConfig) -> int:
     Raises ConfigError with the problems of the typed overrides and those of the composed values.
     """
     command = job.command
+    _take_model(job, composed)
     values = job.values(composed)
     job.place(values)
     with trusting(job.typed_imports(composed)):
+        if job.dry is not None:
+            return _check(job, job.dry, values)
         config = _build(job, values)
         with streams_for(config):
             return _execute(command, config)
+
+
+def _take_model(job: Job, composed: DictConfig) -> None:
+    """Replace the default model by that of `ckpt`, where the command may and the user chose none."""
+    command, keys = job.command, {text.partition("=")[0].lstrip("+~") for text in job.typed.overrides}
+    chosen = any(key.split(".")[0] in ("model", "experiment") for key in keys) or job.typed.problems
+    if command.model_of_ckpt is None or job.saved is not None or chosen or "ckpt" not in keys:
+        return
+    if HydraConfig.get().job.config_name != command.config:  # a primary config of the user's chooses one
+        return
+    if model := resolve(command.model_of_ckpt)(composed.ckpt):
+        composed.model = model
+        if speaks_for_host(os.environ):
+            shape = f"{model['num_layers']} layers, hidden size {model['hidden_size']}"
+            line = f"model of ckpt={composed.ckpt}: {model['kind']}, {shape}, {model['num_heads']} heads"
+            print(f"mlm {command.name}: {line}", file=sys.stderr)
 
 
 def _execute(command: Command, config: Any) -> int:
@@ -109,6 +133,21 @@ def _execute(command: Command, config: Any) -> int:
     return int(run_job(command.target, config, out=out))
 
 
+def _check(job: Job, dry: Dry, values: dict[str, Any]) -> int:
+    """Report the problems of a run that is not started. Raises ConfigError."""
+    try:
+        config = _build(job, values)
+        if dry.reports_absent and (found := path_problems(config)):
+            raise ConfigError(found)
+    except ConfigError as error:
+        if rest := dry.error(error):
+            raise rest from None
+    else:
+        if dry.reports_absent:
+            print(verdict(config, dry, on_ranks=job.command.check is not None))
+    return OK
+
+
 def show(job: Job, composed: DictConfig) -> int:
     """Print the values that a run would continue with, as `--cfg job` does."""
     print(OmegaConf.to_yaml(job.values(composed)), end="")
@@ -120,6 +159,8 @@ def _build(job: Job, values: dict[str, Any]) -> Any:
 
     def check(config: Any) -> Sequence[str]:
         assert command.check is not None
+        if job.dry is not None:
+            return job.dry.problems(command, config)
         try:
             facts = resolve(f"{LAUNCH}:launch_facts")(config.dist)
         except UserError as error:  # check the rest as if the launch were right

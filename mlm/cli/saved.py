@@ -90,6 +90,11 @@ def read_run(resume: str, config: str) -> Saved:
     place = Path(resume).expanduser()
     file = place / CONFIG if place.is_dir() else place
     if not os.path.lexists(file):
+        if (place / "checkpoints").is_dir():
+            raise UserError(
+                f"resume={resume}: holds weights and no settings of a run to resume; begin a run with them: "
+                f"ckpt={resume} out=…"
+            )
         what = f"holds no {CONFIG}" if place.is_dir() else "no such folder"
         raise UserError(f"resume={resume}: {what}; name the folder of a run (out=… of mlm {config})")
     values = read_values(file, config)

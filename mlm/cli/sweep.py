@@ -28,6 +28,8 @@ class Sweep:
         if self.is_stopped:
             self._note(job, None)
             return OK
+        if job.dry is not None:
+            return work()
         code = FAILED
         try:
             code = work()
@@ -46,6 +48,8 @@ class Sweep:
 
     def report(self) -> None:
         """Print and write the table, on the first rank."""
+        if not self.runs:
+            return
         place = read_place(os.environ)
-        if self.runs and (place is None or place.rank == 0):
+        if place is None or place.rank == 0:
             resolve(f"{REPORT}:report_sweep")(self.runs, origin().get("command", []))

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from mlm.config.fields import expanded, path_problem
+from mlm.config.elsewhere import corrected_blend
+from mlm.config.fields import Role, expanded, path_problem
 from mlm.config.suggest import nearest, unknown_key
 from mlm.config.tree import (
     HOISTED,
@@ -21,13 +22,13 @@ from mlm.config.tree import (
     Leaf,
     alternatives,
     choices,
-    describe_type,
+    describe_values,
     flatten,
     leaves,
     out_of_range,
     sections,
 )
-from mlm.errors import ConfigError, Problem, show
+from mlm.errors import Absent, ConfigError, Problem, show
 from mlm.files.atomic import digest_bytes
 
 T = TypeVar("T")
@@ -114,7 +115,7 @@ def _problems_of_values(cls: type, flat: dict[str, Any]) -> tuple[list[Problem],
 def missing(leaf: Leaf) -> Problem:
     """The problem of a required value that was not given."""
     fix = f"add {leaf.key}=… ({leaf.doc.rstrip('.')})"
-    return Problem((leaf.key,), f"{leaf.key} is required: {fix}")
+    return Absent((leaf.key,), f"{leaf.key} is required: {fix}")
 
 
 def _problem_of_value(leaf: Leaf, value: Any) -> Problem | None:
@@ -129,9 +130,13 @@ def _problem_of_value(leaf: Leaf, value: Any) -> Problem | None:
             return None if leaf.role is None else path_problem(leaf.key, value, leaf.role)
         except ValidationError:
             pass
+    if leaf.role is Role.BLEND and isinstance(value, list):
+        blend = corrected_blend([str(item) for item in value])
+        fix = f"weight and corpus are one entry: '{leaf.key}={blend}'" if blend else ""
+        return Problem((leaf.key,), f"{leaf.key}={show(value)} must be {describe_values(leaf)}", fix)
     found = nearest(str(value), [str(choice) for choice in choices(leaf.type)])
     hint = f"did you mean {leaf.key}={found}?" if found else ""
-    return Problem((leaf.key,), f"{leaf.key}={show(value)} must be {describe_type(leaf.type)}", hint)
+    return Problem((leaf.key,), f"{leaf.key}={show(value)} must be {describe_values(leaf)}", hint)
 
 
 def _nest(cls: type, flat: dict[str, Any]) -> dict[str, Any]:

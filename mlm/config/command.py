@@ -33,6 +33,8 @@ class Command:
     """local_check(config) -> problems between settings, of a command that runs in this process."""
     preflight: str | None = None
     """module:function(config) -> problems in files, called when there is no other problem."""
+    model_of_ckpt: str | None = None
+    """module:function(ckpt) -> settings `model.*` of a checkpoint, or None: taken where none is chosen."""
     out_is_run_folder: bool = False
     """True if `out` is a run folder, where failing ranks may leave their logs."""
     has_runs: bool = False

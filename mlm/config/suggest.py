@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from math import isqrt
 
+from mlm.config.elsewhere import Typed, elsewhere
 from mlm.config.tree import HOISTED, leaves, other_names, sections
 from mlm.errors import Problem
 
@@ -37,18 +38,25 @@ def nearest(
 def nearest_key(cls: type, key: str) -> str | None:
     """The key of a run spec closest to an unknown one; `tp` for `parallel.tp`."""
     top = key.removeprefix(f"{HOISTED}.")
+    if found := elsewhere(cls, key):
+        return next(iter(found.keys), None)
     return top if top in leaves(cls) else nearest(key, leaves(cls), other_names(cls))
 
 
-def unknown_key(cls: type, key: str) -> Problem:
-    """The problem of a key that this type of run spec does not have, with the closest one that it has."""
+def unknown_key(cls: type, key: str, value: str = "…", typed: Typed | None = None) -> Problem:
+    """The problem of a key that this type of run spec does not have, and what stands in its place.
+
+    `value` was given to it, beside the other settings `typed`.
+    """
     if key in sections(cls):
         first = next(iter(leaves(sections(cls)[key])))
         return Problem((key,), f"'{key}' is a section: set its keys, such as {key}.{first}=…")
+    if found := elsewhere(cls, key):
+        return Problem((key, *found.keys), f"unknown key '{key}'", found.of(value, typed or {}))
     if (top := key.split(".")[0]) in leaves(cls):
         return Problem((key,), f"unknown key '{key}': {top} has no keys below it")
-    found = nearest_key(cls, key)
-    return Problem((key,), f"unknown key '{key}'", f"did you mean '{found}'?" if found else "")
+    near = nearest_key(cls, key)
+    return Problem((key,), f"unknown key '{key}'", f"did you mean '{near}'?" if near else "")
 
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:

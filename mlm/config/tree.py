@@ -148,6 +148,13 @@ _WORDS[Options] = "names with numbers, texts, true or false"
 _PLURALS = {int: "whole numbers", float: "numbers", str: "texts"}
 
 
+def describe_values(leaf: Leaf) -> str:
+    """The values of a key: its type's, or the shipped ones of a key that takes an import path too."""
+    return (
+        describe_type(leaf.type) if leaf.shipped is None else f"{', '.join(leaf.shipped)} or an import path"
+    )
+
+
 def alternatives(kind: Any) -> list[Any]:
     """The members of an optional type; of any other, the type itself."""
     args = get_args(kind)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mlm.data.config import DataConfig
 from mlm.data.files_present import WRITE_ONE, absent
-from mlm.errors import Problem
+from mlm.errors import Absent, Problem
 
 MAX_SOURCES = 1000
 MIN_SHARE = 1e-12
@@ -108,14 +108,14 @@ def problem_of_path(e: Entry) -> Problem | None:
         return Problem(BLEND, f"data.blend: '{e.text}' names no corpus", HOW)
     stem, _, suffix = e.path.rpartition(".")
     if suffix in ("bin", "idx") and not absent(stem):
-        return Problem(BLEND, f"data.blend: '{e.text}': give the prefix of .bin and .idx, which is {stem}")
+        return Absent(BLEND, f"data.blend: '{e.text}': give the prefix of .bin and .idx, which is {stem}")
     missing = absent(str(e.prefix))
     if len(missing) == 2 and not Path(e.path).is_dir():
         problem = f"data.blend: '{e.text}': no folder {e.path}, no pair {e.path}.bin/.idx"
-        return Problem(BLEND, problem, WRITE_ONE)
+        return Absent(BLEND, problem, WRITE_ONE)
     if not missing:
         return None
-    return Problem(BLEND, f"data.blend: '{e.text}': {' and '.join(missing)} is not there", WRITE_ONE)
+    return Absent(BLEND, f"data.blend: '{e.text}': {' and '.join(missing)} is not there", WRITE_ONE)
 
 
 def problems_of_repeats(entries: Sequence[Entry]) -> list[Problem]:

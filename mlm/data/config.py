@@ -44,7 +44,8 @@ class DataConfig:
     of your own by its import path, my_package.my_module:dataset, which is called as dataset(data,
     vocab_size=…, num_samples=…, seed=…, validation=…) and returns a Dataset (mlm/data/sampler.py)."""
     path: DataPath | None = None
-    """Corpus folder written by `mlm data build`: train.bin/.idx, validation.bin/.idx, tokenizer.json."""
+    """Corpus folder written by `mlm data build`: train.bin/.idx, validation.bin/.idx, tokenizer.json; or the
+    prefix of another .bin/.idx pair, which is then the training part."""
     train: InputPath | None = None
     """Prefix of the training .bin/.idx; null means {path}/train."""
     validation: InputPath | None = None

@@ -4,10 +4,12 @@ import re
 from pathlib import Path
 
 from mlm.data.config import DataConfig
-from mlm.errors import Problem
+from mlm.errors import Absent, Problem
 
 HUB = "hub:"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+MEGATRON_NAMES = ("latest_checkpointed_iteration.txt", "mp_rank_*", "*/mp_rank_*")
+"""Files and folders that only Megatron-LM's checkpoint folders hold."""
 WRITE_ONE = "write one with `mlm data build` (see mlm data build --help)"
 
 
@@ -18,14 +20,24 @@ def corpus(data: DataConfig) -> Problem | None:
     if data.train is not None:
         return indexed("data.train", data.train)
     if data.path is None:
-        return Problem(
-            ("data.path",),
+        return Absent(
+            ("data.path", "data.train", "data.blend"),
             f"data.path is not set: give a corpus folder, {WRITE_ONE}, or take data=synthetic",
         )
     if not Path(data.path).is_dir():
-        return Problem.at("data.path", data.path, "no such folder", WRITE_ONE)
-    missing = " and ".join(absent(str(Path(data.path, "train"))))
-    return Problem.at("data.path", data.path, f"{missing} is not there", WRITE_ONE) if missing else None
+        missing = indexed("data.path", data.path)
+        if missing is None or len(absent(data.path)) == 1 or not absent(_stem(data.path)):
+            return missing
+        return Absent.at("data.path", data.path, "no such folder", WRITE_ONE)
+    missing_files = " and ".join(absent(str(training_prefix(data.path))))
+    if missing_files:
+        return Absent.at("data.path", data.path, f"{missing_files} is not there", WRITE_ONE)
+    return None
+
+
+def training_prefix(path: str) -> Path:
+    """Prefix of the training .bin/.idx that data.path names: `train` in a folder, or the path itself."""
+    return Path(path, "train") if Path(path).is_dir() or absent(path) else Path(path)
 
 
 def corpus_extras(data: DataConfig) -> Problem | None:
@@ -39,10 +51,13 @@ def indexed(key: str, prefix: str | None) -> Problem | None:
     """Both files of an indexed corpus, .bin and .idx."""
     if prefix is None or not (missing := absent(prefix)):
         return None
-    stem, dot, suffix = prefix.rpartition(".")
-    if dot and suffix in ("bin", "idx") and not absent(stem):
-        return Problem.at(key, prefix, "give the prefix of .bin and .idx", f"use {key}={stem}")
-    return Problem.at(key, prefix, f"{' and '.join(missing)} is not there", WRITE_ONE)
+    if (stem := _stem(prefix)) != prefix and not absent(stem):
+        return Absent.at(key, prefix, "give the prefix of .bin and .idx", f"use {key}={stem}")
+    return Absent.at(key, prefix, f"{' and '.join(missing)} is not there", WRITE_ONE)
+
+
+def _stem(prefix: str) -> str:
+    return prefix.removesuffix(".bin").removesuffix(".idx")
 
 
 def file(key: str, path: str | None) -> Problem | None:
@@ -51,8 +66,8 @@ def file(key: str, path: str | None) -> Problem | None:
         return None
     if Path(path).is_dir():
         inside = f"name a file in it: {key}={Path(path, _a_file_in(path))}"
-        return Problem((key,), f"{key}={path} is a folder", inside)
-    return Problem.at(key, path, "no such file", f"correct the path, or {key}=null")
+        return Absent((key,), f"{key}={path} is a folder", inside)
+    return Absent.at(key, path, "no such file", f"correct the path, or {key}=null")
 
 
 def _a_file_in(folder: str) -> str:
@@ -66,7 +81,7 @@ def folder(key: str, path: str | None) -> Problem | None:
     """A folder, or a file in place of one."""
     if path is None or Path(path).exists():
         return None
-    return Problem.at(key, path, "no such folder", "correct the path")
+    return Absent.at(key, path, "no such folder", "correct the path")
 
 
 def tokenizer(key: str, path: str | None) -> Problem | None:
@@ -77,22 +92,32 @@ def tokenizer(key: str, path: str | None) -> Problem | None:
 def checkpoint(path: str | None) -> Problem | None:
     """A checkpoint folder or a run folder."""
     if path is None or Path(path).is_dir():
-        return None
+        return None if path is None else _of_megatron(path)
     fix = "give a run folder (runs/…) or one of its checkpoints (…/step-00001000)"
-    return Problem.at("ckpt", path, "no such folder", fix)
+    return Absent.at("ckpt", path, "no such folder", fix)
 
 
 def model(path: str | None) -> Problem | None:
     """A checkpoint or run folder, a model folder of `transformers`, or an id of the Hub."""
-    if path is None or Path(path).is_dir() or hub_id(path):
+    if path is not None and Path(path).is_dir():
+        return _of_megatron(path)
+    if path is None or hub_id(path):
         return None
-    return Problem.at(
+    return Absent.at(
         "ckpt",
         path,
         "no such folder",
         "give a run folder (runs/…), one of its checkpoints (…/step-00001000), a model folder of "
         "transformers, or a model's id on the Hub (OWNER/NAME or hub:NAME)",
     )
+
+
+def _of_megatron(folder: str) -> Problem | None:
+    """The problem of a checkpoint folder of Megatron-LM, which is imported first."""
+    if not any(next(Path(folder).glob(name), None) for name in MEGATRON_NAMES):
+        return None
+    fix = f"run `mlm import megatron {folder} out=runs/NAME`, then set ckpt=runs/NAME"
+    return Absent.at("ckpt", folder, "a Megatron-LM checkpoint", fix)
 
 
 def hub_id(path: str) -> str | None:

@@ -25,6 +25,7 @@ from mlm.checkpoint.native.format import RESTORE
 from mlm.config.fields import split_weight
 from mlm.data.blend_history import trained_on
 from mlm.data.config import DataConfig
+from mlm.data.files_present import absent
 from mlm.data.indexed import IndexedDataset
 from mlm.data.receipt import RECEIPT, check_corpus, read_receipt
 from mlm.data.sampler import Dataset, MicroBatch, eval_batches
@@ -118,7 +119,7 @@ def seen_from(folder: Path, data: DataConfig) -> DataConfig:
 
 def _no_validation_set(data: DataConfig) -> str:
     give = "give path=… (prefix of a .bin/.idx)"
-    if data.path is not None and not Path(data.path).exists():
+    if data.path is not None and not Path(data.path).exists() and absent(data.path):
         return (
             f"path=null: the run's data.path={data.path} is not below {Path.cwd()}; start in the folder that "
             f"the run was started in, or {give}"

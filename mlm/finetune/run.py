@@ -61,8 +61,8 @@ def length_problems(config: FinetuneConfig, start: Start) -> list[str]:
     ]
 
 
-def run(config: FinetuneConfig, ctx: ParallelContext) -> None:
-    """Finetune, with each seed; every rank calls this. Raises UserError."""
+def run(config: FinetuneConfig, ctx: ParallelContext) -> int:
+    """Finetune, with each seed; every rank calls this. Return the command's exit code. Raises UserError."""
     if ctx.device.type == "cpu":
         reuse_large_blocks()
     start, splits, runs = start_of(config), splits_of(config), by_seed(config)
@@ -84,11 +84,12 @@ def run(config: FinetuneConfig, ctx: ParallelContext) -> None:
     material = prepare(config, start, splits) if is_new else None
     for n, one in enumerate(runs):
         if results[n] is None and material is not None:
-            results[n], is_stopped = finetune(one, seen[n][0], material, ctx)
-            if results[n] is None or (is_stopped and None in results):
-                return
+            results[n], stopped = finetune(one, seen[n][0], material, ctx)
+            if stopped is not None and None in results:
+                return stopped
     if ctx.is_main:
         report(config, [r for r in results if r is not None], is_new=is_new)
+    return 0
 
 
 def by_seed(config: FinetuneConfig) -> list[FinetuneConfig]:

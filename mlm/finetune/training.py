@@ -230,8 +230,8 @@ def spec_of(config: FinetuneConfig, start: Start, steps: int) -> PretrainConfig:
 
 def finetune(
     config: FinetuneConfig, settings: Settings, material: Material, ctx: ParallelContext
-) -> tuple[Result | None, bool]:
-    """Train; return (result, or None if stopped before the end; True if a stop was requested).
+) -> tuple[Result | None, int | None]:
+    """Train; return (result, or None if stopped before the end; exit code if a stop was requested).
 
     Collective over all ranks.
     """
@@ -269,7 +269,7 @@ def prepare_directory(config: FinetuneConfig, start: Start) -> None:
         write_atomic(out / CONFIG, composed_yaml(config, "finetune").encode())
 
 
-def train(run: Run) -> tuple[Result | None, bool]:
+def train(run: Run) -> tuple[Result | None, int | None]:
     """Train from the beginning or from the newest checkpoint. Returns what `finetune` does."""
     config, trainer, material, ctx = run.config, run.trainer, run.material, run.trainer.ctx
     found, progress = begin(run)
@@ -298,9 +298,8 @@ def train(run: Run) -> tuple[Result | None, bool]:
             progress=progress,
         )
         if not loop.run():
-            session.note_stopped("\nRun the same command again to continue.")
-            return None, True
-    return finish(run, progress), loop.is_stopping
+            return None, session.note_stopped("\nRun the same command again to continue.")
+    return finish(run, progress), session.stop.exit_code if loop.is_stopping else None
 
 
 def begin(run: Run) -> tuple[Path | None, Progress]:

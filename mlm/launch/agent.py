@@ -38,7 +38,7 @@ from mlm.launch.failure import (
     load_failures,
     report,
 )
-from mlm.launch.job_folder import job_folder
+from mlm.launch.job_folder import job_folder, noted_exit_code
 from mlm.launch.network import LOOPBACK, check_interface, check_loopback
 from mlm.launch.process import rendezvous_store, run_rank
 from mlm.launch.stop import STANDS_FOR, WORDS, Relay, handlers_restored, is_noting
@@ -86,7 +86,7 @@ def launch_ranks(target: str, config: Any, *, out: Path | None, world_size: int)
             print(f"mlm: {word}: stopped at once; the last checkpoint is intact", file=sys.stderr)
             return 128 + relay.killed
         if not failed:
-            return 0
+            return noted_exit_code(folder)
         text, code = report(
             load_failures(folder), agent.deaths, world_size=world_size, logs=logs, stopped=agent.stopped
         )
@@ -94,8 +94,8 @@ def launch_ranks(target: str, config: Any, *, out: Path | None, world_size: int)
         return code
 
 
-def run_launched(job: dict[str, Any], words: LastWords) -> None:
-    """Rebuild the configuration in a rank that `launch_ranks` started, and run it.
+def run_launched(job: dict[str, Any], words: LastWords) -> int:
+    """Rebuild the configuration in a rank that `launch_ranks` started, and run it; return the exit code.
 
     The watchdog reports a hang through `words`.
     """
@@ -105,7 +105,7 @@ def run_launched(job: dict[str, Any], words: LastWords) -> None:
     assert module.startswith("mlm."), f"{module} is not part of mlm"
     config = from_dict(getattr(import_module(module), name), job["config"])
     store = rendezvous_store(place, config.dist.timeout_s)
-    run_rank(job["target"], config, place=place, store=store, words=words)
+    return run_rank(job["target"], config, place=place, store=store, words=words)
 
 
 def _job(target: str, config: Any, logs: Path) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from mlm.config.tree import out_of_range, values_of
-from mlm.errors import Problem
+from mlm.errors import Absent, Problem
+from mlm.launch.config import NO_GPU, NO_GPU_FIX
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.layout_checks import Launch, LayoutRule, num_replicas
 from mlm.parallel.nearest_layout import layout_problems
@@ -51,13 +52,9 @@ def devices_exist(config: Any, launch: Launch) -> Problem | None:
     """The problem of a device or backend that this host does not have."""
     device, backend = config.dist.device, config.dist.backend
     if device == "cuda" and launch.local_devices is None:
-        return Problem(
-            ("dist.device",),
-            "dist.device=cuda, but this host has no GPU that torch can use",
-            "use dist.device=auto",
-        )
+        return Absent(("dist.device",), f"dist.device=cuda, but {NO_GPU}", NO_GPU_FIX)
     if backend == "nccl" and launch.local_devices is None:
-        return Problem(
+        return Absent(
             ("dist.backend",),
             "dist.backend=nccl runs on GPUs, and this run is on CPU",
             "use dist.backend=auto or gloo",

@@ -5,6 +5,9 @@ from typing import Annotated, ClassVar, Literal
 
 from mlm.config.fields import PORT, POSITIVE, Forbid
 
+NO_GPU = "torch sees no GPU on this host"
+NO_GPU_FIX = "start it on GPU nodes, check it here with --check, or set dist.device=auto"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DistConfig:

@@ -16,6 +16,7 @@ from mlm.files.lock import Lock
 
 PREFIX = "mlm-job-"
 HELD = "held"
+CODE = "exit-code"
 YOUNG_S = 60.0
 """Age below which a folder is left alone: its command may not have locked it yet."""
 
@@ -45,3 +46,17 @@ def remove_abandoned(parent: Path, young_s: float = YOUNG_S) -> None:
             if lock.take():  # not while its command lives
                 shutil.rmtree(folder, ignore_errors=True)
                 lock.release()
+
+
+def note_exit_code(folder: Path, code: int) -> None:
+    """Leave the command's exit code for it: a rank that exits with it would seem to have failed."""
+    with suppress(OSError):
+        (folder / CODE).write_text(str(code))
+
+
+def noted_exit_code(folder: Path) -> int:
+    """Return the exit code that a rank left; 0 if none did."""
+    try:
+        return int((folder / CODE).read_text())
+    except (OSError, ValueError):
+        return 0

@@ -19,7 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from mlm.config.path_errors import streams_for
 from mlm.errors import UserError
-from mlm.launch.config import DistConfig
+from mlm.launch.config import NO_GPU, NO_GPU_FIX, DistConfig
 from mlm.launch.environment import Place, num_threads, place_variables
 from mlm.launch.failure import (
     INTERRUPTED,
@@ -37,7 +37,8 @@ from mlm.parallel.watch import LostPeer, Watch, is_transport_error
 
 START_S = 120.0  # ranks import torch and read the disk at different speeds, whatever dist.timeout_s is
 STORE_POLL_S = 0.02
-Target = Callable[[Any, ParallelContext], None]
+Target = Callable[[Any, ParallelContext], int | None]
+"""Work of a job on each rank; returns the exit code of a command that a signal stopped after a save."""
 ELASTIC = "TORCHELASTIC_RUN_ID"  # set by torchrun: ranks may be restarted, and the store is not new then
 ALONE = Place(rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="localhost", master_port=0)
 
@@ -45,15 +46,16 @@ ALONE = Place(rank=0, world_size=1, local_rank=0, local_world_size=1, master_add
 def device_kind(dist: DistConfig) -> Literal["cpu", "cuda"]:
     """Return dist.device with auto resolved. Raises UserError if CUDA is requested and absent."""
     if dist.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("dist.device=cuda, but torch sees no GPU here: set dist.device=cpu or auto")
+        raise UserError(f"dist.device=cuda, but {NO_GPU}", keys=("dist.device",), fix=NO_GPU_FIX)
     if dist.device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return dist.device
 
 
 def run_joined(target: str, config: Any, *, place: Place, out: Path | None) -> int:
-    """Run the job as one of the ranks that torchrun or SLURM started; 0 if it ends well.
+    """Run the job as one of the ranks that torchrun or SLURM started; 0 after its end or a save.
 
+    Launchers end all ranks when one fails, so a rank that saved must not seem to.
     After an exception it reports, unless another rank has reported the same, and ends the process at once: a
     normal exit could wait for peers that are stuck in a collective.
     """
@@ -85,8 +87,10 @@ def run_rank(
     place: Place = ALONE,
     store: Store | None = None,
     words: LastWords | None = None,
-) -> None:
+) -> int:
     """Set up this process as a rank, run `target`, and destroy the process groups if it ends well.
+
+    Return the exit code of the job's command.
 
     dp is what tp * pp of config.parallel leave of place.world_size. One rank alone needs no `store` and
     makes no group: it works without a network. After an exception the groups stay: destroying them could
@@ -107,10 +111,11 @@ def run_rank(
             with watch.waiting("start of the process groups", "world", everyone, start_s):
                 ctx = _make_groups(config, place, store, device, watch, start_s)
         with streams_for(config):
-            find_target(target)(config, ctx)
+            code = find_target(target)(config, ctx) or 0
         if place.world_size > 1:
             with watch.waiting("end of the process groups", "world", everyone):
                 distributed.destroy_process_group()
+    return code
 
 
 def _make_groups(

@@ -26,6 +26,7 @@ from mlm.launch.failure import (
     log_path,
     save_failure,
 )
+from mlm.launch.job_folder import note_exit_code
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -40,7 +41,9 @@ def main() -> None:
         write_to(log_path(Path(job["logs"]), rank))
     words = LastWords(rank, partial(tell, folder), lambda: any(folder.glob(RECORDS)))
     try:
-        start(job, words)
+        code = start(job, words)
+        if rank == 0 and code:
+            note_exit_code(folder, code)
     except KeyboardInterrupt:
         leave(INTERRUPTED)
     except Exception as error:
@@ -52,9 +55,9 @@ def main() -> None:
         leave(failure.exit_code)
 
 
-def start(job: dict[str, Any], words: LastWords) -> None:
-    """Import torch, rebuild the configuration and run the job's function."""
-    import_module("mlm.launch.agent").run_launched(job, words)
+def start(job: dict[str, Any], words: LastWords) -> int:
+    """Import torch, rebuild the configuration and run the job's function; return the command's exit code."""
+    return int(import_module("mlm.launch.agent").run_launched(job, words))
 
 
 def tell(folder: Path, failure: Failure) -> None:

@@ -41,9 +41,10 @@ def launch_facts(dist: DistConfig) -> LaunchFacts:
 def run_job(target: str, config: Any, *, out: Path | None) -> int:
     """Run `module:function` as `run(config, ctx: ParallelContext)` on every rank; return the exit code.
 
-    `config` is a dataclass with `parallel` and `dist`. 0: the function returned on all ranks, at its end or
-    after a graceful stop. 2: a user's mistake on a rank, 1: any other failure, both already reported.
-    128 + n: ended by signal n (130: Ctrl-C) without saving.
+    `config` is a dataclass with `parallel` and `dist`. 0: the function returned on all ranks. 2: a user's
+    mistake on a rank, 1: any other failure, both already reported. 128 + n: stopped by signal n (130:
+    Ctrl-C), also after a save; but 0 where a save before a time limit was requested (SIGUSR1), and for a
+    rank of torchrun or SLURM that saved.
 
     With one rank, the function runs in this process and its exceptions pass through. Raises UserError for
     a layout that does not fit, a port in use, or an `out` that cannot be written.
@@ -57,10 +58,9 @@ def run_job(target: str, config: Any, *, out: Path | None) -> int:
     try:
         if world_size > 1:
             return launch_ranks(target, config, out=out, world_size=world_size)
-        run_rank(target, config)
+        return run_rank(target, config)
     except KeyboardInterrupt:
         return INTERRUPTED
-    return 0
 
 
 def choose_world_size(parallel: ParallelConfig, facts: LaunchFacts) -> int:

@@ -29,6 +29,9 @@ WORDS = {
 }
 """Signals that request a stop, and their names in `StopRequest.reason`. SIGHUP: the terminal is gone."""
 
+SAVED_FOR_REQUEUE = signal.SIGUSR1
+"""The signal before a time limit: the run saves, and its command succeeds so that a batch script requeues."""
+
 STANDS_FOR = {
     signal.SIGINT: signal.SIGINT,
     signal.SIGUSR2: signal.SIGTERM,
@@ -123,6 +126,7 @@ class StopRequest:
         self.show: Callable[[str], bool] = lambda text: False
         """Shows the announcement where a panel would overwrite stderr; False if it cannot."""
         self._interrupts = 0
+        self._signal: signal.Signals | None = None
         self._reason: str | None = None
         self._handlers: dict[signal.Signals, Any] = {}
         self._mask: set[int] = set()
@@ -136,6 +140,11 @@ class StopRequest:
     def reason(self) -> str | None:
         """`Ctrl-C`, `SIGTERM`, … or the argument of `request`; None before a request."""
         return self._reason
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of a command whose work this request ended: 128 + n by a signal, 0 for a requeue."""
+        return 0 if self._signal in (None, SAVED_FOR_REQUEUE) else 128 + self._signal
 
     def request(self, reason: str) -> None:
         """Request a stop. The first reason stays."""
@@ -176,7 +185,9 @@ class StopRequest:
             if self._interrupts > 1:
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
                 raise KeyboardInterrupt
-        self.request(WORDS[heard_signals()[heard]])
+        meant = heard_signals()[heard]
+        self._signal = self._signal or meant
+        self.request(WORDS[meant])
 
 
 def heard_signals() -> dict[signal.Signals, signal.Signals]:

@@ -23,7 +23,7 @@ class OptimizerConfig:
     build(groups, config) and returns a torch.optim.Optimizer."""
     lr: Annotated[float, POSITIVE, Also("learning_rate", "max_lr", "base_lr", "peak_lr")] = 1.5e-4
     """Peak learning rate."""
-    betas: Annotated[tuple[float, float], FRACTION, Also("beta1", "beta2", "adam_beta1", "adam_beta2")] = (
+    betas: Annotated[tuple[float, float], FRACTION, Also("beta1", "beta2")] = (
         0.9,
         0.999,
     )
@@ -76,7 +76,7 @@ class PrecisionConfig:
 
     dtype: Annotated[
         Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp64"],
-        Also("bf16", "fp16", "mixed_precision", "torch_dtype"),
+        Also("mixed_precision", "torch_dtype"),
     ] = "fp32"
     """Format of activations and matrix products; tf32: float32, multiplied with 10-bit mantissas;
     fp8: bf16 whose linear layers multiply 8-bit floats, on an H100 or later."""

@@ -14,7 +14,7 @@ PipelineSize = Annotated[
 VirtualSize = Annotated[
     int,
     POSITIVE,
-    Also("num_layers_per_virtual_pipeline_stage", "virtual_pipeline_model_parallel_size"),
+    Also("virtual_pipeline_model_parallel_size"),
 ]
 
 
@@ -30,13 +30,13 @@ class ParallelConfig:
     """Pipeline-parallel size, p: ranks that hold consecutive layers. At most model.num_layers."""
     vp: VirtualSize = 1
     """Virtual stages (chunks) per pipeline rank, v; more than 1 interleaves the schedule."""
-    dp: Annotated[int | None, POSITIVE, Also("data_parallel", "data_parallel_size", "world_size")] = None
+    dp: Annotated[int | None, POSITIVE, Also("data_parallel", "data_parallel_size")] = None
     """Data-parallel size, d: replicas. null takes world size / (tp * pp)."""
     sequence_parallel: bool = False
     """Cut activations outside the tensor-parallel regions along the sequence too (arXiv:2205.05198)."""
     pipeline: Literal["1f1b", "gpipe", "zb_h1"] = "1f1b"
     """Pipeline schedule. 1f1b interleaves when vp > 1; zb_h1 puts weight gradients into the bubble."""
-    zero: Annotated[Literal[0, 2, 3], Also("zero_stage", "fsdp", "use_distributed_optimizer")] = 0
+    zero: Annotated[Literal[0, 2, 3], Also("zero_stage", "fsdp")] = 0
     """Sharded over dp replicas: 0 nothing, 2 optimizer state and reduced gradients, 3 weights too."""
     zero_reduce: Literal["last", "every"] = "last"
     """zero=2|3: reduce-scatter gradients in the last micro-batch of a step, until which the whole gradient is

@@ -37,7 +37,6 @@ class Software:
 
     Of others partly guesses, made with published errors in view.
 
-
     The defaults are this toolkit. Passes count reads and writes of a tensor of activations in forward.
     """
 

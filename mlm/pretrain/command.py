@@ -13,14 +13,16 @@ COMMANDS = (
         target="mlm.pretrain.run:run",
         check=check_pretrain,
         preflight="mlm.pretrain.run:preflight",
+        model_of_ckpt="mlm.pretrain.model_of_ckpt:model_of_ckpt",
         out_is_run_folder=True,
         has_runs=True,
         summary="train a language model from scratch, or continue from a checkpoint",
         about=(
-            "Trains a GPT-2 on an indexed corpus. Started plainly it starts its ranks on this host; under "
-            "torchrun or SLURM it joins as one. The run folder `out` gets the composed config, checkpoints, "
-            "metrics.jsonl and curves; the same command again resumes it, and so does resume=RUN, with "
-            "the run's own settings and the overrides after it."
+            "Trains a GPT-2 or BERT on an indexed corpus. Started plainly it starts its ranks on this host; "
+            "under torchrun or SLURM it joins as one. The run folder `out` gets the composed config, "
+            "checkpoints, metrics.jsonl and curves; the same command again resumes it, and so does "
+            "resume=RUN, with the run's own settings and the overrides after it. A run that begins with "
+            "ckpt=… and names no model takes the checkpoint's."
         ),
         examples=(
             (
@@ -40,7 +42,15 @@ COMMANDS = (
                 "More steps of a run, in its own folder",
                 "mlm pretrain resume=runs/shakespeare train.steps=1800",
             ),
+            (
+                "Weights that were imported, the start of a new run",
+                "mlm pretrain ckpt=runs/gpt2 out=runs/more data.path=corpus",
+            ),
             ("What would run, with every key", "mlm pretrain experiment=v1_8_3b --cfg job"),
+            (
+                "The settings of a job of 512 GPUs, checked where there are none",
+                "mlm pretrain experiment=v1_8_3b data.path=corpus --check=512",
+            ),
             (
                 "A sweep: each job in its own folder below `out`, and a table of them at the end",
                 "mlm pretrain -m experiment=shakespeare optimizer.lr=3e-4,1e-3",

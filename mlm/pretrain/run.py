@@ -51,8 +51,8 @@ def preflight(config: PretrainConfig) -> list[str]:
     return problems or corpus_tokenizer_errors(config.data) or start_problems(config)
 
 
-def run(config: PretrainConfig, ctx: ParallelContext) -> None:
-    """Train; every rank calls this. Raises UserError."""
+def run(config: PretrainConfig, ctx: ParallelContext) -> int:
+    """Train; every rank calls this. Return the command's exit code. Raises UserError."""
     if ctx.device.type == "cpu":
         reuse_large_blocks()
     out = Path(config.out)
@@ -60,11 +60,11 @@ def run(config: PretrainConfig, ctx: ParallelContext) -> None:
     with out_of_memory_as_user_error(config.train.micro_batch_size, remedy), ExitStack() as stack:
         claim(config, ctx, stack)
         trainer: Trainer[MicroBatch] = Trainer(config, ctx)
-        train(trainer, out, resume(trainer))
+        return train(trainer, out, resume(trainer))
 
 
-def train(trainer: Trainer, out: Path, start: Path | None) -> None:
-    """Run the loop from the trainer's state and finish the run directory."""
+def train(trainer: Trainer, out: Path, start: Path | None) -> int:
+    """Run the loop from the trainer's state and finish the run directory. Return the exit code."""
     config, ctx = trainer.config, trainer.ctx
     changed = continue_data(trainer)
     left = config.train.steps - trainer.step
@@ -94,11 +94,12 @@ def train(trainer: Trainer, out: Path, start: Path | None) -> None:
         seq_length=config.data.seq_length,
         loss_unit=config.model.family.loss_unit,
     ) as session:
-        loop = PretrainLoop(*session, samples, validation_sets(config, trainer.history))
+        loop, code = PretrainLoop(*session, samples, validation_sets(config, trainer.history)), 0
         if not loop.run():
-            session.note_stopped(resume_with("pretrain", out, config))
+            code = session.note_stopped(resume_with("pretrain", out, config))
     if ctx.is_main and (left > 0 or not (out / SUMMARY).exists()):
         finish_directory(trainer, out, rows)
+    return code
 
 
 def notes(trainer: Trainer, start: Path | None, changed: str | None) -> list[str]:
@@ -118,6 +119,9 @@ def notes(trainer: Trainer, start: Path | None, changed: str | None) -> list[str
             f"step {trainer.step} of train.steps={config.train.steps} is done: raise train.steps to "
             "continue, or set another out=… for a new run"
         )
+    if config.train.validate_every and config.data.kind == "indexed" and not validation_prefixes(config.data):
+        key = next(key for key in ("blend", "train", "path") if getattr(config.data, key))
+        found.append(f"no validation: data.{key} names no validation part; set data.validation=PREFIX")
     return found
 
 

@@ -11,6 +11,7 @@ from mlm.data.blend import BlendedDataset
 from mlm.data.blend_checks import entry, names, shares
 from mlm.data.blend_history import History, Segment, Source, continue_history, known_digest, needed, seed_of
 from mlm.data.config import SOURCES, DataConfig
+from mlm.data.files_present import training_prefix
 from mlm.data.indexed import IndexedDataset, bin_path, idx_path
 from mlm.data.receipt import RECEIPT, check_corpus, read_receipt
 from mlm.data.sampler import Dataset
@@ -52,7 +53,7 @@ class ValidationSet:
 def train_prefix(data: DataConfig) -> Path:
     """Prefix of the training .bin/.idx of a run on one corpus."""
     assert data.train is not None or data.path is not None, "checked with the configuration"
-    return Path(data.train) if data.train is not None else Path(str(data.path), "train")
+    return Path(data.train) if data.train is not None else training_prefix(str(data.path))
 
 
 def corpora(data: DataConfig) -> list[Corpus]:
@@ -73,7 +74,7 @@ def validation_prefix(data: DataConfig) -> Path | None:
     """Prefix of the validation .bin/.idx of a run on one corpus, or of the one it names; None without."""
     if data.validation is not None:
         return Path(data.validation)
-    return _beside(Path(data.path, "train"), "validation") if data.path is not None else None
+    return _beside(training_prefix(data.path), "validation") if data.path is not None else None
 
 
 def tokenizer_path(data: DataConfig) -> Path | None:
@@ -82,7 +83,7 @@ def tokenizer_path(data: DataConfig) -> Path | None:
         return Path(data.tokenizer)
     if data.blend and data.kind == "indexed":
         return next((corpus.tokenizer for corpus in corpora(data) if corpus.tokenizer is not None), None)
-    return _tokenizer_of(Path(data.path, "train")) if data.path is not None else None
+    return _tokenizer_of(training_prefix(data.path)) if data.path is not None else None
 
 
 def _beside(train: Path, part: str) -> Path | None:

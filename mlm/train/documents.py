@@ -5,6 +5,7 @@ from pathlib import Path
 
 from mlm.data.blend_checks import entry
 from mlm.data.config import DataConfig
+from mlm.data.files_present import training_prefix
 from mlm.data.receipt import RECEIPT, read_receipt
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import UserError
@@ -90,4 +91,4 @@ def corpus_folders(data: DataConfig) -> list[Path]:
         return [entry(text).prefix.parent for text in data.blend]
     if data.train is not None:
         return [Path(data.train).parent]
-    return [Path(data.path)] if data.path is not None else []
+    return [training_prefix(data.path).parent] if data.path is not None else []

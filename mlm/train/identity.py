@@ -13,7 +13,7 @@ from typing import Any
 from mlm.checkpoint.native.lineage import LINEAGE, Lineage, Save
 from mlm.config.build import to_dict
 from mlm.config.tree import HOISTED, flatten
-from mlm.errors import show
+from mlm.errors import Problem, show, spelled
 from mlm.models.config import ModelConfig
 from mlm.train.config import PretrainConfig
 from mlm.train.documents import SWITCHES, with_eod
@@ -126,14 +126,19 @@ def identity_errors(config: PretrainConfig, saved: Mapping[str, Any], run: str) 
 
 
 def function_errors(config: PretrainConfig, saved: Mapping[str, Any], path: str) -> list[str]:
-    """Every key in which a model is another function than that of the weights it would begin with."""
+    """The problem of a model that is another function than that of the weights it would begin with."""
     now, then = now_of(config), flat(saved)
-    return [
-        f"{key}={show(now[key])}: the weights in {path} are of a model with {show(then[key])}; "
-        f"set {key}={show(then[key])}, or another ckpt=…"
-        for key in FUNCTION_KEYS
-        if key in then and now[key] != then[key]
-    ]
+    other = {key: then[key] for key in FUNCTION_KEYS if key in then and now[key] != then[key]}
+    if len(other) < 2:
+        return [
+            f"{key}={show(now[key])}: the weights in {path} are of a model with {show(value)}; "
+            f"set {key}={show(value)}, or another ckpt=…"
+            for key, value in other.items()
+        ]
+    typed = spelled({key: now[key] for key in other})
+    problem = f"{typed}: the weights in {path} are of another model"
+    fix = f"choose no model=…, which takes the checkpoint's, or set {spelled(other)}"
+    return [Problem(other, problem, fix)]
 
 
 def _counts(key: str, config: PretrainConfig) -> bool:

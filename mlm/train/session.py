@@ -33,10 +33,11 @@ class Session(NamedTuple):
     stop: StopRequest
     saver: Saver
 
-    def note_stopped(self, how_to_resume: str) -> None:
-        """Report that a run was stopped and saved."""
+    def note_stopped(self, how_to_resume: str) -> int:
+        """Report that a run was stopped and saved; return the exit code of its command."""
         reason, step = self.stop.reason or "another rank", self.trainer.step
         self.reporter.note(f"stopped by {reason} after step {step}, saved.{how_to_resume}")
+        return self.stop.exit_code
 
 
 @contextmanager

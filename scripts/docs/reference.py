@@ -16,7 +16,7 @@ from mlm.cli.overrides import command_groups
 from mlm.cli.tasks import takes_task
 from mlm.config.fields import Role
 from mlm.config.paths import CONFIG_DIR
-from mlm.config.tree import MISSING_VALUE, Leaf, choices, describe_type
+from mlm.config.tree import MISSING_VALUE, Leaf, choices, describe_values
 from mlm.errors import show
 
 GROUPS = sorted(path.name for path in CONFIG_DIR.iterdir() if path.is_dir())
@@ -74,7 +74,7 @@ def key_row(leaf: Leaf) -> tuple[str, str, str]:
 def allowed(leaf: Leaf) -> str:
     """Values that a key takes, and the names that other programs have for it."""
     named = choices(leaf.type)
-    words = describe_type(leaf.type)
+    words = describe_values(leaf)
     if named:
         rest = [word for word in ("null",) if words.endswith("null")]
         words = " · ".join([*(f"`{choice}`" for choice in named), *(f"`{word}`" for word in rest)])

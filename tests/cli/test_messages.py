@@ -23,7 +23,7 @@ from tests.cli.doubles import Cli, make_cli, write
 
 cli = pytest.fixture(make_cli)
 SOUND = "pretrain model=gpt2_tiny data=synthetic"
-PRECISIONS = "choose bf16, fp16, fp32 or fp64"
+PRECISIONS = "choose bf16, fp16, fp32, fp64 or tf32"
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_values_of_a_section_can_be_set_together(cli: Cli) -> None:
         ("train.max_iters=5", "unknown key 'train.max_iters'; did you mean 'train.steps'?"),
         ("n_layer=3", "unknown key 'n_layer'; did you mean 'model.num_layers'?"),
         ("dropout=0.1", "unknown key 'dropout'; did you mean 'model.hidden_dropout'?"),
-        ("--dry-run", "unknown key 'dry_run'; --cfg job prints what would run, and stops"),
+        ("--dry-run", "unknown key 'dry_run'; --check checks the settings, and starts nothing"),
         ("model=gpt2", "model=gpt2: no such choice; did you mean gpt2_124m? (list: mlm pretrain --help)"),
         ("optimizer=lion", "optimizer=lion: no such choice; choose adamw_bert, adamw_demo or adamw_v1"),
     ],

@@ -212,7 +212,9 @@ class TestTyped:
         write(theirs, SAVED)
         Path("mine/optimizer").mkdir(parents=True)
         Path("mine/optimizer/slow.yaml").write_text("lr: 1e-9\nweight_decay: ${model.num_layers}\n")
-        found = composed(capfd, "resume=theirs/run", "--config-dir", "mine", "optimizer=slow")
+        found = composed(
+            capfd, "resume=theirs/run", "--config-dir", "mine", "optimizer=slow", "schedule.min_lr=0"
+        )
         assert (found["optimizer"]["lr"], found["optimizer"]["weight_decay"]) == (1e-9, 3)
 
     def test_the_older_form_keeps_the_saved_folder(

@@ -149,7 +149,7 @@ def test_a_sweep_has_a_folder_for_each_job(
 
 @pytest.mark.slow
 def test_killed_and_interrupted_by_the_system(folder: Path, tmp_path: Path) -> None:
-    """SIGKILL, then Ctrl-C, which ends well; the third start ends the run as one that nothing disturbed."""
+    """SIGKILL, then Ctrl-C, which saves; the third start ends the run as one that nothing disturbed."""
     words = ["finetune", "race", f"ckpt={folder / 'bert'}", f"data.path={folder / 'race'}", "precision=fp64"]
     words += ["task.max_length=32", "train.epochs=12", "train.global_batch_size=4", "train.validate_every=5"]
     words += ["log.every=1", "dist.device=cpu", "dist.threads_per_rank=1", "optimizer.lr=1e-4"]
@@ -159,7 +159,7 @@ def test_killed_and_interrupted_by_the_system(folder: Path, tmp_path: Path) -> N
             wait_for_step(out, step, process)
             process.send_signal(sign)
             code = process.wait(60)
-        assert code == (-signal.SIGKILL if sign is signal.SIGKILL else 0), (tmp_path / "log").read_text()
+        assert code == (-signal.SIGKILL if sign is signal.SIGKILL else 130), (tmp_path / "log").read_text()
     assert "stopped by Ctrl-C after step" in (tmp_path / "log").read_text()
     assert not (out / "result.json").exists()
     assert main([*words, f"out={out}"]) == 0

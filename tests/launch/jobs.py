@@ -105,14 +105,15 @@ def communicate(ctx: ParallelContext, name: str) -> None:
         start_receive(torch.empty(1), ctx.pp, 0).wait()
 
 
-def save_on_request(config: GenerateConfig, ctx: ParallelContext) -> None:
-    """A loop that leaves when asked."""
+def save_on_request(config: GenerateConfig, ctx: ParallelContext) -> int:
+    """A loop that leaves when asked, with the exit code of its command."""
     with StopRequest(announce=ctx.is_main) as stop:
         tell(config, ctx, isatty=sys.stdout.isatty())
         while not stop.requested:
             time.sleep(0.02)
         dist.barrier()  # nobody was ended meanwhile
         tell(config, ctx, isatty=sys.stdout.isatty(), reason=stop.reason)
+        return stop.exit_code
 
 
 def never_save(config: GenerateConfig, ctx: ParallelContext) -> None:

@@ -36,6 +36,17 @@ def test_first_signal_is_a_request(number: signal.Signals, reason: str) -> None:
         assert (stop.requested, stop.reason) == (True, reason)
 
 
+@pytest.mark.parametrize(
+    "number, code",
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGUSR1, 0)],
+)
+def test_stopped_command_fails_unless_it_is_to_be_requeued(number: signal.Signals, code: int) -> None:
+    with StopRequest() as stop:
+        assert stop.exit_code == 0
+        signal.raise_signal(number)
+        assert stop.exit_code == code
+
+
 def test_second_interrupt_stops_at_once() -> None:
     with StopRequest():
         signal.raise_signal(signal.SIGINT)

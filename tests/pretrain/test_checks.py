@@ -1,17 +1,23 @@
 """Cross-checks: each problem names key, value, remedy and the nearest valid setting."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mlm.cli.compose import load_config
+from mlm.cli.compose import compose_values, load_config
+from mlm.config.build import build
 from mlm.data.files_present import tokenizer
+from mlm.errors import ConfigError
 from mlm.evaluate.checks import check_eval_loss
 from mlm.generate.checks import check_generate
 from mlm.launch.checks import data_parallel_size
 from mlm.parallel.config import ParallelConfig
 from mlm.train.checks import check_pretrain
+from mlm.train.config import PretrainConfig
+from mlm.train.corpora import train_prefix, validation_prefixes
+from mlm.train.documents import corpus_folders
 
 SOUND = ["model=gpt2_tiny", "data=synthetic"]
 
@@ -154,6 +160,24 @@ class TestFiles:
     def test_prefix_with_its_suffix_is_corrected(self, tmp_path: Path) -> None:
         touch(tmp_path / "x.bin", tmp_path / "x.idx")
         assert self.problem(f"data.train={tmp_path}/x.bin").endswith(f"use data.train={tmp_path}/x")
+
+    def test_data_path_may_be_the_prefix_of_a_pair(self, tmp_path: Path) -> None:
+        """Which is then the training part, with no validation part beside it."""
+        touch(tmp_path / "wiki_text_document.bin", tmp_path / "wiki_text_document.idx")
+        prefix = tmp_path / "wiki_text_document"
+        config = load_config("pretrain", ["model=gpt2_tiny", f"data.path={prefix}"])
+        assert check_pretrain(config, world_size=None, local_devices=None) == []
+        assert (train_prefix(config.data), validation_prefixes(config.data)) == (prefix, {})
+        assert corpus_folders(config.data) == [tmp_path]
+        problem = self.problem(f"data.path={prefix}.bin")
+        assert problem.endswith(f"use data.path={prefix}")
+
+    def test_blend_in_the_order_of_megatron_is_corrected_alone(self) -> None:
+        values = compose_values("pretrain", ["model=gpt2_tiny", "data.blend=[0.3,a,0.7,b]"])
+        with pytest.raises(ConfigError) as caught:
+            build(PretrainConfig, values, partial(check_pretrain, world_size=None, local_devices=None))
+        (problem,) = caught.value.problems
+        assert problem.fix == "weight and corpus are one entry: 'data.blend=[0.3 a,0.7 b]'"
 
     def test_absent_tokenizer_is_named(self, tmp_path: Path) -> None:
         touch(tmp_path / "train.bin", tmp_path / "train.idx")

@@ -313,7 +313,7 @@ def test_ctrl_c_while_a_run_starts_is_obeyed_after_its_first_step(
     """It comes before torch's processes, or any handler of training, are there."""
     monkeypatch.setattr("mlm.pretrain.run.preflight", lambda config: signal.raise_signal(signal.SIGINT))
     out = tmp_path / "run"
-    assert main(["pretrain", *TINY, f"data.path={corpus}", f"out={out}", f"tp={tp}"]) == 0
+    assert main(["pretrain", *TINY, f"data.path={corpus}", f"out={out}", f"tp={tp}"]) == 130
     assert [path.name for path in (out / "checkpoints").glob("step-*")] == ["step-00000001"]
     said = capfd.readouterr()
     assert "mlm: Ctrl-C: noted; if training starts, it stops and saves after its first step" in said.err

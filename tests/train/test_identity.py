@@ -129,6 +129,9 @@ def test_weights_begin_a_fresh_run_only_as_the_same_function(run: Path, tmp_path
     (error,) = start_problems(replace(fresh, model=replace(fresh.model, num_heads=2)))
     assert error.startswith("model.num_heads=2: the weights in")
     assert "model.num_heads" in FUNCTION_KEYS
+    (error,) = start_problems(replace(fresh, model=replace(fresh.model, num_heads=2, num_layers=1)))
+    layers = given.config.model.num_layers
+    assert error.endswith(f"or set model.num_layers={layers} model.num_heads={given.config.model.num_heads}")
 
 
 def test_changes_are_kept_in_every_later_checkpoint(run: Path, tmp_path: Path) -> None:

@@ -1,0 +1,91 @@
+"""Settings of Megatron-LM: converted, automatic or not offered; and the tutorial's table of them."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from mlm.cli.arguments import parse
+from mlm.cli.commands import COMMANDS
+from mlm.cli.overrides import prepare
+from mlm.config.elsewhere import TABLE, keys_meant, plain
+from mlm.config.tree import leaves
+from mlm.train.config import PretrainConfig
+
+PRETRAIN = COMMANDS[0]
+PAGE = Path(__file__).parents[2] / "scripts/docs/pages/tutorials/from-megatron.md"
+ROWS = [
+    (re.findall(r"`(--[^`]+)`", left), right)
+    for left, right in re.findall(r"^\| (.*?`--.*?) \| (.*?) \|$", PAGE.read_text(), re.MULTILINE)
+]
+
+
+def answers(line: str) -> list[str]:
+    """The fixes of a command line's problems of spelling."""
+    arguments = parse(PRETRAIN, shlex.split(line))
+    prepared = prepare(PRETRAIN, arguments.overrides, config_dir=None, multirun=False)
+    return [problem.fix for problem in prepared.problems]
+
+
+@pytest.mark.parametrize(
+    "line, fix",
+    [
+        ("--distributed-timeout-minutes 30", "use dist.timeout_s=1800 (seconds)"),
+        (
+            "--num-layers-per-virtual-pipeline-stage 2",
+            "use vp = model.num_layers / (pp * 2), a number of chunks",
+        ),
+        (
+            "--num-layers-per-virtual-pipeline-stage 2 model.num_layers=24 pp=3",
+            "use vp=4, a number of chunks",
+        ),
+        ("--train-samples 1000", "use train.steps = 1000 / train.global_batch_size"),
+        ("--train-samples 1000 train.global_batch_size=10", "use train.steps=100"),
+        ("--adam-beta2 0.95", "use 'optimizer.betas=[0.9,0.95]'"),
+        ("--data-path 0.3 wiki 0.7 web", "use 'data.blend=[0.3 wiki,0.7 web]'"),
+        ("--data-path wiki", "use data.path=wiki"),
+        ("--bf16", "use precision=bf16"),
+        ("bf16=true", "use precision=bf16"),
+        ("train.Recompute-Activations=true", "use recompute=selective"),
+        ("--swiglu tp=2", "not offered: model.activation is gelu or gelu_tanh"),
+    ],
+)
+def test_setting_of_megatron_is_converted(line: str, fix: str) -> None:
+    assert answers(line) == [fix]
+
+
+def test_words_after_an_unknown_flag_are_its_own() -> None:
+    (fix,) = answers("--rampup-batch-size 16 16 100 tp=2")
+    assert fix.startswith("not offered: train.global_batch_size is constant")
+
+
+def test_bare_word_after_a_known_key_is_still_an_error() -> None:
+    arguments = parse(PRETRAIN, ["--tp", "2", "4"])
+    assert arguments.overrides == ["tp=2", "4"]
+    assert parse(PRETRAIN, ["--model", "gpt2_8b", "4"]).overrides == ["model=gpt2_8b", "4"]
+
+
+def test_entries_name_keys_that_exist_and_each_name_once() -> None:
+    names = [name for entry in TABLE for name in entry.names]
+    assert len(set(names)) == len(names)
+    assert {key for entry in TABLE for key in entry.keys} <= leaves(PretrainConfig).keys()
+    same_values = {name for leaf in leaves(PretrainConfig).values() for name in leaf.also}
+    assert same_values & set(names) == {"data_path"}  # which finetuning takes as it is
+
+
+@pytest.mark.parametrize("flags, ours", ROWS, ids=lambda value: str(value)[:40])
+def test_row_of_the_tutorial_is_what_the_command_answers(flags: list[str], ours: str) -> None:
+    """Each key of the right column is one that the error names, or that the flag stands for."""
+    named = re.findall(r"`([a-z_.]+)=?[^`]*`", ours)
+    for flag in flags:
+        name = flag.split()[0]
+        (fix,) = answers(f"{flag} 1" if " " not in flag else flag) or [plain(name)]  # or it is a key itself
+        meant = " ".join((fix, *keys_meant(PretrainConfig, name)))
+        assert any(key in meant for key in named) if named else fix.partition(":")[0] in ours, (flag, fix)
+
+
+def test_every_flag_of_megatron_stands_in_the_tutorial() -> None:
+    listed = {flag.split()[0].lstrip("-").replace("-", "_") for flags, _ in ROWS for flag in flags}
+    missing = {name for entry in TABLE if not entry.everywhere for name in entry.names} - listed
+    assert not missing
