@@ -125,6 +125,8 @@ class StopRequest:
         self._announce = announce
         self.show: Callable[[str], bool] = lambda text: False
         """Shows the announcement where a panel would overwrite stderr; False if it cannot."""
+        self.last_step: Callable[[], str] = lambda: "the step"
+        """Words for the step after which a stop requested now takes effect. Called in signal handlers."""
         self._interrupts = 0
         self._signal: signal.Signals | None = None
         self._reason: str | None = None
@@ -150,7 +152,7 @@ class StopRequest:
         """Request a stop. The first reason stays."""
         if self._reason is None:
             self._reason = reason
-            text = f"{reason}: finishing the step, then saving; Ctrl-C again stops at once"
+            text = f"{reason}: finishing {self.last_step()}, then saving; Ctrl-C again stops at once"
             if self._announce and not self.show(text):
                 _say(f"mlm: {text}")
 

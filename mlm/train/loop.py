@@ -1,6 +1,7 @@
 """The training loop, with hooks for what pretraining and finetuning do differently."""
 
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -15,6 +16,8 @@ from mlm.train.diagnose import refuse_exhausted
 from mlm.train.saver import Saver
 from mlm.train.trainer import StepOutcome, StopVote, Trainer
 
+SOON_S = 5.0
+"""Seconds that are not worth an estimate."""
 Batches = list[Any]
 """The micro-batches of one step on this rank."""
 
@@ -33,6 +36,12 @@ class Loop(ABC):
     saver: Saver
     is_stopping: bool = field(default=False, init=False)
     """True once any rank was asked to stop, as all ranks agree."""
+    stops_after: int = field(default=1, init=False)
+    """Step after which a stop requested now takes effect."""
+    begun: tuple[int, float] = field(default=(1, math.inf), init=False)
+    """The step in progress, and the time at which it began."""
+    step_time: float | None = field(default=None, init=False)
+    """Seconds of a step, as last logged."""
 
     warmup_key: ClassVar[str]
     """Setting of the warm-up, which the error of a diverged run names."""
@@ -40,12 +49,16 @@ class Loop(ABC):
     def run(self) -> bool:
         """Train until done; return False if a stop was requested before."""
         trainer, every = self.trainer, self.trainer.config.log.every
+        self.stop.last_step = self.last_step
         with self.batches() as batches_of_steps:
             self.throughput.start()
             while not self.is_done():
-                vote = StopVote(trainer.ctx, self.stop.requested)
+                self.begun, self.stops_after = (trainer.step + 1, time.monotonic()), trainer.step + 1
                 batches = next(batches_of_steps)
-                outcome = trainer.train_step(batches)
+                parts = trainer.forward_backward(batches)
+                vote = StopVote(trainer.ctx, lambda: self.stop.requested)
+                self.stops_after += not vote.is_open
+                outcome = trainer.update(parts)
                 self.count()
                 self.saver.poll()
                 self.is_stopping, last = vote.result(), self.is_done()
@@ -54,7 +67,8 @@ class Loop(ABC):
                 validated = self.is_validation_due(last)
                 if validated:
                     self.validate(batches)
-                    last = self.is_done()
+                    last, self.is_stopping = self.is_done(), self.is_stopping or vote.asked_since()
+                self.stops_after = trainer.step + 1
                 if last or self.is_stopping or self.is_save_due(validated):
                     self.save(batches, awaited=last or self.is_stopping)
                 if self.is_stopping and not last:
@@ -77,6 +91,14 @@ class Loop(ABC):
     @abstractmethod
     def tokens(self) -> int:
         """Tokens trained on so far, over all ranks and attempts."""
+
+    def last_step(self) -> str:
+        """Words for the step after which a stop requested now takes effect: `step 12 (about 3 min)`."""
+        step, (current, since) = self.stops_after, self.begun
+        if self.step_time is None:
+            return f"step {step}"
+        left = self.step_time * (step - current + 1) - (time.monotonic() - since)
+        return f"step {step} (about {roughly(left)})" if left >= SOON_S else f"step {step}"
 
     def parts(self, means: Sequence[float], rates: Rates) -> Parts:
         """Numbers to report of a step in addition to its loss."""
@@ -104,6 +126,7 @@ class Loop(ABC):
         trainer = self.trainer
         means = trainer.mean_parts(outcome)  # waits for the device, so the clock may be read now
         rates, scaler = self.throughput.lap(), trainer.scaler
+        self.step_time = rates.step_time_s
         self.reporter.step(
             StepMetrics(
                 step=trainer.step,
@@ -142,6 +165,13 @@ class Loop(ABC):
     def abort_if_diverged(self, batches: Batches) -> None:
         """Raise UserError with a diagnosis if gradients are no longer finite. Waits for the device."""
         refuse_exhausted(self.trainer, batches, self.warmup_key)
+
+
+def roughly(seconds: float) -> str:
+    """Return seconds in one unit: 40 s, 3 min, 2 h."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.0f} h"
 
 
 def is_due(step: int, every: int) -> bool:

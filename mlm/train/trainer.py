@@ -198,12 +198,21 @@ class Trainer(Generic[B]):
 
 
 class StopVote:
-    """Agreement of all ranks on stopping, if any was asked to: begun before a step, read after it."""
+    """Agreement of all ranks on stopping, if any was asked to: begun before the weights' update, read after.
 
-    def __init__(self, ctx: ParallelContext, requested: bool) -> None:
+    One process needs no agreement: it hears requests until then; several hear those made before the vote.
+    """
+
+    def __init__(self, ctx: ParallelContext, requested: Callable[[], bool]) -> None:
+        self.is_open = ctx.world.size == 1
+        self.requested = requested
         # the answer travels while the device computes
-        self.flag = start_all_reduce(torch.tensor([int(requested)]), ctx.world, dist.ReduceOp.MAX)
+        self.flag = start_all_reduce(torch.tensor([int(requested())]), ctx.world, dist.ReduceOp.MAX)
 
     def result(self) -> bool:
         """True on every rank if it was asked of one."""
-        return bool(self.flag.wait().item())
+        return self.requested() if self.is_open else bool(self.flag.wait().item())
+
+    def asked_since(self) -> bool:
+        """True if one process alone was asked to; several would need another vote."""
+        return self.is_open and self.requested()

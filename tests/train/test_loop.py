@@ -40,7 +40,8 @@ class Quiet(PretrainLoop):
             ctx=ParallelContext(),
             scaler=SimpleNamespace(exhausted=torch.tensor(False)),
             objective=SimpleNamespace(losses=1, parts=("loss",)),
-            train_step=self.take_step,
+            forward_backward=lambda batches: None,
+            update=self.take_step,
             validate=lambda batches: self.spend(10.0, [next(losses)]),
         )
         reporter = SimpleNamespace(
@@ -66,7 +67,7 @@ class Quiet(PretrainLoop):
         self.clock.now += seconds
         return result
 
-    def take_step(self, batches: object) -> None:
+    def take_step(self, parts: object) -> None:
         self.clock.now += 1.0
         self.trainer.step += 1
 
@@ -96,19 +97,46 @@ def test_the_first_and_the_last_step_are_logged_and_the_last_is_validated_and_sa
 
 
 @pytest.mark.parametrize("asked_at", [1, 4])
-def test_a_stop_is_logged_and_saved_at_the_end_of_its_step(asked_at: int) -> None:
-    loop = Quiet()
-    loop.stop = SimpleNamespace(requested=asked_at == 1)  # type: ignore[assignment]
-    step = loop.take_step
+@pytest.mark.parametrize("phase", ["forward_backward", "update", "validate"])
+def test_one_process_stops_after_the_step_in_progress(asked_at: int, phase: str) -> None:
+    loop = Quiet(validate=1)
+    work = getattr(loop.trainer, phase)
 
-    def count(batches: object) -> None:
-        step(batches)
-        if loop.trainer.step + 1 >= asked_at:
+    def interrupted(argument: object) -> object:
+        if loop.stops_after == asked_at:
             loop.stop.requested = True  # type: ignore[misc]
+        return work(argument)
 
-    loop.trainer.train_step = count  # type: ignore[assignment]
+    setattr(loop.trainer, phase, interrupted)
     assert not loop.run()
-    assert loop.events[-2:] == [("log", asked_at), ("save and wait", asked_at)]
+    assert loop.events[-1] == ("save and wait", asked_at)
+
+
+def test_one_of_several_processes_says_which_step_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their vote is open until the weights' update; a request made later takes a further step."""
+    now = 100.0
+    monkeypatch.setattr("mlm.train.loop.time.monotonic", lambda: now)
+    loop = Quiet(steps=1)
+    loop.step_time, said = 60.0, list[str]()
+    monkeypatch.setattr("mlm.train.loop.StopVote", Several)
+    loop.trainer.forward_backward = lambda batches: said.append(loop.last_step())  # type: ignore[assignment]
+    loop.trainer.update = lambda parts: (said.append(loop.last_step()), loop.take_step(parts))  # type: ignore
+    loop.run()
+    assert said == ["step 1 (about 60 s)", "step 2 (about 2 min)"]
+
+
+class Several:
+    """The vote of a process among several."""
+
+    is_open = False
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def result(self) -> bool:
+        return False
+
+    asked_since = result
 
 
 def test_validation_is_on_the_clock_of_nobody() -> None:

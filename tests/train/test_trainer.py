@@ -331,7 +331,7 @@ def test_a_stop_asked_of_one_rank_is_heard_by_all() -> None:
 
 
 def vote(ctx: ParallelContext) -> tuple[bool, bool]:
-    return StopVote(ctx, False).result(), StopVote(ctx, ctx.rank == 1).result()
+    return StopVote(ctx, lambda: False).result(), StopVote(ctx, lambda: ctx.rank == 1).result()
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "bert"])
