@@ -34,7 +34,9 @@ from mlm.train.config import PretrainConfig
 
 MOST_LISTED = 16  # choices that one line names
 QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
-OF_OWN_CODE = ("model.options=", "model.options.")
+OF_OWN_CODE = tuple(
+    f"{section}.options{end}" for section in ("model", "optimizer", "schedule") for end in "=."
+)
 """Settings whose names only the user's own code knows: Hydra needs ++ to add them."""
 GROUP_SETS = {
     "parallel": {"tp", "pp", "vp", "dp", "recompute", "train"},

@@ -2,11 +2,13 @@
 
 from typing import Any
 
+from mlm.config.imports import OwnCodeError
 from mlm.data import files_present as present
 from mlm.errors import Problem
 from mlm.finetune.config import EvalTaskConfig, FinetuneConfig
 from mlm.finetune.task_checks import check_task
 from mlm.launch.checks import devices_exist, loss_scale_can_fall, lr_falls, problems_of
+from mlm.optim.own import check_own_code
 from mlm.parallel.layout_checks import FINETUNE_LAYOUT_RULES, RANK_RULES, Launch
 
 
@@ -27,6 +29,14 @@ def check_eval_task(
     """Problems of `mlm eval TASK` that are visible without reading the checkpoint or the rows."""
     launch = Launch(world_size, local_devices)
     return [*problems_of(config, launch, RANK_RULES, EVAL_TASK_RULES), *check_task(config.task)]
+
+
+def _own_code_works(config: FinetuneConfig, _: Launch) -> Problem | None:
+    try:
+        check_own_code(config.optimizer)
+    except OwnCodeError as error:
+        return error.problems[0]
+    return None
 
 
 def _tests_are_named(config: FinetuneConfig, _: Launch) -> Problem | None:
@@ -50,6 +60,7 @@ def _tokenizer_exists(config: Any, _: Launch) -> Problem | None:
 EVAL_TASK_RULES = (devices_exist, loss_scale_can_fall, _rows_exist, _tokenizer_exists)
 FINETUNE_RULES = (
     devices_exist,
+    _own_code_works,
     _tests_are_named,
     lr_falls,
     loss_scale_can_fall,

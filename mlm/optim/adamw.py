@@ -4,33 +4,26 @@ Its state, as named shards: per parameter tensors of its shape (moments) and a c
 before the first step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from inspect import unwrap
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mlm.config.imports import OwnCodeError, imported
+from mlm.config.imports import OwnCodeError
 from mlm.optim.clip import scale_gradients
-from mlm.optim.config import OPTIMIZERS, OptimizerConfig
+from mlm.optim.config import OptimizerConfig
+from mlm.optim.own import own_optimizer
 from mlm.parallel.sharding import ParameterShard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's two moments, in PyTorch's names."""
 
-Build = Callable[[list[dict[str, Any]], OptimizerConfig], torch.optim.Optimizer]
-"""Builds an optimizer of parameter groups as torch.optim takes them."""
-
 
 def is_decayed(shard: ParameterShard) -> bool:
     """Weight decay is for matrices: biases and norm parameters have none (arXiv:1909.08053, section 4.2)."""
     return shard.parameter.dim() > 1
-
-
-def build_of(config: OptimizerConfig) -> Build:
-    """Return the function that optimizer.kind names. Raises OwnCodeError (a UserError) if there is none."""
-    return imported("optimizer.kind", config.kind, OPTIMIZERS.shipped, Callable) or adamw
 
 
 class AdamW(torch.optim.AdamW):
@@ -53,7 +46,14 @@ def build_optimizer(shards: Sequence[ParameterShard], config: OptimizerConfig) -
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": plain, "weight_decay": 0.0},
     ]
-    optimizer = build_of(config)(groups, config)
+    own = own_optimizer(config)
+    try:
+        optimizer = (own or adamw)(groups, config)
+    except Exception as error:
+        if own is None:
+            raise
+        problem = f"building the optimizer fails ({type(error).__name__}: {error})"
+        raise OwnCodeError(f"optimizer.kind={config.kind}: {problem}; correct it") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OwnCodeError(
             f"optimizer.kind={config.kind}: returned a {type(optimizer).__name__}; "

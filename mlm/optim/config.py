@@ -1,9 +1,9 @@
 """Settings of the optimizer, its schedule and the precision of compute."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
-from mlm.config.fields import FRACTION, NOT_NEGATIVE, POSITIVE, Also, Forbid, ImportPath
+from mlm.config.fields import FRACTION, NOT_NEGATIVE, POSITIVE, Also, Forbid, ImportPath, Options
 
 OPTIMIZERS = ImportPath("adamw")
 DECAYS = ImportPath("cosine", "linear", "constant")
@@ -19,8 +19,8 @@ class OptimizerConfig:
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     kind: Annotated[str, OPTIMIZERS] = "adamw"
-    """adamw; or a function of your own by its import path, my_package.my_module:build, which is called as
-    build(groups, config) and returns a torch.optim.Optimizer."""
+    """adamw; or your own by its import path: a class derived from torch.optim.Optimizer, called as
+    Lion(groups, lr=lr, **options), or a function, called as build(groups, config), that returns one."""
     lr: Annotated[float, POSITIVE, Also("learning_rate", "max_lr", "base_lr", "peak_lr")] = 1.5e-4
     """Peak learning rate."""
     betas: Annotated[tuple[float, float], FRACTION, Also("beta1", "beta2")] = (
@@ -36,6 +36,8 @@ class OptimizerConfig:
         float, NOT_NEGATIVE, Also("grad_clip", "clip_grad", "max_grad_norm", "gradient_clip_val")
     ] = 1.0
     """Largest global L2 norm of the gradient; 0 turns clipping off."""
+    options: Options = field(default_factory=dict)
+    """Settings of an optimizer of your own, by name; adamw has none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,8 +48,8 @@ class ScheduleConfig:
 
     decay: Annotated[str, DECAYS, DECAY_NAMES] = "cosine"
     """Shape of the decay: cosine, linear or constant; or a function of your own by its import path,
-    my_package.my_module:decay. decay(progress), with progress from 0 after the warm-up to 1 at decay_steps,
-    is the share of the way from min_lr up to optimizer.lr."""
+    my_package.my_module:decay. decay(progress, **options), with progress from 0 after the warm-up to 1 at
+    decay_steps, is the share of the way from min_lr up to optimizer.lr: 0 to 1."""
     warmup_steps: Annotated[int | None, NOT_NEGATIVE, WARMUP_NAMES] = None
     """Steps of linear warm-up from 0; null means the share schedule.warmup of train.steps."""
     warmup: Annotated[float, FRACTION, Also("warmup_ratio", "warmup_fraction", "lr_warmup_fraction")] = 0.01
@@ -56,6 +58,8 @@ class ScheduleConfig:
     """Step at which min_lr is reached; null means train.steps."""
     min_lr: MinLearningRate = 1e-5
     """Learning rate at decay_steps and after."""
+    options: Options = field(default_factory=dict)
+    """Settings of a decay of your own, by name; the shipped ones have none."""
 
     def warmup_end(self, steps: int) -> int:
         """Step at which the warm-up of a run of `steps` ends."""

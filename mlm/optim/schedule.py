@@ -3,8 +3,8 @@
 import math
 from collections.abc import Callable
 
-from mlm.config.imports import imported
-from mlm.optim.config import DECAYS, OptimizerConfig, ScheduleConfig
+from mlm.optim.config import OptimizerConfig, ScheduleConfig
+from mlm.optim.own import own_decay, share_of
 
 Decay = Callable[[float], float]
 """Progress from 0 (end of warm-up) to 1 (decay_steps) -> share of the way from min_lr up to the peak."""
@@ -16,10 +16,14 @@ SHIPPED: dict[str, Decay] = {
 }
 
 
-def decay_of(schedule: ScheduleConfig) -> Decay:
-    """Return the decay that schedule.decay names. Raises OwnCodeError (a UserError) if there is none."""
+def share(schedule: ScheduleConfig, progress: float) -> float:
+    """Return the share of the way from min_lr up to the peak. Raises OwnCodeError (a UserError)."""
     shipped = SHIPPED.get(schedule.decay)
-    return shipped or imported("schedule.decay", schedule.decay, DECAYS.shipped, Callable)
+    if shipped is not None:
+        return shipped(progress)
+    own = own_decay(schedule)
+    assert own is not None, "each shipped name has its function"
+    return share_of(schedule, own, progress)
 
 
 def learning_rate(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfig, steps: int) -> float:
@@ -36,7 +40,7 @@ def learning_rate(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfi
         return peak
     end = schedule.decay_end(steps)
     progress = min(1.0, (step - warmup) / max(1, end - warmup))
-    return schedule.min_lr + (peak - schedule.min_lr) * decay_of(schedule)(progress)
+    return schedule.min_lr + (peak - schedule.min_lr) * share(schedule, progress)
 
 
 def warmup_warning(optimizer: OptimizerConfig, schedule: ScheduleConfig, steps: int) -> str | None:

@@ -10,7 +10,7 @@ from mlm.data.config import SOURCES
 from mlm.errors import Problem, has_controls
 from mlm.launch.checks import devices_exist, loss_scale_can_fall, lr_falls, problems_of
 from mlm.models.checks import data_problem, model_problem, pretraining_problem
-from mlm.optim.config import DECAYS, OPTIMIZERS
+from mlm.optim.own import check_own_code
 from mlm.parallel.layout_checks import TRAIN_RULES, Launch
 from mlm.train.config import PretrainConfig
 
@@ -73,8 +73,7 @@ def _is_no_value(text: str) -> bool:
 
 def _own_code_exists(config: PretrainConfig, _: Launch) -> Problem | None:
     try:
-        imported("optimizer.kind", config.optimizer.kind, OPTIMIZERS.shipped, Callable)
-        imported("schedule.decay", config.schedule.decay, DECAYS.shipped, Callable)
+        check_own_code(config.optimizer, config.schedule)
         imported("data.kind", config.data.kind, SOURCES.shipped, Callable)
     except OwnCodeError as error:
         return error.problems[0]

@@ -1,5 +1,6 @@
 """Runs of the examples as their docstrings document them."""
 
+import json
 import runpy
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 import mlm
+from mlm.cli import main
 from mlm.parallel.mesh import ParallelContext
 from tests.convert.hf_models import TEXT, add_tokenizer, import_model, make_model
 from tests.ranks import run_on_ranks
@@ -68,6 +70,26 @@ def test_training_loop_learns_alike_at_tp_1_and_tp_2(tmp_path: Path) -> None:
     split, _ = run_on_ranks(run_on_rank, "training_loop.py", path, 2, tp=2)
     # Adam's first steps are sign-like, so float32 rounding in another order shows
     assert [float(line.split()[-1]) for line in split.splitlines()] == pytest.approx(losses, rel=0.02)
+
+
+def test_own_optimizer_and_decay_train_alike_at_tp_1_and_tp_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the command in the docstring of own_optimizer.py, shortened."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    command = (EXAMPLES / "own_optimizer.py").read_text().split("mlm pretrain ")[1].partition("\n\n")[0]
+    own = command.replace("scripts/examples/configs", str(EXAMPLES / "configs")).replace("\\\\", "").split()
+    short = ["train.global_batch_size=2", "train.micro_batch_size=2", "train.steps=4", "log.every=1"]
+    for tp in ("tp=1", "tp=2"):
+        words = [*own[:-1], tp, *short, "train.validate_every=0", "dist.device=cpu", f"out={tmp_path / tp}"]
+        assert main(["pretrain", *words]) == 0
+    one, two = ((tmp_path / tp / "metrics.jsonl").read_text().splitlines() for tp in ("tp=1", "tp=2"))
+    steps = [
+        [record for record in map(json.loads, lines) if record["kind"] == "step"] for lines in (one, two)
+    ]
+    assert [step["lr"] for step in steps[0]] == pytest.approx([5e-5, 5e-5, 0.25 / 0.3 * 5e-5, 0.0])
+    # sums over tp are of two parts in another order, and Lion's step is a sign
+    assert [s["loss"] for s in steps[1]] == pytest.approx([s["loss"] for s in steps[0]], rel=1e-4)
 
 
 def test_load_and_score_prints_texts_and_scores(run: Path) -> None:

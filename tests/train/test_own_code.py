@@ -28,6 +28,25 @@ def build(groups, config):
 def decay(progress):
     return (1 - progress) ** 2
 
+class Sgd(torch.optim.SGD):
+    def __init__(self, params, lr, momentum):
+        super().__init__(params, lr=lr, momentum=momentum)
+
+def build_of_one(groups): ...
+def build_nothing(groups, config): ...
+def build_badly(groups, config):
+    return torch.optim.SGD(groups, lr=-1)
+def decay_of_two(progress, step): ...
+def decay_to_nothing(progress): ...
+def decay_below(progress):
+    return -5.0 if progress > 0.9 else 1.0
+def decay_between(progress):
+    return 7.0 if 0.2 < progress < 0.4 else 1.0
+def decay_raises(progress):
+    return 1 + 0 / (progress - 0.5)
+def power(progress, power=1.0):
+    return (1 - progress) ** power
+
 def dataset(data, *, vocab_size, num_samples, seed, validation):
     return SyntheticDataset(min(vocab_size, 8), data.seq_length, num_samples, seed)
 """
@@ -108,6 +127,20 @@ def test_own_optimizer_schedule_and_dataset_train_and_resume_as_in_one_run(tmp_p
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
+def test_optimizer_class_and_options_train_as_the_function_that_sets_them(tmp_path: Path) -> None:
+    def run(out: str, *own: str) -> list[float]:
+        assert (
+            main(["pretrain", "model=gpt2_tiny", "data=synthetic", *SHORT, *own, f"out={tmp_path / out}"])
+            == 0
+        )
+        return losses(tmp_path / out)
+
+    functions = run("functions", "optimizer.kind=mine:build", "schedule.decay=mine:decay")
+    theirs = ["optimizer.kind=torch.optim:SGD", "optimizer.options.momentum=0.9"]
+    assert run("classes", *theirs, "schedule.decay=mine:power", "schedule.options.power=2.0") == functions
+    assert run("linear", *theirs, "schedule.decay=mine:power") != functions
+
+
 @pytest.mark.parametrize(
     ("typed", "words"),
     [
@@ -118,10 +151,25 @@ def test_own_optimizer_schedule_and_dataset_train_and_resume_as_in_one_run(tmp_p
         ("optimizer.kind=mine:absent", "absent"),
         ("model.kind=mine:build", "ModelFamily"),
         ("model.options.depth=3", "model.options.depth"),
+        ("optimizer.options.momentum=3", "optimizer.kind=adamw takes no options"),
+        ("schedule.options.power=3", "schedule.decay=cosine takes no options"),
+        ("optimizer.kind=mine:build_of_one", "build(groups, config)"),
+        ("optimizer.kind=mine:Sgd", "Sgd(groups, lr=…) (missing a required argument: 'momentum'); set"),
+        ("schedule.decay=mine:decay_of_two", "decay(progress)"),
+        ("schedule.decay=mine:decay_to_nothing", "decay(0) is None; return a number from 0 to 1"),
+        ("schedule.decay=mine:decay_below", "decay(1) is -5.0"),
+        ("schedule.decay=mine:decay_raises", "decay(0.5) fails (ZeroDivisionError"),
+        # only a model's parameters, and a run's steps, show these
+        ("optimizer.kind=mine:build_nothing", "returned a NoneType"),
+        ("optimizer.kind=mine:build_badly", "building the optimizer fails (ValueError: Invalid learning"),
+        ("schedule.decay=mine:decay_between", "is 7.0; return"),
     ],
 )
-def test_wrong_name_is_one_line(typed: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["pretrain", "model=gpt2_tiny", "data=synthetic", *SHORT, typed]) == 2
+def test_problem_of_own_code_is_one_line(
+    typed: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = f"out={tmp_path / 'run'}"
+    assert main(["pretrain", "model=gpt2_tiny", "data=synthetic", *SHORT, typed, out]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"mlm pretrain: {typed.partition('=')[0]}")
     assert words in line
