@@ -22,10 +22,16 @@ if TYPE_CHECKING:
     from mlm.models.config import ModelConfig
     from mlm.models.family import ModelFamily
     from mlm.models.gpt2.model import GPT2
+    from mlm.optim.adamw import build_optimizer, set_lr
+    from mlm.optim.clip import clip_factor, gradient_norm, scale_gradients
+    from mlm.optim.config import OptimizerConfig, ScheduleConfig
+    from mlm.optim.schedule import learning_rate
     from mlm.parallel.collectives import copy_to_tp, gather_sequence, reduce_from_tp, scatter_sequence
     from mlm.parallel.cross_entropy import linear_cross_entropy
+    from mlm.parallel.init import init_parameters
     from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
     from mlm.parallel.mesh import ParallelContext
+    from mlm.parallel.sharding import parameter_shards
 
 __version__ = "0.2.0"
 
@@ -36,18 +42,28 @@ __all__ = [
     "Model",
     "ModelConfig",
     "ModelFamily",
+    "OptimizerConfig",
     "ParallelContext",
     "RowParallelLinear",
+    "ScheduleConfig",
     "VocabParallelEmbedding",
     "build_mesh",
+    "build_optimizer",
+    "clip_factor",
     "copy_to_tp",
     "export_hf",
     "gather_sequence",
+    "gradient_norm",
     "import_hf",
+    "init_parameters",
+    "learning_rate",
     "linear_cross_entropy",
     "load",
+    "parameter_shards",
     "reduce_from_tp",
+    "scale_gradients",
     "scatter_sequence",
+    "set_lr",
     "trust",
 ]
 
@@ -62,6 +78,12 @@ _MODULES = {
     "mlm.parallel.cross_entropy": ("linear_cross_entropy",),
     "mlm.parallel.layers": ("ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"),
     "mlm.parallel.mesh": ("ParallelContext",),
+    "mlm.optim.adamw": ("build_optimizer", "set_lr"),
+    "mlm.optim.clip": ("clip_factor", "gradient_norm", "scale_gradients"),
+    "mlm.optim.config": ("OptimizerConfig", "ScheduleConfig"),
+    "mlm.optim.schedule": ("learning_rate",),
+    "mlm.parallel.init": ("init_parameters",),
+    "mlm.parallel.sharding": ("parameter_shards",),
 }
 
 

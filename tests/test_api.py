@@ -30,7 +30,7 @@ from tests.ranks import run_on_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 LINEAR = "(in_features, out_features, *, tp, sequence_parallel=False, init_std=0.02, init_seed=0)"
-STAGE = "(config, *, tp, dtype=torch.float32, recompute='none', sequence_parallel=False, stage=None)"
+STAGE = "(config, *, tp=None, dtype=torch.float32, recompute='none', sequence_parallel=False, stage=None)"
 SURFACE = {
     "BERT": STAGE,
     "GPT2": STAGE,
@@ -45,16 +45,26 @@ SURFACE = {
     "Model.score": "(self, texts, *, batch_size=8)",
     "ModelConfig": "num_layers, hidden_size, num_heads",
     "ModelFamily": "model, causal, objective, samples, num_head_parameters, head_products, protocol",
+    "OptimizerConfig": "",
     "ParallelContext": "",
     "RowParallelLinear": LINEAR,
+    "ScheduleConfig": "",
     "VocabParallelEmbedding": (
         "(vocab_size, padded_vocab_size, hidden_size, *, tp, is_tied_copy=False, sequence_parallel=False, "
         "init_std=0.02, init_seed=0)"
     ),
     "build_mesh": "(*, tp=1, pp=1, device='auto', timeout_s=600.0)",
+    "build_optimizer": "(shards, config)",
+    "clip_factor": "(norm, max_norm)",
     "copy_to_tp": "(x, axis)",
     "export_hf": "(ckpt, out, *, max_file_gb=5.0, verify=True)",
     "gather_sequence": "(x, axis)",
+    "gradient_norm": "(shards, ctx)",
+    "init_parameters": "(model, seed, tp=None)",
+    "learning_rate": "(step, optimizer, schedule, steps)",
+    "parameter_shards": "(model, tp)",
+    "scale_gradients": "(shards, factor)",
+    "set_lr": "(optimizer, lr)",
     "import_hf": "(source, out, *, revision=None, verify=True)",
     "linear_cross_entropy": "(hidden, labels, table, scale, chunk_bytes=None)",
     "load": ("(ckpt, *, tp=1, pp=1, precision='fp32', device='auto', tokenizer=None, ctx=None)"),
@@ -457,3 +467,16 @@ def test_import_and_export_keep_the_logits_and_print_nothing(
         mlm.export_hf(run, back)
     with pytest.raises(ValueError, match="is there already"):
         mlm.import_hf(folder, run)
+
+
+def test_gpt2_of_one_process_trains_without_layout_or_scale() -> None:
+    """A model made of its settings alone returns the mean loss of the scored tokens."""
+    config = mlm.ModelConfig(num_layers=1, hidden_size=16, num_heads=2, max_positions=8, vocab_size=100)
+    model = mlm.GPT2(config)
+    mlm.init_parameters(model, seed=1)
+    tokens = torch.arange(14).view(2, 7)
+    labels = tokens.roll(-1, 1).index_fill(1, torch.tensor([6]), -100)  # [B, S]
+    loss = model(tokens, labels)
+    loss.backward()
+    assert loss.item() == pytest.approx(model.losses(tokens, labels).sum().item() / 12, rel=1e-6)
+    assert model.position.weight.grad.abs().sum() > 0

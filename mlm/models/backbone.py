@@ -70,13 +70,14 @@ class Transformer(nn.Module):
         self,
         config: ModelConfig,
         *,
-        tp: Axis,
+        tp: Axis | None = None,
         dtype: torch.dtype = torch.float32,
         recompute: str = "none",
         sequence_parallel: bool = False,
         stage: Stage | None = None,
     ) -> None:
         super().__init__()
+        tp = Axis("tp") if tp is None else tp  # None: one process
         self.config, self.tp, self.dtype, self.recompute = config, tp, dtype, recompute
         self.sequence_parallel = sequence_parallel and tp.size > 1
         self.stage = stage = stage or split_layers(config.num_layers, 1)[0]

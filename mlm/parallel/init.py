@@ -14,9 +14,9 @@ from mlm.parallel.sharding import ParameterShard, parameter_shards
 
 
 @torch.no_grad()
-def init_parameters(model: nn.Module, seed: int, tp: Axis) -> None:
-    """Fill every parameter of `model` (already on its device) with its initial value."""
-    for shard in parameter_shards(model, tp):
+def init_parameters(model: nn.Module, seed: int, tp: Axis | None = None) -> None:
+    """Fill every parameter of `model`, on its device, with its initial value; `tp` None is one process."""
+    for shard in parameter_shards(model, tp or Axis("tp")):
         init_shard(shard, seed)
 
 

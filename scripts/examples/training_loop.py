@@ -13,16 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import mlm
-from mlm.optim.adamw import build_optimizer, set_lr
-from mlm.optim.clip import clip_factor, gradient_norm, scale_gradients
-from mlm.optim.config import OptimizerConfig, ScheduleConfig
-from mlm.optim.schedule import learning_rate
-from mlm.parallel.init import init_parameters
-from mlm.parallel.sharding import parameter_shards
 
 STEPS, BATCH, LENGTH, EVERY = 60, 8, 64, 20
 MODEL = mlm.ModelConfig(num_layers=2, hidden_size=64, num_heads=4, max_positions=LENGTH, vocab_size=256)
-OPTIMIZER, SCHEDULE = OptimizerConfig(lr=3e-3, weight_decay=0.1), ScheduleConfig(warmup_steps=5, min_lr=3e-4)
+OPTIMIZER = mlm.OptimizerConfig(lr=3e-3, weight_decay=0.1)
+SCHEDULE = mlm.ScheduleConfig(warmup_steps=5, min_lr=3e-4)
 
 
 def windows(text: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -36,16 +31,16 @@ def main(path: str, tp: int = 1) -> None:
     ctx = mlm.build_mesh(tp=tp)
     text = torch.from_numpy(np.fromfile(Path(path), dtype=np.uint8)).long().to(ctx.device)
     model = mlm.GPT2(MODEL, tp=ctx.tp).to(ctx.device)
-    init_parameters(model, 1234, ctx.tp)  # equal weights at every tp
-    shards = list(parameter_shards(model, ctx.tp))
-    optimizer = build_optimizer(shards, OPTIMIZER)
+    mlm.init_parameters(model, 1234, ctx.tp)  # equal weights at every tp
+    shards = list(mlm.parameter_shards(model, ctx.tp))
+    optimizer = mlm.build_optimizer(shards, OPTIMIZER)
     generator = torch.Generator().manual_seed(0)
     for step in range(1, STEPS + 1):
         tokens, labels = windows(text, generator)
-        loss = model(tokens, labels, torch.tensor(1 / tokens.numel(), device=ctx.device))  # without dropout
+        loss = model(tokens, labels)  # mean over the batch, without dropout
         loss.backward()
-        scale_gradients(shards, clip_factor(gradient_norm(shards, ctx), max_norm=1.0))
-        set_lr(optimizer, learning_rate(step, OPTIMIZER, SCHEDULE, STEPS))
+        mlm.scale_gradients(shards, mlm.clip_factor(mlm.gradient_norm(shards, ctx), max_norm=1.0))
+        mlm.set_lr(optimizer, mlm.learning_rate(step, OPTIMIZER, SCHEDULE, STEPS))
         optimizer.step()
         optimizer.zero_grad()
         if step % EVERY == 0 and ctx.is_main:

@@ -13,6 +13,7 @@ from mlm.models.documents import Documents
 from mlm.parallel.collectives import copy_to_tp, gather_rows, gather_sequence
 from mlm.parallel.cross_entropy import full_logits, linear_cross_entropy, token_losses, token_scores, wide
 from mlm.parallel.dropout import DropoutStream
+from mlm.parallel.labels import IGNORE
 
 
 class GPT2(Transformer):
@@ -37,7 +38,7 @@ class GPT2(Transformer):
         self,
         tokens: Tensor,
         labels: Tensor,
-        scale: Tensor,
+        scale: Tensor | None = None,
         stream: DropoutStream | None = None,
         x: Tensor | None = None,
         documents: Documents | None = None,
@@ -47,7 +48,7 @@ class GPT2(Transformer):
         Args:
             tokens: [B, S] int64.
             labels: [B, S] int64; labels of -100 are not scored.
-            scale: 0-d float tensor.
+            scale: 0-d float tensor; None means 1 / the micro-batch's scored tokens, for their mean loss.
             stream: dropout masks; None without dropout.
             x: hidden states of the stage before; None in the first stage.
             documents: those in the samples, if attention or positions restart at each; else None.
@@ -56,6 +57,8 @@ class GPT2(Transformer):
         if not self.stage.is_last:
             return h
         h = gather_sequence(h, self.tp) if self.sequence_parallel else copy_to_tp(h, self.tp)
+        if scale is None:
+            scale = 1 / (labels != IGNORE).sum().clamp(min=1).to(wide(h.dtype))
         return linear_cross_entropy(h.flatten(0, 1), labels.t().flatten(), self.token, scale)
 
     @torch.no_grad()
