@@ -4,13 +4,14 @@
 a path without its key: `mlm ckpt inspect runs/shakespeare`.
 """
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mlm.cli.commands import COMMANDS, Command
 from mlm.cli.tasks import OWN, run_config, takes_task, task_names
-from mlm.config.fields import MOST, length_problem
+from mlm.config.fields import MOST, expand_home, length_problem
 from mlm.config.paths import CONFIG_DIR, groups
 from mlm.config.suggest import did_you_mean
 from mlm.config.tree import alternatives, leaves
@@ -156,9 +157,17 @@ def _renamed(command: Command, overrides: Sequence[str]) -> list[str]:
 
 
 def _with_positional(command: Command, overrides: Sequence[str]) -> list[str]:
-    """Words without `=` as the values of the command's positional keys, as long as there are any left."""
+    """Words without `=`, and paths that exist, as values of the command's positional keys while any are left.
+
+    A sweep's folders are paths with `=`: runs/sweep/optimizer.lr=0.001.
+    """
     keys = list(command.positional)
-    return [text if "=" in text or not keys else f"{keys.pop(0)}={text}" for text in overrides]
+    return [f"{keys.pop(0)}={text}" if keys and _is_value(text) else text for text in overrides]
+
+
+def _is_value(text: str) -> bool:
+    """True for a word that is no `key=value`."""
+    return "=" not in text or ("/" in text.partition("=")[0] and os.path.lexists(expand_home(text)))
 
 
 def check_task(command: Command, arguments: Arguments) -> None:

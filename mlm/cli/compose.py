@@ -23,7 +23,11 @@ from mlm.errors import Problem
 
 @cache  # once a process: it takes a quarter of the time of a composition
 def register_defaults() -> None:
-    """Make each dataclass's defaults known to Hydra as `{name}_defaults`, so YAML need not repeat them."""
+    """Make each dataclass's defaults known to Hydra as `{name}_defaults`, so YAML need not repeat them.
+
+    Also `${either:a,b}`, which is b where a is null.
+    """
+    OmegaConf.register_new_resolver("either", lambda a, b: b if a is None else a, replace=True)
     for name, spec in SPECS.items():
         # a plain tree: Hydra's structured configs reject Literal
         ConfigStore.instance().store(name=f"{name}_defaults", node=defaults(spec), provider="mlm")

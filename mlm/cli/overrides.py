@@ -24,7 +24,7 @@ from mlm.cli.choices import other_names as other_choices
 from mlm.cli.commands import Command
 from mlm.cli.tasks import GROUP as TASKS
 from mlm.cli.tasks import OWN
-from mlm.config.elsewhere import Typed, elsewhere, plain
+from mlm.config.elsewhere import OWN_CONFIG, Typed, elsewhere, plain
 from mlm.config.fields import expand_home
 from mlm.config.paths import CONFIG_DIR, groups
 from mlm.config.suggest import nearest, nearest_key, unknown_key
@@ -200,6 +200,8 @@ def _spelling(command: Command, text: str, options: dict[str, list[str]], typed:
     if key.startswith("+++"):
         problem = f"cannot read '{text}': + adds a key, ++ adds or replaces one"
         return Problem((name,), problem, f"use ++{name}=…")
+    if not equals and text.endswith((".py", ".yaml", ".yml")):
+        return Problem((name,), f"cannot read '{text}': no file of settings is read", OWN_CONFIG)
     if not equals and not text.startswith("~"):
         near = nearest(text, known, theirs)
         hint = f"did you mean {near}=…?" if near else ""

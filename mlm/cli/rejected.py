@@ -7,6 +7,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 
 from mlm.cli.commands import Command
+from mlm.cli.overrides import command_groups
 from mlm.config.suggest import nearest, unknown_key
 from mlm.config.tree import leaves, sections
 from mlm.errors import Problem
@@ -43,6 +44,11 @@ def _error(command: Command, override: Override, groups: Collection[str]) -> Pro
         return _deletion(command, override, groups)
     if override.is_add() or override.is_force_add():
         return Problem((name,), f"{text}: {name} has a value, and + adds what has none", f"use {chosen}")
+    if name == "experiment" and name in command_groups(command):  # its file is there: `prepare` looked
+        problem = (
+            f"{text}: {name}/{text.partition('=')[2]}.yaml overrides a choice that its package does not have"
+        )
+        return Problem((name,), problem, "let its first line be `# @package _global_`")
     if name in groups:
         none = f"{text}: `mlm {command.name}` has no choice of {name} to replace"
         return Problem((name,), none, f"use +{chosen}")

@@ -128,6 +128,7 @@ def _is_number(word: str) -> bool:
 
 
 NOT_OFFERED = "not offered"
+OWN_CONFIG = "write your settings to DIR/experiment/NAME.yaml and type --config-dir DIR experiment=NAME"
 AUTOMATIC = "leave it out: automatic"
 ALWAYS = "leave it out: always on"
 TABLE = (
@@ -135,7 +136,7 @@ TABLE = (
     Elsewhere(("print_config",), "--cfg job prints what would run, and stops", everywhere=True),
     Elsewhere(
         ("config", "config_file"),
-        "--config-dir DIR --config-name NAME composes a config of yours",
+        OWN_CONFIG,
         everywhere=True,
     ),
     # parallelism

@@ -228,7 +228,10 @@ def _batches_divide(values: Settings, launch: Launch) -> Breach | None:
     batch = values.typed("train.global_batch_size")
     if size % (dp * micro):
         typed = values.changed({"dp": dp}).typed("dp", "train.micro_batch_size")
-        return Breach(f"{batch} is not a multiple of {typed} = {dp * micro}")
+        key = "train.micro_batch_size"
+        fits = [n for n in range(1, micro) if size % batch_quantum(values.changed({key: n}), launch) == 0]
+        note = f", or {values.name(key)}={fits[-1]}" if fits else ""
+        return Breach(f"{batch} is not a multiple of {typed} = {dp * micro}", note=note)
     if size % batch_quantum(values, launch):
         return Breach(
             f"{batch} gives each replica {size // (dp * micro)} micro-batches, but "

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mlm.cli import main
 from mlm.parallel.config import ParallelConfig
 from tests.checkpoint.native.helpers import pieces, save, save_pieces
 from tests.checkpoints_on_disk import checkpoint, mlm, read, shorten, tensors, write_run
@@ -109,3 +110,10 @@ def test_damaged_file_ends_with_1_and_names_it(tmp_path: Path, capsys: Output) -
 def test_side_that_is_not_there_is_named_by_its_key(tmp_path: Path, capsys: Output) -> None:
     assert mlm("ckpt", "diff", write_run(tmp_path / "a"), tmp_path / "b") == 2
     assert f"second={tmp_path / 'b'}: no such directory. Set second=… to" in capsys.readouterr().err
+
+
+def test_folders_of_a_sweep_are_paths(tmp_path: Path) -> None:
+    """They hold `=`, as key=value does."""
+    a, b = (write_run(tmp_path / f"optimizer.lr={lr}") for lr in ("0.0003", "0.001"))
+    assert main(["ckpt", "diff", str(a), str(b)]) == 0
+    assert main(["ckpt", "inspect", str(a), f"out={tmp_path}/x.json"]) == 0

@@ -59,6 +59,23 @@ class TestMistakes:
                 "model=gpt2_9b: no such choice; did you mean gpt2_8b? (list: mlm pretrain --help)",
             ),
             ("tp", "cannot read 'tp': expected key=value; did you mean tp=…?"),
+            *(
+                (
+                    words,
+                    f"{problem}; write your settings to DIR/experiment/NAME.yaml and type "
+                    "--config-dir DIR experiment=NAME",
+                )
+                for words, problem in (
+                    ("config/mine.py", "cannot read 'config/mine.py': no file of settings is read"),
+                    ("mine.yaml", "cannot read 'mine.yaml': no file of settings is read"),
+                    ("--config mine.yaml", "unknown key 'config'"),
+                )
+            ),
+            (
+                "train.global_batch_size=4",
+                "train.global_batch_size=4 is not a multiple of dp=1 * train.micro_batch_size=8 = 8; "
+                "use train.global_batch_size=8, or train.micro_batch_size=4",
+            ),
             ("tp=x", "tp=x must be a whole number"),
             ("--zero 1", "zero=1 must be 0, 2 or 3"),
             ("pipeline=1f2b", "pipeline=1f2b must be 1f1b, gpipe or zb_h1; did you mean pipeline=1f1b?"),

@@ -230,3 +230,17 @@ def test_shakespeare_needs_nothing_but_its_corpus(tmp_path: Path, monkeypatch: p
     assert config.out == "runs/shakespeare"
     (problem,) = check_pretrain(config, world_size=None, local_devices=None)
     assert problem.startswith("data.path=demo/corpus")
+
+
+@pytest.mark.parametrize(
+    ("words", "out"),
+    [
+        ([], "runs/gpt2_124m"),
+        (["model=gpt2_tiny"], "runs/gpt2_tiny"),
+        (["experiment=laptop"], "runs/laptop"),
+        (["experiment=laptop", "model=gpt2_tiny"], "runs/laptop"),
+        (["experiment=shakespeare", "name=mine"], "runs/mine"),
+    ],
+)
+def test_run_is_named_by_its_experiment_else_by_its_model(words: list[str], out: str) -> None:
+    assert load_config("pretrain", words).out == out

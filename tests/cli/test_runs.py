@@ -83,6 +83,15 @@ class TestRuns:
         assert cli.err.endswith("has no choice of size to replace; use +size=small\n")
         assert cli("pretrain --config-dir mine +size=small model=gpt2_tiny data=synthetic") == 0
 
+    def test_users_experiment_names_its_run_and_needs_its_header(self, cli: Cli, tmp_path: Path) -> None:
+        text = "defaults:\n  - override /model: gpt2_tiny\n  - override /data: synthetic\n"
+        write(tmp_path / "cfg/experiment/mine.yaml", text)
+        assert cli("pretrain --config-dir cfg experiment=mine") == 2
+        assert cli.err.endswith("let its first line be `# @package _global_`\n")
+        write(tmp_path / "cfg/experiment/mine.yaml", f"# @package _global_\n{text}")
+        assert cli("pretrain --config-dir cfg experiment=mine") == 0
+        assert cli.launched.config.out == "runs/mine"
+
     def test_users_primary_config_extends_ours(self, cli: Cli, tmp_path: Path) -> None:
         write(tmp_path / "mine/run.yaml", "defaults: [pretrain, _self_]\nseed: 5\ndata: {kind: synthetic}\n")
         assert cli("pretrain -cd mine -cn run model=gpt2_tiny") == 0
