@@ -31,7 +31,7 @@ PAGES = pages()
 BLOCKS = [block for page, text in PAGES.items() for block in blocks(text, page)]
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 FILE_NAME = re.compile(r"# (?P<path>[\w./]+\.(?:py|yaml))(?:, for `(?P<command>[^`]+)`)?$")
-"""The first line of a block that shows a file."""
+"""The first line of a block that shows a file, or the one after Hydra's header."""
 LONGEST_README = 1300  # words
 
 Words = list[str]
@@ -223,7 +223,7 @@ def check_python(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
 def check_yaml(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
     """A mapping; a file of a page composes with the command that its first line names."""
     assert isinstance(yaml.safe_load(block.code), dict)
-    found = FILE_NAME.match(block.code.partition("\n")[0])
+    found = file_of(block)
     if found and found["command"]:
         for other in BLOCKS:
             if other.page == block.page:
@@ -231,9 +231,15 @@ def check_yaml(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
         check_command(shlex.split(found["command"].replace(" …", "")))
 
 
+def file_of(block: Block) -> re.Match[str] | None:
+    """The name of the file that a block shows; only Hydra's header may precede it."""
+    first, _, rest = block.code.partition("\n")
+    return FILE_NAME.match(rest.partition("\n")[0] if first.startswith("# @package") else first)
+
+
 def write_file(block: Block) -> None:
     """Write the file that a block shows, if it does."""
-    if found := FILE_NAME.match(block.code.partition("\n")[0]):
+    if found := file_of(block):
         Path(found["path"]).parent.mkdir(parents=True, exist_ok=True)
         Path(found["path"]).write_text(block.code)
 

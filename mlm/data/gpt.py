@@ -83,6 +83,11 @@ class GPTDataset:
     def __len__(self) -> int:
         return self.num_samples
 
+    @property
+    def epochs(self) -> float:
+        """Passes over the corpus in all samples."""
+        return self.num_samples * self.seq_length / self.indexed.num_tokens
+
     def __getitem__(self, i: int) -> Ids:
         """Return sample `i`: int64 [seq_length + 1]. Raises IndexError."""
         if not 0 <= i < self.num_samples:

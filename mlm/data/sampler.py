@@ -9,7 +9,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Protocol, Self, runtime_checkable
 
 import numpy as np
 import torch
@@ -68,6 +68,16 @@ class Dataset(Protocol):
 
     def gather(self, sample_ids: ArrayLike, /) -> Samples:
         """Samples in bulk."""
+        ...
+
+
+@runtime_checkable
+class FromCorpus(Protocol):
+    """Samples that know how often they go through their corpus."""
+
+    @property
+    def epochs(self) -> float:
+        """Passes over the corpus in all samples."""
         ...
 
 

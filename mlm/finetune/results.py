@@ -21,7 +21,7 @@ from mlm.finetune.scoring import Scored
 from mlm.finetune.task_type import task_type
 from mlm.inference.trained import is_model_folder
 from mlm.terminal import add_row, console, plain, table
-from mlm.train.session import layout_row, model_row
+from mlm.train.session import layout_row, model_row, run_row
 from mlm.train.trainer import Trainer
 
 RESULT = "result.json"
@@ -170,7 +170,7 @@ def header(config: FinetuneConfig, trainer: Trainer, start: Start, examples: int
     steps = trainer.config.train.steps // train.epochs
     origin = "transformers" if is_model_folder(start.named.path) else "mlm"
     return [
-        ("run", config.name),
+        run_row(config.name, Path(config.out)),
         ("task", f"{config.task.name}: {config.task.kind}, {', '.join(config.task.metrics)}"),
         model_row(trainer, f", {origin} weights"),
         layout_row(trainer, even_batches=False),

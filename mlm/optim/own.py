@@ -62,10 +62,11 @@ def share_of(schedule: ScheduleConfig, decay: Callable[[float], Any], progress: 
         share = decay(progress)
     except Exception as error:
         raise OwnCodeError(f"{name} fails ({type(error).__name__}: {error}); correct it") from error
-    if not isinstance(share, Real) or not math.isfinite(share) or not -ROUNDING <= share <= 1 + ROUNDING:
+    value: float = float(share) if isinstance(share, Real) else math.nan
+    if not -ROUNDING <= value <= 1 + ROUNDING:
         shown = share if isinstance(share, Real) or share is None else f"a {type(share).__name__}"
         raise OwnCodeError(f"{name} is {shown}; return a number from 0 to 1, where 1 is optimizer.lr")
-    return min(1.0, max(0.0, float(share)))
+    return min(1.0, max(0.0, value))
 
 
 def check_own_code(optimizer: OptimizerConfig, schedule: ScheduleConfig | None = None) -> None:

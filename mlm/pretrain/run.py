@@ -1,21 +1,26 @@
 """`mlm pretrain`: train a model from its initial weights, or resume a run."""
 
 import logging
+import operator
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from rich.text import Text
+
 from mlm.checkpoint.native.tokenizer_digest import KEY as TOKENIZER
 from mlm.config.build import config_digest
 from mlm.config.imports import is_path
+from mlm.data.blend import BlendedDataset
 from mlm.data.blend_history import trained_on
-from mlm.data.sampler import MicroBatch
+from mlm.data.sampler import Dataset, FromCorpus, MicroBatch
 from mlm.errors import writing_to
 from mlm.files.atomic import write_atomic
 from mlm.optim.schedule import warmup_warning
 from mlm.parallel.mesh import ParallelContext
 from mlm.pretrain.loop import PretrainLoop
 from mlm.report.peak import Peak, peak_flops
+from mlm.report.reporter import training_console
 from mlm.report.summary import write_summary
 from mlm.report.trackers import missing_extras
 from mlm.train.config import PretrainConfig
@@ -36,11 +41,13 @@ from mlm.train.session import (
     model_row,
     resume_command,
     resume_with,
+    run_row,
     training_session,
 )
 from mlm.train.trainer import Trainer
 
-SUMMARY = "README.md"
+SUMMARY, CURVES = "README.md", "loss.png"
+MOST_EPOCHS, FEW_EPOCHS = 20, 4  # above the first a run is warned, the second is advised
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +78,11 @@ def train(trainer: Trainer, out: Path, start: Path | None) -> int:
     num_samples = trainer.consumed_samples + max(0, left) * config.train.global_batch_size
     samples = train_dataset(config, num_samples, trainer.history)
     peak = peak_flops(ctx.device, config.precision.dtype, config.dist.peak_tflops)
-    rows = header(trainer, out, peak)
-    warning = warmup_warning(config.optimizer, config.schedule, config.train.steps)
+    rows = header(trainer, out, peak, samples)
+    warnings = [
+        warmup_warning(config.optimizer, config.schedule, config.train.steps),
+        epochs_warning(samples, config.train.steps) if left > 0 else None,
+    ]
     if ctx.is_main:
         note_tokenizer(trainer)
         if left > 0:  # last, when all is checked and loaded: what is rejected, or has nothing to do, stays
@@ -88,7 +98,7 @@ def train(trainer: Trainer, out: Path, start: Path | None) -> int:
             "corpora": trained_on(trainer.history),
         },
         notes=notes(trainer, start, changed),
-        warnings=[] if warning is None else [warning],
+        warnings=[warning for warning in warnings if warning is not None],
         peak=peak,
         tokens_per_step=config.train.global_batch_size * config.data.seq_length,
         seq_length=config.data.seq_length,
@@ -143,16 +153,37 @@ def note_tokenizer(trainer: Trainer) -> None:
         trainer.extra_state[TOKENIZER] = found.encode()
 
 
-def blend_line(trainer: Trainer) -> str:
-    """Name and share of each corpus of a blend."""
-    return ", ".join(f"{source.name} {source.weight:.2%}" for source in trainer.history[-1].sources)
+def data_line(trainer: Trainer, samples: Dataset) -> str:
+    """Name of each corpus, its share of a blend, and the passes over it in train.steps."""
+    sources = trainer.history[-1].sources
+    shares = [f"{source.name} {source.weight:.2%}" if sources[1:] else source.name for source in sources]
+    passes = [f" ({number:,.1f} epochs)" for number in epochs_of(samples)] or [""] * len(sources)
+    return ", ".join(map(operator.add, shares, passes))
 
 
-def header(trainer: Trainer, out: Path, peak: Peak | None) -> list[tuple[str, str]]:
+def epochs_of(samples: Dataset) -> list[float]:
+    """Passes over each corpus in a run; empty for samples of no corpus."""
+    parts = samples.datasets if isinstance(samples, BlendedDataset) else [samples]
+    return [part.epochs for part in parts if isinstance(part, FromCorpus)]
+
+
+def epochs_warning(samples: Dataset, steps: int) -> str | None:
+    """Return a warning if a run reads a corpus so often that the model learns it by heart, else None."""
+    most = max(epochs_of(samples), default=0.0)
+    if most <= MOST_EPOCHS:
+        return None
+    fewer = max(1, int(steps * FEW_EPOCHS / most))
+    return (
+        f"warning: train.steps={steps} reads the corpus {most:,.0f} times, so that the model learns it by "
+        f"heart; use about train.steps={fewer} for {FEW_EPOCHS} epochs, or a smaller train.global_batch_size"
+    )
+
+
+def header(trainer: Trainer, out: Path, peak: Peak | None, samples: Dataset) -> list[tuple[str, str]]:
     """Rows shown above the numbers."""
     config, batch = trainer.config, trainer.config.train
     return [
-        ("run", config.name),
+        run_row(config.name, out),
         model_row(trainer),
         layout_row(trainer),
         (
@@ -160,7 +191,7 @@ def header(trainer: Trainer, out: Path, peak: Peak | None) -> list[tuple[str, st
             f"{batch.global_batch_size} × {config.data.seq_length} tokens in micro-batches of "
             f"{batch.micro_batch_size}",
         ),
-        *([("data", blend_line(trainer))] if config.data.blend else []),
+        *([("data", data_line(trainer, samples))] if trainer.history else []),
         ("precision", config.precision.dtype),
         ("peak", f"{peak.label} TFLOP/s" if peak else "unknown: set dist.peak_tflops for MFU"),
         ("out", str(out)),
@@ -175,8 +206,8 @@ def finish_directory(trainer: Trainer, out: Path, rows: list[tuple[str, str]]) -
     try:
         from mlm.report.curves import plot_losses  # loads matplotlib: 0.4 s in each rank's start
 
-        plot_losses(out / "metrics.jsonl", out / "loss.png", config.model.family.loss_unit)
-        write_summary(
+        plot_losses(out / "metrics.jsonl", out / CURVES, config.model.family.loss_unit)
+        summary = write_summary(
             out,
             resume=resume_command("pretrain", out, config),
             header=rows,
@@ -188,3 +219,6 @@ def finish_directory(trainer: Trainer, out: Path, rows: list[tuple[str, str]]) -
         )
     except OSError as error:
         log.warning("%s: %s: the run is saved, its summary is not", error.filename or out, error.strerror)
+    else:
+        line = Text(f"summary {summary}, curves {out / CURVES}")
+        training_console("off", out / "metrics.jsonl").print(line, soft_wrap=True)

@@ -85,6 +85,9 @@ class Sink:
     def advance(self, step: int) -> None:
         """Note that `step` steps are issued; their numbers stay on the device."""
 
+    def micro_batch(self, number: int, count: int) -> None:
+        """Note that micro-batch `number` of the `count` of the step in progress is at its backward pass."""
+
     def close(self) -> None:
         """End, however the run ends."""
 

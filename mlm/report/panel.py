@@ -23,6 +23,7 @@ UNITS = (
     "grad_norm L2 norm before clipping; tokens/s of all ranks; TFLOP/s and MFU of the model per device; "
     "memory of rank 0; ETA time left, h:mm:ss"
 )
+SLOW_S = 10.0  # a step that takes longer shows its micro-batches
 REFRESH_HZ = 1  # drawing takes about 4 ms of a core that training uses
 
 
@@ -80,6 +81,8 @@ class Display(Sink):
         self.title = title
         self.header = header
         self.total_steps = total_steps
+        self.clock = clock
+        self.begin = clock()
         self.done = start_step
         self.resumed = start_step > 0
         self.eta = Eta(total_steps, clock)
@@ -124,6 +127,11 @@ class Display(Sink):
 class PlainLines(Display):
     """One line per report, of names and values that `split()` parses. Their units follow the header."""
 
+    next_sign = SLOW_S
+    """Seconds after which the first step is mentioned, if it still runs."""
+    is_logged = False
+    """True once a step is."""
+
     def start(self, run: dict[str, object]) -> None:
         """Begin."""
         super().start(run)
@@ -131,9 +139,18 @@ class PlainLines(Display):
             width = max(len(label) for label, _ in self.header)
             self.line(f"{'units':<{width}}  loss {run.get('loss_unit', LOSS_UNIT)}; {UNITS}")
 
+    def micro_batch(self, number: int, count: int) -> None:
+        """Show that the first step is in progress, ever more rarely."""
+        elapsed = self.clock() - self.begin
+        if not self.is_logged and elapsed >= self.next_sign:
+            self.next_sign = 2 * elapsed
+            now = f"micro_batch {number}/{count}  elapsed {duration(elapsed)}"
+            self.line(f"{self.counter(self.done + 1)}  {now}")
+
     def step(self, metrics: StepMetrics) -> None:
         """Take a logged step."""
         super().step(metrics)
+        self.is_logged = True
         self.line(self.counter(metrics.step) + "  " + self.numbers(metrics))
 
     def validation(self, step: int, loss: float, perplexity: float, parts: Parts = NO_PARTS) -> None:
@@ -190,8 +207,7 @@ class LivePanel(Display):
         super().__init__(
             console, title=title, header=header, start_step=start_step, total_steps=total_steps, clock=clock
         )
-        self.clock = clock
-        self.begin = clock()
+        self.working: tuple[int, int] | None = None
         self.end: float | None = None
         self.metrics: StepMetrics | None = None
         self.validated: tuple[int, float, float, Parts] | None = None
@@ -230,7 +246,11 @@ class LivePanel(Display):
 
     def advance(self, step: int) -> None:
         """Note the steps issued so far."""
-        self.done = step
+        self.done, self.working = step, None
+
+    def micro_batch(self, number: int, count: int) -> None:
+        """Note the micro-batch in progress."""
+        self.working = (number, count)
 
     def problem(self, text: str) -> None:
         """Print a problem above the panel, and on stderr where that is not the panel's terminal."""
@@ -245,7 +265,7 @@ class LivePanel(Display):
 
     def close(self) -> None:
         """End."""
-        self.end, self.announcement = self.clock(), None
+        self.end, self.announcement, self.working = self.clock(), None, None
         self.live.stop()
 
     def render(self) -> RenderableType:
@@ -266,6 +286,9 @@ class LivePanel(Display):
         for split, (step, metrics, is_best) in self.scored.items():
             values = [f"{name} {value:.4f}" for name, value in metrics.items()]
             rows.append(flow(split, [*values, f"step {step:,}", *(["best"] if is_best else [])], inside))
+        if self.working and (self.metrics is None or self.metrics.step_time_s >= SLOW_S):
+            number, count = self.working
+            rows.append(cell("in progress", f"step {self.done + 1:,}, micro-batch {number:,} of {count:,}"))
         rows.append(self.times())
         if self.announcement is not None:
             rows.append(Text(self.announcement, style="bold yellow"))

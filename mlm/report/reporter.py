@@ -119,6 +119,11 @@ class Reporter:
         for sink in self.sinks:
             sink.advance(step)
 
+    def micro_batch(self, number: int, count: int) -> None:
+        """Note progress within a step; reads nothing from the device."""
+        for sink in self.sinks:
+            sink.micro_batch(number, count)
+
 
 def training_console(live: str, metrics: Path) -> Console:
     """Return a console on standard output whose loss does not end the run."""

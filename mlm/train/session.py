@@ -85,7 +85,7 @@ def training_session(
         run={**record, **origin(), "loss_unit": loss_unit},
     )
     with StopRequest(announce=ctx.is_main) as stop, reporter, Saver(trainer, out, reporter) as saver:
-        stop.show = reporter.announce
+        stop.show, trainer.on_micro_batch = reporter.announce, reporter.micro_batch
         for note in notes:
             reporter.note(note)
         for warning in warnings:
@@ -116,6 +116,11 @@ def own_code(config: Any) -> list[str]:
 def resume_with(command: str, out: Path, config: Any) -> str:
     """Return how to resume a stopped run, in two lines."""
     return f" Resume with:\n  {shlex.join(resume_command(command, out, config))}"
+
+
+def run_row(name: str, out: Path) -> tuple[str, str]:
+    """Name of the run, and its folder if that is another than runs/{name}: jobs of a sweep share the name."""
+    return "run", name if out == Path("runs", name) else f"{name} in {out}"
 
 
 def model_row(trainer: Trainer, origin: str = "") -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -66,6 +67,7 @@ class Trainer(Generic[B]):
         split_parts: whose attention masks this process draws where kernels draw them (`DropoutStream`).
         objective: what the model is trained for; None means what it is pretrained for.
         past: saves that the run descends from and changes of its settings; of rank 0, which writes them.
+        on_micro_batch: called at each backward pass of a step with its number and the number of all.
         extra_state: further state of checkpoints, as JSON values.
     """
 
@@ -107,6 +109,7 @@ class Trainer(Generic[B]):
         self.consumed_samples = 0
         self.history: History = ()
         self.before_change: Callable[[], None] = lambda: None
+        self.on_micro_batch: Callable[[int, int], None] = lambda number, count: None
 
     def train_step(self, batches: Sequence[B]) -> StepOutcome:
         """One optimizer step over this rank's micro-batches. Reads nothing back from the device."""
@@ -139,7 +142,11 @@ class Trainer(Generic[B]):
         for reducer in self.reducers:
             reducer.start_step()
 
+        numbers = count(1)
+
         def before_backward(chunk: int, last: bool) -> None:
+            if chunk == 0:
+                self.on_micro_batch(next(numbers), len(batches))
             # weight gradients that come later would miss a reduction begun now: `finish` does it all then
             self.reducers[chunk].sync = last and not self.model.puts_off
 

@@ -2,18 +2,21 @@
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mlm.cli.compose import compose_values, load_config
 from mlm.config.build import build
+from mlm.data.blend import BlendedDataset
 from mlm.data.files_present import tokenizer
 from mlm.errors import ConfigError
 from mlm.evaluate.checks import check_eval_loss
 from mlm.generate.checks import check_generate
 from mlm.launch.checks import data_parallel_size
 from mlm.parallel.config import ParallelConfig
+from mlm.pretrain.run import epochs_warning
 from mlm.train.checks import check_pretrain
 from mlm.train.config import PretrainConfig
 from mlm.train.corpora import train_prefix, validation_prefixes
@@ -222,3 +225,12 @@ def test_layout_of_a_training_run_goes_with_other_commands(name: str, check: Any
 def touch(*files: Path) -> None:
     for file in files:
         file.touch()
+
+
+@pytest.mark.parametrize(("epochs", "fix"), [([20.0], None), ([126.0], "15"), ([1.0, 40.0], "50")])
+def test_a_run_that_learns_its_corpus_by_heart_is_warned(epochs: list[float], fix: str | None) -> None:
+    parts = [SimpleNamespace(epochs=number) for number in epochs]
+    samples = parts[0] if len(parts) == 1 else BlendedDataset(parts, epochs, num_samples=1)  # type: ignore
+    warning = epochs_warning(samples, 500)  # type: ignore[arg-type]
+    assert (warning is None) == (fix is None)
+    assert f"about train.steps={fix} " in (warning or "about train.steps=None ")

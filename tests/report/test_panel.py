@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlm.report.config import LogConfig
-from mlm.report.panel import LivePanel, duration, human, quantity, step_time
+from mlm.report.panel import LivePanel, PlainLines, duration, human, quantity, step_time
 from mlm.report.reporter import training_console
 from tests.report.reporting import Clock, read_metrics, reporter, shown, step_metrics, terminal
 
@@ -153,6 +153,39 @@ def test_the_panel_shows_the_loss_scale_in_fp16_only() -> None:
 def test_the_panel_leaves_room_for_an_echoed_control_c(width: int) -> None:
     """A ^C typed behind the panel must not wrap: the next drawing would be a line off."""
     assert max(map(len, panel_text(width).splitlines())) <= width - 4
+
+
+def test_micro_batches_show_that_a_first_or_slow_step_runs() -> None:
+    console = terminal(is_terminal=True)
+    panel = LivePanel(console, title="try", header=[], start_step=0, total_steps=100, clock=Clock())
+
+    def drawn() -> str:
+        with console.capture() as capture:
+            console.print(panel.render())
+        return capture.get()
+
+    panel.micro_batch(3, 64)
+    assert "in progress step 1, micro-batch 3 of 64" in drawn()
+    panel.advance(1)
+    panel.step(step_metrics(1))
+    panel.micro_batch(3, 64)
+    assert "micro-batch" not in drawn()
+    panel.step(step_metrics(1, step_time_s=134.0))
+    assert "in progress step 2, micro-batch 3 of 64" in drawn()
+
+
+def test_a_log_names_micro_batches_ever_more_rarely_until_the_first_step() -> None:
+    console, clock = terminal(), Clock()
+    lines = PlainLines(console, title="try", header=[], start_step=0, total_steps=100, clock=clock)
+    for second in range(61):
+        clock.now = 100.0 + second
+        lines.micro_batch(second, 64)
+    lines.step(step_metrics(1))
+    clock.now = 1000.0
+    lines.micro_batch(1, 64)
+    *early, step = map(pairs, shown(console).splitlines())
+    assert [line["elapsed"] for line in early] == ["0:00:10", "0:00:20", "0:00:40"]
+    assert (early[0]["step"], early[0]["micro_batch"], step["step"]) == ("1/100", "10/64", "1/100")
 
 
 def test_a_stop_that_was_asked_for_is_a_row_of_the_panel(tmp_path: Path) -> None:

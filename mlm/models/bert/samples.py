@@ -161,6 +161,11 @@ class BERTDataset:
         return self.num_samples
 
     @property
+    def epochs(self) -> float:
+        """Passes over the corpus in all samples, as if each were full."""
+        return self.num_samples * self.seq_length / self.indexed.num_tokens
+
+    @property
     def epoch_samples(self) -> int:
         """Samples of the first pass over the corpus."""
         return int(self.epoch(0).shape[1])
