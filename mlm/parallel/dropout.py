@@ -191,6 +191,8 @@ class DropoutStream:
 
         Fused kernels take their numbers from there only. Does not synchronise.
         """
+        if self.keys.is_meta:  # shapes alone: nothing is drawn
+            return
         seed = derive_seed(self.seed, layer, "attention", tp_rank)
         index = self.keys.device.index
         torch.cuda.default_generators[torch.cuda.current_device() if index is None else index].manual_seed(

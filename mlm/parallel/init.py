@@ -22,7 +22,9 @@ def init_parameters(model: nn.Module, seed: int, tp: Axis | None = None) -> None
 
 @torch.no_grad()
 def init_shard(shard: ParameterShard, seed: int) -> None:
-    """Fill a rank's part of one parameter with its initial value."""
+    """Fill a rank's part of one parameter with its initial value; one on the meta device has none."""
+    if shard.parameter.is_meta:
+        return
     std = getattr(shard.module, "init_std", None)
     if shard.name.endswith("bias"):
         shard.parameter.zero_()

@@ -69,9 +69,12 @@ _WIDE_SUMS: dict[str, bool] = {}
 
 
 def prepare_products(device: torch.device) -> None:
-    """Find out how products may be computed on a device; call before any is compiled."""
+    """Find out how products may be computed on a device; call before any is compiled.
+
+    The meta device has the shapes of a GPU's.
+    """
     kind = device.type
-    if kind in _WIDE_SUMS or kind != "cuda":
+    if kind in _WIDE_SUMS or kind not in ("cuda", "meta"):
         return
     a = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
     try:

@@ -3,6 +3,8 @@
 from mlm.config.command import Command
 from mlm.plan.checks import check_plan_layouts, check_plan_memory, check_plan_schedule
 from mlm.plan.config import PlanLayoutsConfig, PlanMemoryConfig, PlanScheduleConfig
+from mlm.plan.dry_run_checks import check_plan_dry_run
+from mlm.plan.dry_run_config import PlanDryRunConfig
 
 COMMANDS = (
     Command(
@@ -69,6 +71,42 @@ COMMANDS = (
         keys=(
             *("rank", "out", "data.seq_length", "train.global_batch_size", "train.micro_batch_size"),
             *("tp", "sequence_parallel", "pp", "vp", "pipeline", "dp", "zero", "zero_reduce", "recompute"),
+        ),
+    ),
+    Command(
+        words=("plan", "dry-run"),
+        config="plan_dry_run",
+        spec=PlanDryRunConfig,
+        target="mlm.plan.dry_run:run",
+        local_check=check_plan_dry_run,
+        own_choices=("data=synthetic", "cluster=local"),
+        summary="run a step of any rank of any layout here, without its GPUs; count all it does",
+        about=(
+            "Runs the trainer of one rank of a layout on this machine, on tensors that have shapes and no "
+            "numbers, among ranks that answer at once: the settings are those of `mlm pretrain`, and so are "
+            "the schedule, the reducers and the optimizer. Counted are its parameters, the FLOPs of its "
+            "matrix products, each collective and transfer with its bytes, and its memory when it is "
+            "fullest, part by part."
+        ),
+        examples=(
+            (
+                "A rank of the 8.3 billion model of arXiv:1909.08053 on 512 GPUs",
+                "mlm plan dry-run experiment=v1_8_3b rank=137",
+            ),
+            ("Any layout of your own", "mlm plan dry-run model=gpt2_8b tp=8 dp=64 precision=bf16 rank=137"),
+            (
+                "A rank of the trillion of arXiv:2104.04473 on 3,072 GPUs, every number as JSON",
+                "mlm plan dry-run model=gpt2_sc21_1t parallel=sc21_1t precision=bf16 rank=1600 out=rank.json",
+            ),
+            (
+                "What sharding leaves on a GPU",
+                "mlm plan dry-run model=gpt2_1_5b dp=8 zero=3 precision=bf16 train.global_batch_size=64",
+            ),
+        ),
+        keys=(
+            *("rank", "out", "tp", "sequence_parallel", "pp", "vp", "pipeline", "dp", "zero", "zero_reduce"),
+            *("recompute", "attention", "data.seq_length", "train.global_batch_size"),
+            *("train.micro_batch_size", "model.num_layers", "precision.dtype"),
         ),
     ),
     Command(

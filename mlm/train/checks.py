@@ -119,8 +119,7 @@ def _checkpoint_exists(config: PretrainConfig, _: Launch) -> Problem | None:
     return present.checkpoint(config.ckpt)
 
 
-PRETRAIN_RULES = (
-    devices_exist,
+SETTINGS_RULES = (
     _warmup_ends,
     lr_falls,
     loss_scale_can_fall,
@@ -128,6 +127,11 @@ PRETRAIN_RULES = (
     _own_code_exists,
     _head_is_pretrained,
     _data_fits_model,
+)
+"""Conditions of the settings alone."""
+PRETRAIN_RULES = (
+    devices_exist,
+    *SETTINGS_RULES,
     _corpus_exists,
     _corpus_extras_exist,
     _checkpoint_exists,

@@ -1,0 +1,137 @@
+"""A log of allocations and releases, and what lay in memory when it was fullest."""
+
+import weakref
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+WEIGHTS, CASTS, GRADIENTS, STATE = "weights", "weights in the compute dtype", "gradients", "optimizer state"
+ACTIVATIONS, AGAIN, VOCABULARY = "activations", "recomputed activations", "vocabulary projection"
+BUFFERS, TEMPORARIES = "communication buffers", "temporaries"
+PARTS = (
+    WEIGHTS,
+    CASTS,
+    GRADIENTS,
+    STATE,
+    ACTIVATIONS,
+    AGAIN,
+    VOCABULARY,
+    BUFFERS,
+    TEMPORARIES,
+)
+"""Parts of memory, in the order of reports."""
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """An allocation."""
+
+    size: int
+    """Bytes."""
+    phase: str
+    """Phase that made it."""
+    label: str
+    """Part of the model that made it."""
+    part: str | None = None
+    """Its purpose where that is known for sure: weights, gradients, optimizer state."""
+    is_kept: bool = False
+    """True if it outlived the forward pass that made it: something waits there for backward."""
+    is_input: bool = False
+    """True for hidden states that were received, once they are used."""
+    is_transported: bool = False
+    """True if it was sent, received, gathered or scattered."""
+    watch: "weakref.ref[Any] | None" = None
+
+    @property
+    def purpose(self) -> str:
+        """One of PARTS."""
+        if self.part is not None:
+            return self.part
+        if self.label == VOCABULARY:
+            return VOCABULARY
+        if self.is_input:
+            return ACTIVATIONS
+        if self.is_transported:
+            return BUFFERS
+        if self.phase == "recomputed":
+            return AGAIN
+        return ACTIVATIONS if self.is_kept else TEMPORARIES
+
+
+@dataclass
+class Peak:
+    """Memory at its fullest moment."""
+
+    bytes: int
+    phase: str
+    """What ran then."""
+    parts: dict[str, int]
+    """Bytes by purpose; sums to `bytes`."""
+    modules: dict[str, int]
+    """Bytes of what is not weights, gradients or optimizer state, by the part of the model that made it."""
+    made_in: dict[str, int]
+    """The same bytes by the phase that made them."""
+
+
+@dataclass
+class Log:
+    """Allocations and releases in order."""
+
+    live: dict[int, Block] = field(default_factory=dict)
+    """What is in memory, by the storage's address."""
+    events: list[tuple[Block, int]] = field(default_factory=list)
+    """(block, change of memory in bytes)."""
+    pass_begin: int = 0
+    """Number of events before the forward pass under way."""
+
+    def allocated(self, key: int, block: Block) -> None:
+        """Note an allocation."""
+        self.live[key] = block
+        self.events.append((block, block.size))
+
+    def freed(self, key: int, block: Block) -> None:
+        """Note a release."""
+        if self.live.get(key) is block:
+            del self.live[key]
+            self.events.append((block, -block.size))
+
+    def begin_pass(self, backward: str) -> None:
+        """Begin a forward pass: what backward passes left until now are gradients that are added up."""
+        self.pass_begin = len(self.events)
+        for block in self.live.values():
+            if block.part is None and block.phase == backward and not block.is_transported:
+                block.part = GRADIENTS
+
+    def end_pass(self) -> None:
+        """End it: what it made and is still there waits for backward."""
+        live = {id(block) for block in self.live.values()}
+        for block, change in self.events[self.pass_begin :]:
+            if change > 0 and block.phase == "forward" and id(block) in live:
+                block.is_kept = True
+
+    def peak(self, phase: str | None = None) -> Peak:
+        """Memory when it was fullest, or fullest of the moments at which `phase` allocated."""
+        total = most = at = 0
+        for number, (block, change) in enumerate(self.events):
+            total += change
+            if change > 0 and total > most and phase in (None, block.phase):
+                most, at = total, number
+        held: dict[int, Block] = {}
+        for block, change in self.events[: at + 1]:
+            if change > 0:
+                held[id(block)] = block
+            else:
+                held.pop(id(block), None)
+        parts, modules, made_in = Counter[str](), Counter[str](), Counter[str]()
+        for block in held.values():
+            parts[block.purpose] += block.size
+            if block.part is None:
+                modules[block.label] += block.size
+                made_in[block.phase] += block.size
+        by_size = (dict(found.most_common()) for found in (modules, made_in))
+        return Peak(
+            most,
+            self.events[at][0].phase if self.events else "",
+            {part: parts[part] for part in PARTS if parts[part]},
+            *by_size,
+        )

@@ -1,0 +1,320 @@
+"""Count a step's operations as PyTorch dispatches them: FLOPs, messages, and memory as it comes and goes.
+
+Nothing here holds a tensor: memory is followed by weak references to storages, so that what autograd or a
+recomputation frees is freed in the count too. What an operator takes inside itself (workspaces of a library)
+is not seen, nor what an allocator rounds up.
+"""
+
+import weakref
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from mlm.plan.dry_run_memory import VOCABULARY, Block, Log
+
+FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER, BETWEEN = (
+    "forward",
+    "backward",
+    "recomputed",
+    "optimizer",
+    "between passes",
+)
+"""Phases of a step: `recomputed` runs within backward; transfers and reductions lie between passes."""
+IN_ATTENTION = "recomputed in attention"
+"""The products that a fused kernel's backward pass does again: q k^T, a half of what its forward did."""
+OUTSIDE = "other"
+"""Label of what no module computes."""
+FIRST_LEAF = 1 << 63
+"""Nodes that add up gradients have sequence numbers from here on."""
+
+aten = torch.ops.aten
+FUSED_BACKWARD = {
+    aten._scaled_dot_product_flash_attention_backward,
+    aten._scaled_dot_product_efficient_attention_backward,
+    aten._scaled_dot_product_cudnn_attention_backward,
+}
+OPERATIONS = {
+    "allreduce_": "all-reduce",
+    "_allgather_base_": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "broadcast_": "broadcast",
+    "send": "send",
+    "recv_": "receive",
+}
+"""Operators of torch.distributed, in the papers' words."""
+
+
+class Message(NamedTuple):
+    """Communications that are alike."""
+
+    axis: str
+    operation: str
+    ranks: int
+    """Size of the axis."""
+    bytes: int
+    """Of one: the whole tensor, that is the gathered one, or the one that is reduced and scattered."""
+
+    @property
+    def ring_bytes(self) -> float:
+        """Bytes that this rank sends for one, if collectives go round a ring."""
+        n = self.ranks
+        shares = {
+            "all-reduce": 2 * (n - 1) / n,
+            "all-gather": (n - 1) / n,
+            "reduce-scatter": (n - 1) / n,
+            "receive": 0.0,
+        }
+        return self.bytes * shares.get(self.operation, 1.0)
+
+
+@dataclass
+class Counts:
+    """FLOPs by (phase, module) and messages."""
+
+    flops: Counter[tuple[str, str]] = field(default_factory=Counter)
+    messages: Counter[Message] = field(default_factory=Counter)
+
+    def since(self, before: "Counts") -> "Counts":
+        """What was added after `before`."""
+        return Counts(self.flops - before.flops, self.messages - before.messages)
+
+    def copy(self) -> "Counts":
+        """These counts now."""
+        return Counts(self.flops.copy(), self.messages.copy())
+
+
+class Labels:
+    """The part of the model that computes at each moment, in backward passes too.
+
+    A forward pass notes the sequence numbers of the autograd nodes that each module makes; a backward pass
+    looks its node's number up.
+    """
+
+    def __init__(self) -> None:
+        self.of: dict[nn.Module, str] = {}
+        self.stack: list[str] = []
+        self.has_loss = False
+        self.firsts: list[int] = [-1]
+        self.names: list[str] = [OUTSIDE]
+
+    def set(self) -> None:
+        """Note that from here on nodes belong to the innermost module."""
+        name, number = self.stack[-1] if self.stack else OUTSIDE, torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        if self.firsts[-1] == number:
+            self.names[-1] = name
+        elif self.names[-1] != name:
+            self.firsts.append(number)
+            self.names.append(name)
+
+    def now(self) -> str:
+        """The label of the operation that runs."""
+        if self.stack:
+            return self.stack[-1]
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return OUTSIDE
+        number = node._sequence_nr()
+        return OUTSIDE if number >= FIRST_LEAF else self.names[bisect_right(self.firsts, number) - 1]
+
+
+class Meter(TorchDispatchMode):
+    """Counts while it is entered.
+
+    Attributes:
+        counts: FLOPs and messages so far.
+        log: allocations and releases so far, on devices of type `device_type`.
+        phase: of what runs outside passes; None tells by itself.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self.device_type = device_type
+        self.counts, self.log, self.labels = Counts(), Log(), Labels()
+        self.axes: dict[str, tuple[str, int]] = {}
+        self.phase: str | None = None
+
+    def now(self) -> str:
+        """The phase of the operation that runs."""
+        if self.phase is not None:
+            return self.phase
+        if torch._C._current_graph_task_id() != -1:
+            return RECOMPUTED if self.labels.stack else BACKWARD
+        return FORWARD if self.labels.stack else BETWEEN
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Count all inside as of one phase."""
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes back as operations on its parts
+        out = func(*args, **(kwargs or {}))
+        packet = func._overloadpacket
+        formula = flop_registry.get(packet)
+        if formula is not None:
+            self.count_flops(packet, formula(*args, **(kwargs or {}), out_val=out))
+        elif func.namespace == "c10d":
+            self.count_message(func.__name__.split(".")[0], args)
+        for tensor in (out,) if isinstance(out, Tensor) else out if isinstance(out, (tuple, list)) else ():
+            if isinstance(tensor, Tensor):
+                self.see(tensor)
+        return out
+
+    def count_flops(self, packet: Any, flops: int) -> None:
+        """Count an operator's products."""
+        phase, label = self.now(), self.labels.now()
+        if packet in FUSED_BACKWARD:  # five products for two in forward: one of them is made again
+            self.counts.flops[IN_ATTENTION, label] += flops // 5
+            flops -= flops // 5
+        self.counts.flops[phase, label] += flops
+
+    def count_message(self, name: str, args: tuple[Any, ...]) -> None:
+        """Count an operator of torch.distributed, and mark the buffers that it fills."""
+        if name not in OPERATIONS:
+            return
+        operation = OPERATIONS[name]
+        tensors = [x for x in _flat(args[:2]) if isinstance(x, Tensor)]
+        group = next(x for x in args if isinstance(x, torch.ScriptObject))
+        axis, ranks = self.axes[dist.ProcessGroup.unbox(group).group_name]
+        counted = max(tensor.nbytes for tensor in tensors)
+        self.counts.messages[Message(axis, operation, ranks, counted)] += 1
+        if operation != "all-reduce":
+            for tensor in tensors:
+                block = self.block_of(tensor)
+                if block is not None:
+                    block.is_transported = True
+
+    def see(self, tensor: Tensor) -> None:
+        """Follow a tensor's storage until it is freed."""
+        if tensor.device.type != self.device_type:
+            return
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.log.live and storage.nbytes():
+            self.follow(storage)
+
+    def follow(self, storage: torch.UntypedStorage) -> None:
+        """Note an allocation, and its end when it comes."""
+        key, log = storage._cdata, self.log
+        block = Block(storage.nbytes(), self.now(), self.labels.now())
+        log.allocated(key, block)
+        block.watch = weakref.ref(storage, lambda _: log.freed(key, block))
+
+    def block_of(self, tensor: Tensor) -> Block | None:
+        """The block that a tensor lies in; None on other devices."""
+        return self.log.live.get(tensor.untyped_storage()._cdata)
+
+    def tag(self, tensors: Iterable[Tensor], part: str) -> None:
+        """Name the purpose of the blocks of some tensors."""
+        for tensor in tensors:
+            block = self.block_of(tensor)
+            if block is not None:
+                block.part = part
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        """Note a storage that was given another size in place, as sharded weights are."""
+        if storage.device.type != self.device_type:
+            return
+        block = self.log.live.get(storage._cdata)
+        if block is not None and block.size != storage.nbytes():
+            self.log.freed(storage._cdata, block)
+        if storage.nbytes() and storage._cdata not in self.log.live:
+            self.follow(storage)
+
+    @contextmanager
+    def watching(self, modules: Mapping[nn.Module, str]) -> Iterator[None]:
+        """Label what these modules compute, from their names in a stage; count while inside."""
+        labels = self.labels
+        labels.of = {module: label_of(name, module) for module, name in modules.items()}
+
+        def enter(module: nn.Module, args: Any) -> None:
+            if module not in labels.of:
+                return
+            if labels.of[module] == STAGE:
+                self._begin_pass(args)
+                labels.has_loss = module.stage.is_last
+            labels.stack.append(EMBEDDING if labels.of[module] == STAGE else labels.of[module])
+            labels.set()
+
+        def leave(module: nn.Module, args: Any, out: Any) -> None:
+            if module not in labels.of:
+                return
+            ended = labels.of[module]
+            labels.stack.pop()
+            if ended == STAGE:
+                self.log.end_pass()
+            elif labels.stack == [EMBEDDING] and ended != EMBEDDING and labels.has_loss:
+                labels.stack[0] = VOCABULARY  # what the last stage itself computes after its layers
+            labels.set()
+
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            result = resize(storage, size)
+            self._resized(storage)
+            return result
+
+        hooks = (
+            nn.modules.module.register_module_forward_pre_hook(enter),
+            nn.modules.module.register_module_forward_hook(leave, always_call=True),
+        )
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]  # no operator, so not dispatched
+        try:
+            with self:
+                yield
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+            for hook in hooks:
+                hook.remove()
+
+    def _begin_pass(self, args: Any) -> None:
+        """A stage begins a micro-batch: what it received belongs to the pass."""
+        self.log.begin_pass(BACKWARD)
+        for x in _flat(args):
+            if isinstance(x, Tensor) and (block := self.block_of(x)) is not None:
+                block.is_input = True
+
+
+STAGE, EMBEDDING = "stage", "embedding"
+PARTS = {"token": EMBEDDING, "position": EMBEDDING, "token_type": EMBEDDING, "embedding_norm": EMBEDDING}
+
+
+def label_of(name: str, module: nn.Module) -> str:
+    """The label of a module from its name in a stage: `layers.3.attention.qkv` is attention."""
+    words = name.split(".")
+    if not name:
+        return STAGE
+    if words[0] != "layers":
+        return PARTS.get(words[0], "head")
+    if len(words) < 3:
+        return "residual and dropout" if len(words) == 2 else OUTSIDE
+    return "norm" if words[2].endswith("norm") else words[2]
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    """Values, and those in lists and tuples of them."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _flat(value)
+        else:
+            yield value

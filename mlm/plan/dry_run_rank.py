@@ -1,0 +1,300 @@
+"""Be one rank of a layout: its trainer on the meta device, in a world of ranks that answer at once.
+
+The meta device has shapes, dtypes and strides and no numbers. The trainer takes a GPU's way through its code
+there: products in half precision with wide sums, fused attention, weights cast once a step, the fused
+optimizer. What needs a CUDA driver (streams, events, generators) is left out.
+
+A step of many micro-batches is not run in full where that says nothing new: every micro-batch computes and
+sends the same, so that counts are linear in their number, and memory grows only until the pipeline is full.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from mlm.data.sampler import MicroBatch, Plan
+from mlm.optim.adamw import moments
+from mlm.parallel.matmul import prepare_products
+from mlm.parallel.mesh import ParallelContext, build_mesh
+from mlm.parallel.pipeline.engine import SENDS_KEPT
+from mlm.plan.dry_run_memory import CASTS, GRADIENTS, STATE, WEIGHTS, Log
+from mlm.plan.dry_run_meter import BACKWARD, OPTIMIZER, Counts, Meter
+from mlm.train.config import AttentionKernel, PretrainConfig
+from mlm.train.corpora import train_dataset
+from mlm.train.trainer import Trainer
+
+META = torch.device("meta")
+Kernel = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """One step of one rank."""
+
+    ctx: ParallelContext
+    parameters: int
+    """Of this rank."""
+    layers: list[list[int]]
+    """Numbers of its layers, a list for each of its chunks."""
+    counts: Counts
+    """Of the whole step."""
+    log: Log
+    micro_batches: int
+    micro_batches_run: int
+    """What was run of them; the counts of the rest follow."""
+    attention: str
+    """Kernel of attention."""
+
+
+def dry_run(
+    config: PretrainConfig, rank: int, *, device: torch.device = META, in_full: bool = False
+) -> DryRun:
+    """One step of a rank; `in_full` runs all its micro-batches. For a process that trains nothing else.
+
+    On another device than meta everything is really computed, with neighbours that answer with what is there.
+    """
+    p = config.parallel
+    dp = p.dp or 1
+    config = replace(config, compile=False, deterministic=False, parallel=replace(p, dp=dp))
+    prepare_products(device)
+    with as_rank(rank, tp=p.tp, pp=p.pp, dp=dp, device=device) as ctx:
+        meter = Meter(device.type)
+        meter.axes = axes_of(ctx)
+        attention = fused_kernel(config)
+        with contextlib.ExitStack() as stack:
+            if device == META:
+                stack.enter_context(FusedAttention(config.attention))
+                stack.enter_context(without_streams())
+            with meter:
+                trainer: Trainer[MicroBatch] = Trainer(config, ctx)
+            return run_steps(trainer, meter, attention if device == META else "cpu", in_full=in_full)
+
+
+def run_steps(trainer: Trainer[MicroBatch], meter: Meter, attention: str, *, in_full: bool) -> DryRun:
+    """Count a step of the trainer, and of its micro-batches as many as needed."""
+    config, ctx = trainer.config, trainer.ctx
+    whole = config.train.global_batch_size // (ctx.dp.size * config.train.micro_batch_size)
+    few, enough = (whole, whole) if in_full else numbers_to_run(config, ctx, whole)
+    tag_state(trainer, meter)
+    names = {module: name for chunk in trainer.model.chunks for name, module in chunk.named_modules()}
+    put_off(trainer, meter)
+    batches = batches_of(config, ctx, enough)
+    with meter.watching(names):
+        start = meter.counts.copy()
+        if few < enough:
+            step(trainer, meter, batches[:few])
+        middle = meter.counts.copy()
+        step(trainer, meter, batches)
+    counts = meter.counts.since(middle)
+    if enough < whole:
+        counts = extrapolated(middle.since(start), few, counts, enough, whole)
+    return DryRun(
+        ctx,
+        sum(shard.parameter.numel() for shard in trainer.shards),
+        [list(chunk.stage.layers) for chunk in trainer.model.chunks],
+        counts,
+        meter.log,
+        whole,
+        enough,
+        attention,
+    )
+
+
+def step(trainer: Trainer[MicroBatch], meter: Meter, batches: Sequence[MicroBatch]) -> None:
+    """`Trainer.train_step` in its two halves."""
+    parts = trainer.forward_backward(batches)
+    meter.tag(trainer.model.casts.copies, CASTS)
+    meter.tag([s.parameter.grad for s in trainer.shards if s.parameter.grad is not None], GRADIENTS)
+    with meter.during(OPTIMIZER):
+        trainer.update(parts)
+
+
+def numbers_to_run(config: PretrainConfig, ctx: ParallelContext, whole: int) -> tuple[int, int]:
+    """Two numbers of micro-batches: counts are linear from the first on, memory is at its peak with the second.
+
+    Interleaved schedules take rounds of p micro-batches. GPipe holds all of a step's, so it runs them all.
+    """
+    p, s, pipeline = ctx.pp.size, ctx.pp.rank, config.parallel.pipeline
+    if pipeline == "gpipe" and p > 1:
+        return whole, whole
+    if config.parallel.vp > 1:
+        few, enough = p, 3 * p
+    elif p > 1:
+        in_flight = 2 * p if pipeline == "zb_h1" else p - s  # arXiv:2104.04473, section 2.2.1
+        few, enough = 1, in_flight + SENDS_KEPT + 2
+    else:
+        few, enough = 1, 3
+    return (whole, whole) if enough >= whole else (few, enough)
+
+
+def extrapolated(less: Counts, few: int, more: Counts, enough: int, whole: int) -> Counts:
+    """Counts of `whole` micro-batches from those of two smaller numbers. Exact, as each adds the same."""
+
+    def line(before: int, after: int) -> int:
+        each, rest = divmod(after - before, enough - few)
+        assert rest == 0, "each micro-batch computes and sends the same"
+        return after + each * (whole - enough)
+
+    return Counts(
+        type(more.flops)({key: line(less.flops[key], n) for key, n in more.flops.items()}),
+        type(more.messages)({key: line(less.messages[key], n) for key, n in more.messages.items()}),
+    )
+
+
+def batches_of(config: PretrainConfig, ctx: ParallelContext, count: int) -> list[MicroBatch]:
+    """The first micro-batches of a rank, of random tokens."""
+    size = count * ctx.dp.size * config.train.micro_batch_size
+    plan = Plan(
+        train_dataset(config, size),
+        consumed_samples=0,
+        global_batch_size=size,
+        micro_batch_size=config.train.micro_batch_size,
+        rank=ctx.dp.rank,
+        size=ctx.dp.size,
+        pin_memory=False,
+    )
+    found = plan.step(0)
+    assert found is not None
+    return found
+
+
+def tag_state(trainer: Trainer[MicroBatch], meter: Meter) -> None:
+    """Name the memory that stays from step to step."""
+    state = [
+        trainer.optimizer.state[shard.parameter][name]
+        for shard in trainer.shards
+        for name in (*moments(trainer.optimizer), "step")
+    ]
+    meter.tag([x for x in state if isinstance(x, Tensor)], STATE)
+    for chunk in trainer.model.chunks:
+        meter.tag(chunk.buffers(), WEIGHTS)
+    meter.tag([shard.parameter for shard in trainer.shards], WEIGHTS)
+    for reducer in trainer.reducers:
+        meter.tag([bucket.flat for bucket in getattr(reducer, "buckets", ())], GRADIENTS)
+
+
+def put_off(trainer: Trainer[MicroBatch], meter: Meter) -> None:
+    """Count weight gradients that a zero-bubble schedule computes later as of backward passes."""
+    for postponed in trainer.model.postponed:
+        take = postponed.take
+
+        def taken(take: Callable[[], list[Callable[[], None]]] = take) -> list[Callable[[], None]]:
+            return [counted(job, meter) for job in take()]
+
+        postponed.take = taken  # type: ignore[method-assign]
+
+
+def counted(job: Callable[[], None], meter: Meter) -> Callable[[], None]:
+    """A postponed product that is counted as of a backward pass."""
+
+    def run() -> None:
+        with meter.during(BACKWARD):
+            job()
+
+    return run
+
+
+@contextlib.contextmanager
+def as_rank(rank: int, *, tp: int, pp: int, dp: int, device: torch.device) -> Iterator[ParallelContext]:
+    """One rank of a layout, with groups that answer at once: no other process, no thread, no socket."""
+    dist.init_process_group("fake", rank=rank, world_size=tp * pp * dp, store=FakeStore())
+    try:
+        yield build_mesh(tp=tp, pp=pp, dp=dp, device=device, timeout_s=60, host_backend="fake")
+    finally:
+        dist.destroy_process_group()
+
+
+def axes_of(ctx: ParallelContext) -> dict[str, tuple[str, int]]:
+    """Name of each process group → name and size of its axis."""
+    axes = (ctx.tp, ctx.pp, ctx.dp, ctx.tied, ctx.world)
+    return {axis.group.group_name: (axis.name, axis.size) for axis in axes if axis.group is not None}
+
+
+def fused_kernel(config: PretrainConfig) -> str:
+    """The kernel that a GPU takes for the attention of a run, without a bias on the scores."""
+    if config.attention != "auto":
+        return config.attention
+    return {"bf16": "flash", "fp16": "flash", "fp64": "math"}.get(config.precision.dtype, "efficient")
+
+
+class FusedAttention(TorchFunctionMode):
+    """Takes a GPU's kernel where PyTorch has none for the meta device and would compute step by step."""
+
+    def __init__(self, choice: AttentionKernel) -> None:
+        super().__init__()
+        self.choice = choice
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self.attend(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """Attention in the kernel that would run: each of [B, N/t, S, D]."""
+        aten, half = torch.ops.aten, q.dtype in (torch.bfloat16, torch.float16)
+        flash = half and attn_mask is None and self.choice in ("auto", "flash")
+        if flash:
+            y: Tensor = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
+            return y
+        if self.choice == "cudnn" and half:
+            y = aten._scaled_dot_product_cudnn_attention(q, k, v, attn_mask, True, dropout_p, is_causal)[0]
+            return y
+        if q.dtype == torch.float64 or self.choice == "math":
+            with torch._C.DisableTorchFunction():
+                return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal)
+        bias = None if attn_mask is None else attn_mask.expand(*q.shape[:3], k.shape[2])
+        y = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal)[0]
+        return y
+
+
+class _Nothing:
+    """A stream or an event of a device that has none."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Callable[..., "_Nothing"]:
+        return lambda *args, **kwargs: self
+
+
+@contextlib.contextmanager
+def without_streams() -> Iterator[None]:
+    """Let FSDP2 run on the meta device, of which it asks streams and events, and real parameters."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    handle = SimpleNamespace(
+        Stream=_Nothing,
+        Event=_Nothing,
+        current_stream=_Nothing,
+        stream=lambda stream: contextlib.nullcontext(),
+        current_device=lambda: 0,
+        device_count=lambda: 1,
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        set_device=lambda index: None,
+    )
+    with (
+        patch.object(torch, "meta", handle, create=True),
+        patch.object(FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
+    ):
+        yield
