@@ -83,20 +83,30 @@ class Log:
     """(block, change of memory in bytes)."""
     pass_begin: int = 0
     """Number of events before the forward pass under way."""
+    is_over: bool = False
+    """True if what comes is no longer noted."""
 
     def allocated(self, key: int, block: Block) -> None:
         """Note an allocation."""
         self.live[key] = block
-        self.events.append((block, block.size))
+        if not self.is_over:
+            self.events.append((block, block.size))
 
     def freed(self, key: int, block: Block) -> None:
         """Note a release."""
         if self.live.get(key) is block:
             del self.live[key]
-            self.events.append((block, -block.size))
+            if not self.is_over:
+                self.events.append((block, -block.size))
+
+    def stop(self) -> None:
+        """Note nothing more."""
+        self.is_over = True
 
     def begin_pass(self, backward: str) -> None:
         """Begin a forward pass: what backward passes left until now are gradients that are added up."""
+        if self.is_over:
+            return
         self.pass_begin = len(self.events)
         for block in self.live.values():
             if block.part is None and block.phase == backward and not block.is_transported:
@@ -104,6 +114,8 @@ class Log:
 
     def end_pass(self) -> None:
         """End it: what it made and is still there waits for backward."""
+        if self.is_over:
+            return
         live = {id(block) for block in self.live.values()}
         for block, change in self.events[self.pass_begin :]:
             if change > 0 and block.phase == "forward" and id(block) in live:

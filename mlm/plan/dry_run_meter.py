@@ -199,11 +199,9 @@ class Meter(TorchDispatchMode):
         axis, ranks = self.axes[dist.ProcessGroup.unbox(group).group_name]
         counted = max(tensor.nbytes for tensor in tensors)
         self.counts.messages[Message(axis, operation, ranks, counted)] += 1
-        if operation != "all-reduce":
-            for tensor in tensors:
-                block = self.block_of(tensor)
-                if block is not None:
-                    block.is_transported = True
+        block = None if operation == "all-reduce" else self.block_of(tensors[0])  # what is filled, or sent
+        if block is not None:
+            block.is_transported = True
 
     def see(self, tensor: Tensor) -> None:
         """Follow a tensor's storage until it is freed."""
@@ -227,6 +225,7 @@ class Meter(TorchDispatchMode):
     def tag(self, tensors: Iterable[Tensor], part: str) -> None:
         """Name the purpose of the blocks of some tensors."""
         for tensor in tensors:
+            self.see(tensor)
             block = self.block_of(tensor)
             if block is not None:
                 block.part = part

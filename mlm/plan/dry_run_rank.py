@@ -49,6 +49,7 @@ class DryRun:
     counts: Counts
     """Of the whole step."""
     log: Log
+    """Of what was run, `micro_batches_run`. The last stage keeps 4 bytes for each further one, its loss."""
     micro_batches: int
     micro_batches_run: int
     """What was run of them; the counts of the rest follow."""
@@ -91,13 +92,13 @@ def run_steps(trainer: Trainer[MicroBatch], meter: Meter, attention: str, *, in_
     batches = batches_of(config, ctx, enough)
     with meter.watching(names):
         start = meter.counts.copy()
-        if few < enough:
-            step(trainer, meter, batches[:few])
-        middle = meter.counts.copy()
         step(trainer, meter, batches)
-    counts = meter.counts.since(middle)
-    if enough < whole:
-        counts = extrapolated(middle.since(start), few, counts, enough, whole)
+        counts = meter.counts.since(start)
+        if few < enough:
+            meter.log.stop()
+            middle = meter.counts.copy()
+            step(trainer, meter, batches[:few])
+            counts = extrapolated(meter.counts.since(middle), few, counts, enough, whole)
     return DryRun(
         ctx,
         sum(shard.parameter.numel() for shard in trainer.shards),

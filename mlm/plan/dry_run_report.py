@@ -121,11 +121,11 @@ def _messages_table(found: DryRun) -> Table:
             f"{n:,}",
             f"{message.bytes:,}",
             f"{n * message.bytes:,}",
-            f"{round(n * message.ring_bytes):,}",
+            f"{n * message.ring_bytes / 1e9:,.6g}",
         )
         for message, n in _messages(found)
     ]
-    headings = ("axis", "operation", "count", "bytes each", "bytes", "sent in a ring")
+    headings = ("axis", "operation", "count", "bytes each", "bytes", "GB sent in a ring")
     return _table("Communication of a step", headings, rows, names=2)
 
 

@@ -1,0 +1,285 @@
+"""`mlm plan dry-run`: what one rank's real trainer counts equals the closed formulas of the papers.
+
+s sequence, b micro-batch, h hidden, a heads, l layers, V padded vocabulary, B global batch, t = tp, d = dp.
+"""
+
+import json
+import threading
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from mlm.cli.compose import load_config
+from mlm.parallel.mesh import shape_context
+from mlm.plan.dry_run import run
+from mlm.plan.dry_run_checks import check_plan_dry_run
+from mlm.plan.dry_run_config import PlanDryRunConfig
+from mlm.plan.dry_run_memory import ACTIVATIONS, GRADIENTS, PARTS, STATE, VOCABULARY, WEIGHTS
+from mlm.plan.dry_run_meter import IN_ATTENTION, Message
+from mlm.plan.dry_run_rank import DryRun, dry_run
+from mlm.plan.dry_run_report import flops_of
+from mlm.train.trainer import Trainer
+
+S, B, H, A, L, V, BATCH = 128, 2, 64, 4, 2, 512, 8
+TINY = (
+    "model=gpt2_tiny",
+    f"model.num_layers={L}",
+    "model.hidden_dropout=0.1",
+    "model.attention_dropout=0.1",
+    "model.vocab_multiple=16",
+    "precision=bf16",
+    f"train.micro_batch_size={B}",
+    f"train.global_batch_size={BATCH}",
+)
+CPU = torch.device("cpu")
+
+
+def config_of(*overrides: str) -> PlanDryRunConfig:
+    config: PlanDryRunConfig = load_config("plan_dry_run", [*TINY, *overrides])
+    return config
+
+
+@cache
+def dry(layout: str, rank: int = 0) -> DryRun:
+    return dry_run(config_of(*layout.split()), rank)
+
+
+def messages(found: DryRun, axis: str) -> Counter[tuple[str, int]]:
+    """(operation, bytes) over an axis, but for the scalars of loss and norm."""
+    return Counter(
+        {(m.operation, m.bytes): n for m, n in found.counts.messages.items() if m.axis == axis and m.bytes > 8}
+    )
+
+
+FULL = "recompute=full"
+LAYOUTS = (
+    f"{FULL} tp=1",
+    f"{FULL} tp=2 dp=2",
+    f"{FULL} tp=4 sequence_parallel=true",
+    f"{FULL} tp=2 pp=2 dp=2 sequence_parallel=true",
+    f"{FULL} pp=2 vp=2 dp=2 model.num_layers=4",
+    f"{FULL} dp=2 zero=3",
+    f"{FULL} pp=2 pipeline=zb_h1",
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_flops_of_all_ranks_are_equation_3(layout: str) -> None:
+    """96 B s l h² (1 + s/6h + V/16lh), arXiv:2104.04473, recomputation of layers counted."""
+    config = config_of(*layout.split())
+    p, dp, layers, total = config.parallel, config.parallel.dp or 1, config.model.num_layers, 0
+    for stage in range(p.pp):
+        found = flops_of(dry(layout, stage * p.tp * dp))
+        total += (found["hardware"] - found[IN_ATTENTION]) * p.tp * dp
+    exact = 96 * BATCH * S * layers * H**2 + 16 * BATCH * S**2 * layers * H + 6 * BATCH * S * H * V
+    assert total == exact
+
+
+def test_without_recomputation_model_and_hardware_differ_by_what_fused_attention_does_again() -> None:
+    found = flops_of(dry("tp=2 dp=2"))
+    assert found["recomputed"] == 0
+    assert found["hardware"] - found["model"] == found[IN_ATTENTION]
+    assert found[IN_ATTENTION] == 2 * BATCH // 2 * L * S**2 * H // 2  # q k^T of the layers, on half the heads
+
+
+def test_a_layer_has_two_all_reduces_each_way() -> None:
+    """arXiv:1909.08053, section 3; one more behind the layers (f of the loss), one of the embedding."""
+    micro_batches, hidden = BATCH // 2 // B, 2 * S * B * H
+    plain, again = messages(dry("tp=2 dp=2"), "tp"), messages(dry(f"{FULL} tp=2 dp=2"), "tp")
+    assert plain["all-reduce", hidden] == micro_batches * (4 * L + 1)
+    assert again["all-reduce", hidden] == micro_batches * (6 * L + 1)
+    assert plain["all-reduce", 2 * hidden] == micro_batches  # float32
+    assert set(plain) == {("all-reduce", hidden), ("all-reduce", 2 * hidden), ("all-gather", 2 * 2 * 4 * S * B)}
+
+
+def test_sequence_parallelism_gathers_and_scatters_in_their_place() -> None:
+    """arXiv:2205.05198, section 4.2.2: as many bytes round a ring, and the inputs gathered again in backward."""
+    found = messages(dry("tp=4 sequence_parallel=true"), "tp")
+    micro_batches, hidden = BATCH // B, 2 * S * B * H
+    assert found["reduce-scatter", hidden] == micro_batches * (4 * L + 1)
+    assert found["all-gather", hidden] == micro_batches * (6 * L + 1)
+    assert Message("tp", "all-reduce", 4, 12).ring_bytes == sum(
+        Message("tp", kind, 4, 12).ring_bytes for kind in ("all-gather", "reduce-scatter")
+    )
+
+
+@pytest.mark.parametrize(("layout", "share"), [("tp=2 dp=2", 2 * 1 / 2), ("dp=4", 2 * 3 / 4)])
+def test_gradients_travel_twice_less_a_share(layout: str, share: float) -> None:
+    """2 (d - 1) / d of their bytes by each rank of a ring, float32."""
+    found = dry(layout)
+    sent = sum(m.ring_bytes * n for m, n in found.counts.messages.items() if m.axis == "dp" and m.bytes > 8)
+    assert sent == share * 4 * found.parameters
+
+
+def test_sharded_gradients_travel_once() -> None:
+    """zero=3 with d = 2: half of the float32 gradients leave, half of the bfloat16 weights come, twice each."""
+    found = dry("dp=2 zero=3 train.global_batch_size=4")
+    whole = 2 * found.parameters  # of both ranks
+    moved = messages(found, "dp")
+    scattered = sum(size * n for (kind, size), n in moved.items() if kind == "reduce-scatter")
+    gathered = sum(size * n for (kind, size), n in moved.items() if kind == "all-gather")
+    ends = 2 * sum(p.numel() for n, p in built("dp=2").model.chunks[0].named_parameters() if "layers" not in n)
+    assert scattered == 4 * whole
+    assert gathered == 2 * (2 * whole) - ends  # the ends of the model stay from forward to backward
+
+
+def kept_per_layer(layout: str, device: torch.device) -> int:
+    """Bytes that a micro-batch keeps for backward in each layer: of three layers, less those of two."""
+    kept = [
+        sum(
+            block.size
+            for block, change in dry_run(
+                config_of(*layout.split(), f"model.num_layers={layers}", f"train.global_batch_size={B}"),
+                0,
+                device=device,
+            ).log.events
+            if change > 0 and block.purpose == ACTIVATIONS
+        )
+        for layers in (3, 2)
+    ]
+    return kept[0] - kept[1]
+
+
+@pytest.mark.parametrize(
+    ("layout", "t", "sequence"),
+    [
+        ("tp=1", 1, 1),
+        ("tp=2", 2, 1),
+        ("tp=4", 4, 1),
+        ("tp=2 sequence_parallel=true", 2, 2),
+        ("tp=4 sequence_parallel=true", 4, 4),
+        ("tp=2 recompute=selective", 2, 1),
+    ],
+)
+def test_activations_of_a_layer_are_table_2(layout: str, t: int, sequence: int) -> None:
+    """arXiv:2205.05198: sbh (10 + 24/t), 34 sbh / t with sequence parallelism, attention scores not kept.
+
+    On top is what the table leaves out: mean and deviation of the norms, their weights in bfloat16, the
+    logarithms of softmax sums, and a random state.
+    """
+    sbh = S * B * H
+    table = 10 * sbh // sequence + 24 * sbh // t
+    left_out = 16 * S * B // sequence + 8 * H + 4 * A * S * B // t + 24
+    assert kept_per_layer(layout, torch.device("meta")) == table + left_out
+
+
+@pytest.mark.parametrize(
+    ("layout", "sequence"), [("tp=1", 1), ("tp=4", 1), ("tp=4 sequence_parallel=true", 4)]
+)
+def test_full_recomputation_keeps_the_input_of_a_layer(layout: str, sequence: int) -> None:
+    assert kept_per_layer(f"{FULL} {layout}", torch.device("meta")) == 2 * S * B * H // sequence
+
+
+@pytest.mark.parametrize("t", [1, 2])
+def test_attention_that_is_not_fused_keeps_5_bytes_per_score(t: int) -> None:
+    """Table 2 without selective recomputation: 5 a s² b / t more; by a CPU's real numbers."""
+    layout = f"tp={t} data.seq_length=32"
+    none, selective = (kept_per_layer(f"{layout} recompute={kind}", CPU) for kind in ("none", "selective"))
+    assert none - selective == 5 * A * 32**2 * B // t
+
+
+@cache
+def built(layout: str) -> Trainer:
+    """A trainer of a rank, with real numbers and no neighbours."""
+    config = config_of(*layout.split())
+    p = config.parallel
+    ctx = replace(shape_context(0, tp=p.tp, pp=p.pp, dp=p.dp or 1), device=CPU)
+    return Trainer(config, ctx)
+
+
+@pytest.mark.parametrize("layout", ["tp=2 dp=2", "tp=4 sequence_parallel=true", "pp=2 vp=2 dp=2 model.num_layers=4"])
+def test_state_is_that_of_a_built_rank(layout: str) -> None:
+    found, trainer = dry(layout), built(layout)
+    parts = found.log.peak().parts
+    parameters = [shard.parameter for shard in trainer.shards]
+    buffers = sum(buffer.nbytes for chunk in trainer.model.chunks for buffer in chunk.buffers())
+    state = [x for s in parameters for x in trainer.optimizer.state[s].values()]
+    assert found.parameters == sum(p.numel() for p in parameters)
+    assert parts[WEIGHTS] == sum(p.nbytes for p in parameters) + buffers
+    assert parts[GRADIENTS] == sum(p.nbytes for p in parameters)
+    assert parts[STATE] == sum(x.nbytes for x in state)
+
+
+def test_sharding_divides_weights_and_state() -> None:
+    whole, sharded = dry("dp=2"), dry("dp=2 zero=3")
+    assert sharded.parameters * 2 == whole.parameters
+    assert sharded.log.peak().parts[STATE] < whole.log.peak().parts[STATE] * 0.51
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank", "few", "many"),
+    [
+        ("tp=2", 0, 3, 5),
+        ("dp=2 zero=2 zero_reduce=every", 1, 3, 5),
+        ("pp=2 sequence_parallel=true tp=2", 0, 12, 14),
+        ("pp=2 recompute=full", 1, 11, 14),
+        ("pp=2 vp=2 model.num_layers=4", 0, 6, 10),
+        ("pp=2 pipeline=zb_h1", 0, 14, 16),
+    ],
+)
+def test_a_step_need_not_be_run_in_full(layout: str, rank: int, few: int, many: int) -> None:
+    """FLOPs, messages and the peak of many micro-batches from few: the same as those of all."""
+    dp = 2 if "dp=2" in layout else 1
+    config = config_of(*layout.split(), "data.seq_length=16", f"train.global_batch_size={many * B * dp}")
+    short, whole = (dry_run(config, rank, in_full=in_full) for in_full in (False, True))
+    assert (short.micro_batches_run, whole.micro_batches_run) == (few, many)
+    assert short.counts == whole.counts
+    losses = 4 * (many - few) if short.ctx.pp.rank == short.ctx.pp.size - 1 else 0
+    assert whole.log.peak().bytes - short.log.peak().bytes == losses
+
+
+def test_the_parts_of_the_peak_are_all_of_it() -> None:
+    for layout, stage_ranks in (("tp=2 pp=2 dp=2 sequence_parallel=true recompute=full", (0, 7)), ("tp=2 dp=2", (3,))):
+        for rank in stage_ranks:
+            peak = dry(layout, rank).log.peak()
+            assert set(peak.parts) <= set(PARTS)
+            assert sum(peak.parts.values()) == peak.bytes
+            assert sum(peak.modules.values()) == sum(peak.made_in.values())
+            assert (VOCABULARY in peak.modules) == (rank in (7, 3))
+
+
+def test_nothing_else_starts_and_stays() -> None:
+    before = threading.active_count()
+    dry_run(config_of("tp=2", "dp=2"), 3)
+    assert threading.active_count() == before
+    assert not torch.distributed.is_initialized()
+    assert not hasattr(torch, "meta")
+
+
+def test_the_record_holds_what_is_printed(tmp_path: Path) -> None:
+    out = tmp_path / "rank.json"
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    found = run(config_of("tp=2", "dp=2", "rank=3", f"out={out}"), console)
+    record, printed = json.loads(out.read_text()), console.export_text()
+    assert record["parameters"] == found.parameters
+    assert record["memory"]["peak"] == sum(record["memory"]["parts"].values())
+    for number in (record["flops"]["hardware"], record["memory"]["peak"], found.parameters):
+        assert f"{number:,}" in printed
+    sent = {(m["axis"], m["operation"], m["bytes"]): m["count"] for m in record["communication"]}
+    assert sent["tp", "all-reduce", 2 * S * B * H] == 2 * (4 * L + 1)
+    assert max(map(len, printed.splitlines()[:-2])) <= 100
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["tp=2", "dp=2", "rank=4"], "rank=4 is none of the 4 ranks of tp=2 * pp=1 * dp=2; use rank=0 to 3"),
+        (["rank=1"], "rank=1 is none of the 1 ranks of tp=1 * pp=1 * dp=1; use rank=0"),
+        (["tp=3"], "tp=3 does not divide model.num_heads=4; use tp=2 or tp=4 (its divisors: 1, 2, 4)"),
+        (["out=x.html"], "out=x.html must end in .json; use out=x.json"),
+        (["data=indexed", "data.path=x"], "data.kind=indexed reads a corpus"),
+    ],
+)
+def test_a_mistake_is_one_line(overrides: list[str], problem: str) -> None:
+    (line,) = check_plan_dry_run(config_of(*overrides))
+    assert line.startswith(problem)
+
+
+def test_any_number_of_ranks_is_a_layout() -> None:
+    """A layout that this host could not start."""
+    assert check_plan_dry_run(config_of("tp=4", "dp=4096", "train.global_batch_size=8192", "rank=16383")) == []
