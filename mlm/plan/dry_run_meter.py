@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from mlm.models.backbone import Transformer
 from mlm.plan.dry_run_memory import VOCABULARY, Block, Log
 
 FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER, BETWEEN = (
@@ -109,7 +110,7 @@ class Labels:
 
     def set(self) -> None:
         """Note that from here on nodes belong to the innermost module."""
-        name, number = self.stack[-1] if self.stack else OUTSIDE, torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        name, number = self.stack[-1] if self.stack else OUTSIDE, torch.autograd._get_sequence_nr()
         if self.firsts[-1] == number:
             self.names[-1] = name
         elif self.names[-1] != name:
@@ -251,7 +252,7 @@ class Meter(TorchDispatchMode):
                 return
             if labels.of[module] == STAGE:
                 self._begin_pass(args)
-                labels.has_loss = module.stage.is_last
+                labels.has_loss = isinstance(module, Transformer) and module.stage.is_last
             labels.stack.append(EMBEDDING if labels.of[module] == STAGE else labels.of[module])
             labels.set()
 
@@ -277,7 +278,7 @@ class Meter(TorchDispatchMode):
             nn.modules.module.register_module_forward_pre_hook(enter),
             nn.modules.module.register_module_forward_hook(leave, always_call=True),
         )
-        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]  # no operator, so not dispatched
+        torch.UntypedStorage.resize_ = resized  # type: ignore[assignment, method-assign]  # no operator, so not dispatched
         try:
             with self:
                 yield

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -121,7 +121,7 @@ def step(trainer: Trainer[MicroBatch], meter: Meter, batches: Sequence[MicroBatc
 
 
 def numbers_to_run(config: PretrainConfig, ctx: ParallelContext, whole: int) -> tuple[int, int]:
-    """Two numbers of micro-batches: counts are linear from the first on, memory is at its peak with the second.
+    """Two numbers of micro-batches: from the first on counts are linear, with the second memory is fullest.
 
     Interleaved schedules take rounds of p micro-batches. GPipe holds all of a step's, so it runs them all.
     """

@@ -59,9 +59,7 @@ def record(found: DryRun, config: PlanDryRunConfig) -> dict[str, Any]:
             "parts": peak.parts,
             "by_module": peak.modules,
             "by_phase": peak.made_in,
-            "peak_of_phase": {
-                phase: found.log.peak(phase).bytes for phase in (FORWARD, BACKWARD, OPTIMIZER)
-            },
+            "peak_of_phase": {phase: found.log.peak(phase).bytes for phase in (FORWARD, BACKWARD, OPTIMIZER)},
         },
     }
 
@@ -74,9 +72,7 @@ def show(found: DryRun, config: PlanDryRunConfig, console: Console) -> None:
     _say(console, f"{config.name}: rank {ctx.rank} of {ctx.world_size} ({layout}): {place}")
     chunks = "; ".join(f"{layers[0]} to {layers[-1]}" if layers else "none" for layers in found.layers)
     _say(console, f"layers {chunks}; {found.parameters:,} parameters here")
-    ran = (
-        f", {found.micro_batches_run} of them run" if found.micro_batches_run < found.micro_batches else ""
-    )
+    ran = f", {found.micro_batches_run} of them run" if found.micro_batches_run < found.micro_batches else ""
     _say(console, f"one step: {found.micro_batches} micro-batches{ran}; {found.attention} attention\n")
     console.print(_flops_table(found))
     if found.counts.messages:

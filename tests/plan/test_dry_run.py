@@ -52,7 +52,11 @@ def dry(layout: str, rank: int = 0) -> DryRun:
 def messages(found: DryRun, axis: str) -> Counter[tuple[str, int]]:
     """(operation, bytes) over an axis, but for the scalars of loss and norm."""
     return Counter(
-        {(m.operation, m.bytes): n for m, n in found.counts.messages.items() if m.axis == axis and m.bytes > 8}
+        {
+            (m.operation, m.bytes): n
+            for m, n in found.counts.messages.items()
+            if m.axis == axis and m.bytes > 8
+        }
     )
 
 
@@ -94,11 +98,15 @@ def test_a_layer_has_two_all_reduces_each_way() -> None:
     assert plain["all-reduce", hidden] == micro_batches * (4 * L + 1)
     assert again["all-reduce", hidden] == micro_batches * (6 * L + 1)
     assert plain["all-reduce", 2 * hidden] == micro_batches  # float32
-    assert set(plain) == {("all-reduce", hidden), ("all-reduce", 2 * hidden), ("all-gather", 2 * 2 * 4 * S * B)}
+    assert set(plain) == {
+        ("all-reduce", hidden),
+        ("all-reduce", 2 * hidden),
+        ("all-gather", 2 * 2 * 4 * S * B),
+    }
 
 
 def test_sequence_parallelism_gathers_and_scatters_in_their_place() -> None:
-    """arXiv:2205.05198, section 4.2.2: as many bytes round a ring, and the inputs gathered again in backward."""
+    """arXiv:2205.05198, section 4.2.2: as many bytes in a ring; backward gathers inputs again."""
     found = messages(dry("tp=4 sequence_parallel=true"), "tp")
     micro_batches, hidden = BATCH // B, 2 * S * B * H
     assert found["reduce-scatter", hidden] == micro_batches * (4 * L + 1)
@@ -117,13 +125,15 @@ def test_gradients_travel_twice_less_a_share(layout: str, share: float) -> None:
 
 
 def test_sharded_gradients_travel_once() -> None:
-    """zero=3 with d = 2: half of the float32 gradients leave, half of the bfloat16 weights come, twice each."""
+    """zero=3: float32 gradients are scattered, bfloat16 weights gathered for forward and for backward."""
     found = dry("dp=2 zero=3 train.global_batch_size=4")
     whole = 2 * found.parameters  # of both ranks
     moved = messages(found, "dp")
     scattered = sum(size * n for (kind, size), n in moved.items() if kind == "reduce-scatter")
     gathered = sum(size * n for (kind, size), n in moved.items() if kind == "all-gather")
-    ends = 2 * sum(p.numel() for n, p in built("dp=2").model.chunks[0].named_parameters() if "layers" not in n)
+    ends = 2 * sum(
+        p.numel() for n, p in built("dp=2").model.chunks[0].named_parameters() if "layers" not in n
+    )
     assert scattered == 4 * whole
     assert gathered == 2 * (2 * whole) - ends  # the ends of the model stay from forward to backward
 
@@ -192,7 +202,9 @@ def built(layout: str) -> Trainer:
     return Trainer(config, ctx)
 
 
-@pytest.mark.parametrize("layout", ["tp=2 dp=2", "tp=4 sequence_parallel=true", "pp=2 vp=2 dp=2 model.num_layers=4"])
+@pytest.mark.parametrize(
+    "layout", ["tp=2 dp=2", "tp=4 sequence_parallel=true", "pp=2 vp=2 dp=2 model.num_layers=4"]
+)
 def test_state_is_that_of_a_built_rank(layout: str) -> None:
     found, trainer = dry(layout), built(layout)
     parts = found.log.peak().parts
@@ -234,7 +246,10 @@ def test_a_step_need_not_be_run_in_full(layout: str, rank: int, few: int, many: 
 
 
 def test_the_parts_of_the_peak_are_all_of_it() -> None:
-    for layout, stage_ranks in (("tp=2 pp=2 dp=2 sequence_parallel=true recompute=full", (0, 7)), ("tp=2 dp=2", (3,))):
+    for layout, stage_ranks in (
+        ("tp=2 pp=2 dp=2 sequence_parallel=true recompute=full", (0, 7)),
+        ("tp=2 dp=2", (3,)),
+    ):
         for rank in stage_ranks:
             peak = dry(layout, rank).log.peak()
             assert set(peak.parts) <= set(PARTS)
@@ -282,4 +297,6 @@ def test_a_mistake_is_one_line(overrides: list[str], problem: str) -> None:
 
 def test_any_number_of_ranks_is_a_layout() -> None:
     """A layout that this host could not start."""
-    assert check_plan_dry_run(config_of("tp=4", "dp=4096", "train.global_batch_size=8192", "rank=16383")) == []
+    assert (
+        check_plan_dry_run(config_of("tp=4", "dp=4096", "train.global_batch_size=8192", "rank=16383")) == []
+    )
