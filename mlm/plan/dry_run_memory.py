@@ -108,9 +108,13 @@ class Log:
         if self.is_over:
             return
         self.pass_begin = len(self.events)
+        self.tag_left(backward, GRADIENTS)
+
+    def tag_left(self, phase: str, part: str) -> None:
+        """Name the purpose of what `phase` made and is still there, now that it is over."""
         for block in self.live.values():
-            if block.part is None and block.phase == backward and not block.is_transported:
-                block.part = GRADIENTS
+            if block.part is None and block.phase == phase and not block.is_transported:
+                block.part = part
 
     def end_pass(self) -> None:
         """End it: what it made and is still there waits for backward."""

@@ -11,6 +11,7 @@ sends the same, so that counts are linear in their number, and memory grows only
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -24,6 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mlm.data.sampler import MicroBatch, Plan
 from mlm.optim.adamw import moments
+from mlm.optim.precision import DTYPES
 from mlm.parallel.matmul import prepare_products
 from mlm.parallel.mesh import ParallelContext, build_mesh
 from mlm.parallel.pipeline.engine import SENDS_KEPT
@@ -88,7 +90,7 @@ def run_steps(trainer: Trainer[MicroBatch], meter: Meter, attention: str, *, in_
     few, enough = (whole, whole) if in_full else numbers_to_run(config, ctx, whole)
     tag_state(trainer, meter)
     names = {module: name for chunk in trainer.model.chunks for name, module in chunk.named_modules()}
-    put_off(trainer, meter)
+    count_late_work(trainer, meter)
     batches = batches_of(config, ctx, enough)
     with meter.watching(names):
         start = meter.counts.copy()
@@ -184,25 +186,26 @@ def tag_state(trainer: Trainer[MicroBatch], meter: Meter) -> None:
         meter.tag([bucket.flat for bucket in getattr(reducer, "buckets", ())], GRADIENTS)
 
 
-def put_off(trainer: Trainer[MicroBatch], meter: Meter) -> None:
-    """Count weight gradients that a zero-bubble schedule computes later as of backward passes."""
+def count_late_work(trainer: Trainer[MicroBatch], meter: Meter) -> None:
+    """Count as of backward passes what comes after them: postponed weight gradients, and reductions."""
+
+    def counted(work: Callable[[], None], ended: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            with meter.during(BACKWARD):
+                work()
+            ended()
+
+        return run
+
     for postponed in trainer.model.postponed:
         take = postponed.take
-
-        def taken(take: Callable[[], list[Callable[[], None]]] = take) -> list[Callable[[], None]]:
-            return [counted(job, meter) for job in take()]
-
-        postponed.take = taken  # type: ignore[method-assign]
-
-
-def counted(job: Callable[[], None], meter: Meter) -> Callable[[], None]:
-    """A postponed product that is counted as of a backward pass."""
-
-    def run() -> None:
-        with meter.during(BACKWARD):
-            job()
-
-    return run
+        postponed.take = partial(  # type: ignore[method-assign]
+            lambda take: [counted(job, lambda: None) for job in take()], take
+        )
+    for reducer in trainer.reducers:
+        left = partial(meter.log.tag_left, BACKWARD, GRADIENTS)
+        reducer.settle = counted(reducer.settle, left)  # type: ignore[method-assign]
+        reducer.finish = counted(reducer.finish, left)  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -225,7 +228,8 @@ def fused_kernel(config: PretrainConfig) -> str:
     """The kernel that a GPU takes for the attention of a run, without a bias on the scores."""
     if config.attention != "auto":
         return config.attention
-    return {"bf16": "flash", "fp16": "flash", "fp64": "math"}.get(config.precision.dtype, "efficient")
+    kernels = {torch.bfloat16: "flash", torch.float16: "flash", torch.float64: "math"}
+    return kernels.get(DTYPES[config.precision.dtype], "efficient")
 
 
 class FusedAttention(TorchFunctionMode):

@@ -22,6 +22,7 @@ GATHERED = {
     "mlm/evaluate/README.md": "guides/evaluation.md",
     "mlm/finetune/README.md": "guides/finetuning.md",
     "mlm/plan/README.md": "guides/planning.md",
+    "mlm/plan/dry_run.md": "guides/dry-run.md",
     "scripts/slurm/README.md": "guides/slurm.md",
     "mlm/files/README.md": "guides/file-safety.md",
     "scripts/docs/design.md": "explanation/design.md",
