@@ -127,10 +127,10 @@ class TestMistakes:
         assert cli.err.startswith("mlm pretrain: data.path is not set")
 
     def test_all_problems_come_in_one_report(self, cli: Cli) -> None:
-        assert cli("pretrain sed=1 precision=fp8 compile=x tp=5 data.seq_length=9999") == 2
+        assert cli("pretrain sed=1 precision=fp12 compile=x tp=5 data.seq_length=9999") == 2
         starts = [
             "unknown key 'sed'",
-            "precision=fp8: no such",
+            "precision=fp12: no such",
             "compile=x must",
             "tp=5 does",
             "data.seq_length=9999",
