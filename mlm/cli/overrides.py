@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ def with_files(command: Command, typed: Sequence[str]) -> tuple[list[str], list[
         group, _, value = text.partition("=")
         path = Path(expand_home(value.strip("'\"")))
         is_file = group in command.file_groups and path.suffix in (".yaml", ".yml")
-        is_shipped = path.name == str(path) and (CONFIG_DIR / group / path).is_file()
+        is_shipped = is_file and path.name == str(path) and isfile(CONFIG_DIR / group / path)
         if not is_file or is_shipped:
             overrides.append(text)
             continue

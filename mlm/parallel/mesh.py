@@ -157,8 +157,9 @@ def _options(name: str, device: torch.device) -> Any:
     Sums over tp stand in the way of the next layer: their kernels go before those of a layer's weight
     gradients, which have the device to themselves otherwise.
     """
-    if name != "tp" or device.type != "cuda" or dist.get_backend() != "nccl":
+    nccl = getattr(dist, "ProcessGroupNCCL", None)  # not in every build
+    if nccl is None or name != "tp" or device.type != "cuda" or dist.get_backend() != "nccl":
         return None
-    options = dist.ProcessGroupNCCL.Options()
+    options = nccl.Options()
     options.is_high_priority_stream = True
     return options

@@ -93,4 +93,4 @@ def test_bash_completes_with_the_installed_script(tmp_path: Path) -> None:
         echo "${{COMPREPLY[@]}}"
     """
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["precision=fp16", "precision=fp32", "precision=fp64"]
+    assert done.stdout.split() == ["precision=fp16", "precision=fp32", "precision=fp64", "precision=fp8"]

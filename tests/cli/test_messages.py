@@ -23,7 +23,7 @@ from tests.cli.doubles import Cli, make_cli, write
 
 cli = pytest.fixture(make_cli)
 SOUND = "pretrain model=gpt2_tiny data=synthetic"
-PRECISIONS = "choose bf16, fp16, fp32, fp64 or tf32"
+PRECISIONS = "choose bf16, fp16, fp32, fp64, fp8 or tf32"
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ PRECISIONS = "choose bf16, fp16, fp32, fp64 or tf32"
             "'optimizer.betas=[0.9,0.999]'",
         ),
         ("+++x=1", "cannot read '+++x=1': + adds a key, ++ adds or replaces one; use ++x=…"),
-        ("'optimizer={lr: 0.1, foo: 2}'", "unknown key 'optimizer.foo'; did you mean 'optimizer.lr'?"),
+        ("'optimizer={lr: 0.1, foo: 2}'", "unknown key 'optimizer.foo'; did you mean 'optimizer.options'?"),
         ("-m 'model=range(1,3)'", "model=range(1,3): no such choice; list: mlm pretrain --help"),
         ("tp={}", "tp={} must be a whole number"),
         ("optimizer.lr={}", "optimizer.lr={} must be a number"),

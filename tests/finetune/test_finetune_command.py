@@ -97,7 +97,7 @@ class TestSeeds:
 
         def count(self: training.FinetuneLoop) -> None:
             whole(self)
-            if self.trainer.step == 2:
+            if self.trainer.step == 3:  # of 3
                 self.stop.request("Ctrl-C")
 
         monkeypatch.setattr(training.FinetuneLoop, "count", count)

@@ -116,6 +116,6 @@ def test_device_tensors_go_through_the_host_over_gloo_only(
     device: str, backend: str, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mesh.dist, "new_group", lambda *_, **__: cast(Any, object()))
-    monkeypatch.setattr(mesh.dist, "get_backend", lambda _: backend)
+    monkeypatch.setattr(mesh.dist, "get_backend", lambda *_: backend)
     axis = mesh._make_axis("tp", [[0, 1]], 0, 1.0, mesh.Watch(), torch.device(device))
     assert axis.through_host is expected
