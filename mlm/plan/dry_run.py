@@ -10,6 +10,7 @@ from mlm.files.results import named, write_result
 from mlm.plan.dry_run_config import PlanDryRunConfig
 from mlm.plan.dry_run_rank import DryRun, dry_run
 from mlm.plan.dry_run_report import record, show
+from mlm.terminal import Screen
 
 
 def run(config: PlanDryRunConfig, console: Console | None = None) -> DryRun:
@@ -17,7 +18,7 @@ def run(config: PlanDryRunConfig, console: Console | None = None) -> DryRun:
 
     Raises UserError if `out` cannot be written.
     """
-    console = console or Console()
+    console = console or Screen()
     for name in ("torch.distributed", "torch.nn.parallel"):  # advice for real groups
         logging.getLogger(name).setLevel(logging.ERROR)
     found = dry_run(config, config.rank)

@@ -28,6 +28,7 @@ from mlm.plan.report import (
 )
 from mlm.plan.search import Found, Models, Planned, Query, layouts, least_gpus, query_of, search
 from mlm.plan.shape import Layout, Shape
+from mlm.terminal import Screen
 
 FORMAT = "mlm-plan-layouts-1"
 MOST_REASONS = 8
@@ -38,7 +39,7 @@ def run(config: PlanLayoutsConfig, console: Console | None = None) -> Found:
 
     Raises UserError if no layout fits, or if `out` cannot be written.
     """
-    console = wide(console or Console())
+    console = wide(console or Screen())
     query = query_of(config)
     found = search(query, config.show)
     if not found.best:

@@ -9,6 +9,7 @@ from mlm.plan.config import PlanMemoryConfig
 from mlm.plan.memory import GIB, MemoryModel, Peak, gib, in_flight
 from mlm.plan.report import amount, as_csv, label, say, show_memory, wide
 from mlm.plan.shape import Layout
+from mlm.terminal import Screen
 
 FORMAT = "mlm-plan-memory-1"
 
@@ -18,7 +19,7 @@ def run(config: PlanMemoryConfig, console: Console | None = None) -> dict[int, P
 
     Raises UserError if `out` cannot be written.
     """
-    console = wide(console or Console())
+    console = wide(console or Screen())
     layout = layout_of(config)
     memory = MemoryModel(
         config.model,

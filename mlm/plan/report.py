@@ -14,6 +14,7 @@ from mlm.plan.memory import GIB, Peak
 from mlm.plan.memory import PARTS as MEMORY_PARTS
 from mlm.plan.search import Planned, Query
 from mlm.plan.shape import Layout, Shape
+from mlm.terminal import Screen
 
 HOUR, DAY = 3600.0, 86400.0
 WIDTH = 100  # columns of the widest table
@@ -99,7 +100,7 @@ def wide(console: Console) -> Console:
     """The console, with the width that the tables need where its own is less."""
     if console.width >= WIDTH:
         return console
-    return Console(file=console.file, width=WIDTH, no_color=console.no_color)
+    return Screen(file=console.file, width=WIDTH, no_color=console.no_color)
 
 
 def show_speed(query: Query, found: list[Planned], each: list[Numbers], console: Console) -> None:
