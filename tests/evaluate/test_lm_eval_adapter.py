@@ -219,7 +219,7 @@ def test_generation_we_do_not_have_is_rejected(
         ({"tpp": 2}, "tpp"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"batch_size": "many"}, "batch_size"),
-        ({"precision": "fp8"}, "precision.dtype"),
+        ({"precision": "fp4"}, "precision.dtype"),
         ({"device": "tpu:0"}, "dist.device"),
         ({"device": "cuda:1"}, "device=cuda:1: .* CUDA_VISIBLE_DEVICES=1"),
         ({"tokenizer": "nowhere.json"}, "nowhere.json"),

@@ -21,12 +21,13 @@ ALLOWED = {
     "files/lock.py": "its own lock",
     "train/run_folder.py": "names a finished folder, over an empty one at most",
     "launch/job_folder.py": "temporary folders of launches that are over, by name, owner and lock",
+    "files/results.py": "gives an earlier result that is to be kept a name of its own",
     "evaluate/zero_shot/run.py": "the scores kept until the result is there",
-    "evaluate/zero_shot/receipt.py": "gives an earlier result a name with its digest",
 }
 WRITERS = {
     "cli/streams.py": "/dev/null, where a standard stream is closed",
     "launch/agent.py": "job.json in a temporary folder",
+    "launch/job_folder.py": "the exit code, in the temporary folder of a launch",
     "evaluate/lm_eval/ranks.py": "config.json in a temporary folder",
     "corpus/stages/markers.py": "progress in the work folder",
     "data/indexed.py": "parts of the pair that it writes",

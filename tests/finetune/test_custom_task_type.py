@@ -13,9 +13,10 @@ from mlm.errors import UserError
 from mlm.finetune.task_type import task_type
 from tests.finetune.material import write_rows
 from tests.finetune.runs import read, words, write_model
+from tests.pages import blocks
 
 GUIDE = Path(__file__).parents[2] / "mlm/finetune/README.md"
-MODULE = GUIDE.read_text().partition("```python\n")[2].partition("```")[0]
+(MODULE,) = (block.code for block in blocks(GUIDE.read_text(), GUIDE.name) if "TaskType" in block.code)
 """The example of the guide."""
 YAML = """
 name: reviews
