@@ -41,6 +41,7 @@ from mlm.parallel.mesh import ParallelContext
 from mlm.report.metrics import Parts, Rates
 from mlm.report.peak import peak_flops
 from mlm.train.config import CheckpointConfig, PretrainConfig, TrainConfig
+from mlm.train.kernels import missing_kernel_as_user_error
 from mlm.train.loop import Loop, is_due
 from mlm.train.memory import out_of_memory_as_user_error, trim_memory
 from mlm.train.resume import claim, resume
@@ -246,6 +247,7 @@ def finetune(
     objective = Finetuning(task_type(config.task.kind), ctx, DTYPES[config.precision.dtype])
     remedy = "set recompute=selective or full, or raise tp or pp"
     with out_of_memory_as_user_error(config.train.micro_batch_size, remedy), ExitStack() as stack:
+        stack.enter_context(missing_kernel_as_user_error(spec))
         claim(spec, ctx, stack)
         run = Run(
             config=config,

@@ -81,10 +81,22 @@ class SelfAttention(nn.Module):
         return y
 
     def _fused(self, qkv: Tensor, p: float, spans: Spans | None) -> Tensor:
-        return self._inside(spans, partial(fused_attention, head_dim=self.head_dim, p=p), qkv)
+        def attention(
+            qkv: Tensor,
+            bias: Tensor | None = None,
+            causal: bool = True,
+            sample: int | None = None,
+            first_row: int = 0,
+        ) -> Tensor:  # its masks do not depend on the place in a sample
+            return fused_attention(qkv, self.head_dim, p, bias, causal)
+
+        return self._inside(spans, attention, qkv)
 
     def _inside(self, spans: Spans | None, attention: Callable[..., Tensor], qkv: Tensor) -> Tensor:
-        """`attention` to all tokens before (to all, if not causal) within each token's span."""
+        """`attention` to all tokens before (to all, if not causal) within each token's span.
+
+        It is told the sample and the first row of a part of one (documents).
+        """
         if spans is None:
             return attention(qkv, causal=self.causal)
         if spans.bias is not None:
@@ -138,12 +150,11 @@ class SelfAttention(nn.Module):
 
 
 def fused_attention(
-    qkv: Tensor, head_dim: int, p: float, bias: Tensor | None = None, causal: bool = True, **where: int
+    qkv: Tensor, head_dim: int, p: float, bias: Tensor | None = None, causal: bool = True
 ) -> Tensor:
     """Attention by PyTorch's best kernel: [S, B, 3H/t] -> [S, B, H/t].
 
-    Causal or not; `bias`, [B, 1, S, S] or [B, 1, 1, S], is added to the scores of what is not causal. `where`
-    tells attention with masks of our own which part of a sample it is for.
+    Causal or not; `bias`, [B, 1, S, S] or [B, 1, 1, S], is added to the scores of what is not causal.
     """
     s, b, _ = qkv.shape
     q, k, v = qkv.view(s, b, -1, 3, head_dim).permute(3, 1, 2, 0, 4).unbind(0)  # each [B, N/t, S, D]

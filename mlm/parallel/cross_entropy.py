@@ -32,6 +32,12 @@ def chunk_rows(rows: int, columns: int, device: torch.device, chunk_bytes: int |
     return max(1, min(rows, limit // (4 * columns)))
 
 
+def columns_of(labels: Tensor, table: VocabParallelEmbedding) -> Tensor:
+    """This shard's column of each label, -1 where the label lives elsewhere or is IGNORE."""
+    column = labels - table.first
+    return column.masked_fill((column < 0) | (column >= table.true_local_rows), -1)
+
+
 def softmax_and_loss(
     logits: Tensor, labels: Tensor, table: VocabParallelEmbedding
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -48,8 +54,7 @@ def softmax_and_loss(
     """
     tp, true = table.tp, table.true_local_rows
     logits[:, true:] = -math.inf  # padding takes no probability, at every tp
-    column = labels - table.first
-    column = column.masked_fill((column < 0) | (column >= true), -1)
+    column = columns_of(labels, table)
     target = logits.gather(1, column.clamp(min=0).unsqueeze(1)).squeeze(1)
     if true == 0:  # a shard of nothing but padding
         log_sum = torch.full_like(target, -math.inf)
@@ -68,6 +73,15 @@ def softmax_and_loss(
     return logits, (log_sum - target).masked_fill(labels == IGNORE, 0.0), column
 
 
+def losses_and_gradient(
+    logits: Tensor, labels: Tensor, table: VocabParallelEmbedding
+) -> tuple[Tensor, Tensor]:
+    """Each row's loss [R] and its gradient [R, V/t], p - onehot(label), in place. As `softmax_and_loss`."""
+    p, losses, column = softmax_and_loss(logits, labels, table)
+    p.scatter_add_(1, column.clamp(min=0).unsqueeze(1), -(column >= 0).to(p.dtype).unsqueeze(1))
+    return losses, p
+
+
 def fused_losses(
     logits: Tensor,
     labels: Tensor,
@@ -80,8 +94,7 @@ def fused_losses(
     `passes` are the two of `mlm.parallel.fused_loss`. Other arguments as of `softmax_and_loss`.
     """
     tp, true = table.tp, table.true_local_rows
-    column = labels - table.first
-    column = column.masked_fill((column < 0) | (column >= true), -1)
+    column = columns_of(labels, table)
     log_sum, target = passes[0](logits, column, true)
     if tp.size > 1:
         parts = all_gather(torch.stack([log_sum, target]), tp)  # [t, 2, R]
@@ -151,29 +164,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for first in range(0, hidden.shape[0], rows):
             part = slice(first, first + rows)
             logits = product(hidden[part], compute, added)
-            scored = (labels[part] != IGNORE).unsqueeze(1)  # [rows, 1]
+            scored = (labels[part] != IGNORE).unsqueeze(1)  # [rows, 1]: ignored rows get weight 0
             if fused is not None:
                 losses, left = fused_losses(logits, labels[part], table, before, fused)
-                loss += losses.sum()
-                right = hidden[part] * scored
-                torch.mul(product(left, compute.t()), (then * scored).to(loss.dtype), out=d_hidden[part])
-                d_weight += weight_gradient(left, right, d_weight.dtype)
-                continue
-            logits = logits.to(wide(hidden.dtype))
-            if counts_hits:
-                hits += is_most_probable(logits, labels[part], table).sum()
-            p, losses, column = softmax_and_loss(logits, labels[part], table)
+            else:
+                logits = logits.to(wide(hidden.dtype))
+                if counts_hits:
+                    hits += is_most_probable(logits, labels[part], table).sum()
+                losses, p = losses_and_gradient(logits, labels[part], table)
+                if d_bias is not None:
+                    d_bias += ((scale * scored).to(p.dtype).t() @ p).squeeze(0)
+                left = torch.mul(p, before, out=torch.empty_like(p, dtype=hidden.dtype)) if half else p
             loss += losses.sum()
-            # gradient of a row's loss: p - onehot(label); ignored rows get weight 0
-            p.scatter_add_(1, column.clamp(min=0).unsqueeze(1), -(column >= 0).to(p.dtype).unsqueeze(1))
-            if d_bias is not None:
-                d_bias += ((scale * scored).to(p.dtype).t() @ p).squeeze(0)
-            if half:
-                left = torch.mul(p, before, out=torch.empty_like(p, dtype=hidden.dtype))
-                right = hidden[part] * scored
-            else:  # the row scale multiplies H-wide operands rather than V-wide ones
-                left, right = p, hidden[part] * (scale * scored).to(p.dtype)
-            torch.mul(product(left, compute.t()), (then * scored).to(p.dtype), out=d_hidden[part])
+            # the row scale multiplies H-wide operands rather than V-wide ones
+            right = hidden[part] * (scored if half else (scale * scored).to(loss.dtype))
+            torch.mul(product(left, compute.t()), (then * scored).to(loss.dtype), out=d_hidden[part])
             d_weight += (
                 product(right.t(), left.t()) if turned else weight_gradient(left, right, d_weight.dtype)
             )

@@ -8,7 +8,7 @@ The hash is the finaliser of MurmurHash3 (Appleby 2011, public domain), 32 bits 
 elements. Sixteen bits an element give a probability in steps of 2^-16; results are scaled by its own inverse.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,8 +35,8 @@ def sample_keys(seed: int, first: int, count: int) -> Tensor:
     return _keys(derive_seed(seed, "dropout", first + i) for i in range(count))
 
 
-def _keys(seeds: object) -> Tensor:
-    halves = [((seed & 0xFFFFFFFF), seed >> 32) for seed in seeds]  # type: ignore[attr-defined]
+def _keys(seeds: Iterable[int]) -> Tensor:
+    halves = [((seed & 0xFFFFFFFF), seed >> 32) for seed in seeds]
     return torch.tensor([[(h ^ 1 << 31) - (1 << 31) for h in pair] for pair in halves], dtype=torch.int32)
 
 
@@ -78,8 +78,8 @@ def kept(rows: Tensor, keys: Tensor, width: int, p: float, stride: int | None = 
     stride = ((stride or width) + 1) // 2
     if torch.compiler.is_compiling():
         return _kept_singly(rows, keys, width, p, stride)
-    out = torch.empty(*torch.broadcast_shapes(rows.shape, keys.shape[:-1]), width, dtype=torch.bool)
-    out = out.to(rows.device)
+    shape = (*torch.broadcast_shapes(rows.shape, keys.shape[:-1]), width)
+    out = torch.empty(shape, dtype=torch.bool, device=rows.device)
     _keep_pairs(out, rows, keys, p, stride)
     return out
 

@@ -80,7 +80,7 @@ def prepare_products(device: torch.device) -> None:
     try:
         torch.mm(a, a, out_dtype=torch.float32)
         _WIDE_SUMS[kind] = True
-    except (RuntimeError, NotImplementedError, TypeError):
+    except RuntimeError:  # a build without it
         _WIDE_SUMS[kind] = False
 
 

@@ -31,6 +31,7 @@ from mlm.train.corpora import (
     validation_sets,
 )
 from mlm.train.identity import changes_line
+from mlm.train.kernels import missing_kernel_as_user_error
 from mlm.train.memory import out_of_memory_as_user_error, reuse_large_blocks
 from mlm.train.resume import claim, continue_data, resume, start_problems
 from mlm.train.run_tokenizer import corpus_tokenizer_errors, tokenizer_now, tokenizer_of
@@ -65,6 +66,7 @@ def run(config: PretrainConfig, ctx: ParallelContext) -> int:
     out = Path(config.out)
     remedy = "set recompute=selective or full, sequence_parallel=true or zero=2, or raise tp or pp"
     with out_of_memory_as_user_error(config.train.micro_batch_size, remedy), ExitStack() as stack:
+        stack.enter_context(missing_kernel_as_user_error(config))
         claim(config, ctx, stack)
         trainer: Trainer[MicroBatch] = Trainer(config, ctx)
         return train(trainer, out, resume(trainer))

@@ -107,6 +107,26 @@ def _data_fits_model(config: PretrainConfig, _: Launch) -> Problem | None:
     return data_problem(config)
 
 
+def _attention_serves(config: PretrainConfig, _: Launch) -> Problem | None:
+    kind, dtype = config.attention, config.precision.dtype
+    if kind not in ("flash", "cudnn"):
+        return None
+    if dtype in ("fp32", "fp64", "tf32"):
+        return Problem(
+            ("attention", "precision.dtype"),
+            f"attention={kind} needs half precision, not precision.dtype={dtype}",
+            "use attention=auto or precision=bf16",
+        )
+    if kind == "flash" and (config.data.reset_attention or not config.model.family.causal):
+        why = "data.reset_attention=true" if config.data.reset_attention else "the padding of this model"
+        return Problem(
+            ("attention", "data.reset_attention"),
+            f"attention=flash takes no mask, which {why} needs",
+            "use attention=auto",
+        )
+    return None
+
+
 def _corpus_exists(config: PretrainConfig, _: Launch) -> Problem | None:
     return present.corpus(config.data)
 
@@ -127,6 +147,7 @@ SETTINGS_RULES = (
     _own_code_exists,
     _head_is_pretrained,
     _data_fits_model,
+    _attention_serves,
 )
 """Conditions of the settings alone."""
 PRETRAIN_RULES = (

@@ -4,7 +4,8 @@ These are switches of PyTorch for the whole process. A rank trains one model.
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -17,6 +18,14 @@ from mlm.train.config import AttentionKernel, PretrainConfig
 
 ADA, HOPPER = (8, 9), (9, 0)
 """Compute capabilities from which 8-bit floats are multiplied, and cuDNN's attention comes first."""
+MISSING = {
+    "No available kernel": "attention={attention} serves no such attention on this GPU; use attention=auto",
+    "does not have a deterministic implementation": (
+        "deterministic={deterministic}: PyTorch has no kernel that repeats every bit for this run; use "
+        "deterministic=false"
+    ),
+}
+"""Words of PyTorch's errors for a kernel that it lacks, and what to say instead."""
 
 
 def choose_kernels(config: PretrainConfig, device: torch.device) -> None:
@@ -58,6 +67,21 @@ def choose_attention(kind: AttentionKernel, capability: tuple[int, int]) -> None
             backends.MATH,
         )
         set_order([backend.value for backend in order])
+
+
+@contextmanager
+def missing_kernel_as_user_error(config: PretrainConfig) -> Iterator[None]:
+    """Turn PyTorch's errors for a kernel that it lacks into a UserError with a fix."""
+    try:
+        yield
+    except RuntimeError as error:
+        for words, problem in MISSING.items():
+            if words in str(error):
+                said = problem.format(
+                    attention=config.attention, deterministic=str(config.deterministic).lower()
+                )
+                raise UserError(f"{said} ({str(error).splitlines()[0]})") from error
+        raise
 
 
 def compiles(choice: bool | None, device: torch.device) -> bool:

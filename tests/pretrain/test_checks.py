@@ -234,3 +234,25 @@ def test_a_run_that_learns_its_corpus_by_heart_is_warned(epochs: list[float], fi
     warning = epochs_warning(samples, 500)  # type: ignore[arg-type]
     assert (warning is None) == (fix is None)
     assert f"about train.steps={fix} " in (warning or "about train.steps=None ")
+
+
+@pytest.mark.parametrize(
+    "overrides, problem",
+    [
+        (["attention=flash"], "attention=flash needs half precision, not precision.dtype=fp32"),
+        (["attention=cudnn", "precision=tf32"], "attention=cudnn needs half precision"),
+        (
+            ["attention=flash", "precision=bf16", "data.reset_attention=true"],
+            "attention=flash takes no mask, which data.reset_attention=true needs; use attention=auto",
+        ),
+        (["attention=flash", "precision=bf16", "model=bert_tiny"], "takes no mask, which the padding"),
+    ],
+    ids=str,
+)
+def test_attention_that_no_kernel_computes_is_a_mistake(overrides: list[str], problem: str) -> None:
+    assert any(problem in found for found in map(str, problems_of(*overrides)))
+
+
+@pytest.mark.parametrize("kind, precision", [("flash", "bf16"), ("cudnn", "fp16"), ("efficient", "fp32")])
+def test_attention_by_name_in_half_precision_is_sound(kind: str, precision: str) -> None:
+    assert problems_of(f"attention={kind}", f"precision={precision}") == []

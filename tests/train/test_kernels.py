@@ -10,8 +10,10 @@ from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mlm.checkpoint.native.staging import StagedFile
+from mlm.cli.compose import load_config
+from mlm.errors import UserError
 from mlm.parallel import matmul, mesh
-from mlm.train.kernels import choose_attention, compiles
+from mlm.train.kernels import MISSING, choose_attention, compiles, missing_kernel_as_user_error
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -117,3 +119,28 @@ def test_sums_over_tp_go_first_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     assert mesh._options("tp", GPU).is_high_priority_stream
     assert mesh._options("dp", GPU) is None
     assert mesh._options("tp", CPU) is None
+
+
+@pytest.mark.parametrize("words", MISSING)
+def test_a_kernel_that_pytorch_lacks_is_a_mistake_in_the_settings(words: str) -> None:
+    config = load_config("pretrain", ["model=gpt2_tiny", "data=synthetic", "attention=flash"])
+    wanted = r"^(attention=flash|deterministic=false)"
+    with pytest.raises(UserError, match=wanted), missing_kernel_as_user_error(config):
+        raise RuntimeError(f"{words}. Aborting.")
+
+
+def test_other_errors_of_pytorch_stay_what_they_are() -> None:
+    config = load_config("pretrain", ["model=gpt2_tiny", "data=synthetic"])
+    with pytest.raises(RuntimeError, match="sizes differ"), missing_kernel_as_user_error(config):
+        raise RuntimeError("sizes differ")
+
+
+def test_the_words_are_pytorch_s_own() -> None:
+    """An error that a CPU can raise: a scatter that has no kernel to repeat every bit."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(RuntimeError) as caught:
+            torch.zeros(4).put_(torch.tensor([0]), torch.ones(1), accumulate=False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert any(words in str(caught.value) for words in MISSING)

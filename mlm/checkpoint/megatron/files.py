@@ -225,8 +225,8 @@ def check_records(path: Path, progress: Callable[[int], None] = lambda count: No
                 with records.open(info) as record:
                     while block := record.read(CHUNK):
                         progress(len(block))
-    # the last two are zipfile's words for a method it does not know, and for an encrypted record
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
+    # a RuntimeError, or a kind of it, is zipfile's word for an encrypted record and for an unknown method
+    except (zipfile.BadZipFile, EOFError, RuntimeError) as error:
         raise damaged(path, error) from error
 
 
