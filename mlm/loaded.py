@@ -121,6 +121,14 @@ def _precision(value: object) -> str:
         raise UserError(f"precision={value}: no such number format", keys=("precision",), fix=known) from None
 
 
+def _check_sampling(options: Sampling, stops: Sequence[str]) -> None:
+    problems = options.problems()
+    if "" in stops:
+        problems.append(Problem.at("stop", '""', "would end every continuation at once", "omit it"))
+    if problems:
+        raise ConfigError(problems)
+
+
 def _listed(key: str, value: object) -> list[str]:
     """Return a text, or several, as a list. Raises TypeError."""
     texts = [value] if isinstance(value, str) else value
@@ -222,11 +230,7 @@ class Model:
             batch_size=batch_size,
         )
         stops = [stop] if isinstance(stop, str) else list(stop)
-        problems = options.problems()
-        if "" in stops:
-            problems.append(Problem.at("stop", '""', "would end every continuation at once", "omit it"))
-        if problems:
-            raise ConfigError(problems)
+        _check_sampling(options, stops)
         tokenizer = self.tokenizer
         encode = tokenizer.encode_special if special_tokens else tokenizer.encode
         new = generate(

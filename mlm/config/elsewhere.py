@@ -26,7 +26,7 @@ BETAS = {"adam_beta1": 0.9, "adam_beta2": 0.999}  # those of optimizer.betas whe
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """What stands here in place of settings of another program."""
+    """An answer to settings of another program."""
 
     names: tuple[str, ...]
     """Lower case, with underscores."""

@@ -33,7 +33,7 @@ OPS = (Op.FORWARD, Op.BACKWARD, Op.WEIGHT)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Software:
-    """What a training program does that changes a step's time: of this one facts of its code.
+    """The habits of a training program that change a step's time: of this one facts of its code.
 
     Of others partly guesses, made with published errors in view.
 
@@ -416,7 +416,7 @@ class CostModel:
 
 
 def exposed(whole: float, window: float, pieces: int) -> float:
-    """What shows of a communication that computation hides: at least its last of `pieces` messages."""
+    """The part of a communication that computation does not hide: at least its last of `pieces` messages."""
     return max(whole - window, whole / max(pieces, 1)) if window else whole
 
 

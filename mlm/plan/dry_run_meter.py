@@ -86,7 +86,7 @@ class Counts:
     messages: Counter[Message] = field(default_factory=Counter)
 
     def since(self, before: "Counts") -> "Counts":
-        """What was added after `before`."""
+        """The counts added after `before`."""
         return Counts(self.flops - before.flops, self.messages - before.messages)
 
     def copy(self) -> "Counts":

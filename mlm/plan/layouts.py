@@ -62,7 +62,7 @@ def run(config: PlanLayoutsConfig, console: Console | None = None) -> Found:
 
 
 def title(config: PlanLayoutsConfig, query: Query) -> str:
-    """What is planned: model, GPUs, batch."""
+    """The heading: model, GPUs, batch."""
     size = amount(MemoryModel(config.model, query.seq).held(Layout(), 0).parameters)
     return (
         f"{config.name} ({size} parameters) on {query.gpus} GPUs of {query.hardware.name} · {query.dtype} · "
@@ -79,7 +79,7 @@ def command_line(config: PlanLayoutsConfig, layout: Layout) -> str:
 
 
 def footnote(found: Found) -> str:
-    """How many layouts there were."""
+    """A line that counts the layouts."""
     line = f"{found.candidates:,} valid layouts"
     if found.too_large:
         line += f"; {len(found.too_large):,} as fast as these do not fit"
@@ -100,7 +100,7 @@ def too_large(query: Query, found: Found) -> str:
 
 
 def reasons(query: Query, found: Found) -> list[str]:
-    """What rejected other layouts, and what limits the best."""
+    """The rules that rejected other layouts, and the limits of the best."""
     lines = ["", "why not others:"]
     nearest = sorted(found.too_large, key=lambda each: each[1])
     for layout, lacks in nearest[:MOST_REASONS]:
@@ -161,7 +161,7 @@ def best_of(models: Models, some: list[Any]) -> Planned | None:
 
 
 def limits(best: Planned) -> list[str]:
-    """What the best layout's time goes to, largest first."""
+    """The parts of the best layout's time, largest first."""
     ordered = sorted(best.step.parts.items(), key=lambda part: -part[1])
     shares = [
         f"{name} {value / best.step.total:.0%}" for name, value in ordered if value > 0.01 * best.step.total

@@ -211,7 +211,7 @@ class Held:
 
 
 class Moving:
-    """What comes and goes in a step, on one device of a layout."""
+    """The memory that comes and goes in a step, on one device of a layout."""
 
     def __init__(self, memory: MemoryModel, layout: Layout, stage_rank: int, held: Held) -> None:
         self.memory, self.layout, self.stage_rank, self.held = memory, layout, stage_rank, held

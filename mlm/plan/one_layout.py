@@ -82,7 +82,7 @@ def described(layout: Layout, rank: int, peak: Peak) -> str:
 
 
 def verdict(peaks: dict[int, Peak], capacity: float) -> str:
-    """How the fullest rank compares with the device."""
+    """A line that compares the fullest rank with the device."""
     rank, peak = max(peaks.items(), key=lambda each: each[1].total)
     left = capacity - peak.total
     if left >= 0:

@@ -31,7 +31,7 @@ SHORT = {
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a layout costs and yields."""
+    """Costs and yield of a layout."""
 
     step_s: float
     tokens_per_s: float

@@ -29,7 +29,7 @@ MOST_NODES = 1 << 17
 
 @dataclass(frozen=True, kw_only=True)
 class Query:
-    """What is searched for."""
+    """The model, batch and GPUs that layouts are searched for."""
 
     model: ModelConfig
     hardware: HardwareConfig
@@ -90,7 +90,7 @@ class Found:
 
 
 class Broken:
-    """How many layouts each rule rejected, and the first of them as an example."""
+    """The number of layouts that each rule rejected, and the first of them as an example."""
 
     def __init__(self) -> None:
         self.counts = Counter[LayoutRule]()
