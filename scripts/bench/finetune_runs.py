@@ -53,6 +53,8 @@ class Finetune:
     """Share of the steps."""
     weight_decay: float
     seed: int
+    dtype: str
+    """Of products: fp32, or bf16 with float32 weights."""
     threads: int
 
 
@@ -70,6 +72,12 @@ class Outcome:
     """Seconds of the whole process."""
     cpu_s: float
     """Its processor time."""
+
+    @classmethod
+    def read(cls, path: Path) -> "Outcome":
+        """A run that ended earlier, as JSON."""
+        fields = json.loads(path.read_bytes())
+        return cls(**fields | {"accuracies": tuple(fields["accuracies"])})
 
     @property
     def rate(self) -> float:
@@ -128,6 +136,7 @@ def run_mlm(settings: Finetune, overrides: Sequence[str], out: Path) -> Outcome:
         f"optimizer.lr={settings.lr}",
         f"optimizer.weight_decay={settings.weight_decay}",
         f"schedule.warmup={settings.warmup}",
+        f"precision={settings.dtype}",
         f"dist.threads_per_rank={settings.threads}",  # it takes all cores whatever OMP_NUM_THREADS says
         *overrides,
     ]
@@ -153,7 +162,7 @@ def seconds_of(records: Iterable[dict[str, object]]) -> float:
 
 def run_peer(settings: Finetune, out: Path) -> Outcome:
     """The plain loop. Raises UserError where it fails."""
-    out.mkdir(parents=True)
+    out.mkdir(parents=True, exist_ok=True)
     (out / "settings.json").write_text(json.dumps(asdict(settings)))
     command = [sys.executable, str(PEER), str(out / "settings.json"), str(out / "result.json")]
     times = timed_process(command, settings.threads)

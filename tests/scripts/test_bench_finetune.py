@@ -61,7 +61,7 @@ def rows(tmp_path: Path) -> Path:
     return folder
 
 
-def settings(model: Path, data: Path, task: str) -> Finetune:
+def settings(model: Path, data: Path, task: str, dtype: str = "fp32") -> Finetune:
     return Finetune(
         model=str(model),
         data=str(data),
@@ -72,6 +72,7 @@ def settings(model: Path, data: Path, task: str) -> Finetune:
         warmup=0.1,
         weight_decay=0.1,
         seed=1,
+        dtype=dtype,
         threads=1,
     )
 
@@ -126,11 +127,14 @@ def assert_of_five(accuracies: Sequence[float], epochs: int) -> None:
     assert [5 * each for each in accuracies] == pytest.approx([round(5 * each) for each in accuracies])
 
 
-@pytest.mark.parametrize("task", [pytest.param("sst2", marks=pytest.mark.slow), "rte"])
+@pytest.mark.parametrize(
+    ("task", "dtype"),
+    [pytest.param("sst2", "fp32", marks=pytest.mark.slow), ("rte", "fp32"), ("rte", "bf16")],
+)
 def test_the_plain_loop_trains_on_all_rows(
-    task: str, model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    task: str, dtype: str, model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "settings.json").write_text(json.dumps(asdict(settings(model, rows, task))))
+    (tmp_path / "settings.json").write_text(json.dumps(asdict(settings(model, rows, task, dtype))))
     monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "settings.json"), str(tmp_path / "result.json")])
     finetune_peer.main()
     result = json.loads((tmp_path / "result.json").read_text())
@@ -189,6 +193,33 @@ def test_pairs_alternate_and_the_ratio_decides(
     assert result["ratio"]["median"] == pytest.approx(rate)
     assert (result["accuracy"]["mlm"], result["accuracy_last"]["mlm"]) == (0.8, 0.7)
     assert str(tmp_path) not in (tmp_path / "out.json").read_text()  # no folder of this machine
+
+
+def test_a_stopped_benchmark_continues_with_the_runs_that_are_left(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+
+    def peer(settings: Finetune, out: Path) -> Outcome:
+        ran.append(f"transformers {settings.seed}")
+        if len(ran) == 3:
+            raise UserError("stopped")
+        return Outcome(1.0, 12, (0.5,), 1.0, 1.0)
+
+    def mlm(settings: Finetune, overrides: Sequence[str], out: Path) -> Outcome:
+        ran.append(f"mlm {settings.seed}")
+        return Outcome(0.5, 12, (0.8, 0.7), 1.0, 1.0)
+
+    monkeypatch.setattr(bench_finetune, "run_mlm", mlm)
+    monkeypatch.setattr(bench_finetune, "run_peer", peer)
+    monkeypatch.setattr(bench_finetune, "hidden_difference", lambda model, texts: 0.0)
+    words = ["--model", str(tmp_path), "--data", str(rows), "--rows", "12", "--pairs", "2", "--seed", "1"]
+    words += ["--work", str(tmp_path / "work"), "--out", str(tmp_path / "out.json")]
+    assert bench_finetune.main(words) == 2
+    assert bench_finetune.main([*words, "--lr", "1"]) == 2  # other settings
+    assert bench_finetune.main(words) == 0
+    assert ran == ["mlm 1", "transformers 1", "transformers 2", "transformers 2", "mlm 2"]
+    assert json.loads((tmp_path / "out.json").read_text())["accuracy"] == {"mlm": 0.8, "transformers": 0.5}
 
 
 def test_two_models_are_not_timed(rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
