@@ -4,7 +4,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mlm.checkpoint.native.folders import LATEST, candidates, checkpoints, locate, read_pointer
+from mlm.checkpoint.native.folders import (
+    BEST,
+    CHECKPOINTS,
+    LATEST,
+    candidates,
+    checkpoints,
+    locate,
+    read_pointer,
+)
 from mlm.checkpoint.native.verify import Verified, shard_bytes, verify_checkpoint
 from mlm.checkpoints.config import CkptVerifyConfig
 from mlm.checkpoints.report import versions, write_result
@@ -15,7 +23,7 @@ from mlm.terminal import add_row, byte_progress, console, plain, size, table
 def run(config: CkptVerifyConfig) -> None:
     """Verify, print a table, write out. Raises CorruptFileError when a checkpoint is damaged."""
     place, alone = locate(config.ckpt)
-    paths = [place] if alone else list(checkpoints(place).values())
+    paths = [place] if alone else [*checkpoints(place).values(), *best_of(place)]
     with byte_progress("verifying", sum(map(shard_bytes, paths))) as advance:
         found = [verify_checkpoint(path, advance) for path in paths]
     start = None if alone else continued_from(place, found)
@@ -32,6 +40,12 @@ def run(config: CkptVerifyConfig) -> None:
     problem = None if alone else read_pointer(place).problem
     if problem:
         raise CorruptFileError(f"{place / LATEST}: {problem}. Write the name of a step-… there, or delete it")
+
+
+def best_of(place: Path) -> list[Path]:
+    """The best checkpoints that a finetuned run keeps beside those it continues from."""
+    best = place.parent / BEST / CHECKPOINTS
+    return list(checkpoints(best).values()) if place.name == CHECKPOINTS and best.is_dir() else []
 
 
 def continued_from(root: Path, found: list[Verified]) -> Path | None:
@@ -74,7 +88,8 @@ def show(ckpt: str, found: list[Verified], start: Path | None, *, in_run: bool) 
             total = sum(file.bytes for file in manifest.files.values())
             cells = (manifest.step, len(manifest.files), size(total))
         first, *others = [f"damaged: {f.file}: {f.why}" for f in each.problems] or ["whole"]
-        add_row(made, each.path.name, *cells, first)
+        is_best = each.path.parent.parent.name == BEST
+        add_row(made, f"{BEST}: {each.path.name}" if is_best else each.path.name, *cells, first)
         for line in others:
             add_row(made, "", "", "", "", line)
     out = console()

@@ -46,6 +46,18 @@ def test_all_of_a_run_are_verified_and_the_first_damaged_is_named(tmp_path: Path
     assert err.count("\n") == 1
 
 
+def test_the_best_checkpoint_of_a_finetuned_run_is_verified_too(tmp_path: Path, capsys: Output) -> None:
+    run = write_run(tmp_path / "run")
+    best = write_run(run / "best", steps=(2,))
+    assert mlm("ckpt", "verify", run) == 0
+    assert "best: step-00000002" in capsys.readouterr().out
+    damage(checkpoint(best, 2))
+    assert mlm("ckpt", "verify", run, f"out={tmp_path}/x.json") == 1
+    found = read(tmp_path / "x.json")
+    assert [each["whole"] for each in found["checkpoints"]] == [True, True, True, False]
+    assert found["continues_from"] == str(checkpoint(run, 3))
+
+
 def test_one_checkpoint_is_verified_by_itself(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     damage(checkpoint(run, 2))
