@@ -143,6 +143,34 @@ def test_the_plain_loop_trains_on_all_rows(
     assert_of_five(result["accuracies"], 2)
 
 
+def test_a_stopped_plain_loop_ends_as_one_that_was_not(
+    model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "settings.json").write_text(json.dumps(asdict(settings(model, rows, "rte"))))
+    weights: list[torch.Tensor] = []
+    scored = finetune_peer.accuracy
+
+    def run(name: str, stopped_after: int) -> None:
+        def accuracy(model: torch.nn.Module, loader: object) -> float:
+            if len(weights) == stopped_after:
+                raise KeyboardInterrupt
+            weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+            return scored(model, loader)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(finetune_peer, "accuracy", accuracy)
+        monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "settings.json"), str(tmp_path / name)])
+        finetune_peer.main()
+
+    run("whole.json", -1)
+    with pytest.raises(KeyboardInterrupt):
+        run("stopped.json", 3)
+    run("stopped.json", -1)
+    assert torch.equal(weights[1], weights[3])
+    assert torch.equal(weights[0], weights[2])
+    whole, stopped = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("whole", "stopped"))
+    assert whole["accuracies"] == stopped["accuracies"]
+
+
 @pytest.mark.parametrize("task", [pytest.param("sst2", marks=pytest.mark.slow), "rte"])
 def test_the_command_trains_on_all_rows(
     task: str, model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
