@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mlm.models.cache import Reading
+from mlm.models.cache import Reading, heads_of
 from mlm.models.config import ModelConfig
 from mlm.models.documents import Spans
+from mlm.models.rotary import Rotary
 from mlm.parallel.dropout import DropoutStream, place_keys
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mlm.parallel.mesh import Axis
@@ -41,20 +42,59 @@ class SelfAttention(nn.Module):
         recompute: bool = False,
     ) -> None:
         super().__init__()
+        self.tp = tp
         if config.num_heads % tp.size:
             raise ValueError(f"num_heads={config.num_heads} must be divisible by tp={tp.size}")
         self.layer, self.recompute, self.causal = layer, recompute, config.family.causal
         self.head_dim, self.dropout = config.head_dim, config.attention_dropout
+        self.window = config.sizes.window
         self.first_head = tp.rank * config.num_heads // tp.size
         self.register_buffer("places", place_keys(layer, ("attention",)), persistent=False)
-        h, std = config.hidden_size, config.init_std
-        out_std = std / math.sqrt(2 * config.num_layers)
-        self.qkv = ColumnParallelLinear(
-            h, 3 * h, tp=tp, sequence_parallel=sequence_parallel, init_std=std, init_seed=None
-        )
+        self._add_projections(config, sequence_parallel)
         self.out = RowParallelLinear(
-            h, h, tp=tp, sequence_parallel=sequence_parallel, init_std=out_std, init_seed=None
+            config.num_heads * self.head_dim,
+            config.hidden_size,
+            tp=tp,
+            sequence_parallel=sequence_parallel,
+            init_std=config.init_std / math.sqrt(2 * config.num_layers),
+            init_seed=None,
+            bias=config.sizes.bias,
         )
+
+    def _add_projections(self, config: ModelConfig, sequence_parallel: bool) -> None:
+        """Add the modules that `project` uses."""
+        h = config.hidden_size
+        self.qkv = ColumnParallelLinear(
+            h,
+            3 * h,
+            tp=self.tp,
+            sequence_parallel=sequence_parallel,
+            init_std=config.init_std,
+            init_seed=None,
+        )
+
+    def project(self, x: Tensor, rotary: Rotary | None) -> Tensor:
+        """Return queries, keys and values in one tensor, of all S also with sequence parallelism."""
+        qkv: Tensor = self.qkv(x)
+        return qkv
+
+    def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of `project`, each [B, heads, S, D]."""
+        return heads_of(qkv, self.head_dim)
+
+    def parts(self, qkv: Tensor, count: int) -> tuple[Tensor, ...]:
+        """`project` as each of `count` tp ranks would have it."""
+        return qkv.chunk(count, dim=-1)
+
+    def fused(self, qkv: Tensor, p: float, bias: Tensor | None, causal: bool) -> Tensor:
+        """Attention by PyTorch's best kernel, dropping probabilities with probability p."""
+        return fused_attention(qkv, self.head_dim, p, bias, causal)
+
+    def unfused(
+        self, qkv: Tensor, drop: Callable[[Tensor], Tensor], bias: Tensor | None, causal: bool
+    ) -> Tensor:
+        """Attention with `drop` of the probabilities."""
+        return unfused_attention(qkv, self.head_dim, drop, bias, causal)
 
     def forward(
         self,
@@ -62,15 +102,17 @@ class SelfAttention(nn.Module):
         stream: DropoutStream | None,
         spans: Spans | None = None,
         reading: Reading | None = None,
+        rotary: Rotary | None = None,
     ) -> Tensor:
         """[S, B, H] -> [S, B, H], or [S/t, B, H] with sequence parallelism.
 
         `stream` is None without dropout (evaluation). With `spans` each document attends to itself alone, or
-        no token to padding; with `reading` tokens attend to the cached ones of their sequences.
+        no token to padding; with `reading` tokens attend to the cached ones of their sequences. `rotary`
+        turns queries and keys by their positions.
         """
-        qkv = self.qkv(x)  # [S, B, 3H/t]: all of S, also with sequence parallelism
+        qkv = self.project(x, rotary)  # [S, B, 3H/t]: all of S, also with sequence parallelism
         if reading is not None:
-            attended = reading.attend(self.layer, qkv, self.head_dim)
+            attended = reading.attend(self.layer, *self.heads(qkv), self.window)
         elif stream is None or self.dropout == 0:
             attended = self._fused(qkv, 0.0, spans)
         elif qkv.device.type == "cpu":
@@ -88,7 +130,7 @@ class SelfAttention(nn.Module):
             sample: int | None = None,
             first_row: int = 0,
         ) -> Tensor:  # its masks do not depend on the place in a sample
-            return fused_attention(qkv, self.head_dim, p, bias, causal)
+            return self.fused(qkv, p, bias, causal)
 
         return self._inside(spans, attention, qkv)
 
@@ -112,7 +154,7 @@ class SelfAttention(nn.Module):
     def _with_drawn_masks(self, qkv: Tensor, stream: DropoutStream, spans: Spans | None) -> Tensor:
         """Attention in a kernel that draws its own masks, for each tp rank that this process computes for."""
         results = []
-        for rank, part in zip(stream.split_parts, qkv.chunk(len(stream.split_parts), dim=-1), strict=True):
+        for rank, part in zip(stream.split_parts, self.parts(qkv, len(stream.split_parts)), strict=True):
             stream.seed_kernel(self.layer, rank)
             results.append(self._fused(part.contiguous(), self.dropout, spans))
         return results[0] if len(results) == 1 else torch.cat(results, dim=-1)
@@ -137,7 +179,7 @@ class SelfAttention(nn.Module):
                 first_row=first_row,
                 sample=sample,
             )
-            return unfused_attention(qkv, self.head_dim, drop, bias, causal)
+            return self.unfused(qkv, drop, bias, causal)
 
         def core(qkv: Tensor) -> Tensor:
             return self._inside(spans, attention, qkv)

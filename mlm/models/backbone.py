@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from mlm.models.config import ModelConfig
 from mlm.models.documents import Spans
 from mlm.models.heads import PlainLinear, gather_outputs
+from mlm.models.rotary import Rotary
 from mlm.models.stage import Stage, split_layers
 from mlm.models.transformer import LayerNorm, TransformerLayer
 from mlm.parallel.dropout import DropoutStream, place_keys
@@ -52,10 +53,10 @@ class Table(nn.Module):
 
 
 class Transformer(nn.Module):
-    """One pipeline stage of a transformer with learned positions, or all of it.
+    """One pipeline stage of a transformer, or all of it.
 
-    `token`, `position`, `token_type` and `embedding_norm` are there in the first stage; `final_norm` and the
-    head in the last, with `token` again where the output layer is tied to it. Parameters are kept in float32
+    `token`, `position` (of learned positions), `token_type` and `embedding_norm` are there in the first stage;
+    `final_norm` and the head in the last, with `token` again where the output layer is tied to it. Parameters are kept in float32
     (or float64); activations are of `dtype`.
     """
 
@@ -96,7 +97,8 @@ class Transformer(nn.Module):
                 init_seed=None,
             )
         if stage.is_first:
-            self.position = Table(config.max_positions, h, init_std=std)
+            if config.sizes.learned_positions:
+                self.position = Table(config.max_positions, h, init_std=std)
             if config.token_types:
                 self.token_type = Table(config.token_types, h, init_std=std)
             if config.norm == "post":
@@ -121,7 +123,7 @@ class Transformer(nn.Module):
         config = self.config
         h, std = config.hidden_size, config.init_std
         if config.norm == "pre":
-            self.final_norm = LayerNorm(h, eps=config.layer_norm_eps)
+            self.final_norm = self.layer_type.norm_type(h, eps=config.layer_norm_eps)
         if self.pools and config.head != "span":
             self.pooler = PlainLinear(h, h, init_std=std)
         if config.head in ("classification", "span"):
@@ -147,8 +149,9 @@ class Transformer(nn.Module):
         rows = self.boundary_shape(tokens)[0]
         first = self.tp.rank * rows if self.sequence_parallel else 0
         mine = slice(first, first + rows)
-        places = range(first, first + rows) if positions is None else positions.t()[mine]
-        x = self.token(tokens.t()) + self.position(places)
+        x = self.token(tokens.t())
+        if self.config.sizes.learned_positions:
+            x = x + self.position(range(first, first + rows) if positions is None else positions.t()[mine])
         if token_types is not None:
             x = x + self.token_type(token_types.t()[mine])
         x = x.to(self.dtype)
@@ -156,14 +159,30 @@ class Transformer(nn.Module):
             x = self.embedding_norm(x)
         return x if stream is None else stream.hidden(x, self.config.hidden_dropout, self.places[0])
 
-    def through_layers(self, x: Tensor, stream: DropoutStream | None, spans: Spans | None) -> Tensor:
+    def rotary(self, x: Tensor, positions: Tensor | None) -> Rotary | None:
+        """Return what turns the queries and keys of hidden states `x`; None in a model that turns none.
+
+        `positions` are [B, S]; None for 0 … S - 1.
+        """
+        return None
+
+    def through_layers(
+        self,
+        x: Tensor,
+        stream: DropoutStream | None,
+        spans: Spans | None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         """Hidden states after this stage's layers, normed in the last stage of a model with norm=pre."""
+        rotary = self.rotary(x, positions)
         for layer in self.layers.values():
             if self.recompute == "full" and torch.is_grad_enabled():
                 # masks are functions of the stream and the layer: no generator state to stash and restore
-                x = checkpoint(layer, x, stream, spans, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(
+                    layer, x, stream, spans, None, rotary, use_reentrant=False, preserve_rng_state=False
+                )
             else:
-                x = layer(x, stream, spans)
+                x = layer(x, stream, spans, None, rotary)
         return self.final_norm(x) if self.stage.is_last and self.config.norm == "pre" else x
 
     def encode(self, inputs: Inputs, stream: DropoutStream | None = None, x: Tensor | None = None) -> Tensor:

@@ -4,7 +4,8 @@ A cache has a row per text. A token's column is its position, so texts of any le
 padding before them, and nothing a row has not read yet is seen: it lies after the row's end. A pass either
 fills rows from their beginning, or reads one more token of each.
 
-Shapes: S sequence, B texts of a pass, H hidden, N heads, D head_dim, L columns, t = tensor-parallel size.
+Shapes: S sequence, B texts of a pass, H hidden, N heads, K heads of keys and values (of grouped queries
+fewer than N: they are cached as they are, not repeated), D head_dim, L columns, t = tensor-parallel size.
 """
 
 import math
@@ -33,7 +34,7 @@ class KeyValueCache:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def layer(self, number: int, like: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, [max_rows, N/t, L, D] with L >= `columns`; `like` is [B, N/t, S, D].
+        """Keys and values of a layer, [max_rows, K/t, L, D] with L >= `columns`; `like` is [B, K/t, S, D].
 
         What was never written is 0: it is masked, and no mask hides a NaN.
         """
@@ -70,14 +71,16 @@ class Fill:
     documents: None = None
     wants_logits = False
 
-    def attend(self, layer: int, qkv: Tensor, head_dim: int) -> Tensor:
-        """[S, B, 3H/t] -> [S, B, H/t], keeping keys and values."""
-        q, k, v = heads_of(qkv, head_dim)  # each [B, N/t, S, D]
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
+        """Queries [B, N/t, S, D], keys and values [B, K/t, S, D] -> [S, B, H/t], keeping keys and values.
+
+        With a `window` a token attends to that many, itself included.
+        """
         length = k.shape[2]
         keys, values = self.cache.layer(layer, k, length)
         for number, row in enumerate(self.rows):
             keys[row, :, :length], values[row, :, :length] = k[number], v[number]
-        return joined(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        return joined(causal_attention(q, k, v, window=window))
 
 
 class Step:
@@ -96,22 +99,37 @@ class Step:
         places = torch.tensor(columns, device=device)  # [B]
         self.documents = Documents(positions=places.unsqueeze(1), spans=None)
         self._places: tuple[Tensor | slice, slice, Tensor | int]
-        self._bias: Tensor | None = None
+        self._positions, self._dtype = places, dtype
+        self._biases: dict[int, Tensor | None] = {}
         if min(columns) == max(columns):
             self._places = slice(self.count), slice(None), columns[0]
+            self._biases[0] = None
             return
         self._places = torch.arange(self.count, device=device), slice(None), places
-        unread = torch.arange(self.columns, device=device) > places.unsqueeze(1)  # [B, L]
-        bias = torch.zeros(unread.shape, dtype=dtype, device=device).masked_fill_(unread, -math.inf)
-        self._bias = bias[:, None, None]
 
-    def attend(self, layer: int, qkv: Tensor, head_dim: int) -> Tensor:
-        """[1, B, 3H/t] -> [1, B, H/t]."""
-        q, k, v = heads_of(qkv, head_dim)  # each [B, N/t, 1, D]
+    def bias(self, window: int) -> Tensor | None:
+        """0 for the columns that each row's token attends to, else -inf: [B, 1, 1, L]; None if it is all."""
+        window = 0 if window >= self.columns else window
+        if window not in self._biases:
+            places = self._positions.unsqueeze(1)
+            columns = torch.arange(self.columns, device=places.device)
+            hidden = columns > places  # [B, L]: not read yet
+            if window:
+                hidden |= columns <= places - window
+            bias = torch.zeros(hidden.shape, dtype=self._dtype, device=places.device)
+            self._biases[window] = bias.masked_fill_(hidden, -math.inf)[:, None, None]
+        return self._biases[window]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
+        """Queries [B, N/t, 1, D], keys and values [B, K/t, 1, D] -> [1, B, H/t]."""
         keys, values = self.cache.layer(layer, k, self.columns)
         keys[self._places], values[self._places] = k.squeeze(2), v.squeeze(2)
         keys, values = keys[: self.count, :, : self.columns], values[: self.count, :, : self.columns]
-        return joined(F.scaled_dot_product_attention(q, keys, values, attn_mask=self._bias))
+        grouped = q.shape[1] != k.shape[1]
+        y = F.scaled_dot_product_attention(
+            q, keys, values, attn_mask=self.bias(window), enable_gqa=grouped
+        )
+        return joined(y)
 
 
 Reading = Fill | Step
@@ -122,6 +140,26 @@ def heads_of(qkv: Tensor, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     s, b, _ = qkv.shape
     q, k, v = qkv.view(s, b, -1, 3, head_dim).permute(3, 1, 2, 0, 4).unbind(0)
     return q, k, v
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int = 0, p: float = 0.0) -> Tensor:
+    """Attention of each token to those before it: [B, N/t, S, D], keys and values [B, K/t, S, D].
+
+    Heads of keys and values are not repeated for the queries that share them. With a `window` a token attends
+    to that many, itself included. Probabilities are dropped with probability p.
+    """
+    length, grouped = q.shape[2], q.shape[1] != k.shape[1]
+    mask = in_window(length, window, q.device) if 0 < window < length else None
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=p, is_causal=mask is None, enable_gqa=grouped
+    )
+
+
+def in_window(length: int, window: int, device: torch.device) -> Tensor:
+    """True where a token attends: to the `window` tokens up to itself, bool [S, S]."""
+    places = torch.arange(length, device=device)
+    distance = places[:, None] - places
+    return (distance >= 0) & (distance < window)
 
 
 def joined(y: Tensor) -> Tensor:

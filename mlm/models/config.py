@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from mlm.config.fields import FRACTION, NOT_NEGATIVE, POSITIVE, Also, Forbid, ImportPath, Options
 from mlm.models.family import SHIPPED, ModelFamily, family_of
+from mlm.models.sizes import Sizes
 
 if TYPE_CHECKING:
     from mlm.data.sampler import MicroBatch
@@ -18,8 +19,8 @@ class ModelConfig:
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     kind: Annotated[str, ImportPath(*SHIPPED)] = "gpt2"
-    """Model family: gpt2 reads from left to right, bert both ways; or one of your own by its import path,
-    my_package.my_family:FAMILY."""
+    """Model family: gpt2 and llama (with Qwen and Mistral) read from left to right, bert both ways; or one of
+    your own by its import path, my_package.my_family:FAMILY."""
     num_layers: Annotated[int, POSITIVE, Also("n_layer", "n_layers", "num_hidden_layers", "layers", "depth")]
     """Transformer layers, L."""
     hidden_size: Annotated[int, POSITIVE, Also("n_embd", "d_model", "dim", "embed_dim", "width")]
@@ -31,7 +32,7 @@ class ModelConfig:
     ] = None
     """Width of the MLP; null means 4 * hidden_size. Must be a multiple of tp."""
     max_positions: Annotated[int, POSITIVE, Also("n_positions", "max_position_embeddings")] = 1024
-    """Rows of the learned position table: the longest sequence the model can read, in tokens."""
+    """The longest sequence the model can read, in tokens: rows of the table where positions are learned."""
     vocab_size: Annotated[int, POSITIVE] = 50257
     """Tokens of the tokenizer. The table is padded to a multiple of vocab_multiple * tp rows."""
     vocab_multiple: Annotated[int, POSITIVE] = 128
@@ -52,18 +53,20 @@ class ModelConfig:
     """Added to the variance in layer norm."""
     norm: Literal["pre", "post"] = "pre"
     """Position of layer norm: before attention and MLP (arXiv:1909.08053, figure 7b), or after the residual
-    sums as in the first BERT (figure 7a). gpt2 knows pre only."""
-    activation: Literal["gelu", "gelu_tanh"] = "gelu_tanh"
-    """Nonlinearity of the MLP: GELU, or its approximation by tanh as in GPT-2."""
+    sums as in the first BERT (figure 7a). gpt2 and llama know pre only."""
+    activation: Literal["gelu", "gelu_tanh", "silu"] = "gelu_tanh"
+    """Nonlinearity of the MLP: GELU, its approximation by tanh as in GPT-2, or SiLU (of llama's gates
+    alone)."""
     token_types: Annotated[int, NOT_NEGATIVE] = 0
-    """Segment types of a sequence, each with its own embedding; 0 for gpt2, 2 for bert."""
+    """Segment types of a sequence, each with its own embedding; 0 for gpt2 and llama, 2 for bert."""
     head: Literal["language_model", "none", "classification", "span"] = "language_model"
     """Outputs made of the hidden states: those of pretraining (bert: masked tokens and the order
     of sentences), nothing, num_labels numbers per text, or two per token (where an answer begins, ends)."""
     num_labels: Annotated[int, NOT_NEGATIVE] = 0
     """Outputs of head=classification."""
     options: Options = field(default_factory=dict)
-    """Settings of a family of your own, by name; the shipped ones have none."""
+    """Settings of the family alone, by name: those of llama are in mlm/models/llama/settings.py, gpt2 and bert
+    have none."""
 
     @property
     def family(self) -> "ModelFamily[Transformer, MicroBatch]":
@@ -75,9 +78,14 @@ class ModelConfig:
         return self.options.get(name, self.family.options[name])
 
     @property
+    def sizes(self) -> Sizes:
+        """Parts and sizes that the family decides."""
+        return self.family.sizes(self)
+
+    @property
     def head_dim(self) -> int:
         """Width of one attention head, D."""
-        return self.hidden_size // self.num_heads
+        return self.sizes.head_dim
 
     @property
     def ffn_size(self) -> int:
@@ -87,7 +95,7 @@ class ModelConfig:
     @property
     def is_tied(self) -> bool:
         """True if the output layer is the token table, which the last stage then holds too."""
-        return self.head == "language_model"
+        return self.head == "language_model" and self.sizes.tied
 
     def padded_vocab_size(self, tp: int) -> int:
         """vocab_size rounded up to vocab_multiple * tp, so each of tp ranks holds equal whole tiles."""
@@ -95,24 +103,33 @@ class ModelConfig:
         return -(-self.vocab_size // quantum) * quantum
 
     def num_parameters(self) -> int:
-        """Parameters of the unpadded model, the output layer tied to the token embedding."""
-        h, ffn = self.hidden_size, self.ffn_size
-        attention = 4 * h * h + 4 * h  # qkv and output projections with biases
-        mlp = 2 * h * ffn + ffn + h
-        norms = 4 * h
-        embeddings = (self.vocab_size + self.max_positions + self.token_types) * h
-        one_norm = 2 * h  # after the layers, or after the embeddings with norm=post
-        head = self.family.num_head_parameters(self)
-        return embeddings + self.num_layers * (attention + mlp + norms) + one_norm + head
+        """Parameters of the unpadded model; an output layer tied to the token embedding counts once."""
+        h, sizes = self.hidden_size, self.sizes
+        qkv = sizes.head_dim * (self.num_heads + 2 * sizes.kv_heads)
+        biases = (qkv if sizes.qkv_bias else 0) + (2 * h + self.ffn_size if sizes.bias else 0)
+        one_norm = h * (2 if sizes.norm_bias else 1)
+        norms = 2 * one_norm + (2 * sizes.head_dim if sizes.head_norms else 0)
+        rows = self.vocab_size + self.token_types + (self.max_positions if sizes.learned_positions else 0)
+        if self.head == "language_model" and not sizes.tied:
+            rows += self.vocab_size
+        layers = self.num_layers * (self._layer_weights() + biases + norms)
+        # one norm is after the layers, or after the embeddings with norm=post
+        return rows * h + layers + one_norm + self.family.num_head_parameters(self)
+
+    def _layer_weights(self) -> int:
+        """Elements of a layer's matrices."""
+        sizes = self.sizes
+        attention = 2 * sizes.head_dim * (self.num_heads + sizes.kv_heads)
+        return self.hidden_size * (attention + (3 if sizes.gated else 2) * self.ffn_size)
 
     def flops_per_token(self, seq_length: int, tp: int = 1) -> float:
         """Model floating-point operations of one training token, forward and backward, no recomputation.
 
-        Matrix products only: 6 per weight, plus 12 * L * H * S for attention scores and values
-        (arXiv:2104.04473, section 5.1, without its recomputed forward pass). Weights after the layers count
-        as the family defines it: vocabulary projections of scored tokens.
+        Matrix products only: 6 per weight, plus 12 * L * N * D * S for attention scores and values
+        (arXiv:2104.04473, section 5.1, without its recomputed forward pass; N * D is H there). Weights after
+        the layers count as the family defines it: vocabulary projections of scored tokens.
         """
-        h = self.hidden_size
-        layer = 4 * h * h + 2 * h * self.ffn_size
-        attention = 12 * self.num_layers * h * seq_length
-        return 6 * (self.num_layers * layer + self.family.head_products(self, tp)) + attention
+        width = self.num_heads * self.head_dim
+        attention = 12 * self.num_layers * width * self.sizes.attended(seq_length)
+        layers = self.num_layers * self._layer_weights()
+        return 6 * (layers + self.family.head_products(self, tp)) + attention

@@ -1,6 +1,6 @@
 """Model families: one object holds all that the rest of the toolkit knows of a family.
 
-`model.kind` names a shipped family (gpt2, bert), or one of the user's own by its import path,
+`model.kind` names a shipped family (gpt2, bert, llama), or one of the user's own by its import path,
 `my_package.my_family:FAMILY`. A variation of a shipped one takes the rest from it:
 
     FAMILY = replace(gpt2.FAMILY, model=MyGPT2)
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from mlm.config.imports import imported
 from mlm.errors import Problem
+from mlm.models.sizes import Sizes, usual_sizes
 
 if TYPE_CHECKING:  # settings know their family, so nothing here may need them, or torch, at run time
     import torch
@@ -29,7 +30,11 @@ if TYPE_CHECKING:  # settings know their family, so nothing here may need them, 
     from mlm.models.objective import Objective
     from mlm.parallel.mesh import ParallelContext
 
-SHIPPED = {"gpt2": "mlm.models.gpt2.family", "bert": "mlm.models.bert.family"}
+SHIPPED = {
+    "gpt2": "mlm.models.gpt2.family",
+    "bert": "mlm.models.bert.family",
+    "llama": "mlm.models.llama.family",
+}
 """Module of the FAMILY of each shipped kind."""
 
 C = TypeVar("C", bound="Transformer")
@@ -92,8 +97,10 @@ class ModelFamily(Generic[C, B]):
     """Raises UserError if samples cannot be made with a tokenizer; None if they depend on none."""
     data_keys: tuple[str, ...] = ()
     """Keys of data.* that shape the samples of this family and not of others."""
+    sizes: "Callable[[ModelConfig], Sizes]" = usual_sizes
+    """Return parts and sizes of a model: heads of keys, gates, biases, what is tied."""
     num_head_parameters: "Callable[[ModelConfig], int]"
-    """Parameters after the layers and their norm, without those tied to the token table."""
+    """Parameters after the layers and their norm, without the language model's output layer."""
     head_products: "Callable[[ModelConfig, int], float]"
     """Weights that a token of pretraining is multiplied with after the layers, at a tp: an average."""
     options: Mapping[str, bool | int | float | str] = field(default_factory=dict)

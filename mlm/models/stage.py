@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-BEHIND = ("final_norm", "pooler", "mlm_head", "sop_head", "classifier")
+BEHIND = ("final_norm", "output", "pooler", "mlm_head", "sop_head", "classifier")
 """Modules of a model after its layers: they are in the last stage."""
 
 

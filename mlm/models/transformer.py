@@ -5,6 +5,7 @@ the residual stream is [S/t, B, H] (arXiv:2205.05198, section 4.2.2).
 """
 
 import math
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from mlm.models.attention import SelfAttention
 from mlm.models.cache import Reading
 from mlm.models.config import ModelConfig
 from mlm.models.documents import Spans
+from mlm.models.rotary import Rotary
 from mlm.parallel.dropout import DropoutStream, place_keys
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mlm.parallel.mesh import Axis
@@ -38,19 +40,34 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, *, tp: Axis, sequence_parallel: bool = False) -> None:
         super().__init__()
-        h, f, std = config.hidden_size, config.ffn_size, config.init_std
-        out_std = std / math.sqrt(2 * config.num_layers)
+        h, f, std, sizes = config.hidden_size, config.ffn_size, config.init_std, config.sizes
         self.activation = config.activation
         self.up = ColumnParallelLinear(
-            h, f, tp=tp, sequence_parallel=sequence_parallel, init_std=std, init_seed=None
+            h,
+            2 * f if sizes.gated else f,
+            tp=tp,
+            sequence_parallel=sequence_parallel,
+            init_std=std,
+            init_seed=None,
+            bias=sizes.bias,
         )
         self.down = RowParallelLinear(
-            f, h, tp=tp, sequence_parallel=sequence_parallel, init_std=out_std, init_seed=None
+            f,
+            h,
+            tp=tp,
+            sequence_parallel=sequence_parallel,
+            init_std=std / math.sqrt(2 * config.num_layers),
+            init_seed=None,
+            bias=sizes.bias,
         )
+
+    def inner(self, y: Tensor) -> Tensor:
+        """Return the input of W2 for the output of W1."""
+        return activate(y, self.activation)
 
     def forward(self, x: Tensor) -> Tensor:
         """[S, B, H] -> [S, B, H]."""
-        y: Tensor = self.down(activate(self.up(x), self.activation))
+        y: Tensor = self.down(self.inner(self.up(x)))
         return y
 
 
@@ -61,6 +78,8 @@ class TransformerLayer(nn.Module):
     norm=post: norm(x + drop(attention(x))), as in the first BERT (figure 7a).
     """
 
+    norm_type: ClassVar[Callable[..., nn.Module]] = LayerNorm
+    attention_type: ClassVar[type[SelfAttention]] = SelfAttention
     mlp_type: ClassVar[type[MLP]] = MLP
     places: Tensor
     """Keys of the dropout masks of its two branches, int32 [2, 2]."""
@@ -77,15 +96,15 @@ class TransformerLayer(nn.Module):
         super().__init__()
         self.dropout, self.norms_first = config.hidden_dropout, config.norm == "pre"
         self.register_buffer("places", place_keys(layer, ("attention out", "mlp out")), persistent=False)
-        self.attention_norm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.attention = SelfAttention(
+        self.attention_norm = self.norm_type(config.hidden_size, eps=config.layer_norm_eps)
+        self.attention = self.attention_type(
             config,
             layer=layer,
             tp=tp,
             sequence_parallel=sequence_parallel,
             recompute=recompute_attention,
         )
-        self.mlp_norm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.mlp_norm = self.norm_type(config.hidden_size, eps=config.layer_norm_eps)
         self.mlp = self.mlp_type(config, tp=tp, sequence_parallel=sequence_parallel)
 
     def forward(
@@ -94,17 +113,19 @@ class TransformerLayer(nn.Module):
         stream: DropoutStream | None,
         spans: Spans | None = None,
         reading: Reading | None = None,
+        rotary: Rotary | None = None,
     ) -> Tensor:
         """[S, B, H] -> [S, B, H].
 
-        With `spans` no document attends to another; with `reading` earlier tokens are in its cache.
+        With `spans` no document attends to another; with `reading` earlier tokens are in its cache; `rotary`
+        turns queries and keys by their positions.
         """
         if not self.norms_first:
-            y = self.attention(x, stream, spans, reading)
+            y = self.attention(x, stream, spans, reading, rotary)
             x = self.attention_norm(x + self.drop(y, stream, 0))
             x = self.mlp_norm(x + self.drop(self.mlp(x), stream, 1))
             return x
-        y = self.attention(self.attention_norm(x), stream, spans, reading)
+        y = self.attention(self.attention_norm(x), stream, spans, reading, rotary)
         x = x + self.drop(y, stream, 0)
         return x + self.drop(self.mlp(self.mlp_norm(x)), stream, 1)
 

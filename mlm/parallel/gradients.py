@@ -127,13 +127,38 @@ class GradientReducer:
             bucket.work.wait()
 
 
-def sum_replicated_gradients(shards: Sequence[ParameterShard], tp: Axis) -> None:
-    """Sum over tp the gradients of what every tp rank holds: norms, biases of row-parallel layers, positions.
+def sum_replicated_gradients(
+    shards: Sequence[ParameterShard], tp: Axis, *, sequence_parallel: bool = True
+) -> None:
+    """Sum over tp the gradients of what several tp ranks hold, each its own term. One message for each kind.
 
-    With sequence parallelism each tp rank has seen its own rows of the sequence only (arXiv:2205.05198,
-    section 4.2.2). One message for all.
+    With sequence parallelism each rank has seen its own rows of the sequence only (arXiv:2205.05198, section
+    4.2.2): norms, biases of row-parallel layers, positions. Without it too, norms inside heads and key-value
+    heads that several ranks share (arXiv:2305.13245) have the gradients of this rank's queries.
     """
-    _sum_gradients([s for s in shards if s.tp_dim is None], tp)
+    if tp.size == 1:
+        return
+    whole = [s for s in shards if s.tp_dim is None]
+    _sum_gradients([s for s in whole if sequence_parallel or getattr(s.module, "is_partial", False)], tp)
+    for replicas in sorted({s.replicas for s in shards if s.replicas > 1}):
+        _sum_over_neighbours([s for s in shards if s.replicas == replicas], tp, replicas)
+
+
+def _sum_over_neighbours(shards: Sequence[ParameterShard], tp: Axis, replicas: int) -> None:
+    """Sum gradients over each `replicas` neighbouring ranks, by one sum over tp in which each group has a row.
+
+    All groups' parts are of one size: the rows of others are zeros here.
+    """
+    grads = [s.parameter.grad for s in shards if s.parameter.grad is not None]
+    if not grads:
+        return
+    flat = torch.cat([g.flatten() for g in grads])
+    rows = flat.new_zeros(tp.size // replicas, len(flat))
+    mine = rows[tp.rank // replicas]
+    mine.copy_(flat)
+    all_reduce(rows, tp)
+    parts = mine.split([g.numel() for g in grads])
+    torch._foreach_copy_(grads, [part.view_as(g) for part, g in zip(parts, grads, strict=True)])
 
 
 def sum_tied_gradients(shards: Sequence[ParameterShard], tied: Axis) -> None:

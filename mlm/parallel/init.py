@@ -29,7 +29,7 @@ def init_shard(shard: ParameterShard, seed: int) -> None:
     if shard.name.endswith("bias"):
         shard.parameter.zero_()
     elif std is None:
-        assert isinstance(shard.module, nn.LayerNorm), f"no init_std for {shard.name}"
+        assert isinstance(shard.module, nn.LayerNorm | nn.RMSNorm), f"no init_std for {shard.name}"
         shard.parameter.fill_(1.0)
     else:
         _draw(shard, std, derive_seed(seed, shard.name))

@@ -41,6 +41,8 @@ class Split(nn.Module):
     """
 
     weight: nn.Parameter
+    replicas: int = 1
+    """Neighbouring tp ranks that hold the same part; its gradient is the sum over them."""
     postponed: Postponed | None = None
     """Weight gradients put off by a zero-bubble schedule."""
     cast: Tensor | None = None
@@ -72,9 +74,12 @@ class Split(nn.Module):
 class ColumnParallelLinear(Split):
     """Linear layer split over its output features: y_i = x A_i + b_i, the paper's f before it.
 
+    With `replicas` r each part is of r neighbouring ranks, so that O need only be divisible by t/r; the
+    gradients of its weights are then summed over them (`sum_replicated_gradients`).
+
     Shapes:
-        x  [S, B, I]    replicated over tp
-        y  [S, B, O/t]  this rank's output features
+        x  [S, B, I]      replicated over tp
+        y  [S, B, O r/t]  this rank's output features
     """
 
     tp_dims: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
@@ -88,16 +93,20 @@ class ColumnParallelLinear(Split):
         sequence_parallel: bool = False,
         init_std: float = 0.02,
         init_seed: int | None = 0,
+        bias: bool = True,
+        replicas: int = 1,
     ) -> None:
         super().__init__(tp=tp, sequence_parallel=sequence_parallel, init_std=init_std)
-        shard_size = split(out_features, "out_features", self.tp)
-        self.weight = nn.Parameter(torch.empty(shard_size, in_features))  # [O/t, I]
-        self.bias = nn.Parameter(torch.zeros(shard_size))  # [O/t]
+        self.replicas = replicas
+        shard_size = split(out_features * replicas, "out_features", self.tp)
+        self.weight = nn.Parameter(torch.empty(shard_size, in_features))  # [O r/t, I]
+        self.bias = nn.Parameter(torch.zeros(shard_size)) if bias else None  # [O r/t]
         self.initialise(init_seed)
 
     def extra_repr(self) -> str:
         """Sizes of the whole layer, and the ranks that share it."""
-        return f"in={self.weight.shape[1]}, out={self.weight.shape[0] * self.tp.size}, tp={self.tp.size}"
+        out = self.weight.shape[0] * self.tp.size // self.replicas
+        return f"in={self.weight.shape[1]}, out={out}, tp={self.tp.size}"
 
     def forward(self, x: Tensor) -> Tensor:
         """[S, B, I] -> [S, B, O/t]."""
@@ -132,11 +141,12 @@ class RowParallelLinear(Split):
         sequence_parallel: bool = False,
         init_std: float = 0.02,
         init_seed: int | None = 0,
+        bias: bool = True,
     ) -> None:
         super().__init__(tp=tp, sequence_parallel=sequence_parallel, init_std=init_std)
         shard_size = split(in_features, "in_features", self.tp)
         self.weight = nn.Parameter(torch.empty(out_features, shard_size))  # [O, I/t]
-        self.bias = nn.Parameter(torch.zeros(out_features))  # [O], replicated
+        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None  # [O], replicated
         self.initialise(init_seed)
 
     def extra_repr(self) -> str:
@@ -149,7 +159,8 @@ class RowParallelLinear(Split):
             return linear(x, self.weight, self.bias, self.postponed, self.cast, self.fp8)
         # the bias joins after the sum, or it would be added t times
         partial = linear(x, self.weight, None, self.postponed, self.cast, self.fp8)
-        return self.leave(partial) + self.bias.to(x.dtype)
+        y = self.leave(partial)
+        return y if self.bias is None else y + self.bias.to(x.dtype)
 
 
 class VocabParallelEmbedding(Split):

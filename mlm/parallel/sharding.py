@@ -1,7 +1,9 @@
 """Parts of parameters that a rank holds.
 
 A module whose parameters are split declares it in a class-level map `tp_dims` (parameter name -> split dim);
-every other parameter is replicated over tp. A vocabulary-sized parameter may also have padding rows at its
+every other parameter is replicated over tp. With `replicas` r of the module, r neighbouring tp ranks hold the
+same part of the split ones, and its gradient is the sum over them; a replicated parameter whose gradient is
+this rank's term of a sum is marked by a true `is_partial`. A vocabulary-sized parameter may also have padding rows at its
 global end: `true_rows` of the module is the number of real ones. A module that holds another rank's
 parameters once more has a true `is_tied_copy`. With sharded data parallelism (sharded.py) a rank holds some
 rows of its tensor-parallel part only: `DP_SLICES`.
@@ -47,6 +49,8 @@ class ParameterShard:
     tp: Axis
     true_size: int | None = None
     """Global size of tp_dim without padding; None when there is none."""
+    replicas: int = 1
+    """Neighbouring tp ranks that hold this part, where it is split: key-value heads fewer than tp."""
     dp_slice: DataParallelSlice | None = None
     """Slice of dim 0 over dp; None when every data-parallel rank holds all of the tp part."""
 
@@ -59,7 +63,7 @@ class ParameterShard:
         """
         if getattr(self.module, "is_tied_copy", False):
             return False
-        return self.tp_dim is not None or self.tp.rank == 0
+        return self.tp.rank % (self.tp.size if self.tp_dim is None else self.replicas) == 0
 
     @property
     def part_shape(self) -> tuple[int, ...]:
@@ -71,7 +75,7 @@ class ParameterShard:
         """Shape of the whole parameter without padding."""
         shape = list(self.part_shape)
         if self.tp_dim is not None:
-            shape[self.tp_dim] *= self.tp.size
+            shape[self.tp_dim] *= self.tp.size // self.replicas
             if self.true_size is not None:
                 shape[self.tp_dim] = self.true_size
         return tuple(shape)
@@ -81,7 +85,7 @@ class ParameterShard:
         """Offset of this part in the whole parameter; its end for a part of nothing but padding."""
         first = [0] * self.parameter.dim()
         if self.tp_dim is not None:
-            first[self.tp_dim] = self.tp.rank * self.part_shape[self.tp_dim]
+            first[self.tp_dim] = self.tp.rank // self.replicas * self.part_shape[self.tp_dim]
         if self.dp_slice is not None:
             first[0] += self.dp_slice.first_row
         if self.tp_dim is not None and self.true_size is not None:
@@ -111,7 +115,8 @@ def parameter_shards(model: nn.Module, tp: Axis) -> Iterator[ParameterShard]:
             dim = tp_dims.get(key)
             true_size = getattr(module, "true_rows", None) if dim == 0 else None
             name = f"{prefix}.{key}" if prefix else key
-            yield ParameterShard(name, held, module, dim, tp, true_size, dp_slice)
+            replicas = 1 if dim is None else getattr(module, "replicas", 1)
+            yield ParameterShard(name, held, module, dim, tp, true_size, replicas, dp_slice)
 
 
 def shard_of(full: Tensor, axis: Axis, dim: int) -> Tensor:

@@ -158,8 +158,8 @@ class Trainer(Generic[B]):
         )
         for reducer in self.reducers:
             reducer.finish()
-        if self.model.chunks[0].sequence_parallel:
-            sum_replicated_gradients(self.shards, self.ctx.tp)
+        sequence_parallel = self.model.chunks[0].sequence_parallel
+        sum_replicated_gradients(self.shards, self.ctx.tp, sequence_parallel=sequence_parallel)
         if self.config.model.is_tied:
             sum_tied_gradients(self.shards, self.ctx.tied)
         total = torch.stack(outputs).sum(0) if outputs else torch.zeros_like(scale)

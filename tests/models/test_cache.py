@@ -128,7 +128,7 @@ def test_texts_of_equal_lengths_need_no_mask() -> None:
     read(model, tokens[:, :9], Fill(cache, (0, 1)))
     alike = Step(cache, [9, 9], dtype=torch.float64, device=torch.device("cpu"))
     (got,) = read(model, tokens[:, 9:10], alike)
-    assert alike._bias is None
+    assert alike.bias(0) is None
     assert_close(got, torch.stack([uncached("fp64", row, 10) for row in (0, 1)]), "fp64")
 
 

@@ -22,7 +22,7 @@ from mlm.check.parity.config import ParityConfig
 from mlm.checkpoint.native.save_load import resolve
 from mlm.data.sampler import Dataset, Loader, MicroBatch
 from mlm.optim.precision import parameter_dtype
-from mlm.parallel.collectives import all_reduce, broadcast
+from mlm.parallel.collectives import all_gather, all_reduce, broadcast
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import Axis, ParallelContext, shape_context
@@ -245,18 +245,18 @@ class Comparison:
         """Return the number of replicated parameters, and the names of those with unequal copies."""
         ctx, names = self.layout.ctx, list(self.whole)
         found = torch.zeros(2, len(names))  # copied, torn
-        axes: list[tuple[Axis, Callable[[ParameterShard], Any]]] = [
-            (ctx.dp, lambda shard: shard.dp_slice is None),
-            (ctx.tp, lambda shard: shard.tp_dim is None),
-            (ctx.tied, lambda shard: isinstance(shard.module, VocabParallelEmbedding)),
+        axes: list[tuple[Axis, Callable[[ParameterShard], int]]] = [
+            (ctx.dp, lambda shard: ctx.dp.size if shard.dp_slice is None else 1),
+            (ctx.tp, lambda shard: ctx.tp.size if shard.tp_dim is None else shard.replicas),
+            (ctx.tied, lambda shard: ctx.tied.size if is_tied_table(shard, self.layout.config) else 1),
         ]
-        for axis, is_copied in axes:
-            if axis.size == 1:
-                continue
-            for shard in filter(is_copied, self.layout.shards):
+        for axis, copies in axes:
+            for shard in self.layout.shards:
+                if copies(shard) == 1:
+                    continue
                 row = names.index(shard.name)
                 found[0, row] = 1
-                found[1, row] += not _is_equal_over(axis, shard.parameter.detach())
+                found[1, row] += not _is_equal_over(axis, shard.parameter.detach(), copies(shard))
         all_reduce(found, self.everyone, dist.ReduceOp.MAX)
         copied, torn = found.bool().tolist()
         return sum(copied), tuple(name for name, differs in zip(names, torn, strict=True) if differs)
@@ -288,7 +288,13 @@ def _difference(whole: ParameterShard, maxima: list[float], sums: list[float]) -
     )
 
 
-def _is_equal_over(axis: Axis, x: Tensor) -> bool:
-    """True if this rank's copy has the bits of the axis's first rank."""
-    first = broadcast(x.clone(memory_format=torch.contiguous_format), axis, 0)
-    return torch.equal(first.view(torch.uint8), x.contiguous().view(torch.uint8))
+def is_tied_table(shard: ParameterShard, config: PretrainConfig) -> bool:
+    """True for the token table of a model whose output layer it is too."""
+    return config.model.is_tied and isinstance(shard.module, VocabParallelEmbedding)
+
+
+def _is_equal_over(axis: Axis, x: Tensor, copies: int) -> bool:
+    """True if this rank's copy has the bits of the first of the `copies` neighbouring ranks that hold it."""
+    mine = x.contiguous().view(torch.uint8)
+    first = all_gather(mine, axis)[axis.rank // copies * copies]
+    return torch.equal(first, mine)

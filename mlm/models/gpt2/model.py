@@ -14,10 +14,16 @@ from mlm.parallel.collectives import copy_to_tp, gather_rows, gather_sequence
 from mlm.parallel.cross_entropy import full_logits, linear_cross_entropy, token_losses, token_scores, wide
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.labels import IGNORE
+from mlm.parallel.layers import VocabParallelEmbedding
 
 
 class GPT2(Transformer):
     """Decoder-only transformer with an output layer tied to the token table."""
+
+    @property
+    def vocabulary(self) -> VocabParallelEmbedding:
+        """The weights of the output layer, in the last stage."""
+        return self.token
 
     def hidden_states(
         self,
@@ -32,7 +38,8 @@ class GPT2(Transformer):
         """
         if x is None:
             x = self.embed(tokens, stream, None if documents is None else documents.positions)
-        return self.through_layers(x, stream, None if documents is None else documents.spans)
+        spans, positions = (None, None) if documents is None else (documents.spans, documents.positions)
+        return self.through_layers(x, stream, spans, positions)
 
     def forward(
         self,
@@ -59,7 +66,7 @@ class GPT2(Transformer):
         h = gather_sequence(h, self.tp) if self.sequence_parallel else copy_to_tp(h, self.tp)
         if scale is None:
             scale = 1 / (labels != IGNORE).sum().clamp(min=1).to(wide(h.dtype))
-        return linear_cross_entropy(h.flatten(0, 1), labels.t().flatten(), self.token, scale)
+        return linear_cross_entropy(h.flatten(0, 1), labels.t().flatten(), self.vocabulary, scale)
 
     @torch.no_grad()
     def losses(
@@ -74,7 +81,7 @@ class GPT2(Transformer):
         if not self.stage.is_last:
             return h
         h = gather_rows(h, self.tp) if self.sequence_parallel else h
-        losses = token_losses(h.flatten(0, 1), labels.t().flatten(), self.token)
+        losses = token_losses(h.flatten(0, 1), labels.t().flatten(), self.vocabulary)
         return losses.view(h.shape[0], h.shape[1]).t()
 
     @torch.no_grad()
@@ -95,7 +102,7 @@ class GPT2(Transformer):
         """
         assert not self.sequence_parallel
         h = self.hidden_states(tokens, None, x)
-        return token_scores(h.flatten(0, 1)[places], labels, self.token) if self.stage.is_last else h
+        return token_scores(h.flatten(0, 1)[places], labels, self.vocabulary) if self.stage.is_last else h
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, x: Tensor | None = None) -> Tensor:
@@ -108,7 +115,7 @@ class GPT2(Transformer):
         h = self.hidden_states(tokens, None, x)
         if not self.stage.is_last:
             return h
-        y = full_logits(h.flatten(0, 1), self.token)  # [S * B, vocab_size]
+        y = full_logits(h.flatten(0, 1), self.vocabulary)  # [S * B, vocab_size]
         return y.to(wide(y.dtype)).view(*h.shape[:2], -1).transpose(0, 1)
 
     @torch.no_grad()
@@ -122,11 +129,12 @@ class GPT2(Transformer):
         if `reading` wants none. Others: hidden states.
         """
         assert not self.sequence_parallel
+        positions = None if reading.documents is None else reading.documents.positions
         if x is None:
-            documents = reading.documents
-            x = self.embed(tokens, None, None if documents is None else documents.positions)
+            x = self.embed(tokens, None, positions)
+        rotary = self.rotary(x, positions)
         for layer in self.layers.values():
-            x = layer(x, None, None, reading)
+            x = layer(x, None, None, reading, rotary)
         if not self.stage.is_last:
             return x
-        return full_logits(self.final_norm(x[-1]), self.token) if reading.wants_logits else x.new_empty(0)
+        return full_logits(self.final_norm(x[-1]), self.vocabulary) if reading.wants_logits else x.new_empty(0)

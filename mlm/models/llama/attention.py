@@ -1,0 +1,139 @@
+"""Grouped-query attention with rotary positions, its heads split over the tensor-parallel ranks.
+
+Shapes: S sequence, B micro-batch, H hidden, N heads, K heads of keys and values, D head_dim, t = tensor-parallel
+size. n = N/t and k = K/t heads are of this rank; of K < t heads, each is held by t/K ranks.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mlm.models.attention import SelfAttention
+from mlm.models.cache import causal_attention, in_window, joined
+from mlm.models.config import ModelConfig
+from mlm.models.llama.norm import RMSNorm
+from mlm.models.llama.settings import LlamaSettings
+from mlm.models.rotary import Rotary
+from mlm.parallel.columns import column_parallel_pair
+from mlm.parallel.layers import ColumnParallelLinear
+
+
+class HeadNorm(RMSNorm):
+    """RMSNorm of each head of this rank, the same weight for all; its gradient is summed over tp."""
+
+    is_partial = True
+
+
+class GroupedQueryAttention(SelfAttention):
+    """Attention whose queries share heads of keys and values (arXiv:2305.13245).
+
+    Rows of the weight of queries are ordered [head][head_dim], those of keys and values [kv head][k, v]
+    [head_dim]: a contiguous split at any tp that divides N gives whole heads, and beyond K ranks t/K
+    neighbours, whose queries share a head of keys and values, hold the same one.
+    """
+
+    def _add_projections(self, config: ModelConfig, sequence_parallel: bool) -> None:
+        settings, tp = LlamaSettings.of(config), self.tp
+        heads, kv_heads = config.num_heads, settings.num_kv_heads
+        if kv_heads % tp.size and tp.size % kv_heads:
+            raise ValueError(f"of num_kv_heads={kv_heads} and tp={tp.size} one must divide the other")
+        self.kv_heads = max(1, kv_heads // tp.size)
+        self.query = ColumnParallelLinear(
+            config.hidden_size,
+            heads * self.head_dim,
+            tp=tp,
+            sequence_parallel=sequence_parallel,
+            init_std=config.init_std,
+            init_seed=None,
+            bias=settings.qkv_bias,
+        )
+        self.kv = ColumnParallelLinear(
+            config.hidden_size,
+            2 * kv_heads * self.head_dim,
+            tp=tp,
+            sequence_parallel=sequence_parallel,
+            init_std=config.init_std,
+            init_seed=None,
+            bias=settings.qkv_bias,
+            replicas=max(1, tp.size // kv_heads),
+        )
+        self.query_norm: HeadNorm | None = None
+        self.key_norm: HeadNorm | None = None
+        if settings.qk_norm:
+            self.query_norm = HeadNorm(self.head_dim, eps=config.layer_norm_eps)
+            self.key_norm = HeadNorm(self.head_dim, eps=config.layer_norm_eps)
+
+    def project(self, x: Tensor, rotary: Rotary | None) -> Tensor:
+        """Queries and keys, turned, and values: [S, B, (n + 2k) D], ordered [q | k | v]."""
+        assert rotary is not None
+        q, kv = column_parallel_pair(x, self.query, self.kv)
+        q = q.unflatten(-1, (-1, self.head_dim))  # [S, B, n, D]
+        k, v = kv.unflatten(-1, (self.kv_heads, 2, self.head_dim)).unbind(3)  # each [S, B, k, D]
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        return torch.cat([rotary.turn(q), rotary.turn(k), v], dim=2).flatten(2)
+
+    def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, n, S, D], keys and values [B, k, S, D]."""
+        heads = qkv.unflatten(-1, (-1, self.head_dim)).permute(1, 2, 0, 3)  # [B, n + 2k, S, D]
+        count = heads.shape[1]
+        kv = self._kv_heads(count)
+        q, k, v = heads.split([count - 2 * kv, kv, kv], dim=1)
+        return q, k, v
+
+    def _kv_heads(self, count: int) -> int:
+        """Heads of keys among the `count` = n + 2k of a rank, or of a part of one."""
+        whole = self.query.weight.shape[0] // self.head_dim + 2 * self.kv_heads
+        return max(1, self.kv_heads * count // whole)
+
+    def parts(self, qkv: Tensor, count: int) -> tuple[Tensor, ...]:
+        """`project` as each of `count` tp ranks would have it."""
+        q, k, v = self.heads(qkv)
+        each, kv = q.shape[1] // count, max(1, k.shape[1] // count)
+        found = []
+        for part in range(count):
+            first = part * k.shape[1] // count
+            mine = (
+                q[:, part * each : (part + 1) * each],
+                k[:, first : first + kv],
+                v[:, first : first + kv],
+            )
+            found.append(joined(torch.cat(mine, dim=1)))
+        return tuple(found)
+
+    def fused(self, qkv: Tensor, p: float, bias: Tensor | None, causal: bool) -> Tensor:
+        """Attention by PyTorch's best kernel: [S, B, (n + 2k) D] -> [S, B, n D]."""
+        q, k, v = self.heads(qkv)
+        if bias is None:
+            return joined(causal_attention(q, k, v, window=self.window, p=p))
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=self._windowed(bias), dropout_p=p, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return joined(y)
+
+    def _windowed(self, bias: Tensor) -> Tensor:
+        """`bias` [B, 1, S, S], -inf beyond the window too."""
+        length = bias.shape[-1]
+        if not 0 < self.window < length:
+            return bias
+        return bias.masked_fill(~in_window(length, self.window, bias.device), -math.inf)
+
+    def unfused(
+        self, qkv: Tensor, drop: Callable[[Tensor], Tensor], bias: Tensor | None, causal: bool
+    ) -> Tensor:
+        """drop(softmax(q k^T / sqrt(D))) v on a CPU, where keys and values are repeated: only with dropout."""
+        q, k, v = self.heads(qkv)
+        b, n, s, _ = q.shape
+        repeats = n // k.shape[1]
+        k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+        if bias is None:
+            hidden = ~in_window(s, self.window or s, q.device)
+            added = torch.zeros(s, s, dtype=q.dtype, device=q.device).masked_fill_(hidden, -math.inf)
+        else:
+            added = self._windowed(bias)
+        scores = q @ k.transpose(2, 3) / math.sqrt(self.head_dim) + added  # [B, n, S, S]
+        probabilities = drop(torch.softmax(scores, -1).flatten(0, 1)).view(b, n, s, s)
+        return joined(probabilities @ v)

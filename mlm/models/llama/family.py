@@ -1,0 +1,22 @@
+"""Llama, Mistral, Qwen 2 and Qwen 3 as one model family."""
+
+from mlm.data.sampler import Batch
+from mlm.models.config import ModelConfig
+from mlm.models.family import ModelFamily
+from mlm.models.gpt2.family import Windows, head_products, num_head_parameters
+from mlm.models.gpt2.objective import NextToken
+from mlm.models.llama.model import Llama
+from mlm.models.llama.settings import DEFAULTS, model_problem, sizes
+
+FAMILY: ModelFamily[Llama, Batch] = ModelFamily(
+    model=Llama,
+    causal=True,
+    objective=NextToken.of,
+    samples=Windows(),
+    options=DEFAULTS,
+    sizes=sizes,
+    num_head_parameters=num_head_parameters,
+    head_products=head_products,
+    protocol="consecutive windows, every token but the first scored once",
+    model_problem=model_problem,
+)

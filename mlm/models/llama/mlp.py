@@ -1,0 +1,53 @@
+"""Gated MLP: y = W2 (act(G x) * (U x)) (arXiv:2002.05202), G and U in one weight."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mlm.models.config import ModelConfig
+from mlm.models.llama.settings import num_blocks
+from mlm.models.transformer import MLP, activate
+from mlm.parallel.mesh import Axis
+
+
+class GatedMLP(MLP):
+    """SwiGLU, or GeGLU with model.activation=gelu.
+
+    The rows of the weight are ordered [block][gate, up][F / blocks], with gcd(N, F) blocks: a contiguous split at
+    any tp that divides the heads and F gives whole blocks. The columns of W2 are in the usual order.
+    """
+
+    def __init__(self, config: ModelConfig, *, tp: Axis, sequence_parallel: bool = False) -> None:
+        super().__init__(config, tp=tp, sequence_parallel=sequence_parallel)
+        self.block = config.ffn_size // num_blocks(config)
+
+    def inner(self, y: Tensor) -> Tensor:
+        """[S, B, 2F/t] -> [S, B, F/t]."""
+        pairs = y.unflatten(-1, (-1, 2, self.block))  # [S, B, blocks/t, 2, F / blocks]
+        if self.activation != "silu":
+            return (activate(pairs[..., 0, :], self.activation) * pairs[..., 1, :]).flatten(2)
+        gated: Tensor = _SwiGLU.apply(pairs)  # type: ignore[no-untyped-call]
+        return gated.flatten(2)
+
+
+class _SwiGLU(torch.autograd.Function):
+    """silu(gate) * up of [..., 2, F]; nothing is kept but its input."""
+
+    @staticmethod
+    def forward(ctx: Any, pairs: Tensor) -> Tensor:
+        ctx.save_for_backward(pairs)
+        return F.silu(pairs[..., 0, :]).mul_(pairs[..., 1, :])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        (pairs,) = ctx.saved_tensors
+        gate, up = pairs[..., 0, :], pairs[..., 1, :]
+        d = torch.empty_like(pairs)
+        sigmoid = torch.sigmoid(gate)
+        silu = gate * sigmoid
+        torch.mul(dy, silu, out=d[..., 1, :])
+        slope = torch.addcmul(sigmoid, silu, 1 - sigmoid)
+        torch.mul(dy, slope, out=d[..., 0, :]).mul_(up)
+        return d

@@ -1,0 +1,62 @@
+"""Llama, Mistral, Qwen 2 and Qwen 3, split like GPT-2.
+
+Shapes: S sequence, B micro-batch, H hidden, t = tensor-parallel size.
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mlm.models.gpt2.model import GPT2
+from mlm.models.llama.attention import GroupedQueryAttention
+from mlm.models.llama.mlp import GatedMLP
+from mlm.models.llama.norm import RMSNorm
+from mlm.models.llama.rope import frequencies
+from mlm.models.llama.settings import LlamaSettings
+from mlm.models.rotary import Rotary
+from mlm.models.transformer import TransformerLayer
+from mlm.parallel.layers import VocabParallelEmbedding
+
+
+class LlamaLayer(TransformerLayer):
+    """RMSNorm, grouped-query attention with rotary positions, RMSNorm, gated MLP."""
+
+    norm_type = RMSNorm
+    attention_type = GroupedQueryAttention
+    mlp_type = GatedMLP
+
+
+class Llama(GPT2):
+    """Decoder-only transformer with rotary positions; its output layer may have weights of its own."""
+
+    layer_type: ClassVar[type[TransformerLayer]] = LlamaLayer
+
+    def _add_head(self) -> None:
+        super()._add_head()
+        config = self.config
+        if config.head == "language_model" and not config.is_tied:
+            self.output = VocabParallelEmbedding(
+                config.vocab_size,
+                config.padded_vocab_size(self.tp.size),
+                config.hidden_size,
+                tp=self.tp,
+                init_std=config.init_std,
+                init_seed=None,
+            )
+
+    @property
+    def vocabulary(self) -> VocabParallelEmbedding:
+        """The weights of the output layer, in the last stage."""
+        return self.token if self.config.is_tied else self.output
+
+    def rotary(self, x: Tensor, positions: Tensor | None) -> Rotary:
+        """Return the tables for all of S, of which `x` holds a part with sequence parallelism."""
+        if positions is None:
+            length = x.shape[0] * (self.tp.size if self.sequence_parallel else 1)
+            places = torch.arange(length, device=x.device).unsqueeze(1)  # [S, 1]
+        else:
+            places = positions.t()  # [S, B]
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        turns, factor = frequencies(LlamaSettings.of(self.config), wide, x.device)
+        return Rotary.of(places, turns, factor, x.dtype)

@@ -1,0 +1,44 @@
+"""Root-mean-square norm (arXiv:1910.07467): y = x / sqrt(mean(x^2) + eps) * weight."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm of the last dimension, whose float32 weight serves activations of any dtype. Replicated over tp."""
+
+    def __init__(self, size: int, *, eps: float) -> None:
+        super().__init__(size, eps=eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension of x."""
+        assert self.eps is not None
+        if x.device.type != "cpu" or torch.compiler.is_compiling():
+            return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        y: Tensor = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
+        return y
+
+
+class _RMSNorm(torch.autograd.Function):
+    """The same on a CPU, where PyTorch has no kernel of one pass: a number per row is kept besides x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x if x.dtype == torch.float64 else x.float()
+        squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+        scale = squares.div_(x.shape[-1]).add_(eps).rsqrt_()  # [..., 1]
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale).mul_(weight.to(wide.dtype)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        normed = x.to(scale.dtype) * scale
+        dy = dy.to(scale.dtype)
+        dw = (dy * normed).flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        g = dy * weight.to(scale.dtype)
+        mean = torch.linalg.vecdot(g, normed).unsqueeze(-1) / x.shape[-1]
+        return g.addcmul_(normed, mean, value=-1).mul_(scale).to(x.dtype), dw, None

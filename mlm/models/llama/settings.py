@@ -1,0 +1,161 @@
+"""Settings of the Llama family alone: model.options.NAME, checked and typed."""
+
+import math
+from dataclasses import dataclass, fields
+
+from mlm.errors import Problem, show
+from mlm.models.config import ModelConfig
+from mlm.models.sizes import Sizes
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Values of rope_scaling."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LlamaSettings:
+    """What distinguishes Llama, Mistral, Qwen 2 and Qwen 3; the defaults are the first Llama's."""
+
+    num_kv_heads: int = 0
+    """Heads of keys and values, K, shared by num_heads / K queries each (arXiv:2305.13245); 0 means num_heads.
+    Of tp and K one must divide the other: ranks beyond K hold copies."""
+    head_dim: int = 0
+    """Width of a head, D; 0 means hidden_size / num_heads."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies (arXiv:2104.09864)."""
+    rotary_fraction: float = 1.0
+    """Share of a head's dimensions that are turned, the first ones."""
+    rope_scaling: str = "default"
+    """Scaling of the frequencies for longer contexts: default (none), linear (arXiv:2306.15595), llama3
+    (arXiv:2407.21783, section 3.4.2) or yarn (arXiv:2309.00071)."""
+    rope_factor: float = 1.0
+    """How many times longer the context becomes."""
+    rope_original_positions: int = 0
+    """Context before scaling, in tokens, of llama3 and yarn; 0 means max_positions."""
+    rope_low_freq_factor: float = 1.0
+    """Of llama3: wavelengths beyond the original context over this are scaled in full."""
+    rope_high_freq_factor: float = 4.0
+    """Of llama3: wavelengths below the original context over this stay."""
+    rope_beta_fast: float = 32.0
+    """Of yarn: dimensions that turn more often in the original context stay."""
+    rope_beta_slow: float = 1.0
+    """Of yarn: dimensions that turn less often are scaled in full."""
+    rope_attention_factor: float = 0.0
+    """Of yarn: factor of cosines and sines; 0 means 0.1 ln(rope_factor) + 1."""
+    rope_truncate: bool = True
+    """Of yarn: round the dimensions where its ramp begins and ends to whole ones."""
+    window: int = 0
+    """Tokens that each attends to, itself included (arXiv:2310.06825, section 2); 0 for all before it."""
+    qk_norm: bool = False
+    """Norm the queries and keys of each head before they are turned, as Qwen 3 (arXiv:2302.05442)."""
+    qkv_bias: bool = False
+    """Biases of queries, keys and values, as Qwen 2."""
+    tied: bool = False
+    """Take the token table for the output layer."""
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> "LlamaSettings":
+        """The settings of a model, with defaults that depend on it filled in; those of a wrong type left out."""
+        options = {name: value for name, value in model.options.items() if name in DEFAULTS}
+        given = {name: kind_of(name)(v) for name, v in options.items() if _type_problem(name, v) is None}
+        given["num_kv_heads"] = given.get("num_kv_heads") or model.num_heads
+        given["head_dim"] = given.get("head_dim") or model.hidden_size // model.num_heads
+        given["rope_original_positions"] = given.get("rope_original_positions") or model.max_positions
+        return cls(**given)  # type: ignore[arg-type]
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that are turned, R."""
+        return int(self.head_dim * self.rotary_fraction)
+
+
+DEFAULTS: dict[str, bool | int | float | str] = {
+    field.name: field.default  # type: ignore[misc]
+    for field in fields(LlamaSettings)
+}
+"""`options` of the family."""
+
+
+def kind_of(name: str) -> type[bool] | type[int] | type[float] | type[str]:
+    """Return the type of a setting."""
+    return type(DEFAULTS[name])
+
+
+def sizes(model: ModelConfig) -> Sizes:
+    """Return parts and sizes of a model."""
+    settings = LlamaSettings.of(model)
+    return Sizes(
+        head_dim=settings.head_dim,
+        kv_heads=settings.num_kv_heads,
+        gated=True,
+        fused_qkv=False,
+        qkv_bias=settings.qkv_bias,
+        bias=False,
+        norm_bias=False,
+        head_norms=settings.qk_norm,
+        learned_positions=False,
+        tied=settings.tied,
+        window=settings.window,
+    )
+
+
+def num_blocks(model: ModelConfig) -> int:
+    """Return the pieces of the MLP that a tp may be split between: every valid tp divides them."""
+    return math.gcd(model.num_heads, model.ffn_size)
+
+
+def model_problem(model: ModelConfig) -> Problem | None:
+    """Return the problem of a model's settings."""
+    if model.norm == "post":
+        problem = f"model.norm=post is BERT's, and model.kind={model.kind} has its norms first"
+        return Problem(("model.norm", "model.kind"), problem, "use model.norm=pre")
+    if model.token_types:
+        problem = f"model.token_types={model.token_types}: model.kind={model.kind} has no segment types"
+        return Problem(("model.token_types", "model.kind"), problem, "use model.token_types=0")
+    for name, value in model.options.items():
+        if problem_of_type := _type_problem(name, value):
+            return problem_of_type
+    return _value_problem(model, LlamaSettings.of(model))
+
+
+def _type_problem(name: str, value: object) -> Problem | None:
+    kind, key = kind_of(name), f"model.options.{name}"
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "a name"}
+    if type(value) is kind or (kind is float and type(value) is int):
+        if not isinstance(value, int | float) or 0 <= value < 1 << 31:
+            return None
+        return Problem((key,), f"{key}={show(value)} must be from 0 to 2147483647")
+    return Problem((key,), f"{key}={show(value)} must be {words[kind]}")
+
+
+def _value_problem(model: ModelConfig, settings: LlamaSettings) -> Problem | None:
+    def problem(name: str, why: str, fix: str) -> Problem:
+        key = f"model.options.{name}"
+        return Problem((key,), f"{key}={show(getattr(settings, name))} {why}", fix)
+
+    heads, kv = model.num_heads, settings.num_kv_heads
+    if heads % kv:
+        valid = [n for n in range(1, heads + 1) if heads % n == 0]
+        nearest = min(valid, key=lambda n: abs(n - kv))
+        why = f"does not divide model.num_heads={heads}"
+        return problem("num_kv_heads", why, f"use model.options.num_kv_heads={nearest}")
+    if settings.rope_scaling not in ROPE_TYPES:
+        return problem("rope_scaling", "is no scaling of ours", f"use {' or '.join(ROPE_TYPES)}")
+    if not 0 < settings.rotary_fraction <= 1:
+        return problem("rotary_fraction", "must be above 0 and at most 1", "use 1.0 for all of a head")
+    if settings.rotary_dim < 2 or settings.rotary_dim % 2:
+        why = f"is turned in pairs, and rotary_fraction={settings.rotary_fraction:g} of it are "
+        why += f"{settings.rotary_dim} dimensions"
+        return problem("head_dim", why, "use heads of an even width")
+    if settings.rope_theta <= 1:
+        return problem("rope_theta", "must be greater than 1", "use 10000.0")
+    if settings.rope_factor < 1:
+        return problem("rope_factor", "must be 1 or more", "use 1.0 for none")
+    low, high = settings.rope_low_freq_factor, settings.rope_high_freq_factor
+    if settings.rope_scaling == "llama3" and not 0 < low < high:
+        why = f"must be greater than rope_low_freq_factor={low:g}, and that greater than 0"
+        return problem("rope_high_freq_factor", why, "use 4.0 and 1.0")
+    if settings.rope_scaling == "yarn" and not 0 < settings.rope_beta_slow <= settings.rope_beta_fast:
+        why = f"must be at least rope_beta_slow={settings.rope_beta_slow:g}, and that greater than 0"
+        return problem("rope_beta_fast", why, "use 32.0 and 1.0")
+    return None
+
