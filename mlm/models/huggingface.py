@@ -50,7 +50,10 @@ class Location:
     transposed: bool = False
     """True if it is stored [in, out]; ours is [out, in]."""
     num_heads: int | None = None
-    """Heads of a fused qkv, stored [q | k | v] with heads in each, ours [head][q, k, v]; None for others."""
+    """Heads of a fused qkv, stored [q | k | v] with heads in each, ours [head][q, k, v]; None for others. Of
+    other fused weights their blocks."""
+    parts: int = 3
+    """Weights that are fused, if `num_heads` is given: q, k and v."""
 
     @property
     def is_plain(self) -> bool:
@@ -66,11 +69,11 @@ class Location:
         """Convert stored tensors to our parameter, as a view where possible."""
         value = values[0] if len(values) == 1 else torch.cat(list(values))
         value = value.t() if self.transposed else value
-        return value if self.num_heads is None else _swap(value, 3, self.num_heads)
+        return value if self.num_heads is None else _swap(value, self.parts, self.num_heads)
 
     def to_theirs(self, value: Tensor) -> tuple[Tensor, ...]:
         """Convert our parameter to stored tensors: the inverse of `to_ours`."""
-        value = value if self.num_heads is None else _swap(value, self.num_heads, 3)
+        value = value if self.num_heads is None else _swap(value, self.num_heads, self.parts)
         value = value.t() if self.transposed else value
         return value.chunk(len(self.names))
 
@@ -148,6 +151,8 @@ class HuggingFaceMapping:
     """Return a tensor's name without prefix, in today's spelling."""
     tied: Mapping[str, str]
     """Tensors that may be stored a second time -> the tensor they must equal."""
+    ties: Callable[[ModelConfig], bool] = lambda model: True
+    """True if a model has those of `tied` once; else they are parameters of their own."""
     ignored: "re.Pattern[str]"
     """Stored tensors that are no parameters."""
     read: Callable[[Mapping[str, JSON], str], tuple[ModelConfig, list[str]]]
@@ -172,6 +177,10 @@ class HuggingFaceMapping:
     their_outputs: Callable[[Any, Probe, FolderContent], Outputs]
     """Run a model of `transformers` on a probe; parameters that the folder lacks are not compared."""
 
+    def copies(self, model: ModelConfig) -> Mapping[str, str]:
+        """Return `tied` for a model that ties them."""
+        return self.tied if self.ties(model) else {}
+
     def stored_name(self, name: str, head: str) -> str:
         """Plain name as the class with this head stores it; the base model alone has no prefix."""
         return name if head == "none" or name.startswith(self.head_prefixes) else f"{self.prefix}{name}"
@@ -185,7 +194,7 @@ class HuggingFaceMapping:
         locations = dict(self.locations(model))
         known = {name for location in locations.values() for name in location.names}
         for name in found:
-            if name not in known and name not in self.tied and not self.ignored.fullmatch(name):
+            if name not in known and name not in self.copies(model) and not self.ignored.fullmatch(name):
                 raise KeyError(f"{name!r} is not a parameter of {self.architecture(model)}")
         return {
             ours: location.to_ours([found[name] for name in location.names])

@@ -118,6 +118,14 @@ def _tp_divides_ffn(values: Settings, _: Launch) -> Breach | None:
     return None if values["model.ffn_hidden_size"] is None else _tp_divides("model.ffn_hidden_size", values)
 
 
+def _tp_fits_kv_heads(values: Settings, _: Launch) -> Breach | None:
+    options, tp = values.get("model.options") or {}, values["tp"]
+    heads = options.get("num_kv_heads") or values["model.num_heads"]
+    if type(heads) is not int or heads <= 0 or heads % tp == 0 or tp % heads == 0:
+        return None
+    return Breach(f"of {values.typed('tp')} and model.options.num_kv_heads={heads} neither divides the other")
+
+
 def _tp_divides(key: str, values: Settings) -> Breach | None:
     if values[key] % values["tp"] == 0:
         return None
@@ -245,6 +253,7 @@ _SEQUENCE = ("data.seq_length", "model.max_positions")
 SPLIT_RULES = (
     LayoutRule(("tp", "model.num_heads"), ("tp",), _tp_divides_heads),
     LayoutRule(("tp", "model.ffn_hidden_size"), ("tp",), _tp_divides_ffn),
+    LayoutRule(("tp", "model.num_heads", "model.options"), ("tp",), _tp_fits_kv_heads),
     LayoutRule(("pp", "vp", "model.num_layers"), ("vp", "pp"), _layers_fill_stages),
 )
 """Conditions of a model's shape."""

@@ -255,10 +255,13 @@ class FusedAttention(TorchFunctionMode):
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
+        enable_gqa: bool = False,
     ) -> Tensor:
-        """Attention in the kernel that would run: each of [B, N/t, S, D]."""
+        """Attention in the kernel that would run: [B, N/t, S, D], keys and values possibly of fewer heads."""
         aten, half = torch.ops.aten, q.dtype in (torch.bfloat16, torch.float16)
         flash = half and attn_mask is None and self.choice in ("auto", "flash")
+        if enable_gqa and not flash:  # other kernels want a head of keys for each query's
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         if flash:
             y: Tensor = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
             return y

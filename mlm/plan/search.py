@@ -184,6 +184,7 @@ def settings(query: Query, choice: Mapping[str, Any]) -> Settings:
         {
             **choice,
             "model.num_heads": model.num_heads,
+            "model.options": model.options,
             "model.hidden_size": model.hidden_size,
             "model.ffn_hidden_size": model.ffn_hidden_size,
             "model.num_layers": model.num_layers,

@@ -134,6 +134,11 @@ class HFModel:
         return self.content.config
 
     @property
+    def copies(self) -> Mapping[str, str]:
+        """Tensors that may be stored a second time -> the tensor they must equal."""
+        return self.mapping.copies(self.config)
+
+    @property
     def architecture(self) -> str:
         """Class of `transformers` that holds the model."""
         return self.mapping.architecture(self.config)
@@ -196,7 +201,7 @@ def _headers(settings: HFSettings, files: Mapping[str, Path]) -> dict[str, tuple
             if name in out:
                 raise CorruptFileError(f"{folder}: {name} is in {out[name][0]} and in {file}. {AGAIN}")
             out[name] = file, layout
-    for copy, name in mapping.tied.items():
+    for copy, name in mapping.copies(settings.config).items():
         if settings.tied and name not in out and copy in out:  # some writers keep the other of two equal ones
             out[name] = out.pop(copy)
     return out

@@ -116,7 +116,7 @@ class HFTensors:
                     )
             locations[ours] = location
             known.update(location.names)
-        known_twice = {copy for copy, name in model.mapping.tied.items() if name in known}
+        known_twice = {copy for copy, name in model.copies.items() if name in known}
         for name, (file, stored) in model.stored.items():
             if name not in known | known_twice and not model.mapping.ignored.fullmatch(name):
                 wanted = model.architecture
@@ -136,7 +136,7 @@ class HFTensors:
         """Raise UserError unless copies are equal: the output layer is our token table."""
         model = self.model
         has_output = model.config.head == "language_model"
-        for copy, name in model.mapping.tied.items():
+        for copy, name in model.copies.items():
             if copy in model.stored:
                 self._check_copy(copy, name)
             elif has_output and not model.settings.tied and copy.endswith("weight"):

@@ -5,6 +5,7 @@ from mlm.models.config import ModelConfig
 from mlm.models.family import ModelFamily
 from mlm.models.gpt2.family import Windows, head_products, num_head_parameters
 from mlm.models.gpt2.objective import NextToken
+from mlm.models.llama import huggingface
 from mlm.models.llama.model import Llama
 from mlm.models.llama.settings import DEFAULTS, model_problem, sizes
 
@@ -19,4 +20,5 @@ FAMILY: ModelFamily[Llama, Batch] = ModelFamily(
     head_products=head_products,
     protocol="consecutive windows, every token but the first scored once",
     model_problem=model_problem,
+    huggingface=huggingface.MAPPING,
 )

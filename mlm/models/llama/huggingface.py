@@ -1,0 +1,296 @@
+"""Llama, Mistral, Qwen 2 and Qwen 3 as `transformers` stores them.
+
+Keys of config.json and their defaults: the documentation of LlamaConfig, MistralConfig, Qwen2Config and
+Qwen3Config (https://huggingface.co/docs/transformers/model_doc/llama, …/mistral, …/qwen2, …/qwen3).
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from mlm.data.tokenizer import Tokenizer
+from mlm.errors import ConfigError, UserError
+from mlm.models.backbone import Transformer
+from mlm.models.config import ModelConfig
+from mlm.models.huggingface import (
+    EXACT_GELU,
+    GELU_NAMES,
+    JSON,
+    NOWHERE_SUPPORTED,
+    TANH_GELU,
+    ConfigKeys,
+    FolderContent,
+    HuggingFaceMapping,
+    Location,
+    TokenIds,
+    activation,
+)
+from mlm.models.llama.huggingface_rope import read_rope, write_rope
+from mlm.models.llama.model import Llama
+from mlm.models.llama.settings import DEFAULTS, LlamaSettings, model_problem, num_blocks
+from mlm.models.probe import Outputs, Probe
+from mlm.parallel.cross_entropy import full_logits
+
+PREFIX = "model."
+NAMES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+"""model_type -> prefix of its classes."""
+SILU = ("silu", "swish")
+
+_NO_BIASES = {"attention_bias": (False,), "mlp_bias": (False,)}
+_FIXED = NOWHERE_SUPPORTED | {
+    "hidden_act": (*SILU, *EXACT_GELU, *TANH_GELU),
+    "num_experts": (None, 0, 1),
+    "num_local_experts": (None, 0, 1),
+    "n_routed_experts": (None, 0),
+    "logit_scale": (None, 1.0),
+    "attention_multiplier": (None,),
+}
+_NUMBERS = {
+    "rms_norm_eps": (1e-6, 0.0, 1.0),
+    "initializer_range": (0.02, 0.0, 1e3),
+    "attention_dropout": (0.0, 0.0, 1.0),
+}
+
+
+def _keys(ffn: int, kv_heads: int | None, positions: int, vocabulary: int, head_dim: int | None) -> ConfigKeys:
+    """Keys of config.json with the defaults of one of the model types."""
+    return ConfigKeys(
+        fixed=_FIXED | _NO_BIASES,
+        sizes={
+            "vocab_size": (vocabulary, 1 << 24),
+            "hidden_size": (4096, 1 << 20),
+            "num_hidden_layers": (32, 10_000),
+            "num_attention_heads": (32, 1 << 20),
+            "num_key_value_heads": (kv_heads, 1 << 20),
+            "intermediate_size": (ffn, 1 << 24),
+            "max_position_embeddings": (positions, 1 << 30),
+            "head_dim": (head_dim, 1 << 16),
+        },
+        numbers=_NUMBERS,
+        heads=("hidden_size", "num_attention_heads"),
+    )
+
+
+_KEYS = {
+    "llama": _keys(11008, None, 2048, 32000, None),
+    "mistral": _keys(14336, 8, 4096 * 32, 32000, None),
+    "qwen2": _keys(22016, 32, 32768, 151936, None),
+    "qwen3": _keys(22016, 32, 32768, 151936, 128),
+}
+
+
+def model_type(model: ModelConfig) -> str:
+    """Return the model_type that computes a model. One without biases, norms of heads and window is llama."""
+    settings = LlamaSettings.of(model)
+    if settings.qk_norm:
+        return "qwen3"
+    if settings.qkv_bias:
+        return "qwen2"
+    return "mistral" if settings.window else "llama"
+
+
+def architecture(model: ModelConfig) -> str:
+    """Return the class that holds such a model with its head."""
+    return NAMES[model_type(model)] + ("ForCausalLM" if model.head == "language_model" else "Model")
+
+
+def problem(model: ModelConfig) -> str | None:
+    """Return why `transformers` has no such model."""
+    settings, known = LlamaSettings.of(model), f"supported: {', '.join(NAMES)}"
+    if settings.qk_norm and settings.qkv_bias:
+        return f"has both model.options.qk_norm and qkv_bias, as no model of transformers; {known}"
+    if settings.rotary_fraction != 1:
+        return f"its model.options.rotary_fraction={settings.rotary_fraction:g}, and theirs turn whole heads; {known}"
+    if model.head not in ("language_model", "none"):
+        return f"its head={model.head} has a bias, which theirs lack: only a language model is exported"
+    return None
+
+
+def locations(model: ModelConfig) -> Iterator[tuple[str, Location]]:
+    """Yield (our name, location) of every parameter, in the order of the model."""
+    settings, blocks = LlamaSettings.of(model), num_blocks(model)
+    yield "token.weight", Location(("embed_tokens.weight",))
+    for layer in range(model.num_layers):
+        ours, stored = f"layers.{layer}", f"layers.{layer}"
+        yield f"{ours}.attention_norm.weight", Location((f"{stored}.input_layernorm.weight",))
+        for part in ("weight", "bias") if settings.qkv_bias else ("weight",):
+            q, k, v = (f"{stored}.self_attn.{name}_proj.{part}" for name in "qkv")
+            yield f"{ours}.attention.query.{part}", Location((q,))
+            pair = Location((k, v), num_heads=settings.num_kv_heads, parts=2)
+            yield f"{ours}.attention.kv.{part}", pair
+        if settings.qk_norm:
+            yield f"{ours}.attention.query_norm.weight", Location((f"{stored}.self_attn.q_norm.weight",))
+            yield f"{ours}.attention.key_norm.weight", Location((f"{stored}.self_attn.k_norm.weight",))
+        yield f"{ours}.attention.out.weight", Location((f"{stored}.self_attn.o_proj.weight",))
+        yield f"{ours}.mlp_norm.weight", Location((f"{stored}.post_attention_layernorm.weight",))
+        gate, up = (f"{stored}.mlp.{name}_proj.weight" for name in ("gate", "up"))
+        yield f"{ours}.mlp.up.weight", Location((gate, up), num_heads=blocks, parts=2)
+        yield f"{ours}.mlp.down.weight", Location((f"{stored}.mlp.down_proj.weight",))
+    yield "final_norm.weight", Location(("norm.weight",))
+    if model.head == "language_model" and not settings.tied:
+        yield "output.weight", Location(("lm_head.weight",))
+
+
+def read_config(config: Mapping[str, JSON], path: str) -> tuple[ModelConfig, list[str]]:
+    """Return our settings for one of the four configurations, and notes on differences. Raises ConfigError."""
+    kind = str(config["model_type"])
+    problems, found = [], dict[str, Any]()
+    try:
+        found = _KEYS[kind].read(config, path, NAMES[kind])
+    except ConfigError as error:
+        problems += error.problems
+    options, wrong = read_rope(config, path, found)
+    more, also = _window(config, kind, path)
+    problems += [*wrong, *also]
+    if problems:
+        raise ConfigError(problems)
+    heads, width = found["num_attention_heads"], found["hidden_size"] // found["num_attention_heads"]
+    options |= {
+        "num_kv_heads": found["num_key_value_heads"] or heads,
+        "head_dim": found["head_dim"] or width,
+        "qk_norm": kind == "qwen3",
+        "qkv_bias": kind == "qwen2",
+        "tied": config.get("tie_word_embeddings", False) is True,
+        **more,
+    }
+    usual = DEFAULTS | {"num_kv_heads": heads, "head_dim": width}
+    model = ModelConfig(
+        kind="llama",
+        num_layers=found["num_hidden_layers"],
+        hidden_size=found["hidden_size"],
+        num_heads=heads,
+        ffn_hidden_size=found["intermediate_size"],
+        max_positions=found["max_position_embeddings"],
+        vocab_size=found["vocab_size"],
+        activation="silu" if found["hidden_act"] in SILU else activation(found["hidden_act"]),
+        hidden_dropout=0.0,
+        attention_dropout=float(found["attention_dropout"]),
+        init_std=float(found["initializer_range"]),
+        layer_norm_eps=float(found["rms_norm_eps"]),
+        options={name: value for name, value in options.items() if value != usual[name]},
+    )
+    if wrong_model := model_problem(model):
+        raise ConfigError([f"{path}: {wrong_model}"])
+    return model, []
+
+
+def _window(config: Mapping[str, JSON], kind: str, path: str) -> tuple[dict[str, int], list[str]]:
+    """Return the sliding window of all layers, and what is wrong with it."""
+    size, layers = config.get("sliding_window", 4096), config.get("num_hidden_layers", 32)
+    types = config.get("layer_types")
+    if kind == "llama":
+        size = config.get("sliding_window")
+    elif kind != "mistral":
+        if config.get("use_sliding_window", False) is not True:
+            size = None
+        elif types is None and type(layers) is int:
+            full = config.get("max_window_layers", 28)
+            full = min(full, layers) if type(full) is int and full >= 0 else 0
+            types = ["full_attention"] * full + ["sliding_attention"] * (layers - full)
+    if types is not None:
+        kinds = set(types) if isinstance(types, list) and all(isinstance(t, str) for t in types) else {"?"}
+        if kinds == {"full_attention"}:
+            size = None
+        elif kinds != {"sliding_attention"}:
+            listed = ", ".join(sorted(kinds))
+            return {}, [f"{path}: layer_types={listed}: supported: one type of attention for all layers"]
+    if size is None:
+        return {}, []
+    if type(size) is not int or not 0 < size < 1 << 31 or kind == "llama":
+        return {}, [f"{path}: sliding_window={size} is not what our {NAMES[kind]} computes; supported: null"]
+    return {"window": size}, []
+
+
+def write_config(model: ModelConfig, ids: TokenIds) -> dict[str, JSON]:
+    """Return the config.json that the class of the model's head loads."""
+    settings, kind = LlamaSettings.of(model), model_type(model)
+    windowed: dict[str, JSON] = {}
+    if kind == "mistral":
+        windowed = {"sliding_window": settings.window}
+    elif kind != "llama":
+        windowed = {"use_sliding_window": settings.window > 0, "sliding_window": settings.window or None}
+        windowed["max_window_layers"] = 0 if settings.window else model.num_layers
+    biases = {"attention_bias": False} if kind in ("llama", "qwen3") else {}
+    biases |= {"mlp_bias": False} if kind == "llama" else {}
+    return {
+        "architectures": [architecture(model)],
+        "model_type": kind,
+        "vocab_size": model.vocab_size,
+        "max_position_embeddings": model.max_positions,
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": settings.num_kv_heads,
+        "head_dim": settings.head_dim,
+        "intermediate_size": model.ffn_size,
+        "hidden_act": "silu" if model.activation == "silu" else GELU_NAMES[model.activation],
+        "attention_dropout": model.attention_dropout,
+        "rms_norm_eps": model.layer_norm_eps,
+        "initializer_range": model.init_std,
+        **write_rope(model, settings),
+        **windowed,
+        **biases,
+        "bos_token_id": ids.eod,
+        "eos_token_id": ids.eod,
+        "pad_token_id": ids.pad,
+        "tie_word_embeddings": settings.tied,
+        "dtype": "float32",
+    }
+
+
+def content(model: ModelConfig, found: Mapping[str, tuple[int, ...]], path: str) -> FolderContent:
+    """Return the model that these tensors make: a language model, or its layers alone.
+
+    Raises UserError for a head that is no output layer.
+    """
+    other = next((name for name in found if name.startswith(("score.", "qa_outputs."))), None)
+    if other is not None:
+        raise UserError(f"{path}: holds {other}, a head that is not supported. Save the model with lm_head")
+    has_output = "lm_head.weight" in found or LlamaSettings.of(model).tied
+    return FolderContent(model if has_output else replace(model, head="none"))
+
+
+def special_tokens(tokenizer: Tokenizer, model: ModelConfig, ids: TokenIds) -> dict[str, JSON]:
+    """Return the end and the beginning of a text, and the padding."""
+    named = {"eos": tokenizer.eod_id, "bos": tokenizer.bos_id, "pad": ids.pad}
+    return {f"{name}_token": tokenizer.decode([id]) for name, id in named.items() if id is not None}
+
+
+def our_outputs(stage: Transformer, y: Tensor, mask: Tensor) -> Outputs:
+    """Logits, or hidden states of a model without a head."""
+    assert isinstance(stage, Llama)
+    rows = y.transpose(0, 1)[mask]  # [R, H]
+    if stage.config.head != "language_model":
+        return {"hidden states": rows}
+    return {"logits": full_logits(rows, stage.vocabulary)}
+
+
+def their_outputs(theirs: Any, probe: Probe, content: FolderContent) -> Outputs:
+    """Outputs of a model of `transformers`."""
+    found = theirs(probe.tokens, attention_mask=probe.mask.long())
+    if content.config.head == "none":
+        return {"hidden states": found.last_hidden_state[probe.mask]}
+    return {"logits": found.logits[probe.mask]}
+
+
+MAPPING = HuggingFaceMapping(
+    model_types=tuple(NAMES),
+    architecture=architecture,
+    prefix=PREFIX,
+    head_prefixes=("lm_head.",),
+    plain=lambda name: name.removeprefix(PREFIX),
+    tied={"lm_head.weight": "embed_tokens.weight"},
+    ties=lambda model: LlamaSettings.of(model).tied,
+    ignored=re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"),  # stored by old versions
+    read=read_config,
+    content=content,
+    write=write_config,
+    locations=locations,
+    problem=problem,
+    special_tokens=special_tokens,
+    our_outputs=our_outputs,
+    their_outputs=their_outputs,
+)
