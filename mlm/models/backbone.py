@@ -55,9 +55,9 @@ class Table(nn.Module):
 class Transformer(nn.Module):
     """One pipeline stage of a transformer, or all of it.
 
-    `token`, `position` (of learned positions), `token_type` and `embedding_norm` are there in the first stage;
-    `final_norm` and the head in the last, with `token` again where the output layer is tied to it. Parameters are kept in float32
-    (or float64); activations are of `dtype`.
+    `token`, `position` (if learned), `token_type` and `embedding_norm` are there in the first stage;
+    `final_norm` and the head in the last, with `token` again where the output layer is tied to it. Parameters
+    are kept in float32 (or float64); activations are of `dtype`.
     """
 
     pools: ClassVar[bool] = False

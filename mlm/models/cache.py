@@ -126,9 +126,7 @@ class Step:
         keys[self._places], values[self._places] = k.squeeze(2), v.squeeze(2)
         keys, values = keys[: self.count, :, : self.columns], values[: self.count, :, : self.columns]
         grouped = q.shape[1] != k.shape[1]
-        y = F.scaled_dot_product_attention(
-            q, keys, values, attn_mask=self.bias(window), enable_gqa=grouped
-        )
+        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=self.bias(window), enable_gqa=grouped)
         return joined(y)
 
 

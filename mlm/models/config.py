@@ -65,8 +65,8 @@ class ModelConfig:
     num_labels: Annotated[int, NOT_NEGATIVE] = 0
     """Outputs of head=classification."""
     options: Options = field(default_factory=dict)
-    """Settings of the family alone, by name: those of llama are in mlm/models/llama/settings.py, gpt2 and bert
-    have none."""
+    """Settings of the family alone, by name: those of llama are in mlm/models/llama/settings.py; gpt2 and
+    bert have none."""
 
     @property
     def family(self) -> "ModelFamily[Transformer, MicroBatch]":

@@ -1,4 +1,7 @@
-"""Parts and sizes of a model that its family decides: what formulas of parameters, operations and memory count."""
+"""Parts and sizes of a model that its family decides.
+
+Formulas of parameters, operations and memory count by them.
+"""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING

@@ -145,7 +145,7 @@ def sum_replicated_gradients(
 
 
 def _sum_over_neighbours(shards: Sequence[ParameterShard], tp: Axis, replicas: int) -> None:
-    """Sum gradients over each `replicas` neighbouring ranks, by one sum over tp in which each group has a row.
+    """Sum gradients over each `replicas` neighbouring ranks: one sum over tp, in which each group has a row.
 
     All groups' parts are of one size: the rows of others are zeros here.
     """

@@ -3,10 +3,11 @@
 A module whose parameters are split declares it in a class-level map `tp_dims` (parameter name -> split dim);
 every other parameter is replicated over tp. With `replicas` r of the module, r neighbouring tp ranks hold the
 same part of the split ones, and its gradient is the sum over them; a replicated parameter whose gradient is
-this rank's term of a sum is marked by a true `is_partial`. A vocabulary-sized parameter may also have padding rows at its
-global end: `true_rows` of the module is the number of real ones. A module that holds another rank's
-parameters once more has a true `is_tied_copy`. With sharded data parallelism (sharded.py) a rank holds some
-rows of its tensor-parallel part only: `DP_SLICES`.
+this rank's term of a sum is marked by a true `is_partial`.
+
+A vocabulary-sized parameter may also have padding rows at its global end: `true_rows` of the module is the
+number of real ones. A module that holds another rank's parameters once more has a true `is_tied_copy`. With
+sharded data parallelism (sharded.py) a rank holds some rows of its tensor-parallel part only: `DP_SLICES`.
 """
 
 from collections.abc import Iterator, Mapping

@@ -207,12 +207,13 @@ class CostModel:
     def _layer(self, layout: Layout) -> LayerTime:
         shape, software, t = self.shape, self.software, layout.tp
         rows, h = shape.seq * layout.micro_batch, shape.hidden
-        qkv, ffn = (h + 2 * shape.kv_size) // t, shape.ffn // t
+        queries, ffn = shape.query_size // t, shape.ffn // t
+        qkv = queries + 2 * max(shape.kv_size // t, shape.head_dim)  # heads beyond t ranks are copies
         peak = self.kernel_peak
         ups = 2 if shape.gated else 1
         qkv_time = self.product(rows, h, qkv, peak=peak)
         up_time = self.product(rows, h, ups * ffn, peak=peak)
-        rest = self.product(rows, h // t, h, peak=peak) + self.product(rows, ffn, h, peak=peak)
+        rest = self.product(rows, queries, h, peak=peak) + self.product(rows, ffn, h, peak=peak)
         attention, attention_backward = self._attention(layout)
         split = t if layout.sequence_parallel else 1
         passes = 2 * (software.norm_passes + software.branch_passes) * h / split
@@ -254,7 +255,7 @@ class CostModel:
         s, d = shape.seq, shape.head_dim
         if self.software.fused_attention:
             constants = self.hardware.efficiency
-            work = 4 * batch * s * s * d / (2 if shape.causal else 1)
+            work = 4 * batch * s * shape.attended * d / (2 if shape.causal else 1)
             tile = s / (s + constants.matmul_half)
             forward = work / (self.peak * constants.attention * tile)
             forward = max(forward, self.traffic(4 * self.element * batch * s * d))

@@ -60,23 +60,34 @@ class Part:
 
 def layer_parts(model: ModelConfig, tp: int) -> Iterator[Part]:
     """The parameters of one layer."""
-    h, f = model.hidden_size, model.ffn_size
-    yield from norm_parts("attention_norm", h)
-    yield Part("qkv.weight", 3 * h // tp, h)
-    yield Part("qkv.bias", 3 * h // tp)
-    yield Part("out.weight", h, h // tp)
-    yield Part("out.bias", h)
-    yield from norm_parts("mlp_norm", h)
-    yield Part("up.weight", f // tp, h)
-    yield Part("up.bias", f // tp)
-    yield Part("down.weight", h, f // tp)
-    yield Part("down.bias", h)
+    h, sizes = model.hidden_size, model.sizes
+    queries, kv = model.num_heads * sizes.head_dim // tp, 2 * sizes.kv_size(tp)
+    inner = model.ffn_size // tp
+    products = {"qkv": queries + kv} if sizes.fused_qkv else {"query": queries, "kv": kv}
+    yield from norm_parts("attention_norm", h, bias=sizes.norm_bias)
+    for name, rows in products.items():
+        yield from product_parts(name, rows, h, bias=sizes.qkv_bias)
+    if sizes.head_norms:
+        yield Part("query_norm.weight", sizes.head_dim)
+        yield Part("key_norm.weight", sizes.head_dim)
+    yield from product_parts("out", h, queries, bias=sizes.bias)
+    yield from norm_parts("mlp_norm", h, bias=sizes.norm_bias)
+    yield from product_parts("up", (2 if sizes.gated else 1) * inner, h, bias=sizes.bias)
+    yield from product_parts("down", h, inner, bias=sizes.bias)
 
 
-def norm_parts(name: str, size: int) -> Iterator[Part]:
-    """Weight and bias of a layer norm."""
+def product_parts(name: str, rows: int, columns: int, *, bias: bool) -> Iterator[Part]:
+    """Weight and bias of a linear layer."""
+    yield Part(f"{name}.weight", rows, columns)
+    if bias:
+        yield Part(f"{name}.bias", rows)
+
+
+def norm_parts(name: str, size: int, *, bias: bool = True) -> Iterator[Part]:
+    """Weight and bias of a norm."""
     yield Part(f"{name}.weight", size)
-    yield Part(f"{name}.bias", size)
+    if bias:
+        yield Part(f"{name}.bias", size)
 
 
 def end_parts(model: ModelConfig, tp: int, stage: Stage) -> Iterator[Part]:
@@ -85,7 +96,8 @@ def end_parts(model: ModelConfig, tp: int, stage: Stage) -> Iterator[Part]:
     if stage.is_first or (stage.is_last and model.is_tied):
         yield Part("token", rows, h)
     if stage.is_first:
-        yield Part("position", model.max_positions, h)
+        if model.sizes.learned_positions:
+            yield Part("position", model.max_positions, h)
         if model.token_types:
             yield Part("token_type", model.token_types, h)
         if model.norm == "post":
@@ -93,7 +105,9 @@ def end_parts(model: ModelConfig, tp: int, stage: Stage) -> Iterator[Part]:
     if not stage.is_last:
         return
     if model.norm == "pre":
-        yield from norm_parts("final_norm", h)
+        yield from norm_parts("final_norm", h, bias=model.sizes.norm_bias)
+    if model.head == "language_model" and not model.sizes.tied:
+        yield Part("output", rows, h)
     if model.kind == "bert" and model.head == "language_model":
         for name, outputs in (("pooler", h), ("transform", h), ("order", 2)):
             yield Part(f"{name}.weight", outputs, h)
@@ -217,6 +231,10 @@ class Moving:
         self.memory, self.layout, self.stage_rank, self.held = memory, layout, stage_rank, held
         self.e, self.h, self.t = memory.element, memory.model.hidden_size, layout.tp
         self.f = memory.model.ffn_size // layout.tp
+        self.sizes = sizes = memory.model.sizes
+        self.queries = memory.model.num_heads * sizes.head_dim // layout.tp
+        self.kv = sizes.kv_size(layout.tp)
+        self.ups = 2 if sizes.gated else 1
         self.rows = memory.seq * layout.micro_batch
         self.split = layout.tp if layout.sequence_parallel else 1
         self.is_first, self.is_last = stage_rank == 0, stage_rank == layout.pp - 1
@@ -273,7 +291,8 @@ class Moving:
         """Weights in the dtype of activations: cast once a step, or gathered from data-parallel ranks."""
         layout, held, e = self.layout, self.held, self.e
         if layout.zero == 0:
-            positions = self.memory.model.max_positions * self.h if self.is_first else 0  # are not cast
+            learned = self.is_first and self.sizes.learned_positions
+            positions = self.memory.model.max_positions * self.h if learned else 0  # are not cast
             return float(e * (held.whole - positions)) if self.memory.casts else 0.0
         if layout.zero == 2:
             return float(e * held.whole)
@@ -291,9 +310,13 @@ class Moving:
         split = self.split
         per_token = 4 * e * h / split  # inputs of norms and of column-parallel products
         per_token += (2 * h / split) if model.hidden_dropout else 0  # masks
-        per_token += 3 * e * h / t + 2 * e * f  # queries, keys, values; the MLP's two
-        per_token += e * h / t  # attention's output
-        per_token += 16 / split  # norms' statistics
+        # queries, keys, values; the MLP's inner ones, of which a gated one has three
+        per_token += e * (self.queries + 2 * self.kv) + (self.ups + 1) * e * f
+        per_token += e * self.queries  # attention's output
+        per_token += (16 if self.sizes.norm_bias else 8) / split  # norms' statistics
+        if self.sizes.head_norms:
+            # inputs of the norms of heads, and a number for each head
+            per_token += (self.queries + self.kv) * (e + 4 / self.sizes.head_dim)
         scores = 0.0
         if self.memory.device == "cpu" and model.attention_dropout:
             per_score = 0 if self.layout.recompute == "selective" else 2 * e + 1
@@ -322,8 +345,8 @@ class Moving:
     def _backward_of_a_layer(self) -> float:
         """Gradients inside the MLP, and its weight's gradient before it is added."""
         e, f = self.e, self.f
-        weight = f * self.h * ((e + 4) if self.memory.casts and self.layout.zero == 0 else 2 * e)
-        return self.rows * e * (2 * self.h + 2 * f) + weight
+        weight = self.ups * f * self.h * ((e + 4) if self.memory.casts and self.layout.zero == 0 else 2 * e)
+        return self.rows * e * (2 * self.h + (self.ups + 1) * f) + weight
 
     def _vocabulary(self) -> tuple[float, float]:
         """Bytes kept from forward to backward by the projection, and those of a chunk of logits."""

@@ -9,6 +9,7 @@ from typing import Literal
 
 from mlm.data.config import MASKED
 from mlm.models.config import ModelConfig
+from mlm.models.sizes import Sizes
 from mlm.parallel.config import ParallelConfig
 
 Schedule = Literal["1f1b", "gpipe", "zb_h1"]
@@ -36,11 +37,15 @@ class Shape:
     """Share of the tokens that go through the vocabulary projection."""
     tied: bool = True
     """True if the vocabulary projection is the token table."""
+    head_width: int | None = None
+    """Width of a head; None for hidden / heads."""
+    window: int = 0
+    """Tokens that each attends to; 0 for all before it."""
 
     @classmethod
     def of(cls, model: ModelConfig, seq: int, tp: int = 1) -> "Shape":
         """The shape of a model; its vocabulary is padded for `tp`."""
-        bert = model.kind == "bert"
+        bert, sizes = model.kind == "bert", model.sizes
         return cls(
             layers=model.num_layers,
             hidden=model.hidden_size,
@@ -50,12 +55,27 @@ class Shape:
             vocab=model.padded_vocab_size(tp),
             causal=not bert,
             scored=MASKED if bert else 1.0,
+            kv_heads=sizes.kv_heads,
+            gated=sizes.gated,
+            tied=sizes.tied,
+            head_width=sizes.head_dim,
+            window=sizes.window,
         )
 
     @property
     def head_dim(self) -> int:
         """Width of a head."""
-        return self.hidden // self.heads
+        return self.head_width or self.hidden // self.heads
+
+    @property
+    def query_size(self) -> int:
+        """Width of all queries."""
+        return self.head_dim * self.heads
+
+    @property
+    def attended(self) -> float:
+        """Tokens that attention is computed for, of each token."""
+        return Sizes(head_dim=self.head_dim, kv_heads=1, window=self.window).attended(self.seq)
 
     @property
     def kv_size(self) -> int:
@@ -65,7 +85,7 @@ class Shape:
     @property
     def layer_weights(self) -> int:
         """Elements of a layer's matrices."""
-        attention = 2 * self.hidden * (self.hidden + self.kv_size)
+        attention = 2 * self.hidden * (self.query_size + self.kv_size)
         return attention + (3 if self.gated else 2) * self.hidden * self.ffn
 
     @property
@@ -75,9 +95,9 @@ class Shape:
         return self.layers * self.layer_weights + tables
 
     @property
-    def layer_flops(self) -> int:
+    def layer_flops(self) -> float:
         """Forward operations of one layer on one sequence: 2 per weight and token, 4 S^2 H for attention."""
-        return 2 * self.seq * self.layer_weights + 4 * self.seq**2 * self.hidden
+        return 2 * self.seq * self.layer_weights + 4 * self.seq * self.attended * self.query_size
 
     def model_flops(self, samples: int = 1) -> float:
         """Operations of a step: forward once, backward twice that (arXiv:2205.05198, appendix A)."""

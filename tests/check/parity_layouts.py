@@ -19,6 +19,16 @@ VOCAB_OF_DOCUMENTS, EOD = 11, 3
 """Random tokens of so few kinds end a document or two in every sample."""
 
 
+LLAMAS: dict[str, dict[str, bool | int | float | str]] = {
+    "llama": {"num_kv_heads": 2, "rope_scaling": "llama3", "rope_factor": 2.0},
+    "qwen": {
+        **{"num_kv_heads": 1, "head_dim": 6, "qk_norm": True, "qkv_bias": True, "tied": True, "window": 5},
+        **{"rope_scaling": "yarn", "rope_factor": 3.0, "rope_original_positions": 6, "rope_theta": 50.0},
+    },
+}
+"""Options of the Llamas, of 4 heads: all that the family has."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """A way to run the tiny model; the defaults are one process in float64."""
@@ -41,6 +51,8 @@ class Layout:
     """Of each replica, in a step."""
     bert: str | None = None
     """A BERT with its norms there; None is a GPT-2."""
+    llama: str | None = None
+    """A Llama of LLAMAS; None is a GPT-2."""
 
     def __str__(self) -> str:
         changed = {k: v for k, v in vars(self).items() if v != type(self).__dataclass_fields__[k].default}
@@ -68,7 +80,9 @@ class Layout:
             seed=3,
             steps=steps,
             model=ModelConfig(
-                kind="gpt2" if self.bert is None else "bert",
+                kind="llama" if self.llama else "gpt2" if self.bert is None else "bert",
+                activation="silu" if self.llama else "gelu_tanh",
+                options=LLAMAS[self.llama] if self.llama else {},
                 token_types=0 if self.bert is None else 2,
                 norm=self.bert or "pre",  # type: ignore[arg-type]
                 num_layers=self.layers,
@@ -253,3 +267,14 @@ BERT_LAYOUTS = (
     Layout(pp=2, dp=2, zero=2, precision="fp32", dropout=0.1, bert="post"),
 )
 """Each split, with norms in both places; GPT-2 has every pair."""
+
+LLAMA_LAYOUTS = (
+    *(
+        replace(LAYOUTS[n], llama=name)
+        for name, numbers in {"llama": (2, 10, 13), "qwen": (1, 4, 6, 18)}.items()
+        for n in numbers
+    ),
+    Layout(tp=4, precision="bf16", micro_batches=1, llama="llama"),
+    Layout(tp=2, sequence_parallel=True, precision="fp32", dropout=0.1, llama="qwen"),
+)
+"""Fewer heads of keys and values than tp ranks, each split and schedule; GPT-2 has every pair."""

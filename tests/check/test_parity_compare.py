@@ -17,6 +17,7 @@ from mlm.train.trainer import StepOutcome, Trainer
 from tests.check.parity_layouts import (
     BERT_LAYOUTS,
     LAYOUTS,
+    LLAMA_LAYOUTS,
     Layout,
     compatible_pairs,
     is_compatible,
@@ -26,7 +27,7 @@ from tests.check.parity_layouts import (
 from tests.ranks import run_on_ranks
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, *BERT_LAYOUTS], ids=str)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *BERT_LAYOUTS, *LLAMA_LAYOUTS], ids=str)
 def test_layout_equals_one_process(layout: Layout) -> None:
     """Losses, gradients and weights of two steps; dropout, clipping and weight decay included."""
     for verdict, report in run_on_ranks(verdict_of, layout, **layout.sizes):

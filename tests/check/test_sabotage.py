@@ -4,7 +4,6 @@ A rank replaces a function by a broken one while it compares. Those that act alo
 one process they are compared with; the others are written so as to leave it alone.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +17,8 @@ from torch.distributed import ProcessGroup
 from mlm.check.parity.verdict import Verdict
 from mlm.data.sampler import Batch, Plan
 from mlm.models.gpt2.objective import NextToken
+from mlm.models.llama.model import Llama
+from mlm.models.rotary import Rotary
 from mlm.optim.precision import parameter_dtype
 from mlm.parallel.collectives import Pending, reduce_scatter
 from mlm.parallel.dropout import DropoutStream
@@ -47,11 +48,11 @@ def same(x: Tensor, *_: Any) -> Tensor:
     return x
 
 
-def forgotten(*_: Any) -> None:
+def forgotten(*_: Any, **__: Any) -> None:
     """Instead of a sum of gradients."""
 
 
-def qkv_before_heads(qkv: Tensor, head_dim: int, p: float, causal: bool) -> Tensor:
+def qkv_before_heads(qkv: Tensor, head_dim: int, p: float, bias: Tensor | None, causal: bool) -> Tensor:
     """Attention that takes rows in the order [q, k, v][head][head_dim]: a cut over tp mixes them up."""
     s, b, _ = qkv.shape
     q, k, v = qkv.view(s, b, 3, -1, head_dim).permute(2, 1, 3, 0, 4).unbind(0)
@@ -66,6 +67,7 @@ def counted_by_every_rank(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
 
 TRUE_OUTPUT, TRUE_UPDATE = NextToken.output, Trainer.update
 TRUE_PLAN, TRUE_ROW = Plan.step, RowParallelLinear.forward
+TRUE_ROTARY = Llama.rotary
 TRUE_STREAM, TRUE_MASKS = DropoutStream.of_micro_batch, DropoutStream.probabilities
 
 
@@ -109,12 +111,26 @@ def masks_of_first_rows(*args: Any, sequence_rank: int, **kwargs: Any) -> Dropou
     return TRUE_STREAM(*args, sequence_rank=0, **kwargs)
 
 
+def positions_of_own_rows(model: Llama, x: Tensor, positions: Tensor | None) -> Rotary:
+    """Rotary positions that begin again at each tp rank's rows of the sequence."""
+    if model.sequence_parallel:
+        positions = torch.arange(x.shape[0]).repeat(model.tp.size)[None]
+    return TRUE_ROTARY(model, x, positions)
+
+
+def positions_twice_as_far(model: Llama, x: Tensor, positions: Tensor | None) -> Rotary:
+    """Rotary positions that a later pipeline stage counts in another unit."""
+    if not model.stage.is_first:
+        positions = 2 * torch.arange(x.shape[0])[None]
+    return TRUE_ROTARY(model, x, positions)
+
+
 @dataclass(frozen=True)
 class Sabotage:
     """A replaced function, its replacement, the layout, and the expected verdict."""
 
     target: str
-    broken: Callable[..., Any]
+    broken: Any
     layout: Layout
     place: str
     suspect: str
@@ -123,6 +139,7 @@ class Sabotage:
 
 TP, SP = Layout(tp=2), Layout(tp=2, sequence_parallel=True)
 PP, DP = Layout(pp=2), Layout(dp=2)
+GROUPED = Layout(tp=4, llama="llama")
 CASES = {
     "f without its all-reduce": Sabotage(
         "mlm.parallel.linear.start_all_reduce", not_summed, TP, "layers.3.mlp_norm.bias", "f, its sum over tp"
@@ -215,6 +232,34 @@ CASES = {
         Layout(tp=2, sequence_parallel=True, dropout=0.1),
         "loss of step 1",
         "dropout masks",
+    ),
+    "shared key-value heads not summed over the ranks that hold them": Sabotage(
+        "mlm.parallel.gradients._sum_over_neighbours",
+        forgotten,
+        GROUPED,
+        "layers.3.attention.kv.weight",
+        "several share",
+    ),
+    "norms of heads not summed over tp": Sabotage(
+        "mlm.models.llama.attention.HeadNorm.is_partial",
+        False,
+        Layout(tp=2, llama="qwen"),
+        "layers.3.attention.key_norm.weight",
+        "every tp rank holds",
+    ),
+    "rotary positions of each tp rank's own rows": Sabotage(
+        "mlm.models.llama.model.Llama.rotary",
+        positions_of_own_rows,
+        Layout(tp=2, sequence_parallel=True, llama="llama"),
+        "loss of step 1",
+        "rotary positions",
+    ),
+    "other rotary positions in a later stage": Sabotage(
+        "mlm.models.llama.model.Llama.rotary",
+        positions_twice_as_far,
+        Layout(pp=2, llama="llama"),
+        "loss of step 1",
+        "rotary positions",
     ),
     "gradient norm of one rank's part": Sabotage(
         "mlm.optim.clip.all_reduce", same, TP, "gradient norm of step 1", "counts in the norm"

@@ -51,6 +51,29 @@ BERTS = {  # billions and digits, as printed: arXiv:1810.04805, section 3; arXiv
 }
 
 
+RELEASED = {  # parameters of the released models, as their model cards and safetensors count them
+    "llama2_7b": 6_738_415_616,
+    "llama2_13b": 13_015_864_320,
+    "llama2_70b": 68_976_648_192,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3_405b": 405_853_388_800,
+    "llama3_1b": 1_235_814_400,
+    "llama3_3b": 3_212_749_824,
+    "qwen2_0_5b": 494_032_768,
+    "qwen2_1_5b": 1_543_714_304,
+    "qwen2_7b": 7_615_616_512,
+    "qwen3_0_6b": 596_049_920,
+    "qwen3_1_7b": 1_720_574_976,
+    "qwen3_8b": 8_190_735_360,
+    "mistral_7b": 7_241_732_096,
+    "smollm2_135m": 134_515_008,
+    "smollm2_360m": 361_821_120,
+    "smollm2_1_7b": 1_711_376_384,
+    "tinyllama_1b": 1_100_048_384,
+}
+
+
 @cache
 def preset(name: str) -> ModelConfig:
     config: ModelConfig = load_config("pretrain", [f"model={name}"]).model
@@ -58,12 +81,13 @@ def preset(name: str) -> ModelConfig:
 
 
 def built(config: ModelConfig, tp: int, rank: int) -> tuple[int, int]:
-    """(true parameters of one tp rank, those of them that are replicated)."""
+    """(true parameters of one tp rank, those of them that are replicated or another rank counts)."""
     with torch.device("meta"):
         model = family_of(config.kind).model(config, tp=shape_context(rank, tp=tp).tp)
     shards = list(parameter_shards(model, shape_context(rank, tp=tp).tp))
-    sizes = [(s.without_padding(s.parameter).numel(), s.tp_dim is None) for s in shards]
-    return sum(n for n, _ in sizes), sum(n for n, replicated in sizes if replicated)
+    sizes = [(s.without_padding(s.parameter).numel(), s) for s in shards]
+    copies = sum(n for n, s in sizes if s.tp_dim is None or (s.replicas > 1 and not s.is_owner))
+    return sum(n for n, _ in sizes), copies
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -76,7 +100,12 @@ def test_preset_has_the_parameters_its_formula_counts(name: str) -> None:
 def test_preset_splits_over_every_tp_that_its_papers_use(name: str) -> None:
     """The eight (or fewer) shards together hold each split parameter once and each replicated one each."""
     config = preset(name)
-    tp = next(t for t in (8, 6, 5, 4, 2, 1) if config.num_heads % t == 0 and config.ffn_size % t == 0)
+    kv_heads = config.sizes.kv_heads
+    tp = next(
+        t
+        for t in (8, 6, 5, 4, 3, 2, 1)
+        if config.num_heads % t == config.ffn_size % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)
+    )
     totals = [built(config, tp, rank) for rank in range(tp)]
     replicated = totals[0][1]
     assert sum(total - copy for total, copy in totals) + replicated == config.num_parameters()
@@ -85,6 +114,11 @@ def test_preset_splits_over_every_tp_that_its_papers_use(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(OPENAI))
 def test_openai_presets_have_the_released_models_size(name: str) -> None:
     assert preset(name).num_parameters() == OPENAI[name]
+
+
+@pytest.mark.parametrize("name", sorted(RELEASED))
+def test_llamas_have_the_released_models_size(name: str) -> None:
+    assert preset(name).num_parameters() == RELEASED[name]
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
@@ -98,8 +132,8 @@ def test_paper_presets_have_the_published_size(name: str) -> None:
 
 
 def test_every_preset_of_a_paper_is_checked() -> None:
-    small = {"gpt2_tiny", "gpt2_demo", "bert_tiny", "bert"}
-    assert set(PRESETS) == set(OPENAI) | set(PUBLISHED) | set(BERTS) | small
+    small = {"gpt2_tiny", "gpt2_demo", "bert_tiny", "bert", "llama", "llama_tiny"}
+    assert set(PRESETS) == set(OPENAI) | set(PUBLISHED) | set(BERTS) | set(RELEASED) | small
 
 
 @pytest.mark.parametrize("name", sorted(BERTS))

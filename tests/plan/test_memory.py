@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from mlm.models.config import ModelConfig
+from mlm.models.llama.model import LlamaLayer
+from mlm.models.rotary import Rotary
 from mlm.models.transformer import TransformerLayer
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
@@ -29,9 +31,26 @@ BERT = ModelConfig(
 POST = ModelConfig(
     kind="bert", num_layers=4, hidden_size=32, num_heads=2, max_positions=16, token_types=2, norm="post"
 )
+LLAMA = ModelConfig(
+    kind="llama",
+    num_layers=4,
+    hidden_size=48,
+    num_heads=4,
+    ffn_hidden_size=40,
+    max_positions=32,
+    activation="silu",
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+    options={"num_kv_heads": 1},
+)
+QWEN = replace(
+    LLAMA, options={"num_kv_heads": 2, "head_dim": 16, "qk_norm": True, "qkv_bias": True, "tied": True}
+)
 
 
-@pytest.mark.parametrize("model", [GPT2, BERT, POST], ids=["gpt2", "bert", "bert-post"])
+@pytest.mark.parametrize(
+    "model", [GPT2, BERT, POST, LLAMA, QWEN], ids=["gpt2", "bert", "bert-post", "llama", "qwen"]
+)
 @pytest.mark.parametrize(("tp", "pp", "vp"), [(1, 1, 1), (2, 1, 1), (1, 3, 1), (2, 2, 2), (1, 4, 1)])
 def test_every_rank_holds_the_parameters_that_are_predicted(
     model: ModelConfig, tp: int, pp: int, vp: int
@@ -111,7 +130,27 @@ def test_a_layer_keeps_the_activations_that_are_predicted(
     assert predicted == pytest.approx(found, rel=0.01)
 
 
-def saved_bytes(layer: nn.Module, x: Tensor) -> int:
+@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("options", [LLAMA.options, QWEN.options], ids=["llama", "qwen"])
+@pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bf16"), (torch.float32, "fp32")])
+def test_a_llama_layer_keeps_the_activations_that_are_predicted(
+    tp: int, options: dict[str, bool | int | float | str], dtype: torch.dtype, name: str
+) -> None:
+    """Grouped queries without repeated keys, a gate, norms of heads."""
+    model = replace(LLAMA, num_layers=1, hidden_size=256, ffn_hidden_size=704, options=options)
+    layout = Layout(tp=tp, micro_batch=2, global_batch=2)
+    memory = MemoryModel(model, 128, name)
+    predicted = Moving(memory, layout, 0, memory.held(layout, 0))._kept
+    layer = LlamaLayer(model, layer=0, tp=Axis("tp", 0, tp))
+    x = torch.randn(128, 2, 256, dtype=dtype, requires_grad=True)
+    width = model.head_dim // 2
+    rotary = Rotary(torch.ones(128, 1, 1, width, dtype=dtype), torch.ones(128, 1, 1, width, dtype=dtype))
+    tables = sum(table.untyped_storage().nbytes() for table in (rotary.cos, rotary.sin))
+    found = saved_bytes(layer, x, rotary=rotary) - tables  # all layers share them
+    assert predicted == pytest.approx(found, rel=0.01)
+
+
+def saved_bytes(layer: nn.Module, x: Tensor, **inputs: Rotary) -> int:
     """Bytes of the storages that a layer's graph keeps, each once, without parameters and vectors."""
     weights = {p.untyped_storage().data_ptr() for p in layer.parameters()}
     kept: dict[int, Tensor] = {}
@@ -122,7 +161,7 @@ def saved_bytes(layer: nn.Module, x: Tensor) -> int:
         return saved
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
-        y = layer(x, DropoutStream.of_micro_batch(0, 0, x.shape[1], torch.device("cpu")))
+        y = layer(x, DropoutStream.of_micro_batch(0, 0, x.shape[1], torch.device("cpu")), **inputs)
     found = sum(saved.untyped_storage().nbytes() for saved in kept.values())
     del y
     return found

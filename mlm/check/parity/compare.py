@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import repeat
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -182,6 +181,7 @@ class Comparison:
         self.layout, self.alone = layout, alone
         self.everyone = layout.ctx.world
         self.whole = whole_parameters(layout.config)
+        self.shared = shared_over_tp(layout.config, layout.ctx.tp.size)
         self.held: dict[str, list[ParameterShard]] = {name: [] for name in self.whole}
         for shard in layout.shards:
             self.held[shard.name].append(shard)
@@ -219,7 +219,7 @@ class Comparison:
         all_reduce(maxima, self.everyone, dist.ReduceOp.MAX)
         all_reduce(sums, self.everyone)
         rows = zip(self.whole.values(), maxima.tolist(), sums.tolist(), strict=True)
-        return tuple(_difference(*row) for row in rows)
+        return tuple(_difference(*row, shared=row[0].name in self.shared) for row in rows)
 
     def _note_rounding(self, shard: ParameterShard, off: Tensor, expected: Tensor) -> None:
         holds = off > ROUNDING * (expected.abs() + self.layout.config.optimizer.eps)
@@ -274,13 +274,21 @@ def _slice_of(whole: Tensor, shard: ParameterShard, shape: Sequence[int]) -> Ten
     return whole[tuple(slice(o, o + n) for o, n in zip(shard.offset, shape, strict=True))]
 
 
-def _difference(whole: ParameterShard, maxima: list[float], sums: list[float]) -> Difference:
+def shared_over_tp(config: PretrainConfig, tp: int) -> set[str]:
+    """Names of the parameters of which several of `tp` ranks hold the same part."""
+    ctx = replace(shape_context(tp=tp), device=torch.device("meta"))
+    model = PipelinedModel(config.model, ParallelConfig(tp=tp), config.precision, ctx)
+    shards = (shard for chunk in model.chunks for shard in parameter_shards(chunk, ctx.tp))
+    return {shard.name for shard in shards if shard.tp_dim is None or shard.replicas > 1}
+
+
+def _difference(whole: ParameterShard, maxima: list[float], sums: list[float], *, shared: bool) -> Difference:
     (largest, difference), (count, product, square, expected) = maxima, sums
     size = math.prod(whole.global_shape)
     lengths = (square * expected) ** 0.5
     return Difference(
         name=whole.name,
-        replicated=whole.tp_dim is None,
+        replicated=shared,
         largest=largest,
         difference=difference if count == size else torch.inf,
         factor=product / expected if expected else torch.nan,

@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -86,8 +86,7 @@ def needed_bytes(config: ParityConfig, num_layers: int) -> int:
     micro-batch by arXiv:2205.05198, equation 2, in the format of compute, without recomputation.
     """
     model, batch = config.model, config.train.micro_batch_size
-    layer = 12 * model.hidden_size**2  # what a further layer weighs, near enough
-    parameters = model.num_parameters() - (model.num_layers - num_layers) * layer
+    parameters = replace(model, num_layers=num_layers).num_parameters()
     kept, computed = {"fp64": (8, 8), "fp32": (4, 4)}.get(config.precision.dtype, (4, 2))
     s, h = config.data.seq_length, model.hidden_size
     per_layer = s * batch * h * (34 + 5 * model.num_heads * s / h) / 2 * computed

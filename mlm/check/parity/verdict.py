@@ -167,7 +167,7 @@ def _hint_of_loss(step: StepReport, tolerance: Tolerance) -> str:
         )
     return (
         "the forward pass differs: suspect how weights are split (the order of the qkv rows), a sum over tp, "
-        "dropout masks, or which samples each replica reads"
+        "rotary positions, dropout masks, or which samples each replica reads"
     )
 
 
@@ -185,8 +185,9 @@ def _hint_of_gradients(wrong: Sequence[Difference], gradients: Sequence[Differen
         )
     if all(gradient.replicated for gradient in wrong):
         return (
-            "only parameters that every tp rank holds are wrong: suspect the sum of their gradients over tp, "
-            "which sequence_parallel=true needs and nothing else, or a bias that each rank adds"
+            "only parameters that every tp rank holds, or several share, are wrong: suspect the sum of their "
+            "gradients over tp, which sequence_parallel=true, norms of heads and shared key-value heads need, "
+            "or a bias that each rank adds"
         )
     last = gradients.index(wrong[-1])
     if any(gradient not in wrong for gradient in gradients[:last]):

@@ -18,6 +18,9 @@ DOCUMENT_SWITCHES = ("reset_positions", "reset_attention", "mask_eod_loss")
 
 def model_problem(model: ModelConfig) -> Problem | None:
     """Return the problem of a model's settings."""
+    if model.activation == "silu":
+        problem = f"model.activation=silu is llama's, and model.kind={model.kind} has a GELU"
+        return Problem(("model.activation", "model.kind"), problem, "use model.activation=gelu")
     if model.token_types >= 2:
         return None
     problem = f"model.token_types={model.token_types}: model.kind={model.kind} distinguishes two segments"

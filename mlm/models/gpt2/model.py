@@ -137,4 +137,6 @@ class GPT2(Transformer):
             x = layer(x, None, None, reading, rotary)
         if not self.stage.is_last:
             return x
-        return full_logits(self.final_norm(x[-1]), self.vocabulary) if reading.wants_logits else x.new_empty(0)
+        return (
+            full_logits(self.final_norm(x[-1]), self.vocabulary) if reading.wants_logits else x.new_empty(0)
+        )

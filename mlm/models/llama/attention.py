@@ -1,7 +1,7 @@
 """Grouped-query attention with rotary positions, its heads split over the tensor-parallel ranks.
 
-Shapes: S sequence, B micro-batch, H hidden, N heads, K heads of keys and values, D head_dim, t = tensor-parallel
-size. n = N/t and k = K/t heads are of this rank; of K < t heads, each is held by t/K ranks.
+Shapes: S sequence, B micro-batch, H hidden, N heads, K heads of keys and values, D head_dim, t =
+tensor-parallel size. n = N/t and k = K/t heads are of this rank; of K < t heads, each is held by t/K ranks.
 """
 
 import math
@@ -124,7 +124,7 @@ class GroupedQueryAttention(SelfAttention):
     def unfused(
         self, qkv: Tensor, drop: Callable[[Tensor], Tensor], bias: Tensor | None, causal: bool
     ) -> Tensor:
-        """drop(softmax(q k^T / sqrt(D))) v on a CPU, where keys and values are repeated: only with dropout."""
+        """drop(softmax(q k^T / sqrt(D))) v, keys and values repeated for their queries: for dropout only."""
         q, k, v = self.heads(qkv)
         b, n, s, _ = q.shape
         repeats = n // k.shape[1]

@@ -1,7 +1,6 @@
 """Llama, Mistral, Qwen 2 and Qwen 3 as one model family."""
 
 from mlm.data.sampler import Batch
-from mlm.models.config import ModelConfig
 from mlm.models.family import ModelFamily
 from mlm.models.gpt2.family import Windows, head_products, num_head_parameters
 from mlm.models.gpt2.objective import NextToken

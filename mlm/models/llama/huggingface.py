@@ -55,7 +55,9 @@ _NUMBERS = {
 }
 
 
-def _keys(ffn: int, kv_heads: int | None, positions: int, vocabulary: int, head_dim: int | None) -> ConfigKeys:
+def _keys(
+    ffn: int, kv_heads: int | None, positions: int, vocabulary: int, head_dim: int | None
+) -> ConfigKeys:
     """Keys of config.json with the defaults of one of the model types."""
     return ConfigKeys(
         fixed=_FIXED | _NO_BIASES,
@@ -103,7 +105,8 @@ def problem(model: ModelConfig) -> str | None:
     if settings.qk_norm and settings.qkv_bias:
         return f"has both model.options.qk_norm and qkv_bias, as no model of transformers; {known}"
     if settings.rotary_fraction != 1:
-        return f"its model.options.rotary_fraction={settings.rotary_fraction:g}, and theirs turn whole heads; {known}"
+        fraction = f"its model.options.rotary_fraction={settings.rotary_fraction:g}"
+        return f"{fraction}, and theirs turn whole heads; {known}"
     if model.head not in ("language_model", "none"):
         return f"its head={model.head} has a bias, which theirs lack: only a language model is exported"
     return None
@@ -135,9 +138,10 @@ def locations(model: ModelConfig) -> Iterator[tuple[str, Location]]:
 
 
 def read_config(config: Mapping[str, JSON], path: str) -> tuple[ModelConfig, list[str]]:
-    """Return our settings for one of the four configurations, and notes on differences. Raises ConfigError."""
+    """Return our settings for one of the four configurations, and no notes. Raises ConfigError."""
     kind = str(config["model_type"])
-    problems, found = [], dict[str, Any]()
+    problems: list[Any] = []
+    found: dict[str, Any] = {}
     try:
         found = _KEYS[kind].read(config, path, NAMES[kind])
     except ConfigError as error:

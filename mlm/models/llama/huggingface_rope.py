@@ -1,4 +1,4 @@
-"""Rotary settings in a config.json: rope_theta and rope_scaling, which newer versions call rope_parameters."""
+"""Rotary settings in a config.json: rope_theta and rope_scaling, in newer versions rope_parameters."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -44,28 +44,39 @@ def read_rope(config: Mapping[str, JSON], path: str, found: Mapping[str, Any]) -
         return {}, [f"{path}: {name}={show(given)} is no object of settings"]
     scaling = given.get("rope_type", given.get("type", "default"))
     if scaling not in ROPE_TYPES:
-        return {}, [f"{path}: {name}.rope_type={show(scaling)} is not supported; supported: {', '.join(ROPE_TYPES)}"]
-    theta = given.get("rope_theta", config.get("rope_theta", 10000.0))
+        return {}, [
+            f"{path}: {name}.rope_type={show(scaling)} is not supported; supported: {', '.join(ROPE_TYPES)}"
+        ]
+    theta: Any = given.get("rope_theta", config.get("rope_theta", 10000.0))
     fraction = given.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     problems = []
     if type(theta) not in (int, float) or not 1 < theta < 1 << 31:
         problems.append(f"{path}: rope_theta={show(theta)} must be a number above 1")
     if fraction not in (1.0, None):  # these four classes of theirs turn whole heads
-        problems.append(f"{path}: partial_rotary_factor={show(fraction)} is not what theirs computes; supported: 1")
+        problems.append(
+            f"{path}: partial_rotary_factor={show(fraction)} is not what theirs computes; supported: 1"
+        )
     out: Options = {"rope_scaling": scaling}
     known = _THEIRS.get(scaling, {})
     for key in sorted(given.keys() - known.keys() - set(_COMMON)):
         if scaling != "default" and given[key] is not None:
-            problems.append(f"{path}: {name}.{key}={show(given[key])} is not supported with {scaling}; remove it")
+            problems.append(
+                f"{path}: {name}.{key}={show(given[key])} is not supported with {scaling}; remove it"
+            )
     for key in _REQUIRED.get(scaling, ()):
         if key not in given:
             problems.append(f"{path}: {name}.{key} is missing, which {scaling} needs")
     for key, ours in known.items():
-        if (value := given.get(key)) is None:
+        value: Any = given.get(key)
+        if value is None:
             continue
         if type(value) is bool and ours == "rope_truncate":
             out[ours] = value
-        elif type(value) not in (int, float) or not 0 < value < 1 << 31 or (ours in _WHOLE and value != int(value)):
+        elif (
+            type(value) not in (int, float)
+            or not 0 < value < 1 << 31
+            or (ours in _WHOLE and value != int(value))
+        ):
             problems.append(f"{path}: {name}.{key}={show(value)} must be a number above 0")
         else:
             out[ours] = int(value) if ours in _WHOLE else float(value)

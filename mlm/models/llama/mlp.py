@@ -15,8 +15,8 @@ from mlm.parallel.mesh import Axis
 class GatedMLP(MLP):
     """SwiGLU, or GeGLU with model.activation=gelu.
 
-    The rows of the weight are ordered [block][gate, up][F / blocks], with gcd(N, F) blocks: a contiguous split at
-    any tp that divides the heads and F gives whole blocks. The columns of W2 are in the usual order.
+    The rows of the weight are ordered [block][gate, up][F / blocks], with gcd(N, F) blocks: a contiguous
+    split at any tp that divides the heads and F gives whole blocks. Columns of W2 are in the usual order.
     """
 
     def __init__(self, config: ModelConfig, *, tp: Axis, sequence_parallel: bool = False) -> None:
@@ -27,8 +27,9 @@ class GatedMLP(MLP):
         """[S, B, 2F/t] -> [S, B, F/t]."""
         pairs = y.unflatten(-1, (-1, 2, self.block))  # [S, B, blocks/t, 2, F / blocks]
         if self.activation != "silu":
-            return (activate(pairs[..., 0, :], self.activation) * pairs[..., 1, :]).flatten(2)
-        gated: Tensor = _SwiGLU.apply(pairs)  # type: ignore[no-untyped-call]
+            gated: Tensor = activate(pairs[..., 0, :], self.activation) * pairs[..., 1, :]
+            return gated.flatten(2)
+        gated = _SwiGLU.apply(pairs)  # type: ignore[no-untyped-call]
         return gated.flatten(2)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm of the last dimension, whose float32 weight serves activations of any dtype. Replicated over tp."""
+    """RMSNorm whose float32 weight serves activations of any dtype. Replicated over tp."""
 
     def __init__(self, size: int, *, eps: float) -> None:
         super().__init__(size, eps=eps)
@@ -17,8 +17,9 @@ class RMSNorm(nn.RMSNorm):
         """Normalise the last dimension of x."""
         assert self.eps is not None
         if x.device.type != "cpu" or torch.compiler.is_compiling():
-            return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
-        y: Tensor = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
+            y: Tensor = F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+            return y
+        y = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
         return y
 
 
@@ -31,7 +32,8 @@ class _RMSNorm(torch.autograd.Function):
         squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
         scale = squares.div_(x.shape[-1]).add_(eps).rsqrt_()  # [..., 1]
         ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).mul_(weight.to(wide.dtype)).to(x.dtype)
+        y: Tensor = (wide * scale).mul_(weight.to(wide.dtype)).to(x.dtype)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

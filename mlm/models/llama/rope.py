@@ -46,7 +46,9 @@ def _by_wavelength(plain: Tensor, settings: LlamaSettings) -> Tensor:
 
 def _by_turns(plain: Tensor, settings: LlamaSettings) -> Tensor:
     """yarn: dimensions before the ramp stay, those after it are scaled in full."""
-    first, last = (_dimension(turns, settings) for turns in (settings.rope_beta_fast, settings.rope_beta_slow))
+    first, last = (
+        _dimension(turns, settings) for turns in (settings.rope_beta_fast, settings.rope_beta_slow)
+    )
     if settings.rope_truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, settings.rotary_dim - 1)

@@ -16,8 +16,8 @@ class LlamaSettings:
     """What distinguishes Llama, Mistral, Qwen 2 and Qwen 3; the defaults are the first Llama's."""
 
     num_kv_heads: int = 0
-    """Heads of keys and values, K, shared by num_heads / K queries each (arXiv:2305.13245); 0 means num_heads.
-    Of tp and K one must divide the other: ranks beyond K hold copies."""
+    """Heads of keys and values, K, each shared by num_heads / K queries (arXiv:2305.13245); 0 means
+    num_heads. Of tp and K one must divide the other: ranks beyond K hold copies."""
     head_dim: int = 0
     """Width of a head, D; 0 means hidden_size / num_heads."""
     rope_theta: float = 10000.0
@@ -54,7 +54,7 @@ class LlamaSettings:
 
     @classmethod
     def of(cls, model: ModelConfig) -> "LlamaSettings":
-        """The settings of a model, with defaults that depend on it filled in; those of a wrong type left out."""
+        """The settings of a model, defaults that depend on it filled in, values of a wrong type left out."""
         options = {name: value for name, value in model.options.items() if name in DEFAULTS}
         given = {name: kind_of(name)(v) for name, v in options.items() if _type_problem(name, v) is None}
         given["num_kv_heads"] = given.get("num_kv_heads") or model.num_heads
@@ -158,4 +158,3 @@ def _value_problem(model: ModelConfig, settings: LlamaSettings) -> Problem | Non
         why = f"must be at least rope_beta_slow={settings.rope_beta_slow:g}, and that greater than 0"
         return problem("rope_beta_fast", why, "use 32.0 and 1.0")
     return None
-

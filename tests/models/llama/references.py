@@ -63,8 +63,14 @@ def their_model(name: str) -> Any:
     """A model of random weights, biases and norms too."""
     kind, settings = CASES[name]
     torch.manual_seed(0)
-    given = {key: value for key, value in (SHAPE | settings).items() if value is not None or key[-9:] == "_token_id"}
-    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**given)).eval()
+    given = {
+        key: value
+        for key, value in (SHAPE | settings).items()
+        if value is not None or key[-9:] == "_token_id"
+    }
+    model = getattr(transformers, f"{kind}ForCausalLM")(
+        getattr(transformers, f"{kind}Config")(**given)
+    ).eval()
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.1)
