@@ -143,7 +143,7 @@ def check_stored(manifest: Manifest, model: ModelConfig, path: Path) -> None:
     """
     stored = [entry for name, entry in manifest.tensors.items() if name.startswith("model.")]
     held, needed = sum(prod(entry.shape) for entry in stored), model.num_parameters()
-    last = f"model.layers.{model.num_layers - 1}.attention.qkv.weight"
+    last = f"model.layers.{model.num_layers - 1}.attention.out.weight"
     if held != needed or last not in manifest.tensors or len(stored) < model.num_layers:
         raise CorruptFileError(
             f"{path}: its configuration makes {needed:,} parameters in {model.num_layers:,} layers, "

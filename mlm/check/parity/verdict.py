@@ -186,8 +186,8 @@ def _hint_of_gradients(wrong: Sequence[Difference], gradients: Sequence[Differen
     if all(gradient.replicated for gradient in wrong):
         return (
             "only parameters that every tp rank holds, or several share, are wrong: suspect the sum of their "
-            "gradients over tp, which sequence_parallel=true, norms of heads and shared key-value heads need, "
-            "or a bias that each rank adds"
+            "gradients over tp, which sequence_parallel=true, norms of heads and shared key-value heads "
+            "need, or a bias that each rank adds"
         )
     last = gradients.index(wrong[-1])
     if any(gradient not in wrong for gradient in gradients[:last]):

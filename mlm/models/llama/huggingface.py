@@ -219,6 +219,7 @@ def write_config(model: ModelConfig, ids: TokenIds) -> dict[str, JSON]:
         windowed["max_window_layers"] = 0 if settings.window else model.num_layers
     biases = {"attention_bias": False} if kind in ("llama", "qwen3") else {}
     biases |= {"mlp_bias": False} if kind == "llama" else {}
+    usual = model.hidden_size // model.num_heads
     return {
         "architectures": [architecture(model)],
         "model_type": kind,
@@ -228,7 +229,7 @@ def write_config(model: ModelConfig, ids: TokenIds) -> dict[str, JSON]:
         "num_hidden_layers": model.num_layers,
         "num_attention_heads": model.num_heads,
         "num_key_value_heads": settings.num_kv_heads,
-        "head_dim": settings.head_dim,
+        **({} if kind == "qwen2" and settings.head_dim == usual else {"head_dim": settings.head_dim}),
         "intermediate_size": model.ffn_size,
         "hidden_act": "silu" if model.activation == "silu" else GELU_NAMES[model.activation],
         "attention_dropout": model.attention_dropout,

@@ -1,0 +1,119 @@
+"""Llama, Mistral and Qwen folders of `transformers`, both ways; what ours does not compute is rejected."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+import mlm
+from mlm.checkpoint.huggingface.folder import read_model
+from mlm.checkpoint.huggingface.tensors import HFTensors
+from mlm.convert import import_hf
+from mlm.convert.config import ImportHFConfig
+from mlm.models.llama.huggingface import MAPPING
+from tests.convert.hf_models import add_tokenizer, edit_config, export_model, import_model
+from tests.models.llama.references import YARN, our_config, their_model
+
+KINDS = ("llama3", "mistral", "qwen2", "qwen3 with a window", "yarn with an attention factor")
+
+
+def folder_of(name: str, folder: Path) -> Any:
+    """Save a model in small files; return it."""
+    model = their_model(name)
+    model.save_pretrained(folder, max_shard_size=20_000)
+    return model
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder."""
+    return {k: v for path in sorted(folder.glob("*.safetensors")) for k, v in load_file(path).items()}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_export_after_an_import_has_the_same_bits_and_settings(tmp_path: Path, name: str) -> None:
+    """Both ways compare logits with transformers' own (verify); tensors come in several files."""
+    source = tmp_path / "model"
+    model = folder_of(name, source)
+    assert len(list(source.glob("*.safetensors"))) > 1
+    run = import_model(source, tmp_path / "run")
+    out = export_model(run, tmp_path / "out")
+    before, after = tensors_of(source), tensors_of(out)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    loaded = transformers.AutoConfig.from_pretrained(out)
+    assert type(loaded) is type(model.config)
+    assert loaded.rope_parameters.items() >= model.config.rope_parameters.items()
+    for key in ("num_key_value_heads", "head_dim", "tie_word_embeddings", "sliding_window"):
+        assert getattr(loaded, key, None) == getattr(model.config, key, None), key
+
+
+def test_a_folder_is_a_checkpoint(tmp_path: Path) -> None:
+    """ckpt=FOLDER without an import, with its tokenizer: greedy text equal to transformers'."""
+    model = folder_of("qwen3", tmp_path)
+    add_tokenizer(tmp_path)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    ids = [i for i in tokenizer("To be, or not")["input_ids"] if i < model.config.vocab_size]
+    loaded = mlm.load(tmp_path)
+    want = model(torch.tensor([ids])).logits
+    assert (loaded.logits(torch.tensor([ids])) - want).abs().max() <= 1e-5
+
+
+def test_a_tied_output_layer_that_is_stored_is_compared_and_read_once(tmp_path: Path) -> None:
+    model = their_model("qwen2")
+    state = {**model.state_dict(), "lm_head.weight": model.model.embed_tokens.weight.clone()}
+    model.save_pretrained(tmp_path, state_dict=state, safe_serialization=True)
+    tensors = HFTensors(read_model(tmp_path))
+    tensors.check()
+    assert not tensors.holds("output.weight")
+
+
+WINDOWS = {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}
+REJECTED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "dynamic": ("yarn", {"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "rope_type=dynamic"),
+    "longrope": ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type=longrope"),
+    "a factor missing": ("linear", {"rope_parameters": {"rope_type": "linear"}}, "factor is missing"),
+    "unknown yarn key": ("yarn", {"rope_parameters": {**YARN, "mscale": 0.7}}, "mscale=0.7"),
+    "biases everywhere": ("llama", {"attention_bias": True}, "attention_bias=true"),
+    "MLP biases": ("llama", {"mlp_bias": True}, "mlp_bias=true"),
+    "experts": ("mistral", {"num_local_experts": 8}, "num_local_experts=8"),
+    "other activation": ("llama", {"hidden_act": "relu"}, "hidden_act=relu"),
+    "partial rotary": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    "mixed attention": ("qwen3", WINDOWS, "layer_types=full_attention, sliding_attention"),
+    "heads of odd sharing": ("llama", {"num_key_value_heads": 3}, "num_kv_heads=3"),
+    "another family": ("llama", {"model_type": "mixtral"}, "model_type=mixtral"),
+}
+"""Model, changes of its config.json, what the error names."""
+
+
+@pytest.mark.parametrize("case", REJECTED)
+def test_what_is_not_computed_is_rejected_by_name(tmp_path: Path, case: str) -> None:
+    name, changed, named = REJECTED[case]
+    folder_of(name, tmp_path)
+    edit_config(tmp_path, **changed)
+    config = ImportHFConfig(source=str(tmp_path), out=str(tmp_path / "run"))
+    (problem,) = import_hf.preflight(config)
+    assert named in str(problem)
+    assert "\n" not in str(problem)
+
+
+def test_a_model_that_no_class_computes_is_not_exported() -> None:
+    config = our_config(their_model("llama"))
+    both: dict[str, Any] = {"qk_norm": True, "qkv_bias": True}
+    for options, named in (({"rotary_fraction": 0.4}, "rotary_fraction"), (both, "qkv_bias")):
+        problem = MAPPING.problem(replace(config, options=config.options | options))
+        assert problem is not None
+        assert named in problem
+
+
+def test_old_and_new_spellings_of_rotary_settings_are_one_model(tmp_path: Path) -> None:
+    """rope_theta with rope_scaling (versions before 5), and rope_parameters."""
+    new = json.loads(json.dumps(their_model("llama3").config.to_dict()))
+    rope = new.pop("rope_parameters")
+    old = new | {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    assert MAPPING.read(old, "")[0] == our_config(their_model("llama3"))
