@@ -121,6 +121,12 @@ def with_files(command: Command, typed: Sequence[str]) -> tuple[list[str], list[
     for text in typed:
         group, _, value = text.partition("=")
         path = Path(expand_home(value.strip("'\"")))
+        if text in command.own_files:
+            own = command.own_files[text]()
+            if isinstance(own, Problem):
+                problems.append(own)
+                continue
+            path = own
         is_file = group in command.file_groups and path.suffix in (".yaml", ".yml")
         is_shipped = is_file and path.name == str(path) and isfile(CONFIG_DIR / group / path)
         if not is_file or is_shipped:

@@ -126,8 +126,8 @@ def _execute(command: Command, config: Any) -> int:
     if command.preflight and (found := resolve(command.preflight)(config)):
         raise ConfigError(found)
     if command.check is None:
-        resolve(command.target)(config)
-        return OK
+        code = resolve(command.target)(config)
+        return code if isinstance(code, int) else OK  # an int: of ranks that the command started
     out = Path(config.out) if command.out_is_run_folder else None
     run_job = resolve(f"{LAUNCH}:run_job")
     return int(run_job(command.target, config, out=out))

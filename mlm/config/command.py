@@ -3,10 +3,13 @@
 Targets are import strings, so that help, completion and errors need no torch.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import Any
+
+from mlm.errors import Problem
 
 
 def no_problems(config: Any) -> Sequence[str]:
@@ -53,6 +56,11 @@ class Command:
     """Choices of groups that experiment=… leaves as they are here; typed ones win."""
     file_groups: tuple[str, ...] = ()
     """Groups that also take the path of a YAML with the keys of their section: hardware=my_cluster.yaml."""
+    own_files: Mapping[str, Callable[[], Path | Problem]] = field(default_factory=dict)
+    """Choices of file groups that stand for a file of the user's: {"hardware=this": function of its path}."""
+    forecast: str | None = None
+    """module:function(config, launch facts) -> lines about what a run needs, printed before it starts; it
+    never raises."""
     also: tuple[str, ...] = ()
     """Names that other programs have for it, in lower case, with underscores."""
     keys: tuple[str, ...] = ()

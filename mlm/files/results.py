@@ -46,6 +46,8 @@ HTML_MARK = f'<meta name="generator" content="{CREATOR}">'
 """In the head of our pages."""
 TABLES = (b"layout,tp,pp,vp,dp,sequence_parallel,", b"rank,stage,parameters,moment,memory_bytes,")
 """Beginnings of the CSV files of `mlm plan`."""
+CALIBRATION_MARK = b"# Measured by `mlm plan calibrate`"
+"""Beginning of a YAML of hardware that `mlm plan calibrate` writes."""
 
 _results: ContextVar[TextIO | None] = ContextVar("results", default=None)
 
@@ -209,6 +211,8 @@ def is_result(path: Path) -> bool:
         return f"<dc:title>{CREATOR}".encode() in head
     if head.startswith((b"<!doctype html>", *TABLES)):
         return HTML_MARK.encode() in head or head.startswith(TABLES)
+    if head.startswith(CALIBRATION_MARK):
+        return True
     if not head.lstrip().startswith(b"{"):
         return False
     return _is_result_object(path, size) or _are_result_lines(path)

@@ -6,15 +6,17 @@ from pathlib import Path
 from mlm.config.suggest import around, divisors, either, multiples_around, nearest
 from mlm.config.tree import out_of_range, values_of
 from mlm.errors import Problem
-from mlm.files.results import folder_problem, is_stream
+from mlm.files.results import folder_problem, is_stream, result_problems
 from mlm.parallel.layout_checks import TRAIN_RULES, Launch
 from mlm.parallel.nearest_layout import layout_problems
+from mlm.plan.calibrate_config import PlanCalibrateConfig
 from mlm.plan.config import PlanLayoutsConfig, PlanMemoryConfig, PlanScheduleConfig
 from mlm.plan.search import Broken, Query, layouts, query_of, settings, splits
 
 ENDINGS = (".svg", ".png", ".json")
 LAYOUT_ENDINGS = (".html", ".png", ".json", ".csv")
 MEMORY_ENDINGS = (".json", ".csv")
+HARDWARE_ENDINGS = (".yaml", ".yml")
 MOST_TRIED = 128
 """Distance up to which a valid number of GPUs, or batch, is looked for."""
 SEARCHED = frozenset(("tp", "pp", "vp", "dp", "pipeline", "zero", "sequence_parallel"))
@@ -58,6 +60,14 @@ def check_plan_memory(config: PlanMemoryConfig) -> list[Problem]:
             Problem(("rank",), f"rank={config.rank} of {ranks} ranks", f"use rank={ranks - 1} or less")
         )
     return _found(outside, found)
+
+
+def check_plan_calibrate(config: PlanCalibrateConfig) -> list[Problem]:
+    """Problems of `mlm plan calibrate`."""
+    outside = out_of_range(config)
+    ending = _out_ends_in(config.out, HARDWARE_ENDINGS, "hardware")
+    kept = () if ending else result_problems(config.out)
+    return _found(outside, [ending, *(Problem(("out",), line) for line in kept)])
 
 
 def _found(outside: Mapping[str, Problem], found: Iterable[Problem | None]) -> list[Problem]:

@@ -1,10 +1,19 @@
 """The commands of `mlm plan`."""
 
 from mlm.config.command import Command
-from mlm.plan.checks import check_plan_layouts, check_plan_memory, check_plan_schedule
+from mlm.plan.calibrate_config import PlanCalibrateConfig
+from mlm.plan.checks import (
+    check_plan_calibrate,
+    check_plan_layouts,
+    check_plan_memory,
+    check_plan_schedule,
+)
 from mlm.plan.config import PlanLayoutsConfig, PlanMemoryConfig, PlanScheduleConfig
 from mlm.plan.dry_run_checks import check_plan_dry_run
 from mlm.plan.dry_run_config import PlanDryRunConfig
+from mlm.plan.hardware import this_machine
+
+HARDWARE_FILES = {"hardware=this": this_machine}
 
 COMMANDS = (
     Command(
@@ -37,6 +46,7 @@ COMMANDS = (
             ("A page with a picture", "mlm plan layouts model=gpt2_2_5b gpus=16 out=plan.html"),
         ),
         file_groups=("hardware",),
+        own_files=HARDWARE_FILES,
         keys=(
             *("gpus", "tokens", "price_per_gpu_hour", "show", "why", "out", "data.seq_length"),
             *("train.global_batch_size", "train.micro_batch_size", "tp", "pp", "vp", "dp"),
@@ -68,6 +78,7 @@ COMMANDS = (
             ("Sharded weights on one node", "mlm plan memory model=gpt2_2_5b dp=8 zero=3 zero_reduce=every"),
         ),
         file_groups=("hardware",),
+        own_files=HARDWARE_FILES,
         keys=(
             *("rank", "out", "data.seq_length", "train.global_batch_size", "train.micro_batch_size"),
             *("tp", "sequence_parallel", "pp", "vp", "pipeline", "dp", "zero", "zero_reduce", "recompute"),
@@ -107,6 +118,30 @@ COMMANDS = (
             *("rank", "out", "tp", "sequence_parallel", "pp", "vp", "pipeline", "dp", "zero", "zero_reduce"),
             *("recompute", "attention", "data.seq_length", "train.global_batch_size"),
             *("train.micro_batch_size", "model.num_layers", "precision.dtype"),
+        ),
+    ),
+    Command(
+        words=("plan", "calibrate"),
+        config="plan_calibrate",
+        spec=PlanCalibrateConfig,
+        target="mlm.plan.calibrate:run",
+        local_check=check_plan_calibrate,
+        summary="measure this machine or cluster, for plans by its own numbers (hardware=this)",
+        about=(
+            "Measures matrix products over shapes, memory bandwidth, attention, a transformer layer, the "
+            "optimizer's step, and collectives and transfers over sizes, on all ranks at once, in less than "
+            "two minutes. The result is kept for hardware=this on this machine, and written as YAML where "
+            "out=… names one. Started plainly it takes every GPU of this host, or its cores; under torchrun "
+            "or SLURM all hosts, and the links between them."
+        ),
+        examples=(
+            ("This machine, for hardware=this", "mlm plan calibrate"),
+            ("A file to keep", "mlm plan calibrate out=my_machine.yaml"),
+            (
+                "Two hosts of 8 GPUs (on each of them)",
+                "torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 "
+                "--no-python mlm plan calibrate out=my_cluster.yaml",
+            ),
         ),
     ),
     Command(

@@ -18,12 +18,14 @@ from mlm.parallel.pipeline.simulate import simulate
 from mlm.plan.hardware import HardwareConfig
 from mlm.plan.shape import Layout, Schedule, Shape
 
-ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp8": 2, "fp32": 4, "fp64": 8}
+ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp8": 2, "fp32": 4, "tf32": 4, "fp64": 8}
 """Bytes of an activation."""
 BACKWARD_TRAFFIC = 1.5
 """Bytes that backward moves over forward, of elementwise kernels: two operands are read rather than one."""
 FLASH_BACKWARD = 2.5
 """Products of fused attention's backward over its forward: five instead of two (arXiv:2205.14135)."""
+UNFUSED_BACKWARD = 2.0
+"""The same of attention with dropout on CPUs: four products instead of two."""
 LOGIT_BYTES = 36
 """Bytes moved per logit by cross-entropy and its gradient, besides the products' own."""
 LEAST_SIMULATED = 512
@@ -50,6 +52,8 @@ class Software:
     """Of a norm's input and output."""
     activation_passes: float = 2.0
     """Of the MLP's activation."""
+    dropout_passes: float = 0.0
+    """Of a residual branch's output where it is dropped out, beyond `branch_passes`."""
     weight_bytes: float = 12.0
     """Bytes moved per weight and micro-batch besides the products: casts, addition to the gradient."""
     gathered_weight_bytes: float = 14.0
@@ -78,7 +82,16 @@ class Software:
 
 
 MLM = Software()
-"""This toolkit."""
+"""This toolkit on GPUs."""
+MLM_ON_CPU = Software(
+    branch_passes=3,  # an addition
+    activation_passes=6,  # tanh is arithmetic
+    dropout_passes=12,  # masks are hashes of their places, in integer kernels
+    weight_bytes=12,
+    overlaps_tp=False,
+    overlaps_dp=False,
+)
+"""This toolkit on CPUs: the ratios of its kernels; `EfficiencyConfig.elementwise` has their speed."""
 
 PARTS = (
     "matmul",
@@ -145,16 +158,23 @@ class CostModel:
     """Times of layouts of one shape on one hardware."""
 
     def __init__(
-        self, shape: Shape, hardware: HardwareConfig, dtype: str = "bf16", software: Software = MLM
+        self,
+        shape: Shape,
+        hardware: HardwareConfig,
+        dtype: str = "bf16",
+        software: Software | None = None,
     ) -> None:
+        on_cpu = hardware.device == "cpu"
+        software = software or (MLM_ON_CPU if on_cpu else MLM)
         self.shape, self.hardware, self.software = shape, hardware, software
-        self.peak = hardware.peak(dtype)
+        self.peak = hardware.peak("bf16" if dtype == "fp8" else dtype)
         self.kernel_peak = hardware.peak(software.kernel_dtype or dtype)
+        self.unfused = on_cpu and shape.attention_dropout
         self.element = ELEMENT_BYTES[dtype]
         self.bandwidth = hardware.memory_gbps * 1e9 * hardware.efficiency.memory
         self.overlaps = hardware.device == "gpu"
-        self._heads: dict[tuple[int, int], tuple[float, float]] = {}
-        self._layers: dict[tuple[int, bool, int, str, bool], LayerTime] = {}
+        self._heads: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._layers: dict[tuple[object, ...], LayerTime] = {}
 
     # -- kernels
 
@@ -166,40 +186,53 @@ class CostModel:
         return count * max(arithmetic, self.element * (m * k + k * n + m * n) / self.bandwidth)
 
     def traffic(self, size: float) -> float:
-        """Elementwise kernels that move `size` bytes."""
+        """Copies and additions that move `size` bytes."""
         return size / self.bandwidth
+
+    def elementwise(self, size: float) -> float:
+        """Norms, activation functions and the loss, which move `size` bytes."""
+        return size / (self.bandwidth * self.hardware.efficiency.elementwise)
+
+    def optimizer(self, parameters: float) -> float:
+        """The optimizer's step over `parameters`, the gradients' norm included."""
+        size = self.software.optimizer_bytes * parameters
+        return size / (self.bandwidth * self.hardware.efficiency.optimizer)
 
     # -- communication
 
-    def link(self, ranks: int, stride: int) -> tuple[float, float]:
+    def link(self, layout: Layout, ranks: int, stride: int) -> tuple[float, float]:
         """Bytes/s of one rank and seconds of latency on an axis whose neighbours are `stride` ranks apart.
 
-        Rings of an axis that crosses nodes share the node's network: t of them where tp = t is inside.
+        An axis that crosses nodes has the network of those of a node's devices that are on it: one of 8 where
+        tp = 8 is inside, all for tp = 16, two for those groups of tp = 6 that lie across two nodes of 8.
         """
         hardware, share = self.hardware, self.hardware.efficiency.network * 1e9
-        if ranks * stride <= hardware.devices_per_node:
+        node, span = hardware.devices_per_node, ranks * stride
+        if layout.gpus <= node or node % span == 0:
             return hardware.node_gbps * share, hardware.node_latency_us * 1e-6
-        rings = min(stride, hardware.devices_per_node)
-        across = hardware.network_gbps * hardware.devices_per_node / rings
+        across = hardware.network_gbps * max(1, math.gcd(span, node) // stride)
         return min(across, hardware.node_gbps) * share, hardware.network_latency_us * 1e-6
 
-    def gather(self, size: float, ranks: int, stride: int) -> float:
+    def gather(self, layout: Layout, size: float, ranks: int, stride: int) -> float:
         """All-gather or reduce-scatter of `size` bytes (the whole): (k - 1)/k of them pass each rank."""
         if ranks == 1:
             return 0.0
-        rate, latency = self.link(ranks, stride)
+        rate, latency = self.link(layout, ranks, stride)
         return latency * math.ceil(math.log2(ranks)) + (ranks - 1) / ranks * size / rate
 
-    def all_reduce(self, size: float, ranks: int, stride: int) -> float:
+    def all_reduce(self, layout: Layout, size: float, ranks: int, stride: int) -> float:
         """All-reduce: a reduce-scatter and an all-gather."""
-        return 2 * self.gather(size, ranks, stride)
+        return 2 * self.gather(layout, size, ranks, stride)
 
     # -- a layer
 
     def layer(self, layout: Layout) -> LayerTime:
         """One layer of a layout on one micro-batch."""
         sharded = layout.zero > 0
-        key = (layout.tp, layout.sequence_parallel, layout.micro_batch, layout.recompute, sharded)
+        key = (
+            *(layout.tp, layout.sequence_parallel, layout.micro_batch, layout.recompute, sharded),
+            layout.gpus <= self.hardware.devices_per_node,
+        )
         if key not in self._layers:
             self._layers[key] = self._layer(layout)
         return self._layers[key]
@@ -216,17 +249,18 @@ class CostModel:
         rest = self.product(rows, queries, h, peak=peak) + self.product(rows, ffn, h, peak=peak)
         attention, attention_backward = self._attention(layout)
         split = t if layout.sequence_parallel else 1
-        passes = 2 * (software.norm_passes + software.branch_passes) * h / split
+        branch = software.branch_passes + (software.dropout_passes if shape.hidden_dropout else 0)
+        passes = 2 * (software.norm_passes + branch) * h / split
         passes += (software.activation_passes + ups - 1) * ffn
-        elementwise = self.traffic(self.element * rows * passes)
+        elementwise = self.elementwise(self.element * rows * passes)
         size = self.element * rows * h
-        each = self.all_reduce(size, t, 1) * (1 - software.hidden_tp)
+        each = self.all_reduce(layout, size, t, 1) * (1 - software.hidden_tp)
         forward_tp = 2 * each
         backward_tp = 2 * each
         if software.overlaps_tp and self.overlaps:
             backward_tp = max(each - qkv_time, 0) + max(each - up_time, 0)
         if layout.sequence_parallel:  # the input is gathered again
-            again = self.gather(size, t, 1) * (1 - software.hidden_tp)
+            again = self.gather(layout, size, t, 1) * (1 - software.hidden_tp)
             hidden = (qkv_time, up_time) if software.overlaps_tp and self.overlaps else (0, 0)
             backward_tp += sum(max(again - by, 0) for by in hidden)
         recompute = 0.0
@@ -234,7 +268,7 @@ class CostModel:
             recompute = qkv_time + up_time + rest + attention + elementwise + forward_tp
         elif layout.recompute == "selective" and software.selective_products is not None:
             recompute = software.selective_products * (qkv_time + up_time + rest) + elementwise
-        elif layout.recompute == "selective" and not software.fused_attention:
+        elif layout.recompute == "selective" and (self.unfused or not software.fused_attention):
             recompute = attention
         weight_bytes = software.gathered_weight_bytes if layout.zero else software.weight_bytes
         return LayerTime(
@@ -253,6 +287,11 @@ class CostModel:
         """Forward and backward of scores, softmax and values on one micro-batch."""
         shape, batch = self.shape, layout.micro_batch * self.shape.heads // layout.tp
         s, d = shape.seq, shape.head_dim
+        if self.unfused:
+            constants = self.hardware.efficiency
+            rate = self.peak * (constants.unfused_attention or constants.attention)
+            forward = 4 * batch * s * s * d / rate
+            return forward, UNFUSED_BACKWARD * forward
         if self.software.fused_attention:
             constants = self.hardware.efficiency
             work = 4 * batch * s * shape.attended * d / (2 if shape.causal else 1)
@@ -261,12 +300,12 @@ class CostModel:
             forward = max(forward, self.traffic(4 * self.element * batch * s * d))
             return forward, FLASH_BACKWARD * forward
         products = self.product(s, d, s, count=batch) + self.product(s, s, d, count=batch)
-        passes = self.traffic(self.element * self.software.score_passes * batch * s * s)
+        passes = self.elementwise(self.element * self.software.score_passes * batch * s * s)
         return products + passes, 2 * products + BACKWARD_TRAFFIC * passes
 
     def head(self, layout: Layout) -> tuple[float, float]:
         """Forward and backward of the vocabulary projection and the loss, on the last stage."""
-        key = (layout.tp, layout.micro_batch)
+        key = (layout.tp, layout.micro_batch, layout.gpus <= self.hardware.devices_per_node)
         if key not in self._heads:
             self._heads[key] = self._head(layout)
         return self._heads[key]
@@ -275,9 +314,9 @@ class CostModel:
         shape, t = self.shape, layout.tp
         rows = max(1, round(shape.seq * layout.micro_batch * shape.scored))
         product = self.product(rows, shape.hidden, max(shape.vocab // t, 1))
-        passes = self.traffic(LOGIT_BYTES * rows * shape.vocab / t)
+        passes = self.elementwise(LOGIT_BYTES * rows * shape.vocab / t)
         size = self.element * shape.seq * layout.micro_batch * shape.hidden
-        communication = self.all_reduce(size, t, 1) if t > 1 else 0.0
+        communication = self.all_reduce(layout, size, t, 1) if t > 1 else 0.0
         if self.software.loss_in_forward:
             return 3 * product + passes, communication
         return product + passes / 2, 2 * product + passes / 2 + communication
@@ -323,13 +362,8 @@ class CostModel:
         """Cost of each stage (chunk) on one micro-batch."""
         layer = self.layer(layout)
         head, head_backward = self.head(layout)
-        embedding = self.traffic(
-            4 * self.element * self.shape.seq * layout.micro_batch * self.shape.hidden
-        ) + (
-            self.all_reduce(
-                self.element * self.shape.seq * layout.micro_batch * self.shape.hidden, layout.tp, 1
-            )
-        )
+        boundary = self.element * self.shape.seq * layout.micro_batch * self.shape.hidden
+        embedding = self.traffic(4 * boundary) + self.all_reduce(layout, boundary, layout.tp, 1)
         counts = layer_counts(self.shape.layers, layout.pp * layout.vp)
         forward, backward, weight = layer.forward, layer.backward, layer.weight_gradient
         last = len(counts) - 1
@@ -348,7 +382,7 @@ class CostModel:
             return 0.0
         size = self.element * self.shape.seq * layout.micro_batch * self.shape.hidden
         divided = layout.sequence_parallel or self.software.splits_transfers
-        rate, latency = self.link(layout.pp, layout.tp * layout.dp)
+        rate, latency = self.link(layout, layout.pp, layout.tp * layout.dp)
         node = self.hardware.devices_per_node
         rate = (
             self.hardware.network_gbps * 1e9 * self.hardware.efficiency.network
@@ -376,12 +410,12 @@ class CostModel:
         reduction = gathers = 0.0
         if layout.zero == 0:
             if d > 1:
-                whole = self.all_reduce(software.gradient_bytes * weights, d, t)
+                whole = self.all_reduce(layout, software.gradient_bytes * weights, d, t)
                 reduction = exposed(whole, backward if hides else 0.0, layers)
-            optimizer = self.traffic(software.optimizer_bytes * weights)
+            optimizer = self.optimizer(weights)
         else:
-            scatter = self.gather(software.gradient_bytes * weights, d, t)
-            gather = self.gather(self.element * weights, d, t)
+            scatter = self.gather(layout, software.gradient_bytes * weights, d, t)
+            gather = self.gather(layout, self.element * weights, d, t)
             window_f, window_b = (forward, backward) if self.overlaps else (0.0, 0.0)
             every = m if layout.zero_reduce == "every" else 1
             if layout.zero == 3:
@@ -391,9 +425,9 @@ class CostModel:
             else:
                 gathers = exposed(gather, window_f, layers)
                 reduction = every * exposed(scatter, window_b if hides else 0.0, layers)
-            optimizer = self.traffic(software.optimizer_bytes * weights / d)
+            optimizer = self.optimizer(weights / d)
         if layout.pp > 1 and shape.tied:
-            rate, latency = self.link(2, t * d * (layout.pp - 1))
+            rate, latency = self.link(layout, 2, t * d * (layout.pp - 1))
             reduction += latency + software.tied_bytes * shape.vocab * shape.hidden / t / rate
         return reduction, optimizer, gathers
 

@@ -1,13 +1,18 @@
-"""What a plan knows of hardware: the fields of configs/hardware/*.yaml."""
+"""Hardware of a plan: the fields of configs/hardware/*.yaml, presets, and this machine as calibrated."""
 
+import os
+import re
+import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import yaml  # type: ignore[import-untyped]
 
 from mlm.config.fields import NOT_NEGATIVE, POSITIVE, PROBABILITY, Forbid
 from mlm.config.paths import CONFIG_DIR
+from mlm.errors import Problem
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,10 +27,12 @@ class PeakConfig:
     """float16 products with float32 sums."""
     fp32: Annotated[float | None, POSITIVE] = None
     """float32 products as PyTorch computes them by default, without TF32."""
+    tf32: Annotated[float | None, POSITIVE] = None
+    """float32 products of which 10 bits of the mantissa are read."""
     fp64: Annotated[float | None, POSITIVE] = None
     """float64 products."""
     fp8: Annotated[float | None, POSITIVE] = None
-    """8-bit products; for comparison with published runs, this toolkit has none."""
+    """8-bit products with float32 sums."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +49,12 @@ class EfficiencyConfig:
     """Share of the peak that fused attention reaches on full tiles."""
     memory: Annotated[float, PROBABILITY] = 0.8
     """Share of the memory bandwidth that elementwise kernels reach."""
+    elementwise: Annotated[float, POSITIVE] = 1.0
+    """Share of `memory` that norms, activation functions and the loss reach."""
+    optimizer: Annotated[float, POSITIVE] = 1.0
+    """Share of `memory` that the optimizer's step reaches."""
+    unfused_attention: Annotated[float | None, POSITIVE] = None
+    """CPUs: share of the peak that attention with dropout reaches, all scores counted; null: `attention`."""
     network: Annotated[float, PROBABILITY] = 0.7
     """Share of the links' bandwidth that large collectives reach."""
 
@@ -55,7 +68,10 @@ class HardwareConfig:
     name: str
     """Name in reports."""
     device: Literal["gpu", "cpu"]
-    """gpu: attention is fused and communication overlaps computation. cpu: neither."""
+    """gpu: attention is fused and communication overlaps computation. cpu: neither; a device is one of
+    devices_per_node ranks that share a host."""
+    gpu_name: str | None = None
+    """Regular expression of the name by which torch knows this GPU; a run on one takes this preset."""
     devices_per_node: Annotated[int, POSITIVE]
     """Devices that the fast links connect."""
     memory_gib: Annotated[float, POSITIVE]
@@ -72,8 +88,8 @@ class HardwareConfig:
     """Bandwidth between nodes for each device, one direction, GB/s: the node's network over its devices."""
     network_latency_us: Annotated[float, NOT_NEGATIVE]
     """Time of the smallest message between nodes, microseconds."""
-    power_w: Annotated[float, POSITIVE]
-    """Power of a node under load for each device, W, without cooling."""
+    power_w: Annotated[float | None, POSITIVE] = None
+    """Power of a node under load for each device, W, without cooling; null leaves out the energy."""
     peak_tflops: PeakConfig = field(default_factory=PeakConfig)
     efficiency: EfficiencyConfig = field(default_factory=EfficiencyConfig)
 
@@ -83,6 +99,20 @@ class HardwareConfig:
         if found is None:
             raise ValueError(f"{self.name} has no peak_tflops.{dtype}")
         return found * 1e12
+
+    def for_ranks(self, ranks: int) -> "HardwareConfig":
+        """Hardware of one of so many ranks: on a CPU host, fewer of them have more cores and memory each."""
+        if self.device == "gpu" or ranks >= self.devices_per_node:
+            return self
+        share = self.devices_per_node / ranks
+        peaks = {name: peak and peak * share for name, peak in asdict(self.peak_tflops).items()}
+        return replace(
+            self,
+            devices_per_node=ranks,
+            memory_gib=self.memory_gib * share,
+            memory_gbps=self.memory_gbps * share,
+            peak_tflops=PeakConfig(**peaks),
+        )
 
 
 def hardware_of(values: Mapping[str, Any]) -> HardwareConfig:
@@ -95,3 +125,48 @@ def hardware_of(values: Mapping[str, Any]) -> HardwareConfig:
 def preset(name: str) -> HardwareConfig:
     """A shipped choice of `hardware=`."""
     return hardware_of(yaml.safe_load((CONFIG_DIR / "hardware" / f"{name}.yaml").read_text("utf-8")))
+
+
+def preset_of_gpu(gpu_name: str) -> HardwareConfig | None:
+    """The shipped preset of the GPU that torch calls `gpu_name`; None for others."""
+    for path in sorted((CONFIG_DIR / "hardware").glob("*.yaml")):
+        hardware = preset(path.stem)
+        if hardware.gpu_name is not None and re.search(hardware.gpu_name, gpu_name):
+            return hardware
+    return None
+
+
+def host_memory() -> int:
+    """Bytes of memory that this host's programs can have: the machine's, or less in a container."""
+    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text()
+    except OSError:
+        return most
+    return min(most, int(limit)) if limit.strip().isdecimal() else most
+
+
+def calibration_file() -> Path:
+    """File in which `mlm plan calibrate` keeps what it measured on this host; `hardware=this` reads it."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "mlm" / "hardware" / f"{socket.gethostname()}.yaml"
+
+
+def this_machine() -> Path | Problem:
+    """The file of `hardware=this`, or the problem that this host was not calibrated."""
+    path = calibration_file()
+    if path.is_file():
+        return path
+    return Problem(
+        ("hardware",),
+        "hardware=this: this machine was not calibrated",
+        "run `mlm plan calibrate` first, or choose a preset (`mlm plan layouts --help hardware`)",
+    )
+
+
+def calibrated() -> HardwareConfig | None:
+    """This machine as it was calibrated; None if it was not, or the file cannot be read."""
+    try:
+        return hardware_of(yaml.safe_load(calibration_file().read_text("utf-8")))
+    except (OSError, RuntimeError, ValueError, TypeError, AttributeError, yaml.YAMLError):
+        return None

@@ -52,7 +52,7 @@ def numbers(query: Query, planned: Planned, tokens: float | None, price: float |
     rate = query.global_batch * query.seq / seconds
     per_gpu = 1 / (seconds * layout.gpus * 1e12)
     model = shape.model_flops(query.global_batch) * per_gpu
-    length = None if tokens is None else tokens / rate
+    length, power = None if tokens is None else tokens / rate, query.hardware.power_w
     return Numbers(
         step_s=seconds,
         tokens_per_s=rate,
@@ -60,7 +60,7 @@ def numbers(query: Query, planned: Planned, tokens: float | None, price: float |
         hardware_tflops=shape.hardware_flops(layout.recompute, query.global_batch) * per_gpu,
         mfu=model * 1e12 / query.hardware.peak(query.dtype),
         days=None if length is None else length / DAY,
-        energy_mwh=None if length is None else length / HOUR * query.hardware.power_w * layout.gpus / 1e6,
+        energy_mwh=None if length is None or power is None else length / HOUR * power * layout.gpus / 1e6,
         price=None if length is None or price is None else length / HOUR * layout.gpus * price,
     )
 
@@ -109,7 +109,8 @@ def show_speed(query: Query, found: list[Planned], each: list[Numbers], console:
     table.add_column("#", justify="right")
     table.add_column("layout", no_wrap=True)
     headings = ["step", "tokens/s", "TFLOP/s", "MFU", "GiB"]
-    headings += ["days", "MWh"] if each and each[0].days is not None else []
+    headings += ["days"] if each and each[0].days is not None else []
+    headings += ["MWh"] if each and each[0].energy_mwh is not None else []
     headings += ["price"] if each and each[0].price is not None else []
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
@@ -119,7 +120,8 @@ def show_speed(query: Query, found: list[Planned], each: list[Numbers], console:
             tflops += f" ({its.hardware_tflops:.0f})"
         cells = [seconds(its.step_s), amount(its.tokens_per_s), tflops, f"{its.mfu:.1%}"]
         cells.append(f"{planned.peak.total / GIB:.1f}")
-        cells += [] if its.days is None else [f"{its.days:.3g}", amount(its.energy_mwh or 0.0)]
+        cells += [] if its.days is None else [f"{its.days:.3g}"]
+        cells += [] if its.energy_mwh is None else [amount(its.energy_mwh)]
         cells += [] if its.price is None else [amount(its.price)]
         table.add_row(str(number), label(planned.layout), *cells)
     console.print(table)

@@ -47,7 +47,7 @@ class Query:
     @property
     def memory_bytes(self) -> float:
         """Memory of a device."""
-        return self.hardware.memory_gib * GIB
+        return self.hardware.for_ranks(self.gpus).memory_gib * GIB
 
 
 def query_of(config: PlanLayoutsConfig) -> Query:
@@ -111,7 +111,7 @@ class Models:
 
     def __init__(self, query: Query) -> None:
         self.query = query
-        hardware = query.hardware
+        self.hardware = hardware = query.hardware.for_ranks(query.gpus)
         self.memory = MemoryModel(
             query.model, query.seq, query.dtype, device=hardware.device, reserved=hardware.reserved_gib * GIB
         )
@@ -121,7 +121,7 @@ class Models:
         """The time model of layouts of this tp."""
         if tp not in self._costs:
             shape = Shape.of(self.query.model, self.query.seq, tp)
-            self._costs[tp] = CostModel(shape, self.query.hardware, self.query.dtype)
+            self._costs[tp] = CostModel(shape, self.hardware, self.query.dtype)
         return self._costs[tp]
 
     def planned(self, layout: Layout) -> Planned:

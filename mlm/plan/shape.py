@@ -41,6 +41,10 @@ class Shape:
     """Width of a head; None for hidden / heads."""
     window: int = 0
     """Tokens that each attends to; 0 for all before it."""
+    hidden_dropout: bool = True
+    """True if residual branches are dropped out."""
+    attention_dropout: bool = True
+    """True if attention probabilities are."""
 
     @classmethod
     def of(cls, model: ModelConfig, seq: int, tp: int = 1) -> "Shape":
@@ -60,6 +64,8 @@ class Shape:
             tied=sizes.tied,
             head_width=sizes.head_dim,
             window=sizes.window,
+            hidden_dropout=model.hidden_dropout > 0,
+            attention_dropout=model.attention_dropout > 0,
         )
 
     @property

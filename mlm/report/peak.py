@@ -40,8 +40,10 @@ TABLE: tuple[tuple[str, dict[str, float]], ...] = (
     (r"L4\b", {"half": 121, "tf32": 60, "fp32": 30.3}),
     (r"L40S", {"fp8": 733, "half": 362, "tf32": 183, "fp32": 91.6}),
     (r"RTX 6000 Ada", {"fp8": 728.5, "half": 364.2, "tf32": 182.1, "fp32": 91.1}),
-    (r"RTX 4090$", {"half": 165.2, "tf32": 82.6, "fp32": 82.6}),
+    (r"RTX 4090$", {"fp8": 330.3, "half": 165.2, "tf32": 82.6, "fp32": 82.6, "fp64": 1.29}),
     (r"RTX 5090$", {"half": 209.5, "tf32": 104.8, "fp32": 104.8}),
+    # Datasheet "AMD Instinct MI300X Accelerator", which prints dense figures; all on matrix cores.
+    (r"MI300X", {"fp8": 2614.9, "half": 1307.4, "tf32": 653.7, "fp32": 163.4, "fp64": 163.4}),
 )
 
 MEASURE_S = 0.3  # seconds of matrix products on a CPU

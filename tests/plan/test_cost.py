@@ -105,12 +105,24 @@ def test_full_recomputation_takes_a_third_more_and_repeats_communication() -> No
 
 def test_communication_across_nodes_shares_their_network() -> None:
     """Eight rings of a dp axis outside tp=8 have a link each; one ring of tp=1 has all of them."""
+    model, layout = CostModel(SHAPE, hardware()), Layout(tp=4, dp=32, global_batch=32)
+    share = model.hardware.efficiency.network * 1e9
+    assert model.link(layout, 4, 1)[0] == pytest.approx(300 * share)
+    assert model.link(layout, 16, 8)[0] == pytest.approx(25 * share)
+    assert model.link(layout, 16, 2)[0] == pytest.approx(100 * share)
+    assert model.link(layout, 16, 1)[0] == pytest.approx(200 * share)
+
+
+def test_tensor_parallel_groups_that_lie_across_nodes_have_the_slow_link() -> None:
+    """Of tp=6 on nodes of 8, every other group has two GPUs on another node; alone on a node it has none."""
     model = CostModel(SHAPE, hardware())
     share = model.hardware.efficiency.network * 1e9
-    assert model.link(4, 1)[0] == pytest.approx(300 * share)
-    assert model.link(16, 8)[0] == pytest.approx(25 * share)
-    assert model.link(16, 2)[0] == pytest.approx(100 * share)
-    assert model.link(16, 1)[0] == pytest.approx(200 * share)
+    rate, latency = model.link(Layout(tp=6, dp=4, global_batch=4), 6, 1)
+    assert rate == pytest.approx(2 * 25 * share)
+    assert latency == pytest.approx(20e-6)
+    assert model.link(Layout(tp=6, global_batch=1), 6, 1)[0] == pytest.approx(300 * share)
+    one_each = CostModel(SHAPE, replace(hardware(), devices_per_node=1))
+    assert one_each.link(Layout(tp=2, global_batch=1), 2, 1)[0] == pytest.approx(25 * share)
 
 
 def test_overlap_hides_communication_on_gpus_and_not_on_cpus() -> None:

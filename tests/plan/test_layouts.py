@@ -12,7 +12,8 @@ import yaml
 
 from mlm.cli import main
 from mlm.config.paths import CONFIG_DIR
-from mlm.plan.hardware import preset
+from mlm.plan.hardware import PeakConfig, preset, preset_of_gpu
+from mlm.report.peak import table_peak
 
 LAYOUTS = ["plan", "layouts", "model=gpt2_355m", "gpus=8"]
 MEMORY = ["plan", "memory", "model=gpt2_355m"]
@@ -87,6 +88,47 @@ def test_presets_are_complete() -> None:
         assert any(line.startswith("efficiency:  # ") for line in lines)
 
 
+NAMES = {
+    "dgx2h_v100_32g": "Tesla V100-SXM3-32GB",
+    "dgx_a100_40g": "NVIDIA A100-SXM4-40GB",
+    "dgx_a100_80g": "NVIDIA A100-SXM4-80GB",
+    "dgx_b200": "NVIDIA B200",
+    "dgx_h100": "NVIDIA H100 80GB HBM3",
+    "dgx_h200": "NVIDIA H200",
+    "mi300x": "AMD Instinct MI300X",
+    "rtx_4090": "NVIDIA GeForce RTX 4090",
+}
+"""Names that torch gives the GPUs of presets."""
+
+
+@pytest.mark.parametrize("path", sorted((CONFIG_DIR / "hardware").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_preset_is_found_by_its_gpu_and_has_the_peaks_that_mfu_is_stated_against(path: Path) -> None:
+    found = preset_of_gpu(NAMES[path.stem])
+    assert found == preset(path.stem)
+    for unit in PeakConfig.__slots__:
+        peak = table_peak(NAMES[path.stem], unit)
+        assert getattr(found.peak_tflops, unit) == (peak and pytest.approx(peak.flops / 1e12)), unit
+
+
+def test_gpus_without_a_preset_have_none() -> None:
+    for name in (
+        "NVIDIA GB200",
+        "NVIDIA H100 PCIe",
+        "NVIDIA GH200 480GB",
+        "Tesla V100-SXM2-32GB",
+        "Tesla T4",
+    ):
+        assert preset_of_gpu(name) is None
+
+
+def test_each_number_of_a_preset_names_its_source() -> None:
+    """In a comment of its line; peaks and constants in that of the first line of their section."""
+    for path in sorted((CONFIG_DIR / "hardware").glob("*.yaml")):
+        top = [line for line in path.read_text().splitlines() if re.match(r"[a-z_]+: [0-9.]+(  #|$)", line)]
+        bare = [line for line in top if " # " not in line]
+        assert bare == [line for line in bare if line.startswith("devices_per_node")], path.name
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
@@ -136,7 +178,7 @@ def test_half_a_hardware_file_names_what_is_missing(
     printed = capsys.readouterr().err.strip()
     assert printed.count("\n") == 0
     assert (
-        "lacks memory_gbps, node_gbps, node_latency_us, network_gbps, network_latency_us, power_w" in printed
+        "lacks memory_gbps, node_gbps, node_latency_us, network_gbps, network_latency_us; add them" in printed
     )
 
 

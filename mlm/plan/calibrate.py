@@ -1,0 +1,192 @@
+"""`mlm plan calibrate`: measure this machine, or the cluster that it is launched on, for `hardware=`."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TypedDict
+
+import torch
+import torch.distributed as dist
+import yaml  # type: ignore[import-untyped]
+
+from mlm.errors import UserError
+from mlm.files.atomic import write_atomic
+from mlm.files.results import CALIBRATION_MARK, named, write_result
+from mlm.launch.environment import read_place
+from mlm.launch.process import device_kind
+from mlm.launch.start import run_job
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.mesh import ParallelContext
+from mlm.plan.calibrate_config import CalibrationJob, Format, PlanCalibrateConfig
+from mlm.plan.calibrate_fit import Measured, Message, figures, fit, merged
+from mlm.plan.calibrate_measure import Measurements, Sizes
+from mlm.plan.hardware import HardwareConfig, PeakConfig, calibration_file, host_memory, preset_of_gpu
+from mlm.report.peak import memory_bytes, table_peak
+from mlm.terminal import add_row, console, count_progress, table
+from mlm.train.memory import reuse_large_blocks
+
+GIB = 2**30
+MOST_RANKS = 8
+"""Ranks that are started on a CPU host without `ranks`."""
+RESERVED = 1.5
+"""GiB that driver and libraries take on a GPU without a preset."""
+HEAD = """{mark}: {ranks} ranks on {hosts} host(s), {when}
+# Every number is a measurement, but for memory and, where the GPU is known, the peaks of its datasheet.
+# A device is one of the ranks, all of which were busy at once. README.md of mlm/plan explains the constants.
+"""
+
+
+def run(config: PlanCalibrateConfig) -> int:
+    """Measure on all ranks, print and keep the result, and return the exit code.
+
+    Raises UserError if a result cannot be written, or ranks cannot be started.
+    """
+    place = read_place(os.environ)
+    local = config.ranks or default_ranks(config) if place is None else place.local_world_size
+    hosts = 1 if place is None else place.world_size // place.local_world_size
+    if place is not None and place.world_size % place.local_world_size:
+        raise UserError(
+            f"{place.world_size} ranks were started, {place.local_world_size} of them here; start equally "
+            "many on each host"
+        )
+    job = CalibrationJob(
+        name=config.name,
+        out=config.out,
+        dtype=config.dtype,
+        parallel=ParallelConfig(tp=local, dp=hosts),
+        dist=config.dist,
+    )
+    return run_job("mlm.plan.calibrate:on_rank", job, out=None)
+
+
+def default_ranks(config: PlanCalibrateConfig) -> int:
+    """Ranks of a plain start: each GPU, or each core of a CPU host."""
+    if device_kind(config.dist) == "cuda":
+        return max(1, torch.cuda.device_count())
+    return min(len(os.sched_getaffinity(0)), MOST_RANKS)
+
+
+def on_rank(config: CalibrationJob, ctx: ParallelContext, sizes: Sizes | None = None) -> None:
+    """Measure; the first rank fits, prints and writes. Every rank calls this. Raises UserError."""
+    if ctx.device.type == "cpu":
+        reuse_large_blocks()
+    dtype: Format = config.dtype or ("bf16" if ctx.device.type == "cuda" else "fp32")
+    base = memory_bytes(ctx.device) if ctx.device.type == "cpu" else 0
+    measurements = Measurements(ctx, dtype, sizes)
+    with count_progress("measuring", measurements.steps, shown=ctx.is_main) as advance:
+        own = measurements.run(advance)
+    each = [own]
+    if ctx.host_group is not None:
+        received: list[Measured | None] = [None] * ctx.world_size
+        dist.all_gather_object(received, own, group=ctx.host_group)
+        each = [found for found in received if found is not None]
+    if ctx.is_main:
+        measured = merged(each)
+        hardware = fit(measured, blank(config.name, ctx, base), dtype)
+        show(hardware, measured, dtype)
+        write(hardware, config, ctx)
+
+
+class Unknown(TypedDict):
+    """What is measured of all hardware."""
+
+    memory_gbps: float
+    node_gbps: float
+    node_latency_us: float
+    network_gbps: float
+    network_latency_us: float
+
+
+UNKNOWN = Unknown(
+    memory_gbps=1.0, node_gbps=1.0, node_latency_us=1.0, network_gbps=1.0, network_latency_us=1.0
+)
+
+
+def blank(name: str | None, ctx: ParallelContext, base: int) -> HardwareConfig:
+    """The devices' names, numbers and memory, and of a known GPU the peaks; all else is to be measured."""
+    if ctx.device.type == "cpu":
+        return HardwareConfig(
+            name=name or cpu_name(),
+            device="cpu",
+            devices_per_node=ctx.tp.size,
+            memory_gib=figures(host_memory() / GIB / ctx.tp.size, 4),
+            reserved_gib=figures(base / GIB),
+            **UNKNOWN,
+        )
+    gpu = torch.cuda.get_device_name(ctx.device)
+    known = preset_of_gpu(gpu)
+    peaks = {unit: found.flops / 1e12 for unit in PeakConfig.__slots__ if (found := table_peak(gpu, unit))}
+    return HardwareConfig(
+        name=name or gpu,
+        device="gpu",
+        devices_per_node=ctx.tp.size,
+        memory_gib=figures(torch.cuda.get_device_properties(ctx.device).total_memory / GIB, 4),
+        reserved_gib=RESERVED if known is None else known.reserved_gib,
+        power_w=None if known is None else known.power_w,
+        peak_tflops=PeakConfig(**peaks),
+        **UNKNOWN,
+    )
+
+
+def cpu_name() -> str:
+    """The processor's name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
+
+
+def show(hardware: HardwareConfig, measured: Measured, dtype: str) -> None:
+    """Print what was measured, for people."""
+    efficiency, out = hardware.efficiency, console()
+    rows = table(f"{hardware.name}: each of {hardware.devices_per_node} ranks", "measured", "#", "")
+    add_row(rows, f"{dtype} products", f"{max(p.rate for p in measured.products) / 1e12:.3g}", "TFLOP/s")
+    for other, rate in measured.peaks.items():
+        add_row(rows, f"{other} products", f"{rate / 1e12:.3g}", "TFLOP/s") if other != dtype else None
+    add_row(rows, "attention", f"{efficiency.attention:.0%}", "of the peak")
+    add_row(rows, "memory", f"{hardware.memory_gbps:.3g}", "GB/s")
+    add_row(rows, "optimizer", f"{1e-9 / measured.optimizer:.3g}", "G parameters/s")
+    for where, messages in (("within a host", measured.within), ("between hosts", measured.across)):
+        for line in link_lines(messages):
+            add_row(rows, f"{line[0]}, {where}", *line[1:])
+    out.print(rows)
+
+
+def link_lines(messages: Sequence[Message]) -> list[tuple[str, str, str]]:
+    """The bandwidth of each operation's largest message, and its smallest message's time."""
+    lines = []
+    for op in dict.fromkeys(message.op for message in messages):
+        mine = [message for message in messages if message.op == op]
+        rate = mine[-1].passes[1] / mine[-1].seconds
+        lines.append((op, f"{rate / 1e9:.3g}", f"GB/s, {mine[0].seconds * 1e6:.0f} us at least"))
+    return lines
+
+
+def write(hardware: HardwareConfig, config: CalibrationJob, ctx: ParallelContext) -> None:
+    """Keep the result for `hardware=this`, and write `out` where it is given. Raises UserError."""
+    content, out = as_yaml(hardware, ctx.world_size, ctx.dp.size), console()
+    kept = calibration_file()
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(kept, content)
+    except OSError as error:
+        out.print(f"not kept for hardware=this: {kept}: {error.strerror}")
+    else:
+        out.print(f"kept for hardware=this in {kept}")
+    if config.out is not None:
+        write_result(config.out, content)
+        out.print(f"written to {named(config.out)}")
+
+
+def as_yaml(hardware: HardwareConfig, ranks: int, hosts: int) -> bytes:
+    """The hardware as `hardware=FILE.yaml` reads it; what is unknown is left out."""
+    values = {key: value for key, value in asdict(hardware).items() if value is not None}
+    for section in ("peak_tflops", "efficiency"):
+        values[section] = {key: value for key, value in values[section].items() if value is not None}
+    when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    head = HEAD.format(mark=CALIBRATION_MARK.decode(), ranks=ranks, hosts=hosts, when=when)
+    body: str = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    return (head + body).encode()

@@ -1,0 +1,177 @@
+"""`mlm plan calibrate`: constants are those of the measured times; its YAML is hardware that plans take."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mlm.cli import main
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.mesh import ParallelContext
+from mlm.plan.calibrate import on_rank
+from mlm.plan.calibrate_config import CalibrationJob
+from mlm.plan.calibrate_fit import Attention, Measured, Message, Product, fit, fit_link
+from mlm.plan.calibrate_measure import Measurements, Sizes
+from mlm.plan.cost import FLASH_BACKWARD, UNFUSED_BACKWARD, CostModel
+from mlm.plan.hardware import EfficiencyConfig, HardwareConfig, PeakConfig, calibration_file
+from mlm.plan.shape import Layout, Shape
+from tests.ranks import run_on_ranks
+
+TRUE = HardwareConfig(
+    name="known",
+    device="cpu",
+    devices_per_node=4,
+    memory_gib=8,
+    reserved_gib=0.3,
+    memory_gbps=20,
+    node_gbps=3,
+    node_latency_us=50,
+    network_gbps=1,
+    network_latency_us=200,
+    peak_tflops=PeakConfig(fp32=0.1),
+    efficiency=EfficiencyConfig(
+        matmul=0.8,
+        matmul_half=32,
+        attention=0.3,
+        unfused_attention=0.2,
+        memory=1,
+        network=1,
+        elementwise=0.4,
+        optimizer=1.5,
+    ),
+)
+TINY = Sizes(
+    products=((16, 16, 16), (32, 16, 64)),
+    copy=1 << 12,
+    attention=((2, 8, 4),),
+    messages=(1 << 8, 1 << 12),
+    hidden=64,
+    seq=8,
+    micro_batch=1,
+    least_s=0.0,
+)
+PLAN = ["plan", "layouts", "model=gpt2_tiny", "gpus=1", "precision=fp32", "train.global_batch_size=8"]
+
+
+def times_of(hardware: HardwareConfig) -> Measured:
+    """The times that the model predicts of this hardware."""
+    shape = Shape(layers=1, hidden=512, heads=8, ffn=2048, seq=256, vocab=1024)
+    shape = replace(shape, hidden_dropout=False, attention_dropout=False)
+    model = CostModel(shape, hardware, "fp32")
+    layout = Layout(micro_batch=2, global_batch=2)
+    layer = model.layer(layout)
+    e = hardware.efficiency
+    tile = 256 / (256 + e.matmul_half)
+    forward = 2 * 16 * 256**2 * 64 / (model.peak * e.attention * tile)
+    unfused = 4 * 16 * 256**2 * 64 / (model.peak * (e.unfused_attention or 0))
+    messages = {
+        op: [time_of(Message(op, size, 4, 0.0), hardware) for size in (1 << 12, 1 << 16, 1 << 22)]
+        for op in ("all_reduce", "all_gather", "send")
+    }
+    sizes = ((256, 128, 512), (512, 512, 512), (1024, 256, 2048), (128, 2048, 512))
+    return Measured(
+        products=[Product(*size, 3 * model.product(*size)) for size in sizes],
+        peaks={"fp32": 1.0, "bf16": 2e11},
+        copy=hardware.memory_gbps * 1e9,
+        fused=[Attention(16, 256, 64, (1 + FLASH_BACKWARD) * forward)],
+        unfused=[Attention(16, 256, 64, (1 + UNFUSED_BACKWARD) * unfused)],
+        layer_shape=shape,
+        layer=layer.forward + layer.backward,
+        micro_batch=2,
+        optimizer=model.optimizer(1),
+        within=[message for each in messages.values() for message in each],
+    )
+
+
+def time_of(message: Message, hardware: HardwareConfig) -> Message:
+    """A message with the time that the model gives it within a node."""
+    latencies, size = message.passes
+    seconds = latencies * hardware.node_latency_us * 1e-6 + size / (hardware.node_gbps * 1e9)
+    return replace(message, seconds=seconds)
+
+
+def test_constants_of_predicted_times_are_found_again() -> None:
+    blank = replace(TRUE, efficiency=EfficiencyConfig(), memory_gbps=1, node_gbps=1, peak_tflops=PeakConfig())
+    found = fit(times_of(TRUE), blank, "fp32")
+    true, its = TRUE.efficiency, found.efficiency
+    assert its.matmul_half == true.matmul_half
+    peak = TRUE.peak_tflops.fp32 or 0
+    for name in ("matmul", "attention", "unfused_attention"):  # shares of a peak that no product reached
+        rate = getattr(its, name) * (found.peak_tflops.fp32 or 0)
+        assert rate == pytest.approx(getattr(true, name) * peak, rel=0.02), name
+    assert its.elementwise == pytest.approx(true.elementwise, rel=0.05)
+    assert its.optimizer == pytest.approx(true.optimizer, rel=0.01)
+    assert found.memory_gbps == pytest.approx(20)
+    assert (found.node_gbps, found.node_latency_us) == pytest.approx((3, 50), rel=0.01)
+    assert found.peak_tflops.bf16 == pytest.approx(0.2)
+
+
+def test_a_datasheets_peak_stays_and_the_share_of_it_is_measured() -> None:
+    blank = replace(TRUE, efficiency=EfficiencyConfig(), peak_tflops=PeakConfig(fp32=0.2))
+    found = fit(times_of(TRUE), blank, "fp32")
+    assert found.peak_tflops.fp32 == 0.2
+    assert found.efficiency.matmul == pytest.approx(0.4, rel=0.02)
+
+
+def test_a_link_that_no_message_filled_has_the_best_rate_seen() -> None:
+    falling = [Message("send", size, 2, seconds) for size, seconds in ((1 << 10, 2e-3), (1 << 20, 1e-3))]
+    latency, rate = fit_link(falling)
+    assert latency == 0
+    assert rate == pytest.approx((1 << 20) / 1e-3)
+
+
+def test_a_calibration_is_hardware_of_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By its file, replaced by the next, and as hardware=this; before it hardware=this is a mistake."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert main([*PLAN, "hardware=this"]) == 2
+    assert "hardware=this: this machine was not calibrated; run `mlm plan cal" in capsys.readouterr().err
+    job = CalibrationJob(out=str(tmp_path / "mine.yaml"), name="my: box", parallel=ParallelConfig())
+    for _ in range(2):
+        on_rank(job, ParallelContext(), TINY)
+    printed = capsys.readouterr().out
+    assert f"kept for hardware=this in {calibration_file()}" in printed
+    assert calibration_file().read_bytes() == (tmp_path / "mine.yaml").read_bytes()
+    for hardware in (tmp_path / "mine.yaml", "this"):
+        assert main([*PLAN, f"hardware={hardware}"]) == 0
+        assert "my: box" in capsys.readouterr().out
+
+
+def test_a_users_yaml_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.yaml").write_text("a: 1\n")
+    assert main(["plan", "calibrate", f"out={tmp_path / 'mine.yaml'}"]) == 2
+    assert "exists and was not written by mlm" in capsys.readouterr().err
+    assert main(["plan", "calibrate", f"out={tmp_path / 'mine.json'}"]) == 2
+    assert "must end in .yaml or .yml" in capsys.readouterr().err
+
+
+def test_ranks_measure_their_links() -> None:
+    run_on_ranks(check_links, tp=2)
+
+
+def check_links(ctx: ParallelContext) -> None:
+    """Every operation and size, on both ranks; steps are as many as were announced."""
+    measurements = Measurements(ctx, "fp32", TINY)
+    advanced: list[int] = []
+    found = measurements.run(advanced.append)
+    assert sum(advanced) == measurements.steps
+    assert len(found.within) == 4 * len(TINY.messages)
+    assert not found.across
+    assert all(message.seconds > 0 for message in found.within)
+
+
+def test_interrupting_a_calibration_ends_with_130_and_keeps_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(Measurements, "products", interrupted)
+    assert main(["plan", "calibrate", "ranks=1", f"out={tmp_path / 'mine.yaml'}"]) == 130
+    assert not list(tmp_path.iterdir())
+
+
+def interrupted(_: Measurements) -> Iterator[Product]:
+    """Ctrl-C during the first measurement."""
+    yield Product(1, 1, 1, 1.0)
+    raise KeyboardInterrupt
