@@ -77,6 +77,12 @@ class Absent(Problem):
     __slots__ = ()
 
 
+class TooManyRanks(Problem):
+    """A layout that is valid, but not for the devices of this host."""
+
+    __slots__ = ()
+
+
 class UserError(ValueError):
     """An error that the user can fix. One line: the setting, its value and the fix."""
 

@@ -1,6 +1,7 @@
 """From a composed config to a running command: build, check, preflight, launch, exit code."""
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,17 +13,17 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mlm.cli.commands import Command, resolve
+from mlm.cli.commands import COMMANDS, Command, resolve
 from mlm.cli.compose import resolved, reword
 from mlm.cli.dry import Dry, verdict
-from mlm.cli.overrides import Prepared
+from mlm.cli.overrides import Prepared, command_groups
 from mlm.cli.reporting import OK, speaks_for_host
 from mlm.cli.saved import Saved
 from mlm.config.build import build
 from mlm.config.imports import trusting
 from mlm.config.path_errors import path_problems, streams_for
 from mlm.config.tree import MISSING_VALUE, flatten, leaves
-from mlm.errors import ConfigError, UserError
+from mlm.errors import ConfigError, Problem, TooManyRanks, UserError
 from mlm.files.ownership import STDOUT
 from mlm.launch.typed import note_job
 
@@ -129,6 +130,9 @@ def _execute(command: Command, config: Any) -> int:
         code = resolve(command.target)(config)
         return code if isinstance(code, int) else OK  # an int: of ranks that the command started
     out = Path(config.out) if command.out_is_run_folder else None
+    if command.forecast and speaks_for_host(os.environ):
+        for line in resolve(command.forecast)(config, resolve(f"{LAUNCH}:launch_facts")(config.dist)):
+            print(f"mlm {command.name}: {line}", file=sys.stderr)
     run_job = resolve(f"{LAUNCH}:run_job")
     return int(run_job(command.target, config, out=out))
 
@@ -171,7 +175,22 @@ def _build(job: Job, values: dict[str, Any]) -> Any:
     try:
         config = build(command.spec, values, check if command.check else command.local_check)
     except ConfigError as error:
-        raise ConfigError(job.typed.all_problems(error.problems)) from None
+        found = job.typed.all_problems(error.problems)
+        raise ConfigError([_with_plan(job, problem) for problem in found]) from None
     if job.typed.problems:
         raise ConfigError(job.typed.problems)
     return config
+
+
+def _with_plan(job: Job, problem: Problem) -> Problem:
+    """A problem of too few devices here, with the plan that shows what the layout needs."""
+    if not isinstance(problem, TooManyRanks) or job.command.forecast is None:
+        return problem
+    memory = next(command for command in COMMANDS if command.words == ("plan", "memory"))
+    known = {*leaves(memory.spec), *command_groups(memory)} - {"name", "out"}
+    typed = {text: text.partition("=")[0] for text in job.typed.overrides}
+    words = ["memory", *(text for text, key in typed.items() if key in known)]
+    if "experiment" in typed.values():  # no group of `mlm plan memory`
+        words = ["dry-run", *(text for text, key in typed.items() if key in known | {"experiment"})]
+    line = shlex.join(["mlm", "plan", *words])
+    return TooManyRanks(problem.keys, problem.problem, f"{problem.fix}; `{line}` shows what it needs")

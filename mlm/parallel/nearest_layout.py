@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any
 
 from mlm.config.suggest import around, divisors, multiples_around
-from mlm.errors import Problem, spelled
+from mlm.errors import Problem, TooManyRanks, spelled
 from mlm.parallel.layout_checks import Launch, LayoutRule, Settings, batch_quantum
 
 Change = dict[str, Any]
@@ -68,7 +68,8 @@ class Layout:
             breach = rule.breach(self.values, self.launch)
             assert breach is not None
             fix = breach.fix(" or ".join(map(self._spelled, changes)), alone=alone, others=others)
-            found.append(Problem(map(self.values.name, rule.reads), breach.why, fix))
+            kind = TooManyRanks if breach.start else Problem
+            found.append(kind(map(self.values.name, rule.reads), breach.why, fix))
         return found
 
     def _spelled(self, change: Change) -> str:

@@ -13,6 +13,7 @@ COMMANDS = (
         target="mlm.pretrain.run:run",
         check=check_pretrain,
         preflight="mlm.pretrain.run:preflight",
+        forecast="mlm.plan.forecast:lines",
         model_of_ckpt="mlm.pretrain.model_of_ckpt:model_of_ckpt",
         out_is_run_folder=True,
         has_runs=True,

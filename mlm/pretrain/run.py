@@ -18,6 +18,7 @@ from mlm.errors import writing_to
 from mlm.files.atomic import write_atomic
 from mlm.optim.schedule import warmup_warning
 from mlm.parallel.mesh import ParallelContext
+from mlm.plan.forecast import predicted
 from mlm.pretrain.loop import PretrainLoop
 from mlm.report.peak import Peak, peak_flops
 from mlm.report.reporter import training_console
@@ -218,6 +219,7 @@ def finish_directory(trainer: Trainer, out: Path, rows: list[tuple[str, str]]) -
             prompt="The" if generates else None,
             trusted=kind.partition(":")[0] if is_path(kind) else None,
             validation=[str(prefix) for prefix in validation_prefixes(config.data).values()],
+            predicted=predicted(config, trainer.ctx.world_size),
         )
     except OSError as error:
         log.warning("%s: %s: the run is saved, its summary is not", error.filename or out, error.strerror)

@@ -2,7 +2,8 @@
 
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -29,6 +30,18 @@ FILES = (  # pattern in the run directory, what it holds
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """Numbers that were expected of a run."""
+
+    step_s: float | None
+    memory_bytes: float
+    """Of rank 0."""
+    mfu: float | None
+    hardware: str
+    """The hardware that the time is of; empty without one."""
+
+
 def write_summary(
     out: Path,
     *,
@@ -39,6 +52,7 @@ def write_summary(
     prompt: str | None = None,
     validation: Sequence[str] = (),
     trusted: str | None = None,
+    predicted: Predicted | None = None,
 ) -> Path:
     """Write `out`/README.md from `out`/metrics.jsonl and return its path (README.mlm.md beside a user's own).
 
@@ -51,6 +65,7 @@ def write_summary(
         prompt: starts the example of `mlm generate`; None leaves that out (no tokenizer, or no text).
         validation: the validation sets, of a blend one each; without any `mlm eval loss` is left out.
         trusted: module of the user's own model family, which other commands load only if it is trusted.
+        predicted: numbers to show beside the measured ones.
 
     Raises:
         OSError: metrics.jsonl cannot be read, or the summary written.
@@ -70,6 +85,7 @@ def write_summary(
         "## Results",
         table(results(steps, [r for r in records if r["kind"] == "validation"], unit))
         or "Nothing was logged.",
+        comparison(steps, predicted),
         "## Files",
         table(present(out)),
         "## How to continue",
@@ -162,6 +178,41 @@ def results(steps: Sequence[dict[str, Any]], validations: Sequence[dict[str, Any
     if steps and steps[-1]["skipped_steps"]:
         rows.append(("steps skipped for overflow", f"{steps[-1]['skipped_steps']:,}"))
     return rows
+
+
+def comparison(steps: Sequence[dict[str, Any]], predicted: Predicted | None) -> str:
+    """Return a table of the predicted numbers, the measured ones and how far apart they are; or nothing."""
+    if predicted is None or not steps:
+        return ""
+    later = steps[1:] or steps  # the first step warms up
+    rows = [
+        compared("seconds per step", predicted.step_s, values(later, "step_time_s"), median, "{:.4g}"),
+        compared(
+            "memory of rank 0, GiB",
+            predicted.memory_bytes / 2**30,
+            [size / 2**30 for size in values(steps, "memory_bytes")],
+            max,
+            "{:.2f}",
+        ),
+        compared("MFU", predicted.mfu, values(later, "mfu"), median, "{:.1%}"),
+    ]
+    of = f" for {escaped(predicted.hardware)}" if predicted.hardware else ""
+    heading = f"Predicted{of} (`mlm plan`), and measured:\n\n| | predicted | measured | |\n"
+    return heading + "\n".join(["| --- | --- | --- | --- |", *filter(None, rows)])
+
+
+def compared(
+    name: str,
+    expected: float | None,
+    measured: Sequence[float],
+    pick: Callable[[Sequence[float]], float],
+    form: str,
+) -> str:
+    """Return a row of a predicted number and the measured one, with its difference; or nothing."""
+    if expected is None or not measured:
+        return ""
+    found = pick(measured)
+    return f"| {name} | {form.format(expected)} | {form.format(found)} | {found / expected - 1:+.0%} |"
 
 
 def part_row(name: str, value: float | None, unit: str) -> tuple[str, str]:

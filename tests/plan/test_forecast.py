@@ -1,0 +1,140 @@
+"""What `mlm pretrain` says before it starts, and its summary beside what was measured."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mlm.cli import main
+from mlm.launch.start import LaunchFacts
+from mlm.parallel.layout_checks import TRAIN_RULES, Launch
+from mlm.plan import forecast as module
+from mlm.plan.forecast import GPU_RESERVED, Forecast, Machine, forecast, lines, nearest_fit, summary, warning
+from mlm.plan.hardware import preset
+from mlm.plan.memory import GIB, MemoryModel
+from mlm.plan.search import settings
+from mlm.report.summary import Predicted, comparison
+from mlm.train.config import PretrainConfig
+from tests.cli.test_presets import load_config
+
+A100 = preset("dgx_a100_80g")
+FACTS = LaunchFacts(joined=False, world_size=None, local_devices=None)
+TINY = ["model=gpt2_tiny", "data=synthetic", "train.global_batch_size=8", "train.micro_batch_size=4"]
+
+
+def config_of(*words: str) -> PretrainConfig:
+    """The settings of `mlm pretrain`."""
+    config = load_config("pretrain", [*words, "data=synthetic", "precision=bf16"])
+    assert isinstance(config, PretrainConfig)
+    return config
+
+
+def of_8b(ranks: int, *words: str, gibs: float = 79.15) -> Forecast:
+    """The forecast of the 8.3 billion model on A100s."""
+    machine = Machine("gpu", gibs * GIB, GPU_RESERVED, A100, "a preset")
+    found = forecast(config_of("model=gpt2_8b", *words), ranks, machine)
+    assert found is not None
+    return found
+
+
+def test_the_line_names_memory_and_mfu_of_the_layout() -> None:
+    found = of_8b(512, "tp=8", "dp=64")
+    assert found.fits
+    assert summary(found) == (
+        f"needs {found.memory / GIB:.1f} GiB of 79.2 GiB per GPU; {(found.step_s or 0) * 1e3:.0f} ms a step "
+        f"and {found.mfu:.0%} MFU expected (DGX A100 80GB, 512 ranks)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words", "gibs"),
+    [
+        (8, ("tp=2", "dp=4"), 79.15),
+        (8, ("dp=8",), 79.15),
+        (64, ("tp=4", "pp=4", "dp=4"), 20.0),
+        (8, ("tp=8",), 24.0),
+    ],
+)
+def test_what_is_proposed_fits_and_is_valid(ranks: int, words: tuple[str, ...], gibs: float) -> None:
+    found = of_8b(ranks, *words, gibs=gibs)
+    assert not found.fits
+    layout = nearest_fit(found)
+    assert layout is not None
+    assert layout.gpus == ranks
+    memory = MemoryModel(found.query.model, found.query.seq, "bf16", reserved=GPU_RESERVED)
+    assert memory.worst(layout).total <= gibs * GIB
+    choice = {name: getattr(layout, name) for name in ("tp", "pp", "vp", "dp", "pipeline", "zero")}
+    values = settings(found.query, {**choice, "sequence_parallel": layout.sequence_parallel})
+    values["train.micro_batch_size"] = layout.micro_batch
+    assert not any(rule.breach(values, Launch(ranks, None)) for rule in TRAIN_RULES)
+    assert "the nearest layout that fits: " in warning(found)
+
+
+def test_a_micro_batch_is_lowered_before_a_layout_is_changed() -> None:
+    assert warning(of_8b(8, "tp=2", "dp=4")).endswith("fits: train.micro_batch_size=1")
+
+
+def test_a_model_that_fits_nowhere_is_said_to() -> None:
+    assert "no layout on this many ranks fits" in warning(of_8b(1))
+
+
+def test_a_forecast_of_a_trillion_parameters_takes_no_tenth_of_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = ["model=gpt2_sc21_1t", "parallel=sc21_1t", "train.global_batch_size=3072", "train.steps=9"]
+    config = config_of(*words, "train.micro_batch_size=1")
+    machine = Machine("gpu", 40 * GIB, GPU_RESERVED, A100, "a preset")  # too little: layouts are searched
+    monkeypatch.setattr(module, "machine_of", lambda *_: machine)
+    begin = time.process_time()
+    found = lines(config, LaunchFacts(joined=True, world_size=3072, local_devices=None))
+    assert time.process_time() - begin < 0.1
+    assert len(found) == 2
+
+
+def test_unknown_families_and_failures_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config("pretrain", TINY)
+    assert isinstance(config, PretrainConfig)
+    assert len(lines(config, FACTS)) == 1
+    own = replace(config, model=replace(config.model, kind="my_package.my_family:FAMILY"))
+    assert lines(own, FACTS) == []
+    monkeypatch.setattr(module, "forecast", lambda *_, **__: 1 / 0)
+    assert lines(config, FACTS) == []
+
+
+def test_pretrain_says_what_it_needs_before_it_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("mlm.launch.start.run_job", lambda *_, **__: 0)
+    assert main(["pretrain", *TINY, "tp=2", f"out={tmp_path}"]) == 0
+    assert "mlm pretrain: needs 2 ranks of 0." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "plan"),
+    [
+        (["model=gpt2_8b", "tp=8", "dp=64", "out=x"], "mlm plan memory model=gpt2_8b tp=8 dp=64"),
+        (["experiment=v1_8_3b", "dist.device=cpu"], "mlm plan dry-run experiment=v1_8_3b"),
+    ],
+)
+def test_too_few_devices_are_answered_with_the_plan_to_see(
+    words: list[str], plan: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["pretrain", *words, "data=synthetic"]) == 2
+    assert f"; `{plan}` shows what it needs" in capsys.readouterr().err
+
+
+def test_the_summary_shows_predicted_beside_measured() -> None:
+    steps = [
+        {"step_time_s": seconds, "memory_bytes": 2 * GIB, "mfu": mfu}
+        for seconds, mfu in ((9.0, 0.1), (2.0, 0.4), (2.0, 0.4))
+    ]
+    shown = comparison(steps, Predicted(1.6, 2.5 * GIB, 0.5, "DGX A100 80GB (a preset)"))
+    assert "Predicted for DGX A100 80GB (a preset)" in shown
+    assert "| seconds per step | 1.6 | 2 | +25% |" in shown
+    assert "| memory of rank 0, GiB | 2.50 | 2.00 | -20% |" in shown
+    assert "| MFU | 50.0% | 40.0% | -20% |" in shown
+    memory_alone = comparison(steps, Predicted(None, 2.5 * GIB, None, ""))
+    assert memory_alone.count("\n| ") == 3
+    assert comparison([], Predicted(1.0, 1.0, None, "")) == comparison(steps, None) == ""
