@@ -119,9 +119,10 @@ def _tp_divides_ffn(values: Settings, _: Launch) -> Breach | None:
 
 
 def _tp_fits_kv_heads(values: Settings, _: Launch) -> Breach | None:
-    options, tp = values.get("model.options") or {}, values["tp"]
-    heads = options.get("num_kv_heads") or values["model.num_heads"]
-    if type(heads) is not int or heads <= 0 or heads % tp == 0 or tp % heads == 0:
+    heads, tp = (values.get("model.options") or {}).get("num_kv_heads"), values["tp"]
+    if type(heads) is not int or heads <= 0 or values["model.num_heads"] % tp:  # num_heads has its own rule
+        return None
+    if heads % tp == 0 or tp % heads == 0:
         return None
     return Breach(f"of {values.typed('tp')} and model.options.num_kv_heads={heads} neither divides the other")
 
