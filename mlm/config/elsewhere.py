@@ -127,6 +127,7 @@ def _is_number(word: str) -> bool:
     return True
 
 
+OF_LLAMA = "a part of Llama, Mistral and Qwen (model=llama3_8b, …)"
 NOT_OFFERED = "not offered"
 OWN_CONFIG = "write your settings to DIR/experiment/NAME.yaml and type --config-dir DIR experiment=NAME"
 AUTOMATIC = "leave it out: automatic"
@@ -192,21 +193,19 @@ TABLE = (
     ),
     Elsewhere(
         ("untie_embeddings_and_output_weights",),
-        f"{NOT_OFFERED}: the output layer is the token embedding",
+        f"{OF_LLAMA}, unless model.options.tied=true; elsewhere it is the token embedding",
     ),
-    Elsewhere(("swiglu",), f"{NOT_OFFERED}: model.activation is gelu or gelu_tanh"),
+    Elsewhere(("swiglu",), f"{OF_LLAMA}: model.activation=silu"),
     Elsewhere(
         ("position_embedding_type", "use_rotary_position_embeddings"),
-        f"{NOT_OFFERED}: positions are learned (model.max_positions)",
+        f"{OF_LLAMA}: model.options.rope_theta, …; elsewhere positions are learned",
     ),
-    Elsewhere(("kv_channels",), f"{NOT_OFFERED}: a head is model.hidden_size / model.num_heads wide"),
+    Elsewhere(("kv_channels",), f"{OF_LLAMA}: model.options.head_dim"),
     Elsewhere(
         ("group_query_attention", "num_query_groups"),
-        f"{NOT_OFFERED}: every query head has its own keys and values",
+        f"{OF_LLAMA}: model.options.num_kv_heads",
     ),
-    Elsewhere(
-        ("normalization", "disable_bias_linear"), f"{NOT_OFFERED}: layer norm, and biases, as in GPT-2"
-    ),
+    Elsewhere(("normalization", "disable_bias_linear"), f"{OF_LLAMA}, which has RMSNorm and no biases"),
     Elsewhere(("make_vocab_size_divisible_by",), "use model.vocab_multiple", ("model.vocab_multiple",)),
     # optimizer and length
     Elsewhere(("adam_beta1", "adam_beta2"), _betas, ("optimizer.betas",)),

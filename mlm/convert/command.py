@@ -36,7 +36,7 @@ COMMANDS = (
         target="mlm.convert.import_hf:run",
         preflight="mlm.convert.import_hf:preflight",
         positional=("source",),
-        summary="import a Hugging Face GPT-2 or BERT as a checkpoint",
+        summary="import a Hugging Face GPT-2, BERT, Llama, Mistral or Qwen as a checkpoint",
         about=(
             "Reads config.json, safetensors and the tokenizer of a folder or a Hub id, and writes a "
             "checkpoint of weights: any layout trains, scores or samples it. The logits of `transformers` "

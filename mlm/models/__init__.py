@@ -1,4 +1,4 @@
-"""Model families: GPT-2 and BERT. Imported when first used, as settings need no torch."""
+"""Model families: GPT-2, BERT and Llama. Imported when first used, as settings need no torch."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

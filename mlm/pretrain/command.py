@@ -19,8 +19,8 @@ COMMANDS = (
         has_runs=True,
         summary="train a language model from scratch, or continue from a checkpoint",
         about=(
-            "Trains a GPT-2 or BERT on an indexed corpus. Started plainly it starts its ranks on this host; "
-            "under torchrun or SLURM it joins as one. The run folder `out` gets the composed config, "
+            "Trains a GPT-2, BERT or Llama on an indexed corpus. Started plainly it starts its ranks on this "
+            "host; under torchrun or SLURM it joins as one. The run folder `out` gets the composed config, "
             "checkpoints, metrics.jsonl and curves; the same command again resumes it, and so does "
             "resume=RUN, with the run's own settings and the overrides after it. A run that begins with "
             "ckpt=… and names no model takes the checkpoint's."

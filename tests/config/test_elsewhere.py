@@ -48,7 +48,10 @@ def answers(line: str) -> list[str]:
         ("--bf16", "use precision=bf16"),
         ("bf16=true", "use precision=bf16"),
         ("train.Recompute-Activations=true", "use recompute=selective"),
-        ("--swiglu tp=2", "not offered: model.activation is gelu or gelu_tanh"),
+        (
+            "--swiglu tp=2",
+            "a part of Llama, Mistral and Qwen (model=llama3_8b, …): model.activation=silu",
+        ),
     ],
 )
 def test_setting_of_megatron_is_converted(line: str, fix: str) -> None:
