@@ -249,7 +249,8 @@ def write_settings(source: Source, folder: Path) -> None:
     """Write config.json, the model card, and the tokenizer with settings of AutoTokenizer and generate()."""
     tokenizer, model = source.tokenizer, source.model
     ids = token_ids(source)
-    write_json(folder / CONFIG, source.mapping.write(model, ids))
+    config = source.mapping.write(model, ids)
+    write_json(folder / CONFIG, config)
     write_atomic(folder / CARD, model_card(source.manifest, model, source.architecture).encode())
     if tokenizer is None:
         return
@@ -263,7 +264,7 @@ def write_settings(source: Source, folder: Path) -> None:
     }
     write_json(folder / "tokenizer_config.json", settings)
     if family_of(model.kind).causal and model.head == "language_model":
-        named = {"bos_token_id": ids.eod, "eos_token_id": ids.eod}
+        named = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
         write_json(folder / "generation_config.json", {"_from_model_config": True, **named})
 
 
@@ -271,11 +272,11 @@ def token_ids(source: Source) -> TokenIds:
     """Return ids and labels for config.json: those of the imported folder, else of tokenizer and task."""
     tokenizer, origin = source.tokenizer, source.manifest.state.get("source")
     imported = origin if isinstance(origin, dict) else {}
-    eod, pad = (None, None) if tokenizer is None else (tokenizer.eod_id, tokenizer.pad_id)
+    eod, bos, pad = (getattr(tokenizer, f"{name}_id", None) for name in ("eod", "bos", "pad"))
     kept = imported.get("pad_token_id")
     names = label_names(source.manifest.state) or texts(imported.get("labels"))
     ends = FINETUNING in source.manifest.state and family_of(source.model.kind).causal
-    return TokenIds(eod, kept if isinstance(kept, int) else pad, names, ends_texts=ends)
+    return TokenIds(eod, bos, kept if isinstance(kept, int) else pad, names, ends_texts=ends)
 
 
 def write_json(path: Path, value: JSON) -> None:

@@ -98,6 +98,8 @@ class TokenIds:
 
     eod: int | None = None
     """End of document."""
+    bos: int | None = None
+    """Beginning of a sequence."""
     pad: int | None = None
     labels: tuple[str, ...] = ()
     """Names of the labels by number; empty if unknown."""

@@ -238,7 +238,7 @@ def write_config(model: ModelConfig, ids: TokenIds) -> dict[str, JSON]:
         **write_rope(model, settings),
         **windowed,
         **biases,
-        "bos_token_id": ids.eod,
+        "bos_token_id": ids.bos,
         "eos_token_id": ids.eod,
         "pad_token_id": ids.pad,
         "tie_word_embeddings": settings.tied,

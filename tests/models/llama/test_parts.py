@@ -1,0 +1,168 @@
+"""Parts of the Llama family alone: turns, windows, norms, gates, settings."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mlm.models.checks import model_problem
+from mlm.models.config import ModelConfig
+from mlm.models.documents import bias_of, spans_of
+from mlm.models.llama.attention import GroupedQueryAttention
+from mlm.models.llama.mlp import GatedMLP
+from mlm.models.llama.model import Llama
+from mlm.models.llama.norm import RMSNorm
+from mlm.models.llama.rope import frequencies
+from mlm.models.llama.settings import LlamaSettings
+from mlm.models.rotary import Rotary
+from mlm.parallel.init import init_parameters
+from mlm.parallel.mesh import Axis
+
+S, B = 9, 2
+MODEL = ModelConfig(
+    kind="llama",
+    num_layers=2,
+    hidden_size=24,
+    num_heads=4,
+    ffn_hidden_size=20,
+    max_positions=32,
+    vocab_size=31,
+    vocab_multiple=8,
+    activation="silu",
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+    options={"num_kv_heads": 2},
+)
+ONE = Axis("tp")
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.4, 0.6])
+def test_a_turn_is_a_product_of_complex_numbers(fraction: float) -> None:
+    """The first R dimensions in pairs (i, i + R/2); the rest stay. Backward turns the other way."""
+    settings = LlamaSettings(head_dim=10, rotary_fraction=fraction)
+    turns, _ = frequencies(settings, torch.float64, torch.device("cpu"))
+    positions = torch.randint(50, (S, B))
+    half = settings.rotary_dim // 2
+    assert torch.allclose(turns, torch.tensor([10000 ** (-i / half) for i in range(half)]).double())
+    x = normal(S, B, 3, 10).requires_grad_()
+    y = Rotary.of(positions, turns, 1.0, torch.float64).turn(x)
+    numbers = torch.complex(x[..., :half], x[..., half : 2 * half])
+    turned = numbers * torch.polar(torch.ones(half).double(), positions[..., None, None] * turns)
+    torch.testing.assert_close(y, torch.cat([turned.real, turned.imag, x[..., 2 * half :]], -1))
+    torch.autograd.gradcheck(Rotary.of(positions, turns, 1.0, torch.float64).turn, (x,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_rms_norm_equals_pytorchs(dtype: torch.dtype) -> None:
+    """Outputs, and gradients of both."""
+    norm, x, dy = RMSNorm(6, eps=1e-3).double(), normal(S, B, 6), normal(S, B, 6).to(dtype).flip(0)
+    with torch.no_grad():
+        norm.weight.copy_(normal(6))
+    results = []
+    for function in (norm, lambda x: F.rms_norm(x, (6,), norm.weight.to(x.dtype), 1e-3)):
+        leaf = x.to(dtype).requires_grad_()
+        norm.weight.grad = None
+        y = function(leaf)
+        y.backward(dy)
+        results.append((y.detach(), leaf.grad, norm.weight.grad))
+    tolerance = (
+        {} if dtype == torch.float64 else {"rtol": 0.05, "atol": 0.05}
+    )  # of 8 bits, rounded differently
+    torch.testing.assert_close(*results, **tolerance)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_a_gated_mlp_multiplies_its_input_by_a_gate(activation: str) -> None:
+    mlp = GatedMLP(replace(MODEL, activation=activation), tp=ONE).double()  # type: ignore[arg-type]
+    init_parameters(mlp, 1)
+    x, blocks = normal(S, B, 24).requires_grad_(), 4
+    gate, up = (mlp.up.weight.view(blocks, 2, 5, 24)[:, part].reshape(20, 24) for part in (0, 1))
+    act = F.silu if activation == "silu" else F.gelu
+    want = F.linear(act(F.linear(x, gate)) * F.linear(x, up), mlp.down.weight)
+    torch.testing.assert_close(mlp(x), want)
+    inputs = (x, mlp.up.weight)
+    dy = normal(S, B, 24).flip(1)
+    torch.testing.assert_close(torch.autograd.grad(mlp(x), inputs, dy), torch.autograd.grad(want, inputs, dy))
+
+
+@pytest.mark.parametrize("window", [0, 1, 4, S])
+@pytest.mark.parametrize("documents", [False, True])
+def test_attention_is_the_same_fused_masked_and_with_dropout(window: int, documents: bool) -> None:
+    """Three ways to one function: by document, by a mask for all, and probabilities spelled out."""
+    options = MODEL.options | {"window": window}
+    attention = GroupedQueryAttention(replace(MODEL, options=options), layer=0, tp=ONE).double()
+    qkv = normal(S, B, (4 + 2 * 2) * 6)
+    ends = torch.zeros(B, S, dtype=torch.bool)
+    if documents:
+        ends[0, 2] = ends[1, 5] = ends[1, 6] = True
+    bias = bias_of(ends, torch.float64)
+    q, k, v = attention.heads(qkv)
+    distance = torch.arange(S)[:, None] - torch.arange(S)
+    sees = (bias == 0) & (distance < (window or S))
+    scores = (q @ k.repeat_interleave(2, 1).mT / 6**0.5).masked_fill(~sees, -torch.inf)
+    want = (scores.softmax(-1) @ v.repeat_interleave(2, 1)).permute(2, 0, 1, 3).flatten(2)
+    spans = spans_of(ends, torch.float64) if documents else None
+    torch.testing.assert_close(attention._fused(qkv, 0.0, spans), want)
+    torch.testing.assert_close(attention.fused(qkv, 0.0, bias, False), want)
+    torch.testing.assert_close(attention.unfused(qkv, lambda p: p, bias, False), want)
+    if not documents:
+        torch.testing.assert_close(attention.unfused(qkv, lambda p: p, None, True), want)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_parts_are_those_of_tp_ranks(count: int) -> None:
+    """Attention of each part gives its heads; beyond two parts, two share a head of keys and values."""
+    attention = GroupedQueryAttention(MODEL, layer=0, tp=ONE).double()
+    qkv = normal(S, B, (4 + 2 * 2) * 6)
+    parts = [attention.fused(part, 0.0, None, True) for part in attention.parts(qkv, count)]
+    torch.testing.assert_close(torch.cat(parts, -1), attention.fused(qkv, 0.0, None, True))
+
+
+def test_positions_of_documents_turn_each_sample_by_its_own() -> None:
+    """With reset_positions samples differ; without, all have the tables of 0 … S - 1."""
+    torch.manual_seed(0)
+    model = Llama(MODEL, dtype=torch.float64).double()
+    init_parameters(model, 3)
+    x = normal(S, B, 24)
+    places = torch.stack([torch.arange(S), torch.arange(S) + 5])
+    rotary = model.rotary(x, places)
+    alone = model.rotary(x[:, :1], None)
+    assert torch.equal(rotary.cos[:, :1], alone.cos)
+    assert torch.equal(rotary.sin[:-5, 1], alone.sin[5:, 0])
+
+
+WRONG = [
+    ({"num_kv_heads": 3}, "num_kv_heads=3 does not divide model.num_heads=4"),
+    ({"num_kv_heads": 2.5}, "num_kv_heads=2.5 must be a whole number"),
+    ({"head_dim": 5}, "head_dim=5 is turned in pairs"),
+    ({"rope_scaling": "dynamic"}, "rope_scaling=dynamic is no scaling of ours"),
+    ({"rope_theta": "big"}, "rope_theta=big must be a number"),
+    ({"rope_theta": 0.5}, "rope_theta=0.5 must be greater than 1"),
+    ({"rope_factor": 0.5}, "rope_factor=0.5 must be 1 or more"),
+    ({"rotary_fraction": 1.5}, "rotary_fraction=1.5 must be above 0"),
+    ({"rope_scaling": "llama3", "rope_high_freq_factor": 0.5}, "rope_high_freq_factor=0.5 must be greater"),
+    ({"rope_scaling": "yarn", "rope_beta_fast": 0.5}, "rope_beta_fast=0.5 must be at least"),
+    ({"window": -1}, "window=-1 must be from 0"),
+    ({"qk_norm": 1}, "qk_norm=1 must be true or false"),
+    ({"windows": 4}, "model.options.windows"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), WRONG, ids=str)
+def test_a_wrong_setting_is_named(options: dict[str, bool | int | float | str], words: str) -> None:
+    problem = model_problem(replace(MODEL, options=options))
+    assert problem is not None
+    assert words in str(problem)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+def test_a_gate_is_of_llamas_alone(kind: str) -> None:
+    problem = model_problem(replace(MODEL, kind=kind, options={}))
+    assert problem is not None
+    assert "model.activation=silu" in str(problem)
