@@ -16,7 +16,7 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension of x."""
         assert self.eps is not None
-        if x.device.type != "cpu" or torch.compiler.is_compiling():
+        if x.device.type == "cuda" or torch.compiler.is_compiling():
             y: Tensor = F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
             return y
         y = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
@@ -24,7 +24,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """The same on a CPU, where PyTorch has no kernel of one pass: a number per row is kept besides x."""
+    """The same where PyTorch has no kernel of one pass: a number per row is kept besides x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
