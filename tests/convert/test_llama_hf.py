@@ -18,7 +18,9 @@ from mlm.convert import import_hf
 from mlm.convert.config import ImportHFConfig
 from mlm.models.llama.huggingface import MAPPING
 from tests.convert.hf_models import add_tokenizer, edit_config, export_model, import_model
+from tests.models.llama.on_ranks import greedy
 from tests.models.llama.references import YARN, our_config, their_model
+from tests.ranks import run_on_ranks
 
 KINDS = ("llama3", "mistral", "qwen2", "qwen3 with a window", "yarn with an attention factor")
 
@@ -62,6 +64,20 @@ def test_a_folder_is_a_checkpoint(tmp_path: Path) -> None:
     loaded = mlm.load(tmp_path)
     want = model(torch.tensor([ids])).logits
     assert (loaded.logits(torch.tensor([ids])) - want).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen3 with a window", "yarn"])
+def test_a_folder_is_read_and_continued_at_any_layout(tmp_path: Path, name: str) -> None:
+    """Greedy texts of prompts of several lengths, equal to transformers' token by token at tp=2 and pp=2."""
+    model = folder_of(name, tmp_path)
+    prompts = [[3, 14, 15, 92, 65, 35, 89, 79], [32], [38, 46, 26]]
+    want = []
+    for prompt in prompts:
+        tokens = torch.tensor([prompt])
+        mask = torch.ones_like(tokens)
+        text = model.generate(tokens, attention_mask=mask, max_new_tokens=9, do_sample=False, pad_token_id=0)
+        want.append(text[0, len(prompt) :].tolist())
+    assert run_on_ranks(greedy, tmp_path, prompts, 9, tp=2, pp=2) == [want] * 4
 
 
 def test_a_tied_output_layer_that_is_stored_is_compared_and_read_once(tmp_path: Path) -> None:
