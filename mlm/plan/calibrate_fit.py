@@ -15,8 +15,8 @@ from mlm.plan.shape import Layout, Shape
 
 HALVES = (0, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
 """Values of `matmul_half` that are tried."""
-LEAST_REMAINDER = 0.03
-"""Least share of a layer's time that its elementwise kernels are given."""
+LEAST_REMAINDER = 0.02
+"""Least share of a layer's time that its elementwise kernels, and work on its weights, are given."""
 REDUCTIONS = 2
 """Passes of an all-reduce: a reduce-scatter and an all-gather."""
 
@@ -81,9 +81,8 @@ class Measured:
     unfused: list[Attention] = field(default_factory=list)
     """With dropout; of CPUs, which have no fused kernel for it."""
     layer_shape: Shape
-    layer: float
-    """Seconds of a transformer layer on one micro-batch, forward and backward."""
-    micro_batch: int
+    layer: dict[int, float]
+    """Seconds of a transformer layer, forward and backward, on micro-batches of two sizes."""
     optimizer: float
     """Seconds of the optimizer's step for each parameter."""
     within: list[Message] = field(default_factory=list)
@@ -167,15 +166,19 @@ def fit_link(messages: Sequence[Message]) -> tuple[float, float]:
 
 def fit_rest(measured: Measured, hardware: HardwareConfig, dtype: str) -> EfficiencyConfig:
     """The constants of elementwise kernels, from what a layer takes beyond the rest, and of the optimizer."""
-    layout = Layout(micro_batch=measured.micro_batch, global_batch=measured.micro_batch)
+    (small, small_s), (large, large_s) = sorted(measured.layer.items())
     model = CostModel(measured.layer_shape, hardware, dtype)
-    layer = model.layer(layout)
-    elementwise = layer.elementwise + layer.elementwise_backward
-    others = layer.forward + layer.backward - elementwise
-    remainder = max(measured.layer - others, LEAST_REMAINDER * measured.layer)
+    layers = {size: model.layer(Layout(micro_batch=size, global_batch=size)) for size in (small, large)}
+    first = layers[small]
+    # what products and attention do not explain: a share for each sample, and one for each micro-batch
+    rest = {size: measured.layer[size] - layer.products for size, layer in layers.items()}
+    sample = max((rest[large] - rest[small]) / (large - small), LEAST_REMAINDER * large_s / large)
+    once = max(rest[small] - small * sample, LEAST_REMAINDER * small_s)
+    elementwise = (first.elementwise + first.elementwise_backward) / small
     return replace(
         hardware.efficiency,
-        elementwise=figures(elementwise / remainder),
+        elementwise=figures(elementwise / sample),
+        weights=figures(first.weights / once),
         optimizer=figures(model.optimizer(1) / measured.optimizer),
     )
 
@@ -197,7 +200,7 @@ def merged(each: Sequence[Measured]) -> Measured:
         across=_medians([one.across for one in each]),
         peaks={name: median(one.peaks[name] for one in each) for name in first.peaks},
         copy=median(one.copy for one in each),
-        layer=median(one.layer for one in each),
+        layer={size: median(one.layer[size] for one in each) for size in first.layer},
         optimizer=median(one.optimizer for one in each),
     )
 

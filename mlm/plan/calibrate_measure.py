@@ -56,7 +56,8 @@ class Sizes:
     """Bytes."""
     hidden: int
     seq: int
-    micro_batch: int
+    micro_batches: tuple[int, int]
+    """Two sizes, for what a layer costs once a micro-batch."""
     least_s: float
     """Seconds that a measurement lasts at least."""
 
@@ -73,7 +74,7 @@ SIZES = {
         messages=(1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24),
         hidden=512,
         seq=256,
-        micro_batch=2,
+        micro_batches=(1, 4),
         least_s=0.03,
     ),
     "cuda": Sizes(
@@ -87,7 +88,7 @@ SIZES = {
         messages=(1 << 16, 1 << 20, 1 << 23, 1 << 26, 1 << 28),
         hidden=4096,
         seq=2048,
-        micro_batch=2,
+        micro_batches=(1, 4),
         least_s=0.05,
     ),
 }
@@ -131,7 +132,7 @@ class Measurements:
         sizes, axes = self.sizes, sum(axis.size > 1 for axis in (self.ctx.tp, self.ctx.dp))
         unfused = len(sizes.attention) if self.device.type == "cpu" else 0
         formats = len(OTHER_FORMATS[self.device.type])
-        kernels = len(sizes.products) + formats + len(sizes.attention) + unfused + 3
+        kernels = len(sizes.products) + formats + len(sizes.attention) + unfused + 4
         return kernels + axes * len(OPERATIONS) * len(sizes.messages)
 
     def run(self, advance: Callable[[int], None]) -> Measured:
@@ -148,16 +149,15 @@ class Measurements:
         products, peaks = each(self.products()), each(self.peaks())
         fused = each(self.attention(self.fused))
         unfused = each(self.attention(self.unfused)) if self.device.type == "cpu" else []
-        copy, layer, optimizer = each(self.rest())
+        copy, first, second, optimizer = each(self.rest())
         return Measured(
             products=products,
             peaks=dict(peaks),
             copy=copy,
             fused=fused,
             unfused=unfused,
-            layer_shape=Shape.of(self.model(2), self.sizes.seq),
-            layer=layer,
-            micro_batch=self.sizes.micro_batch,
+            layer_shape=Shape.of(self.model(1), self.sizes.seq),
+            layer=dict(zip(self.sizes.micro_batches, (first, second), strict=True)),
             optimizer=optimizer,
             within=each(self.messages(self.ctx.tp)),
             across=each(self.messages(self.ctx.dp)),
@@ -221,16 +221,17 @@ class Measurements:
         return partial(unfused_attention, qkv, width, drop)
 
     def rest(self) -> Iterator[float]:
-        """Bytes/s of a copy, seconds of a layer, and of the optimizer for each parameter."""
+        """Bytes/s of a copy, seconds of a layer by micro-batch, and of the optimizer for each parameter."""
         source = torch.zeros(self.sizes.copy // 4, device=self.device)
         yield 2 * self.sizes.copy / self.time(partial(torch.empty_like(source).copy_, source))
-        small, large = self.trainer(2), self.trainer(4)
-        batch = self.batch()
-        times = [self.time(partial(trainer.forward_backward, [batch])) for trainer in (small, large)]
-        yield max(times[1] - times[0], 0.1 * times[1]) / 2
-        outcome = large.forward_backward([batch])
-        parameters = sum(shard.parameter.numel() for shard in large.shards)
-        yield self.time(partial(large.update, outcome)) / parameters
+        for size in self.sizes.micro_batches:
+            batch, trainers = self.batch(size), (self.trainer(1, size), self.trainer(3, size))
+            times = [self.time(partial(each.forward_backward, [batch])) for each in trainers]
+            yield max(times[1] - times[0], 0.1 * times[1]) / 2
+        trainer = trainers[1]
+        outcome = trainer.forward_backward([batch])
+        parameters = sum(shard.parameter.numel() for shard in trainer.shards)
+        yield self.time(partial(trainer.update, outcome)) / parameters
 
     def model(self, layers: int) -> ModelConfig:
         """A small GPT-2 without dropout."""
@@ -245,9 +246,8 @@ class Measurements:
             attention_dropout=0.0,
         )
 
-    def trainer(self, layers: int) -> Trainer[Batch]:
-        """The trainer of one rank alone."""
-        size = self.sizes.micro_batch
+    def trainer(self, layers: int, size: int) -> Trainer[Batch]:
+        """The trainer of one rank alone, with micro-batches of `size`."""
         config = PretrainConfig(
             name="calibrate",
             out="",
@@ -258,9 +258,9 @@ class Measurements:
         )
         return Trainer(config, ParallelContext(device=self.device))
 
-    def batch(self) -> Batch:
+    def batch(self, size: int) -> Batch:
         """A micro-batch of random tokens."""
-        tokens = torch.randint(1024, (self.sizes.micro_batch, self.sizes.seq + 1))
+        tokens = torch.randint(1024, (size, self.sizes.seq + 1))
         return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), 0)
 
     def messages(self, axis: Axis) -> Iterator[Message]:

@@ -53,24 +53,8 @@ class PlanDataConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SearchedBatchConfig:
-    """The batch of a search."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
-
-    global_batch_size: Annotated[int, POSITIVE, Also("train_batch_size")] = 512
-    """Samples per step over all replicas."""
-    steps: Annotated[int, POSITIVE] = 300_000
-    """Optimizer steps; a plan does not depend on them."""
-    micro_batch_size: Annotated[
-        int | None, POSITIVE, Also("batch_size", "per_device_train_batch_size", "micro_batch_size")
-    ] = None
-    """Samples one rank runs through the model at once, B; null searches."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedBatchConfig:
-    """The batch of one layout."""
+class GlobalBatchConfig:
+    """The batch of a planned run."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
@@ -78,6 +62,22 @@ class PlannedBatchConfig:
     """Samples per step over all replicas. A multiple of dp * micro_batch_size."""
     steps: Annotated[int, POSITIVE] = 300_000
     """Optimizer steps; a plan does not depend on them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchedBatchConfig(GlobalBatchConfig):
+    """The batch of a search."""
+
+    micro_batch_size: Annotated[
+        int | None, POSITIVE, Also("batch_size", "per_device_train_batch_size", "micro_batch_size")
+    ] = None
+    """Samples one rank runs through the model at once, B; null searches."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedBatchConfig(GlobalBatchConfig):
+    """The batch of one layout."""
+
     micro_batch_size: MicroBatchSize = 8
     """Samples one rank runs through the model at once, B; the rest are accumulated."""
 
@@ -109,13 +109,25 @@ class SearchedLayoutConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlanLayoutsConfig:
-    """The run spec of `mlm plan layouts`: search the layouts of a model on a number of GPUs."""
+class PlannedModelConfig:
+    """A model on hardware, as the commands share it that plan by formulas."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     name: str
     """Name of the model in reports."""
+    model: ModelConfig
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    hardware: HardwareConfig
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    data: PlanDataConfig = field(default_factory=PlanDataConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanLayoutsConfig(PlannedModelConfig):
+    """The run spec of `mlm plan layouts`: search the layouts of a model on a number of GPUs."""
+
     gpus: Annotated[int, POSITIVE, Also("world_size", "num_gpus", "n_gpus")] = 8
     """GPUs to use, all of them."""
     tokens: Annotated[float | None, POSITIVE, Also("train_tokens", "max_tokens")] = None
@@ -128,33 +140,17 @@ class PlanLayoutsConfig:
     """List also what rejected other layouts, and what limits the best."""
     out: ResultFile | None = None
     """File to write beside the printed tables: .html, .png, .json or .csv; null writes none."""
-    model: ModelConfig
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    hardware: HardwareConfig
     parallel: SearchedLayoutConfig = field(default_factory=SearchedLayoutConfig)
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    data: PlanDataConfig = field(default_factory=PlanDataConfig)
     train: SearchedBatchConfig = field(default_factory=SearchedBatchConfig)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlanMemoryConfig:
+class PlanMemoryConfig(PlannedModelConfig):
     """The run spec of `mlm plan memory`: the memory of one layout, part by part."""
 
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
-
-    name: str
-    """Name of the model in reports."""
     rank: Annotated[int | None, NOT_NEGATIVE] = None
     """A rank to show beside the first and the last of the pipeline; null shows those two."""
     out: ResultFile | None = None
     """File to write beside the printed table: .json or .csv; null writes none."""
-    model: ModelConfig
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    hardware: HardwareConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    data: PlanDataConfig = field(default_factory=PlanDataConfig)
     train: PlannedBatchConfig = field(default_factory=PlannedBatchConfig)

@@ -138,6 +138,11 @@ class LayerTime:
         return computed + self.tp_backward + self.recompute + self.weights * 4 / 5
 
     @property
+    def products(self) -> float:
+        """Matrix products and attention of both passes."""
+        return 3 * self.matmul + self.attention + self.attention_backward
+
+    @property
     def weight_gradient(self) -> float:
         """Part of backward that a zero-bubble schedule puts off."""
         return self.matmul + self.weights * 3 / 5
@@ -277,7 +282,7 @@ class CostModel:
             attention_backward=attention_backward,
             elementwise=elementwise,
             elementwise_backward=BACKWARD_TRAFFIC * elementwise,
-            weights=self.traffic(weight_bytes * shape.layer_weights / t),
+            weights=self.traffic(weight_bytes * shape.layer_weights / t) / self.hardware.efficiency.weights,
             tp=forward_tp,
             tp_backward=backward_tp,
             recompute=recompute,

@@ -51,6 +51,8 @@ class EfficiencyConfig:
     """Share of the memory bandwidth that elementwise kernels reach."""
     elementwise: Annotated[float, POSITIVE] = 1.0
     """Share of `memory` that norms, activation functions and the loss reach."""
+    weights: Annotated[float, POSITIVE] = 1.0
+    """Share of `memory` that casts of a layer's weights and additions to their gradients reach."""
     optimizer: Annotated[float, POSITIVE] = 1.0
     """Share of `memory` that the optimizer's step reaches."""
     unfused_attention: Annotated[float | None, POSITIVE] = None

@@ -38,6 +38,7 @@ TRUE = HardwareConfig(
         memory=1,
         network=1,
         elementwise=0.4,
+        weights=0.1,
         optimizer=1.5,
     ),
 )
@@ -48,7 +49,7 @@ TINY = Sizes(
     messages=(1 << 8, 1 << 12),
     hidden=64,
     seq=8,
-    micro_batch=1,
+    micro_batches=(1, 2),
     least_s=0.0,
 )
 PLAN = ["plan", "layouts", "model=gpt2_tiny", "gpus=1", "precision=fp32", "train.global_batch_size=8"]
@@ -59,8 +60,7 @@ def times_of(hardware: HardwareConfig) -> Measured:
     shape = Shape(layers=1, hidden=512, heads=8, ffn=2048, seq=256, vocab=1024)
     shape = replace(shape, hidden_dropout=False, attention_dropout=False)
     model = CostModel(shape, hardware, "fp32")
-    layout = Layout(micro_batch=2, global_batch=2)
-    layer = model.layer(layout)
+    layers = {size: model.layer(Layout(micro_batch=size, global_batch=size)) for size in (1, 4)}
     e = hardware.efficiency
     tile = 256 / (256 + e.matmul_half)
     forward = 2 * 16 * 256**2 * 64 / (model.peak * e.attention * tile)
@@ -77,8 +77,7 @@ def times_of(hardware: HardwareConfig) -> Measured:
         fused=[Attention(16, 256, 64, (1 + FLASH_BACKWARD) * forward)],
         unfused=[Attention(16, 256, 64, (1 + UNFUSED_BACKWARD) * unfused)],
         layer_shape=shape,
-        layer=layer.forward + layer.backward,
-        micro_batch=2,
+        layer={size: layer.forward + layer.backward for size, layer in layers.items()},
         optimizer=model.optimizer(1),
         within=[message for each in messages.values() for message in each],
     )
@@ -101,6 +100,7 @@ def test_constants_of_predicted_times_are_found_again() -> None:
         rate = getattr(its, name) * (found.peak_tflops.fp32 or 0)
         assert rate == pytest.approx(getattr(true, name) * peak, rel=0.02), name
     assert its.elementwise == pytest.approx(true.elementwise, rel=0.05)
+    assert its.weights == pytest.approx(true.weights, rel=0.05)
     assert its.optimizer == pytest.approx(true.optimizer, rel=0.01)
     assert found.memory_gbps == pytest.approx(20)
     assert (found.node_gbps, found.node_latency_us) == pytest.approx((3, 50), rel=0.01)
