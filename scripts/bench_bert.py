@@ -6,9 +6,8 @@
 
 The same weights, micro-batches, losses and optimizer for both; losses and gradients are compared before
 anything is timed. `transformers` is BertForPreTraining (--norm post) or MegatronBertForPreTraining (--norm
-pre), used as its users do: a padding mask, and -100 where nothing is masked. A sample is zero_grad, forward,
-backward, clip, optimizer step. Pairs alternate AB and BA; a fixed matrix product before and after each sample
-tells whether the machine changed, and drops the sample if so.
+pre), used as its users do: a padding mask, and -100 where nothing is masked. A step is zero_grad, forward,
+backward, clip, optimizer step. The contenders take turns, a step at a time, as in bench_train.py.
 
 Exit code: 0 a result, 1 doubts or a ratio below the target (1.6), 2 a mistake.
 """
@@ -23,12 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.bert_shapes import BERT_NAMED, BertShape, bert_batches, bert_shape
-from bench.command import guarded
-from bench.compare import Plan, run_shape
+from bench.command import add_round_options, guarded
+from bench.compare import Plan, quoted, run_shape
 from bench.machine import describe_machine
 from bench.report import print_shape
 from bench.spec import Spec
-from bench.stats import MIN_PAIRS
 from rich.console import Console
 
 from mlm.errors import UserError
@@ -65,13 +63,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--threads", nargs="+", type=int, default=[len(os.sched_getaffinity(0))], help="of each contender")
     add("--corpus", type=Path, help="folder by `mlm data build sentences=true`; without it random tokens")
     add("--contenders", nargs="+", default=["mlm", "transformers"], help="the first is the reference")
-    add("--pairs", type=int, default=MIN_PAIRS, help="pairs kept per comparison (default %(default)s)")
-    add("--attempts", type=int, help="pairs begun at most, dropped ones included (default 2 * pairs + 2)")
-    add("--min-sample-s", type=float, default=0.5, help="a sample lasts at least this long (%(default)s s)")
+    add_round_options(parser)
     add("--allocator", choices=("tuned", "default"), default="tuned", help="glibc's malloc, for all")
     add("--no-memory", action="store_true", help="do not measure peak memory")
     add("--seed", type=int, default=1234, help="of weights and samples")
-    add("--out", type=Path, help="JSON file for machines: description, medians, raw samples")
+    add("--out", type=Path, help="JSON file for machines: description, medians, all steps")
     return parser.parse_args(arguments)
 
 
@@ -105,7 +101,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 def reached(result: dict[str, Any]) -> bool:
     """True if mlm reaches the target against each contender of `transformers`."""
     series = [s for s in result["series"] if s["other"].startswith("transformers")]
-    return all(s["tokens_ratio"] and s["tokens_ratio"]["median"] >= TARGET for s in series)
+    return all((ratio := quoted(s)) is not None and ratio["median"] >= TARGET for s in series)
 
 
 def make_shapes(args: argparse.Namespace) -> list[BertShape]:
@@ -134,8 +130,8 @@ def make_plan(args: argparse.Namespace) -> Plan:
         split=(),
         tp=1,
         pairs=args.pairs,
-        limit=args.attempts or 2 * args.pairs + 2,
-        min_sample_s=args.min_sample_s,
+        limit=args.attempts or 3 * args.pairs,
+        seconds=args.seconds,
         memory=not args.no_memory,
     )
 

@@ -5,9 +5,10 @@
     python scripts/bench_train.py --tp 2 --peers nanogpt=PATH picotron=PATH
 
 The same weights, tokens and optimizer for all; losses and gradients are compared before anything is timed.
-A sample is zero_grad, forward, backward, clip, optimizer step; compiling and preparing data come before.
-Pairs alternate AB and BA; a fixed matrix product before and after each sample tells whether the machine
-changed, and drops the sample if so. scripts/results/README.md says how to read and repeat results.
+A step is zero_grad, forward, backward, clip, optimizer step; compiling and preparing data come before. All
+contenders take turns, a step at a time: ABC, CBA, ABC, … A fixed matrix product between any two steps shows
+whether the machine changed. Wall and processor time are compared: with --threads 1 the latter is a result on
+a busy machine too. scripts/results/README.md describes how to read and repeat results.
 """
 
 import argparse
@@ -20,13 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench.command import guarded
+from bench.command import add_round_options, guarded
 from bench.compare import Plan, run_shape
 from bench.machine import describe_machine, describe_peers
 from bench.report import print_shape
 from bench.shapes import check_shape, shapes_of
 from bench.spec import Spec
-from bench.stats import MIN_PAIRS
 from rich.console import Console
 
 from mlm.errors import UserError
@@ -76,9 +76,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--contenders", nargs="+", default=["mlm", "transformers"], help="the first is the reference")
     add("--peers", nargs="+", default=[], metavar="NAME=PATH", help="checkouts of nanogpt and picotron")
     add("--tp", type=int, default=1, help="also mlm (and picotron) split over this many processes")
-    add("--pairs", type=int, default=MIN_PAIRS, help="pairs kept per comparison (default %(default)s)")
-    add("--attempts", type=int, help="pairs begun at most, dropped ones included (default 2 * pairs + 2)")
-    add("--min-sample-s", type=float, default=0.5, help="a sample lasts at least this long (%(default)s s)")
+    add_round_options(parser)
     add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads of each contender")
     add(
         "--allocator",
@@ -88,7 +86,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     add("--no-memory", action="store_true", help="do not measure peak memory")
     add("--seed", type=int, default=1234, help="of weights and tokens")
-    add("--out", type=Path, help="JSON file for machines: description, medians, raw samples")
+    add("--out", type=Path, help="JSON file for machines: description, medians, all steps")
     return parser.parse_args(arguments)
 
 
@@ -173,8 +171,8 @@ def make_plan(args: argparse.Namespace, peers: dict[str, str]) -> Plan:
         split=tuple(split),
         tp=args.tp,
         pairs=args.pairs,
-        limit=args.attempts or 2 * args.pairs + 2,
-        min_sample_s=args.min_sample_s,
+        limit=args.attempts or 3 * args.pairs,
+        seconds=args.seconds,
         memory=not args.no_memory,
     )
 

@@ -1,4 +1,4 @@
-"""One shape from start to end: memory, equality, warm-up, timed pairs, and what follows."""
+"""One shape from start to end: memory, equality, warm-up, timed rounds, and what follows."""
 
 import tempfile
 import time
@@ -10,8 +10,18 @@ from typing import Any
 from bench.machine import Probe, measure_peak_flops
 from bench.ranks import WARM_UP_STEPS, Ranks
 from bench.spec import Spec
-from bench.stats import MAX_SPREAD, MIN_PAIRS, Pair, Spread, reject_above_peak
-from bench.timing import Clock, Say, Series
+from bench.stats import (
+    MEASURES,
+    MIN_PAIRS,
+    Measure,
+    Ratio,
+    Round,
+    Spread,
+    pairs_of,
+    reject_above_peak,
+    seconds_of,
+)
+from bench.timing import Say, take_rounds
 
 
 @dataclass(frozen=True)
@@ -25,8 +35,9 @@ class Plan:
     tp: int
     pairs: int
     limit: int
-    """Pairs begun at most, dropped ones included."""
-    min_sample_s: float
+    """Rounds at most, unless they are done within `seconds`."""
+    seconds: float
+    """Rounds continue at least this long."""
     memory: bool
 
     def opponents(self) -> list[tuple[str, str]]:
@@ -41,63 +52,68 @@ def run_shape(spec: Spec, plan: Plan, say: Say) -> dict[str, Any]:
     """Everything about one shape as JSON. Raises UserError when contenders differ or a result is rejected."""
     say("measuring the peak of matrix products")
     peaks = measure_peak_flops(spec)
-    clock = Clock(Probe(spec), plan.min_sample_s)
-    all_series = [Series(a, b) for a, b in plan.opponents()]
     with (
         tempfile.TemporaryDirectory(prefix="bench-train-") as folder,
         Field(spec, plan, Path(folder), say) as field,
     ):
-        field.get(plan.whole[0])  # even alone: its memory
-        for _ in range(2):  # again: the session's median, known only at the end, may drop early pairs
-            for series in all_series:
-                if len(series.kept(clock.probe.median())) < plan.pairs and series.attempts < plan.limit:
-                    field.keep_only(series.reference, series.other)
-                    a, b = field.get(series.reference), field.get(series.other)
-                    clock.fill(series, a, b, pairs=plan.pairs, limit=plan.limit, say=say)
+        for name in (*plan.whole, *plan.split):
+            field.start(name)
+        probe = Probe(spec)
+        rounds = take_rounds(
+            field.up,
+            plan.opponents(),
+            probe,
+            measures=measures_of(spec),
+            pairs=plan.pairs,
+            limit=plan.limit,
+            seconds=plan.seconds,
+            say=say,
+        )
     again = measure_peak_flops(spec)
     peaks = {key: max(peaks[key], again[key]) for key in peaks}
-    return summarise(spec, plan, all_series, clock.probe, peaks, field.facts)
+    return summarise(spec, plan, rounds, probe, peaks, field.facts)
+
+
+def measures_of(spec: Spec) -> tuple[Measure, ...]:
+    """Measures that give a result: one CPU thread's processor time is its wall time without other jobs.
+
+    Several threads wait for each other, and a GPU is not in it.
+    """
+    return ("wall", "cpu") if (spec.device, spec.threads) == ("cpu", 1) else ("wall",)
 
 
 class Field:
-    """The contenders that are up now, each checked and warm. Two at a time, or memory would not do."""
+    """The contenders, each checked and warm, all up at once: they wait without computing for their turns."""
 
     def __init__(self, spec: Spec, plan: Plan, folder: Path, say: Say) -> None:
         self.spec, self.plan, self.say = spec, plan, say
         self.reference = folder / "reference.safetensors"
         self.up: dict[str, Ranks] = {}
         self.facts: dict[str, dict[str, Any]] = {}
-        """Facts about each contender that started."""
+        """Facts about each contender."""
 
-    def get(self, name: str) -> Ranks:
-        """The contender, started if it is not up. Raises UserError if it does not compute the same."""
-        if name in self.up:
-            return self.up[name]
+    def start(self, name: str) -> None:
+        """Start a contender. Raises UserError if it does not compute the same."""
         processes = self.plan.tp if name in self.plan.split else 1
         self.say(f"starting {name}" + (f" in {processes} processes" if processes > 1 else ""))
         ranks = self.up[name] = Ranks(name, self.spec, processes)
-        if name == self.plan.whole[0] and not self.reference.exists():
+        if name == self.plan.whole[0]:
             ranks.save_reference(self.reference)
         agreement = ranks.check(self.reference)  # before any step: weights are the initial ones
-        memory = total_memory(ranks.memory()) if self.plan.memory and name not in self.facts else None
         begin = time.perf_counter()
         ranks.time(0, WARM_UP_STEPS)
         warm_up_s = time.perf_counter() - begin
-        self.facts.setdefault(
-            name, asdict(ranks.facts) | asdict(agreement) | {"warm_up_s": warm_up_s, "memory": memory}
+        memory = total_memory(ranks.memory()) if self.plan.memory else None
+        self.facts[name] = (
+            asdict(ranks.facts) | asdict(agreement) | {"warm_up_s": warm_up_s, "memory": memory}
         )
-        return ranks
-
-    def keep_only(self, *names: str) -> None:
-        """End the processes of all others."""
-        for name in set(self.up) - set(names):
-            self.up.pop(name).close()
 
     def __enter__(self) -> "Field":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.keep_only()
+        for ranks in self.up.values():
+            ranks.close()
 
 
 def total_memory(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -109,73 +125,95 @@ def total_memory(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def summarise(
     spec: Spec,
     plan: Plan,
-    all_series: Sequence[Series],
+    rounds: Sequence[Round],
     probe: Probe,
     peaks: dict[str, float],
     facts: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
-    """Medians, spreads, ratios and raw samples. Raises UserError if a sample is above the peak."""
-    peak, session_median = max(peaks.values()), probe.median()
-    tokens = spec.shape.tokens_per_step
-    kept = [pair for series in all_series for pair in series.kept(session_median)]
+    """Medians, minima, ratios and all steps. Raises UserError if a step is above the peak."""
+    peak = max(peaks.values())
     out: dict[str, Any] = {
         "shape": spec.shape.to_json(),
+        "threads": spec.threads,
         "peak_flops": peak,
         "peaks": peaks,
-        "contenders": {},
+        "contenders": {name: fact | speeds(spec, name, fact, rounds, peak) for name, fact in facts.items()},
     }
-    for name, fact in facts.items():
-        seconds = [s.seconds for p in kept for s in (p.reference, p.other) if s.contender == name]
-        flops_per_step = fact["flops_per_token"] * tokens
-        entry: dict[str, Any] = dict(fact)
-        if seconds:
-            reject_above_peak(name, flops_per_step / min(seconds), peak)
-            flops = Spread.of(seconds).inverse_of(flops_per_step)
-            entry |= {
-                "step_s": asdict(Spread.of(seconds)),
-                "tokens_per_s": asdict(Spread.of(seconds).inverse_of(tokens)),
-                "model_flops": asdict(flops),
-                "mfu": flops.median / peak,
-            }
-        out["contenders"][name] = entry
-    out["series"] = [series_json(s, s.kept(session_median), facts) for s in all_series]
-    out["probe"] = {"median_s": session_median, "repeats": probe.repeats, "times_s": probe.times}
-    out["doubts"] = doubts(plan, out["series"])
+    out["series"] = [
+        compare(rounds, a, b, plan.pairs, facts[a]["flops_per_token"] / facts[b]["flops_per_token"])
+        for a, b in plan.opponents()
+    ]
+    out["probe"] = {"repeats": probe.repeats, "times_s": probe.times}
+    out["rounds"] = [{name: asdict(turn) for name, turn in one.items()} for one in rounds]
+    out["doubts"] = doubts(plan.pairs, out["series"], spec)
     return out
 
 
-def series_json(series: Series, kept: list[Pair], facts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The ratios of one series, and all of its samples."""
-    ratios = [p.ratio for p in kept]
-    work = facts[series.reference]["flops_per_token"] / facts[series.other]["flops_per_token"]
+def speeds(
+    spec: Spec, name: str, fact: dict[str, Any], rounds: Sequence[Round], peak: float
+) -> dict[str, Any]:
+    """A contender's times over all rounds, and its rates in the fastest and the median step."""
+    turns = [one[name] for one in rounds]
+    step: dict[Measure, list[float]] = {m: [seconds_of(turn, m) for turn in turns] for m in MEASURES}
+    measure = measures_of(spec)[-1]
+    seconds, tokens = Spread.of(step[measure]), spec.shape.tokens_per_step
+    flops_per_step, fastest = fact["flops_per_token"] * tokens, min(step[measure])
+    reject_above_peak(name, flops_per_step / fastest, peak)
     return {
-        "reference": series.reference,
-        "other": series.other,
-        "steps_per_sample": series.steps,
-        "kept": len(kept),
-        "dropped": series.attempts - len(kept),
-        "tokens_ratio": asdict(Spread.of(ratios)) if ratios else None,
-        "flops_ratio": asdict(Spread.of(ratios).scaled(work)) if ratios else None,
-        "pairs": [asdict(p) | {"kept": p in kept, "ratio": p.ratio} for p in series.pairs],
-        "cut_short": [asdict(s) for s in series.cut_short],
+        "step_s": asdict(Spread.of(step["wall"])) | {"least": min(step["wall"])},
+        "step_cpu_s": asdict(Spread.of(step["cpu"])) | {"least": min(step["cpu"])},
+        "rates_by": measure,
+        "tokens_per_s": asdict(seconds.inverse_of(tokens)) | {"most": tokens / fastest},
+        "model_flops": asdict(seconds.inverse_of(flops_per_step)) | {"most": flops_per_step / fastest},
+        "mfu": flops_per_step / seconds.median / peak,
+        "mfu_most": flops_per_step / fastest / peak,
     }
 
 
-def doubts(plan: Plan, all_series: Sequence[dict[str, Any]]) -> list[str]:
-    """Why this run is no result to quote; empty if it is one."""
+def compare(
+    rounds: Sequence[Round], reference: str, other: str, pairs: int, work: float = 1.0
+) -> dict[str, Any]:
+    """Ratios of the speed of two contenders; `work` is the reference's FLOPs per token over the other's."""
+    both = pairs_of(rounds, reference, other)
+    ratios = {measure: Ratio.of(both, measure) for measure in MEASURES}
+    in_flops = {measure: Ratio.of(both, measure, work) for measure in MEASURES}
+    problems = {
+        measure: ["no pair kept"] if ratio is None else ratio.problems(pairs)
+        for measure, ratio in ratios.items()
+    }
+    return {
+        "reference": reference,
+        "other": other,
+        "rounds": len(rounds),
+        "tokens_ratio": None if ratios["wall"] is None else asdict(ratios["wall"]),
+        "tokens_ratio_cpu": None if ratios["cpu"] is None else asdict(ratios["cpu"]),
+        "flops_ratio": None if in_flops["wall"] is None else asdict(in_flops["wall"]),
+        "flops_ratio_cpu": None if in_flops["cpu"] is None else asdict(in_flops["cpu"]),
+        "problems": problems,
+    }
+
+
+def doubts(pairs: int, all_series: Sequence[dict[str, Any]], spec: Spec) -> list[str]:
+    """Reasons why this run is no result to quote; empty if it is one.
+
+    Wall time is a result, and with one CPU thread processor time is one too.
+    """
     out = []
-    if plan.pairs < MIN_PAIRS:
-        out.append(f"--pairs {plan.pairs}: a trial; a result needs {MIN_PAIRS}")
+    if pairs < MIN_PAIRS:
+        out.append(f"--pairs {pairs}: a trial; a result needs {MIN_PAIRS}")
+    measures = measures_of(spec)
     for s in all_series:
-        problems = []
-        if s["kept"] < plan.pairs or s["dropped"] > s["kept"]:
-            problems.append(f"{s['kept']} of {plan.pairs} pairs kept, {s['dropped']} dropped")
-        ratio = s["tokens_ratio"]
-        if ratio is not None and ratio["high"] - ratio["low"] > MAX_SPREAD * ratio["median"]:
-            problems.append(f"quartiles {ratio['low']:.3f} to {ratio['high']:.3f} are too far apart")
-        if problems:
+        if all(s["problems"][m] for m in measures):
+            problems = "; ".join(f"{m} time: {', '.join(s['problems'][m])}" for m in measures)
             out.append(
-                f"{s['reference']} : {s['other']}: {'; '.join(problems)}. "
-                "The machine was not steady: run again with nothing else running"
+                f"{s['reference']} : {s['other']}: {problems}. Run again with nothing else running"
+                + ("" if len(measures) == 2 or spec.device == "cuda" else ", or with --threads 1")
             )
     return out
+
+
+def quoted(series: dict[str, Any]) -> dict[str, Any] | None:
+    """The ratio of a series to quote: of wall time, or of processor time where that one alone is good."""
+    by_cpu = bool(series["problems"]["wall"]) and not series["problems"]["cpu"]
+    ratio: dict[str, Any] | None = series["tokens_ratio_cpu" if by_cpu else "tokens_ratio"]
+    return ratio

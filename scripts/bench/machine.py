@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from statistics import median
 
 import torch
 from torch import Tensor
@@ -19,21 +18,28 @@ from bench.spec import Spec
 from mlm.files.atomic import digest_file
 from mlm.parallel.matmul import product
 
-PROBE_S = 0.07
-"""Seconds the bracketing product lasts, about."""
-PROBE_SIZE = {"cpu": 1024, "cuda": 4096}
+PROBE_S = 0.005
+"""Seconds one run of the bracketing product lasts, about."""
+PROBE_RUNS = 3
+"""Runs of which the fastest counts: less than one turn of a busy system's scheduler each."""
+PROBE_SIZE = {"cpu": 384, "cuda": 4096}
 PEAK_SIZES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
-PEAK_S = 0.8
+PEAK_S = 0.4
 """Seconds each candidate for the peak is repeated for."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class Probe:
-    """A fixed float32 matrix product of about PROBE_S: always the same work, its time tells the rest."""
+    """A fixed float32 matrix product: always the same work, so that its time shows a change of the machine.
+
+    On a CPU its time is processor time, which other jobs lengthen only as they lengthen a contender's: by the
+    cache, the memory and the clock that they share.
+    """
 
     def __init__(self, spec: Spec) -> None:
         self.device = torch.device(spec.device)
+        self.clock = time.process_time if spec.device == "cpu" else time.perf_counter
         size = PROBE_SIZE[spec.device]
         self.a = torch.ones(size, size, device=self.device)
         self.out = torch.mm(self.a, self.a)
@@ -41,32 +47,33 @@ class Probe:
         once = min(self._run() for _ in range(5))
         self.repeats = max(1, math.ceil(PROBE_S / once))
         self.times: list[float] = []
-        for _ in range(5):
-            self()
 
     def __call__(self) -> float:
-        """Seconds it took now; kept for the session's median."""
-        self.times.append(self._run())
+        """Seconds it took now."""
+        self.times.append(min(self._run() for _ in range(PROBE_RUNS)))
         return self.times[-1]
 
-    def median(self) -> float:
-        """Of the session so far."""
-        return median(self.times)
-
     def _run(self) -> float:
-        return timed(lambda: torch.mm(self.a, self.a, out=self.out), self.device, self.repeats)
+        return timed(
+            lambda: torch.mm(self.a, self.a, out=self.out), self.device, self.repeats, clock=self.clock
+        )
 
 
-def timed(run: Callable[[], object], device: torch.device, repeats: int = 1) -> float:
+def timed(
+    run: Callable[[], object],
+    device: torch.device,
+    repeats: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
     """Seconds of `repeats` runs, the device synchronised at both ends."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    begin = time.perf_counter()
+    begin = clock()
     for _ in range(repeats):
         run()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() - begin
+    return clock() - begin
 
 
 def square_by_torch(x: Tensor) -> Tensor:
@@ -83,9 +90,11 @@ def square_by_mlm(x: Tensor) -> Tensor:
 def measure_peak_flops(spec: Spec, seconds: float = PEAK_S) -> dict[str, float]:
     """Best FLOP/s of square products in the dtype of the benchmark, by library and size.
 
-    torch.mm is what every contender gets; mlm.parallel.matmul.product may choose another library.
+    torch.mm is what every contender gets; mlm.parallel.matmul.product may choose another library. The time of
+    one CPU thread is processor time, which other jobs do not interrupt.
     """
     device, best = torch.device(spec.device), {}
+    clock = time.process_time if (spec.device, spec.threads) == ("cpu", 1) else time.perf_counter
     for size in PEAK_SIZES[spec.device]:
         a = torch.randn(size, size, device=device).to(DTYPES[spec.dtype])
         runs: dict[str, Callable[[Tensor], Tensor]] = {
@@ -93,10 +102,10 @@ def measure_peak_flops(spec: Spec, seconds: float = PEAK_S) -> dict[str, float]:
             "mlm product": square_by_mlm,
         }
         for name, run in runs.items():
-            once = partial(run, a)
-            fastest, end = timed(once, device), time.perf_counter() + seconds
+            once = partial(timed, partial(run, a), device, clock=clock)
+            fastest, end = once(), time.perf_counter() + seconds
             while time.perf_counter() < end:
-                fastest = min(fastest, timed(once, device))
+                fastest = min(fastest, once())
             best[f"{name} {size}"] = 2 * size**3 / fastest
     return best
 

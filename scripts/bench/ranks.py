@@ -28,12 +28,14 @@ from bench.contenders import MlmTrainee, NanoGptTrainee, Trainee, TransformersTr
 from bench.equality import Agreement, Reference
 from bench.memory import measure_peak
 from bench.spec import Spec
+from bench.stats import Timing
 from mlm.errors import UserError
 from mlm.parallel.mesh import build_mesh
 
 WARM_UP_STEPS = 2
 """Steps before anything is measured: optimizer state, caches, allocator."""
-CONTEXT = mp.get_context("spawn")
+CONTEXT = mp.get_context("forkserver")  # torch is imported once for all contenders
+CONTEXT.set_forkserver_preload(["mlm.train.trainer", "transformers.models.gpt2.modeling_gpt2"])
 CLOSE_S = 10.0
 """Seconds processes have to end by themselves."""
 
@@ -68,12 +70,29 @@ def build_trainee(name: str, spec: Spec, processes: int, rank: int) -> Trainee:
 
 def time_steps(trainee: Trainee, first: int, steps: int) -> float:
     """Seconds per step, the device synchronised at both ends."""
+    return measure_steps(trainee, first, steps).seconds
+
+
+def measure_steps(trainee: Trainee, first: int, steps: int) -> Timing:
+    """Wall and processor time per step of this process, the device synchronised at both ends."""
     synchronise(trainee.device)
-    begin = time.perf_counter()
+    waited, cpu, begin = waited_s(), time.process_time(), time.perf_counter()
     for index in range(first, first + steps):
         trainee.step(index)
     synchronise(trainee.device)
-    return (time.perf_counter() - begin) / steps
+    seconds = time.perf_counter() - begin
+    return Timing(seconds / steps, (time.process_time() - cpu) / steps, (waited_s() - waited) / steps)
+
+
+def waited_s() -> float:
+    """Seconds that this process's threads waited for a processor; 0.0 where the kernel does not report it."""
+    total = 0
+    for schedstat in Path("/proc/self/task").glob("*/schedstat"):
+        try:
+            total += int(schedstat.read_text().split()[1])  # nanoseconds
+        except OSError:  # the thread ended
+            continue
+    return total / 1e9
 
 
 def synchronise(device: torch.device) -> None:
@@ -139,9 +158,14 @@ class Ranks:
         agreements: list[Agreement] = self._ask("check", str(path))
         return max(agreements, key=lambda a: a.gradient_error)
 
-    def time(self, first: int, steps: int) -> float:
-        """Seconds per step of the slowest rank."""
-        return max(self._ask("time", first, steps))
+    def time(self, first: int, steps: int) -> Timing:
+        """Time per step: wall time of the slowest rank, processor time of all."""
+        timings: list[Timing] = self._ask("time", first, steps)
+        return Timing(
+            max(t.seconds for t in timings),
+            sum(t.cpu_s for t in timings),
+            sum(t.waited_s for t in timings),
+        )
 
     def memory(self) -> list[dict[str, Any]]:
         """Each rank's peak memory above weights and optimizer state."""
@@ -225,4 +249,4 @@ def _obey(trainee: Trainee, verb: str, *args: Any) -> Any:
     assert verb == "time", verb
     if dist.is_initialized():
         dist.barrier()  # all ranks start at once
-    return time_steps(trainee, *args)
+    return measure_steps(trainee, *args)

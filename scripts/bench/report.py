@@ -9,32 +9,32 @@ from rich.table import Table
 def print_shape(console: Console, result: dict[str, Any], description: str) -> None:
     """Contenders of one shape, and how the reference compares with each."""
     peak = result["peak_flops"]
+    by = {entry["rates_by"] for entry in result["contenders"].values()}
     console.print(f"\n{result['shape']['name']}: {description}", style="bold", highlight=False)
     console.print(
-        f"MFU is against the best square matrix product, {peak / 1e9:,.0f} GFLOP/s; spreads are quartiles; "
-        "memory is the peak above weights and optimizer state",
+        f"rates are by {' and '.join(sorted(by))} time; MFU is against the best square matrix product, "
+        f"{peak / 1e9:,.0f} GFLOP/s; memory is the peak above weights and optimizer state",
         highlight=False,
         soft_wrap=True,
     )
     table = Table("contender")
-    for heading in ("tokens/s", "quartiles", "model GFLOP/s", "MFU", "memory, MB"):
+    for heading in ("tokens/s", "most", "MFU", "most", "step, s", "least", "cpu s", "least", "memory, MB"):
         table.add_column(heading, justify="right")
     for name, entry in result["contenders"].items():
         table.add_row(name, *speed_cells(entry), memory_cell(entry))
     console.print(table)
-    ratios = Table("ratios of pairs")
-    for heading in ("tokens/s", "model FLOP/s", "quartiles", "memory", "kept", "dropped"):
+    ratios = Table("ratios of pairs", "by")
+    for heading in ("speed", "quartiles", "range", "of minima", "model FLOP/s", "memory", "kept"):
         ratios.add_column(heading, justify="right")
     for series in result["series"]:
         memory = memory_ratio(result["contenders"], series["reference"], series["other"])
-        ratios.add_row(
-            f"{series['reference']} : {series['other']}",
-            "" if series["tokens_ratio"] is None else f"{series['tokens_ratio']['median']:.3f}",
-            *ratio_cells(series["flops_ratio"]),
-            memory,
-            str(series["kept"]),
-            str(series["dropped"]),
-        )
+        name = f"{series['reference']} : {series['other']}"
+        for measure, suffix in (("wall", ""), ("cpu", "_cpu")):
+            flops = series[f"flops_ratio{suffix}"]
+            cells = ratio_cells(series[f"tokens_ratio{suffix}"], series["rounds"])
+            in_flops = "" if flops is None else f"{flops['median']:.3f}"
+            ratios.add_row(name, measure, *cells[:-1], in_flops, memory, cells[-1])
+            name = memory = ""
     if result["series"]:
         console.print(ratios)
     for name, entry in result["contenders"].items():
@@ -44,17 +44,16 @@ def print_shape(console: Console, result: dict[str, Any], description: str) -> N
         console.print(f"not a result: {doubt}", style="yellow", highlight=False, soft_wrap=True)
 
 
-def speed_cells(entry: dict[str, Any]) -> tuple[str, str, str, str]:
-    """tokens/s, its quartiles, model GFLOP/s, MFU."""
-    if "tokens_per_s" not in entry:
-        return "not timed", "", "", ""
-    tokens = entry["tokens_per_s"]
-    return (
+def speed_cells(entry: dict[str, Any]) -> list[str]:
+    """tokens/s and MFU of the median and the fastest step; wall and processor seconds of both."""
+    tokens, wall, cpu = entry["tokens_per_s"], entry["step_s"], entry["step_cpu_s"]
+    return [
         f"{tokens['median']:,.0f}",
-        f"{tokens['low']:,.0f} to {tokens['high']:,.0f}",
-        f"{entry['model_flops']['median'] / 1e9:,.1f}",
+        f"{tokens['most']:,.0f}",
         f"{entry['mfu']:.1%}",
-    )
+        f"{entry['mfu_most']:.1%}",
+        *(f"{seconds:.4f}" for step in (wall, cpu) for seconds in (step["median"], step["least"])),
+    ]
 
 
 def memory_cell(entry: dict[str, Any]) -> str:
@@ -62,11 +61,17 @@ def memory_cell(entry: dict[str, Any]) -> str:
     return f"{entry['memory']['peak_above_bytes'] / 1e6:,.1f}" if entry["memory"] else "not measured"
 
 
-def ratio_cells(spread: dict[str, float] | None) -> tuple[str, str]:
-    """A ratio and its quartiles."""
-    if spread is None:
-        return "none kept", ""
-    return f"{spread['median']:.3f}", f"{spread['low']:.3f} to {spread['high']:.3f}"
+def ratio_cells(ratio: dict[str, float] | None, rounds: int) -> list[str]:
+    """A ratio, its quartiles, its range, that of the minima, and the pairs it is of."""
+    if ratio is None:
+        return ["none kept", "", "", "", f"0 of {rounds}"]
+    return [
+        f"{ratio['median']:.3f}",
+        f"{ratio['low']:.3f} to {ratio['high']:.3f}",
+        f"{ratio['least']:.3f} to {ratio['most']:.3f}",
+        f"{ratio['of_minima']:.3f}",
+        f"{ratio['kept']} of {rounds}",
+    ]
 
 
 def memory_ratio(contenders: dict[str, Any], reference: str, other: str) -> str:

@@ -74,8 +74,10 @@ NAMED: dict[str, dict[str, tuple[Shape, ...]]] = {
         "tiny": (Shape("tiny", 2, 32, 2, 16, 128, 2),),
         "tune": (Shape("tune", 6, 384, 6, 512, PADDED_VOCAB, 8),),
         "report": (
-            Shape("report-wide", 4, 512, 8, 256, PADDED_VOCAB, 8),
-            Shape("report-deep", 8, 320, 5, 384, PADDED_VOCAB, 8),
+            Shape("report-2x64", 2, 64, 4, 128, 512, 8),
+            Shape("report-4x256", 4, 256, 4, 256, 8192, 8),
+            Shape("report-6x384", 6, 384, 6, 512, PADDED_VOCAB, 4),
+            Shape("report-12x768", 12, 768, 12, 512, PADDED_VOCAB, 2),
         ),
     },
     "cuda": {

@@ -1,13 +1,20 @@
-"""Arithmetic of fair timing: quartiles, ratios of pairs, and the rules for dropping and rejecting samples."""
+"""Arithmetic of fair timing: quartiles, ratios of pairs, and the rules for dropping and rejecting steps."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Literal
 
 from mlm.errors import UserError
 
+Measure = Literal["wall", "cpu"]
+"""Wall time, or processor time of all threads."""
+MEASURES: tuple[Measure, ...] = ("wall", "cpu")
+
 MAX_DRIFT = 0.10
-"""Largest change of the bracketing product, between before and after and from the session's median."""
+"""Largest difference among the fixed products around the two steps of a pair."""
+MAX_WAIT = 0.05
+"""Largest part of a step's wall time that its threads may have waited for a processor."""
 MAX_SPREAD = 0.10
 """Distance between the quartiles of a ratio, over its median, above which it is not to be quoted."""
 MIN_PAIRS = 8
@@ -15,46 +22,108 @@ MIN_PAIRS = 8
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One timed sample and the bracketing products around it."""
+class Timing:
+    """Cost of some steps of one contender, per step."""
+
+    seconds: float
+    """Wall time of the slowest rank."""
+    cpu_s: float
+    """Processor time of all threads of all ranks."""
+    waited_s: float = 0.0
+    """Time that these threads were ready to run while other jobs held the processor."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One timed step of a contender, and the fixed products around it."""
 
     contender: str
-    seconds: float
-    """Seconds of one step (a sample's time divided by its steps)."""
-    steps: int
+    timing: Timing
     probe_before: float
-    """Seconds of the fixed matrix product just before."""
+    """Processor seconds of the fixed product just before; seconds on a GPU."""
     probe_after: float
-    """Seconds of the same product just after."""
+    """The same just after, and just before the next contender's step."""
 
-    def steady(self, session_median: float) -> bool:
-        """True if the machine was the same before, after and through the session.
+    @property
+    def undisturbed(self) -> bool:
+        """True if other jobs took no more than MAX_WAIT of its wall time."""
+        return self.timing.waited_s <= MAX_WAIT * self.timing.seconds
 
-        Dropped if the two products differ by more than MAX_DRIFT, or either from the session's median.
-        """
-        low, high = sorted((self.probe_before, self.probe_after))
-        if high > low * (1 + MAX_DRIFT):
-            return False
-        return low >= session_median * (1 - MAX_DRIFT) and high <= session_median * (1 + MAX_DRIFT)
+
+Round = Mapping[str, Turn]
+"""A step of each contender, by its name, in the order they took turns."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A sample of the reference and one of another contender, taken one after the other."""
+    """A step of the reference and one of another contender, of the same round."""
 
-    reference: Sample
-    other: Sample
-    order: str
-    """AB if the reference came first, BA if the other did."""
+    reference: Turn
+    other: Turn
 
-    @property
-    def ratio(self) -> float:
-        """Ratio of the reference's tokens/s to the other's, at equal tokens per step."""
-        return self.other.seconds / self.reference.seconds
+    def steady(self) -> bool:
+        """True if the fixed product took the same time before and after both steps."""
+        turns = (self.reference, self.other)
+        probes = [p for turn in turns for p in (turn.probe_before, turn.probe_after)]
+        return max(probes) <= min(probes) * (1 + MAX_DRIFT)
 
-    def steady(self, session_median: float) -> bool:
-        """True if both samples count."""
-        return self.reference.steady(session_median) and self.other.steady(session_median)
+    def counts(self, measure: Measure) -> bool:
+        """True if the pair says something of wall time or of processor time."""
+        return self.steady() and (measure == "cpu" or (self.reference.undisturbed and self.other.undisturbed))
+
+
+def pairs_of(rounds: Sequence[Round], reference: str, other: str) -> list[Pair]:
+    """The pairs of two contenders."""
+    return [Pair(one[reference], one[other]) for one in rounds]
+
+
+def seconds_of(turn: Turn, measure: Measure) -> float:
+    """Wall or processor seconds of a step."""
+    return turn.timing.seconds if measure == "wall" else turn.timing.cpu_s
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times the reference's speed is the other's: over pairs, and of the two fastest steps."""
+
+    median: float
+    low: float
+    high: float
+    """Quartiles of the pairs."""
+    least: float
+    most: float
+    of_minima: float
+    """The other's fastest step over the reference's fastest."""
+    kept: int
+
+    @classmethod
+    def of(cls, pairs: Sequence[Pair], measure: Measure, work: float = 1.0) -> "Ratio | None":
+        """The ratio over the pairs that count, `work` times that of their speeds; None if none does."""
+        kept = [
+            (seconds_of(p.reference, measure), seconds_of(p.other, measure))
+            for p in pairs
+            if p.counts(measure)
+        ]
+        if not kept:
+            return None
+        ratios = sorted(work * other / reference for reference, other in kept)
+        fastest = [min(seconds) for seconds in zip(*kept, strict=True)]
+        return cls(
+            median=median(ratios),
+            low=quantile(ratios, 0.25),
+            high=quantile(ratios, 0.75),
+            least=ratios[0],
+            most=ratios[-1],
+            of_minima=work * fastest[1] / fastest[0],
+            kept=len(kept),
+        )
+
+    def problems(self, pairs: int) -> list[str]:
+        """Reasons not to quote it."""
+        out = [] if self.kept >= pairs else [f"{self.kept} of {pairs} pairs kept"]
+        if self.high - self.low > MAX_SPREAD * self.median:
+            out.append(f"quartiles {self.low:.3f} to {self.high:.3f} are too far apart")
+        return out
 
 
 @dataclass(frozen=True)
@@ -72,10 +141,6 @@ class Spread:
         ordered = sorted(values)
         return cls(median(ordered), quantile(ordered, 0.25), quantile(ordered, 0.75), len(ordered))
 
-    def scaled(self, factor: float) -> "Spread":
-        """The spread of the values times a positive factor."""
-        return Spread(self.median * factor, self.low * factor, self.high * factor, self.count)
-
     def inverse_of(self, numerator: float) -> "Spread":
         """The spread of numerator / value."""
         return Spread(numerator / self.median, numerator / self.high, numerator / self.low, self.count)
@@ -87,11 +152,6 @@ def quantile(ordered: Sequence[float], q: float) -> float:
     below = int(place)
     above = min(below + 1, len(ordered) - 1)
     return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
-
-
-def next_order(kept: Sequence[Pair]) -> str:
-    """AB and BA in turn, counting the pairs that are kept, so that they balance whatever is dropped."""
-    return "AB" if sum(p.order == "AB" for p in kept) <= sum(p.order == "BA" for p in kept) else "BA"
 
 
 def reject_above_peak(contender: str, flops: float, peak: float) -> None:

@@ -1,4 +1,4 @@
-"""The same step by other libraries: the pairs of scripts/bench_train.py, with fewer of them."""
+"""The same step by other libraries: the rounds of scripts/bench_train.py, with fewer of them."""
 
 from dataclasses import replace
 from importlib.util import find_spec
@@ -14,7 +14,7 @@ from gpu.facts import compiler_problem
 from gpu.shapes import gpt2, spec_of
 from mlm.errors import UserError
 
-PAIRS, ATTEMPTS, SAMPLE_S = 4, 8, 0.3
+PAIRS, ATTEMPTS, SECONDS = 4, 8, 4.0
 SIZES = (("124m", 16), ("355m", 8))
 """Model, micro-batch."""
 
@@ -84,7 +84,7 @@ def plan_of(contenders: list[str], case: Case) -> Plan:
         tp=1,
         pairs=1 if case.quick else PAIRS,
         limit=4 if case.quick else ATTEMPTS,
-        min_sample_s=0.01 if case.quick else SAMPLE_S,
+        seconds=0.0 if case.quick else SECONDS,
         memory=True,
     )
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import bench_train
 import pytest
@@ -14,7 +15,8 @@ from bench.equality import Reference
 from bench.ranks import Ranks
 from bench.shapes import NAMED, Shape
 from bench.spec import Spec
-from bench.stats import Pair, Sample, Spread, next_order, quantile, reject_above_peak
+from bench.stats import Pair, Ratio, Spread, Timing, Turn, quantile, reject_above_peak
+from bench.timing import take_rounds
 
 from mlm.errors import UserError
 
@@ -22,12 +24,8 @@ TINY = NAMED["cpu"]["tiny"][0]
 SPEC = Spec(TINY, "cpu", "fp32", threads=1, allocator="default")
 
 
-def sample(seconds: float = 1.0, before: float = 1.0, after: float = 1.0) -> Sample:
-    return Sample("mlm", seconds, 1, before, after)
-
-
-def pair(reference_s: float = 1.0, other_s: float = 1.0, order: str = "AB") -> Pair:
-    return Pair(sample(reference_s), sample(other_s), order)
+def turn(seconds: float = 1.0, *, cpu_s: float = 1.0, waited_s: float = 0.0, before: float = 1.0) -> Turn:
+    return Turn("mlm", Timing(seconds, cpu_s, waited_s), before, 1.0)
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +33,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small products, and the threads of other tests as they were."""
     monkeypatch.setattr("bench.machine.PEAK_SIZES", {"cpu": (256,)})
     monkeypatch.setattr("bench.machine.PROBE_SIZE", {"cpu": 128})
-    monkeypatch.setattr("bench.machine.PROBE_S", 0.002)
+    monkeypatch.setattr("bench.machine.PROBE_S", 0.0005)
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
@@ -57,41 +55,65 @@ def test_rate_of_a_spread_of_seconds_turns_its_quartiles_round() -> None:
     assert Spread(2.0, 1.0, 4.0, 3).inverse_of(8.0) == Spread(4.0, 2.0, 8.0, 3)
 
 
-def test_ratio_says_how_many_times_faster_the_reference_is() -> None:
-    assert pair(reference_s=2.0, other_s=3.0).ratio == 1.5
+def test_ratio_is_the_median_over_pairs_and_the_ratio_of_the_fastest_steps() -> None:
+    pairs = [Pair(turn(a), turn(b)) for a, b in ((1.0, 1.5), (2.0, 2.0), (1.0, 3.0))]
+    assert Ratio.of(pairs, "wall") == Ratio(1.5, 1.25, 2.25, least=1.0, most=3.0, of_minima=1.5, kept=3)
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "steady"),
-    [
-        (1.0, 1.0, True),
-        (1.0, 1.09, True),
-        (1.0, 1.11, False),  # slower after
-        (1.11, 1.0, False),  # faster after
-        (0.95, 1.05, False),  # each near the median, but apart by more than 10 %
-        (1.12, 1.12, False),  # alike, but not like the session
-        (0.88, 0.88, False),
-    ],
-)
-def test_sample_is_dropped_when_the_bracketing_product_shifts(
-    before: float, after: float, steady: bool
-) -> None:
-    assert sample(before=before, after=after).steady(session_median=1.0) is steady
+def test_ratio_of_processor_time_keeps_pairs_that_waited_for_other_jobs() -> None:
+    pairs = [Pair(turn(cpu_s=2.0), turn(9.0, cpu_s=3.0, waited_s=6.0))]
+    assert Ratio.of(pairs, "wall") is None
+    by_cpu = Ratio.of(pairs, "cpu")
+    assert by_cpu is not None
+    assert (by_cpu.median, by_cpu.kept) == (1.5, 1)
 
 
-def test_pair_counts_only_if_both_samples_are_steady() -> None:
-    bad = sample(after=1.2)
-    assert [Pair(a, b, "AB").steady(1.0) for a, b in [(sample(), bad), (bad, sample())]] == [False, False]
+@pytest.mark.parametrize(("before", "steady"), [(1.0, True), (1.09, True), (1.11, False), (0.89, False)])
+def test_pair_is_dropped_when_a_product_around_either_step_differs(before: float, steady: bool) -> None:
+    assert Pair(turn(before=before), turn()).steady() is steady
+    assert Pair(turn(), turn(before=before)).steady() is steady
 
 
-def test_orders_alternate_and_balance_what_is_kept() -> None:
-    kept: list[Pair] = []
-    orders = []
-    for _ in range(4):
-        orders.append(next_order(kept))
-        kept.append(pair(order=orders[-1]))
-    assert orders == ["AB", "BA", "AB", "BA"]
-    assert next_order([p for p in kept if p.order == "BA"]) == "AB"
+def test_contenders_take_turns_forwards_and_backwards() -> None:
+    order = []
+
+    class Contender:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def time(self, index: int, steps: int) -> Timing:
+            order.append(self.name)
+            return Timing(1.0, 1.0)
+
+    contenders: dict[str, Any] = {name: Contender(name) for name in "ABC"}
+    probe: Any = lambda: 1.0  # noqa: E731
+    rounds = take_rounds(
+        contenders, [("A", "C")], probe, measures=["wall"], pairs=3, limit=9, seconds=0.0, say=print
+    )
+    assert "".join(order) == "ABCCBAABC"
+    assert [sorted(one) for one in rounds] == [list("ABC")] * 3
+
+
+def test_rounds_end_where_a_busy_machine_keeps_no_pair() -> None:
+    class Interrupted:
+        def time(self, index: int, steps: int) -> Timing:
+            return Timing(1.0, 0.5, 0.5)
+
+    contenders: dict[str, Any] = {name: Interrupted() for name in "AB"}
+    probe: Any = lambda: 1.0  # noqa: E731
+    both = [("A", "B")]
+    for measures, taken in ((["wall"], 5), (["wall", "cpu"], 2)):
+        rounds = take_rounds(
+            contenders,
+            both,
+            probe,
+            measures=measures,  # type: ignore[arg-type]
+            pairs=2,
+            limit=5,
+            seconds=0.0,
+            say=print,
+        )
+        assert len(rounds) == taken
 
 
 def test_result_above_the_peak_is_rejected() -> None:
@@ -135,27 +157,38 @@ def test_split_contender_agrees_and_reports_its_memory(tmp_path: Path) -> None:
 
 
 def test_every_other_contender_meets_the_first_and_picotron_meets_our_split() -> None:
-    plan = Plan(("mlm", "nanogpt"), ("mlm-tp2", "picotron-tp2"), 2, 8, 18, 0.5, True)
+    plan = Plan(("mlm", "nanogpt"), ("mlm-tp2", "picotron-tp2"), 2, 8, 24, 0.5, True)
     assert plan.opponents() == [("mlm", "nanogpt"), ("mlm", "mlm-tp2"), ("mlm-tp2", "picotron-tp2")]
 
 
 @pytest.mark.parametrize(
-    ("kept", "dropped", "quartiles", "doubt"),
+    ("kept", "quartiles", "problem"),
     [
-        (8, 8, (0.96, 1.05), None),
-        (7, 11, (1.0, 1.0), "7 of 8 pairs kept, 11 dropped"),
-        (8, 9, (1.0, 1.0), "8 of 8 pairs kept, 9 dropped"),
-        (8, 0, (0.95, 1.06), "quartiles 0.950 to 1.060 are too far apart"),
+        (8, (0.96, 1.05), None),
+        (7, (1.0, 1.0), "7 of 8 pairs kept"),
+        (8, (0.95, 1.06), "quartiles 0.950 to 1.060 are too far apart"),
     ],
 )
-def test_doubts_name_lost_pairs_and_wide_spreads(
-    kept: int, dropped: int, quartiles: tuple[float, float], doubt: str | None
+def test_ratio_of_few_pairs_or_wide_quartiles_is_not_to_be_quoted(
+    kept: int, quartiles: tuple[float, float], problem: str | None
 ) -> None:
-    plan = Plan(("mlm", "transformers"), (), 1, 8, 18, 0.5, True)
-    ratio = {"median": 1.0, "low": quartiles[0], "high": quartiles[1], "count": kept}
-    series = {"reference": "a", "other": "b", "kept": kept, "dropped": dropped, "tokens_ratio": ratio}
-    found = doubts(plan, [series])
-    assert found == [] if doubt is None else doubt in found[0]
+    ratio = Ratio(1.0, *quartiles, least=0.9, most=1.1, of_minima=1.0, kept=kept)
+    assert ratio.problems(8) == ([] if problem is None else [problem])
+
+
+@pytest.mark.parametrize(
+    ("problems", "threads", "doubted"),
+    [({"wall": []}, 2, False), ({"cpu": []}, 2, True), ({"cpu": []}, 1, False), ({}, 1, True)],
+)
+def test_processor_time_is_a_result_with_one_thread(
+    problems: dict[str, list[str]], threads: int, doubted: bool
+) -> None:
+    series = {"reference": "a", "other": "b", "problems": {"wall": ["few"], "cpu": ["few"]} | problems}
+    assert bool(doubts(8, [series], dataclasses.replace(SPEC, threads=threads))) is doubted
+
+
+def test_few_pairs_are_a_trial() -> None:
+    assert "a trial" in doubts(7, [], SPEC)[0]
 
 
 def test_tp_keeps_the_vocabulary_of_every_shape() -> None:
@@ -165,7 +198,7 @@ def test_tp_keeps_the_vocabulary_of_every_shape() -> None:
 
 def test_tiny_run_writes_ratios_samples_and_machine(tmp_path: Path) -> None:
     out = tmp_path / "tiny.json"
-    options = "--shape tiny --device cpu --threads 1 --pairs 1 --attempts 40 --min-sample-s 0.001 --no-memory"
+    options = "--shape tiny --device cpu --threads 1 --pairs 1 --attempts 2 --seconds 0 --no-memory"
     arguments = [
         *options.split(),
         "--allocator",
@@ -182,9 +215,8 @@ def test_tiny_run_writes_ratios_samples_and_machine(tmp_path: Path) -> None:
     assert {"cpu", "threads", "torch", "commit"} <= set(document["machine"])
     assert result["contenders"]["mlm-mkl"]["gradient_error"] < 1e-5
     assert len(result["series"]) == 1
-    assert (
-        result["series"][0]["pairs"] or result["series"][0]["cut_short"]
-    )  # a busy machine may drop them all
+    assert sorted(result["rounds"][0]) == ["mlm", "mlm-mkl"]
+    assert result["contenders"]["mlm"]["step_cpu_s"]["least"] > 0
     assert "a trial" in result["doubts"][0]
 
 
