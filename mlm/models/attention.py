@@ -199,7 +199,8 @@ def fused_attention(
     Causal or not; `bias`, [B, 1, S, S] or [B, 1, 1, S], is added to the scores of what is not causal.
     """
     s, b, _ = qkv.shape
-    q, k, v = qkv.view(s, b, -1, 3, head_dim).permute(3, 1, 2, 0, 4).unbind(0)  # each [B, N/t, S, D]
+    # parted before they are turned: backward writes the three gradients where they belong, in one pass
+    q, k, v = (x.permute(1, 2, 0, 3) for x in qkv.view(s, b, -1, 3, head_dim).unbind(3))  # [B, N/t, S, D]
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=p, is_causal=causal)
     return y.permute(2, 0, 1, 3).reshape(s, b, -1)  # from [B, N/t, S, D]
 

@@ -152,11 +152,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden)
         # [H, V/t] where the product is faster that way round (see matmul.weight_gradient); turned once
         turned = uses_onednn(hidden, compute)
-        d_weight = torch.zeros_like(  # summed over the chunks, so wide even where the weight is not
-            weight.t() if turned else weight,
-            dtype=wide(weight.dtype),
-            memory_format=torch.contiguous_format,
-        )
+        d_weight: Tensor | None = None  # summed over the chunks, so wide even where the weight is not
         d_bias = None if bias is None else torch.zeros_like(bias, dtype=wide(bias.dtype))
         loss = torch.zeros((), dtype=wide(hidden.dtype), device=hidden.device)
         hits = torch.zeros_like(loss)
@@ -179,9 +175,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # the row scale multiplies H-wide operands rather than V-wide ones
             right = hidden[part] * (scored if half else (scale * scored).to(loss.dtype))
             torch.mul(product(left, compute.t()), (then * scored).to(loss.dtype), out=d_hidden[part])
-            d_weight += (
-                product(right.t(), left.t()) if turned else weight_gradient(left, right, d_weight.dtype)
-            )
+            if turned:
+                added_weight = product(right.t(), left.t())
+            else:
+                added_weight = weight_gradient(left, right, wide(weight.dtype))
+            d_weight = added_weight if d_weight is None else d_weight.add_(added_weight)
+        if d_weight is None:  # nothing to score
+            d_weight, turned = torch.zeros_like(weight, dtype=wide(weight.dtype)), False
         d_weight = d_weight.mul_(then) if half else d_weight
         d_weight = (d_weight.t().contiguous() if turned else d_weight).to(weight.dtype)
         ctx.save_for_backward(d_hidden, d_weight, None if d_bias is None else d_bias.to(table.weight.dtype))

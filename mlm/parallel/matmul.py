@@ -35,9 +35,9 @@ def onednn_is_faster() -> bool:
     return _PREFER_ONEDNN
 
 
-def uses_onednn(*operands: Tensor) -> bool:
+def uses_onednn(x: Tensor, y: Tensor) -> bool:
     """True if the product of these operands goes to oneDNN."""
-    return all(x.dtype == torch.float32 and x.device.type == "cpu" for x in operands) and onednn_is_faster()
+    return x.is_cpu and y.is_cpu and x.dtype == y.dtype == torch.float32 and onednn_is_faster()
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -51,7 +51,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    # the overload by its name: choosing one takes as long as a small product
+    y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
     return y
 
 
