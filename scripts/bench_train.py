@@ -67,7 +67,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         nargs="+",
         default=["tune"],
         metavar="WORD",
-        help="tune, report, tiny, or custom L,H,N,S,V,B",
+        help="tune, tiny, report or some of it (on a CPU 2x64 4x256 6x384 12x768), or custom L,H,N,S,V,B",
     )
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     add(
@@ -85,6 +85,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="glibc's malloc, for all contenders",
     )
     add("--no-memory", action="store_true", help="do not measure peak memory")
+    add("--parts", action="store_true", help="also profile a CPU step: products, attention, loss and so on")
     add("--seed", type=int, default=1234, help="of weights and tokens")
     add("--out", type=Path, help="JSON file for machines: description, medians, all steps")
     return parser.parse_args(arguments)
@@ -152,6 +153,8 @@ def make_plan(args: argparse.Namespace, peers: dict[str, str]) -> Plan:
             raise UserError(f"--contenders {name} needs --peers nanogpt=PATH, the path of a checkout")
     if "nanogpt" in peers and not any(name.startswith("nanogpt") for name in whole):
         whole.append("nanogpt")
+    if args.parts and args.device != "cpu":
+        raise UserError("--parts profiles a CPU: add --device cpu")
     if args.device == "cuda" and (count := torch.cuda.device_count()) < args.tp:
         raise UserError(f"--tp {args.tp} --device cuda: this host has {count} GPUs")
     for option, value, least in (
@@ -174,6 +177,7 @@ def make_plan(args: argparse.Namespace, peers: dict[str, str]) -> Plan:
         limit=args.attempts or 3 * args.pairs,
         seconds=args.seconds,
         memory=not args.no_memory,
+        parts=args.parts,
     )
 
 

@@ -39,6 +39,8 @@ class Plan:
     seconds: float
     """Rounds continue at least this long."""
     memory: bool
+    parts: bool = False
+    """Also profile a step of each contender in one process."""
 
     def opponents(self) -> list[tuple[str, str]]:
         """(reference, other): all against the first, picotron's split against ours."""
@@ -69,6 +71,9 @@ def run_shape(spec: Spec, plan: Plan, say: Say) -> dict[str, Any]:
             seconds=plan.seconds,
             say=say,
         )
+        for name in plan.whole if plan.parts else ():
+            say(f"profiling {name}")
+            field.facts[name]["parts_s"] = field.up[name].parts()
     again = measure_peak_flops(spec)
     peaks = {key: max(peaks[key], again[key]) for key in peaks}
     return summarise(spec, plan, rounds, probe, peaks, field.facts)

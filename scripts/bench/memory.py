@@ -13,14 +13,12 @@ from bench.contenders import Trainee
 MEASURED_STEPS = 2
 
 
-def measure_peak(trainee: Trainee, warm_up_steps: int) -> dict[str, Any]:
+def measure_peak(trainee: Trainee) -> dict[str, Any]:
     """Bytes a step needs at most above the state in which weights and optimizer state exist.
 
-    Warm-up comes first, so that libraries' own memory and compiled code are in the baseline; gradients are
+    After a warm-up, so that libraries' own memory and compiled code are in the baseline; gradients are
     above it. On CPU: the resident set, its high-water mark reset by /proc/self/clear_refs.
     """
-    for index in range(warm_up_steps):
-        trainee.step(index)
     trainee.clear()
     gc.collect()
     cuda = trainee.device.type == "cuda"

@@ -11,9 +11,8 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile
 
 from bench.contenders import Trainee
-from bench.ranks import WARM_UP_STEPS
 
-STEPS = 8
+STEPS = 5
 ANCESTORS = {
     "_LinearCrossEntropy": "vocabulary loss",
     "log_softmax": "vocabulary loss",
@@ -37,9 +36,7 @@ ANCESTORS = {
 
 
 def measure_parts(trainee: Trainee, steps: int = STEPS) -> dict[str, float]:
-    """Seconds of each part of a step, with "Python" for what lies outside operators, and "step" for all."""
-    for index in range(WARM_UP_STEPS):
-        trainee.step(index)
+    """Seconds of each part of a step, after a warm-up; "Python" lies outside operators, "step" is all."""
     least: dict[str, float] = {}
     for index in range(steps):
         for part, seconds in profiled(lambda index=index: trainee.step(index)).items():  # type: ignore[misc]

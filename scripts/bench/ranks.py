@@ -27,6 +27,7 @@ from bench.bert_shapes import BertShape
 from bench.contenders import MlmTrainee, NanoGptTrainee, Trainee, TransformersTrainee
 from bench.equality import Agreement, Reference
 from bench.memory import measure_peak
+from bench.parts import measure_parts
 from bench.spec import Spec
 from bench.stats import Timing
 from mlm.errors import UserError
@@ -171,6 +172,11 @@ class Ranks:
         """Each rank's peak memory above weights and optimizer state."""
         return self._ask("memory")
 
+    def parts(self) -> dict[str, float]:
+        """Seconds of each part of a step. For one process only."""
+        parts: dict[str, float] = self._ask("parts")[0]
+        return parts
+
     def _ask(self, *message: Any) -> list[Any]:
         for _, pipe in self.members:
             pipe.send(message)
@@ -245,7 +251,9 @@ def _obey(trainee: Trainee, verb: str, *args: Any) -> Any:
     if verb == "reference":
         return Reference(*trainee.loss_and_gradients()).save(Path(args[0]))
     if verb == "memory":
-        return measure_peak(trainee, WARM_UP_STEPS)
+        return measure_peak(trainee)
+    if verb == "parts":
+        return measure_parts(trainee)
     assert verb == "time", verb
     if dist.is_initialized():
         dist.barrier()  # all ranks start at once

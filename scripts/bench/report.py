@@ -37,11 +37,25 @@ def print_shape(console: Console, result: dict[str, Any], description: str) -> N
             name = memory = ""
     if result["series"]:
         console.print(ratios)
+    print_parts(console, result["contenders"])
     for name, entry in result["contenders"].items():
         for note in entry["notes"]:
             console.print(f"{name}: {note}", style="dim", highlight=False, soft_wrap=True)
     for doubt in result["doubts"]:
         console.print(f"not a result: {doubt}", style="yellow", highlight=False, soft_wrap=True)
+
+
+def print_parts(console: Console, contenders: dict[str, Any]) -> None:
+    """Milliseconds of each part of a step, where they were measured."""
+    profiled = {name: entry["parts_s"] for name, entry in contenders.items() if "parts_s" in entry}
+    if not profiled:
+        return
+    table = Table("part of a profiled step, ms")
+    for name in profiled:
+        table.add_column(name, justify="right")
+    for part in dict.fromkeys(part for parts in profiled.values() for part in parts):
+        table.add_row(part, *(f"{1e3 * parts.get(part, 0):,.2f}" for parts in profiled.values()))
+    console.print(table)
 
 
 def speed_cells(entry: dict[str, Any]) -> list[str]:

@@ -74,10 +74,10 @@ NAMED: dict[str, dict[str, tuple[Shape, ...]]] = {
         "tiny": (Shape("tiny", 2, 32, 2, 16, 128, 2),),
         "tune": (Shape("tune", 6, 384, 6, 512, PADDED_VOCAB, 8),),
         "report": (
-            Shape("report-2x64", 2, 64, 4, 128, 512, 8),
-            Shape("report-4x256", 4, 256, 4, 256, 8192, 8),
-            Shape("report-6x384", 6, 384, 6, 512, PADDED_VOCAB, 4),
-            Shape("report-12x768", 12, 768, 12, 512, PADDED_VOCAB, 2),
+            Shape("2x64", 2, 64, 4, 128, 512, 8),
+            Shape("4x256", 4, 256, 4, 256, 8192, 8),
+            Shape("6x384", 6, 384, 6, 512, PADDED_VOCAB, 4),
+            Shape("12x768", 12, 768, 12, 512, PADDED_VOCAB, 1),
         ),
     },
     "cuda": {
@@ -86,13 +86,17 @@ NAMED: dict[str, dict[str, tuple[Shape, ...]]] = {
         "report": (Shape("report-355m", 24, 1024, 16, 1024, PADDED_VOCAB, 8),),
     },
 }
-"""Shapes by device: `tune` to tune on, `report` to report, `tiny` to try the tool."""
+"""Shapes by device: `tune` to tune on, `report` to report (each has a name too), `tiny` to try the tool."""
 
 
 def shapes_of(words: list[str], device: str) -> tuple[Shape, ...]:
-    """The shapes that `--shape WORDS` names: tune, report, tiny, or custom L,H,N,S,V,B. Raises UserError."""
-    if len(words) == 1 and words[0] in NAMED[device]:
-        return NAMED[device][words[0]]
+    """The shapes that `--shape WORDS` names: tune, report or some of its, tiny, or custom L,H,N,S,V,B.
+
+    Raises UserError.
+    """
+    named = NAMED[device] | {shape.name: (shape,) for shape in NAMED[device]["report"]}
+    if all(word in named for word in words):
+        return tuple(shape for word in words for shape in named[word])
     if len(words) == 2 and words[0] == "custom":
         try:
             layers, hidden, heads, seq, vocab, batch = (int(word) for word in words[1].split(","))
@@ -103,7 +107,7 @@ def shapes_of(words: list[str], device: str) -> tuple[Shape, ...]:
             check_shape(shape, tp=1)
             return (shape,)
     raise UserError(
-        f"--shape {' '.join(words)!r} is no shape: use one of {', '.join(NAMED[device])}, "
+        f"--shape {' '.join(words)!r} is no shape: use some of {', '.join(named)}, "
         "or custom L,H,N,S,V,B with six whole numbers"
     )
 

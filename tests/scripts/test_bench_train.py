@@ -13,7 +13,7 @@ from bench.compare import Plan, doubts
 from bench.contenders import MlmTrainee
 from bench.equality import Reference
 from bench.ranks import Ranks
-from bench.shapes import NAMED, Shape
+from bench.shapes import NAMED, Shape, shapes_of
 from bench.spec import Spec
 from bench.stats import Pair, Ratio, Spread, Timing, Turn, quantile, reject_above_peak
 from bench.timing import take_rounds
@@ -187,6 +187,11 @@ def test_processor_time_is_a_result_with_one_thread(
     assert bool(doubts(8, [series], dataclasses.replace(SPEC, threads=threads))) is doubted
 
 
+def test_report_shapes_are_named_one_by_one() -> None:
+    assert [s.name for s in shapes_of(["2x64", "6x384"], "cpu")] == ["2x64", "6x384"]
+    assert shapes_of(["report"], "cpu") == NAMED["cpu"]["report"]
+
+
 def test_few_pairs_are_a_trial() -> None:
     assert "a trial" in doubts(7, [], SPEC)[0]
 
@@ -198,7 +203,7 @@ def test_tp_keeps_the_vocabulary_of_every_shape() -> None:
 
 def test_tiny_run_writes_ratios_samples_and_machine(tmp_path: Path) -> None:
     out = tmp_path / "tiny.json"
-    options = "--shape tiny --device cpu --threads 1 --pairs 1 --attempts 2 --seconds 0 --no-memory"
+    options = "--shape tiny --device cpu --threads 1 --pairs 1 --attempts 2 --seconds 0 --parts"
     arguments = [
         *options.split(),
         "--allocator",
@@ -216,7 +221,9 @@ def test_tiny_run_writes_ratios_samples_and_machine(tmp_path: Path) -> None:
     assert result["contenders"]["mlm-mkl"]["gradient_error"] < 1e-5
     assert len(result["series"]) == 1
     assert sorted(result["rounds"][0]) == ["mlm", "mlm-mkl"]
-    assert result["contenders"]["mlm"]["step_cpu_s"]["least"] > 0
+    mlm = result["contenders"]["mlm"]
+    assert mlm["step_cpu_s"]["least"] > 0
+    assert {"products", "attention", "vocabulary loss", "optimizer", "Python", "step"} <= set(mlm["parts_s"])
     assert "a trial" in result["doubts"][0]
 
 
@@ -224,6 +231,7 @@ def test_tiny_run_writes_ratios_samples_and_machine(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--shape", "huge"], "--shape 'huge' is no shape"),
+        (["--device", "cuda", "--parts"], "--parts profiles a CPU"),
         (["--shape", "custom", "2,30,4,8,64,2"], "H=30 must be a multiple of N=4"),
         (["--contenders", "deepspeed"], "--contenders 'deepspeed' is unknown"),
         (["--contenders", "mlm", "nanogpt"], "needs --peers nanogpt=PATH"),
