@@ -199,8 +199,9 @@ def fused_attention(
     Causal or not; `bias`, [B, 1, S, S] or [B, 1, 1, S], is added to the scores of what is not causal.
     """
     s, b, _ = qkv.shape
-    # parted before they are turned: backward writes the three gradients where they belong, in one pass
-    q, k, v = (x.permute(1, 2, 0, 3) for x in qkv.view(s, b, -1, 3, head_dim).unbind(3))  # [B, N/t, S, D]
+    # split before turned: backward writes the three gradients once, in the order of the qkv product
+    parts = qkv.view(s, b, -1, 3, head_dim).unbind(3)  # each [S, B, N/t, D]
+    q, k, v = (x.permute(1, 2, 0, 3) for x in parts)  # each [B, N/t, S, D]
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=p, is_causal=causal)
     return y.permute(2, 0, 1, 3).reshape(s, b, -1)  # from [B, N/t, S, D]
 
@@ -220,7 +221,7 @@ def unfused_attention(
     """
     s, b, _ = qkv.shape
     heads = qkv.reshape(s, -1, 3, head_dim)  # [S, B * N/t, 3, D]
-    q, k, v = heads.permute(2, 1, 0, 3).unbind(0)  # each [B * N/t, S, D], views
+    q, k, v = (x.transpose(0, 1) for x in heads.unbind(2))  # each [B * N/t, S, D], views
     if causal:
         added = torch.full((s, s), -math.inf, dtype=q.dtype, device=q.device).triu_(1)
     elif bias is not None:  # a sequence's heads are adjacent

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mlm.checkpoint.native.staging import StagedFile
 from mlm.cli.compose import load_config
 from mlm.errors import UserError
 from mlm.parallel import matmul, mesh
 from mlm.train.kernels import MISSING, choose_attention, compiles, missing_kernel_as_user_error
+from tests.operators import Operators
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -65,18 +65,6 @@ def test_layers_compile_by_default_on_gpus_with_a_compiler(monkeypatch: pytest.M
     assert not compiles(None, CPU)
 
 
-class Operators(TorchDispatchMode):
-    """Names of the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_gpu_writes_weight_gradients_in_float32_without_a_cast(monkeypatch: pytest.MonkeyPatch) -> None:
     """On fake tensors: the product is of half precision, its result is not, and nothing converts it."""
     monkeypatch.setattr(matmul, "_WIDE_SUMS", {"cuda": True})
@@ -85,6 +73,35 @@ def test_a_gpu_writes_weight_gradients_in_float32_without_a_cast(monkeypatch: py
         found = matmul.weight_gradient(dy, x, torch.float32)
     assert (found.dtype, found.shape) == (torch.float32, (4, 6))
     assert [name for name in seen.names if "mm" in name or "_to_copy" in name] == ["aten.mm.dtype"]
+
+
+def test_a_gpu_adds_weight_gradients_where_their_sum_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On fake tensors: one product, which gets the sum, and nothing else."""
+    products: list[tuple[torch.Tensor, ...]] = []
+    monkeypatch.setattr(matmul, "_WIDE_ADDS", {"cuda": True})
+    monkeypatch.setattr(matmul.torch, "addmm", lambda *args, out, out_dtype: products.append((args[0], out)))
+    with FakeTensorMode(), Operators() as seen:
+        dy, x = (torch.empty(8, n, dtype=torch.bfloat16, device="cuda") for n in (4, 6))
+        total = torch.empty(4, 6, device="cuda")
+        seen.names.clear()
+        matmul.add_weight_gradient(total, dy, x)
+    assert {name for name in seen.names if name.startswith("aten")} <= {"aten.t.default"}
+    ((read, written),) = products
+    assert read is written is total
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_sums_inside_products_need_a_device_that_keeps_their_bits(
+    rounds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU is asked before the first step, with the product computed here."""
+
+    def add(total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
+        sums = total + dy.float().t() @ x.float()
+        total.copy_(sums.bfloat16() if rounds else sums)
+
+    monkeypatch.setattr(matmul, "_add_wide", add)
+    assert matmul._adds_in_float32(torch.ones(16, 16, dtype=torch.bfloat16)) is not rounds
 
 
 @pytest.mark.parametrize("locks", [True, False])
