@@ -2,12 +2,13 @@
 
 Gradients live in flat buffers (a bucket each) that parameters' `.grad` are views of, so nothing is copied.
 Buckets are filled in the order backward reaches them; on the last micro-batch the all-reduce of a bucket
-starts as soon as its last gradient has arrived. Earlier micro-batches only accumulate.
+starts as soon as its last gradient has arrived: in the backward pass, or where a zero-bubble schedule puts
+weight gradients off, in the last batch of those. Earlier micro-batches only accumulate.
 
 The sum, not the mean, is taken: the loss is already divided by the tokens of the global batch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -30,13 +31,14 @@ ReduceWhen = Literal["last", "every"]
 class Reducer(Protocol):
     """Sums the gradients of one model (a pipeline chunk) over the data-parallel axis, however they are kept.
 
-    Use: `start_step()`; set `sync` before each backward pass, to True for the last one of the step, or never
-    where weight gradients arrive outside backward passes (then `settle()` after each batch of them); then
-    `finish()`. After `finish` the `grad` of every ParameterShard's parameter holds the sum over dp (this
-    rank's rows of it, where it is sharded over dp).
+    Use: `start_step()`; set `sync` before each backward pass, to True for the last one of the step; where
+    weight gradients arrive outside backward passes, set `sync_late` before each batch of them in the same
+    way, and call `settle()` after it; then `finish()`. After `finish` the `grad` of every ParameterShard's
+    parameter holds the sum over dp (this rank's rows of it, where it is sharded over dp).
     """
 
     sync: bool
+    sync_late: bool
 
     def start_step(self) -> None:
         """Clear the gradients."""
@@ -70,9 +72,16 @@ class _Bucket:
 class GradientReducer:
     """The Reducer of replicated parameters (zero=0); on an axis of one rank it communicates nothing."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], dp: Axis, bucket_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        dp: Axis,
+        bucket_bytes: int | None = None,
+        late: Iterable[nn.Parameter] = (),
+    ) -> None:
         self.dp = dp
-        self.sync = False
+        self.sync = self.sync_late = False
+        self.late = frozenset(late)  # whose gradients arrive outside backward passes
         self.parameters = [p for p in parameters if p.requires_grad]
         self.buckets: list[_Bucket] = []
         if dp.size == 1:
@@ -90,11 +99,12 @@ class GradientReducer:
         self.buckets.append(_Bucket(group))
         for bucket in self.buckets:
             for p in bucket.parameters:
-                p.register_post_accumulate_grad_hook(self._hook_of(bucket))
+                p.register_post_accumulate_grad_hook(self._hook_of(bucket, is_late=p in self.late))
 
-    def _hook_of(self, bucket: _Bucket) -> Callable[[Tensor], None]:
+    def _hook_of(self, bucket: _Bucket, *, is_late: bool) -> Callable[[Tensor], None]:
         def arrived(_: Tensor) -> None:
-            if not self.sync:
+            # a backward pass that puts a gradient off, or adds it itself, calls its hook all the same
+            if not (self.sync_late if is_late else self.sync):
                 return
             bucket.missing -= 1
             if bucket.missing == 0:
@@ -112,10 +122,11 @@ class GradientReducer:
         if not self.buckets:
             for p in self.parameters:
                 p.grad = None
-        self.sync = False
+        self.sync = self.sync_late = False
 
     def settle(self) -> None:
-        """Nothing to do: gradients are added up where they are, in the parameters' dtype."""
+        """End a batch: gradients are added up where they are, in the parameters' dtype."""
+        self.sync_late = False
 
     def finish(self) -> None:
         """Wait for the reductions; reduce buckets that some parameter's gradient never reached."""

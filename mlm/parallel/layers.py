@@ -49,6 +49,8 @@ class Split(nn.Module):
     """The weight in the dtype of compute, while it does not change (`Casts`)."""
     fp8: bool = False
     """True if products are of 8-bit floats (`mlm.parallel.fp8`); of linear layers only."""
+    total: Tensor | None = None
+    """Sum that the weight's gradient joins inside its product (`Totals`); of linear layers only."""
 
     def __init__(self, *, tp: Axis, sequence_parallel: bool, init_std: float) -> None:
         super().__init__()
@@ -119,6 +121,7 @@ class ColumnParallelLinear(Split):
             postponed=self.postponed,
             cast=self.cast,
             fp8=self.fp8,
+            total=self.total,
         )
 
 
@@ -156,9 +159,9 @@ class RowParallelLinear(Split):
     def forward(self, x: Tensor) -> Tensor:
         """[S, B, I/t] -> [S, B, O]."""
         if self.tp.size == 1:
-            return linear(x, self.weight, self.bias, self.postponed, self.cast, self.fp8)
+            return linear(x, self.weight, self.bias, self.postponed, self.cast, self.fp8, self.total)
         # the bias joins after the sum, or it would be added t times
-        partial = linear(x, self.weight, None, self.postponed, self.cast, self.fp8)
+        partial = linear(x, self.weight, None, self.postponed, self.cast, self.fp8, self.total)
         y = self.leave(partial)
         return y if self.bias is None else y + self.bias.to(x.dtype)
 

@@ -26,7 +26,7 @@ from mlm.parallel.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from mlm.parallel.matmul import product, weight_gradient
+from mlm.parallel.matmul import add_weight_gradient, product, weight_gradient
 from mlm.parallel.mesh import Axis
 from mlm.parallel.uncompiled import uncompiled
 
@@ -65,6 +65,7 @@ class _Linear(torch.autograd.Function):
         sequence_parallel: bool,
         postponed: Postponed | None,
         fp8: bool,
+        total: Tensor | None,
     ) -> Tensor:
         # the weight as it is kept: a cast of our own is cheaper made twice than saved
         used = weight if cast is None else cast
@@ -72,7 +73,7 @@ class _Linear(torch.autograd.Function):
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
         ctx.tp, ctx.sequence_parallel, ctx.postponed, ctx.fp8 = tp, sequence_parallel, postponed, fp8
         # recomputation hands a placeholder of the saved weight to backward, whose gradient would be lost
-        ctx.leaf = None if postponed is None else weight
+        ctx.leaf, ctx.total = None if postponed is None else weight, total
         whole = gather_rows(x, tp) if sequence_parallel else x
         multiply = in_fp8.product if fp8 else product
         return multiply(whole, used.to(x.dtype), None if bias is None else bias.to(x.dtype))
@@ -95,23 +96,31 @@ class _Linear(torch.autograd.Function):
                 summing = start_all_reduce(dx, tp)
         dy2 = dy.reshape(-1, dy.shape[-1])  # [rows, O]
         if needs_weight and later:
-            postponed.add(_weight_job(x, ctx.leaf, dy2, tp if ctx.sequence_parallel else None, ctx.fp8))
+            gather_over = tp if ctx.sequence_parallel else None
+            postponed.add(_weight_job(x, ctx.leaf, ctx.total, dy2, gather_over, ctx.fp8))
         elif needs_weight:
-            whole = x if gathering is None else gathering.wait()
-            gradient = in_fp8.weight_gradient if ctx.fp8 else weight_gradient
-            dw = gradient(dy2, whole.reshape(-1, x.shape[-1]), ctx.weight_dtype)
+            whole = (x if gathering is None else gathering.wait()).reshape(-1, x.shape[-1])
+            if ctx.total is not None:
+                add_weight_gradient(ctx.total, dy2, whole)
+            else:
+                gradient = in_fp8.weight_gradient if ctx.fp8 else weight_gradient
+                dw = gradient(dy2, whole, ctx.weight_dtype)
         if needs_bias:
             db = dy2.sum(0, dtype=ctx.bias_dtype)
-        return summing.wait() if summing is not None else dx, dw, db, None, None, None, None, None
+        return summing.wait() if summing is not None else dx, dw, db, None, None, None, None, None, None
 
 
 def _weight_job(
-    x: Tensor, weight: Tensor, dy: Tensor, gather_over: Axis | None, fp8: bool
+    x: Tensor, weight: Tensor, total: Tensor | None, dy: Tensor, gather_over: Axis | None, fp8: bool
 ) -> Callable[[], None]:
+    @torch.no_grad()
     def run() -> None:
-        whole = x if gather_over is None else gather_rows(x, gather_over)
+        whole = (x if gather_over is None else gather_rows(x, gather_over)).reshape(-1, x.shape[-1])
+        if total is not None:
+            add_weight_gradient(total, dy, whole)
+            return
         gradient = in_fp8.weight_gradient if fp8 else weight_gradient
-        dw = gradient(dy, whole.reshape(-1, x.shape[-1]), weight.dtype)
+        dw = gradient(dy, whole, weight.dtype)
         torch.autograd.backward(weight, dw)  # adds to .grad and runs the hooks that wait for it
 
     return run
@@ -128,13 +137,15 @@ def linear(
     postponed: Postponed | None = None,
     cast: Tensor | None = None,
     fp8: bool = False,
+    total: Tensor | None = None,
 ) -> Tensor:
     """Return x weight^T + bias, differentiable; weight and bias may be of a wider dtype than x.
 
-    `cast` is the weight in x's dtype, if the caller has it; with `fp8` products are of 8-bit floats.
+    `cast` is the weight in x's dtype, if the caller has it; with `fp8` products are of 8-bit floats. With
+    `total` backward adds the weight's gradient to it, past autograd: no hook of the weight hears of it.
     """
     apply: Callable[..., Tensor] = _Linear.apply if postponed is None else _eager_linear
-    return apply(x, weight, bias, cast, ALONE, False, postponed, fp8)
+    return apply(x, weight, bias, cast, ALONE, False, postponed, fp8, total)
 
 
 def column_parallel_linear(
@@ -147,6 +158,7 @@ def column_parallel_linear(
     postponed: Postponed | None = None,
     cast: Tensor | None = None,
     fp8: bool = False,
+    total: Tensor | None = None,
 ) -> Tensor:
     """This rank's output features of a layer split by column: [S, B, I] -> [S, B, O/t].
 
@@ -154,7 +166,7 @@ def column_parallel_linear(
     summed over tp.
     """
     if tp.size == 1:
-        return linear(x, weight, bias, postponed, cast, fp8)
+        return linear(x, weight, bias, postponed, cast, fp8, total)
     if torch.compiler.is_compiling() and not sequence_parallel and postponed is None:
-        return linear(copy_to_tp(x, tp), weight, bias, None, cast, fp8)
-    return _eager_linear(x, weight, bias, cast, tp, sequence_parallel, postponed, fp8)
+        return linear(copy_to_tp(x, tp), weight, bias, None, cast, fp8, total)
+    return _eager_linear(x, weight, bias, cast, tp, sequence_parallel, postponed, fp8, total)

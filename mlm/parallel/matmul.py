@@ -68,6 +68,8 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 _WIDE_SUMS: dict[str, bool] = {}
 """Of each kind of device, if its products of half precision can be written in float32."""
+_WIDE_ADDS: dict[str, bool] = {}
+"""Of each kind of device, if such a product can be added to a float32 matrix where that is."""
 
 
 def prepare_products(device: torch.device) -> None:
@@ -78,12 +80,23 @@ def prepare_products(device: torch.device) -> None:
     kind = device.type
     if kind in _WIDE_SUMS or kind not in ("cuda", "meta"):
         return
-    a = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
+    a = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
     try:
         torch.mm(a, a, out_dtype=torch.float32)
         _WIDE_SUMS[kind] = True
     except RuntimeError:  # a build without it
         _WIDE_SUMS[kind] = False
+    _WIDE_ADDS[kind] = kind == "cuda" and _adds_in_float32(a)
+
+
+def _adds_in_float32(a: Tensor) -> bool:
+    """True if a product of [16, 16] ones can be added to a float32 matrix, and no bit is lost on the way."""
+    total = torch.full(a.shape, 2.0**-10, device=a.device)  # below the last bit of 16 in bfloat16
+    try:
+        _add_wide(total, a, a)
+    except RuntimeError:  # a build that takes a matrix of half precision only
+        return False
+    return bool((total == 16 + 2.0**-10).all())
 
 
 def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -101,3 +114,33 @@ def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.float32 and dy.dtype != dtype and _WIDE_SUMS.get(dy.device.type, False):
         return torch.mm(dy.t(), x, out_dtype=dtype)
     return product(dy.t(), x.t()).to(dtype)
+
+
+def _add_wide(total: Tensor, dy: Tensor, x: Tensor) -> None:
+    torch.addmm(total, dy.t(), x, out_dtype=total.dtype, out=total)
+
+
+def add_weight_gradient(total: Tensor, dy: Tensor, x: Tensor) -> None:
+    """Add dy^T @ x to `total`, without autograd: [rows, O], [rows, I] into [O, I].
+
+    Where the device can, the product itself adds: it reads and writes the sum once, 8 bytes an element, where
+    a product of its own and the pass that adds it take 16 and a matrix more.
+    """
+    if torch.compiler.is_compiling():
+        _opaque_add(total, dy, x)
+    else:
+        _add(total, dy, x)
+
+
+def _add(total: Tensor, dy: Tensor, x: Tensor) -> None:
+    if dy.dtype == total.dtype and not uses_onednn(dy, x):
+        total.addmm_(dy.t(), x)
+    elif total.dtype == torch.float32 and _WIDE_ADDS.get(dy.device.type, False):
+        _add_wide(total, dy, x)
+    else:
+        total.add_(weight_gradient(dy, x, total.dtype))
+
+
+# A compiler would make a new sum and copy it back; inside an operator of our own that says what it changes,
+# it adds where the sum is.
+_opaque_add = torch.library.custom_op("mlm::add_weight_gradient", _add, mutates_args=("total",))

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from mlm.parallel.gradients import GradientReducer, Reducer, ReduceWhen
+from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mlm.parallel.mesh import Axis
 
 
@@ -35,7 +36,9 @@ def build_reducer(
         late_weights: True if weight gradients arrive outside backward passes, before a call of `settle`.
     """
     if zero == 0 or dp.group is None:
-        return GradientReducer(list(model.parameters()), dp)
+        linear = (m for m in model.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear))
+        late = [layer.weight for layer in linear] if late_weights else []
+        return GradientReducer(list(model.parameters()), dp, late=late)
     from mlm.parallel.sharded import ShardedReducer  # loads FSDP: 0.5 s in every rank's start
 
     return ShardedReducer(

@@ -78,6 +78,7 @@ class ShardedReducer:
         self.keeps_gathered = zero == 2
         self.slices = _hand_out_slices(model, dp)
         self.every, self.late_weights = reduce == "every", late_weights
+        self.sync_late = False  # without effect
         self._passes: tuple[bool, bool] | None = None
         self._reduced = False
 
@@ -88,6 +89,7 @@ class ShardedReducer:
 
     @sync.setter
     def sync(self, value: bool) -> None:
+        value = value and not self.late_weights  # the rest would miss the reduction: `finish` does it all
         self._reduced |= value
         # where weights come late, a pass has little to reduce: `settle` does it for both
         self._set_passes(reduce=value or (self.every and not self.late_weights), last=value)
@@ -119,7 +121,8 @@ class ShardedReducer:
     def finish(self) -> None:
         """Reduce if no backward pass did, and assign the sums to the parameters of `ParameterShard`."""
         if not self._reduced:
-            self.sync = True
+            self._set_passes(reduce=True, last=True)
+            self._reduced = True
             _run_post_backward(self.root)
         for rows, dp_slice in self.slices:
             dp_slice.parameter.grad = None if rows.grad is None else _local(rows.grad)

@@ -127,6 +127,22 @@ def _attention_serves(config: PretrainConfig, _: Launch) -> Problem | None:
     return None
 
 
+def _accumulation_fuses(config: PretrainConfig, _: Launch) -> Problem | None:
+    parallel, dtype = config.parallel, config.precision.dtype
+    reasons = {
+        "zero": (parallel.zero > 0, "keeps gradients elsewhere", "zero=0"),
+        "recompute": (parallel.recompute == "full", "computes layers anew", "recompute=selective"),
+        "precision.dtype": (dtype == "fp8", "has no product that adds", "precision=bf16"),
+    }
+    if not config.fuse_accumulation:
+        return None
+    for key, (applies, why, fix) in reasons.items():
+        if applies:
+            said = f"fuse_accumulation=true does not go with {key}={values_of(config)[key]}, which {why}"
+            return Problem(("fuse_accumulation", key), said, f"use fuse_accumulation=false or {fix}")
+    return None
+
+
 def _corpus_exists(config: PretrainConfig, _: Launch) -> Problem | None:
     return present.corpus(config.data)
 
@@ -148,6 +164,7 @@ SETTINGS_RULES = (
     _head_is_pretrained,
     _data_fits_model,
     _attention_serves,
+    _accumulation_fuses,
 )
 """Conditions of the settings alone."""
 PRETRAIN_RULES = (

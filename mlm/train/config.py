@@ -77,6 +77,8 @@ class PretrainConfig:
     efficient, math."""
     deterministic: Annotated[bool, Also("deterministic_mode")] = False
     """Kernels that repeat every bit, where a GPU's fastest do not; an operation without one is an error."""
+    fuse_accumulation: Annotated[bool, Also("gradient_accumulation_fusion")] = False
+    """Add a weight's gradient to the sum over micro-batches inside its product (addmm), not after it."""
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

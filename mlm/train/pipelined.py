@@ -22,7 +22,7 @@ from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mlm.parallel.linear import Postponed
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.pipeline.actions import Instruction
-from mlm.parallel.pipeline.engine import Stages, run_plan
+from mlm.parallel.pipeline.engine import NO_HOOKS, Hooks, Stages, run_plan
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule, forward_only
 from mlm.parallel.transfer import on_device
@@ -126,18 +126,16 @@ class PipelinedModel:
         objective: Objective[Transformer, B],
         scale: Tensor,
         stream: Callable[[B], DropoutStream | None],
-        before_backward: Callable[[int, bool], None],
-        after_weights: Callable[[int], None],
+        hooks: Hooks,
     ) -> list[Tensor]:
         """Run forward and backward of a step's micro-batches.
 
         Returns the last stage's outputs, `scale` times each part of the objective; nothing on other ranks.
-        `stream` gives a micro-batch's dropout. The last two arguments are those of `Stages`.
+        `stream` gives a micro-batch's dropout.
         """
         stages: Stages[B] = self._stages(
             lambda chunk, batch, x: objective.output(chunk, batch, scale, stream(batch), x),
-            before_backward,
-            after_weights,
+            hooks,
         )
         with self.casts.held():
             return run_plan(stages, self.instructions(len(batches), train=True), batches)
@@ -160,8 +158,7 @@ class PipelinedModel:
     def _stages(
         self,
         forward: Callable[[Transformer, T, Tensor | None], Tensor],
-        before_backward: Callable[[int, bool], None] = lambda chunk, last: None,
-        after_weights: Callable[[int], None] = lambda chunk: None,
+        hooks: Hooks = NO_HOOKS,
     ) -> Stages[T]:
         return Stages(
             pp=self.ctx.pp,
@@ -170,8 +167,7 @@ class PipelinedModel:
             boundary_shape=lambda batch: self.chunks[0].boundary_shape(batch.tokens),
             dtype=self.dtype,
             device=self.ctx.device,
-            before_backward=before_backward,
-            after_weights=after_weights,
+            hooks=hooks,
             postponed=self.postponed,
         )
 

@@ -22,8 +22,10 @@ from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.gradients import Reducer, sum_replicated_gradients, sum_tied_gradients
 from mlm.parallel.init import init_parameters
 from mlm.parallel.mesh import ParallelContext
+from mlm.parallel.pipeline.engine import Hooks
 from mlm.parallel.reducers import build_reducer
 from mlm.parallel.sharding import ParameterShard, parameter_shards
+from mlm.parallel.totals import Totals
 from mlm.parallel.transfer import on_device
 from mlm.train.config import PretrainConfig
 from mlm.train.documents import with_eod
@@ -98,6 +100,7 @@ class Trainer(Generic[B]):
             )
             for chunk in self.model.chunks
         ]
+        self.totals = [Totals(chunk.modules()) for chunk in self.model.chunks if config.fuse_accumulation]
         self.shards: Sequence[ParameterShard] = tuple(
             shard for chunk in self.model.chunks for shard in parameter_shards(chunk, ctx.tp)
         )
@@ -144,18 +147,27 @@ class Trainer(Generic[B]):
 
         numbers = count(1)
 
+        def before_forward(chunk: int, last: bool) -> None:
+            if self.totals and last and self.model.puts_off:  # a reduction waits for what autograd adds
+                self.totals[chunk].leave()
+            elif self.totals:
+                self.totals[chunk].join()
+
         def before_backward(chunk: int, last: bool) -> None:
             if chunk == 0:
                 self.on_micro_batch(next(numbers), len(batches))
-            # weight gradients that come later would miss a reduction begun now: `finish` does it all then
-            self.reducers[chunk].sync = last and not self.model.puts_off
+            self.reducers[chunk].sync = last
+
+        def before_weights(chunk: int, last: bool) -> None:
+            self.reducers[chunk].sync_late = last
 
         def after_weights(chunk: int) -> None:
             self.reducers[chunk].settle()
 
-        outputs = self.model.train(
-            batches, self.objective, scale, self.dropout, before_backward, after_weights
-        )
+        hooks = Hooks(before_forward, before_backward, before_weights, after_weights)
+        outputs = self.model.train(batches, self.objective, scale, self.dropout, hooks)
+        for totals in self.totals:
+            totals.leave()
         for reducer in self.reducers:
             reducer.finish()
         sequence_parallel = self.model.chunks[0].sequence_parallel

@@ -253,6 +253,19 @@ def test_attention_that_no_kernel_computes_is_a_mistake(overrides: list[str], pr
     assert any(problem in found for found in map(str, problems_of(*overrides)))
 
 
+@pytest.mark.parametrize(
+    "other, problem",
+    [
+        ("zero=2", "zero=2, which keeps gradients elsewhere; use fuse_accumulation=false or zero=0"),
+        ("recompute=full", "recompute=full, which computes layers anew"),
+        ("precision=fp8", "precision.dtype=fp8, which has no product that adds"),
+    ],
+)
+def test_sums_inside_products_need_gradients_in_one_place(other: str, problem: str) -> None:
+    assert any(problem in found for found in map(str, problems_of("fuse_accumulation=true", other)))
+    assert problems_of("fuse_accumulation=true", "precision=bf16", "recompute=selective") == []
+
+
 @pytest.mark.parametrize("kind, precision", [("flash", "bf16"), ("cudnn", "fp16"), ("efficient", "fp32")])
 def test_attention_by_name_in_half_precision_is_sound(kind: str, precision: str) -> None:
     assert problems_of(f"attention={kind}", f"precision={precision}") == []

@@ -29,6 +29,23 @@ every transfer blocks both its ranks (deadlock.py)."""
 
 
 @dataclass(frozen=True)
+class Hooks:
+    """Calls around a training step's actions, each with its chunk.
+
+    The flag is True for the last action of its type and chunk in the step; of a forward pass, if the chunk's
+    last backward pass is of the same micro-batch.
+    """
+
+    before_forward: Callable[[int, bool], None] = lambda chunk, last: None
+    before_backward: Callable[[int, bool], None] = lambda chunk, last: None
+    before_weights: Callable[[int, bool], None] = lambda chunk, last: None
+    after_weights: Callable[[int], None] = lambda chunk: None
+
+
+NO_HOOKS = Hooks()
+
+
+@dataclass(frozen=True)
 class Stages(Generic[T]):
     """Stages that the engine runs; T is whatever the caller uses as a micro-batch."""
 
@@ -42,10 +59,7 @@ class Stages(Generic[T]):
     dtype: torch.dtype
     """Dtype of what crosses a boundary."""
     device: torch.device
-    before_backward: Callable[[int, bool], None] = lambda chunk, last: None
-    """Called with the chunk before each of its backward passes, and True if it is its last of the step."""
-    after_weights: Callable[[int], None] = lambda chunk: None
-    """Called with the chunk after each of its WEIGHT actions."""
+    hooks: Hooks = NO_HOOKS
     postponed: Sequence[Postponed] = ()
     """Per chunk, where weight gradients go that WEIGHT actions compute."""
 
@@ -76,6 +90,7 @@ class _Run(Generic[T]):
         self.trains = any(action.op is not Op.FORWARD for action in actions)
         self.puts_off = any(action.op is Op.WEIGHT for action in actions)
         self.last_backward = {a.chunk: a for a in actions if a.op is Op.BACKWARD}
+        self.last_weights = {a.chunk: a for a in actions if a.op is Op.WEIGHT}
 
     def run(self) -> list[Tensor]:
         """Everything, in order."""
@@ -124,6 +139,9 @@ class _Run(Generic[T]):
     def forward(self, action: Action) -> None:
         stage, place = self.stage(action), (action.chunk, action.micro_batch)
         x = self.take(action).requires_grad_(self.trains) if stage > 0 else None
+        if self.trains:
+            last = action.micro_batch == self.last_backward[action.chunk].micro_batch
+            self.stages.hooks.before_forward(action.chunk, last)
         y = self.stages.forward(action.chunk, self.batches[action.micro_batch], x)
         is_result = stage == self.stages.num_stages - 1
         if self.trains:
@@ -137,7 +155,7 @@ class _Run(Generic[T]):
     def backward(self, action: Action) -> None:
         kept = self.kept.pop((action.chunk, action.micro_batch))
         dy = self.take(action) if kept.seed is None else kept.seed
-        self.stages.before_backward(action.chunk, action == self.last_backward[action.chunk])
+        self.stages.hooks.before_backward(action.chunk, action == self.last_backward[action.chunk])
         if self.puts_off:
             self.stages.postponed[action.chunk].open = True
         torch.autograd.backward(kept.edge, dy)
@@ -150,9 +168,10 @@ class _Run(Generic[T]):
             self.hand_over(action, -1, kept.x.grad)
 
     def weight(self, action: Action) -> None:
+        self.stages.hooks.before_weights(action.chunk, action == self.last_weights[action.chunk])
         for job in self.weight_jobs.pop((action.chunk, action.micro_batch)):
             job()
-        self.stages.after_weights(action.chunk)
+        self.stages.hooks.after_weights(action.chunk)
 
 
 def run_plan(stages: Stages[T], instructions: Sequence[Instruction], batches: Sequence[T]) -> list[Tensor]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mlm.parallel.linear import Postponed, linear
 from mlm.parallel.mesh import ParallelContext
-from mlm.parallel.pipeline.engine import SENDS_KEPT, Stages, run_plan
+from mlm.parallel.pipeline.engine import SENDS_KEPT, Hooks, Stages, run_plan
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule, forward_only
 from tests.ranks import run_on_ranks
@@ -70,7 +70,7 @@ def stages_of(ctx: ParallelContext, v: int) -> tuple[Stages[Sample], list[Part],
         boundary_shape=lambda sample: tuple(sample.x.shape),
         dtype=torch.float64,
         device=ctx.device,
-        before_backward=lambda chunk, last: told.append((chunk, last)),
+        hooks=Hooks(before_backward=lambda chunk, last: told.append((chunk, last))),
         postponed=[part.postponed for part in parts],
     )
     return stages, parts, told
