@@ -1,11 +1,11 @@
 """Sharded data parallelism: weights, gradients and optimizer state sharded over the dp axis (zero=2|3).
 
 Source: ZeRO (arXiv:1910.02054, section 5), by PyTorch's FSDP2. Each layer is one unit, what is left another:
-a unit's rows are gathered in one message before its first forward pass and its gradients leave in one
-reduce-scatter: in the step's last micro-batch, until which each rank keeps the whole gradient in float32, or
-in every one (zero_reduce=every), which keeps 1/dp of it and sends it as many times. With zero=2 the gathered
-weights stay until the step's last backward pass; with zero=3 they are dropped after each pass and gathered
-again.
+a unit's rows are gathered in one message, while the unit before computes its first forward pass, and its
+gradients leave in one reduce-scatter: in the step's last micro-batch, until which each rank keeps the whole
+gradient in float32, or in every one (zero_reduce=every), which keeps 1/dp of it and sends it as many times.
+With zero=2 the gathered weights stay until the step's last backward pass; with zero=3 they are dropped after
+each pass and gathered again.
 
 FSDP2 splits dim 0 like torch.chunk: the last ranks may hold fewer rows, or none. It keeps them as DTensors.
 We expose their plain local tensors (`ParameterShard.parameter`), in float32 or float64: what optimizer,
@@ -18,6 +18,7 @@ The sum, not the mean, is taken: the loss is already divided by the tokens of th
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -66,6 +67,9 @@ class ShardedReducer:
         ]
         # what is left is used at both ends of the forward pass and next in backward: kept in between
         self.root: FSDPModule = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        # under way while what comes before computes, also where the host launches hardly faster than that
+        for unit, following in pairwise((self.root, *self.units)):
+            unit.set_modules_to_forward_prefetch([following])
         for unit in (*self.units, self.root):
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum

@@ -157,6 +157,31 @@ def gathers_of_two_steps(ctx: ParallelContext, zero: int) -> int:
         return len(seen["gather_flat"])
 
 
+@pytest.mark.parametrize("zero", [2, 3])
+def test_weights_are_gathered_while_the_layer_before_computes(zero: int) -> None:
+    for events in run_on_ranks(events_of_a_step, zero, dp=2):
+        forward = events[: events.index("compute 1") + 1]
+        # the rest of the model, layer 0 before the embedding, layer 1 before layer 0
+        assert forward == ["gather", "gather", "gather", "compute 0", "compute 1"]
+
+
+def events_of_a_step(ctx: ParallelContext, zero: int) -> list[str]:
+    """Gathers as they begin, and forward passes of layers."""
+    mine, events = Rank(ctx, zero), list[str]()
+    gather = sharded.gather_flat
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        events.append("gather")
+        return gather(*args, **kwargs)
+
+    for name, layer in mine.model.layers.items():
+        layer.attention_norm.register_forward_pre_hook(lambda *_, name=name: events.append(f"compute {name}"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded, "gather_flat", noted)
+        mine.accumulate(list(samples_of(0, ctx.dp.rank)))
+    return events
+
+
 @pytest.mark.parametrize("missing", ["all_gather", "reduce_scatter"])
 def test_a_rank_that_does_not_come_is_named(missing: str) -> None:
     run_on_ranks(check_lost_peer, missing, dp=2)
