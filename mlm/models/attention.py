@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from mlm.models.cache import Reading, heads_of
 from mlm.models.config import ModelConfig
 from mlm.models.documents import Spans
+from mlm.models.packed import packed_attention
 from mlm.models.rotary import Rotary
 from mlm.parallel.dropout import DropoutStream, place_keys
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -141,6 +142,8 @@ class SelfAttention(nn.Module):
         """
         if spans is None:
             return attention(qkv, causal=self.causal)
+        if spans.packing is not None:  # of kernels without dropout
+            return packed_attention(qkv, self.head_dim, spans.packing, self.causal)
         if spans.bias is not None:
             return attention(qkv, bias=spans.bias, causal=False)
 

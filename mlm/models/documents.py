@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mlm.data.config import DataConfig
+from mlm.models.packed import Packing, packing_of, packs
 from mlm.parallel.labels import IGNORE
 from mlm.parallel.transfer import on_device
 from mlm.parallel.uncompiled import uncompiled
@@ -30,6 +31,8 @@ class Spans:
     bias: Tensor | None = None
     """[B, 1, S, S] or [B, 1, 1, S]: 0 where a token attends, -inf elsewhere, in the dtype of activations. One
     kernel for the whole micro-batch is faster on a GPU."""
+    packing: Packing | None = None
+    """Places of the documents for a kernel that takes several lengths, in place of a bias."""
 
     @uncompiled  # lengths differ from batch to batch: each would be recompiled
     def each(self, attention: Callable[[Tensor, int, int], Tensor], qkv: Tensor) -> Tensor:
@@ -79,18 +82,23 @@ class Boundaries:
         """Labels [B, S], without those an end-of-document token would have to foresee."""
         return labels.masked_fill(tokens == self.eod_id, IGNORE) if self.mask_eod_loss else labels
 
-    def documents(self, tokens: Tensor, dtype: torch.dtype) -> Documents | None:
+    def documents(
+        self, tokens: Tensor, dtype: torch.dtype, on_host: Tensor | None = None
+    ) -> Documents | None:
         """The documents of tokens [B, S], on their device; `dtype` is that of activations.
 
-        Waits for the device only where that is the CPU.
+        Waits for the device only where that is the CPU. `on_host` are the same tokens there: lengths that a
+        kernel is to be given are counted in them.
         """
         if not (self.reset_positions or self.reset_attention):
             return None
-        ends = tokens == self.eod_id
-        return Documents(
-            positions=positions_of(ends) if self.reset_positions else None,
-            spans=spans_of(ends, dtype) if self.reset_attention else None,
-        )
+        ends, spans = tokens == self.eod_id, None
+        if self.reset_attention and on_host is not None and packs(tokens.device):
+            lengths = spans_of(on_host == self.eod_id, dtype).lengths
+            spans = Spans((), packing=packing_of(lengths, tokens.device))
+        elif self.reset_attention:
+            spans = spans_of(ends, dtype)
+        return Documents(positions_of(ends) if self.reset_positions else None, spans)
 
 
 def positions_of(ends: Tensor) -> Tensor:
@@ -118,6 +126,8 @@ def without_padding(lengths: Tensor, width: int, dtype: torch.dtype, device: tor
     """
     if int(lengths.min()) == width:
         return None
+    if packs(device):
+        return Spans((), packing=packing_of([[length] for length in lengths.tolist()], device))
     is_padding = torch.arange(width) >= lengths[:, None]  # [B, S]
     bias = torch.zeros(is_padding.shape, dtype=dtype).masked_fill_(is_padding, -math.inf)
     return Spans((), on_device(bias[:, None, None], device))

@@ -117,12 +117,14 @@ def _attention_serves(config: PretrainConfig, _: Launch) -> Problem | None:
             f"attention={kind} needs half precision, not precision.dtype={dtype}",
             "use attention=auto or precision=bf16",
         )
-    if kind == "flash" and (config.data.reset_attention or not config.model.family.causal):
+    has_lengths = config.data.reset_attention or not config.model.family.causal
+    if kind == "flash" and has_lengths and config.model.attention_dropout > 0:
         why = "data.reset_attention=true" if config.data.reset_attention else "the padding of this model"
         return Problem(
-            ("attention", "data.reset_attention"),
-            f"attention=flash takes no mask, which {why} needs",
-            "use attention=auto",
+            ("attention", "model.attention_dropout"),
+            f"attention=flash has no dropout (model.attention_dropout={config.model.attention_dropout:g}) "
+            f"for sequences of several lengths, which {why} makes",
+            "use attention=auto or model.attention_dropout=0",
         )
     return None
 

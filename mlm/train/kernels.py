@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from mlm.errors import UserError
+from mlm.models.packed import pack_sequences
 from mlm.parallel.fused_loss import use_compiler
 from mlm.parallel.matmul import prepare_products
 from mlm.parallel.uncompiled import prepare_to_compile
@@ -20,6 +21,9 @@ ADA, HOPPER = (8, 9), (9, 0)
 """Compute capabilities from which 8-bit floats are multiplied, and cuDNN's attention comes first."""
 MISSING = {
     "No available kernel": "attention={attention} serves no such attention on this GPU; use attention=auto",
+    "FlashAttention only supports": (
+        "attention={attention}: this GPU has no flash kernel for packed sequences; use attention=auto"
+    ),
     "does not have a deterministic implementation": (
         "deterministic={deterministic}: PyTorch has no kernel that repeats every bit for this run; use "
         "deterministic=false"
@@ -43,6 +47,7 @@ def choose_kernels(config: PretrainConfig, device: torch.device) -> None:
         )
     torch.set_float32_matmul_precision("high" if config.precision.dtype == "tf32" else "highest")
     choose_attention(config.attention, capability)
+    pack_sequences(config.attention == "flash")
     prepare_products(device)
 
 

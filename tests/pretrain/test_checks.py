@@ -242,10 +242,14 @@ def test_a_run_that_learns_its_corpus_by_heart_is_warned(epochs: list[float], fi
         (["attention=flash"], "attention=flash needs half precision, not precision.dtype=fp32"),
         (["attention=cudnn", "precision=tf32"], "attention=cudnn needs half precision"),
         (
-            ["attention=flash", "precision=bf16", "data.reset_attention=true"],
-            "attention=flash takes no mask, which data.reset_attention=true needs; use attention=auto",
+            ["attention=flash", "precision=bf16", "data.reset_attention=true", "model.attention_dropout=0.1"],
+            "attention=flash has no dropout (model.attention_dropout=0.1) for sequences of several lengths, "
+            "which data.reset_attention=true makes; use attention=auto or model.attention_dropout=0",
         ),
-        (["attention=flash", "precision=bf16", "model=bert_tiny"], "takes no mask, which the padding"),
+        (
+            ["attention=flash", "precision=bf16", "model=bert_tiny", "model.attention_dropout=0.1"],
+            "which the padding of this model makes",
+        ),
     ],
     ids=str,
 )

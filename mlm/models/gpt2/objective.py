@@ -39,7 +39,7 @@ class NextToken:
         labels = on_device(batch.labels, self.ctx.device)
         if self.boundaries is None:
             return tokens, labels, None
-        documents = self.boundaries.documents(tokens, self.dtype)
+        documents = self.boundaries.documents(tokens, self.dtype, batch.tokens)
         return tokens, self.boundaries.scored(tokens, labels), documents
 
     def counts(self, batch: Batch) -> Sequence[int]:

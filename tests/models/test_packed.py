@@ -1,0 +1,113 @@
+"""Packed attention against attention with a bias on the scores: which tokens go where.
+
+The kernel itself runs on a GPU alone; here its contract is computed sequence by sequence.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mlm.models import documents, packed
+from mlm.models.attention import fused_attention
+from mlm.models.documents import Boundaries, bias_of, without_padding
+from mlm.models.packed import Packing, packed_attention, packing_of
+
+S, B, HEADS, HEAD_DIM, EOD = 12, 3, 2, 8, 7
+CPU = torch.device("cpu")
+PADDED = [[12], [5], [1]]
+DOCUMENTS = [[12], [1, 4, 7], [3, 3, 3, 3]]
+
+
+def by_sequence(
+    q: Tensor, k: Tensor, v: Tensor, begins: Tensor, _: Tensor, longest: int, __: int, **options: Any
+) -> Tensor:
+    """What varlen_attn computes: [T, N, D] of each sequence alone."""
+    edges = begins.tolist()
+    assert begins.dtype == torch.int32
+    assert longest == max(end - begin for begin, end in pairwise(edges))
+    results = []
+    for begin, end in pairwise(edges):
+        parts = [x[begin:end].transpose(0, 1)[None] for x in (q, k, v)]
+        y = F.scaled_dot_product_attention(*parts, is_causal=options["window_size"] == (-1, 0))
+        results.append(y[0].transpose(0, 1))
+    return torch.cat(results)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_attention_is_that_with_a_bias(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs and input gradients of every token that counts; padding takes no part in either."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", by_sequence)
+    lengths = DOCUMENTS if causal else PADDED
+    if causal:
+        ends = torch.zeros(B, S, dtype=torch.bool)
+        for sample, each in enumerate(lengths):
+            ends[sample, torch.tensor(each).cumsum(0) - 1] = True
+        bias = bias_of(ends, torch.float64)
+    else:
+        spans = without_padding(torch.tensor([12, 5, 1]), S, torch.float64, CPU)
+        assert spans is not None
+        bias = spans.bias
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (
+        torch.randn(S, B, n * HEADS * HEAD_DIM, dtype=torch.float64, generator=generator) for n in (3, 1)
+    )
+    counts = torch.arange(S)[:, None] < torch.tensor([sum(each) for each in lengths])  # [S, B]
+    dy[~counts] = 0  # no loss reads padding
+    results = []
+    for packs in (False, True):
+        qkv = x.clone().requires_grad_()
+        y = (
+            packed_attention(qkv, HEAD_DIM, packing_of(lengths, CPU), causal)
+            if packs
+            else fused_attention(qkv, HEAD_DIM, 0.0, bias, causal=False)
+        )
+        y.backward(dy)
+        assert qkv.grad is not None
+        results.append((y.detach()[counts], qkv.grad))
+    torch.testing.assert_close(*results)
+
+
+def test_packing_lists_each_token_once_in_the_order_of_the_sequences() -> None:
+    """Rows of [S, B] flattened: token s of sample b is row 3 s + b."""
+    found = packing_of([[2], [1, 2], [1]], CPU)
+    assert found.rows.tolist() == [0, 3, 1, 4, 7, 2]
+    assert (found.begins.tolist(), found.longest) == ([0, 2, 3, 5, 6], 2)
+
+
+def test_spans_are_packed_on_a_gpu_that_was_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "_switch", [])
+    assert not packed.packs(torch.device("cuda"))
+    packed.pack_sequences(True)
+    assert packed.packs(torch.device("cuda"))
+    assert not packed.packs(CPU)
+
+
+def test_padding_and_documents_give_their_packing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of a bias; lengths are those on the host."""
+    monkeypatch.setattr(documents, "packs", lambda device: True)
+    padded = without_padding(torch.tensor([12, 5, 1]), S, torch.bfloat16, CPU)
+    tokens = torch.zeros(1, 6, dtype=torch.int64)
+    tokens[0, [1, 2]] = EOD
+    apart = Boundaries(EOD, reset_attention=True).documents(tokens, torch.bfloat16, tokens)
+    assert apart is not None
+    for spans, begins in ((padded, [0, 12, 17, 18]), (apart.spans, [0, 2, 3, 6])):
+        assert spans is not None
+        assert spans.bias is None
+        assert isinstance(spans.packing, Packing)
+        assert spans.packing.begins.tolist() == begins
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_kernel_takes_what_it_is_given(causal: bool) -> None:
+    """PyTorch's own signature, dtypes and shapes, forward and backward, on the meta device."""
+    qkv = torch.empty(S, B, 3 * HEADS * HEAD_DIM, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    rows = torch.empty(18, device="meta", dtype=torch.int64)
+    begins = torch.empty(4, device="meta", dtype=torch.int32)
+    y = packed_attention(qkv, HEAD_DIM, Packing(rows, begins, 12), causal)
+    assert (y.shape, y.dtype) == ((S, B, HEADS * HEAD_DIM), torch.bfloat16)
+    (dx,) = torch.autograd.grad(y, qkv, torch.empty_like(y))
+    assert (dx.shape, dx.dtype) == (qkv.shape, torch.bfloat16)
