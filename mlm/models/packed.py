@@ -2,8 +2,8 @@
 
 A bias on the scores that hides padding, or other documents, forbids flash kernels. Here the tokens that count
 are gathered, sequence by sequence, and the kernel is given where each begins: it computes the squares of the
-lengths rather than of S, and padding goes through no kernel. Gathering and putting back move 18 bytes for each
-element of H and token forward, and 22 backward, in half precision.
+lengths rather than of S, and padding goes through no kernel. Gathering and putting back move 18 bytes for
+each element of H and token forward, and 22 backward, in half precision.
 
 Shapes: S sequence, B micro-batch, H hidden, N heads, D head_dim, t = tensor-parallel size, T tokens that
 count.
@@ -103,5 +103,6 @@ def packed_attention(qkv: Tensor, head_dim: int, packing: Packing, causal: bool)
         packing.longest,
         window_size=(-1, 0) if causal else (-1, -1),
     )
+    assert isinstance(y, Tensor)  # no auxiliary results were asked for
     whole: Tensor = _Put.apply(y.flatten(1), packing.rows, s * b)  # type: ignore[no-untyped-call]
     return whole.view(s, b, -1)

@@ -24,6 +24,7 @@ class Casts:
         self.dtype = dtype
         self.copies: list[Tensor] = []
         self.depth = 0
+        self.stay = False  # True: CUDA graphs read the copies where they are, which takes a mark
 
     @torch.no_grad()
     def hold(self) -> None:
@@ -33,6 +34,8 @@ class Casts:
             return
         if not self.copies:
             self.copies = [torch.empty_like(layer.weight, dtype=self.dtype) for layer in self.layers]
+            for copy in self.copies if self.stay else ():
+                torch._dynamo.mark_static_address(copy, guard=False)  # a guard would compile each layer
         if self.layers:
             torch._foreach_copy_(self.copies, [layer.weight.detach() for layer in self.layers])
         for layer, copy in zip(self.layers, self.copies, strict=True):

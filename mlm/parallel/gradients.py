@@ -78,13 +78,14 @@ class GradientReducer:
         dp: Axis,
         bucket_bytes: int | None = None,
         late: Iterable[nn.Parameter] = (),
+        keep_buffers: bool = False,
     ) -> None:
         self.dp = dp
         self.sync = self.sync_late = False
         self.late = frozenset(late)  # whose gradients arrive outside backward passes
         self.parameters = [p for p in parameters if p.requires_grad]
         self.buckets: list[_Bucket] = []
-        if dp.size == 1:
+        if dp.size == 1 and not keep_buffers:
             return
         if bucket_bytes is None:
             bucket_bytes = max(BUCKET_BYTES, BUCKET_BYTES_PER_RANK * dp.size)

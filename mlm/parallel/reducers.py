@@ -20,6 +20,7 @@ def build_reducer(
     methods: Sequence[str] = (),
     reduce: ReduceWhen = "last",
     late_weights: bool = False,
+    keep_buffers: bool = False,
 ) -> Reducer:
     """Make a model's gradients sum over dp; with zero=2|3 its parameters are sharded over dp from here on.
 
@@ -34,11 +35,12 @@ def build_reducer(
         methods: names of methods other than `forward` that compute with the parameters.
         reduce: micro-batches of a step that reduce gradients sharded over dp (ParallelConfig.zero_reduce).
         late_weights: True if weight gradients arrive outside backward passes, before a call of `settle`.
+        keep_buffers: keep gradients of one rank in buffers, too: those that backward returns are overwritten.
     """
     if zero == 0 or dp.group is None:
         linear = (m for m in model.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear))
         late = [layer.weight for layer in linear] if late_weights else []
-        return GradientReducer(list(model.parameters()), dp, late=late)
+        return GradientReducer(list(model.parameters()), dp, late=late, keep_buffers=keep_buffers)
     from mlm.parallel.sharded import ShardedReducer  # loads FSDP: 0.5 s in every rank's start
 
     return ShardedReducer(

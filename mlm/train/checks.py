@@ -7,7 +7,7 @@ from mlm.config.tree import MISSING_VALUE, leaves, out_of_range, values_of
 from mlm.data import files_present as present
 from mlm.data.blend_checks import blend_problems
 from mlm.data.config import SOURCES
-from mlm.errors import Problem, has_controls
+from mlm.errors import Problem, has_controls, show
 from mlm.launch.checks import devices_exist, loss_scale_can_fall, lr_falls, problems_of
 from mlm.models.checks import data_problem, model_problem, pretraining_problem
 from mlm.optim.own import check_own_code
@@ -145,6 +145,28 @@ def _accumulation_fuses(config: PretrainConfig, _: Launch) -> Problem | None:
     return None
 
 
+def _graphs_replay(config: PretrainConfig, _: Launch) -> Problem | None:
+    parallel = config.parallel
+    allowed: dict[str, tuple[bool, str]] = {
+        "compile": (config.compile is not False, "compile=true"),
+        "tp": (parallel.tp == 1, "tp=1"),
+        "pp": (parallel.pp == 1, "pp=1"),
+        "vp": (parallel.vp == 1, "vp=1"),
+        "pipeline": (parallel.pipeline == "1f1b", "pipeline=1f1b"),
+        "zero": (parallel.zero == 0, "zero=0"),
+        "recompute": (parallel.recompute != "full", "recompute=selective"),
+        "fuse_accumulation": (not config.fuse_accumulation, "fuse_accumulation=false"),
+        "deterministic": (not config.deterministic, "deterministic=false"),
+    }
+    if not config.cuda_graphs:
+        return None
+    for key, (sound, fix) in allowed.items():
+        if not sound:
+            said = f"cuda_graphs=true does not go with {key}={show(values_of(config)[key])}"
+            return Problem(("cuda_graphs", key), said, f"use cuda_graphs=false or {fix}")
+    return None
+
+
 def _corpus_exists(config: PretrainConfig, _: Launch) -> Problem | None:
     return present.corpus(config.data)
 
@@ -167,6 +189,7 @@ SETTINGS_RULES = (
     _data_fits_model,
     _attention_serves,
     _accumulation_fuses,
+    _graphs_replay,
 )
 """Conditions of the settings alone."""
 PRETRAIN_RULES = (

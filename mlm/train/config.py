@@ -79,6 +79,9 @@ class PretrainConfig:
     """Kernels that repeat every bit, where a GPU's fastest do not; an operation without one is an error."""
     fuse_accumulation: Annotated[bool, Also("gradient_accumulation_fusion")] = False
     """Add a weight's gradient to the sum over micro-batches inside its product (addmm), not after it."""
+    cuda_graphs: bool = False
+    """Replay each compiled layer's launches as a CUDA graph: the host launches a layer at once, not some 100
+    kernels. Of one rank's layers (tp=1, pp=1); off until a GPU has shown what it gains."""
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

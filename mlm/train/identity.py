@@ -50,7 +50,9 @@ KINDS: dict[str, Kind] = {
         "data.",
     ),
     **_keys(Kind.DATA, "path train blend tokenizer", "data."),
-    **_keys(Kind.RECORDED, "compile attention deterministic fuse_accumulation model.vocab_multiple"),
+    **_keys(
+        Kind.RECORDED, "compile attention deterministic fuse_accumulation cuda_graphs model.vocab_multiple"
+    ),
     **_keys(Kind.RECORDED, "tp pp vp dp sequence_parallel pipeline zero zero_reduce recompute"),
     **_keys(Kind.IDENTITY, "kind", "optimizer."),
     **_keys(Kind.RECORDED, "lr betas eps weight_decay clip_grad_norm options", "optimizer."),

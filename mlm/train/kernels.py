@@ -100,16 +100,21 @@ def compiles(choice: bool | None, device: torch.device) -> bool:
     return bool(has_triton())
 
 
-def compile_layers(layers: Iterable[nn.Module], choice: bool | None, device: torch.device) -> None:
+def compile_layers(
+    layers: Iterable[nn.Module], choice: bool | None, device: torch.device, *, graphs: bool = False
+) -> None:
     """torch.compile each layer: one graph serves all, where compiling whole models took minutes.
 
-    Where the compiler was not asked for and fails, the layer runs as it is, with a warning.
+    Where the compiler was not asked for and fails, the layer runs as it is, with a warning. With `graphs` the
+    launches of each are replayed. Raises UserError.
     """
     if not compiles(choice, device):
+        if graphs and device.type == "cuda":
+            raise UserError("cuda_graphs=true: this host has no compiler for its GPU; use cuda_graphs=false")
         return
     prepare_to_compile()
     use_compiler()
     if choice is None:
         torch._dynamo.config.suppress_errors = True
     for layer in layers:
-        layer.compile()
+        layer.compile(mode="reduce-overhead" if graphs else "default")

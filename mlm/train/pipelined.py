@@ -86,7 +86,12 @@ class PipelinedModel:
         half = self.dtype in (torch.bfloat16, torch.float16)
         casts = half and precision.cast == "step" and not (parallel.zero and ctx.dp.group is not None)
         self.casts = Casts(chain(*(chunk.modules() for chunk in self.chunks)) if casts else (), self.dtype)
+        self.replays = False
         self._plans: dict[tuple[bool, int], tuple[Sequence[Instruction], float]] = {}
+
+    def replay_graphs(self) -> None:
+        """Tell CUDA graphs where a micro-batch begins, and which tensors stay where they are."""
+        self.replays = self.casts.stay = True
 
     @property
     def puts_off(self) -> bool:
@@ -160,10 +165,15 @@ class PipelinedModel:
         forward: Callable[[Transformer, T, Tensor | None], Tensor],
         hooks: Hooks = NO_HOOKS,
     ) -> Stages[T]:
+        def run(chunk: int, batch: T, x: Tensor | None) -> Tensor:
+            if self.replays:  # what earlier micro-batches left in the graphs' memory may be overwritten
+                torch.compiler.cudagraph_mark_step_begin()
+            return forward(self.chunks[chunk], batch, x)
+
         return Stages(
             pp=self.ctx.pp,
             num_stages=self.ctx.pp.size * self.num_chunks,
-            forward=lambda chunk, batch, x: forward(self.chunks[chunk], batch, x),
+            forward=run,
             boundary_shape=lambda batch: self.chunks[0].boundary_shape(batch.tokens),
             dtype=self.dtype,
             device=self.ctx.device,

@@ -54,7 +54,9 @@ def build_model(config: PretrainConfig, ctx: ParallelContext) -> PipelinedModel:
     model = PipelinedModel(config.model, config.parallel, config.precision, ctx)
     for chunk in model.chunks:
         init_parameters(chunk, config.seed, ctx.tp)
-        compile_layers(chunk.layers.values(), config.compile, ctx.device)
+        compile_layers(chunk.layers.values(), config.compile, ctx.device, graphs=config.cuda_graphs)
+    if config.cuda_graphs:
+        model.replay_graphs()
     return model
 
 
@@ -97,6 +99,7 @@ class Trainer(Generic[B]):
                 methods=self.objective.methods,
                 reduce=config.parallel.zero_reduce,
                 late_weights=self.model.puts_off,
+                keep_buffers=config.cuda_graphs,
             )
             for chunk in self.model.chunks
         ]

@@ -270,6 +270,25 @@ def test_sums_inside_products_need_gradients_in_one_place(other: str, problem: s
     assert problems_of("fuse_accumulation=true", "precision=bf16", "recompute=selective") == []
 
 
+@pytest.mark.parametrize(
+    "other, fix",
+    [
+        ("compile=false", "compile=true"),
+        ("tp=2", "tp=1"),
+        ("pp=2", "pp=1"),
+        ("pipeline=gpipe", "pipeline=1f1b"),
+        ("zero=2", "zero=0"),
+        ("recompute=full", "recompute=selective"),
+        ("fuse_accumulation=true", "fuse_accumulation=false"),
+        ("deterministic=true", "deterministic=false"),
+    ],
+)
+def test_graphs_replay_one_rank_s_layers_in_one_order(other: str, fix: str) -> None:
+    problem = f"cuda_graphs=true does not go with {other}; use cuda_graphs=false or {fix}"
+    assert problem in map(str, problems_of("cuda_graphs=true", other))
+    assert problems_of("cuda_graphs=true", "compile=true", "recompute=selective") == []
+
+
 @pytest.mark.parametrize("kind, precision", [("flash", "bf16"), ("cudnn", "fp16"), ("efficient", "fp32")])
 def test_attention_by_name_in_half_precision_is_sound(kind: str, precision: str) -> None:
     assert problems_of(f"attention={kind}", f"precision={precision}") == []
