@@ -62,15 +62,16 @@ COMMANDS = (
         about=(
             "Trains 2k steps straight; then k steps, a kill -9, and the same command again for k more. "
             "Compares every loss, and at the end every weight and moment: bit for bit on the same layout, to "
-            "rounding where resumed.tp, resumed.dp … choose another. Takes any command line of `mlm "
-            "pretrain`; ends with 0 if equal, 1 if not."
+            "rounding where resumed.tp, resumed.dp … choose another. On a GPU add deterministic=true: its "
+            "fastest attention adds gradients in no fixed order, so that no two runs have the same bits. "
+            "Takes any command line of `mlm pretrain`; ends with 0 if equal, 1 if not."
         ),
         examples=(
             ("Kill a run on two ranks, resume it, and compare bit for bit", "mlm verify-resume tp=2"),
             ("Another number of replicas after the kill", "mlm verify-resume dp=2 resumed.dp=1"),
             (
-                "Your corpus and model, as you will train them",
-                "mlm verify-resume model=gpt2_124m data.path=corpus precision=bf16 steps=10",
+                "Your corpus and model, as you will train them on a GPU",
+                "mlm verify-resume model=gpt2_124m data.path=corpus precision=bf16 deterministic=true",
             ),
         ),
         keys=(

@@ -76,7 +76,8 @@ class PretrainConfig:
     """Kernel of attention on a GPU; auto takes the first that can: cudnn (first on H100 and later), flash,
     efficient, math. With flash, padding and data.reset_attention cost no bias: sequences are packed."""
     deterministic: Annotated[bool, Also("deterministic_mode")] = False
-    """Kernels that repeat every bit, where a GPU's fastest do not; an operation without one is an error."""
+    """Kernels that repeat every bit, where a GPU's fastest (attention's backward pass) do not; an operation
+    without one is an error. CPUs repeat theirs anyway."""
     fuse_accumulation: Annotated[bool, Also("gradient_accumulation_fusion")] = False
     """Add a weight's gradient to the sum over micro-batches inside its product (addmm), not after it."""
     cuda_graphs: bool = False

@@ -36,7 +36,7 @@ class MlmBert(MlmTrainee):
         self.by_mkl = "mkl" in name
         shape = shape_of(spec)
         self.ctx = ParallelContext(device=device)
-        config = run_config(spec, shape.batch_size)
+        config = self.changed(run_config(spec, shape.batch_size))
         self.trainer = Trainer(replace(config, compile="compiled" in name), self.ctx)
         whole = MAPPING.to_ours(bert_state(shape, spec.seed), shape.model())
         load_whole(self.trainer.model.chunks[0], whole, self.ctx.tp)

@@ -5,12 +5,15 @@ compare losses, which see the optimizer, clipping and the loss scale of the devi
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from bench.equality import Reference
 from torch import Tensor
 
 from gpu.child import Case
+from gpu.facts import compiler_problem
+from gpu.shapes import Change
 from mlm.check.parity.compare import Difference
 from mlm.check.parity.verdict import FLOOR, TOLERANCES
 from mlm.data.config import DataConfig
@@ -30,6 +33,14 @@ SAMPLES, MICRO_BATCH = 16, 8
 LATER = 10
 """Bound of later losses, in units of the first's: weights have moved by then."""
 PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
+SWITCHES: dict[str, dict[str, Change]] = {
+    "gpt2": {
+        "fuse_accumulation=true": lambda config: replace(config, fuse_accumulation=True),
+        "compile=true cuda_graphs=true": lambda config: replace(config, compile=True, cuda_graphs=True),
+    },
+    "bert": {"attention=flash": lambda config: replace(config, attention="flash")},
+}
+"""Settings that are off until a GPU has shown them: two micro-batches a step, some samples padded."""
 NARROW_FLOOR = 1e-2
 """FLOOR of `mlm parity` for tf32 and half precision. Gradients of a BERT's sentence order are sums that
 cancel to 2e-3 of the model's largest, so that they hold a fifth of rounding."""
@@ -112,15 +123,29 @@ def run(case: Case) -> None:
         expected = train(config_of(kind, "fp64", quick=case.quick), "cpu")
         for precision in PRECISIONS if case.is_cuda else ("fp32", "bf16"):
             compare(case, kind, precision, *expected)
+        for words, change in SWITCHES[kind].items():
+            if "compile" in words and (not case.is_cuda or compiler_problem()):
+                continue  # compiling for a CPU takes minutes
+            compare(case, kind, "bf16", *expected, words=words, change=change)
 
 
 def compare(
-    case: Case, kind: str, precision: str, reference: Reference, expected_losses: Sequence[float]
+    case: Case,
+    kind: str,
+    precision: str,
+    reference: Reference,
+    expected_losses: Sequence[float],
+    *,
+    words: str = "",
+    change: Change = lambda config: config,
 ) -> None:
-    """One precision: a row, and a problem where it differs by more than its bounds."""
-    name = f"{kind} {precision}"
+    """One precision: a row, and a problem where it differs by more than its bounds.
+
+    `change` makes other settings, which `words` name.
+    """
+    name = " ".join(filter(None, (kind, precision, words)))
     try:
-        found, losses = train(config_of(kind, precision, quick=case.quick), case.device)
+        found, losses = train(change(config_of(kind, precision, quick=case.quick)), case.device)
     except (RuntimeError, UserError) as error:
         case.problem(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}")
         return
@@ -134,6 +159,7 @@ def compare(
         "against float64 on the CPU",
         model=kind,
         precision=precision,
+        settings=words,
         loss=found.loss,
         **{
             "loss differs by": first,

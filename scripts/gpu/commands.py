@@ -41,8 +41,8 @@ PRETRAIN = (
 SMALL, LARGE = "model=gpt2_tiny data.seq_length=128", "model=gpt2_124m"
 DROPOUT = "model.attention_dropout=0.1 model.hidden_dropout=0.1"
 ONE_RANK = (  # the longest first
-    Job("verify-resume fp32", "verify-resume precision=fp32 steps=4"),
-    Job("verify-resume bf16", f"verify-resume precision=bf16 steps=4 {DROPOUT}"),
+    Job("verify-resume fp32", "verify-resume precision=fp32 steps=4 deterministic=true"),
+    Job("verify-resume bf16", f"verify-resume precision=bf16 steps=4 deterministic=true {DROPOUT}"),
     Job("compiled 124M", f"{PRETRAIN} {LARGE} precision=bf16 compile=true train.steps=10"),
     Job("saves beside training", f"{PRETRAIN} {LARGE} precision=bf16 train.steps=12 checkpoint.save_every=4"),
     Job("parity fp32, compiled", "parity compile=true precision=fp32"),

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpu.agree import BOUNDS, batches_of, config_of, differences_of
+from gpu.agree import batches_of, config_of, differences_of
 from gpu.child import Case
 from gpu.waits import device_of
+from mlm.check.parity.verdict import TOLERANCES
 from mlm.data.sampler import MicroBatch
 from mlm.parallel import collectives
 from mlm.parallel.config import ParallelConfig
@@ -86,7 +87,7 @@ def sharded(case: Case, axis: Axis, device: torch.device, zero: int, precision: 
         )
         loss = trainer.mean_loss(trainer.update(parts))
     by = max(d.difference / max(d.largest, 1e-12) for d in differences_of(gradients[1], gradients[0]))
-    allowed = BOUNDS[precision].gradient
+    allowed = TOLERANCES[precision].gradient
     values = {"worst gradient by": by, "allowed": allowed}
     case.row("FSDP2 on one rank", zero=zero, precision=precision, loss=loss, **values)
     if not by <= allowed:

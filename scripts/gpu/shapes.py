@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from bench.bert_contenders import MlmBert
+from bench.bert_shapes import BERT_NAMED, BertShape
 from bench.contenders import MlmTrainee
 from bench.shapes import PADDED_VOCAB, Shape
 from bench.spec import Spec
@@ -57,7 +59,10 @@ def init_on_device(model: nn.Module, *_: Any) -> None:
 
 
 class SpeedTrainee(MlmTrainee):
-    """`mlm` by its Trainer, with any weights, at any micro-batch size, under any settings."""
+    """`mlm` by its Trainer, with any weights, at any micro-batch size, under any settings.
+
+    A step is of `micro_batches`.
+    """
 
     def __init__(
         self,
@@ -65,9 +70,14 @@ class SpeedTrainee(MlmTrainee):
         spec: Spec,
         device: torch.device,
         change: Change = lambda config: config,
+        micro_batches: int = 1,
     ) -> None:
-        self.changed = change  # type: ignore[method-assign]
+        self.changed, self.micro_batches = change, micro_batches  # type: ignore[method-assign]
         super().__init__(name, spec, device)
+
+    def step(self, index: int) -> None:
+        n = len(self.batches)
+        self.trainer.train_step([self.batches[(index + i) % n] for i in range(self.micro_batches)])
 
     def build(self, compiled: bool) -> trainer.Trainer:
         saved, trainer.init_parameters = trainer.init_parameters, init_on_device
@@ -88,6 +98,26 @@ class SpeedTrainee(MlmTrainee):
     def tokens(self) -> Tensor:
         """Tokens of the first micro-batch."""
         return self.batches[0].tokens
+
+
+class BertTrainee(MlmBert):
+    """The same of a BERT, at the micro-batch size of its shape."""
+
+    micro_batches = 1
+
+    def __init__(self, name: str, spec: Spec, device: torch.device, change: Change) -> None:
+        self.changed = change  # type: ignore[method-assign]
+        super().__init__(name, spec, device)
+
+    def use(self, batch_size: int) -> None:
+        """Read its micro-batches, which have that size."""
+        assert batch_size == self.spec.shape.batch_size
+
+
+def bert(*, quick: bool) -> BertShape:
+    """A BERT of base size without dropout, a tenth of whose samples is padded."""
+    *sizes, batch = BERT_NAMED["tiny" if quick else "base-512"]
+    return BertShape("bert-base", *sizes, batch if quick else 32)
 
 
 @contextmanager

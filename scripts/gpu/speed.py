@@ -6,13 +6,14 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from bench.bert_shapes import BertShape
 from bench.ranks import WARM_UP_STEPS, synchronise, time_steps
 from bench.shapes import Shape
 from bench.stats import Spread
 
 from gpu.child import Case
 from gpu.facts import compiler_problem, measured_peak, sheet_peak
-from gpu.shapes import Change, SpeedTrainee, freed, gpt2, spec_of
+from gpu.shapes import BertTrainee, Change, SpeedTrainee, freed, gpt2, spec_of
 from gpu.waits import device_of
 from mlm.report.peak import memory_bytes
 
@@ -83,11 +84,16 @@ def measure_changed(
     change: Change,
     *,
     compiled: bool,
+    micro_batches: int = 1,
 ) -> None:
     """A row of one size under other settings, which `words` name."""
     with freed(case.device):
-        spec = spec_of(shape, case.device)
-        trainee = SpeedTrainee("mlm-compiled" if compiled else "mlm", spec, device_of(case), change)
+        spec, name = spec_of(shape, case.device), "mlm-compiled" if compiled else "mlm"
+        trainee: SpeedTrainee | BertTrainee
+        if isinstance(shape, BertShape):
+            trainee = BertTrainee(name, spec, device_of(case), change)
+        else:
+            trainee = SpeedTrainee(name, spec, device_of(case), change, micro_batches)
         measure_size(case, trainee, shape.batch_size, compiled, words)
         del trainee
 
@@ -104,7 +110,7 @@ def labels(shape: Shape, size: int, compiled: bool) -> dict[str, object]:
 
 
 def measure_size(
-    case: Case, trainee: SpeedTrainee, size: int, compiled: bool, words: str = ""
+    case: Case, trainee: SpeedTrainee | BertTrainee, size: int, compiled: bool, words: str = ""
 ) -> float | None:
     """Tokens/s at one micro-batch size; None if it cannot run, which is a row as well."""
     named = labels(trainee.spec.shape, size, compiled) | ({"settings": words} if words else {})
@@ -128,7 +134,7 @@ def measure_size(
         case.problem(f"compiled {trainee.spec.shape.name}: {type(error).__name__}: {first_line(error)}")
         return None
     spread = Spread.of(times)
-    tokens_per_s = trainee.spec.shape.tokens_per_step / spread.median
+    tokens_per_s = trainee.micro_batches * trainee.spec.shape.tokens_per_step / spread.median
     flops = tokens_per_s * trainee.flops_per_token()
     peaks = {"MFU, measured peak": measured_peak(case), "MFU, data sheet": sheet_peak(case)}
     case.row(
@@ -156,7 +162,7 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "ALLOC_FAILED" in text
 
 
-def host_time(trainee: SpeedTrainee) -> float:
+def host_time(trainee: SpeedTrainee | BertTrainee) -> float:
     """Seconds until the host has launched one step: near the step's time, the device may wait for the host.
 
     A device queues about a thousand launches, after which the host waits for it.

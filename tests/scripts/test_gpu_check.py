@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
@@ -203,8 +204,7 @@ def test_numbers_that_are_not_finite_are_null_in_the_results(tmp_path: Path) -> 
 def test_every_step_names_a_function_that_exists() -> None:
     for one in STEPS:
         module, _, name = one.run.partition(":")
-        source = (ROOT / "scripts" / f"{module.replace('.', '/')}.py").read_text()
-        assert f"def {name}(" in source or f"\n{name} = " in source, one.name
+        assert callable(getattr(import_module(module), name)), one.name
 
 
 def test_steps_run_from_a_bare_checkout() -> None:
@@ -279,6 +279,8 @@ def test_kernels_are_classed_by_name(kernel: str, kind: str) -> None:
 
 class Fake:
     """A trainee of fixed speed, without memory for more than two samples."""
+
+    micro_batches = 1
 
     def __init__(self, *_: object) -> None:
         self.spec = spec_of(gpt2("124m", quick=True), "cpu")

@@ -148,8 +148,9 @@ def _of_steps(runs: Runs, may: Allowed) -> Verdict | None:
 def _hint_of_step(step: int, field: str, plan: KillPlan) -> str:
     if step <= plan.kill:
         return (
-            "the run does not repeat itself even where nothing was resumed: suspect an operation that is not "
-            "deterministic on this device, or compile=true with dropout"
+            "the run does not repeat itself even where nothing was resumed: on a GPU add deterministic=true, "
+            "since the backward pass of its fastest attention repeats no bits; else suspect an operation "
+            "that is not deterministic on this device"
         )
     if field in ("lr", "loss_scale", "skipped_steps", "tokens"):
         return "suspect the counters in the checkpoint's state"
