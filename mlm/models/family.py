@@ -95,6 +95,8 @@ class ModelFamily(Generic[C, B]):
     """Samples of pretraining."""
     check_tokenizer: "Callable[[Tokenizer], object] | None" = None
     """Raises UserError if samples cannot be made with a tokenizer; None if they depend on none."""
+    packs: bool = True
+    """True if its attention takes packed sequences in place of a bias (mlm/models/packed.py)."""
     data_keys: tuple[str, ...] = ()
     """Keys of data.* that shape the samples of this family and not of others."""
     sizes: "Callable[[ModelConfig], Sizes]" = usual_sizes

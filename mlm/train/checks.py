@@ -117,15 +117,22 @@ def _attention_serves(config: PretrainConfig, _: Launch) -> Problem | None:
             f"attention={kind} needs half precision, not precision.dtype={dtype}",
             "use attention=auto or precision=bf16",
         )
-    has_lengths = config.data.reset_attention or not config.model.family.causal
-    if kind == "flash" and has_lengths and config.model.attention_dropout > 0:
-        why = "data.reset_attention=true" if config.data.reset_attention else "the padding of this model"
-        return Problem(
-            ("attention", "model.attention_dropout"),
-            f"attention=flash has no dropout (model.attention_dropout={config.model.attention_dropout:g}) "
-            f"for sequences of several lengths, which {why} makes",
-            "use attention=auto or model.attention_dropout=0",
-        )
+    model, resets = config.model, config.data.reset_attention
+    if kind == "flash" and (resets or not model.family.causal):
+        why = "data.reset_attention=true" if resets else "the padding of this model"
+        if not model.family.packs:
+            return Problem(
+                ("attention", "data.reset_attention"),
+                f"attention=flash takes no mask, which {why} needs in a model.kind={model.kind}",
+                "use attention=auto",
+            )
+        if model.attention_dropout > 0:
+            return Problem(
+                ("attention", "model.attention_dropout"),
+                f"attention=flash has no dropout (model.attention_dropout={model.attention_dropout:g}) for "
+                f"sequences of several lengths, which {why} makes",
+                "use attention=auto or model.attention_dropout=0",
+            )
     return None
 
 

@@ -47,7 +47,7 @@ def choose_kernels(config: PretrainConfig, device: torch.device) -> None:
         )
     torch.set_float32_matmul_precision("high" if config.precision.dtype == "tf32" else "highest")
     choose_attention(config.attention, capability)
-    pack_sequences(config.attention == "flash")
+    pack_sequences(config.attention == "flash" and config.model.family.packs)
     prepare_products(device)
 
 

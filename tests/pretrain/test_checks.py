@@ -250,6 +250,11 @@ def test_a_run_that_learns_its_corpus_by_heart_is_warned(epochs: list[float], fi
             ["attention=flash", "precision=bf16", "model=bert_tiny", "model.attention_dropout=0.1"],
             "which the padding of this model makes",
         ),
+        (
+            ["attention=flash", "precision=bf16", "data.reset_attention=true", "model=llama_tiny"],
+            "attention=flash takes no mask, which data.reset_attention=true needs in a model.kind=llama; "
+            "use attention=auto",
+        ),
     ],
     ids=str,
 )

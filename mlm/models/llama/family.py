@@ -11,6 +11,7 @@ from mlm.models.llama.settings import DEFAULTS, model_problem, sizes
 FAMILY: ModelFamily[Llama, Batch] = ModelFamily(
     model=Llama,
     causal=True,
+    packs=False,  # its heads lie otherwise, and a window would have to be one of the kernel's
     objective=NextToken.of,
     samples=Windows(),
     options=DEFAULTS,
