@@ -8,7 +8,7 @@ the same weights. A CPU emulates the 8-bit products: operands are rounded as on 
 bfloat16 differs from a GPU's in one way: weight gradients are rounded to bfloat16 after each product, while
 those of fp8 are not.
 
-What is done is kept: the same command continues. Exit code: 0, or that of the run that failed.
+What is done is kept: the same command continues, and others add their runs to the record. Exit code: 0, or that of the run that failed.
 """
 
 import argparse
@@ -88,12 +88,16 @@ def main(arguments: list[str] | None = None) -> int:
     except subprocess.CalledProcessError as error:
         return int(error.returncode)
     for run in runs:
-        found = ", ".join(f"{step}: {loss:.3f}" for step, loss in run["validation_loss"].items())
-        print(f"{run['precision']} seed {run['seed']}: validation loss at step {found}")
+        scores = ", ".join(f"{step}: {loss:.3f}" for step, loss in run["validation_loss"].items())
+        print(f"{run['precision']} seed {run['seed']}: validation loss at step {scores}")
     if args.out is not None:
+        record = args.out / "fp8-cpu.json"
+        found = json.loads(record.read_text())["runs"] if record.exists() else []
+        new = {(run["precision"], run["seed"]) for run in runs}
+        runs += [run for run in found if (run["precision"], run["seed"]) not in new]
         when = datetime.now(UTC).isoformat(timespec="seconds")
         document = {"when": when, "machine": machine_facts(1, ("torch",)), "runs": runs}
-        write_atomic(args.out / "fp8-cpu.json", (json.dumps(document, indent=1) + "\n").encode())
+        write_atomic(record, (json.dumps(document) + "\n").encode())
     return 0
 
 
