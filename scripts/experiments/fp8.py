@@ -1,4 +1,4 @@
-"""Does a model learn in 8-bit floats what it learns in bfloat16?
+"""Loss of one model in 8-bit floats, in bfloat16 and in float32.
 
     make demo                                  # or any corpus of `mlm data build` in demo/corpus
     python scripts/experiments/fp8.py --work runs/fp8 --out scripts/results
@@ -8,7 +8,8 @@ the same weights. A CPU emulates the 8-bit products: operands are rounded as on 
 bfloat16 differs from a GPU's in one way: weight gradients are rounded to bfloat16 after each product, while
 those of fp8 are not.
 
-What is done is kept: the same command continues, and others add their runs to the record. Exit code: 0, or that of the run that failed.
+What is done is kept: the same command continues, and others add their runs to the record. Exit code: 0, or
+that of the run that failed.
 """
 
 import argparse
