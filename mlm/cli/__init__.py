@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import import_module
 
-from mlm.launch.stop import requests_noted
+from mlm.launch.stop import requests_noted, unblock_requests
 from mlm.launch.typed import typed_as
 
 TRAINING = ("pretrain", "finetune")
@@ -18,6 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     noting = requests_noted() if words[:1] and words[0] in TRAINING else nullcontext()
     with noting, typed_as(words):
+        unblock_requests()  # what arrived before the handlers were there arrives now
         try:  # the imports take seconds: signals are noted
             code: int = import_module("mlm.cli.entry").main(words)
         except KeyboardInterrupt:

@@ -56,8 +56,10 @@ _early = _Early()  # what a process does with signals belongs to the process
 
 @contextmanager
 def requests_noted() -> Iterator[None]:
-    """Note the first signal that requests a stop, for a `StopRequest` or `Relay`; a second one acts.
+    """Note the first signal that requests a stop, for a `StopRequest` or `Relay`.
 
+    A second Ctrl-C interrupts at once. Other repetitions change nothing: schedulers send the signal before a
+    time limit several times. After training there is nothing left to stop: only Ctrl-C has an effect.
     Does nothing outside the main thread, where Python allows no handlers.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -72,6 +74,12 @@ def requests_noted() -> Iterator[None]:
         _early.active = False
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def unblock_requests() -> None:
+    """Receive the signals that request a stop, which `mlm.__main__` or a batch script has blocked."""
+    if threading.current_thread() is threading.main_thread() and LAUNCHED not in os.environ:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, WORDS)
 
 
 def take_noted() -> list[signal.Signals]:
@@ -93,9 +101,6 @@ def _note(number: int, frame: FrameType | None) -> None:
         _say(f"mlm: {word}: noted; if training starts, it stops and saves after its first step")
     elif number == signal.SIGINT:
         raise KeyboardInterrupt
-    else:
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
 
 
 def _is_ignored(number: signal.Signals) -> bool:
