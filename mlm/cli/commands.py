@@ -8,6 +8,7 @@ from mlm.corpus.command import COMMANDS as CORPUS
 from mlm.evaluate.command import COMMANDS as EVALUATE
 from mlm.finetune.command import COMMANDS as FINETUNE
 from mlm.generate.command import COMMANDS as GENERATE
+from mlm.incidents.command import COMMANDS as INCIDENTS
 from mlm.plan.command import COMMANDS as PLAN
 from mlm.pretrain.command import COMMANDS as PRETRAIN
 
@@ -16,6 +17,7 @@ __all__ = ["COMMANDS", "SPECS", "Command", "resolve"]
 COMMANDS: tuple[Command, ...] = (
     *PRETRAIN,
     *CHECK,
+    *INCIDENTS,
     *PLAN,
     *EVALUATE,
     *GENERATE,

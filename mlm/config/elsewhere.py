@@ -232,10 +232,6 @@ TABLE = (
     Elsewhere(("ckpt_format", "use_dist_ckpt"), "leave it out: there is one format"),
     # reports
     Elsewhere(("tensorboard_dir",), "use log.tensorboard=true (written below out)", ("log.tensorboard",)),
-    Elsewhere(
-        ("profile",),
-        f"{NOT_OFFERED}: metrics.jsonl has tokens/s, MFU and memory",
-    ),
     Elsewhere(("log_throughput",), ALWAYS),
 )
 """In the order of the pages that list them."""

@@ -109,6 +109,26 @@ def as_batch(samples: Samples, first_sample: int, *, pin_memory: bool = False) -
     return Batch(tensor(np.maximum(samples[:, :-1], 0)), tensor(samples[:, 1:]), first_sample)
 
 
+Ranges = Sequence[tuple[int, int]]
+"""Sample numbers that a run leaves out: (first, count) in order, disjoint."""
+
+
+def first_of_step(consumed: int, number: int, size: int, left_out: Ranges) -> int:
+    """Return the first sample of step `number` from here, of `size` samples with consecutive numbers.
+
+    A batch that would touch a range that is left out begins after it.
+    """
+    position, left = consumed, number
+    for first, count in left_out:
+        if first + count <= position:
+            continue
+        fit = max(0, (first - position) // size)
+        if left < fit:
+            break
+        position, left = first + count, left - fit
+    return position + left * size
+
+
 @dataclass(frozen=True)
 class Plan:
     """The samples of one data-parallel rank at each step."""
@@ -120,10 +140,11 @@ class Plan:
     rank: int
     size: int
     pin_memory: bool
+    left_out: Ranges = ()
 
     def step(self, number: int) -> list[MicroBatch] | None:
         """This rank's micro-batches of the given step from here, or None when samples run out."""
-        begin = self.consumed_samples + number * self.global_batch_size
+        begin = first_of_step(self.consumed_samples, number, self.global_batch_size, self.left_out)
         if begin + self.global_batch_size > len(self.dataset):
             return None
         stride = self.size * self.micro_batch_size
@@ -164,10 +185,12 @@ class Loader:
         size: int,
         prefetch: int = 2,
         pin_memory: bool = False,
+        left_out: Ranges = (),
     ) -> None:
         assert 0 <= rank < size
         assert global_batch_size % (micro_batch_size * size) == 0, "checked with the configuration"
-        plan = Plan(dataset, consumed_samples, global_batch_size, micro_batch_size, rank, size, pin_memory)
+        batch = (global_batch_size, micro_batch_size)
+        plan = Plan(dataset, consumed_samples, *batch, rank, size, pin_memory, tuple(left_out))
         self._queue: Queue = queue.Queue(maxsize=max(1, prefetch))
         self._stop = threading.Event()
         self._end: End | None = None

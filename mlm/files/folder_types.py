@@ -92,7 +92,7 @@ KINDS: dict[str, Kind] = {
         "a run",
         (
             *("config.yaml", "tokenizer.json", "metrics.jsonl", "loss.png", "README.md", "checkpoints"),
-            *("best", "result.json", "predictions"),
+            *("best", "result.json", "predictions", "incidents", "profile"),
         ),
         older=_is_older_run,
     ),

@@ -67,6 +67,9 @@ class Wait:
         traceback: TracebackType | None,
     ) -> None:
         del self.watch.waits[id(self)]
+        if not self.watch.waits:  # a wait inside another is part of it
+            spent = self.watch.spent
+            spent[self.axis] = spent.get(self.axis, 0.0) + time.monotonic() - self.since
         if error is None or isinstance(error, LostPeer) or not is_transport_error(error):
             return
         text = str(error).lower()
@@ -108,6 +111,8 @@ class Watch:
     """The training step under way, from 1; 0 outside training."""
     waits: dict[int, Wait] = field(default_factory=dict)
     """The waits under way, the innermost last."""
+    spent: dict[str, float] = field(default_factory=dict)
+    """Seconds that this process has waited, by axis. A GPU's waits are its own, and not among them."""
     followed: deque[Wait] = field(default_factory=lambda: deque(maxlen=FOLLOWED))
     """Waits of the device, the oldest first."""
 

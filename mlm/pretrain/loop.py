@@ -39,11 +39,14 @@ class PretrainLoop(Loop):
             rank=ctx.dp.rank,
             size=ctx.dp.size,
             pin_memory=ctx.device.type == "cuda",
+            left_out=self.trainer.left_out,
         )
 
     def tokens(self) -> int:
         """Tokens trained on so far."""
-        return self.trainer.consumed_samples * self.trainer.config.data.seq_length
+        consumed = self.trainer.consumed_samples
+        unread = sum(count for first, count in self.trainer.left_out if first < consumed)
+        return (consumed - unread) * self.trainer.config.data.seq_length
 
     def parts(self, means: Sequence[float], rates: Rates | None = None) -> Parts:
         """The parts of the objective by name; nothing where the loss is all there is."""

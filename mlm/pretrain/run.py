@@ -16,6 +16,8 @@ from mlm.data.blend_history import trained_on
 from mlm.data.sampler import Dataset, FromCorpus, MicroBatch
 from mlm.errors import writing_to
 from mlm.files.atomic import write_atomic
+from mlm.incidents.memory import spare_samples
+from mlm.incidents.watcher import Incidents
 from mlm.optim.schedule import warmup_warning
 from mlm.parallel.mesh import ParallelContext
 from mlm.plan.forecast import predicted
@@ -78,7 +80,9 @@ def train(trainer: Trainer, out: Path, start: Path | None) -> int:
     config, ctx = trainer.config, trainer.ctx
     changed = continue_data(trainer)
     left = config.train.steps - trainer.step
-    num_samples = trainer.consumed_samples + max(0, left) * config.train.global_batch_size
+    num_samples = (
+        trainer.consumed_samples + max(0, left) * config.train.global_batch_size + spare_samples(trainer)
+    )
     samples = train_dataset(config, num_samples, trainer.history)
     peak = peak_flops(ctx.device, config.precision.dtype, config.dist.peak_tflops)
     rows = header(trainer, out, peak, samples)
@@ -108,6 +112,7 @@ def train(trainer: Trainer, out: Path, start: Path | None) -> int:
         loss_unit=config.model.family.loss_unit,
     ) as session:
         loop, code = PretrainLoop(*session, samples, validation_sets(config, trainer.history)), 0
+        loop.hooks = Incidents(trainer, out, session.reporter, session.saver)
         if not loop.run():
             code = session.note_stopped(resume_with("pretrain", out, config))
     if ctx.is_main and (left > 0 or not (out / SUMMARY).exists()):

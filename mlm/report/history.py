@@ -1,6 +1,7 @@
 """metrics.jsonl: one history of a run over all its attempts.
 
-One JSON object per line, each with `kind` (run, step, validation, scores, saved, save_failed) and `time`
+One JSON object per line, each with `kind` (run, step, validation, scores, saved, save_failed,
+incident, ranks) and `time`
 (Unix seconds). Numbers that are not finite are null: JSON has no NaN.
 """
 
@@ -74,6 +75,24 @@ class History(Sink):
     def save_failed(self, step: int, error: str) -> None:
         """Take the error of a failed save."""
         self.append("save_failed", {"step": step, "error": error})
+
+    def event(self, kind: str, fields: Mapping[str, object]) -> None:
+        """Take what else happened."""
+        self.append(kind, fields)
+
+    def rewound(self, step: int) -> None:
+        """Delete the lines of steps after `step`. A full disk keeps them."""
+        self.flush()
+        try:
+            rewind(self.path, step)  # replaces the file: the old one is still open
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            after = open(open_regular(self.path, flags), "ab", buffering=0)  # noqa: SIM115 (see close())
+        except OSError as error:
+            self.warn(f"{self.path}: {error.strerror}; it keeps steps that are trained again")
+            return
+        assert self.file is not None, "History.start() comes first"
+        self.file.close()
+        self.file = after
 
     def append(self, kind: str, fields: Mapping[str, object]) -> None:
         """Write one record, and any that wait."""

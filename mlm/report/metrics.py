@@ -72,6 +72,12 @@ class Sink:
     def save_failed(self, step: int, error: str) -> None:
         """Take the error of a checkpoint that could not be written."""
 
+    def event(self, kind: str, fields: Mapping[str, object]) -> None:
+        """Take what else happened."""
+
+    def rewound(self, step: int) -> None:
+        """Forget the steps after `step`: they are trained again."""
+
     def note(self, text: str) -> None:
         """Take a line for the user."""
 

@@ -100,6 +100,16 @@ class Reporter:
         for sink in self.sinks:
             sink.save_failed(step, error)
 
+    def event(self, kind: str, fields: Mapping[str, object]) -> None:
+        """Record what else happened, such as an incident; `fields` has its step."""
+        for sink in self.sinks:
+            sink.event(kind, fields)
+
+    def rewound(self, step: int) -> None:
+        """Report that training returned to the checkpoint of `step`."""
+        for sink in self.sinks:
+            sink.rewound(step)
+
     def announce(self, text: str) -> bool:
         """Show that a stop was requested; False if no display can. Safe inside a signal handler."""
         return sum(sink.announce(text) for sink in self.sinks) > 0

@@ -57,6 +57,46 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class IncidentConfig:
+    """Steps that go wrong, which leave a folder in out/incidents that `mlm replay` reads."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    action: Literal["log", "skip", "rewind", "stop"] = "log"
+    """What follows an incident: log only reports it; skip leaves out the update; rewind returns to the last
+    checkpoint and leaves out the samples of the step; stop ends the run. Updates by gradients that are not
+    finite are always left out."""
+    threshold: Annotated[float, NOT_NEGATIVE] = 10.0
+    """Robust standard deviations (from the median absolute deviation) above the median of recent steps, from
+    which a loss or gradient norm is an incident; 0 looks for numbers that are not finite only."""
+    window: Annotated[int, POSITIVE] = 128
+    """Recent steps that a loss and gradient norm are compared with; at least a quarter must be there."""
+    patience: Annotated[int, NOT_NEGATIVE] = 8
+    """Steps in a row without finite gradients after which the run has diverged and ends; 0 never ends it."""
+    keep: Annotated[int, NOT_NEGATIVE] = 16
+    """Most incidents recorded in a run folder; later ones are a line in the log."""
+    rewinds: Annotated[int, NOT_NEGATIVE] = 8
+    """Most returns to a checkpoint; further incidents end the run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckConfig:
+    """Comparisons that find silent corruption and slow ranks during training."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    every: Annotated[int, NOT_NEGATIVE] = 500
+    """Steps between comparisons of what must be equal bit for bit on several ranks; 0 never compares."""
+    repeat: bool | None = None
+    """Compute the step twice then, and compare; null does where kernels repeat every bit: on a CPU, and on a
+    GPU with deterministic=true."""
+    ranks_every: Annotated[int, NOT_NEGATIVE] = 100
+    """Steps between lines that name the slowest rank and what it spends time on; 0 for none."""
+    slow_factor: Annotated[float, POSITIVE] = 2.0
+    """A rank that is busy this many times as long as the median of the others is an incident."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PretrainConfig:
     """The run spec of `mlm pretrain`: everything a rank needs to know."""
 
@@ -83,6 +123,8 @@ class PretrainConfig:
     cuda_graphs: bool = False
     """Replay each compiled layer's launches as a CUDA graph: the host launches a layer at once, not some 100
     kernels. Of one rank's layers (tp=1, pp=1); off until a GPU has shown what it gains."""
+    profile: bool = False
+    """Write a trace of a few steps with named phases to out/profile, for Perfetto or chrome://tracing."""
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -92,4 +134,6 @@ class PretrainConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    incident: IncidentConfig = field(default_factory=IncidentConfig)
+    check: CheckConfig = field(default_factory=CheckConfig)
     dist: DistConfig = field(default_factory=DistConfig)

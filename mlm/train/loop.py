@@ -13,6 +13,7 @@ from mlm.report.metrics import Parts, Rates, StepMetrics, Throughput
 from mlm.report.peak import memory_bytes
 from mlm.report.reporter import Reporter
 from mlm.train.diagnose import refuse_exhausted
+from mlm.train.hooks import Hooks
 from mlm.train.saver import Saver
 from mlm.train.trainer import StepOutcome, StopVote, Trainer
 
@@ -42,26 +43,40 @@ class Loop(ABC):
     """The step in progress, and the time at which it began."""
     step_time: float | None = field(default=None, init=False)
     """Seconds of a step, as last logged."""
+    hooks: Hooks = field(default_factory=Hooks, init=False)
+    """What watches the steps."""
 
     warmup_key: ClassVar[str]
     """Setting of the warm-up, which the error of a diverged run names."""
 
     def run(self) -> bool:
         """Train until done; return False if a stop was requested before."""
-        trainer, every = self.trainer, self.trainer.config.log.every
         self.stop.last_step = self.last_step
+        while (is_finished := self.run_steps()) is None:
+            self.throughput.pause()
+            self.hooks.rewind()
+        return is_finished
+
+    def run_steps(self) -> bool | None:
+        """Train until done, stopped (False), or to return to a checkpoint (None)."""
+        trainer, hooks, every = self.trainer, self.hooks, self.trainer.config.log.every
         with self.batches() as batches_of_steps:
             self.throughput.start()
             while not self.is_done():
                 self.begun, self.stops_after = (trainer.step + 1, time.monotonic()), trainer.step + 1
-                batches = next(batches_of_steps)
+                with hooks.timed("data"):
+                    batches = next(batches_of_steps)
+                hooks.begin(batches)
                 parts = trainer.forward_backward(batches)
                 vote = StopVote(trainer.ctx, lambda: self.stop.requested)
                 self.stops_after += not vote.is_open
                 outcome = trainer.update(parts)
+                self.is_stopping, last = vote.result(), self.is_done()
+                if hooks.must_rewind():
+                    return None
+                hooks.end()
                 self.count()
                 self.saver.poll()
-                self.is_stopping, last = vote.result(), self.is_done()
                 if last or self.is_stopping or trainer.step == 1 or is_due(trainer.step, every):
                     self.log(outcome, batches)
                 validated = self.is_validation_due(last)
@@ -150,16 +165,19 @@ class Loop(ABC):
         """Validate with the clock stopped, unless the run has diverged."""
         self.abort_if_diverged(batches)
         self.throughput.pause()
-        self.score()
+        with self.hooks.timed("validation"):
+            self.score()
         self.throughput.start()
 
     def save(self, batches: Batches, *, awaited: bool) -> None:
         """Begin a checkpoint, unless the run has diverged; wait for it if it is the last."""
         self.abort_if_diverged(batches)
         self.throughput.pause()
-        self.saver.begin()
-        if awaited:
-            self.saver.finish()
+        self.hooks.remember()
+        with self.hooks.timed("saving"):
+            self.saver.begin()
+            if awaited:
+                self.saver.finish()
         self.throughput.start()
 
     def abort_if_diverged(self, batches: Batches) -> None:

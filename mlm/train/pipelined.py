@@ -22,7 +22,7 @@ from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mlm.parallel.linear import Postponed
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.pipeline.actions import Instruction
-from mlm.parallel.pipeline.engine import NO_HOOKS, Hooks, Stages, run_plan
+from mlm.parallel.pipeline.engine import NO_HOOKS, Hooks, Phase, Stages, run_plan, unnamed
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule, forward_only
 from mlm.parallel.transfer import on_device
@@ -49,7 +49,10 @@ class PipelinedModel:
 
     Attributes:
         chunks: one module per virtual stage; the whole model when pp = vp = 1.
+        phase: names the actions of a step, in a profile.
     """
+
+    phase: Phase = staticmethod(unnamed)
 
     def __init__(
         self,
@@ -179,6 +182,7 @@ class PipelinedModel:
             device=self.ctx.device,
             hooks=hooks,
             postponed=self.postponed,
+            phase=self.phase,
         )
 
 

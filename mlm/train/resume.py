@@ -4,6 +4,7 @@ import logging
 import os
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import candidates
@@ -115,9 +116,24 @@ def resume(trainer: Trainer) -> Path | None:
         return CheckpointError(f"out={config.out}: {error}")
 
     # one rank looks: two might see different things on a shared disk
-    candidates = ranks.broadcast(ranks.together(look, explain))
+    return load_first_whole(trainer, ranks.broadcast(ranks.together(look, explain)))
+
+
+def rewind(trainer: Trainer) -> Path | None:
+    """Load the run's newest whole checkpoint into a trainer that has taken steps since, and return its path.
+
+    None without one. Collective. Raises as `resume`.
+    """
+    root, ranks = folder(trainer.config), _ranks(trainer.ctx)
+    found = [[str(path), False] for path in candidates(root)] if ranks.is_main else []
+    return load_first_whole(trainer, ranks.broadcast(found))
+
+
+def load_first_whole(trainer: Trainer, found: list[list[Any]]) -> Path | None:
+    """Load the first checkpoint that is whole, of (path, holds weights only) in order; see `resume`."""
+    config, ctx = trainer.config, trainer.ctx
     problems: list[str] = []
-    for path, weights_only in candidates:
+    for path, weights_only in found:
         try:
             load(trainer, Path(path), weights_only=weights_only)
         except (CorruptFileError, CheckpointError) as error:

@@ -47,6 +47,8 @@ from mlm.train.trainer import Trainer
 
 CHECKPOINTS = folders.CHECKPOINTS
 """Folder of a run directory that holds its checkpoints."""
+INCIDENTS = "incidents"
+"""Key of what a run remembers of its incidents, which decides on later ones."""
 FINETUNING = run_state.FINETUNING
 """Key of what a finetuning run adds to the state of its checkpoints."""
 
@@ -170,6 +172,9 @@ def load(trainer: Trainer, path: Path, *, weights_only: bool = False) -> Manifes
         trainer.past = past_of(trainer.config, path, manifest) if ctx.is_main else Past()
         if TOKENIZER in state:
             trainer.extra_state.setdefault(TOKENIZER, state[TOKENIZER])
+        trainer.extra_state.pop(INCIDENTS, None)
+        if INCIDENTS in state:
+            trainer.extra_state[INCIDENTS] = state[INCIDENTS]
     except UserError:
         raise
     except (KeyError, TypeError, ValueError) as error:

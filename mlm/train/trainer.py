@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mlm.data.blend_history import History
-from mlm.data.sampler import MicroBatch
+from mlm.data.sampler import MicroBatch, Ranges, first_of_step
 from mlm.models.backbone import Transformer
 from mlm.models.objective import Objective
 from mlm.optim.adamw import apply, build_optimizer, ensure_state, set_lr
@@ -22,7 +22,7 @@ from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.gradients import Reducer, sum_replicated_gradients, sum_tied_gradients
 from mlm.parallel.init import init_parameters
 from mlm.parallel.mesh import ParallelContext
-from mlm.parallel.pipeline.engine import Hooks
+from mlm.parallel.pipeline.engine import Hooks, Phase, unnamed
 from mlm.parallel.reducers import build_reducer
 from mlm.parallel.sharding import ParameterShard, parameter_shards
 from mlm.parallel.totals import Totals
@@ -67,13 +67,18 @@ class Trainer(Generic[B]):
         step: optimizer steps done.
         consumed_samples: samples read so far by the whole job.
         history: of which corpora; empty for synthetic data.
+        left_out: sample numbers that the run leaves out, as incidents asked.
+        judge: called with a step's parts and gradient norm before the update; True leaves the update out.
         before_change: called before weights and moments change: a checkpoint may still be copying them.
         split_parts: whose attention masks this process draws where kernels draw them (`DropoutStream`).
         objective: what the model is trained for; None means what it is pretrained for.
         past: saves that the run descends from and changes of its settings; of rank 0, which writes them.
         on_micro_batch: called at each backward pass of a step with its number and the number of all.
         extra_state: further state of checkpoints, as JSON values.
+        phase: names the parts of a step, in a profile.
     """
+
+    phase: Phase = staticmethod(unnamed)
 
     def __init__(
         self,
@@ -114,6 +119,8 @@ class Trainer(Generic[B]):
         self.step = 0
         self.consumed_samples = 0
         self.history: History = ()
+        self.left_out: Ranges = ()
+        self.judge: Callable[[Tensor, Tensor], bool] = lambda parts, norm: False
         self.before_change: Callable[[], None] = lambda: None
         self.on_micro_batch: Callable[[int, int], None] = lambda number, count: None
 
@@ -125,17 +132,25 @@ class Trainer(Generic[B]):
         """Clip and apply the gradients that `forward_backward` left, which returned `parts`."""
         norm = gradient_norm(self.shards, self.ctx) / self.scaler.scale
         overflow = (~norm.isfinite()).float()
+        unwanted = torch.ones_like(overflow) if self.judge(parts, norm) else overflow
         factor = clip_factor(norm, self.config.optimizer.clip_grad_norm) / self.scaler.scale
         lr = learning_rate(
             self.step + 1, self.config.optimizer, self.config.schedule, self.config.train.steps
         )
         set_lr(self.optimizer, lr)
         self.before_change()
-        apply(self.optimizer, self.shards, factor, overflow)
+        with self.phase("optimizer"):
+            apply(self.optimizer, self.shards, factor, unwanted)
         self.scaler.update(overflow)
         self.step += 1
-        self.consumed_samples += self.config.train.global_batch_size
+        self.consumed_samples = self.first_sample + self.config.train.global_batch_size
         return StepOutcome(parts, norm, lr)
+
+    @property
+    def first_sample(self) -> int:
+        """Number of the first sample of the next step."""
+        size = self.config.train.global_batch_size
+        return first_of_step(self.consumed_samples, 0, size, self.left_out)
 
     def forward_backward(self, batches: Sequence[B]) -> Tensor:
         """Accumulate the gradients of the mean loss over the global batch, reduced over all axes.
@@ -171,14 +186,19 @@ class Trainer(Generic[B]):
         outputs = self.model.train(batches, self.objective, scale, self.dropout, hooks)
         for totals in self.totals:
             totals.leave()
+        with self.phase("reduce"):
+            self.reduce()
+        total = torch.stack(outputs).sum(0) if outputs else torch.zeros_like(scale)
+        return total / self.scaler.scale
+
+    def reduce(self) -> None:
+        """Finish the reduction of gradients over dp, and over tp and tied tables where they need it."""
         for reducer in self.reducers:
             reducer.finish()
         sequence_parallel = self.model.chunks[0].sequence_parallel
         sum_replicated_gradients(self.shards, self.ctx.tp, sequence_parallel=sequence_parallel)
         if self.config.model.is_tied:
             sum_tied_gradients(self.shards, self.ctx.tied)
-        total = torch.stack(outputs).sum(0) if outputs else torch.zeros_like(scale)
-        return total / self.scaler.scale
 
     def dropout(self, batch: B) -> DropoutStream | None:
         """The dropout masks of a micro-batch; None where the model has no dropout."""

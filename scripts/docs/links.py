@@ -25,6 +25,7 @@ GATHERED = {
     "mlm/plan/dry_run.md": "guides/dry-run.md",
     "scripts/slurm/README.md": "guides/slurm.md",
     "mlm/files/README.md": "guides/file-safety.md",
+    "mlm/incidents/README.md": "guides/incidents.md",
     "scripts/docs/design.md": "explanation/design.md",
     "scripts/docs/what-holds.md": "explanation/what-holds.md",
     "scripts/docs/measurements.md": "explanation/measurements.md",

@@ -19,7 +19,11 @@ EVALUATIONS = [command.words[1] for command in COMMANDS if command.words[0] == "
 @pytest.mark.parametrize(
     "line, expected",
     [
-        ("mlm ", "ckpt data eval export finetune generate import parity plan pretrain reshard verify-resume"),
+        (
+            "mlm ",
+            "ckpt data eval export finetune generate import parity plan pretrain replay reshard "
+            "verify-resume",
+        ),
         ("mlm pre", "pretrain"),
         ("mlm pretrain", "pretrain"),
         ("mlm eval ", " ".join(sorted([*TASKS, *EVALUATIONS]))),

@@ -1,4 +1,4 @@
-"""Requests to stop that reach real processes while they import, wait for each other, load, compile, validate."""
+"""Requests to stop that reach processes while they import, wait for each other, load, compile or validate."""
 
 import os
 import signal
@@ -21,6 +21,7 @@ RUN = [
         "schedule.warmup_steps=1",
         "dist.device=cpu",
         "dist.peak_tflops=1",
+        "dist.threads_per_rank=1",
     ),
 ]
 SIGNALS_WHILE_IMPORTING = """

@@ -9,6 +9,7 @@ Shapes: what crosses a stage boundary is any tensor whose shape follows from the
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -26,6 +27,15 @@ T = TypeVar("T")
 SENDS_KEPT = 8
 """Sends that may be under way before the oldest is awaited. Any number is safe: plans complete even where
 every transfer blocks both its ranks (deadlock.py)."""
+
+
+Phase = Callable[[str], AbstractContextManager[None]]
+_NOTHING = nullcontext()
+
+
+def unnamed(phase: str) -> AbstractContextManager[None]:
+    """Name no phase: nothing is traced."""
+    return _NOTHING
 
 
 @dataclass(frozen=True)
@@ -62,6 +72,8 @@ class Stages(Generic[T]):
     hooks: Hooks = NO_HOOKS
     postponed: Sequence[Postponed] = ()
     """Per chunk, where weight gradients go that WEIGHT actions compute."""
+    phase: Phase = unnamed
+    """Names the action that a block executes, in a profile."""
 
 
 @dataclass
@@ -102,7 +114,8 @@ class _Run(Generic[T]):
                 elif isinstance(instruction, Receive):
                     self.receive(instruction)
                 else:
-                    do[instruction.op](instruction)
+                    with self.stages.phase(instruction.op.name.lower()):
+                        do[instruction.op](instruction)
         while self.sends:
             self.sends.popleft().wait()
         left_over = (self.arriving, self.local, self.leaving, self.kept, self.weight_jobs)

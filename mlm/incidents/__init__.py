@@ -1,0 +1,1 @@
+"""Steps that go wrong: found, recorded, acted upon and replayed; silent corruption and slow ranks."""

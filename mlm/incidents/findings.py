@@ -1,0 +1,112 @@
+"""What all ranks found together: the first place of an incident, and its words."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mlm.checkpoint.native.exchange import Ranks
+from mlm.incidents.probe import Probe
+from mlm.parallel.collectives import all_reduce
+from mlm.parallel.mesh import ParallelContext
+from mlm.parallel.watch import name_ranks
+from mlm.train.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Numbers of a step, the same on every rank."""
+
+    loss: float
+    norm: float
+    scale: float = 1.0
+    """fp16: loss scale, where gradients overflowed."""
+
+
+def shared_numbers(trainer: Trainer, parts: Tensor, norm: Tensor) -> Numbers:
+    """Return a step's numbers, bit for bit the same on all ranks. Collective; reads the device."""
+    ctx, scaler = trainer.ctx, trainer.scaler
+    loss = parts[: trainer.objective.losses].sum()
+    mine = torch.stack([loss.to(norm.dtype) / ctx.tp.size, norm / ctx.world_size])
+    if ctx.device.type == "cpu":  # the group of all ranks is gloo: one message
+        all_reduce(mine, ctx.world)
+    else:
+        for axis in (ctx.tp, ctx.dp, ctx.pp):
+            all_reduce(mine, axis)
+    values = mine.tolist()
+    scale = float(scaler.scale.item()) if scaler.dynamic and not math.isfinite(values[1]) else 1.0
+    return Numbers(values[0], values[1], scale)
+
+
+def ranks_of(ctx: ParallelContext) -> Ranks:
+    """Return the ranks as they exchange JSON."""
+    return Ranks(ctx.rank, ctx.world_size, ctx.host_group, ctx.watch)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Places of a repeated step, the same on every rank."""
+
+    first_bad: dict[str, Any] | None
+    """First number that is not finite: tensor, name, sample, position, ranks."""
+    outlier: dict[str, Any] | None
+    """First activation or gradient of one sample that is far from those of others."""
+    heaviest: dict[str, Any] | None
+    """Sample with the largest gradient."""
+
+    def encode(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {"first_not_finite": self.first_bad, "first_outlier": self.outlier, "heaviest": self.heaviest}
+
+    def lines(self) -> list[str]:
+        """Sentences for a reader, the most telling first."""
+        found = []
+        if self.first_bad is not None:
+            found.append(f"the first number that is not finite is in {words(self.first_bad)}")
+        if self.outlier is not None:
+            far = self.outlier["deviations"]
+            found.append(f"the first outlier is {words(self.outlier)}, {far:g} deviations from other samples")
+        if self.heaviest is not None:
+            one = self.heaviest
+            found.append(
+                f"sample {one['sample']} has the largest gradient, {one['norm']:.3g} at {one['name']}"
+            )
+        return found or [
+            "all numbers are finite and alike when the step is repeated: the cause was transient"
+        ]
+
+
+def gather(probe: Probe, ctx: ParallelContext, threshold: float) -> Findings:
+    """Compare what each rank's probe saw. Collective over all ranks."""
+    mine = [probe.first_bad(), probe.first_outlier(threshold or 10.0), probe.heaviest_sample()]
+    found = ranks_of(ctx).all_gather(mine)
+    bad, outliers, heaviest = ([each[n] for each in found] for n in range(3))
+    heavy = [one for one in heaviest if one is not None]
+    return Findings(
+        earliest(bad), earliest(outliers), max(heavy, key=lambda one: one["norm"]) if heavy else None
+    )
+
+
+def earliest(places: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Return the place that is computed first, with the ranks on which it is."""
+    known = [(place["order"], rank) for rank, place in enumerate(places) if place is not None]
+    if not known:
+        return None
+    first = min(known)[0]
+    ranks = [rank for order, rank in known if order == first]
+    place = dict(places[ranks[0]] or {})
+    return {**{key: value for key, value in place.items() if key != "order"}, "ranks": ranks}
+
+
+def words(place: dict[str, Any]) -> str:
+    """Return a place as words: the output of layers.1.mlp.up, sample 12, position 3, on rank 1."""
+    tensor = place["tensor"]
+    link = "at the output of" if tensor == "gradient" else "of"
+    text = f"the {tensor} {link} {place['name']}"
+    for key in ("sample", "position"):
+        if place.get(key) is not None:
+            text += f", {key} {place[key]}"
+    return f"{text}, on {name_ranks(place['ranks'])}"

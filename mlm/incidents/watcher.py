@@ -1,0 +1,332 @@
+"""Judges every step of a run, records incidents and acts upon them."""
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from mlm.checkpoint.native.folders import checkpoints
+from mlm.checkpoint.native.save_load import CheckpointError
+from mlm.config.build import to_dict
+from mlm.errors import UserError
+from mlm.incidents.clock import Clock, Times
+from mlm.incidents.findings import Findings, Numbers, gather, ranks_of, shared_numbers
+from mlm.incidents.memory import decode
+from mlm.incidents.probe import Probe
+from mlm.incidents.profiler import Profiler
+from mlm.incidents.record import FOLDER, free_name, versions, write_rank, write_record, write_samples
+from mlm.incidents.replicas import differences, digests
+from mlm.parallel.watch import name_ranks
+from mlm.report.reporter import Reporter
+from mlm.train.hooks import Hooks
+from mlm.train.resume import folder, rewind
+from mlm.train.saver import Saver
+from mlm.train.state import INCIDENTS
+from mlm.train.trainer import Trainer
+
+REPEATED = 16
+"""Tensors that a repeated step that differs names at most."""
+
+
+class IncidentError(UserError):
+    """An incident that ends the run, as incident.action=stop asks."""
+
+    exit_code: ClassVar[int] = 1
+
+
+@dataclass
+class Verdict:
+    """Why a step is an incident."""
+
+    kinds: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+
+    def add(self, kind: str, line: str) -> None:
+        """Add a reason."""
+        self.kinds.append(kind)
+        self.lines.append(line)
+
+
+class Incidents(Hooks):
+    """Watches the steps of a trainer.
+
+        loop.hooks = Incidents(trainer, out, reporter, saver)
+
+    A normal step costs one small all-reduce. All decisions follow from numbers that all ranks share.
+    """
+
+    def __init__(self, trainer: Trainer, out: Path, reporter: Reporter, saver: Saver) -> None:
+        self.trainer, self.out, self.reporter, self.saver = trainer, out, reporter, saver
+        self.settings, self.checks = trainer.config.incident, trainer.config.check
+        self.root = out / FOLDER
+        self.remembered()
+        self.batches: Sequence[Any] = ()
+        self.rewinds, self.slow = False, set[int]()
+        self.is_bad = False
+        existing = len(list(self.root.glob("step-*"))) if trainer.ctx.is_main else 0
+        self.count = int(ranks_of(trainer.ctx).broadcast(existing))
+        self.clock = Clock(trainer.ctx)
+        self.clock.start(trainer.step)
+        self.profiler = Profiler(trainer, out, reporter) if trainer.config.profile else None
+        trainer.judge = self.judge
+
+    def remembered(self) -> None:
+        """Take the memory from the state of the trainer, which a checkpoint may have filled."""
+        self.memory = decode(self.trainer.extra_state.get(INCIDENTS), self.settings.window)
+        self.trainer.left_out = self.memory.ranges
+
+    def remember(self) -> None:
+        """Put the memory into the state of the trainer."""
+        self.trainer.extra_state[INCIDENTS] = self.memory.encode()
+
+    def timed(self, what: str) -> AbstractContextManager[None]:
+        """Measure time that is not the step's own."""
+        return self.clock.timed(what)
+
+    def begin(self, batches: Sequence[Any]) -> None:
+        """Take note of the micro-batches of the step that begins."""
+        self.batches, self.is_bad = batches, False
+        if self.profiler is not None:
+            self.profiler.begin()
+
+    def must_rewind(self) -> bool:
+        """Return True if training is to return to a checkpoint."""
+        return self.rewinds
+
+    def judge(self, parts: Tensor, norm: Tensor) -> bool:
+        """Decide on a step before its update; True leaves the update out. Collective."""
+        numbers, verdict = shared_numbers(self.trainer, parts, norm), Verdict()
+        self.judge_numbers(numbers, verdict)
+        every = self.checks.every
+        if every and (self.trainer.step + 1) % every == 0 and self.repeats():
+            self.judge_repetition(parts, verdict)
+        self.memory.recent.add(numbers.loss, numbers.norm)
+        return bool(verdict.kinds) and self.act(verdict, numbers)
+
+    def judge_numbers(self, numbers: Numbers, verdict: Verdict) -> None:
+        """Find numbers that are not finite or far from recent ones."""
+        scaler, settings = self.trainer.scaler, self.settings
+        floor = self.trainer.config.precision.min_loss_scale
+        if not math.isfinite(numbers.norm) and scaler.dynamic and numbers.scale > floor:
+            return  # the loss scale is halved, as usual
+        if not (math.isfinite(numbers.loss) and math.isfinite(numbers.norm)):
+            self.is_bad, self.memory.streak = True, self.memory.streak + 1
+            if scaler.dynamic:
+                verdict.add("loss_scale_at_floor", f"overflow at the smallest loss scale, {floor:g}")
+            if not math.isfinite(numbers.loss):
+                verdict.add("loss_not_finite", f"loss {numbers.loss}")
+            if not math.isfinite(numbers.norm):
+                verdict.add("gradient_not_finite", f"gradient norm {numbers.norm}")
+            if self.memory.streak == settings.patience:
+                verdict.add("exhausted", f"{settings.patience} steps in a row without finite gradients")
+            return
+        self.memory.streak = 0
+        if settings.threshold:
+            far = self.memory.recent.deviations(numbers.loss, numbers.norm)
+            values = {"loss": numbers.loss, "gradient norm": numbers.norm}
+            for (what, value), deviation in zip(values.items(), far, strict=True):
+                if deviation >= settings.threshold:
+                    line = f"{what} {value:.6g} is {deviation:.1f} robust standard deviations above"
+                    verdict.add(f"{what.split()[0]}_outlier", f"{line} the last {settings.window} steps")
+
+    def repeats(self) -> bool:
+        """Return True if a step repeats bit for bit here."""
+        repeat, config = self.checks.repeat, self.trainer.config
+        return config.deterministic or self.trainer.ctx.device.type == "cpu" if repeat is None else repeat
+
+    def judge_repetition(self, parts: Tensor, verdict: Verdict) -> None:
+        """Compute the step once more and compare its gradients and parts. Collective."""
+        trainer, ctx = self.trainer, self.trainer.ctx
+        grads = {s.name: s.parameter.grad for s in trainer.shards if s.parameter.grad is not None}
+        first = digests({"loss": parts, **grads}, ctx.device)
+        again = trainer.forward_backward(self.batches)
+        grads = {s.name: s.parameter.grad for s in trainer.shards if s.parameter.grad is not None}
+        second = digests({"loss": again, **grads}, ctx.device)
+        names = [
+            name for name, same in zip(["loss", *grads], (first == second).tolist(), strict=True) if not same
+        ]
+        if not ranks_of(ctx).any_of([bool(names)])[0]:
+            return
+        found = ranks_of(ctx).all_gather(names[:REPEATED])
+        loss = [rank for rank, torn in enumerate(found) if "loss" in torn]
+        torn = sorted({name for each in found for name in each} - {"loss"})
+        where = f"the loss on {name_ranks(loss)}" if loss else "gradients after they were summed"
+        verdict.add(
+            "repetition_differs", f"computed twice, the step differs in {where}: {', '.join(torn[:4])}"
+        )
+
+    def act(self, verdict: Verdict, numbers: Numbers) -> bool:
+        """Record an incident and follow incident.action; return True to leave the update out."""
+        action, lines, findings = self.action(), list(verdict.lines), None
+        if self.count < self.settings.keep:
+            probe = Probe(self.trainer)
+            probe.run(self.batches)
+            findings = gather(probe, self.trainer.ctx, self.settings.threshold)
+            lines += findings.lines()
+            place = self.write(verdict, numbers, lines, findings, probe)
+        else:
+            place = None
+        step = self.trainer.step + 1
+        where = f"; see {place}" if place is not None else ""
+        text = f"step {step}: incident: {'; '.join(lines)}{where}"
+        self.reporter.problem(f"{text} ({done_about_it(action)})")
+        if action == "stop":
+            raise IncidentError(f"{text}; stopped as incident.action={self.settings.action} asks")
+        if action == "rewind":
+            self.rewinds = True
+        else:
+            self.note(verdict, numbers, action, place)
+        if action == "skip":
+            self.memory.steps.append(step)
+        return action != "log"
+
+    def action(self) -> str:
+        """Return what is done: as asked, or as far as it can be."""
+        asked = self.settings.action
+        if asked != "rewind":
+            return asked
+        found = bool(checkpoints(folder(self.trainer.config))) if self.trainer.ctx.is_main else False
+        if not ranks_of(self.trainer.ctx).any_of([found])[0]:
+            return "skip"
+        return "rewind" if self.memory.rewinds < self.settings.rewinds else "stop"
+
+    def note(self, verdict: Verdict, numbers: Numbers, action: str, place: Path | None) -> None:
+        """Add a record to metrics.jsonl."""
+        record = {"kinds": verdict.kinds, "loss": numbers.loss, "grad_norm": numbers.norm, "action": action}
+        at = {"step": self.trainer.step, "at": self.trainer.step + 1}
+        self.reporter.event("incident", {**at, **record, "folder": place and str(place)})
+
+    def write(
+        self,
+        verdict: Verdict,
+        numbers: Numbers | None,
+        lines: Sequence[str],
+        findings: Findings | None,
+        probe: Probe | None,
+        more: dict[str, Any] | None = None,
+    ) -> Path | None:
+        """Write the folder of an incident, each rank its part; None if it cannot be. Collective."""
+        trainer, ctx = self.trainer, self.trainer.ctx
+        step, name = trainer.step + (probe is not None), None
+        if ctx.is_main:
+            with suppress(OSError):
+                name = free_name(self.root, step)
+                (self.root / name).mkdir(parents=True, exist_ok=True)
+        name = ranks_of(ctx).broadcast(name)
+        if name is None:
+            return None
+        self.count, place = self.count + 1, self.root / str(name)
+        try:
+            if probe is not None:
+                write_rank(place, ctx, probe)
+                write_samples(place, ctx, self.batches)
+            if ctx.is_main:
+                record = {"step": step, "kinds": verdict.kinds, "action": self.settings.action}
+                record |= self.facts(numbers) | (more or {})
+                write_record(place, {**record, **(findings.encode() if findings else {})}, lines)
+        except OSError as error:
+            self.reporter.problem(
+                f"{error.filename or place}: {error.strerror}; the incident is recorded in part"
+            )
+        return place
+
+    def facts(self, numbers: Numbers | None) -> dict[str, Any]:
+        """Return what a replay needs, and what a reader asks first."""
+        trainer, config = self.trainer, self.trainer.config
+        saved = [path.name for step, path in checkpoints(folder(config)).items() if step <= trainer.step]
+        first = trainer.first_sample
+        return {
+            "numbers": {"loss": numbers.loss, "grad_norm": numbers.norm} if numbers else None,
+            "exact": {"loss": numbers.loss.hex(), "grad_norm": numbers.norm.hex()} if numbers else None,
+            "samples": [first, config.train.global_batch_size],
+            "checkpoint": saved[-1] if saved else None,
+            "layout": {"tp": trainer.ctx.tp.size, "pp": trainer.ctx.pp.size, "dp": trainer.ctx.dp.size},
+            "memory": {**self.memory.encode(), "recent": []},
+            "scaler": trainer.scaler.state(),
+            "versions": versions(),
+            "config": to_dict(config),
+        }
+
+    def end(self) -> None:
+        """Look at the state after the update: compare replicas, and ranks' times, where due."""
+        if self.is_bad and (not self.settings.patience or self.memory.streak < self.settings.patience):
+            self.trainer.scaler.exhausted.zero_()  # one bad step is no diverged run
+        step = self.trainer.step
+        if self.checks.every and step % self.checks.every == 0:
+            self.compare_replicas()
+        if (
+            self.checks.ranks_every
+            and step % self.checks.ranks_every == 0
+            and self.trainer.ctx.world_size > 1
+        ):
+            self.compare_times(self.clock.gather(step))
+        if self.profiler is not None and self.profiler.end():
+            self.profiler = None
+
+    def compare_replicas(self) -> None:
+        """Report what is not equal on all ranks that must hold the same; stop if asked. Collective."""
+        found = differences(self.trainer)
+        if not found:
+            return
+        verdict = Verdict()
+        verdict.add("replicas_differ", "; ".join(found))
+        place = (
+            self.write(verdict, None, verdict.lines, None, None) if self.count < self.settings.keep else None
+        )
+        text = f"step {self.trainer.step}: silent corruption: {verdict.lines[0]}"
+        self.reporter.problem(text)
+        self.reporter.event("incident", {"step": self.trainer.step, "kinds": verdict.kinds, "lines": found})
+        if self.settings.action in ("stop", "rewind"):
+            raise IncidentError(
+                f"{text}; resume from a checkpoint before it (mlm ckpt inspect), on another host"
+                + (f"; see {place}" if place else "")
+            )
+
+    def compare_times(self, times: Times) -> None:
+        """Name the slowest rank; one far slower than the others is an incident. Collective."""
+        step = self.trainer.step
+        self.reporter.note(times.line())
+        self.reporter.event("ranks", {"step": step, **times.encode()})
+        is_slow = times.factor >= self.checks.slow_factor
+        if is_slow and times.slowest not in self.slow and self.count < self.settings.keep:
+            verdict = Verdict()
+            verdict.add("slow_rank", times.line())
+            place = self.write(verdict, None, verdict.lines, None, None, {"times": times.encode()})
+            self.reporter.problem(f"step {step}: incident: {times.line()}; see {place}")
+        self.slow = {times.slowest} if is_slow else set()
+
+    def rewind(self) -> None:
+        """Return to the last checkpoint and leave out the samples of the incident. Collective."""
+        trainer, memory, size = self.trainer, self.memory, self.trainer.config.train.global_batch_size
+        first = trainer.consumed_samples - size  # the step was counted
+        failed, self.rewinds = trainer.step, False
+        with suppress(CheckpointError):  # a failed save was reported
+            self.saver.finish()
+        path = rewind(trainer)
+        assert path is not None, "action() has looked"
+        self.remembered()
+        for range_ in memory.ranges:
+            self.memory.leave_out(*range_)
+        self.memory.leave_out(first, size)
+        self.memory.rewinds = memory.rewinds + 1
+        trainer.left_out = self.memory.ranges
+        trainer.scaler.exhausted.zero_()
+        self.reporter.rewound(trainer.step)
+        self.clock.start(trainer.step)
+        line = f"returned from step {failed} to {path}; samples {first} to {first + size - 1} are left out"
+        self.reporter.problem(line)
+        self.reporter.event("rewound", {"step": trainer.step, "from": failed, "left_out": [first, size]})
+
+
+def done_about_it(action: str) -> str:
+    """Return an action as a participle."""
+    return {
+        "log": "training continues",
+        "skip": "its update is left out",
+        "rewind": "training returns to the last checkpoint",
+        "stop": "training stops",
+    }[action]

@@ -1,0 +1,29 @@
+"""Extensions of the training loop: what watches its steps without being part of them."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+
+class Hooks:
+    """Calls that the loop makes on every rank, in this order at each step; these do nothing."""
+
+    def timed(self, what: str) -> AbstractContextManager[None]:
+        """Measure time that is not the step's own: `data`, `saving`, `validation`."""
+        return nullcontext()
+
+    def begin(self, batches: Sequence[Any]) -> None:
+        """Take note of the micro-batches of the step that begins."""
+
+    def must_rewind(self) -> bool:
+        """Return True on all ranks if training is to return to a checkpoint, after an update left out."""
+        return False
+
+    def end(self) -> None:
+        """Look at the state after the update."""
+
+    def rewind(self) -> None:
+        """Return to a checkpoint. Collective."""
+
+    def remember(self) -> None:
+        """Put into the trainer's state what a resumed run needs. Called before each save."""

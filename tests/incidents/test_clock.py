@@ -1,0 +1,86 @@
+"""Which rank is slow and why, from the times of ranks and of a real run."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlm.incidents.clock import Clock, Times
+from mlm.parallel.collectives import all_reduce
+from mlm.parallel.mesh import ParallelContext
+from tests.ranks import run_on_ranks
+
+EVEN = {"computing": 1.0, "reading data": 0.1, "saving": 0.0, "waiting over dp": 0.2}
+
+
+@pytest.mark.parametrize(
+    "slower, cause",
+    [({"computing": 2.5}, "computing"), ({"reading data": 1.5}, "reading data"), ({"saving": 2.0}, "saving")],
+)
+def test_the_slowest_rank_is_named_with_host_and_cause(slower: dict[str, float], cause: str) -> None:
+    times = Times(["a", "b", "c", "d"], [EVEN, EVEN, {**EVEN, **slower, "waiting over dp": 0.0}, EVEN])
+    assert (times.slowest, times.cause) == (2, cause)
+    assert times.factor > 2
+    assert times.line().startswith("slowest rank 2 (host c): busy")
+    assert f"most of the difference is {cause}" in times.line()
+
+
+def test_even_ranks_are_not_slow() -> None:
+    assert Times(["a", "b"], [EVEN, EVEN]).factor == pytest.approx(1.0)
+
+
+def slowed(ctx: ParallelContext, what: str) -> dict[str, Any]:
+    clock = Clock(ctx)
+    import torch
+
+    for _ in range(4):
+        if ctx.rank == 1 and what == "computing":
+            time.sleep(0.05)
+        with clock.timed("data"):
+            time.sleep(0.05 if ctx.rank == 1 and what == "data" else 0)
+        all_reduce(torch.ones(1), ctx.dp)
+    return clock.gather(4).encode()
+
+
+@pytest.mark.parametrize("what, cause", [("computing", "computing"), ("data", "reading data")])
+def test_ranks_that_wait_for_a_slow_one_are_not_busy(what: str, cause: str) -> None:
+    for found in run_on_ranks(slowed, what, dp=3):
+        assert (found["slowest"], found["cause"]) == (1, cause)
+        assert found["factor"] > 2
+        assert found["ranks"][0]["waiting over dp"] > 0.03 > found["ranks"][1]["waiting over dp"]
+        assert found["ranks"][1][cause] > 0.045
+
+
+def test_a_wait_inside_another_counts_once() -> None:
+    from mlm.parallel.watch import Watch
+
+    watch = Watch()
+    with watch.waiting("save", "world", ()), watch.waiting("gather", "dp", ()):
+        time.sleep(0.02)
+    assert list(watch.spent) == ["world"]
+    assert watch.spent["world"] == pytest.approx(0.02, abs=0.02)
+
+
+def test_a_slow_rank_of_a_run_is_an_incident_once(tmp_path: Path) -> None:
+    said = run_on_ranks(reports, tmp_path, dp=3)[0]
+    assert [text.split(":")[0] for text in said] == [
+        "slowest rank 1 (host h1)",
+        "step 0",
+        *["slowest rank 1 (host h1)"],
+    ]
+    record = (tmp_path / "incidents" / "step-00000000" / "incident.json").read_text()
+    assert '"slow_rank"' in record
+
+
+def reports(ctx: ParallelContext, out: Path) -> list[str]:
+    from mlm.train.trainer import Trainer
+    from tests.incidents.test_replicas import watcher
+    from tests.train.test_trainer import config
+
+    incidents = watcher(Trainer(config(), ctx), out)
+    incidents.root = out / "incidents"
+    times = Times(["h0", "h1", "h2"], [EVEN, {**EVEN, "computing": 4.0}, EVEN])
+    for _ in range(2):
+        incidents.compare_times(times)
+    return incidents.said  # type: ignore[attr-defined,no-any-return]
