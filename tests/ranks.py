@@ -7,6 +7,7 @@ Importing torch and the trainer takes seconds of processor time, so one process 
 """
 
 import atexit
+import math
 import multiprocessing as mp
 import os
 import signal
@@ -31,15 +32,15 @@ _pool: list[Connection] = []
 
 
 def run_on_ranks(
-    check: Callable[..., Any], *args: Any, tp: int = 1, dp: int = 1, pp: int = 1, **kwargs: Any
+    check: Callable[..., Any], *args: Any, tp: int = 1, dp: int = 1, pp: int = 1, cp: int = 1, **kwargs: Any
 ) -> list[Any]:
-    """Run `check(ctx, *args, **kwargs)` on tp * pp * dp ranks; the results in rank order."""
-    size = tp * pp * dp
+    """Run `check(ctx, *args, **kwargs)` on tp * cp * pp * dp ranks; the results in rank order."""
+    size = tp * cp * pp * dp
     if len(_pool) < size:
         close()
         _start(max(size, USUAL))
     with tempfile.TemporaryDirectory() as folder:
-        layout = {"tp": tp, "pp": pp, "dp": dp}
+        layout = {"tp": tp, "pp": pp, "dp": dp, "cp": cp}
         for rank, pipe in enumerate(_pool[:size]):
             pipe.send((os.path.join(folder, "store"), rank, layout, check, args, kwargs))
         answers = [_answer(pipe) for pipe in _pool[:size]]
@@ -104,7 +105,7 @@ def _serve(pipe: Connection) -> None:
 def _run(
     store: str, rank: int, layout: dict[str, int], check: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    size = layout["tp"] * layout["pp"] * layout["dp"]
+    size = math.prod(layout.values())
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
     try:
         ctx: ParallelContext = build_mesh(**layout, device=torch.device("cpu"), timeout_s=60)

@@ -35,9 +35,9 @@ class Dry:
 
 
 def ranks(config: Any) -> int:
-    """Ranks of a layout: tp * pp * dp, with one replica where dp is left to the launcher."""
+    """Ranks of a layout: tp * cp * pp * dp, with one replica where dp is left to the launcher."""
     layout = config.parallel
-    return int(layout.tp * layout.pp * (layout.dp or 1))
+    return int(layout.replica * (layout.dp or 1))
 
 
 def verdict(config: Any, dry: Dry, *, on_ranks: bool) -> str:
@@ -45,10 +45,11 @@ def verdict(config: Any, dry: Dry, *, on_ranks: bool) -> str:
     if not on_ranks:
         return "no problems; would run in this process"
     layout, size = config.parallel, dry.gpus or ranks(config)
-    dp = size // (layout.tp * layout.pp)
-    line = f"would start {size} ranks: tp={layout.tp} × pp={layout.pp} × dp={dp}{needs(config, size)}"
+    over_context = f" × cp={layout.cp}" if layout.cp > 1 else ""
+    sizes = f"tp={layout.tp}{over_context} × pp={layout.pp} × dp={size // layout.replica}"
+    line = f"would start {size} ranks: {sizes}{needs(config, size)}"
     if layout.dp is None and dry.gpus is None:
-        line += "; dp takes what tp * pp leave: --check=N checks N GPUs"
+        line += f"; dp takes what tp{' * cp' if layout.cp > 1 else ''} * pp leave: --check=N checks N GPUs"
     return line
 
 

@@ -40,10 +40,10 @@ OF_OWN_CODE = tuple(
 )
 """Settings whose names only the user's own code knows: Hydra needs ++ to add them."""
 GROUP_SETS = {
-    "parallel": {"tp", "pp", "vp", "dp", "recompute", "train"},
+    "parallel": {"tp", "cp", "pp", "vp", "dp", "recompute", "train"},
     "cluster": {"dist"},
     "task": {"name", "out", "task", "optimizer", "train", "schedule"},
-    "experiment": {"name", "out", *sections(PretrainConfig), "tp", "pp", "vp", "dp", "recompute"},
+    "experiment": {"name", "out", *sections(PretrainConfig), "tp", "cp", "pp", "vp", "dp", "recompute"},
 }
 """Sections and keys that the groups set which are not named as the section they fill."""
 

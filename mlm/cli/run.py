@@ -168,7 +168,7 @@ def _build(job: Job, values: dict[str, Any]) -> Any:
         try:
             facts = resolve(f"{LAUNCH}:launch_facts")(config.dist)
         except UserError as error:  # check the rest as if the launch were right
-            ranks = config.parallel.tp * config.parallel.pp * (config.parallel.dp or 1)
+            ranks = config.parallel.replica * (config.parallel.dp or 1)
             return [*error.problems, *command.check(config, world_size=ranks, local_devices=1)]
         return command.check(config, world_size=facts.world_size, local_devices=facts.local_devices)
 

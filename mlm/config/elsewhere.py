@@ -143,11 +143,12 @@ TABLE = (
     # parallelism
     Elsewhere(("num_layers_per_virtual_pipeline_stage",), _chunks, ("vp",)),
     Elsewhere(("use_distributed_optimizer",), "use zero=2, which shards reduced gradients too", ("zero",)),
-    Elsewhere(("world_size",), "leave it out: the launcher knows it; dp is what tp * pp leave", ("dp",)),
+    Elsewhere(("world_size",), "leave it out: the launcher knows it; dp is what tp * cp * pp leave", ("dp",)),
     Elsewhere(
-        ("context_parallel_size", "expert_model_parallel_size", "num_experts"),
-        f"{NOT_OFFERED}: there is neither context nor expert parallelism",
+        ("expert_model_parallel_size", "num_experts"),
+        f"{NOT_OFFERED}: there is no expert parallelism",
     ),
+    Elsewhere(("cp",), f"{NOT_OFFERED}: plans have no context parallelism", ("gpus",)),
     Elsewhere(("overlap_grad_reduce",), f"{ALWAYS}: gradients are reduced while backward runs"),
     Elsewhere(("overlap_param_gather",), f"{NOT_OFFERED}: zero=2 gathers weights after the step"),
     Elsewhere(("recompute_activations",), "use recompute=selective", ("recompute",)),

@@ -7,7 +7,7 @@ from mlm.data import files_present as present
 from mlm.errors import Problem
 from mlm.evaluate.config import EvalLossConfig, LmEvalConfig, ZeroShotConfig
 from mlm.launch.checks import devices_exist, loss_scale_can_fall, problems_of
-from mlm.parallel.layout_checks import RANK_RULES, Launch
+from mlm.parallel.layout_checks import READER_RULES, Launch
 
 
 def check_eval_loss(
@@ -18,21 +18,21 @@ def check_eval_loss(
     sequence_parallel, pipeline, zero and recompute are accepted, so that the layout of the training can be
     given here too; they have no effect.
     """
-    return problems_of(config, Launch(world_size, local_devices), RANK_RULES, EVAL_LOSS_RULES)
+    return problems_of(config, Launch(world_size, local_devices), READER_RULES, EVAL_LOSS_RULES)
 
 
 def check_zero_shot(
     config: ZeroShotConfig, *, world_size: int | None, local_devices: int | None
 ) -> list[Problem]:
     """Problems of `mlm eval wikitext103`, `lambada` and `all` that are visible without reading a file."""
-    return problems_of(config, Launch(world_size, local_devices), RANK_RULES, ZERO_SHOT_RULES)
+    return problems_of(config, Launch(world_size, local_devices), READER_RULES, ZERO_SHOT_RULES)
 
 
 def check_lm_eval(
     config: LmEvalConfig, *, world_size: int | None, local_devices: int | None
 ) -> list[Problem]:
     """Problems of lm-eval's model `mlm` that are visible without reading the checkpoint."""
-    return problems_of(config, Launch(world_size, local_devices), RANK_RULES, LM_EVAL_RULES)
+    return problems_of(config, Launch(world_size, local_devices), READER_RULES, LM_EVAL_RULES)
 
 
 def _model_exists(config: Any, _: Launch) -> Problem | None:

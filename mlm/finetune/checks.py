@@ -9,7 +9,7 @@ from mlm.finetune.config import EvalTaskConfig, FinetuneConfig
 from mlm.finetune.task_checks import check_task
 from mlm.launch.checks import devices_exist, loss_scale_can_fall, lr_falls, problems_of
 from mlm.optim.own import check_own_code
-from mlm.parallel.layout_checks import FINETUNE_LAYOUT_RULES, RANK_RULES, Launch
+from mlm.parallel.layout_checks import FINETUNE_LAYOUT_RULES, READER_RULES, Launch
 
 
 def check_finetune(
@@ -28,7 +28,7 @@ def check_eval_task(
 ) -> list[Problem]:
     """Problems of `mlm eval TASK` that are visible without reading the checkpoint or the rows."""
     launch = Launch(world_size, local_devices)
-    return [*problems_of(config, launch, RANK_RULES, EVAL_TASK_RULES), *check_task(config.task)]
+    return [*problems_of(config, launch, READER_RULES, EVAL_TASK_RULES), *check_task(config.task)]
 
 
 def _own_code_works(config: FinetuneConfig, _: Launch) -> Problem | None:

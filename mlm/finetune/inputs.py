@@ -184,7 +184,7 @@ FREE = (
 """Keys of those sections that may change in a run directory."""
 MAY_CHANGE = (
     *("name", "out", "seeds", "compile", "data.predict_tests"),
-    *("tp", "pp", "vp", "dp", "sequence_parallel", "pipeline", "zero", "zero_reduce", "recompute"),
+    *("tp", "cp", "pp", "vp", "dp", "sequence_parallel", "pipeline", "zero", "zero_reduce", "recompute"),
     *("precision.initial_loss_scale", "precision.min_loss_scale", "precision.loss_scale_window"),
     "precision.cast",
 )

@@ -4,7 +4,7 @@ from mlm.data import files_present as present
 from mlm.errors import Problem
 from mlm.generate.config import GenerateConfig
 from mlm.launch.checks import devices_exist, loss_scale_can_fall, problems_of
-from mlm.parallel.layout_checks import RANK_RULES, Launch
+from mlm.parallel.layout_checks import READER_RULES, Launch
 
 
 def check_generate(
@@ -14,7 +14,7 @@ def check_generate(
 
     Of the layout as `check_eval_loss`.
     """
-    return problems_of(config, Launch(world_size, local_devices), RANK_RULES, GENERATE_RULES)
+    return problems_of(config, Launch(world_size, local_devices), READER_RULES, GENERATE_RULES)
 
 
 def _one_source_of_prompts(config: GenerateConfig, _: Launch) -> Problem | None:

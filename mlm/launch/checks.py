@@ -45,7 +45,7 @@ def problems_of(
 
 def data_parallel_size(parallel: ParallelConfig, *, world_size: int | None, local_devices: int | None) -> int:
     """Return dp with its default filled in: the rest of the world or of this host's GPUs, or 1 on CPU."""
-    return num_replicas(parallel.tp, parallel.pp, parallel.dp, Launch(world_size, local_devices))
+    return num_replicas(parallel.replica, parallel.dp, Launch(world_size, local_devices))
 
 
 def devices_exist(config: Any, launch: Launch) -> Problem | None:

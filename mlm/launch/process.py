@@ -92,7 +92,7 @@ def run_rank(
 
     Return the exit code of the job's command.
 
-    dp is what tp * pp of config.parallel leave of place.world_size. One rank alone needs no `store` and
+    dp is what tp * cp * pp of config.parallel leave of place.world_size. One rank alone needs no `store` and
     makes no group: it works without a network. After an exception the groups stay: destroying them could
     hang. With `words`, a watchdog ends the process if a communication hangs. Raises LostPeer if gloo reports
     one.
@@ -133,8 +133,9 @@ def _make_groups(
     )
     return build_mesh(
         tp=parallel.tp,
+        cp=parallel.cp,
         pp=parallel.pp,
-        dp=place.world_size // (parallel.tp * parallel.pp),
+        dp=place.world_size // parallel.replica,
         device=device,
         timeout_s=dist.timeout_s,
         watch=watch,

@@ -64,12 +64,12 @@ def run_job(target: str, config: Any, *, out: Path | None) -> int:
 
 
 def choose_world_size(parallel: ParallelConfig, facts: LaunchFacts) -> int:
-    """Return the ranks of the job: tp * pp * dp, where dp=null takes what the launcher or the GPUs leave.
+    """Return the ranks of the job: tp * cp * pp * dp, where dp=null takes what launcher or GPUs leave.
 
     Raises UserError if the ranks that were started, or the GPUs of this host, do not fit.
     """
-    replica = parallel.tp * parallel.pp
-    named = f"tp={parallel.tp} * pp={parallel.pp}"
+    replica, over_context = parallel.replica, f" * cp={parallel.cp}" if parallel.cp > 1 else ""
+    named = f"tp={parallel.tp}{over_context} * pp={parallel.pp}"
     if facts.world_size is not None:
         left, rest = divmod(facts.world_size, replica)
         if rest:

@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mlm.models.cache import Reading, heads_of
+from mlm.models.cache import Reading, heads_of, joined
 from mlm.models.config import ModelConfig
 from mlm.models.documents import Spans
 from mlm.models.packed import packed_attention
 from mlm.models.rotary import Rotary
+from mlm.parallel.context_attention import context_attention
 from mlm.parallel.dropout import DropoutStream, place_keys
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mlm.parallel.mesh import Axis
@@ -41,9 +42,10 @@ class SelfAttention(nn.Module):
         tp: Axis,
         sequence_parallel: bool = False,
         recompute: bool = False,
+        cp: Axis | None = None,
     ) -> None:
         super().__init__()
-        self.tp = tp
+        self.tp, self.cp = tp, cp or Axis("cp")
         if config.num_heads % tp.size:
             raise ValueError(f"num_heads={config.num_heads} must be divisible by tp={tp.size}")
         self.layer, self.recompute, self.causal = layer, recompute, config.family.causal
@@ -105,7 +107,7 @@ class SelfAttention(nn.Module):
         reading: Reading | None = None,
         rotary: Rotary | None = None,
     ) -> Tensor:
-        """[S, B, H] -> [S, B, H], or [S/t, B, H] with sequence parallelism.
+        """[S, B, H] -> [S, B, H], or [S/t, B, H] with sequence parallelism; S/c tokens over c = cp ranks.
 
         `stream` is None without dropout (evaluation). With `spans` each document attends to itself alone, or
         no token to padding; with `reading` tokens attend to the cached ones of their sequences. `rotary`
@@ -114,6 +116,10 @@ class SelfAttention(nn.Module):
         qkv = self.project(x, rotary)  # [S, B, 3H/t]: all of S, also with sequence parallelism
         if reading is not None:
             attended = reading.attend(self.layer, *self.heads(qkv), self.window)
+        elif self.cp.size > 1:
+            assert self.causal
+            assert spans is None, "checked with the configuration"
+            attended = self._across_ranks(qkv, stream)
         elif stream is None or self.dropout == 0:
             attended = self._fused(qkv, 0.0, spans)
         elif qkv.device.type == "cpu":
@@ -122,6 +128,26 @@ class SelfAttention(nn.Module):
             attended = self._with_drawn_masks(qkv, stream, spans)
         y: Tensor = self.out(attended)
         return y
+
+    @uncompiled  # communication that is waited for later is not traced
+    def _across_ranks(self, qkv: Tensor, stream: DropoutStream | None) -> Tensor:
+        """Attention to the tokens of all cp ranks."""
+        q, k, v = self.heads(qkv)
+
+        def drop(x: Tensor, heads: range, rows: Tensor, columns: Tensor) -> Tensor:
+            assert stream is not None
+            return stream.some_probabilities(
+                x,
+                self.dropout,
+                self.places[0],
+                length=q.shape[2] * self.cp.size,
+                heads=range(self.first_head + heads.start, self.first_head + heads.stop),
+                rows=rows,
+                columns=columns,
+            )
+
+        drops = drop if stream is not None and self.dropout > 0 else None
+        return joined(context_attention(q, k, v, self.cp, window=self.window, drop=drops))
 
     def _fused(self, qkv: Tensor, p: float, spans: Spans | None) -> Tensor:
         def attention(

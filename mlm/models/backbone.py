@@ -1,7 +1,7 @@
 """Base of all families: embeddings, layers split over tensor-parallel ranks, pipeline stages.
 
-Shapes: S sequence, B micro-batch, H hidden, t = tensor-parallel size. Between layers and stages the hidden
-states are [S, B, H], with sequence parallelism [S/t, B, H].
+Shapes: S sequence, B micro-batch, H hidden, t = tensor-parallel size, c = context-parallel size. Between
+layers and stages the hidden states are [S/c, B, H], with sequence parallelism [S/(ct), B, H].
 """
 
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from mlm.models.transformer import LayerNorm, TransformerLayer
 from mlm.parallel.dropout import DropoutStream, place_keys
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import Axis
+from mlm.parallel.zigzag import own_places, own_tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,9 +77,11 @@ class Transformer(nn.Module):
         recompute: str = "none",
         sequence_parallel: bool = False,
         stage: Stage | None = None,
+        cp: Axis | None = None,
     ) -> None:
         super().__init__()
         tp = Axis("tp") if tp is None else tp  # None: one process
+        self.cp = cp or Axis("cp")
         self.config, self.tp, self.dtype, self.recompute = config, tp, dtype, recompute
         self.sequence_parallel = sequence_parallel and tp.size > 1
         self.stage = stage = stage or split_layers(config.num_layers, 1)[0]
@@ -111,6 +114,7 @@ class Transformer(nn.Module):
                     tp=tp,
                     sequence_parallel=self.sequence_parallel,
                     recompute_attention=recompute == "selective",
+                    cp=self.cp,
                 )
                 for n in stage.layers
             }
@@ -133,7 +137,19 @@ class Transformer(nn.Module):
     def boundary_shape(self, tokens: Tensor) -> tuple[int, int, int]:
         """Shape of the hidden states between stages for tokens [B, S]."""
         batch, length = tokens.shape
-        return length // (self.tp.size if self.sequence_parallel else 1), batch, self.config.hidden_size
+        ranks = self.cp.size * (self.tp.size if self.sequence_parallel else 1)
+        return length // ranks, batch, self.config.hidden_size
+
+    def own_positions(self, length: int, positions: Tensor | None, device: torch.device) -> Tensor | None:
+        """Positions of this cp rank's tokens, [B or 1, S/c]; `positions` themselves where there is one rank.
+
+        They are those of all S = `length` tokens; None for 0 … S - 1.
+        """
+        if self.cp.size == 1:
+            return positions
+        if positions is None:
+            return own_places(length, self.cp, device).unsqueeze(0)
+        return own_tokens(positions, self.cp, 1)
 
     def embed(
         self,
@@ -147,6 +163,8 @@ class Transformer(nn.Module):
         `positions` and `token_types` are [B, S] too; `positions` default to 0 … S - 1.
         """
         rows = self.boundary_shape(tokens)[0]
+        positions = self.own_positions(tokens.shape[1], positions, tokens.device)
+        tokens = own_tokens(tokens, self.cp, 1)
         first = self.tp.rank * rows if self.sequence_parallel else 0
         mine = slice(first, first + rows)
         x = self.token(tokens.t())
@@ -162,7 +180,7 @@ class Transformer(nn.Module):
     def rotary(self, x: Tensor, positions: Tensor | None) -> Rotary | None:
         """Return what turns the queries and keys of hidden states `x`; None in a model that turns none.
 
-        `positions` are [B, S]; None for 0 … S - 1.
+        `positions` are [B or 1, S], of this cp rank's tokens; None for 0 … S - 1.
         """
         return None
 
@@ -174,7 +192,8 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
     ) -> Tensor:
         """Hidden states after this stage's layers, normed in the last stage of a model with norm=pre."""
-        rotary = self.rotary(x, positions)
+        length = x.shape[0] * self.cp.size * (self.tp.size if self.sequence_parallel else 1)
+        rotary = self.rotary(x, self.own_positions(length, positions, x.device))
         for layer in self.layers.values():
             if self.recompute == "full" and torch.is_grad_enabled():
                 # masks are functions of the stream and the layer: no generator state to stash and restore

@@ -93,6 +93,8 @@ class ModelFamily(Generic[C, B]):
     """Objective of pretraining; the dtype is that of activations."""
     samples: SampleSource
     """Samples of pretraining."""
+    splits_sequences: bool = False
+    """True if its models and objective take sequences that cp ranks split (mlm/parallel/zigzag.py)."""
     check_tokenizer: "Callable[[Tokenizer], object] | None" = None
     """Raises UserError if samples cannot be made with a tokenizer; None if they depend on none."""
     packs: bool = True

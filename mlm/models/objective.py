@@ -25,7 +25,10 @@ class Objective(Protocol[C, B]):
     """Methods of the model that it calls, other than `forward`."""
 
     def counts(self, batch: B) -> Sequence[int]:
-        """Return the number of terms in each part of a micro-batch: scored tokens, samples. On the host."""
+        """Return the number of terms in each part of a micro-batch: scored tokens, samples. On the host.
+
+        Over cp ranks those of all of them; `output` and `sums` add up this rank's.
+        """
         ...
 
     def output(

@@ -92,6 +92,7 @@ class TransformerLayer(nn.Module):
         tp: Axis,
         sequence_parallel: bool = False,
         recompute_attention: bool = False,
+        cp: Axis | None = None,
     ) -> None:
         super().__init__()
         self.dropout, self.norms_first = config.hidden_dropout, config.norm == "pre"
@@ -103,6 +104,7 @@ class TransformerLayer(nn.Module):
             tp=tp,
             sequence_parallel=sequence_parallel,
             recompute=recompute_attention,
+            cp=cp,
         )
         self.mlp_norm = self.norm_type(config.hidden_size, eps=config.layer_norm_eps)
         self.mlp = self.mlp_type(config, tp=tp, sequence_parallel=sequence_parallel)

@@ -20,7 +20,7 @@ def gradient_norm(shards: Sequence[ParameterShard], ctx: ParallelContext) -> Ten
     """L2 norm of the whole model's gradient, equal on all ranks; 0-d, not read back from the device.
 
     Split parameters count on every tp rank, replicated ones on the first alone, tied copies nowhere.
-    Gradients are already summed over dp, each dp rank holding all of them or, sharded over dp, its rows.
+    Gradients are already summed over dp and cp, whose ranks each hold all of them or, if sharded, some rows.
     Non-finite gradients make it non-finite.
     """
     owned = [s.parameter.grad for s in shards if s.is_owner and s.parameter.grad is not None]
@@ -32,7 +32,7 @@ def gradient_norm(shards: Sequence[ParameterShard], ctx: ParallelContext) -> Ten
         norms = _norms_of_pieces(grads) if first.device.type == "cpu" else torch._foreach_norm(grads, 2)
         square += torch.cat([norm.view(-1) for norm in norms]).double().square().sum()
     if any(s.dp_slice is not None for s in shards):  # alike on all ranks
-        all_reduce(square, ctx.dp)
+        all_reduce(square, ctx.replicas)
     return all_reduce(all_reduce(square, ctx.tp), ctx.pp).sqrt()
 
 

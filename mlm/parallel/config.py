@@ -20,24 +20,26 @@ VirtualSize = Annotated[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """Parallel degrees: tp * pp * dp = world size (arXiv:2104.04473, section 3)."""
+    """Parallel degrees: tp * cp * pp * dp = world size (arXiv:2104.04473, section 3)."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     tp: TensorSize = 1
     """Tensor-parallel size, t: ranks that split each layer. Must divide model.num_heads."""
+    cp: Annotated[int, POSITIVE, Also("context_parallel", "context_parallel_size", "ring_attention_size")] = 1
+    """Context-parallel size, c: ranks that split each sequence. 2 * cp must divide data.seq_length."""
     pp: PipelineSize = 1
     """Pipeline-parallel size, p: ranks that hold consecutive layers. At most model.num_layers."""
     vp: VirtualSize = 1
     """Virtual stages (chunks) per pipeline rank, v; more than 1 interleaves the schedule."""
     dp: Annotated[int | None, POSITIVE, Also("data_parallel", "data_parallel_size")] = None
-    """Data-parallel size, d: replicas. null takes world size / (tp * pp)."""
+    """Data-parallel size, d: replicas. null takes world size / (tp * cp * pp)."""
     sequence_parallel: bool = False
     """Cut activations outside the tensor-parallel regions along the sequence too (arXiv:2205.05198)."""
     pipeline: Literal["1f1b", "gpipe", "zb_h1"] = "1f1b"
     """Pipeline schedule. 1f1b interleaves when vp > 1; zb_h1 puts weight gradients into the bubble."""
     zero: Annotated[Literal[0, 2, 3], Also("zero_stage", "fsdp")] = 0
-    """Sharded over dp replicas: 0 nothing, 2 optimizer state and reduced gradients, 3 weights too."""
+    """Sharded over dp * cp replicas: 0 nothing, 2 optimizer state and reduced gradients, 3 weights too."""
     zero_reduce: Literal["last", "every"] = "last"
     """zero=2|3: reduce-scatter gradients in the last micro-batch of a step, until which the whole gradient is
     kept, or in every micro-batch, which keeps 1/dp of it."""
@@ -46,3 +48,8 @@ class ParallelConfig:
         Also("activation_checkpointing", "gradient_checkpointing", "recompute_granularity"),
     ] = "none"
     """Activations that backward recomputes: selective the attention matrices, full each layer."""
+
+    @property
+    def replica(self) -> int:
+        """Ranks of one data-parallel replica."""
+        return self.tp * self.cp * self.pp

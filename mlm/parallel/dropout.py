@@ -77,7 +77,7 @@ def kept(rows: Tensor, keys: Tensor, width: int, p: float, stride: int | None = 
     """
     stride = ((stride or width) + 1) // 2
     if torch.compiler.is_compiling():
-        return _kept_singly(rows, keys, width, p, stride)
+        return _kept_singly(rows, keys, torch.arange(width, dtype=torch.int32, device=rows.device), p, stride)
     shape = (*torch.broadcast_shapes(rows.shape, keys.shape[:-1]), width)
     out = torch.empty(shape, dtype=torch.bool, device=rows.device)
     _keep_pairs(out, rows, keys, p, stride)
@@ -102,9 +102,8 @@ def _keep_pairs(out: Tensor, rows: Tensor, keys: Tensor, p: float, stride: int) 
     torch.ge(bits, dropped_steps(p) - STEPS // 2, out=out)
 
 
-def _kept_singly(rows: Tensor, keys: Tensor, width: int, p: float, stride: int) -> Tensor:
-    """The same by one hash an element, all in one kernel of a compiler."""
-    columns = torch.arange(width, dtype=torch.int32, device=rows.device)
+def _kept_singly(rows: Tensor, keys: Tensor, columns: Tensor, p: float, stride: int) -> Tensor:
+    """The same for some columns, int32, by one hash an element: all in one kernel of a compiler."""
     bits = _mix((rows * stride)[..., None] + (columns >> 1), keys)
     return (bits >> 16 * (columns & 1)).to(torch.int16) >= dropped_steps(p) - STEPS // 2
 
@@ -122,6 +121,8 @@ class DropoutStream:
     draws what that many ranks would, each for its share of the heads."""
     sequence_rank: int = 0
     """With sequence parallelism, whose rows of the sequence hidden states are."""
+    places: Tensor | None = None
+    """With context parallelism, int32 [rows]: places in the sequence of the rows of hidden states."""
 
     @classmethod
     def of_micro_batch(
@@ -133,24 +134,34 @@ class DropoutStream:
         *,
         split_parts: tuple[int, ...] = (0,),
         sequence_rank: int = 0,
+        places: Tensor | None = None,
     ) -> "DropoutStream":
-        """The stream of `samples` samples, the first of which is number `first_sample` of the run."""
+        """The stream of `samples` samples, the first of which is number `first_sample` of the run.
+
+        `places` int64 [rows], if hidden states are of those tokens of a sequence.
+        """
         keys = on_device(sample_keys(seed, first_sample, samples), device)
-        return cls(keys, derive_seed(seed, "dropout", first_sample), split_parts, sequence_rank)
+        if places is not None:
+            places = on_device(places.int(), device)
+        return cls(keys, derive_seed(seed, "dropout", first_sample), split_parts, sequence_rank, places)
 
     def hidden(self, x: Tensor, p: float, place: Tensor) -> Tensor:
         """Dropout with probability `p` on hidden states [S, B, H], or this rank's rows of them."""
-        return self._of_rows(x, p, place, self.sequence_rank * x.shape[0])
+        if self.places is None:
+            return self._of_rows(x, p, place, self._rows(x, self.sequence_rank * x.shape[0]))
+        return self._of_rows(x, p, place, self.places)
 
     def everywhere(self, x: Tensor, p: float, place: Tensor) -> Tensor:
         """Dropout of activations [S, B, H] replicated over tp, however hidden states are split."""
-        return self._of_rows(x, p, place, 0)
+        return self._of_rows(x, p, place, self._rows(x, 0))
 
-    def _of_rows(self, x: Tensor, p: float, place: Tensor, first: int) -> Tensor:
+    def _rows(self, x: Tensor, first: int) -> Tensor:
+        return torch.arange(first, first + x.shape[0], dtype=torch.int32, device=x.device)
+
+    def _of_rows(self, x: Tensor, p: float, place: Tensor, rows: Tensor) -> Tensor:
         if p == 0:
             return x
-        assert x.shape[1] == len(self.keys), f"{x.shape[1]} samples, masks of {len(self.keys)}"
-        rows = torch.arange(first, first + x.shape[0], dtype=torch.int32, device=x.device)
+        assert x.shape[:2] == (len(rows), len(self.keys)), f"{x.shape}: {len(rows)}, {len(self.keys)} masks"
         keep = kept(rows[:, None], (self.keys ^ place)[None], x.shape[-1], p)
         return dropped(x, keep, p)
 
@@ -184,6 +195,33 @@ class DropoutStream:
         rows = (heads[:, None] * length + inside).flatten()
         keep = kept(rows[None], (keys ^ place)[:, None], x.shape[2], p, length)  # [B, N/t * rows, columns]
         return dropped(x, keep.view(x.shape), p)
+
+    def some_probabilities(
+        self,
+        x: Tensor,
+        p: float,
+        place: Tensor,
+        *,
+        length: int,
+        heads: range,
+        rows: Tensor,
+        columns: Tensor,
+    ) -> Tensor:
+        """Dropout of some attention probabilities of each sample.
+
+        Args:
+            x: [B, heads, rows, columns].
+            p: probability of dropping.
+            place: keys of the layer's attention.
+            length: S.
+            heads: their global numbers.
+            rows: places in the sequence of the queries.
+            columns: places in the sequence of the keys.
+        """
+        first = torch.arange(heads.start, heads.stop, dtype=torch.int32, device=rows.device) * length
+        keys = (self.keys ^ place)[:, None, None]  # [B, 1, 1, 2]
+        keep = _kept_singly(first[:, None] + rows.int(), keys, columns.int(), p, (length + 1) // 2)
+        return dropped(x, keep, p)
 
     @uncompiled
     def seed_kernel(self, layer: int, tp_rank: int) -> None:

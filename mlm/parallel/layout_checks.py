@@ -1,10 +1,11 @@
-"""Rules of a layout: conditions between tp, pp, vp, dp, the schedule, ZeRO, batches and the model's shape.
+"""Rules of a layout: conditions between ranks (tp, cp, pp, vp, dp), schedule, ZeRO, batches and model.
 
 A rule reads settings by their keys as typed (`tp`, `model.num_heads`) and returns what is wrong;
 nearest_layout.py finds the nearest settings that fix it. Letters: p = pp, v = vp, d = dp, m micro-batches per
 replica.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -85,12 +86,31 @@ class LayoutRule:
     """True if starting elsewhere fixes it too: the fixes of other problems need not keep it when broken."""
 
 
-def num_replicas(tp: int, pp: int, dp: int | None, launch: Launch) -> int:
-    """Return dp with its default filled in: the rest of the world or of this host's GPUs, or 1 on CPU."""
+def num_replicas(replica: int, dp: int | None, launch: Launch) -> int:
+    """Return dp with its default filled in: the rest of the world or of this host's GPUs, or 1 on CPU.
+
+    `replica` is the number of ranks of one.
+    """
     if dp is not None:
         return dp
-    available = launch.world_size or launch.local_devices or tp * pp
-    return max(available // (tp * pp), 1)
+    available = launch.world_size or launch.local_devices or replica
+    return max(available // replica, 1)
+
+
+def replica_size(values: Settings) -> int:
+    """Ranks of one replica."""
+    return int(values["tp"] * values["cp"] * values["pp"])
+
+
+def _replica_keys(values: Settings) -> tuple[str, ...]:
+    """Keys whose product `replica_size` is; cp only where it counts."""
+    return ("tp", "cp", "pp") if values["cp"] > 1 else ("tp", "pp")
+
+
+def sequence_quantum(values: Settings) -> int:
+    """Tokens of which data.seq_length must be a multiple: pieces of cp ranks, which their tp ranks split."""
+    cp = values["cp"]
+    return math.lcm(2 * cp if cp > 1 else 1, cp * values["tp"] if values["sequence_parallel"] else 1)
 
 
 def batch_quantum(values: Settings, launch: Launch) -> int:
@@ -98,7 +118,7 @@ def batch_quantum(values: Settings, launch: Launch) -> int:
 
     Interleaved 1F1B takes micro-batches in groups of p (arXiv:2104.04473, section 2.2.2).
     """
-    replicas = num_replicas(values["tp"], values["pp"], values["dp"], launch)
+    replicas = num_replicas(replica_size(values), values["dp"], launch)
     interleaved = values["vp"] > 1 and values["pipeline"] == "1f1b"
     return int(replicas * values["train.micro_batch_size"] * (values["pp"] if interleaved else 1))
 
@@ -146,12 +166,34 @@ def _sequence_fits(values: Settings, _: Launch) -> Breach | None:
 
 
 def _tp_divides_sequence(values: Settings, _: Launch) -> Breach | None:
-    if not values["sequence_parallel"] or values["data.seq_length"] % values["tp"] == 0:
+    tokens = values["data.seq_length"] // values["cp"]  # of one cp rank
+    if not values["sequence_parallel"] or tokens % values["tp"] == 0:
         return None
+    if values["cp"] > 1:
+        return Breach(
+            f"{values.typed('sequence_parallel')} splits the sequences of each cp rank, but "
+            f"{values.typed('cp', 'tp')} does not divide {values.typed('data.seq_length')}"
+        )
     return Breach(
         f"{values.typed('sequence_parallel')} splits sequences, but {values.typed('tp')} does not divide "
         f"{values.typed('data.seq_length')}"
     )
+
+
+def _cp_divides_sequence(values: Settings, _: Launch) -> Breach | None:
+    cp = values["cp"]
+    if cp == 1 or values["data.seq_length"] % (2 * cp) == 0:
+        return None
+    return Breach(
+        f"{values.typed('cp')} splits sequences into {2 * cp} pieces, but {2 * cp} does not divide "
+        f"{values.typed('data.seq_length')}"
+    )
+
+
+def _sequences_are_whole(values: Settings, _: Launch) -> Breach | None:
+    if values["cp"] == 1:
+        return None
+    return Breach(f"{values.typed('cp')} splits the sequences of pretraining alone")
 
 
 def _layers_fill_stages(values: Settings, _: Launch) -> Breach | None:
@@ -190,33 +232,33 @@ def _weights_stay_gathered(values: Settings, _: Launch) -> Breach | None:
 
 
 def _replicas_fill_world(values: Settings, launch: Launch) -> Breach | None:
-    tp, pp, world_size = values["tp"], values["pp"], launch.world_size
-    if world_size is None or world_size % (tp * pp) == 0:
+    replica, world_size = replica_size(values), launch.world_size
+    if world_size is None or world_size % replica == 0:
         return None
     return Breach(
-        f"{values.typed('tp', 'pp')} = {tp * pp} does not divide the {world_size} ranks started",
-        note=f", or start a multiple of {tp * pp} ranks",
+        f"{values.typed(*_replica_keys(values))} = {replica} does not divide the {world_size} ranks started",
+        note=f", or start a multiple of {replica} ranks",
     )
 
 
 def _dp_fills_world(values: Settings, launch: Launch) -> Breach | None:
-    tp, pp, dp, world_size = values["tp"], values["pp"], values["dp"], launch.world_size
-    if world_size is None or dp is None or world_size % (tp * pp) or tp * pp * dp == world_size:
+    replica, dp, world_size = replica_size(values), values["dp"], launch.world_size
+    if world_size is None or dp is None or world_size % replica or replica * dp == world_size:
         return None
-    ranks = tp * pp * dp
+    ranks, typed = replica * dp, values.typed(*_replica_keys(values), "dp")
     return Breach(
-        f"{values.typed('tp', 'pp', 'dp')} = {ranks} ranks, but the launcher started {world_size}",
+        f"{typed} = {ranks} ranks, but the launcher started {world_size}",
         note=f", or start {ranks} ranks",
     )
 
 
 def _host_has_ranks(values: Settings, launch: Launch) -> Breach | None:
-    tp, pp, most = values["tp"], values["pp"], launch.most_ranks
-    dp = num_replicas(tp, pp, values["dp"], launch)
-    if launch.world_size is not None or tp * pp * dp <= most:
+    replica, most = replica_size(values), launch.most_ranks
+    dp = num_replicas(replica, values["dp"], launch)
+    if launch.world_size is not None or replica * dp <= most:
         return None
     here = f"this host has {most} GPUs" if launch.local_devices else f"a CPU host runs at most {most}"
-    ranks, typed = tp * pp * dp, values.changed({"dp": dp}).typed("tp", "pp", "dp")
+    ranks, typed = replica * dp, values.changed({"dp": dp}).typed(*_replica_keys(values), "dp")
     start = _start_of(ranks, launch.local_devices or RANKS_PER_NODE) if launch.elsewhere else ""
     return Breach(f"{typed} = {ranks} ranks, but {here}", start=start)
 
@@ -233,7 +275,7 @@ def _start_of(ranks: int, most_per_node: int) -> str:
 
 def _batches_divide(values: Settings, launch: Launch) -> Breach | None:
     size, micro = values["train.global_batch_size"], values["train.micro_batch_size"]
-    dp = num_replicas(values["tp"], values["pp"], values["dp"], launch)
+    dp = num_replicas(replica_size(values), values["dp"], launch)
     batch = values.typed("train.global_batch_size")
     if size % (dp * micro):
         typed = values.changed({"dp": dp}).typed("dp", "train.micro_batch_size")
@@ -249,7 +291,7 @@ def _batches_divide(values: Settings, launch: Launch) -> Breach | None:
     return None
 
 
-_RANKS = ("tp", "pp", "dp")
+_RANKS = ("tp", "cp", "pp", "dp")
 _SEQUENCE = ("data.seq_length", "model.max_positions")
 SPLIT_RULES = (
     LayoutRule(("tp", "model.num_heads"), ("tp",), _tp_divides_heads),
@@ -260,17 +302,21 @@ SPLIT_RULES = (
 """Conditions of a model's shape."""
 RANK_RULES = (
     LayoutRule(("pp", "vp"), ("vp", "pp"), _chunks_interleave),
-    LayoutRule(("tp", "pp"), ("tp", "pp"), _replicas_fill_world),
+    LayoutRule(("tp", "cp", "pp"), ("tp", "cp", "pp"), _replicas_fill_world),
     LayoutRule(_RANKS, ("dp",), _dp_fills_world),
-    LayoutRule(_RANKS, ("dp", "tp", "pp"), _host_has_ranks, only_here=True),
+    LayoutRule(_RANKS, ("dp", "cp", "tp", "pp"), _host_has_ranks, only_here=True),
 )
 """Conditions of the ranks, for commands that read the model's shape from a checkpoint later."""
+WHOLE_SEQUENCE = LayoutRule(("cp",), ("cp",), _sequences_are_whole)
+"""Condition of commands other than pretraining."""
+READER_RULES = (*RANK_RULES, WHOLE_SEQUENCE)
+"""Conditions of commands that compute with a trained model."""
 SCHEDULE_RULES = (
     LayoutRule(("vp", "pipeline"), ("pipeline", "vp"), _schedule_interleaves),
     LayoutRule(("pp", "zero"), ("zero",), _weights_stay_gathered),
 )
 """Conditions of a training step."""
-FINETUNE_LAYOUT_RULES = (*RANK_RULES, *SCHEDULE_RULES)
+FINETUNE_LAYOUT_RULES = (*READER_RULES, *SCHEDULE_RULES)
 TRAIN_RULES = (
     LayoutRule(("model.num_heads", "model.hidden_size"), ("model.num_heads",), _heads_divide_hidden),
     *SPLIT_RULES,
@@ -278,7 +324,12 @@ TRAIN_RULES = (
     *SCHEDULE_RULES,
     LayoutRule(_SEQUENCE, ("data.seq_length",), _sequence_fits),
     LayoutRule(
-        (*_SEQUENCE, "tp", "sequence_parallel"),
+        (*_SEQUENCE, "cp", "tp", "sequence_parallel"),
+        ("data.seq_length", "cp"),
+        _cp_divides_sequence,
+    ),
+    LayoutRule(
+        (*_SEQUENCE, "cp", "tp", "sequence_parallel"),
         ("data.seq_length", "sequence_parallel"),
         _tp_divides_sequence,
     ),

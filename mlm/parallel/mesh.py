@@ -1,7 +1,8 @@
 """Ranks and groups: this process's coordinates on the parallel axes.
 
 Rank order follows arXiv:2104.04473, section 3: tensor-parallel ranks are neighbours (they talk most, so
-they share a node), then data-parallel, then pipeline stages. rank = (stage * d + data) * t + tensor.
+they share a node), then context-parallel, data-parallel, and pipeline stages:
+rank = ((stage * d + data) * c + context) * t + tensor.
 """
 
 from dataclasses import dataclass, field
@@ -44,6 +45,10 @@ class ParallelContext:
     tp: Axis = Axis("tp")
     pp: Axis = Axis("pp")
     dp: Axis = Axis("dp")
+    cp: Axis = Axis("cp")
+    """Ranks that hold parts of the same sequences (mlm/parallel/zigzag.py)."""
+    dp_cp: Axis | None = None
+    """dp and cp as one axis; None where cp has one rank."""
     tied: Axis = Axis("tied")
     """The first and the last pipeline rank, which both hold the token table; one rank elsewhere."""
     rank: int = 0
@@ -57,6 +62,11 @@ class ParallelContext:
     """Shared by the axes."""
 
     @property
+    def replicas(self) -> Axis:
+        """Ranks that hold the same part of the model: gradients are summed and state is sharded over them."""
+        return self.dp if self.dp_cp is None else self.dp_cp
+
+    @property
     def is_main(self) -> bool:
         """True if this rank speaks for the job."""
         return self.rank == 0
@@ -68,17 +78,19 @@ def coordinates(rank: int, *, tp: int, pp: int, dp: int) -> tuple[int, int, int]
     return rank % tp, rank // (tp * dp), rank // tp % dp
 
 
-def shape_context(rank: int = 0, *, tp: int = 1, pp: int = 1, dp: int = 1) -> ParallelContext:
+def shape_context(rank: int = 0, *, tp: int = 1, pp: int = 1, dp: int = 1, cp: int = 1) -> ParallelContext:
     """The context of any rank of any layout without process groups: shapes right, no communication."""
-    t, p, d = coordinates(rank, tp=tp, pp=pp, dp=dp)
+    t, p, replica = coordinates(rank, tp=tp, pp=pp, dp=dp * cp)
     tied = Axis("tied", int(p > 0), 2) if pp > 1 and p in (0, pp - 1) else Axis("tied")
     return ParallelContext(
         tp=Axis("tp", t, tp),
         pp=Axis("pp", p, pp),
-        dp=Axis("dp", d, dp),
+        dp=Axis("dp", replica // cp, dp),
+        cp=Axis("cp", replica % cp, cp),
+        dp_cp=Axis("dp_cp", replica, dp * cp) if cp > 1 else None,
         tied=tied,
         rank=rank,
-        world_size=tp * pp * dp,
+        world_size=tp * pp * dp * cp,
     )
 
 
@@ -89,6 +101,7 @@ def build_mesh(
     dp: int,
     device: torch.device,
     timeout_s: float,
+    cp: int = 1,
     watch: Watch | None = None,
     host_backend: str = "gloo",
 ) -> ParallelContext:
@@ -96,14 +109,18 @@ def build_mesh(
 
     `watch` is the one that a watchdog looks at, if there is one. `host_backend` is the backend of
     `host_group`; "fake" lets one process be any rank of any layout.
-    Raises AssertionError if tp * pp * dp is not the world size: configuration is checked before launch.
+    Raises AssertionError if tp * cp * pp * dp is not the world size: configuration is checked before launch.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    assert tp * pp * dp == world_size, f"tp={tp} * pp={pp} * dp={dp} is not world_size={world_size}"
+    sizes = f"tp={tp} * cp={cp} * pp={pp} * dp={dp}"
+    assert tp * cp * pp * dp == world_size, f"{sizes} is not world_size={world_size}"
     watch = watch or Watch(rank, timeout_s)
-    ranks = torch.arange(world_size).view(pp, dp, tp)
-    lines = {"tp": ranks.reshape(-1, tp), "pp": ranks.permute(1, 2, 0).reshape(-1, pp)}
-    lines["dp"] = ranks.permute(0, 2, 1).reshape(-1, dp)
+    ranks = torch.arange(world_size).view(pp, dp, cp, tp)
+    lines = {"tp": ranks.reshape(-1, tp), "pp": ranks.permute(1, 2, 3, 0).reshape(-1, pp)}
+    lines["dp"] = ranks.permute(0, 2, 3, 1).reshape(-1, dp)
+    if cp > 1:
+        lines["cp"] = ranks.permute(0, 1, 3, 2).reshape(-1, cp)
+        lines["dp_cp"] = ranks.flatten(1, 2).permute(0, 2, 1).reshape(-1, dp * cp)
     lines["tied"] = lines["pp"][:, [0, -1]] if pp > 1 else lines["pp"]
     axes = {
         name: _make_axis(name, line.tolist(), rank, timeout_s, watch, device) for name, line in lines.items()
@@ -114,6 +131,8 @@ def build_mesh(
         tp=axes["tp"],
         pp=axes["pp"],
         dp=axes["dp"],
+        cp=axes.get("cp", Axis("cp")),
+        dp_cp=axes.get("dp_cp"),
         tied=axes["tied"],
         rank=rank,
         world_size=world_size,

@@ -11,7 +11,14 @@ from typing import Any
 
 from mlm.config.suggest import around, divisors, multiples_around
 from mlm.errors import Problem, TooManyRanks, spelled
-from mlm.parallel.layout_checks import Launch, LayoutRule, Settings, batch_quantum
+from mlm.parallel.layout_checks import (
+    Launch,
+    LayoutRule,
+    Settings,
+    batch_quantum,
+    replica_size,
+    sequence_quantum,
+)
 
 Change = dict[str, Any]
 """Keys to set, with their new values."""
@@ -19,7 +26,7 @@ Change = dict[str, Any]
 MOST_ALTERNATIVES = 2  # that a problem names
 HEADS, LAYERS = "model.num_heads", "model.num_layers"
 FALLBACKS = {"pipeline": "1f1b", "zero": 2, "sequence_parallel": False}  # valid with every layout
-MOVABLE = (HEADS, "tp", "pp", "vp", "dp", *FALLBACKS, "data.seq_length", "train.global_batch_size")
+MOVABLE = (HEADS, "tp", "cp", "pp", "vp", "dp", *FALLBACKS, "data.seq_length", "train.global_batch_size")
 
 
 def layout_problems(
@@ -82,7 +89,7 @@ class Layout:
         if all(found) and all(self._keeps(self.rules, change) for change in together):
             return found, True
         nearest = self._nearest(self._movable(), {}, math.inf)
-        assert nearest is not None  # tp=1 pp=1 vp=1 is always valid
+        assert nearest is not None  # tp=1 cp=1 pp=1 vp=1 is always valid
         shares = [{key: nearest[key] for key in rule.reads if key in nearest} for rule in broken]
         shares[0] |= {key: value for key, value in nearest.items() if key not in _merged(shares)}
         return [[share] for share in shares], len(broken) == 1
@@ -129,6 +136,8 @@ class Layout:
                 return divisors(values["model.hidden_size"])
             case "tp":
                 return divisors(values[HEADS]) if HEADS in self.read else self._ranks()
+            case "cp":
+                return divisors(values["cp"])
             case "pp":
                 most = min(values[LAYERS], self.launch.most_ranks) if LAYERS in self.read else 0
                 return range(1, most + 1) if most else self._ranks()
@@ -137,7 +146,7 @@ class Layout:
             case "dp":
                 return self._replicas(values)
             case "data.seq_length":
-                step = values["tp"] if "tp" in self.read and values["sequence_parallel"] else 1
+                step = sequence_quantum(values)
                 return around(values[key], range(step, values["model.max_positions"] + 1, step))
             case "train.global_batch_size":
                 return multiples_around(values[key], batch_quantum(values, self.launch))
@@ -151,7 +160,7 @@ class Layout:
 
     def _replicas(self, values: Settings) -> Iterable[int | None]:
         """Values for dp; null (the ranks that are left) only where a launcher sets their number."""
-        each, rest = divmod(self.launch.most_ranks, values["tp"] * values["pp"])
+        each, rest = divmod(self.launch.most_ranks, replica_size(values))
         if values["dp"] is None:
             return ()
         if self.launch.world_size is None:

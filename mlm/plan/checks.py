@@ -7,7 +7,7 @@ from mlm.config.suggest import around, divisors, either, multiples_around, neare
 from mlm.config.tree import out_of_range, values_of
 from mlm.errors import Problem
 from mlm.files.results import folder_problem, is_stream, result_problems
-from mlm.parallel.layout_checks import TRAIN_RULES, Launch
+from mlm.parallel.layout_checks import TRAIN_RULES, Breach, Launch, LayoutRule, Settings
 from mlm.parallel.nearest_layout import layout_problems
 from mlm.plan.calibrate_config import PlanCalibrateConfig
 from mlm.plan.config import PlanLayoutsConfig, PlanMemoryConfig, PlanScheduleConfig
@@ -22,6 +22,15 @@ MOST_TRIED = 128
 SEARCHED = frozenset(("tp", "pp", "vp", "dp", "pipeline", "zero", "sequence_parallel"))
 MODEL_RULES = tuple(rule for rule in TRAIN_RULES if not SEARCHED & set(rule.reads))
 """Rules that no search can keep by another layout."""
+
+
+def _context_is_not_modelled(values: Settings, _: Launch) -> Breach | None:
+    return None if values["cp"] == 1 else Breach(f"{values.typed('cp')}: plans have no context parallelism")
+
+
+UNSPLIT_CONTEXT = LayoutRule(("cp",), ("cp",), _context_is_not_modelled)
+"""Condition of plans: their formulas know no cp."""
+MEMORY_RULES = (*TRAIN_RULES, UNSPLIT_CONTEXT)
 PLAINEST = {
     **{"vp": 1, "pipeline": "1f1b", "zero": 0, "zero_reduce": "last", "sequence_parallel": False},
     **{"recompute": "none", "micro_batch": 1},
@@ -52,9 +61,9 @@ def check_plan_memory(config: PlanMemoryConfig) -> list[Problem]:
     """Problems of `mlm plan memory`."""
     outside = out_of_range(config)
     parallel = config.parallel
-    ranks = parallel.tp * parallel.pp * (parallel.dp or 1)
+    ranks = parallel.replica * (parallel.dp or 1)
     found = [_dtype_has_units(config), _out_ends_in(config.out, MEMORY_ENDINGS, "memory")]
-    found += layout_problems(values_of(config), Launch(max(ranks, 1), None), TRAIN_RULES, outside)
+    found += layout_problems(values_of(config), Launch(max(ranks, 1), None), MEMORY_RULES, outside)
     if config.rank is not None and not outside and config.rank >= ranks:
         found.append(
             Problem(("rank",), f"rank={config.rank} of {ranks} ranks", f"use rank={ranks - 1} or less")

@@ -182,6 +182,7 @@ def settings(query: Query, choice: Mapping[str, Any]) -> Settings:
     model = query.model
     return Settings(
         {
+            "cp": 1,  # plans have no context parallelism
             **choice,
             "model.num_heads": model.num_heads,
             "model.options": model.options,

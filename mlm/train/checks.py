@@ -174,6 +174,19 @@ def _graphs_replay(config: PretrainConfig, _: Launch) -> Problem | None:
     return None
 
 
+def _context_can_be_split(config: PretrainConfig, _: Launch) -> Problem | None:
+    cp, data = config.parallel.cp, config.data
+    if cp == 1:
+        return None
+    if not config.model.family.splits_sequences:
+        why = f"model.kind={config.model.kind} has no attention over sequences that ranks split"
+        return Problem(("cp", "model.kind"), f"cp={cp}: {why}", "use cp=1")
+    if data.reset_attention:
+        why = "data.reset_attention=true keeps documents apart, which attention over cp ranks does not"
+        return Problem(("cp", "data.reset_attention"), f"cp={cp}: {why}", "use cp=1")
+    return None
+
+
 def _corpus_exists(config: PretrainConfig, _: Launch) -> Problem | None:
     return present.corpus(config.data)
 
@@ -197,6 +210,7 @@ SETTINGS_RULES = (
     _attention_serves,
     _accumulation_fuses,
     _graphs_replay,
+    _context_can_be_split,
 )
 """Conditions of the settings alone."""
 PRETRAIN_RULES = (

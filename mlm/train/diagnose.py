@@ -68,7 +68,7 @@ def refuse_exhausted(trainer: Trainer, batches: list[Any], warmup: str) -> None:
 
 
 def _anywhere(bad: Tensor, trainer: Trainer) -> list[float]:
-    for axis in (trainer.ctx.tp, trainer.ctx.dp, trainer.ctx.pp):
+    for axis in (trainer.ctx.tp, trainer.ctx.replicas, trainer.ctx.pp):
         all_reduce(bad, axis)
     return bad.tolist()
 

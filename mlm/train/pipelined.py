@@ -73,6 +73,7 @@ class PipelinedModel:
                     recompute=parallel.recompute,
                     sequence_parallel=parallel.sequence_parallel,
                     stage=stage,
+                    cp=ctx.cp,
                 ).to(parameter_dtype(precision))
                 for stage in stages[ctx.pp.rank :: ctx.pp.size]
             ]
@@ -87,7 +88,7 @@ class PipelinedModel:
                 if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
                     layer.fp8 = True
         half = self.dtype in (torch.bfloat16, torch.float16)
-        casts = half and precision.cast == "step" and not (parallel.zero and ctx.dp.group is not None)
+        casts = half and precision.cast == "step" and not (parallel.zero and ctx.replicas.group is not None)
         self.casts = Casts(chain(*(chunk.modules() for chunk in self.chunks)) if casts else (), self.dtype)
         self.replays = False
         self._plans: dict[tuple[bool, int], tuple[Sequence[Instruction], float]] = {}
@@ -198,6 +199,7 @@ def evaluate(
     sums = torch.zeros(2, len(objective.parts), dtype=torch.float64, device=ctx.device)
     for batch, result in model.evaluate(batches, objective.sums):
         sums[0] += result
-        sums[1] += on_device(torch.tensor(objective.counts(batch), dtype=torch.float64), ctx.device)
-    totals, counts = all_reduce(all_reduce(sums, ctx.dp), ctx.pp).tolist()
+        if ctx.cp.rank == 0:  # counts are of whole sequences, sums of this rank's tokens
+            sums[1] += on_device(torch.tensor(objective.counts(batch), dtype=torch.float64), ctx.device)
+    totals, counts = all_reduce(all_reduce(sums, ctx.replicas), ctx.pp).tolist()
     return [total / max(1, n) for total, n in zip(totals, counts, strict=True)], [int(n) for n in counts]

@@ -137,13 +137,14 @@ def layout_row(trainer: Trainer, *, even_batches: bool = True) -> tuple[str, str
     if ctx.pp.size > 1 and even_batches:
         micro_batches = config.train.global_batch_size // (ctx.dp.size * config.train.micro_batch_size)
         schedule += f", bubble {trainer.model.bubble(micro_batches):.1%}"
-    sizes = f"tp={ctx.tp.size} × pp={ctx.pp.size} × dp={ctx.dp.size}"
+    over_context = f"cp={ctx.cp.size} × " if ctx.cp.size > 1 else ""
+    sizes = f"tp={ctx.tp.size} × {over_context}pp={ctx.pp.size} × dp={ctx.dp.size}"
     ranks = f"{ctx.world_size} {ctx.device.type} rank{'s' * (ctx.world_size > 1)}"
     options = [
         f"vp={p.vp}" if p.vp > 1 else "",
         "sequence parallel" if p.sequence_parallel and ctx.tp.size > 1 else "",
-        f"zero={p.zero}" if p.zero and ctx.dp.size > 1 else "",
-        "reduced every micro-batch" if p.zero and ctx.dp.size > 1 and p.zero_reduce == "every" else "",
+        f"zero={p.zero}" if p.zero and ctx.replicas.size > 1 else "",
+        "reduced every micro-batch" if p.zero and ctx.replicas.size > 1 and p.zero_reduce == "every" else "",
         f"recompute={p.recompute}" if p.recompute != "none" else "",
         schedule if ctx.pp.size > 1 else "",
     ]

@@ -118,8 +118,8 @@ def save(trainer: Trainer, out: Path) -> Path:
 
 
 def is_stored(shard: ParameterShard, ctx: ParallelContext) -> bool:
-    """True if this rank writes this part. Of equal data-parallel replicas the first one writes."""
-    return shard.is_owner and (shard.dp_slice is not None or ctx.dp.rank == 0)
+    """True if this rank writes this part. Of equal replicas the first one writes."""
+    return shard.is_owner and (shard.dp_slice is not None or ctx.replicas.rank == 0)
 
 
 def parameter_name(key: str) -> str:

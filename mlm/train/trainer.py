@@ -21,12 +21,13 @@ from mlm.parallel.collectives import all_reduce, start_all_reduce
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.gradients import Reducer, sum_replicated_gradients, sum_tied_gradients
 from mlm.parallel.init import init_parameters
-from mlm.parallel.mesh import ParallelContext
+from mlm.parallel.mesh import CPU, ParallelContext
 from mlm.parallel.pipeline.engine import Hooks, Phase, unnamed
 from mlm.parallel.reducers import build_reducer
-from mlm.parallel.sharding import ParameterShard, parameter_shards
+from mlm.parallel.sharding import ParameterShard, parameter_shards, shard_of
 from mlm.parallel.totals import Totals
 from mlm.parallel.transfer import on_device
+from mlm.parallel.zigzag import own_places
 from mlm.train.config import PretrainConfig
 from mlm.train.documents import with_eod
 from mlm.train.identity import Past
@@ -97,7 +98,7 @@ class Trainer(Generic[B]):
         self.reducers: Sequence[Reducer] = [
             build_reducer(
                 chunk,
-                ctx.dp,
+                ctx.replicas,
                 zero=config.parallel.zero,
                 compute_dtype=self.model.dtype,
                 units=chunk.layers.values(),
@@ -205,13 +206,19 @@ class Trainer(Generic[B]):
         model = self.config.model
         if model.hidden_dropout == 0 and model.attention_dropout == 0:
             return None
+        sequence_parallel, ctx = self.config.parallel.sequence_parallel, self.ctx
+        places = None
+        if ctx.cp.size > 1:
+            places = own_places(batch.tokens.shape[1], ctx.cp, CPU)
+            places = shard_of(places, ctx.tp, 0) if sequence_parallel else places
         return DropoutStream.of_micro_batch(
             self.config.seed,
             batch.first_sample,
             len(batch.tokens),
             self.ctx.device,
             split_parts=self.split_parts,
-            sequence_rank=self.ctx.tp.rank if self.config.parallel.sequence_parallel else 0,
+            sequence_rank=ctx.tp.rank if sequence_parallel else 0,
+            places=places,
         )
 
     def global_counts(self, batches: Iterable[B]) -> Tensor:
@@ -225,9 +232,11 @@ class Trainer(Generic[B]):
     def mean_parts(self, outcome: StepOutcome) -> list[float]:
         """Each part of the objective, mean over the global batch.
 
-        Collective over dp and pp; waits for the device.
+        Collective over dp, cp and pp; waits for the device.
         """
-        parts: list[float] = all_reduce(all_reduce(outcome.parts.clone(), self.ctx.dp), self.ctx.pp).tolist()
+        parts: list[float] = all_reduce(
+            all_reduce(outcome.parts.clone(), self.ctx.replicas), self.ctx.pp
+        ).tolist()
         return parts
 
     def mean_loss(self, outcome: StepOutcome) -> float:

@@ -35,6 +35,7 @@ class Layout:
 
     tp: int = 1
     sequence_parallel: bool = False
+    cp: int = 1
     pp: int = 1
     layers: int = 4
     vp: int = 1
@@ -46,13 +47,15 @@ class Layout:
     precision: str = "fp64"
     dropout: float = 0.0
     documents: bool = False
-    """Positions and attention restart after a token, and the next one is not scored."""
+    """Positions and attention (not over cp ranks) restart after a token, and the next one is not scored."""
     micro_batches: int = 2
     """Of each replica, in a step."""
     bert: str | None = None
     """A BERT with its norms there; None is a GPT-2."""
     llama: str | None = None
     """A Llama of LLAMAS; None is a GPT-2."""
+    seq: int = SEQ
+    """Tokens of a sequence."""
 
     def __str__(self) -> str:
         changed = {k: v for k, v in vars(self).items() if v != type(self).__dataclass_fields__[k].default}
@@ -61,7 +64,7 @@ class Layout:
     @property
     def sizes(self) -> dict[str, int]:
         """For run_on_ranks."""
-        return {"tp": self.tp, "pp": self.pp, "dp": self.dp}
+        return {"tp": self.tp, "pp": self.pp, "dp": self.dp, "cp": self.cp}
 
     @property
     def axes(self) -> dict[str, Any]:
@@ -88,7 +91,7 @@ class Layout:
                 num_layers=self.layers,
                 hidden_size=16,
                 num_heads=4,
-                max_positions=SEQ + 4,
+                max_positions=self.seq + 4,
                 vocab_size=VOCAB_OF_DOCUMENTS if self.documents else VOCAB,
                 vocab_multiple=8,
                 hidden_dropout=self.dropout,
@@ -96,6 +99,7 @@ class Layout:
             ),
             parallel=ParallelConfig(
                 tp=self.tp,
+                cp=self.cp,
                 pp=self.pp,
                 vp=self.vp,
                 dp=self.dp,
@@ -110,9 +114,9 @@ class Layout:
             precision=PrecisionConfig(dtype=self.precision, initial_loss_scale=2.0**12),  # type: ignore[arg-type]
             data=DataConfig(
                 kind="synthetic",
-                seq_length=SEQ,
+                seq_length=self.seq,
                 reset_positions=self.documents,
-                reset_attention=self.documents,
+                reset_attention=self.documents and self.cp == 1,
                 mask_eod_loss=self.documents,
                 eod_id=EOD if self.documents else None,
             ),
@@ -125,6 +129,7 @@ class Layout:
 AXES: dict[str, tuple[Any, ...]] = {
     "tp": (1, 2, 4),
     "sequence_parallel": (False, True),
+    "cp": (1, 2),
     "pp": (1, 2, 4),
     "uneven": (False, True),
     "vp": (1, 2),
@@ -145,11 +150,11 @@ def is_compatible(axes: dict[str, Any]) -> bool:
     """True if the values are compatible and each has an effect, on two to eight ranks."""
     a = axes
     return (
-        2 <= a["tp"] * a["pp"] * a["dp"] <= 8
+        2 <= a["tp"] * a["cp"] * a["pp"] * a["dp"] <= 8
         and (a["tp"] > 1 or not a["sequence_parallel"])
         and (a["pp"] > 1 or (a["vp"] == 1 and a["pipeline"] == "1f1b" and not a["uneven"]))
         and (a["vp"] == 1 or (a["pipeline"] != "zb_h1" and not a["uneven"]))
-        and (a["dp"] > 1 or a["zero"] == 0)
+        and (a["dp"] * a["cp"] > 1 or a["zero"] == 0)
         and (a["pp"] == 1 or a["zero"] < 3)
     )
 
@@ -216,6 +221,13 @@ LAYOUTS = (
     Layout(pp=2, recompute="selective", pipeline="gpipe", dropout=0.1, documents=True),
     Layout(tp=4, pp=2, pipeline="zb_h1", micro_batches=1),
     Layout(pp=2, vp=2, pipeline="gpipe", micro_batches=3),
+    # sequences split over ranks
+    Layout(tp=2, sequence_parallel=True, cp=2, dp=2, zero=3, recompute="full", dropout=0.1, micro_batches=1),
+    Layout(cp=2, pp=4, layers=5, zero=2, pipeline="gpipe", documents=True, micro_batches=3),
+    Layout(cp=2, pp=2, vp=2, dp=2, zero=2, recompute="selective", dropout=0.1),
+    Layout(tp=4, cp=2, zero=3, micro_batches=1),
+    Layout(tp=2, cp=2, pp=2, pipeline="zb_h1", documents=True, dropout=0.1, micro_batches=3),
+    Layout(cp=4, zero=2),
     # narrower formats: what is above covers every pair of the other axes already
     Layout(pp=2, layers=5, recompute="selective", precision="bf16", micro_batches=3),
     Layout(
@@ -245,6 +257,7 @@ LAYOUTS = (
     Layout(pp=2, vp=2, recompute="selective", precision="bf16", dropout=0.1, documents=True),
     Layout(dp=2, zero=3, recompute="selective", precision="fp32", dropout=0.1, micro_batches=3),
     Layout(tp=4, precision="bf16", micro_batches=1),
+    Layout(cp=2, pp=2, zero=2, recompute="full", precision="bf16", dropout=0.1, micro_batches=3),
     Layout(tp=2, pp=2, dp=2, precision="fp16"),
     # gradients reduced in every micro-batch
     Layout(dp=4, zero=2, zero_reduce="every", dropout=0.1, micro_batches=3),
@@ -274,7 +287,20 @@ LLAMA_LAYOUTS = (
         for name, numbers in {"llama": (2, 10, 13), "qwen": (1, 4, 6, 18)}.items()
         for n in numbers
     ),
+    Layout(tp=4, sequence_parallel=True, cp=2, zero=2, micro_batches=1, llama="llama"),
+    Layout(cp=4, dropout=0.1, recompute="full", micro_batches=1, llama="qwen"),
+    Layout(cp=2, pp=2, layers=5, pipeline="zb_h1", documents=True, micro_batches=3, llama="qwen"),
     Layout(tp=4, precision="bf16", micro_batches=1, llama="llama"),
     Layout(tp=2, sequence_parallel=True, precision="fp32", dropout=0.1, llama="qwen"),
 )
 """Fewer heads of keys and values than tp ranks, each split and schedule; GPT-2 has every pair."""
+
+_LONG = {"seq": 1024, "layers": 2, "micro_batches": 1}
+LONG_LAYOUTS = (
+    Layout(cp=2, **_LONG),
+    Layout(cp=4, llama="llama", **_LONG),
+    Layout(tp=2, cp=2, llama="llama", **_LONG),
+    Layout(cp=2, pp=2, **_LONG),
+    Layout(cp=2, dp=2, zero=3, llama="llama", **_LONG),
+)
+"""Sequences of as many tokens as a machine with two cores compares in seconds."""

@@ -18,6 +18,7 @@ from tests.check.parity_layouts import (
     BERT_LAYOUTS,
     LAYOUTS,
     LLAMA_LAYOUTS,
+    LONG_LAYOUTS,
     Layout,
     compatible_pairs,
     is_compatible,
@@ -33,6 +34,15 @@ def test_layout_equals_one_process(layout: Layout) -> None:
     for verdict, report in run_on_ranks(verdict_of, layout, **layout.sizes):
         assert verdict.equal, f"{verdict.sentence}; {verdict.hint}"
         assert len(report.steps) == 2
+
+
+@pytest.mark.parametrize("layout", LONG_LAYOUTS, ids=str)
+def test_long_sequences_over_ranks_equal_one_process(layout: Layout) -> None:
+    """The loss and every gradient of a step in float64, to 1e-10 of the largest."""
+    verdict, report = run_on_ranks(verdict_of, layout, steps=1, **layout.sizes)[0]
+    assert verdict.equal, f"{verdict.sentence}; {verdict.hint}"
+    assert report.steps[0].loss.difference < 1e-10
+    assert max(gradient.difference / gradient.largest for gradient in report.steps[0].gradients) < 1e-10
 
 
 def test_every_two_compatible_features_meet_in_a_layout() -> None:
@@ -51,7 +61,7 @@ def test_the_matrix_has_layouts_of_all_kinds() -> None:
     assert len(LAYOUTS) >= 24
     assert all(is_compatible(layout.axes) for layout in LAYOUTS)
     assert any(layout.micro_batches < layout.pp for layout in LAYOUTS)
-    assert max(layout.tp * layout.pp * layout.dp for layout in LAYOUTS) == 8
+    assert max(math.prod(layout.sizes.values()) for layout in LAYOUTS) == 8
 
 
 @pytest.mark.parametrize(

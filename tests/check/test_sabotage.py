@@ -118,6 +118,28 @@ def positions_of_own_rows(model: Llama, x: Tensor, positions: Tensor | None) -> 
     return TRUE_ROTARY(model, x, positions)
 
 
+def positions_of_own_tokens(model: Llama, x: Tensor, positions: Tensor | None) -> Rotary:
+    """Rotary positions that begin again at each cp rank's tokens."""
+    if model.cp.size > 1:
+        positions = torch.arange(x.shape[0])[None]
+    return TRUE_ROTARY(model, x, positions)
+
+
+def rows_of_own_tokens(length: int, cp: Axis, device: torch.device) -> Tensor:
+    """Places in the sequence that begin again at each cp rank's tokens."""
+    return torch.arange(length // cp.size, device=device)
+
+
+def first_part(x: Tensor, axis: Axis) -> Tensor:
+    """Instead of the sum of a reduce-scatter, this rank's part of its own."""
+    return x.chunk(axis.size)[axis.rank]
+
+
+def sum_of_own_tokens(y: Tensor, log_sum: Tensor, other: Tensor, other_sum: Tensor) -> None:
+    """The results of other ranks' keys added as if their scores had the same sum."""
+    y.add_(other).mul_(0.5)
+
+
 def positions_twice_as_far(model: Llama, x: Tensor, positions: Tensor | None) -> Rotary:
     """Rotary positions that a later pipeline stage counts in another unit."""
     if not model.stage.is_first:
@@ -138,7 +160,7 @@ class Sabotage:
 
 
 TP, SP = Layout(tp=2), Layout(tp=2, sequence_parallel=True)
-PP, DP = Layout(pp=2), Layout(dp=2)
+PP, DP, CP = Layout(pp=2), Layout(dp=2), Layout(cp=2)
 GROUPED = Layout(tp=4, llama="llama")
 CASES = {
     "f without its all-reduce": Sabotage(
@@ -253,6 +275,36 @@ CASES = {
         Layout(tp=2, sequence_parallel=True, llama="llama"),
         "loss of step 1",
         "rotary positions",
+    ),
+    "rotary positions of each cp rank's own tokens": Sabotage(
+        "mlm.models.llama.model.Llama.rotary",
+        positions_of_own_tokens,
+        Layout(cp=2, llama="llama"),
+        "loss of step 1",
+        "rotary positions",
+    ),
+    "learned positions of each cp rank's own tokens": Sabotage(
+        "mlm.models.backbone.own_places", rows_of_own_tokens, CP, "loss of step 1", "positions (learned"
+    ),
+    "dropout masks of each cp rank's own tokens": Sabotage(
+        "mlm.train.trainer.own_places",
+        rows_of_own_tokens,
+        Layout(cp=2, dropout=0.1),
+        "loss of step 1",
+        "dropout masks",
+    ),
+    "keys of other cp ranks merged without their sums": Sabotage(
+        "mlm.parallel.context_attention._merge", sum_of_own_tokens, CP, "loss of step 1", "forward pass"
+    ),
+    "gradients of keys and values not summed over cp": Sabotage(
+        "mlm.parallel.context_attention.reduce_scatter",
+        first_part,
+        CP,
+        "gradient of layers.3.attention.qkv.bias",
+        "keys and values (its sum over cp)",
+    ),
+    "gradients not summed over cp": Sabotage(
+        "mlm.parallel.gradients.start_all_reduce", not_summed, CP, "gradient of final_norm.bias", "or cp"
     ),
     "other rotary positions in a later stage": Sabotage(
         "mlm.models.llama.model.Llama.rotary",

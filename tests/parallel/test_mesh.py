@@ -45,3 +45,18 @@ def members(ctx: ParallelContext) -> tuple[list[int], list[int]]:
 
     mine = torch.tensor([ctx.rank])
     return all_gather(mine, ctx.tp).flatten().tolist(), all_gather(mine, ctx.dp).flatten().tolist()
+
+
+def test_context_ranks_lie_between_tensor_and_data_ranks() -> None:
+    """rank = ((stage * d + data) * c + context) * t + tensor; replicas of weights are all of dp and cp."""
+    found = run_on_ranks(members_of_context, tp=2, cp=2, dp=2)
+    assert found[0] == ([0, 1], [0, 2], [0, 4], [0, 2, 4, 6])
+    assert found[7] == ([6, 7], [5, 7], [3, 7], [1, 3, 5, 7])
+    ctx = shape_context(7, tp=2, cp=2, dp=2)
+    assert [(axis.rank, axis.size) for axis in (ctx.cp, ctx.dp, ctx.replicas)] == [(1, 2), (1, 2), (3, 4)]
+
+
+def members_of_context(ctx: ParallelContext) -> tuple[list[int], ...]:
+    axes = (ctx.tp, ctx.cp, ctx.dp, ctx.replicas)
+    assert [axis.ranks[axis.rank] for axis in axes] == [ctx.rank] * 4
+    return tuple(list(axis.ranks) for axis in axes)

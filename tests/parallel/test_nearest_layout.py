@@ -15,6 +15,7 @@ SIZE = st.integers(1, 12)
 LAYOUTS = st.fixed_dictionaries(
     {
         "tp": SIZE,
+        "cp": st.sampled_from([1, 1, 2, 3, 4]),
         "pp": SIZE,
         "vp": st.integers(1, 4),
         "dp": st.none() | SIZE,

@@ -25,6 +25,7 @@ LAYOUTS = [
     ParallelConfig(pp=2, vp=2, dp=2),
     ParallelConfig(pp=3, pipeline="zb_h1"),
     ParallelConfig(dp=2, zero=3),
+    ParallelConfig(cp=2, tp=2, sequence_parallel=True, zero=2),
     ParallelConfig(pp=2, dp=2, zero=2),
 ]
 
@@ -35,7 +36,7 @@ def spec_of(parallel: ParallelConfig, *, dropout: float = 0.0, dtype: str = "fp6
 
 
 def sizes(parallel: ParallelConfig) -> dict[str, int]:
-    return {"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp or 1}
+    return {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp, "dp": parallel.dp or 1}
 
 
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)

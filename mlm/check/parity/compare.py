@@ -246,7 +246,7 @@ class Comparison:
         ctx, names = self.layout.ctx, list(self.whole)
         found = torch.zeros(2, len(names))  # copied, torn
         axes: list[tuple[Axis, Callable[[ParameterShard], int]]] = [
-            (ctx.dp, lambda shard: ctx.dp.size if shard.dp_slice is None else 1),
+            (ctx.replicas, lambda shard: ctx.replicas.size if shard.dp_slice is None else 1),
             (ctx.tp, lambda shard: ctx.tp.size if shard.tp_dim is None else shard.replicas),
             (ctx.tied, lambda shard: ctx.tied.size if is_tied_table(shard, self.layout.config) else 1),
         ]

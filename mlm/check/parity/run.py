@@ -100,7 +100,7 @@ def _share_of_layout(config: ParityConfig) -> float:
     if device_kind(config.dist) == "cuda":
         return 1 / (parallel.tp * parallel.pp)
     place = read_place(os.environ)
-    ranks = parallel.tp * parallel.pp * (parallel.dp or 1) if place is None else place.local_world_size
+    ranks = parallel.replica * (parallel.dp or 1) if place is None else place.local_world_size
     return ranks / (parallel.tp * parallel.pp)
 
 
@@ -161,7 +161,8 @@ def _finite(value: Any) -> Any:
 
 def describe_layout(parallel: ParallelConfig, ctx: ParallelContext) -> str:
     """`tp=2 pp=2 dp=2 sequence_parallel=true`: sizes, and what else is not as on one process."""
-    sizes = f"tp={ctx.tp.size} pp={ctx.pp.size} dp={ctx.dp.size}"
+    over_context = f"cp={ctx.cp.size} " if ctx.cp.size > 1 else ""
+    sizes = f"tp={ctx.tp.size} {over_context}pp={ctx.pp.size} dp={ctx.dp.size}"
     plain = ParallelConfig()
     others = {
         key: getattr(parallel, key)

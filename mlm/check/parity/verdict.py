@@ -167,7 +167,8 @@ def _hint_of_loss(step: StepReport, tolerance: Tolerance) -> str:
         )
     return (
         "the forward pass differs: suspect how weights are split (the order of the qkv rows), a sum over tp, "
-        "rotary positions, dropout masks, or which samples each replica reads"
+        "positions (learned or rotary positions, of tp and cp ranks too), dropout masks, or which samples "
+        "each replica reads"
     )
 
 
@@ -176,7 +177,7 @@ def _hint_of_gradients(wrong: Sequence[Difference], gradients: Sequence[Differen
     if factor is not None and len(wrong) == len(gradients):
         return (
             f"all gradients are {factor:.6g} times those of one process: suspect what the loss is divided "
-            "by, or a sum over dp that is missing or made twice"
+            "by, or a sum over dp or cp that is missing or made twice"
         )
     if [gradient.name for gradient in wrong] == [gradients[0].name]:
         return (
@@ -198,11 +199,12 @@ def _hint_of_gradients(wrong: Sequence[Difference], gradients: Sequence[Differen
     if last == len(gradients) - 1:
         return (
             "everything is wrong: suspect where the backward pass begins, the loss and the head, or a sum "
-            "over dp that is missing"
+            "over dp or cp that is missing"
         )
     return (
         f"{gradients[last + 1].name} is right and all before it is wrong: suspect what is done to the "
-        "gradient of that layer's input (f, its sum over tp; its way to the stage before)"
+        "gradient of that layer's input (f, its sum over tp; its way to the stage before), or to that of "
+        "keys and values (its sum over cp)"
     )
 
 

@@ -18,6 +18,8 @@ class ResumedLayout:
 
     tp: int | None = None
     """Tensor-parallel size."""
+    cp: int | None = None
+    """Context-parallel size."""
     pp: int | None = None
     """Pipeline-parallel size."""
     vp: int | None = None

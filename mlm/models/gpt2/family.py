@@ -77,6 +77,7 @@ FAMILY: ModelFamily[GPT2, Batch] = ModelFamily(
     causal=True,
     objective=NextToken.of,
     samples=Windows(),
+    splits_sequences=True,
     num_head_parameters=num_head_parameters,
     head_products=head_products,
     protocol="consecutive windows, every token but the first scored once",

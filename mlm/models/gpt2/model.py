@@ -1,7 +1,8 @@
 """GPT-2, its layers split over the tensor-parallel ranks and assigned to pipeline stages.
 
-Shapes: S sequence, B micro-batch, H hidden, V padded vocabulary, t = tensor-parallel size. Between layers and
-stages the hidden states are [S, B, H], with sequence parallelism [S/t, B, H].
+Shapes: S sequence, B micro-batch, H hidden, V padded vocabulary, t = tensor-parallel size, c =
+context-parallel size. Between layers and stages the hidden states are [S/c, B, H], with sequence parallelism
+[S/(ct), B, H].
 """
 
 import torch
@@ -15,6 +16,7 @@ from mlm.parallel.cross_entropy import full_logits, linear_cross_entropy, token_
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.labels import IGNORE
 from mlm.parallel.layers import VocabParallelEmbedding
+from mlm.parallel.zigzag import own_tokens
 
 
 class GPT2(Transformer):
@@ -52,6 +54,8 @@ class GPT2(Transformer):
     ) -> Tensor:
         """Last stage: scale * sum of a micro-batch's token losses, 0-d. Others: hidden states for the next.
 
+        Over cp ranks the sum is of this rank's tokens.
+
         Args:
             tokens: [B, S] int64.
             labels: [B, S] int64; labels of -100 are not scored.
@@ -66,6 +70,7 @@ class GPT2(Transformer):
         h = gather_sequence(h, self.tp) if self.sequence_parallel else copy_to_tp(h, self.tp)
         if scale is None:
             scale = 1 / (labels != IGNORE).sum().clamp(min=1).to(wide(h.dtype))
+        labels = own_tokens(labels, self.cp, 1)
         return linear_cross_entropy(h.flatten(0, 1), labels.t().flatten(), self.vocabulary, scale)
 
     @torch.no_grad()
@@ -76,11 +81,15 @@ class GPT2(Transformer):
         x: Tensor | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """Last stage: each token's loss without dropout or gradients, [B, S]. Others: hidden states."""
+        """Last stage: the losses of this cp rank's tokens, [B, S/c]. Others: hidden states.
+
+        Without dropout or gradients.
+        """
         h = self.hidden_states(tokens, None, x, documents)
         if not self.stage.is_last:
             return h
         h = gather_rows(h, self.tp) if self.sequence_parallel else h
+        labels = own_tokens(labels, self.cp, 1)
         losses = token_losses(h.flatten(0, 1), labels.t().flatten(), self.vocabulary)
         return losses.view(h.shape[0], h.shape[1]).t()
 
@@ -101,6 +110,7 @@ class GPT2(Transformer):
             [2, R] float32 (float64 for float64), the same on every tp rank: see `token_scores`.
         """
         assert not self.sequence_parallel
+        assert self.cp.size == 1
         h = self.hidden_states(tokens, None, x)
         return token_scores(h.flatten(0, 1)[places], labels, self.vocabulary) if self.stage.is_last else h
 
@@ -112,6 +122,7 @@ class GPT2(Transformer):
         Others: hidden states.
         """
         assert not self.sequence_parallel
+        assert self.cp.size == 1
         h = self.hidden_states(tokens, None, x)
         if not self.stage.is_last:
             return h
@@ -129,6 +140,7 @@ class GPT2(Transformer):
         if `reading` wants none. Others: hidden states.
         """
         assert not self.sequence_parallel
+        assert self.cp.size == 1
         positions = None if reading.documents is None else reading.documents.positions
         if x is None:
             x = self.embed(tokens, None, positions)

@@ -52,13 +52,13 @@ class NextToken:
     def output(
         self, chunk: GPT2, batch: Batch, scale: Tensor, stream: DropoutStream | None, x: Tensor | None
     ) -> Tensor:
-        """Hidden states, or in the last stage scale * summed loss, [1]."""
+        """Hidden states, or in the last stage scale * the summed loss of this cp rank's tokens, [1]."""
         tokens, labels, documents = self.inputs(batch)
         y: Tensor = chunk(tokens, labels, scale[0], stream, x, documents)
         return y.unsqueeze(0) if chunk.stage.is_last else y
 
     def sums(self, chunk: GPT2, batch: Batch, x: Tensor | None) -> Tensor:
-        """Hidden states, or in the last stage the summed loss, [1] float64."""
+        """Hidden states, or in the last stage the summed loss of this cp rank's tokens, [1] float64."""
         tokens, labels, documents = self.inputs(batch)
         y = chunk.losses(tokens, labels, x, documents)
         return y.sum(dtype=torch.float64).unsqueeze(0) if chunk.stage.is_last else y

@@ -14,6 +14,7 @@ FAMILY: ModelFamily[Llama, Batch] = ModelFamily(
     packs=False,  # its heads lie otherwise, and a window would have to be one of the kernel's
     objective=NextToken.of,
     samples=Windows(),
+    splits_sequences=True,
     options=DEFAULTS,
     sizes=sizes,
     num_head_parameters=num_head_parameters,
