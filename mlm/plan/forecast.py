@@ -1,6 +1,7 @@
 """What a pretraining run needs and may reach, before it starts: one line, and a warning if it does not fit.
 
-Nothing is rejected on an estimate. A model family that the formulas do not know has no forecast.
+Nothing is rejected on an estimate. Model families and context parallelism, which the formulas do not know,
+have no forecast.
 """
 
 import ctypes
@@ -103,11 +104,11 @@ def predicted(config: PretrainConfig, ranks: int) -> Predicted | None:
 def forecast(
     config: PretrainConfig, ranks: int, machine: Machine | None, *, quick: bool = False
 ) -> Forecast | None:
-    """The forecast of a run on so many ranks; None for custom families and unknown machines.
+    """The forecast of a run on so many ranks; None for custom families, cp > 1 and unknown machines.
 
     `quick` takes the bound of a long pipeline's time, a few per cent below, and not its simulation.
     """
-    if machine is None or config.model.kind not in SHIPPED:
+    if machine is None or config.model.kind not in SHIPPED or config.parallel.cp > 1:
         return None
     parallel, train = config.parallel, config.train
     layout = Layout.of(

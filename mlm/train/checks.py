@@ -157,6 +157,7 @@ def _graphs_replay(config: PretrainConfig, _: Launch) -> Problem | None:
     allowed: dict[str, tuple[bool, str]] = {
         "compile": (config.compile is not False, "compile=true"),
         "tp": (parallel.tp == 1, "tp=1"),
+        "cp": (parallel.cp == 1, "cp=1"),
         "pp": (parallel.pp == 1, "pp=1"),
         "vp": (parallel.vp == 1, "vp=1"),
         "pipeline": (parallel.pipeline == "1f1b", "pipeline=1f1b"),

@@ -59,6 +59,8 @@ TWO_RANKS = tuple(
     for layout, precision in (
         ("tp=2", "fp64"),
         ("tp=2 sequence_parallel=true", "fp64"),
+        ("cp=2", "fp64"),
+        ("cp=2", "bf16"),
         ("pp=2", "fp64"),
         ("pp=2 vp=2 model.num_layers=4", "fp64"),
         ("pp=2 pipeline=zb_h1", "bf16"),

@@ -32,6 +32,8 @@ def problems_of(
         ["tp=4", "sequence_parallel=true"],
         ["tp=1", "sequence_parallel=true", "data.seq_length=127"],
         ["tp=4", "sequence_parallel=false", "data.seq_length=127"],
+        ["cp=64"],
+        ["cp=2", "tp=4", "pp=2", "dp=1", "zero=2", "sequence_parallel=true"],
         ["tp=2", "pp=3", "vp=2", "dp=2", "zero=2", "sequence_parallel=true", "train.global_batch_size=48"],
     ],
 )
@@ -42,6 +44,16 @@ def test_layout_that_runs_has_no_problem(overrides: list[str]) -> None:
 @pytest.mark.parametrize(
     "overrides, problem",
     [
+        (
+            ["cp=3"],
+            "cp=3 splits sequences into 6 pieces, but 6 does not divide data.seq_length=128; use "
+            "data.seq_length=126 or cp=1",
+        ),
+        (
+            ["cp=2", "tp=4", "sequence_parallel=true", "data.seq_length=12"],
+            "sequence_parallel=true splits the sequences of each cp rank, but cp=2 * tp=4 does not divide "
+            "data.seq_length=12; use data.seq_length=8 or data.seq_length=16",
+        ),
         (["pp=13"], "pp=13 stages are more than model.num_layers=12; use pp=12"),
         (
             ["pp=4", "vp=4", "train.global_batch_size=96"],
@@ -106,6 +118,12 @@ def test_schedule_is_not_adapted_to_a_batch_that_does_not_fit_it() -> None:
             8,
             "tp=2 * pp=3 = 6 does not divide the 8 ranks started; "
             "use pp=2 or pp=4, or start a multiple of 6 ranks",
+        ),
+        (
+            ["cp=2", "dp=2"],
+            8,
+            "tp=1 * cp=2 * pp=1 * dp=2 = 4 ranks, but the launcher started 8; use dp=4 or dp=null, or start "
+            "4 ranks",
         ),
         (
             ["tp=2", "dp=2"],

@@ -45,15 +45,24 @@ def same_layout(config: VerifyResumeConfig, *, local_devices: int | None) -> boo
 
 
 def _mask_problems(config: VerifyResumeConfig, local_devices: int | None) -> list[Problem]:
-    """Fused attention on a GPU draws masks of its own on each tp rank (mlm/parallel/dropout.py)."""
+    """Fused attention on a GPU draws masks of its own on each tp rank (mlm/parallel/dropout.py).
+
+    Attention over cp ranks has those of their places, at any layout.
+    """
     first, second, model = config.parallel, config.resumed_parallel(), config.model
-    if local_devices is None or not model.attention_dropout or first.tp == second.tp:
+    if local_devices is None or not model.attention_dropout:
+        return []
+    if (first.cp > 1) != (second.cp > 1):
+        key, old, new = "cp", first.cp, second.cp
+    elif first.tp != second.tp and first.cp == 1:
+        key, old, new = "tp", first.tp, second.tp
+    else:
         return []
     return [
         Problem(
-            ("model.attention_dropout", "resumed.tp", "tp"),
+            ("model.attention_dropout", f"resumed.{key}", key),
             f"model.attention_dropout={model.attention_dropout:g} on a GPU draws other masks at "
-            f"resumed.tp={second.tp} than at tp={first.tp}, so that losses differ by right",
-            f"use model.attention_dropout=0 or resumed.tp={first.tp}",
+            f"resumed.{key}={new} than at {key}={old}, so that losses differ by right",
+            f"use model.attention_dropout=0 or resumed.{key}={old}",
         )
     ]
