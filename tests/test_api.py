@@ -29,12 +29,15 @@ from tests.convert.hf_models import TEXT, add_tokenizer, make_model
 from tests.ranks import run_on_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
-LINEAR = "(in_features, out_features, *, tp, sequence_parallel=False, init_std=0.02, init_seed=0)"
-STAGE = "(config, *, tp=None, dtype=torch.float32, recompute='none', sequence_parallel=False, stage=None)"
+LINEAR = "(in_features, out_features, *, tp, sequence_parallel=False, init_std=0.02, init_seed=0, bias=True"
+STAGE = (
+    "(config, *, tp=None, dtype=torch.float32, recompute='none', sequence_parallel=False, stage=None, "
+    "cp=None)"
+)
 SURFACE = {
     "BERT": STAGE,
     "GPT2": STAGE,
-    "ColumnParallelLinear": LINEAR,
+    "ColumnParallelLinear": f"{LINEAR}, replicas=1)",
     "Model": "(trained, ctx, tokenizer=None)",
     "Model.generate": (
         "(self, prompt, *, max_new_tokens=128, min_new_tokens=0, temperature=0.8, top_k=0, top_p=1.0, "
@@ -47,7 +50,7 @@ SURFACE = {
     "ModelFamily": "model, causal, objective, samples, num_head_parameters, head_products, protocol",
     "OptimizerConfig": "",
     "ParallelContext": "",
-    "RowParallelLinear": LINEAR,
+    "RowParallelLinear": f"{LINEAR})",
     "ScheduleConfig": "",
     "VocabParallelEmbedding": (
         "(vocab_size, padded_vocab_size, hidden_size, *, tp, is_tied_copy=False, sequence_parallel=False, "
