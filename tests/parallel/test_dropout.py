@@ -71,7 +71,8 @@ def test_chunks_and_single_hashes_give_the_same_bits(
     rows, keys = torch.arange(7, dtype=torch.int32)[:, None], sample_keys(3, 0, 2)[None]
     found = kept(rows, keys, width, 0.3, 9)
     assert found.shape == (7, 2, width)
-    assert torch.equal(found, dropout._kept_singly(rows, keys, width, 0.3, 5))
+    columns = torch.arange(width, dtype=torch.int32)
+    assert torch.equal(found, dropout._kept_singly(rows, keys, columns, 0.3, 5))
 
 
 def test_the_hash_is_murmur_s_on_unsigned_numbers() -> None:
