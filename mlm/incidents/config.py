@@ -19,6 +19,8 @@ class ReplayConfig:
     """Folder of an incident: out/incidents/step-…"""
     tp: int | None = None
     """Tensor-parallel size; null as in the run, and so are the next ones."""
+    cp: int | None = None
+    """Context-parallel size."""
     pp: int | None = None
     """Pipeline-parallel size."""
     vp: int | None = None
@@ -37,7 +39,7 @@ class ReplayConfig:
 
     def layout(self) -> dict[str, Any]:
         """Return the settings of the layout that were chosen."""
-        names = ("tp", "pp", "vp", "dp", "zero", "sequence_parallel")
+        names = ("tp", "cp", "pp", "vp", "dp", "zero", "sequence_parallel")
         return {key: value for key, value in asdict(self).items() if key in names and value is not None}
 
 

@@ -34,7 +34,7 @@ def shared_numbers(trainer: Trainer, parts: Tensor, norm: Tensor) -> Numbers:
     if ctx.device.type == "cpu":  # the group of all ranks is gloo: one message
         all_reduce(mine, ctx.world)
     else:
-        for axis in (ctx.tp, ctx.dp, ctx.pp):
+        for axis in (ctx.tp, ctx.replicas, ctx.pp):
             all_reduce(mine, axis)
     values = mine.tolist()
     scale = float(scaler.scale.item()) if scaler.dynamic and not math.isfinite(values[1]) else 1.0

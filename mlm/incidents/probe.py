@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from mlm.incidents.recent import deviations
+from mlm.parallel.mesh import CPU
+from mlm.parallel.zigzag import own_places
 from mlm.train.kernels import compiles
 from mlm.train.trainer import Trainer
 
@@ -170,9 +172,10 @@ class Probe:
             row.micro_batch = batch.first_sample
             if by_sample:
                 where = (~finite).any(2).nonzero()[0].tolist()  # [position, sample in the micro-batch]
-                rows, length = x.shape[0], batch.tokens.shape[1]
-                first = self.trainer.ctx.tp.rank * rows if rows < length else 0
-                row.position, row.sample = first + where[0], batch.first_sample + where[1]
+                ctx, rows, length = self.trainer.ctx, x.shape[0], batch.tokens.shape[1]
+                first = ctx.tp.rank * rows if rows < length // ctx.cp.size else 0
+                row.position = int(own_places(length, ctx.cp, CPU)[first + where[0]])
+                row.sample = batch.first_sample + where[1]
         row.bad += bad
 
     def ordered(self) -> list[Row]:

@@ -52,7 +52,7 @@ def versions() -> dict[str, str]:
 def write_rank(folder: Path, ctx: ParallelContext, probe: Probe) -> None:
     """Write the statistics of this rank. Raises OSError."""
     rows = sorted(probe.ordered(), key=lambda row: not row.bad)[:MAX_ROWS]
-    place = {"tp": ctx.tp.rank, "pp": ctx.pp.rank, "dp": ctx.dp.rank}
+    place = {axis.name: axis.rank for axis in (ctx.tp, ctx.cp, ctx.pp, ctx.dp)}
     content = {"rank": ctx.rank, **place, "host": socket.gethostname()}
     tensors = [row.encode() for row in sorted(rows, key=lambda row: row.order)]
     write_atomic(folder / f"rank-{ctx.rank:05d}.json", as_json(_finite({**content, "tensors": tensors})))
@@ -60,7 +60,7 @@ def write_rank(folder: Path, ctx: ParallelContext, probe: Probe) -> None:
 
 def write_samples(folder: Path, ctx: ParallelContext, batches: Sequence[Any]) -> None:
     """Write the micro-batches, from one rank of each replica. Raises OSError."""
-    if ctx.tp.rank or ctx.pp.rank:
+    if ctx.tp.rank or ctx.cp.rank or ctx.pp.rank:
         return
     arrays: dict[str, Any] = {"first_samples": np.array([batch.first_sample for batch in batches])}
     held = 0

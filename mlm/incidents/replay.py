@@ -211,4 +211,5 @@ def at_precision(trainer: Trainer, config: ReplayRun) -> Trainer:
 
 def layout_of(ctx: ParallelContext) -> str:
     """Return the layout in words."""
-    return f"tp={ctx.tp.size} pp={ctx.pp.size} dp={ctx.dp.size}"
+    over_context = f" cp={ctx.cp.size}" if ctx.cp.size > 1 else ""
+    return f"tp={ctx.tp.size}{over_context} pp={ctx.pp.size} dp={ctx.dp.size}"

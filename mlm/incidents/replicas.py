@@ -1,7 +1,7 @@
 """Comparison of what must be equal bit for bit on several ranks, by digests.
 
-Weights and moments over dp where they are replicated, replicated tensors over tp, the token table over the
-first and last pipeline stage, and counters, learning rate and loss scale everywhere.
+Weights and moments over dp and cp where they are replicated, replicated tensors over tp, the token table over
+the first and last pipeline stage, and counters, learning rate and loss scale everywhere.
 """
 
 import socket
@@ -54,7 +54,7 @@ def compared(trainer: Trainer) -> list[tuple[Axis, dict[str, Tensor]]]:
     over_tp = [s for s in shards if s.tp_dim is None]
     tables = [s for s in shards if isinstance(s.module, VocabParallelEmbedding)]
     chosen = [
-        (ctx.dp, over_dp),
+        (ctx.replicas, over_dp),
         (ctx.tp, over_tp),
         *([(ctx.tied, tables)] if trainer.config.model.is_tied else []),
     ]

@@ -19,6 +19,8 @@ def own_tokens(x: Tensor, cp: Axis, dim: int) -> Tensor:
 
 def own_places(length: int, cp: Axis, device: torch.device) -> Tensor:
     """Places in a sequence of S = `length` tokens of those that this rank holds: int64 [S/c]."""
+    if cp.size == 1:
+        return torch.arange(length, device=device)
     return places_of(cp.rank, length, cp.size, device)
 
 

@@ -84,6 +84,12 @@ def test_with_sequence_parallelism_positions_are_those_of_the_sample() -> None:
     assert (first["name"], first["ranks"], first["position"]) == ("layers.1.mlp_norm", [1], SEQ // 2 + 3)
 
 
+def test_over_context_ranks_positions_are_those_of_the_sample() -> None:
+    """Rank 1 of 2 holds the second and third quarter of a sequence."""
+    first = run_on_ranks(nan_on_rank_1, config(), cp=2)[0]["first_not_finite"]
+    assert (first["name"], first["ranks"], first["position"]) == ("layers.1.mlp.up", [1], SEQ // 4 + 3)
+
+
 def nan_on_norm_of_rank_1(ctx: ParallelContext, spec: PretrainConfig) -> dict[str, Any]:
     trainer: Trainer = Trainer(spec, ctx)
     module = layer(trainer, 1) if ctx.rank == 1 else None
