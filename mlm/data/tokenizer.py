@@ -7,10 +7,10 @@ import json
 import os
 import secrets
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,9 @@ from mlm.errors import CorruptFileError, UserError
 from mlm.files.atomic import digest_bytes, write_atomic
 from mlm.files.bounded import parse_json
 from mlm.files.ownership import described
+
+if TYPE_CHECKING:
+    from mlm.data.chat_template import ChatTemplate
 
 EOD = "<|endoftext|>"
 """End of document, GPT-2's only special token."""
@@ -34,12 +37,20 @@ CONTINUES = "##"
 """Prefix of a WordPiece token inside a word."""
 LONGEST_WORD = 100
 """Letters; BERT has no token for a longer word (its max_input_chars_per_word)."""
+CONFIG, GENERATION_CONFIG, SETTINGS = "config.json", "generation_config.json", "tokenizer_config.json"
+"""Files of a model folder beside its tokenizer."""
 FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
 """A folder with a tokenizer has one of these."""
 BYTE_LEVEL_SPACES = "ĠĊĉčċČ"
 """Byte-level BPE's letters for space, \\n, \\t, \\r, \\v and \\f."""
+PRIVATE = 0x100000
+"""Letter of the first special token for `encode_private`: the second plane for private use."""
 MAX_TOKENS = 1 << 24  # of a vocabulary: tables have a row for each
 MAX_BYTES = 1 << 28  # 256 MiB of tokenizer.json: the largest vocabularies in use need 40
+
+
+Placed = tuple[NDArray[np.int32], NDArray[np.int32]]
+"""Token ids [n], and begin and end [n, 2] of each in letters of the text."""
 
 
 class Tokenizer:
@@ -53,6 +64,7 @@ class Tokenizer:
         bos_id                            beginning of a sequence, or None
         cls_id, sep_id, mask_id, pad_id   BERT's special tokens, None where the vocabulary has none
         digest                            of tokenizer.json
+        chat_template                     of a model for conversations, where a command has read it
 
     Raises UserError if no end-of-document token is known.
     """
@@ -78,6 +90,7 @@ class Tokenizer:
         self.cls_id, self.sep_id = vocabulary.get(CLS), vocabulary.get(SEP)
         self.mask_id, self.pad_id = vocabulary.get(MASK), vocabulary.get(PAD)
         self.digest = digest_bytes(content.encode())
+        self.chat_template: ChatTemplate | None = None
 
     @cached_property
     def _encoder(self) -> Backend:
@@ -90,7 +103,8 @@ class Tokenizer:
         reserved = self._reserved(content)
         if not any(can_spell(content, name) for name in reserved):
             return self._backend
-        return parse(json.dumps(with_secret_names(content, reserved)), "tokenizer")
+        secret = {name: f"{secrets.token_hex(16)}{n}" for n, name in enumerate(sorted(reserved))}
+        return parse(json.dumps(with_names(content, secret)), "tokenizer")
 
     @cached_property
     def _with_special(self) -> Backend:
@@ -98,6 +112,30 @@ class Tokenizer:
         backend = parse(self._content, "tokenizer")
         backend.encode_special_tokens = False
         return backend
+
+    @cached_property
+    def _with_private(self) -> Backend:
+        """The library's tokenizer, which finds special tokens by letters of private use."""
+        private = {name: chr(PRIVATE + n) * len(name) for n, name in enumerate(self.special_names)}
+        backend = parse(json.dumps(with_names(json.loads(self._content), private)), "tokenizer")
+        backend.encode_special_tokens = False
+        return backend
+
+    @cached_property
+    def special_names(self) -> tuple[str, ...]:
+        """Names of the tokens that are marked as special, sorted."""
+        added = self._backend.get_added_tokens_decoder().values()
+        return tuple(sorted({token.content for token in added if token.special}))
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the tokens that are marked as special."""
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(id for id, token in added.items() if token.special)
+
+    def name_of(self, id: int) -> str:
+        """Return the name of a token."""
+        return str(self._backend.id_to_token(id))
 
     def _reserved(self, content: dict[str, Any]) -> set[str]:
         """Return the names of special tokens but the unknown token."""
@@ -153,8 +191,8 @@ class Tokenizer:
         """Read a tokenizer.json, GPT-2's vocab.json and merges.txt or BERT's vocab.txt, or a folder of them.
 
         `eod` names its end-of-document token, or is the id that a receipt or checkpoint records; None, or an
-        id that it lacks, means the first it has of EOD_NAMES. Raises UserError if there is none,
-        CorruptFileError if it cannot be read.
+        id that it lacks, means that of the model folder that it is in (`eod_of_model`), else the first it has
+        of EOD_NAMES. Raises UserError if there is none, CorruptFileError if it cannot be read.
         """
         file = Path(path)
         if file.is_dir():
@@ -173,9 +211,10 @@ class Tokenizer:
             )
         check_size(file)
         try:
-            return cls(file.read_bytes().decode("utf-8"), str(file), eod)
+            content = file.read_bytes().decode("utf-8")
         except UnicodeDecodeError as error:
             raise CorruptFileError(f"{file} is not UTF-8 ({error.reason}): replace it") from error
+        return cls(content, str(file), eod_of_model(file.parent, content) if eod is None else eod)
 
     def save(self, path: str | Path) -> None:
         """Write tokenizer.json, byte for byte what was loaded or trained. Raises OSError."""
@@ -202,18 +241,26 @@ class Tokenizer:
         """Encode a text in which the names of special tokens are these tokens."""
         return list(self._with_special.encode(text, add_special_tokens=False).ids)
 
+    def encode_marked(self, texts: Sequence[str]) -> list[Placed]:
+        """Encode texts in which the names of special tokens are these tokens; see `encode_with_offsets`."""
+        return placed(self._with_special, texts)
+
+    def encode_private(self, texts: Sequence[str]) -> list[Placed]:
+        """Encode texts in which names of special tokens are text; see `encode_with_offsets`.
+
+        The special token with the n-th name of `special_names` is chr(PRIVATE + n), as often as its name has
+        letters.
+        """
+        return placed(self._with_private, texts)
+
     def encode_batch(self, texts: Sequence[str]) -> "list[array[int]]":
         """Encode many texts, on all cores: a uint32 array each."""
         encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         return [array("I", encoding.ids) for encoding in encodings]  # a list of all lists would take longer
 
-    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[Placed]:
         """Encode many texts: token ids [n], and begin and end [n, 2] of each in letters of the text."""
-        encodings = self._encoder.encode_batch(list(texts), add_special_tokens=False)
-        return [
-            (np.array(e.ids, dtype=np.int32), np.array(e.offsets, dtype=np.int32).reshape(-1, 2))
-            for e in encodings
-        ]
+        return placed(self._encoder, texts)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode token ids, special tokens spelled out; bytes that are not UTF-8 become U+FFFD."""
@@ -323,6 +370,40 @@ def read_bert(file: Path) -> str:
     return backend.to_str()
 
 
+def eod_of_model(folder: Path, content: str) -> int | None:
+    """Return the end-of-document token of a model folder; None if it names none of the special tokens.
+
+    It is the first eos_token_id of config.json, else of generation_config.json, else eos_token of
+    tokenizer_config.json; none in a folder without config.json, which is no model's.
+    """
+    if not (folder / CONFIG).is_file():
+        return None
+    special = special_tokens(content)
+    for name in (CONFIG, GENERATION_CONFIG):
+        found = [
+            id for id in ids_of(read_config(folder / name).get("eos_token_id")) if id in special.values()
+        ]
+        if found:
+            return found[0]
+    token = read_config(folder / SETTINGS).get("eos_token")
+    return special.get(str(token.get("content") if isinstance(token, dict) else token))
+
+
+def special_tokens(content: str) -> dict[str, int]:
+    """Return the ids of the special tokens of a tokenizer.json by name; {} if it is none."""
+    try:
+        added = json.loads(content)["added_tokens"]
+        return {each["content"]: each["id"] for each in added if each["special"] is True}
+    except (ValueError, RecursionError, KeyError, TypeError):  # reported where it is read
+        return {}
+
+
+def ids_of(value: Any) -> list[int]:
+    """Return the token ids of a model's setting: one, a list, or none."""
+    items = value if isinstance(value, list) else [value]
+    return [id for id in items if type(id) is int and id >= 0]
+
+
 def read_config(file: Path) -> dict[str, Any]:
     """Read a tokenizer_config.json; {} if there is none. Raises CorruptFileError."""
     if not file.is_file():
@@ -348,9 +429,18 @@ def can_spell(content: dict[str, Any], name: str) -> bool:
     return any("".join(pair) == name for pair in merges_of(model))
 
 
-def with_secret_names(content: dict[str, Any], names: set[str]) -> dict[str, Any]:
-    """Return a tokenizer.json in which these tokens keep their ids and have random names."""
-    secret = {name: f"{secrets.token_hex(16)}{number}" for number, name in enumerate(sorted(names))}
+def placed(backend: Backend, texts: Sequence[str]) -> list[Placed]:
+    """Encode texts: ids [n], and the letters [n, 2] of each token."""
+    encodings = backend.encode_batch(list(texts), add_special_tokens=False)
+    return [
+        (np.array(e.ids, dtype=np.int32), np.array(e.offsets, dtype=np.int32).reshape(-1, 2))
+        for e in encodings
+    ]
+
+
+def with_names(content: dict[str, Any], secret: Mapping[str, str]) -> dict[str, Any]:
+    """Return a tokenizer.json in which these tokens keep their ids and have other names."""
+    names = secret.keys()
     model = dict(content["model"])
     if isinstance(model.get("vocab"), list):
         model["vocab"] = [[secret.get(piece, piece), score] for piece, score in model["vocab"]]

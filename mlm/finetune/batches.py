@@ -110,6 +110,8 @@ class Batcher:
     """Divisor of a rank's number of micro-batches: the pipeline's stages, to keep all of them busy."""
     multiple: int = 1
     """Divisor of the padded length: tp with sequence parallelism."""
+    length: int = 0
+    """Maximum tokens of a text."""
 
     def micro_batches(
         self, examples: Sequence[Example], numbers: Sequence[int], first_sample: int
@@ -188,13 +190,16 @@ def unscored(labels: Tensor) -> Tensor:
     return torch.full_like(labels, float("nan") if labels.is_floating_point() else IGNORE)
 
 
-def batcher_of(model: PipelinedModel, micro_batch_size: int, max_length: int) -> Batcher:
+def batcher_of(
+    model: PipelinedModel, micro_batch_size: int, max_length: int, kind: type[Batcher] = Batcher
+) -> Batcher:
     """Return the batcher of this rank: micro-batches of `micro_batch_size` texts of `max_length` tokens."""
     ctx = model.ctx
-    return Batcher(
+    return kind(
         budget=micro_batch_size * max_length,
         rank=ctx.dp.rank,
         size=ctx.dp.size,
         groups_of=ctx.pp.size,
         multiple=ctx.tp.size if model.chunks[0].sequence_parallel else 1,
+        length=max_length,
     )

@@ -57,7 +57,17 @@ def _tokenizer_exists(config: Any, _: Launch) -> Problem | None:
     return present.tokenizer("data.tokenizer", config.data.tokenizer)
 
 
-EVAL_TASK_RULES = (devices_exist, loss_scale_can_fall, _rows_exist, _tokenizer_exists)
+def _chat_template_exists(config: Any, _: Launch) -> Problem | None:
+    return present.file("data.chat_template", config.data.chat_template)
+
+
+EVAL_TASK_RULES = (
+    devices_exist,
+    loss_scale_can_fall,
+    _rows_exist,
+    _tokenizer_exists,
+    _chat_template_exists,
+)
 FINETUNE_RULES = (
     devices_exist,
     _own_code_works,
@@ -66,4 +76,5 @@ FINETUNE_RULES = (
     loss_scale_can_fall,
     _rows_exist,
     _tokenizer_exists,
+    _chat_template_exists,
 )

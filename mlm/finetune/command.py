@@ -16,6 +16,7 @@ COMMANDS = (
         out_is_run_folder=True,
         has_runs=True,
         positional=("task",),
+        aliases=(("data", "data.path"),),
         summary="train a BERT or GPT-2 on a task: RACE, GLUE, SQuAD, or a custom one",
         about=(
             "Puts a new head on a pretrained model and trains both on a task, from the Hub or local files. "
@@ -57,6 +58,7 @@ COMMANDS = (
         check=check_eval_task,
         preflight="mlm.finetune.evaluate:preflight",
         positional=("task",),
+        aliases=(("data", "data.path"),),
         summary="score a finetuned checkpoint on its task, or write its predictions",
         about=(
             "Scores what `mlm finetune` wrote on a split of the task, with its official metrics, or writes "

@@ -30,10 +30,12 @@ class TaskDataConfig:
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     path: DataPath | None = None
-    """Folder with a file per split (train.jsonl, validation.jsonl; also .parquet, .csv, .tsv, .json); null
-    means the Hub's task.hub."""
+    """Folder with a file per split (train.jsonl, validation.jsonl; also .parquet, .csv, .tsv, .json), or one
+    file, of which chat holds out task.held_out; null means the Hub's task.hub."""
     tokenizer: InputPath | None = None
     """tokenizer.json, or a folder that holds one; null takes the one saved with the checkpoint."""
+    chat_template: InputPath | None = None
+    """Jinja file with the chat template of task.kind=chat; null takes the tokenizer's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

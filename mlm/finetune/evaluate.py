@@ -22,8 +22,8 @@ from mlm.finetune.batches import batcher_of
 from mlm.finetune.best import DATA_PATH, best_of
 from mlm.finetune.config import EvalTaskConfig
 from mlm.finetune.inputs import Start, check_texts, evaluation_of, start_of
-from mlm.finetune.scoring import Finetuning, Scored, files_of, probabilities_of, score_split
-from mlm.finetune.splits import read_split
+from mlm.finetune.scoring import Scored, files_of, objective_of, probabilities_of, score_split
+from mlm.finetune.splits import Split, read_part, read_split
 from mlm.finetune.task_config import TaskConfig
 from mlm.finetune.task_type import check_installed, task_type
 from mlm.inference.trained import Trained, checkpoint_problems, is_model_folder, load_trained, result_file
@@ -31,7 +31,7 @@ from mlm.parallel.mesh import ParallelContext
 from mlm.terminal import add_row, console, plain, table
 from mlm.train.state import FINETUNING
 
-READ_ALIKE = ("kind", "labels", "max_length", "question_length", "doc_stride")
+READ_ALIKE = ("kind", "labels", "max_length", "question_length", "doc_stride", "answers")
 """Settings of a task that a checkpoint was finetuned with and must be scored with."""
 
 
@@ -45,7 +45,7 @@ def preflight(config: EvalTaskConfig) -> list[str]:
         if problems := task_problems(config, start):
             return problems
         for name in splits(config):
-            check_texts(config.task, read_split(config.task, name, path=rows_of(config, start)), start)
+            check_texts(config.task, split_of(config, name, rows_of(config, start)), start)
     except UserError as error:
         return list(error.problems)
     out = result_path(config, start)
@@ -53,7 +53,12 @@ def preflight(config: EvalTaskConfig) -> list[str]:
         return [problem]
     problems, task = result_problems(out), config.task
     problems += probability_problems(config)
-    if config.predictions is not None:
+    if config.predictions is not None and task_type(task.kind).is_chat:
+        problems.append(
+            f"predictions={config.predictions}: conversations have none: leave it out, and use `mlm generate "
+            "chat=true`"
+        )
+    elif config.predictions is not None:
         names = [file for name in splits(config) for file in files_of(task, name)]
         problems += claim_problems(config.predictions, "predictions", key="predictions", writes=names)
     return problems
@@ -84,6 +89,12 @@ def rows_of(config: EvalTaskConfig, start: Start) -> str | None:
     return config.data.path or (saved if isinstance(saved, str) else None)
 
 
+def split_of(config: EvalTaskConfig, name: str, path: str | None) -> Split:
+    """Read a split; of the single file that a run was finetuned on those conversations that it held out."""
+    read = read_split if config.data.path is not None else read_part
+    return read(config.task, name, path=path)
+
+
 def task_problems(config: EvalTaskConfig, start: Start) -> list[str]:
     """Return the problems of a model finetuned on another task, or on this one with other settings."""
     task, model, kind = config.task, start.model, task_type(config.task.kind)
@@ -92,7 +103,7 @@ def task_problems(config: EvalTaskConfig, start: Start) -> list[str]:
     if other != task.name:
         return [f"ckpt={config.ckpt} was finetuned on {other}, not on {task.name}: use `mlm eval {other}`"]
     remedy = f"finetune it first, with `mlm finetune {task.name} ckpt={config.ckpt}`"
-    if model.head not in ("classification", "span"):
+    if not kind.is_chat and model.head not in ("classification", "span"):
         return [f"ckpt={config.ckpt} was not finetuned on a task: {remedy}"]
     if (model.head, model.num_labels) != (kind.head, kind.num_labels(task)):
         what = "spans" if model.head == "span" else f"{model.num_labels} outputs per text"
@@ -126,13 +137,14 @@ def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
     begin, start, task = time.monotonic(), start_of(config), config.task
     path = rows_of(config, start)
     trained = load_trained(str(start.named.path), config.parallel, config.precision, ctx)
-    objective = Finetuning(task_type(task.kind), ctx, trained.model.dtype)
-    batcher = batcher_of(trained.model, config.batch_size, start.max_length)
+    kind = task_type(task.kind)
+    objective = objective_of(kind, ctx, trained.model.dtype)
+    batcher = batcher_of(trained.model, config.batch_size, start.max_length, kind.batcher)
     out = result_path(config, start)
     place = result_path(replace(config, out=None), start) if is_stream(out) else out
     found = []
     for name in splits(config):
-        evaluation = evaluation_of(task, read_split(task, name, path=path), start)
+        evaluation = evaluation_of(task, split_of(config, name, path), start)
         beside = None if evaluation.split.has_labels else place.parent / "predictions"
         folder = beside if config.predictions is None else Path(config.predictions)
         found.append(score_split(task, evaluation, trained.model, objective, batcher, folder))

@@ -14,16 +14,25 @@ from mlm.checkpoint.native.save_load import load_checkpoint, read_manifest
 from mlm.checkpoint.parameters import parameters
 from mlm.config.build import to_dict
 from mlm.config.tree import flatten
+from mlm.data.chat_template import ChatTemplate
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import UserError, show
 from mlm.files.atomic import digest_bytes
 from mlm.finetune.batches import chosen_rows
 from mlm.finetune.config import EvalTaskConfig, FinetuneConfig
-from mlm.finetune.splits import Examples, Split, make_examples, read_split
+from mlm.finetune.splits import Examples, Split, make_examples, read_part, read_split
 from mlm.finetune.task_config import TaskConfig
 from mlm.finetune.task_type import task_type
+from mlm.inference.chat import load_chat_template
 from mlm.inference.hf_source import load_model_folder, open_tensors
-from mlm.inference.trained import Named, is_model_folder, load_tokenizer, named_checkpoint, vocabulary_problem
+from mlm.inference.trained import (
+    Named,
+    continuation_problem,
+    is_model_folder,
+    load_tokenizer,
+    named_checkpoint,
+    vocabulary_problem,
+)
 from mlm.models.config import ModelConfig
 from mlm.models.huggingface import Note
 from mlm.parallel.mesh import ParallelContext
@@ -75,14 +84,19 @@ def start_of(config: FinetuneConfig | EvalTaskConfig) -> Start:
     """Read the checkpoint of `ckpt`, but no tensor; of a finetuning run, the best one. Raises UserError."""
     task, named = config.task, named_checkpoint(config.ckpt)
     kind, model = task_type(task.kind), named.config.model
+    if kind.is_chat and (problem := continuation_problem(config.ckpt, model)):
+        raise UserError(problem)
     if isinstance(config, FinetuneConfig):
         model = replace(model, head=kind.head, num_labels=kind.num_labels(task))
         if config.dropout is not None:
             model = replace(model, hidden_dropout=config.dropout, attention_dropout=config.dropout)
+    tokenizer = tokenizer_of(config, named)
+    if kind.is_chat:
+        tokenizer.chat_template = chat_template_of(config, named, tokenizer)
     return Start(
         named=named,
         model=model,
-        tokenizer=tokenizer_of(config, named),
+        tokenizer=tokenizer,
         max_length=min(task.max_length, model.max_positions),
     )
 
@@ -107,10 +121,18 @@ def tokenizer_of(config: FinetuneConfig | EvalTaskConfig, named: Named) -> Token
     return tokenizer
 
 
+def chat_template_of(
+    config: FinetuneConfig | EvalTaskConfig, named: Named, tokenizer: Tokenizer
+) -> ChatTemplate:
+    """Return data.chat_template, else that of the tokenizer. Raises UserError if there is none."""
+    given, file = config.data.tokenizer, config.data.chat_template
+    return load_chat_template(file, given, named.path, tokenizer, key="data.chat_template")
+
+
 def splits_of(config: FinetuneConfig) -> Splits:
     """Read the rows to train on, to validate on and to predict. Raises UserError for unusable rows."""
     task, path = config.task, config.data.path
-    train = read_split(task, task.train, path=path)
+    train = read_part(task, task.train, path=path)
     if config.data.train_rows is not None and config.data.train_rows > len(train):
         raise UserError(
             f"data.train_rows={config.data.train_rows} is more than the {len(train)} rows of {train.source}, "
@@ -118,7 +140,7 @@ def splits_of(config: FinetuneConfig) -> Splits:
         )
     return Splits(
         train=train,
-        validations=[read_split(task, name, path=path) for name in task.validations],
+        validations=[read_part(task, name, path=path) for name in task.validations],
         tests=[read_split(task, name, path=path) for name in task.tests] if config.data.predict_tests else (),
     )
 
@@ -134,14 +156,24 @@ def rows_trained_on(config: FinetuneConfig, split: Split) -> Split:
 
 def evaluation_of(task: TaskConfig, split: Split, start: Start) -> Evaluation:
     """Tokenise a split. Raises UserError."""
-    causal = start.model.family.causal
-    examples = make_examples(task, split, start.tokenizer, causal=causal, max_length=start.max_length)
+    examples = examples_of(task, split, start)
+    if not examples:
+        raise UserError(
+            f"{split.source}: of the {len(split):,} rows of {split.name} none has a token to learn among its "
+            f"first {start.max_length}: raise task.max_length, as far as the model reads"
+        )
     return Evaluation(split=split, examples=examples)
+
+
+def examples_of(task: TaskConfig, split: Split, start: Start) -> Examples:
+    """Return the examples of a split. Raises UserError."""
+    causal = start.model.family.causal
+    return make_examples(task, split, start.tokenizer, causal=causal, max_length=start.max_length)
 
 
 def check_texts(task: TaskConfig, split: Split, start: Start) -> None:
     """Raise UserError if tokenizer and max_length make no examples."""
-    evaluation_of(task, replace(split, rows=split.rows[:1], places=split.places[:1]), start)
+    examples_of(task, replace(split, rows=split.rows[:1], places=split.places[:1]), start)
 
 
 def weights_digest(named: Named) -> str:
@@ -190,7 +222,7 @@ MAY_CHANGE = (
 )
 MAY_CHANGE_SECTIONS = ("checkpoint.", "log.", "dist.")
 """Other keys that may change. Every key of FinetuneConfig is fixed, may change, or counts by content."""
-WEIGHTS, VOCABULARY, ROWS = "ckpt", "data.tokenizer", "data.path"
+WEIGHTS, VOCABULARY, ROWS, TEMPLATE = "ckpt", "data.tokenizer", "data.path", "data.chat_template"
 
 Settings = dict[str, Any]
 
@@ -205,12 +237,14 @@ def depends_on(config: FinetuneConfig, start: Start, splits: Splits) -> Settings
         for key, value in flatten(to_dict(config)).items()
         if key in FIXED or (key.startswith(FIXED_SECTIONS) and key not in FREE)
     }
+    template = start.tokenizer.chat_template
     digests = {f"{ROWS} {split.name}": split.digest for split in (splits.train, *splits.validations)}
     return {
         **values,
         "task.max_length": start.max_length,
         WEIGHTS: weights_digest(start.named),
         VOCABULARY: start.tokenizer.vocabulary_digest,
+        **({} if template is None else {TEMPLATE: template.digest}),
         **digests,
     }
 
@@ -236,6 +270,7 @@ def change(config: FinetuneConfig, key: str, now: Any, then: Any) -> str:
     value, other, remedy = {
         WEIGHTS: (config.ckpt, "other weights", "name those"),
         VOCABULARY: (config.data.tokenizer, "another vocabulary", "name that tokenizer"),
+        TEMPLATE: (config.data.chat_template, "another chat template", "name that"),
         ROWS: (config.data.path, f"other rows of split {split}", "bring them back"),
     }.get(key, (now, show(then), f"use {key}={show(then)}"))
     return f"{key}={show(value)}: out={config.out} was begun with {other}: {remedy}, or set another out=…"

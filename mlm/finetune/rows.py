@@ -17,6 +17,15 @@ class RowError(Exception):
     """A problem of a record in one line, with its fix."""
 
 
+class ExampleError(RowError):
+    """A row that has no example."""
+
+    def __init__(self, row: int, problem: str) -> None:
+        super().__init__(problem)
+        self.row = row
+        """Index in its split."""
+
+
 class MissingColumnError(RowError):
     """A record lacks a column of texts."""
 

@@ -1,5 +1,6 @@
 """Training on a type of task and scoring it: objective, outputs of all examples, predictions, metrics."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -15,6 +16,7 @@ from mlm.files.ownership import claim_folder
 from mlm.finetune.batches import Batcher, TaskBatch
 from mlm.finetune.examples import Example
 from mlm.finetune.inputs import Evaluation
+from mlm.finetune.packing import AnswerLoss, Packer, answer_scores
 from mlm.finetune.splits import Examples, Split
 from mlm.finetune.task_config import TaskConfig
 from mlm.finetune.task_type import Output, Prediction, TaskType, task_type
@@ -28,6 +30,8 @@ from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.transfer import on_device
 from mlm.terminal import count_progress
 from mlm.train.pipelined import PipelinedModel
+
+NOT_FINITE = ": use another checkpoint, a lower optimizer.lr, or precision=fp32"
 
 
 class Finetuning:
@@ -80,6 +84,14 @@ class Finetuning:
         return y.double() if chunk.stage.is_last else y
 
 
+Objective = Finetuning | AnswerLoss
+
+
+def objective_of(kind: TaskType, ctx: ParallelContext, dtype: torch.dtype) -> Objective:
+    """Return the objective of a type of task; `dtype` is that of activations."""
+    return AnswerLoss(ctx, dtype) if kind.is_chat else Finetuning(kind, ctx, dtype)
+
+
 def outputs_of(
     model: PipelinedModel,
     objective: Finetuning,
@@ -119,7 +131,7 @@ def outputs_of(
 
 def evaluate(
     model: PipelinedModel,
-    objective: Finetuning,
+    objective: Objective,
     task: TaskConfig,
     evaluation: Evaluation,
     batcher: Batcher,
@@ -128,9 +140,17 @@ def evaluate(
 ) -> tuple[dict[str, float], list[Prediction]]:
     """Return (metrics, empty without labels; a prediction per row) of a split. The same on every rank.
 
+    Conversations have no predictions.
+
     Collective over all ranks. `shown` draws a bar. Raises UserError if the model's outputs are not finite.
     """
     split, examples = evaluation.split, evaluation.examples
+    if isinstance(objective, AnswerLoss):
+        assert isinstance(batcher, Packer)
+        found = answer_scores(model, objective, examples, batcher)
+        if not math.isfinite(found["loss"]):
+            raise UserError(f"{split.source}: the loss of split {split.name} is not finite{NOT_FINITE}")
+        return {name: found[name] for name in task.metrics}, []
     with count_progress(f"scoring {split.name}", len(examples), shown=shown) as advance:
         predictions = predictions_of(model, objective, task, split, examples, batcher, advance)
     scored = split.has_labels
@@ -206,7 +226,7 @@ def score_split(
     task: TaskConfig,
     evaluation: Evaluation,
     model: PipelinedModel,
-    objective: Finetuning,
+    objective: Objective,
     batcher: Batcher,
     folder: Path | None,
 ) -> Scored:

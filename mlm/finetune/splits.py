@@ -3,8 +3,9 @@
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 from typing import overload
 
 import xxhash
@@ -13,7 +14,7 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.errors import ConfigError, UserError
 from mlm.files.atomic import digest_name
 from mlm.finetune.examples import Example, frame
-from mlm.finetune.rows import MissingColumnError, Row, RowError, identity_of
+from mlm.finetune.rows import ExampleError, MissingColumnError, Row, RowError, identity_of
 from mlm.finetune.sources import Placed, hub_records, local_records
 from mlm.finetune.task_config import TaskConfig
 from mlm.finetune.task_type import task_type
@@ -39,6 +40,8 @@ class Split:
     """True if predictions can be scored; rows without labels can only be predicted."""
     left_out: int = 0
     """Rows of the file that belong to other subsets."""
+    note: str = ""
+    """Line on how its rows were chosen; empty if they are those of a file."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -79,6 +82,29 @@ def read_split(task: TaskConfig, split: str, *, path: str | None, limit: int | N
         has_labels=labels_are_there(task, split, source, rows, places),
         left_out=belongs.left_out,
     )
+
+
+def read_part(task: TaskConfig, split: str, *, path: str | None) -> Split:
+    """Read a split as `read_split`; of a single file of conversations those held out, or the others.
+
+    Equal conversations are on one side. Which side is a function of the conversation and its file alone.
+    Raises UserError, CorruptFileError.
+    """
+    found = read_split(task, split, path=path)
+    if path is None or not Path(path).is_file() or not task_type(task.kind).is_chat:
+        return found
+    ranks = [xxhash.xxh3_64_intdigest(row.texts[0].encode()) for row in found.rows]
+    distinct = sorted(set(ranks))
+    if len(distinct) < 2:
+        raise UserError(
+            f"{path}: holds one conversation, and some are held out to validate on: add others, or give a "
+            "folder with train.jsonl and validation.jsonl"
+        )
+    last = distinct[min(max(1, round(task.held_out * len(distinct))), len(distinct) - 1) - 1]
+    chosen = [n for n, rank in enumerate(ranks) if (rank <= last) == (split != task.train)]
+    rows, places = [found.rows[n] for n in chosen], [found.places[n] for n in chosen]
+    note = f"{path}: {len(rows):,} of {len(found):,} conversations are {split}"
+    return replace(found, rows=rows, places=places, digest=digest_rows(rows), note=note)
 
 
 class Membership:
@@ -162,6 +188,8 @@ class Examples(Sequence[Example]):
     items: tuple[Example, ...]
     truncated: int
     """Rows that lost tokens because they were too long."""
+    left_out: int = 0
+    """Those of them without an example: all that there is to learn was lost."""
     max_length: int
     """Maximum tokens of a text."""
 
@@ -182,16 +210,17 @@ class Examples(Sequence[Example]):
         """Return a line on truncated rows; empty if there are none."""
         if not self.truncated:
             return ""
+        left_out = f", {self.left_out:,} of them left out: no answer begins in these" if self.left_out else ""
         return (
             f"{split.source}: {self.truncated:,} of {len(split):,} rows of {split.name} were truncated to "
-            f"{self.max_length} tokens"
+            f"{self.max_length} tokens{left_out}"
         )
 
 
 def make_examples(
     task: TaskConfig, split: Split, tokenizer: Tokenizer, *, causal: bool, max_length: int
 ) -> Examples:
-    """Return the tokenised examples of a split: at least one for each row.
+    """Return the tokenised examples of a split: at least one for each row that is not left out.
 
     `max_length` counts special tokens. Raises UserError if the tokenizer lacks the special tokens, or if
     `max_length` leaves no room for a text.
@@ -203,8 +232,12 @@ def make_examples(
             f"task.max_length={max_length} leaves no room for texts: "
             f"set {least + max_length - whole.room(2)} or more"
         )
-    items, truncated = list[Example](), 0
-    for examples, was_truncated in kind.make_examples(task, split.rows, tokenizer, whole):
-        items += examples
-        truncated += was_truncated
-    return Examples(items=tuple(items), truncated=truncated, max_length=max_length)
+    items, truncated, left_out = list[Example](), 0, 0
+    try:
+        for examples, was_truncated in kind.make_examples(task, split.rows, tokenizer, whole):
+            items += examples
+            truncated += was_truncated
+            left_out += not examples
+    except ExampleError as error:
+        raise UserError(f"{split.places[error.row]}: {error}") from error
+    return Examples(items=tuple(items), truncated=truncated, left_out=left_out, max_length=max_length)

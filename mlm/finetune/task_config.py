@@ -4,15 +4,16 @@ Everything a task needs is here and in its type (mlm/finetune/task_type.py).
 """
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
-from mlm.config.fields import NOT_NEGATIVE, POSITIVE, Forbid, ImportPath
+from mlm.config.fields import FRACTION, NOT_NEGATIVE, POSITIVE, Forbid, ImportPath
 
 SHIPPED = {
     "classification": "mlm.finetune.classification:CLASSIFICATION",
     "regression": "mlm.finetune.classification:REGRESSION",
     "choice": "mlm.finetune.multiple_choice:CHOICE",
     "span": "mlm.finetune.span:SPAN",
+    "chat": "mlm.finetune.chat:CHAT",
 }
 """Import paths of the shipped types of task."""
 
@@ -27,10 +28,11 @@ class TaskConfig:
     """Name of the task, such as sst2."""
     kind: Annotated[str, ImportPath(*SHIPPED)] = "classification"
     """Type of task: classification (one of `labels`), regression (a number), choice (one of a row's options),
-    span (the words of a context that answer a question), or a custom TaskType, package.module:NAME."""
+    span (the words of a context that answer a question), chat (conversations), or a custom TaskType,
+    package.module:NAME."""
     columns: tuple[str, ...]
     """Columns of the texts. classification, regression: one or two texts; choice: article, question, options;
-    span: context, question."""
+    span: context, question; chat: messages."""
     label: str = "label"
     """Column of the label: its number, its name in `labels`, a number in label_range; of kind span the
     answers: text and answer_start."""
@@ -48,8 +50,8 @@ class TaskConfig:
     """Metrics to report; the best checkpoint is chosen by the first. classification: accuracy, f1, macro_f1,
     accuracy_f1 (mean of both), matthews; regression: pearson, spearman, pearson_spearman (mean of both),
     mse, rmse, mae; choice: accuracy; span: f1, exact_match and, of the questions with and without an answer,
-    has_answer_f1, has_answer_exact_match, no_answer_f1, which is also its exact match. Of mse, rmse and mae
-    less is better."""
+    has_answer_f1, has_answer_exact_match, no_answer_f1, which is also its exact match; chat: loss,
+    perplexity. Of mse, rmse, mae, loss and perplexity less is better."""
     hub: str | None = None
     """Hub dataset that rows come from when no path is given: OWNER/NAME."""
     hub_config: str | None = None
@@ -79,6 +81,11 @@ class TaskConfig:
     """Kind span: tokens that two neighbouring windows of a context share."""
     max_answer_length: Annotated[int, POSITIVE] = 30
     """Kind span: most tokens of an answer."""
+    answers: Literal["all", "last"] = "all"
+    """Kind chat: the assistant's messages that the loss is taken on."""
+    held_out: Annotated[float, FRACTION] = 0.05
+    """Kind chat: share of a single file's conversations that are validated on, and not trained on; one at
+    least."""
     n_best: Annotated[int, POSITIVE] = 20
     """Kind span: begins and ends of answers that are tried for each window, and answers that are kept."""
     null_threshold: float = 0.0

@@ -20,6 +20,7 @@ from mlm.config.imports import imported
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import Problem, show
 from mlm.extras import load_extra
+from mlm.finetune.batches import Batcher
 from mlm.finetune.examples import Example, Frame
 from mlm.finetune.metrics import EXTRA, Metric, quietly
 from mlm.finetune.rows import Row
@@ -59,8 +60,16 @@ class Prediction:
 class TaskType(ABC):
     """A type of task. Subclasses define a row, its examples, the loss, and the prediction."""
 
-    head: Literal["classification", "span"] = "classification"
-    """Head of the model: num_labels outputs per text, or two scores per token."""
+    head: Literal["classification", "span", "language_model"] = "classification"
+    """Head of the model: num_labels outputs per text, two scores per token, or the one it was pretrained
+    with."""
+    batcher: type[Batcher] = Batcher
+    """Class that makes micro-batches of examples."""
+    loss_unit: str = "per example"
+    """Unit of the loss in curves."""
+    is_chat: bool = False
+    """True if rows are conversations: the tokenizer's chat template makes texts of them, and of a single file
+    task.held_out of the rows are validated on."""
     metrics: Mapping[str, Metric] = MappingProxyType({})
     """Metrics that task.metrics may name, of labels and predicted values."""
     errors: frozenset[str] = frozenset()

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.save_load import CheckpointError, read_manifest, resolve
@@ -33,7 +33,7 @@ from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.examples import Example
 from mlm.finetune.inputs import Evaluation, Settings, Start, load_body
 from mlm.finetune.results import Result, header, write_result
-from mlm.finetune.scoring import Finetuning, evaluate, score_split
+from mlm.finetune.scoring import Objective, evaluate, objective_of, score_split
 from mlm.finetune.task_type import task_type
 from mlm.optim.config import ScheduleConfig
 from mlm.optim.precision import DTYPES
@@ -52,7 +52,6 @@ from mlm.train.trainer import Trainer
 
 TRIM_EVERY = 20
 """Steps between returns of freed memory to the system: sequences of other lengths need other blocks."""
-LOSS_UNIT = "per example"
 STEP_BITS = 32
 """Bits below the step in a micro-batch's number, which hold its position in the step: all numbers differ."""
 
@@ -132,7 +131,7 @@ class FinetuneLoop(Loop):
     def score(self) -> None:
         """Score every validation split, and keep the weights if they are the best."""
         trainer, task = self.trainer, self.config.task
-        objective = cast(Finetuning, trainer.objective)
+        objective = cast(Objective, trainer.objective)
         shown = trainer.ctx.is_main and self.config.log.live == "off"  # a live panel has the terminal
         scores: Scores = {}
         for each in self.validations:
@@ -178,9 +177,9 @@ class Material:
     """Predicted at the end."""
 
     def notes(self) -> list[str]:
-        """Return a line for each split with truncated rows."""
+        """Return lines on the choice of rows, and for each split with truncated rows."""
         splits = (self.train, *self.validations, *self.tests)
-        return list(filter(None, (each.examples.note(each.split) for each in splits)))
+        return [note for each in splits for note in (each.split.note, each.examples.note(each.split)) if note]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +191,7 @@ class Run:
     material: Material
     order: Order
     trainer: Trainer
-    objective: Finetuning
+    objective: Objective
     begun: float
     """Monotonic clock at the start of this run in this command."""
 
@@ -236,15 +235,15 @@ def finetune(
 
     Collective over all ranks.
     """
-    begun = time.monotonic()
+    begun, kind = time.monotonic(), task_type(config.task.kind)
     order = Order(
         material.train.examples,
         batch_size=config.train.global_batch_size,
-        sort_batches=config.train.sort_batches,
+        sort_batches=1 if kind.is_chat else config.train.sort_batches,  # packed, not sorted
         seed=config.seed,
     )
     spec = spec_of(config, material.start, config.train.epochs * order.steps_per_epoch)
-    objective = Finetuning(task_type(config.task.kind), ctx, DTYPES[config.precision.dtype])
+    objective = objective_of(kind, ctx, DTYPES[config.precision.dtype])
     remedy = "set recompute=selective or full, or raise tp or pp"
     with out_of_memory_as_user_error(config.train.micro_batch_size, remedy), ExitStack() as stack:
         stack.enter_context(missing_kernel_as_user_error(spec))
@@ -254,7 +253,7 @@ def finetune(
             settings=settings,
             material=material,
             order=order,
-            trainer=Trainer(spec, ctx, objective),
+            trainer=Trainer(spec, ctx, cast(Any, objective)),
             objective=objective,
             begun=begun,
         )
@@ -268,6 +267,8 @@ def prepare_directory(config: FinetuneConfig, start: Start) -> None:
         for folder in (out, best_folder(out)):
             folder.mkdir(parents=True, exist_ok=True)
             start.tokenizer.save(folder / "tokenizer.json")
+            if start.tokenizer.chat_template is not None:
+                start.tokenizer.chat_template.save(folder)
         write_atomic(out / CONFIG, composed_yaml(config, "finetune").encode())
 
 
@@ -288,20 +289,26 @@ def train(run: Run) -> tuple[Result | None, int | None]:
         peak=peak_flops(ctx.device, config.precision.dtype, config.dist.peak_tflops),
         tokens_per_step=0,  # differs from step to step: the loop counts
         seq_length=sum(lengths) // len(lengths),
-        loss_unit=LOSS_UNIT,
+        loss_unit=task_type(config.task.kind).loss_unit,
     ) as session:
         loop = FinetuneLoop(
             *session,
             config=config,
             examples=material.train.examples,
             order=run.order,
-            batcher=batcher_of(trainer.model, config.train.micro_batch_size, material.start.max_length),
+            batcher=run_batcher(run),
             validations=material.validations,
             progress=progress,
         )
         if not loop.run():
             return None, session.note_stopped("\nRun the same command again to continue.")
     return finish(run, progress), session.stop.exit_code if loop.is_stopping else None
+
+
+def run_batcher(run: Run) -> Batcher:
+    """Return the batcher of this rank."""
+    kind, length = task_type(run.config.task.kind), run.material.start.max_length
+    return batcher_of(run.trainer.model, run.config.train.micro_batch_size, length, kind.batcher)
 
 
 def begin(run: Run) -> tuple[Path | None, Progress]:
@@ -334,7 +341,7 @@ def finish(run: Run, progress: Progress) -> Result:
     config, trainer, material, out = run.config, run.trainer, run.material, run.out
     if material.tests:
         load_weights(trainer.shards, resolve(best_folder(out)), trainer.ctx)
-    batcher = batcher_of(trainer.model, config.train.micro_batch_size, material.start.max_length)
+    batcher = run_batcher(run)
     tests = [
         score_split(config.task, test, trainer.model, run.objective, batcher, out / "predictions")
         for test in material.tests
@@ -353,5 +360,5 @@ def finish(run: Run, progress: Progress) -> Result:
             write_result(out, result)
             from mlm.report.curves import plot_losses  # loads matplotlib: 0.4 s in each rank's start
 
-            plot_losses(out / "metrics.jsonl", out / "loss.png", LOSS_UNIT)
+            plot_losses(out / "metrics.jsonl", out / "loss.png", task_type(config.task.kind).loss_unit)
     return result

@@ -47,6 +47,28 @@ def _tokenizer_exists(config: GenerateConfig, _: Launch) -> Problem | None:
     return present.tokenizer("tokenizer", config.tokenizer)
 
 
+def _chat_settings_serve(config: GenerateConfig, _: Launch) -> Problem | None:
+    chat = {"chat_template": config.chat_template, "system": config.system}
+    if not config.chat:
+        for key, value in chat.items():
+            if value is not None:
+                return Problem((key, "chat"), f"{key}={value} is of chat=true", "set chat=true")
+        return None
+    if config.special_tokens:
+        problem = "special_tokens=true: in a message names of special tokens are text"
+        return Problem(("special_tokens", "chat"), problem, "use special_tokens=false")
+    if config.prompts is not None and config.system is not None:
+        problem = f"system={config.system}: the conversations of prompts={config.prompts} hold theirs"
+        return Problem(("system", "prompts"), problem, "remove system=")
+    if config.prompts is None and not config.prompt:
+        return Problem(("prompt", "chat"), "chat=true: no message to answer", "set prompt=… or prompts=FILE")
+    return None
+
+
+def _chat_template_exists(config: GenerateConfig, _: Launch) -> Problem | None:
+    return present.file("chat_template", config.chat_template)
+
+
 GENERATE_RULES = (
     devices_exist,
     loss_scale_can_fall,
@@ -55,4 +77,6 @@ GENERATE_RULES = (
     _least_below_most,
     _model_exists,
     _tokenizer_exists,
+    _chat_settings_serve,
+    _chat_template_exists,
 )

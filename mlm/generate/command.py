@@ -24,6 +24,10 @@ COMMANDS = (
                 "The most probable continuation",
                 'mlm generate --ckpt runs/shakespeare --prompt "To be, or" --temperature 0',
             ),
+            (
+                "An answer of a model that knows conversations",
+                'mlm generate ckpt=runs/chat chat=true prompt="Who wrote Hamlet?"',
+            ),
             ("From standard input", "head -3 play.txt | mlm generate ckpt=runs/shakespeare prompt=-"),
             (
                 "Four continuations of each line of a file, with GPT-2",
@@ -33,7 +37,7 @@ COMMANDS = (
         keys=(
             *("ckpt", "prompt", "prompts", "num_samples", "out", "max_new_tokens", "min_new_tokens"),
             *("stop", "temperature", "top_k", "top_p", "repetition_penalty", "special_tokens", "seed"),
-            *("batch_size", "tokenizer"),
+            *("batch_size", "tokenizer", "chat", "chat_template", "system"),
             *("tp", "pp", "dist.device"),
         ),
     ),

@@ -61,6 +61,13 @@ class GenerateConfig:
     repetition_penalty: Annotated[float, POSITIVE] = 1.0
     """Divides the logits of tokens that the text holds already, and multiplies those below 0
     (arXiv:1909.05858, section 4.1); 1 changes none."""
+    chat: bool = False
+    """Answer messages: prompt is the user's, or a line of prompts is {"messages": [{"role", "content"}, …]}.
+    The tokenizer's chat template makes text of them; the token after an answer ends it."""
+    chat_template: InputPath | None = None
+    """Jinja file with the chat template; null takes the tokenizer's."""
+    system: str | None = None
+    """With chat=true and a prompt: message of the system before it; null sends none."""
     special_tokens: bool = False
     """Read names of special tokens in a prompt, such as <|endoftext|>, as those tokens, not as letters."""
     seed: Annotated[int, SEED] = 1234

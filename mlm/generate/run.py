@@ -7,7 +7,8 @@ before it are done; with `out` they go to the file alone.
 import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from mlm.data.tokenizer import Tokenizer
@@ -15,6 +16,7 @@ from mlm.errors import CorruptFileError, UserError
 from mlm.files.results import folder_problem, named, write_result
 from mlm.generate.config import STDIN, GenerateConfig
 from mlm.generate.prompts import Prompt, read_prompts, share_prompts
+from mlm.inference.chat import load_chat_template, turn_ends
 from mlm.inference.generation import Sampling, before_stop, continuations, ends_at
 from mlm.inference.trained import (
     checkpoint_problems,
@@ -40,7 +42,7 @@ def preflight(config: GenerateConfig) -> list[str]:
         named = named_checkpoint(config.ckpt)
         if problem := continuation_problem(config.ckpt, named.config.model):
             return [problem]
-        tokenizer = load_tokenizer(config.tokenizer, named.path)
+        tokenizer = tokenizer_of(config, named.path)
         problem = vocabulary_problem(config.tokenizer, tokenizer, named.config.model)
         problems = [*filter(None, [problem, folder_problem(config.out)])]
         if "" in config.stop:
@@ -59,7 +61,7 @@ def run(config: GenerateConfig, ctx: ParallelContext) -> None:
     trained = load_trained(config.ckpt, config.parallel, config.precision, ctx)
     for chunk in trained.model.chunks:
         chunk.to(trained.model.dtype)  # every step reads all weights: once in this dtype, not cast each time
-    tokenizer = load_tokenizer(config.tokenizer, trained.path)
+    tokenizer = tokenizer_of(config, trained.path)
     prompts = share_prompts(config, tokenizer, ctx)
     texts = [(prompt, sample) for prompt in prompts for sample in range(config.num_samples)]
     numbers = [n + (s << SAMPLE_BITS) for n in range(len(prompts)) for s in range(config.num_samples)]
@@ -71,7 +73,7 @@ def run(config: GenerateConfig, ctx: ParallelContext) -> None:
         [prompt.ids for prompt, _ in texts],
         sampling(config),
         ctx=ctx,
-        eod_id=tokenizer.eod_id,
+        eod_id=ends_of(tokenizer, trained.path),
         numbers=numbers,
         until=ends_at(tokenizer, config.stop),
     )
@@ -89,6 +91,22 @@ def run(config: GenerateConfig, ctx: ParallelContext) -> None:
         write_result(config.out, text, inputs=[config.prompts])
         print(f"written to {named(config.out)}", file=sys.stderr)
     print(f"{count:,} tokens in {seconds:.2f} s: {count / seconds:.1f} tokens/s", file=sys.stderr)
+
+
+def tokenizer_of(config: GenerateConfig, path: Path) -> Tokenizer:
+    """Return the tokenizer, for chat=true with its template. Raises UserError."""
+    tokenizer = load_tokenizer(config.tokenizer, path)
+    if config.chat:
+        tokenizer.chat_template = load_chat_template(
+            config.chat_template, config.tokenizer, path, tokenizer, key="chat_template"
+        )
+    return tokenizer
+
+
+def ends_of(tokenizer: Tokenizer, path: Path) -> Collection[int]:
+    """Return the tokens that end a text: of a document, or of an answer."""
+    template = tokenizer.chat_template
+    return (tokenizer.eod_id,) if template is None else turn_ends(template, tokenizer, path)
 
 
 def sampling(config: GenerateConfig) -> Sampling:
@@ -155,7 +173,7 @@ def show(
 
 def printed_ids(prompt: Prompt) -> list[int]:
     """The tokens of a prompt that are its text: none where a document begins."""
-    return list(prompt.ids) if prompt.text else []
+    return list(prompt.ids) if prompt.text and not prompt.is_message else []
 
 
 def print_whole(

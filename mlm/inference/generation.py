@@ -6,7 +6,7 @@ for every max_positions / 2 tokens, in place of one for every token.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from mlm.data.sampler import Batch
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import UserError
-from mlm.inference.sampling import NOT_FINITE, Sampling, next_tokens
+from mlm.inference.sampling import NOT_FINITE, Sampling, ending, next_tokens
 from mlm.inference.trained import Trained
 from mlm.models.backbone import Transformer
 from mlm.models.cache import Fill, KeyValueCache, Reading, Step
@@ -53,7 +53,7 @@ def generate(
     options: Sampling,
     *,
     ctx: ParallelContext,
-    eod_id: int | None,
+    eod_id: int | Collection[int] | None,
     until: Callable[[int, list[int]], bool] | None = None,
     on_token: Callable[[int, int], None] | None = None,
     numbers: Sequence[int] | None = None,
@@ -65,7 +65,7 @@ def generate(
         prompts: token ids, at least one each; of more than max_positions the last ones are read.
         options: sampling settings.
         ctx: the ranks.
-        eod_id: the token that ends a sequence and is not part of it; None ends none.
+        eod_id: the token, or tokens, that end a sequence and are not part of it; None ends none.
         until: until(i, new tokens) ends prompt i's sequence after its newest token when true. Every rank
             calls it, so it must be a function of its arguments.
         on_token: on_token(i, token) is called with each new token, on every rank.
@@ -89,12 +89,13 @@ def continuations(
     options: Sampling,
     *,
     ctx: ParallelContext,
-    eod_id: int | None,
+    eod_id: int | Collection[int] | None,
     until: Callable[[int, list[int]], bool] | None = None,
     numbers: Sequence[int] | None = None,
 ) -> Iterator[tuple[int, int | None]]:
     """(prompt, its next token) as they are chosen, (prompt, None) when its text has ended. See `generate`."""
-    reader = _Reader(trained, options, ctx, eod_id)
+    ends = ending(eod_id)
+    reader = _Reader(trained, options, ctx, ends)
     most = trained.config.model.max_positions
     waiting = deque(
         _Text(i, i if numbers is None else numbers[i], list(prompt[-most:]), seen=set(prompt[-most:]))
@@ -107,13 +108,13 @@ def continuations(
             active.append(waiting.popleft())
         ended = []
         for text, token in zip(active, reader.advance(active), strict=True):
-            if token != eod_id:
+            if token not in ends:
                 text.new.append(token)
                 text.context.append(token)
                 text.seen.add(token)
                 yield text.index, token
             full = len(text.new) == options.max_new_tokens
-            if token == eod_id or full or (until is not None and until(text.index, text.new)):
+            if token in ends or full or (until is not None and until(text.index, text.new)):
                 ended.append(text)
                 yield text.index, None
         reader.drop(active, ended)
@@ -141,9 +142,11 @@ def before_stop(text: str, stops: Sequence[str], start: int = 0) -> str:
 class _Reader:
     """The model with a cache whose row n belongs to the n-th text under way."""
 
-    def __init__(self, trained: Trained, options: Sampling, ctx: ParallelContext, eod_id: int | None) -> None:
+    def __init__(
+        self, trained: Trained, options: Sampling, ctx: ParallelContext, ends: Collection[int]
+    ) -> None:
         self.trained, self.model, self.ctx = trained, trained.model, ctx
-        self.options, self.eod_id = options, eod_id
+        self.options, self.ends = options, ends
         self.cache = KeyValueCache(options.batch_size, trained.config.model.max_positions)
 
     def advance(self, texts: Sequence[_Text]) -> list[int]:
@@ -213,7 +216,7 @@ class _Reader:
             if self.ctx.tp.rank == 0:
                 numbers, places = [text.number for text in texts], [len(text.new) for text in texts]
                 seen = [text.seen for text in texts]
-                found = next_tokens(logits.cpu(), numbers, places, self.options, self.eod_id, seen)
+                found = next_tokens(logits.cpu(), numbers, places, self.options, self.ends, seen)
                 tokens.copy_(torch.tensor(found))
             broadcast(tokens, self.ctx.tp, 0)
         return broadcast(tokens, self.ctx.pp, self.ctx.pp.size - 1).tolist()

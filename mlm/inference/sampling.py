@@ -64,7 +64,7 @@ def next_tokens(
     numbers: Sequence[int],
     places: Sequence[int],
     options: Sampling,
-    eod_id: int | None,
+    eod_id: int | Collection[int] | None,
     seen: Sequence[Collection[int]] = (),
 ) -> list[int]:
     """A token for each text from logits [B, V], which are overwritten; NOT_FINITE where they are no numbers.
@@ -75,14 +75,19 @@ def next_tokens(
     if options.repetition_penalty != 1:
         for row, tokens in zip(logits, seen, strict=True):
             penalise(row, tokens, options.repetition_penalty)
-    if eod_id is not None:
+    if (ends := list(ending(eod_id))) and any(place < options.min_new_tokens for place in places):
         early = torch.tensor([place < options.min_new_tokens for place in places])
-        logits[early, eod_id] = -math.inf
+        logits[early.nonzero(), torch.tensor(ends)] = -math.inf
     best = logits.argmax(-1)  # of a NaN, where there is one
     peaks = logits.gather(1, best.unsqueeze(1)).squeeze(1)
     tokens = best.tolist() if options.temperature == 0 else _drawn(logits, numbers, places, options)
     found = zip(tokens, peaks.isfinite().tolist(), strict=True)
     return [token if finite else NOT_FINITE for token, finite in found]
+
+
+def ending(eod_id: int | Collection[int] | None) -> Collection[int]:
+    """Return the tokens that end a text, given as one, several, or None."""
+    return () if eod_id is None else (eod_id,) if isinstance(eod_id, int) else eod_id
 
 
 def penalise(logits: Tensor, tokens: Collection[int], penalty: float) -> None:

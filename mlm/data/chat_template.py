@@ -1,0 +1,259 @@
+"""A tokenizer's chat template: conversations as text, rendered as `transformers` renders them.
+
+The template is Jinja from a model folder, which is untrusted: it runs in Jinja's immutable sandbox, sees JSON
+values alone and has no access to files. It may mark the assistant's answers with {% generation %} blocks.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from mlm.data.tokenizer import Tokenizer, read_config
+from mlm.errors import CorruptFileError, UserError
+from mlm.files.atomic import digest_bytes, write_atomic
+
+FILE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
+MAX_BYTES = 1 << 20
+"""Largest template: 1 MiB."""
+TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Special tokens whose names a template may use."""
+BEGIN, END = "\ufdd0", "\ufdd1"
+"""Around a rendered {% generation %} block: noncharacters, which no text holds."""
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning; templates read the first, or the second."""
+
+Message = dict[str, Any]
+
+
+class ChatError(Exception):
+    """A conversation that a template cannot render: the problem and its fix in one line."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text."""
+
+    text: str
+    answers: tuple[tuple[int, int], ...]
+    """First character and end of each {% generation %} block; none in a template without them."""
+
+
+class ChatTemplate:
+    """A chat template and the names of the special tokens that it uses.
+
+    Attributes:
+        marks_answers: True if it has {% generation %} blocks.
+        digest: of the template and these names.
+
+    Raises UserError if it is no Jinja.
+    """
+
+    def __init__(self, source: str, tokens: Mapping[str, str], place: str = "chat template") -> None:
+        self.source, self.tokens, self.place = source, dict(tokens), place
+        self.marks_answers = GENERATION.search(source) is not None
+        self.digest = digest_bytes(json.dumps([source, sorted(self.tokens.items())]).encode())
+        try:
+            self._template = environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise UserError(
+                f"{place}:{error.lineno}: no Jinja ({error.message}): correct the template"
+            ) from None
+
+    @classmethod
+    def find(cls, folder: Path, tokenizer: Tokenizer, file: str | None = None) -> "ChatTemplate | None":
+        """Return the template in `file`, else the one of a folder's tokenizer; None if there is none.
+
+        Raises UserError, CorruptFileError.
+        """
+        settings = read_config(folder / SETTINGS)
+        path = folder / FILE if file is None else Path(file)
+        if file is not None or path.is_file():
+            return cls(read_template(path), token_names(settings, tokenizer), str(path))
+        source = default_template(settings.get("chat_template"))
+        if source is None:
+            return None
+        return cls(source, token_names(settings, tokenizer), f"{folder / SETTINGS}: chat_template")
+
+    def save(self, folder: Path) -> None:
+        """Write the template and the names of its tokens beside a tokenizer.json. Raises OSError."""
+        write_atomic(folder / FILE, self.source.encode())
+        write_atomic(folder / SETTINGS, (json.dumps(self.tokens, indent=2) + "\n").encode())
+
+    def render(
+        self, messages: Sequence[Message], tools: Any = None, *, add_generation_prompt: bool = False
+    ) -> Rendered:
+        """Render messages, each with a role; with `add_generation_prompt` up to where an answer begins.
+
+        Raises ChatError.
+        """
+        try:
+            text = self._template.render(
+                messages=[with_reasoning(message) for message in messages],
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self.tokens,
+            )
+        except Exception as error:  # a template may raise anything: TypeError, OverflowError, RecursionError
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            raise ChatError(
+                f"{self.place} fails ({reason}): correct the conversation, or set data.chat_template=FILE"
+            ) from error
+        return without_marks(text)
+
+
+def without_marks(text: str) -> Rendered:
+    """Return a rendered text without the marks of its blocks, and where these were."""
+    if BEGIN not in text:
+        return Rendered(text, ())
+    parts, answers, length, begin = list[str](), list[tuple[int, int]](), 0, 0
+    for part in re.split(f"([{BEGIN}{END}])", text):
+        if part == BEGIN:
+            begin = length
+        elif part == END:
+            answers.append((begin, length))
+        else:
+            parts.append(part)
+            length += len(part)
+    return Rendered("".join(parts), tuple(answers))
+
+
+def with_reasoning(message: Message) -> Message:
+    """Return a message with its reasoning under the names that templates read, as `transformers` does."""
+    found = next((message[key] for key in REASONING if message.get(key) is not None), None)
+    return message if found is None else {"thinking": found, **message, "reasoning_content": found}
+
+
+def token_names(settings: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
+    """Return the names of special tokens by tokenizer_config.json; without one those of the tokenizer."""
+    if not settings:
+        ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eod_id, "pad_token": tokenizer.pad_id}
+        return {name: tokenizer.name_of(id) for name, id in ids.items() if id is not None}
+    found = {}
+    for name in TOKENS:
+        value = settings.get(name)
+        value = value.get("content") if isinstance(value, dict) else value
+        if isinstance(value, str):
+            found[name] = value
+    return found
+
+
+def default_template(value: Any) -> str | None:
+    """Return the template of a tokenizer_config.json: a text, or the one named default of a list."""
+    if isinstance(value, list):
+        named = {each.get("name"): each.get("template") for each in value if isinstance(each, dict)}
+        value = named.get("default")
+    return value if isinstance(value, str) else None
+
+
+def read_template(path: Path) -> str:
+    """Read a template. Raises UserError, CorruptFileError."""
+    try:
+        if (size := path.stat().st_size) > MAX_BYTES:
+            raise CorruptFileError(f"{path}: {size} bytes, {MAX_BYTES} is the limit: replace it")
+        return path.read_text("utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}: give a chat template that can be read") from error
+    except UnicodeDecodeError as error:
+        raise CorruptFileError(f"{path} is not UTF-8 ({error.reason}): replace it") from error
+
+
+class Generation(Extension):
+    """The block {% generation %} … {% endgeneration %}, whose text is put between BEGIN and END."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Parse the block."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("marked"), [], [], body).set_lineno(line)
+
+    def marked(self, caller: Macro) -> str:
+        """Return the block's text between marks."""
+        return f"{BEGIN}{caller()}{END}"
+
+
+class PlainNamespace(Namespace):
+    """Jinja's namespace without names that begin with an underscore."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, values = args[0], dict(*args[1:], **kwargs)
+        for name in values:
+            reject_private(name)
+        Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        reject_private(name)
+        super().__setitem__(name, value)
+
+
+class Dictionaries:
+    """`dict` without the attributes of a class."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        """Return a dictionary."""
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        """Return a dictionary of keys with one value."""
+        return dict.fromkeys(*args)
+
+
+def reject_private(name: Any) -> None:
+    """Raise SecurityError for a name that begins with an underscore."""
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace has no attribute {name[:40]!r}")
+
+
+def as_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return JSON without the escapes that Jinja's own filter makes for HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def raise_exception(message: str) -> None:
+    """Raise what a template rejects."""
+    raise jinja2.TemplateError(message)
+
+
+def strftime_now(format: str) -> str:
+    """Return the date in a format of strftime."""
+    return datetime.now().strftime(format)
+
+
+@cache
+def environment() -> ImmutableSandboxedEnvironment:
+    """Return the environment of all templates, with the names that `transformers` gives them."""
+    found = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    found.filters["tojson"] = as_json
+    found.globals |= {
+        "raise_exception": raise_exception,
+        "strftime_now": strftime_now,
+        "dict": Dictionaries(),
+        "namespace": PlainNamespace,
+    }
+    return found

@@ -1,0 +1,188 @@
+"""Conversations as tokens, and which of them are the assistant's answers.
+
+Names of special tokens that a message spells out are text: only the template's are tokens.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlm.data.chat_template import BEGIN, END, ChatError, ChatTemplate, Message, Rendered
+from mlm.data.tokenizer import PRIVATE, Tokenizer
+
+ASSISTANT = "assistant"
+ROLES = ("system", "developer", "user", ASSISTANT, "tool")
+WRITTEN = 0xF0000
+"""Name n of a special token in a message is rendered as this letter + n, repeated to the same length: the
+first plane for private use. In the second, from PRIVATE on, are the tokenizer's own letters for it."""
+MARKS = re.compile(f"[{BEGIN}{END}]")
+RESERVED = re.compile(f"[{BEGIN}{END}{chr(WRITTEN)}-\U0010fffd]")
+"""Letters that messages may not hold; those for private use only if a message spells out a name."""
+
+Answers = Literal["all", "last"]
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """A conversation as a model reads it."""
+
+    ids: NDArray[np.int32]
+    """[n]."""
+    is_answer: NDArray[np.bool_]
+    """[n]: written by the assistant, the end of its turn included."""
+
+
+def check_messages(messages: Any) -> list[Message]:
+    """Return the messages of a conversation. Raises ChatError unless each has a known role and a text."""
+    if not isinstance(messages, list) or not messages:
+        raise ChatError('no list of messages: write [{"role": "user", "content": "…"}, …]')
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict):
+            raise ChatError(f'message {number} is no object: write {{"role": "user", "content": "…"}}')
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES:
+            raise ChatError(f"message {number}: role={str(role)[:40]!r} is unknown: use {', '.join(ROLES)}")
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            raise ChatError(f"message {number}: its 'content' is no text: give one, or delete the message")
+    return messages
+
+
+def encode(
+    conversations: Sequence[tuple[Sequence[Message], Any]],
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    answers: Answers = "all",
+) -> list["Tokens | ChatError"]:
+    """Return the tokens of each conversation (messages, tools), or its problem."""
+    speller = Speller(tokenizer)
+    found: list[Tokens | ChatError] = []
+    plain, hidden = list[int](), list[int]()
+    texts, spans = list[str](), list[Sequence[tuple[int, int]]]()
+    for messages, tools in conversations:
+        texts.append("")
+        spans.append(())
+        try:
+            (said, given), is_hidden = speller.hide(messages, tools)
+            rendered = template.render(said, given)
+            ranges = answer_ranges(template, said, given, rendered, answers)
+        except ChatError as error:
+            found.append(error)
+            continue
+        (hidden if is_hidden else plain).append(len(found))
+        found.append(ChatError("not encoded"))
+        texts[-1], spans[-1] = rendered.text, ranges
+    for numbers, encoder in ((plain, tokenizer.encode_marked), (hidden, speller.encode)):
+        for number, (ids, places) in zip(numbers, encoder([texts[n] for n in numbers]), strict=True):
+            found[number] = Tokens(ids, overlaps(places, spans[number]))
+    return found
+
+
+def encode_prompt(
+    messages: Sequence[Message], tokenizer: Tokenizer, template: ChatTemplate, tools: Any = None
+) -> list[int]:
+    """Return the tokens of a conversation up to where the next answer begins. Raises ChatError."""
+    speller = Speller(tokenizer)
+    (said, given), is_hidden = speller.hide(messages, tools)
+    text = template.render(said, given, add_generation_prompt=True).text
+    encoder = speller.encode if is_hidden else tokenizer.encode_marked
+    return [int(id) for id in encoder([text])[0][0]]
+
+
+def answer_ranges(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    tools: Any,
+    rendered: Rendered,
+    answers: Answers,
+) -> Sequence[tuple[int, int]]:
+    """Return first character and end of each answer in a rendered conversation. Raises ChatError.
+
+    Of a template without {% generation %} blocks an answer is what its message adds to the text before it,
+    rendered up to where an answer begins.
+    """
+    if template.marks_answers:
+        if not rendered.answers:
+            raise ChatError(f"{template.place} marks no answer of it: correct its {{% generation %}} blocks")
+        return rendered.answers if answers == "all" else rendered.answers[-1:]
+    numbers = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT]
+    found = []
+    for n in numbers if answers == "all" else numbers[-1:]:
+        before = template.render(messages[:n], tools, add_generation_prompt=True).text
+        after = rendered.text if n + 1 == len(messages) else template.render(messages[: n + 1], tools).text
+        if not (after.startswith(before) and rendered.text.startswith(after)):
+            raise ChatError(
+                f"message {n + 1}: {template.place} renders an answer otherwise when messages follow it: "
+                "mark answers in the template with {% generation %}, or set task.answers=last"
+            )
+        found.append((len(before), len(after)))
+    return found
+
+
+def overlaps(places: NDArray[np.int32], ranges: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
+    """Return which tokens, of letters `places` [n, 2], have a letter in one of the ranges: [n]."""
+    found = np.zeros(len(places), dtype=bool)
+    for begin, end in ranges:
+        found |= (places[:, 0] < end) & (places[:, 1] > begin)
+    return found
+
+
+def reserved(value: Any, letters: re.Pattern[str]) -> str | None:
+    """Return the first of these letters in the texts of JSON values; None if they hold none."""
+    if isinstance(value, str):
+        letter = letters.search(value)
+        return None if letter is None else letter[0]
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return next((found for item in items if (found := reserved(item, letters)) is not None), None)
+
+
+class Speller:
+    """Names of special tokens in messages, kept apart from those of the template.
+
+    In a message name n becomes letters of private use before it is rendered. After that the names left are
+    the template's: they become the tokenizer's private letters, and the message's become names again. All
+    have the length of the name, so that no place in the text moves.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer, self.names = tokenizer, tokenizer.special_names
+        longest = sorted(self.names, key=len, reverse=True)  # as the library finds them
+        self.known = re.compile("|".join(map(re.escape, longest))) if longest else None
+        self.numbers = {name: n for n, name in enumerate(self.names)}
+
+    def hide(self, messages: Sequence[Message], tools: Any) -> tuple[tuple[Sequence[Message], Any], bool]:
+        """Return messages and tools with the names in their texts hidden, and True if there were any.
+
+        Raises ChatError for letters that have another use here.
+        """
+        given = [list(messages), tools]
+        hidden = self._hidden(given)
+        is_hidden = hidden != given
+        if (found := reserved(given, RESERVED if is_hidden else MARKS)) is not None:
+            raise ChatError(f"it holds the letter U+{ord(found):X}, which has another use here: delete it")
+        return (hidden[0], hidden[1]), is_hidden
+
+    def _hidden(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._replaced(value, WRITTEN)
+        if isinstance(value, Mapping):
+            return {key: self._hidden(item) for key, item in value.items()}
+        return [self._hidden(item) for item in value] if isinstance(value, list | tuple) else value
+
+    def encode(self, texts: Sequence[str]) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
+        """Encode rendered texts with hidden names: see `Tokenizer.encode_marked`."""
+        return self.tokenizer.encode_private([self._shown(self._replaced(text, PRIVATE)) for text in texts])
+
+    def _replaced(self, text: str, first: int) -> str:
+        def letters(found: re.Match[str]) -> str:
+            return chr(first + self.numbers[found[0]]) * len(found[0])
+
+        return text if self.known is None else self.known.sub(letters, text)
+
+    def _shown(self, text: str) -> str:
+        for name, n in self.numbers.items():
+            text = text.replace(chr(WRITTEN + n) * len(name), name)
+        return text

@@ -1,0 +1,117 @@
+"""Supervised finetuning on conversations: the loss is taken on the assistant's answers alone."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from mlm.data.chat_template import ChatError
+from mlm.data.conversation import ASSISTANT, check_messages, encode
+from mlm.data.tokenizer import Tokenizer
+from mlm.errors import Problem
+from mlm.finetune.examples import Example, Frame, Text
+from mlm.finetune.packing import Packer
+from mlm.finetune.rows import ExampleError, Row, RowError, encodable, present
+from mlm.finetune.task_config import TaskConfig
+from mlm.finetune.task_type import Made, Output, Prediction, TaskType
+from mlm.parallel.labels import IGNORE
+
+AT_ONCE = 1000
+"""Conversations rendered and tokenised at a time."""
+TOOLS = "tools"
+"""Column of the functions that a conversation may call, for the template."""
+
+
+class Chat(TaskType):
+    """Conversations: a row is a list of messages with a role and a content, at least one the assistant's."""
+
+    head = "language_model"
+    batcher = Packer
+    loss_unit = "nats per token of the answers"
+    metrics: Mapping[str, Any] = MappingProxyType({})
+    errors = frozenset({"loss", "perplexity"})
+    columns = ((1,), "one column, of messages")
+    is_chat = True
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """Names of the metrics."""
+        return "loss", "perplexity"
+
+    def num_labels(self, task: TaskConfig) -> int:
+        """Return 0: the model keeps its output layer."""
+        return 0
+
+    def parse(self, task: TaskConfig, record: Mapping[str, Any], id: str) -> Row:
+        """Return the checked row of a record. Raises RowError."""
+        column = task.columns[0]
+        said = present(record, column)
+        if isinstance(said, list):  # a table fills absent keys with null
+            said = [
+                {key: value for key, value in message.items() if value is not None or key == "content"}
+                if isinstance(message, dict)
+                else message
+                for message in said
+            ]
+        try:
+            messages = check_messages(said)
+        except ChatError as error:
+            raise RowError(f"'{column}': {error}") from error
+        answers = sum(message["role"] == ASSISTANT for message in messages)
+        if not answers:
+            raise RowError(f"'{column}' has no message of the assistant: add the answer, or delete the row")
+        try:
+            text = json.dumps([messages, record.get(TOOLS)], ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise RowError(f"'{column}' holds more than JSON values ({error}): fix or delete it") from error
+        return Row(id, (encodable(text, column),), answers)
+
+    def make_examples(
+        self, task: TaskConfig, rows: Sequence[Row], tokenizer: Tokenizer, frame: Frame
+    ) -> Iterator[Made]:
+        """Yield one example per conversation, none for one whose answers begin after max_length tokens."""
+        template = tokenizer.chat_template
+        assert template is not None, "read with the tokenizer"
+        for first in range(0, len(rows), AT_ONCE):
+            some = rows[first : first + AT_ONCE]
+            said = [tuple(json.loads(row.texts[0])) for row in some]
+            for number, tokens in enumerate(encode(said, tokenizer, template, task.answers), first):
+                if isinstance(tokens, ChatError):
+                    raise ExampleError(number, str(tokens)) from tokens
+                is_long = len(tokens.ids) > frame.max_length
+                ids, is_answer = tokens.ids[: frame.max_length], tokens.is_answer[: frame.max_length]
+                labels = np.full(len(ids), IGNORE, dtype=np.int64)
+                labels[:-1] = np.where(is_answer[1:], ids[1:], IGNORE)
+                if (labels != IGNORE).any():
+                    yield [Example(number, (Text(ids, len(ids)),), labels)], is_long
+                elif is_long:
+                    yield [], True
+                else:
+                    raise ExampleError(
+                        number, "the template renders its answers as no text: fill or delete them"
+                    )
+
+    def problems(self, task: TaskConfig) -> list[Problem]:
+        """Return the problems of a task's columns, labels and splits."""
+        found = super().problems(task)
+        if task.tests:
+            problem = f"kind {task.kind} writes no predictions of splits"
+            fix = "leave it out, and use `mlm eval` or `mlm generate chat=true`"
+            found.append(Problem.at("task.tests", list(task.tests), problem, fix))
+        return found
+
+    def loss(self, outputs: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
+        """Not called: the objective is `AnswerLoss`."""
+        raise AssertionError("conversations are scored by AnswerLoss")
+
+    def predict(
+        self, task: TaskConfig, row: Row, examples: Sequence[Example], outputs: Sequence[Output]
+    ) -> Prediction:
+        """Not called: `mlm generate` answers."""
+        raise AssertionError("a conversation has no prediction")
+
+
+CHAT = Chat()

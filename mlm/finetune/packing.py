@@ -1,0 +1,146 @@
+"""Conversations packed into sequences, and the loss on their answers.
+
+The conversations of a step are put into as few sequences as they fit in; a token attends to its own
+conversation alone, and positions restart in each. So packing changes no loss: it leaves out padding.
+
+Shapes: B sequences of a micro-batch, S tokens.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mlm.data.sampler import Batch
+from mlm.finetune.batches import Batcher
+from mlm.finetune.examples import Example
+from mlm.models.documents import Documents, positions_of, spans_of
+from mlm.models.gpt2.objective import NextToken
+from mlm.parallel.labels import IGNORE
+from mlm.parallel.mesh import ParallelContext
+from mlm.parallel.transfer import on_device
+from mlm.train.pipelined import PipelinedModel
+from mlm.train.pipelined import evaluate as mean_parts
+
+
+@dataclass(frozen=True, eq=False)
+class PackedBatch(Batch):
+    """One micro-batch; the label of a token is the next one, where an answer holds that, else IGNORE."""
+
+    ends: Tensor | None
+    """[B, S] bool: the last token of each conversation; None if no sequence holds two."""
+    examples: tuple[int, ...] = ()
+    """Numbers of its conversations."""
+
+
+class Packer(Batcher):
+    """Splits the conversations of a batch into micro-batches of packed sequences."""
+
+    def micro_batches(  # type: ignore[override]
+        self, examples: Sequence[Example], numbers: Sequence[int], first_sample: int
+    ) -> list[PackedBatch]:
+        """Return this rank's micro-batches of the numbered conversations; equally many on each rank."""
+        lengths = [len(examples[n].texts[0]) for n in numbers]
+        packs = [[numbers[i] for i in pack] for pack in first_fit(lengths, self.length)]
+        sizes = [sum(len(examples[n].texts[0]) for n in pack) for pack in packs]
+        order = sorted(range(len(packs)), key=lambda i: -sizes[i])  # about equally long in a micro-batch
+        rows = min(max(1, self.budget // sizes[order[0]]), len(packs))
+        count = -(-len(packs) // (rows * self.size))
+        count = -(-count // self.groups_of) * self.groups_of
+        rows = -(-len(packs) // (count * self.size))
+        made = []
+        for i in range(count):
+            first = i * rows * self.size
+            mine = [packs[n] for n in order[first : first + rows * self.size][self.rank :: self.size]]
+            sample = first_sample + first + self.rank * rows  # distinct for all micro-batches
+            made.append(self.packed(examples, mine, [numbers[-1]], sample))
+        return made
+
+    def packed(
+        self,
+        examples: Sequence[Example],
+        packs: Sequence[Sequence[int]],
+        filler: Sequence[int],
+        first_sample: int,
+    ) -> PackedBatch:
+        """Return a micro-batch of sequences; without any it holds `filler`, not scored."""
+        sequences = packs or [filler]
+        longest = max(sum(len(examples[n].texts[0]) for n in pack) for pack in sequences)
+        width = -(-longest // self.multiple) * self.multiple
+        tokens = np.zeros((len(sequences), width), dtype=np.int64)
+        labels, ends = np.full_like(tokens, IGNORE), np.zeros(tokens.shape, dtype=bool)
+        for row, pack in enumerate(sequences):
+            place = 0
+            for n in pack:
+                text = examples[n].texts[0]
+                tokens[row, place : place + len(text)] = text.tokens
+                if packs:
+                    labels[row, place : place + len(text)] = examples[n].label
+                place += len(text)
+                ends[row, place - 1] = True
+        return PackedBatch(
+            torch.from_numpy(tokens),
+            torch.from_numpy(labels),
+            first_sample,
+            torch.from_numpy(ends) if any(len(pack) > 1 for pack in sequences) else None,
+            tuple(int(n) for pack in packs for n in pack),
+        )
+
+    def all_batches(self, examples: Sequence[Example]) -> Iterator[list[PackedBatch]]:  # type: ignore[override]
+        """Yield this rank's micro-batches of all conversations, a few at a time, the longest first."""
+        order = sorted(range(len(examples)), key=lambda n: -len(examples[n].texts[0]))
+        room, some, first = self.budget * self.size * self.groups_of, list[int](), 0
+        tokens = 0
+        for number in order:
+            length = len(examples[number].texts[0])
+            if some and tokens + length > room:
+                yield self.micro_batches(examples, some, first)
+                first, some, tokens = first + len(some), [], 0
+            some.append(number)
+            tokens += length
+        yield self.micro_batches(examples, some, first)
+
+
+def first_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Return the numbers of texts, the longest first, in packs of at most `room` tokens.
+
+    Each goes into the first pack with room for it (first-fit decreasing); a longer text is a pack alone.
+    """
+    packs, left = list[list[int]](), list[int]()
+    for number, length in enumerate(lengths):
+        found = next((i for i, free in enumerate(left) if length <= free), None)
+        if found is None:
+            packs.append([number])
+            left.append(room - length)
+        else:
+            packs[found].append(number)
+            left[found] -= length
+    return packs
+
+
+class AnswerLoss(NextToken):
+    """Cross-entropy of each token of an answer given its conversation before it, in nats."""
+
+    def __init__(self, ctx: ParallelContext, dtype: torch.dtype) -> None:
+        super().__init__(ctx, dtype, None)
+
+    def inputs(self, batch: Batch) -> tuple[Tensor, Tensor, Documents | None]:
+        """Tokens and labels of a micro-batch, on the device, and the conversations to keep apart in it."""
+        assert isinstance(batch, PackedBatch)
+        tokens, labels = (on_device(t, self.ctx.device) for t in (batch.tokens, batch.labels))
+        if batch.ends is None:
+            return tokens, labels, None
+        ends = on_device(batch.ends, self.ctx.device)
+        return tokens, labels, Documents(positions_of(ends), spans_of(ends, self.dtype))
+
+
+def answer_scores(
+    model: PipelinedModel, objective: AnswerLoss, examples: Sequence[Example], packer: Packer
+) -> dict[str, float]:
+    """Return mean loss per token of the answers, and its perplexity; the same on every rank. Collective."""
+    batches = (batch for step in packer.all_batches(examples) for batch in step)
+    (loss,), _ = mean_parts(model, objective, batches)  # type: ignore[arg-type]
+    return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}

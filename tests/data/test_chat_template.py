@@ -1,0 +1,159 @@
+"""Conversations as tokens: equal to those of `transformers`, and which of them are answers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlm.data.chat_template import ChatError, ChatTemplate
+from mlm.data.conversation import Tokens, check_messages, encode, encode_prompt
+from mlm.data.tokenizer import Tokenizer
+from mlm.errors import UserError
+from tests.data.chats import CHATML, INST, MARKED, SPECIAL, TALK, TEMPLATES, theirs, write_tokenizer
+
+STYLES = tuple(TEMPLATES)
+
+
+def load(folder: Path) -> tuple[Tokenizer, ChatTemplate]:
+    tokenizer = Tokenizer.load(folder)
+    template = ChatTemplate.find(folder, tokenizer)
+    assert template is not None
+    return tokenizer, template
+
+
+def tokens_of(folder: Path, messages: list[dict[str, Any]], tools: Any = None, **options: Any) -> Tokens:
+    tokenizer, template = load(folder)
+    (found,) = encode([(messages, tools)], tokenizer, template, **options)
+    assert isinstance(found, Tokens), found
+    return found
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_conversation_and_prompt_equal_those_of_transformers(tmp_path: Path, style: str) -> None:
+    folder = write_tokenizer(tmp_path, style)
+    tokenizer, template = load(folder)
+    for messages, prompt in ((TALK, False), (TALK[:3], True)):
+        said = theirs(folder).apply_chat_template(messages, add_generation_prompt=prompt, return_dict=False)
+        ours = (
+            encode_prompt(messages, tokenizer, template)
+            if prompt
+            else tokens_of(folder, messages).ids.tolist()
+        )
+        assert ours == said
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_answers_are_what_their_messages_add_to_the_prompt(tmp_path: Path, style: str) -> None:
+    folder = write_tokenizer(tmp_path, style)
+    found = tokens_of(folder, TALK)
+    before = encode_prompt(TALK[:1], *load(folder))
+    end = encode_prompt([*TALK[:2], TALK[0]], *load(folder))
+    assert not found.is_answer[: len(before)].any()
+    text = Tokenizer.load(folder).decode(found.ids[found.is_answer].tolist())
+    assert all(message["content"].strip() in text for message in TALK if message["role"] == "assistant")
+    assert not any(message["content"].strip() in text for message in TALK if message["role"] == "user")
+    closing = {"llama3": "<|eot_id|>", "qwen2": "<|im_end|>"}.get(style, "</s>")
+    assert text.count(closing) == 2
+    assert end[: len(before)] == before
+
+
+def test_marked_answers_equal_the_mask_of_transformers(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path, "qwen2", MARKED)
+    ascii_talk = [{**m, "content": m["content"].replace("é漢", " ")} for m in TALK]
+    said = theirs(folder).apply_chat_template(ascii_talk, return_dict=True, return_assistant_tokens_mask=True)
+    found = tokens_of(folder, ascii_talk)
+    assert found.ids.tolist() == said["input_ids"]
+    assert found.is_answer.tolist() == list(map(bool, said["assistant_masks"]))
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_last_answer_alone(tmp_path: Path, template: str) -> None:
+    folder = write_tokenizer(tmp_path, "qwen2", template)
+    found = tokens_of(folder, TALK, answers="last")
+    text = Tokenizer.load(folder).decode(found.ids[found.is_answer].tolist())
+    assert text.strip() == "on the mat.<|im_end|>"
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_special_tokens_that_a_message_spells_out_are_text(tmp_path: Path, style: str) -> None:
+    folder = write_tokenizer(tmp_path, style)
+    names = "".join(SPECIAL[style])
+    spelt = [{"role": "user", "content": f"say {names} now"}, TALK[1]]
+    plain, found = (
+        tokens_of(folder, [{"role": "user", "content": "say now"}, TALK[1]]),
+        tokens_of(folder, spelt),
+    )
+    tokenizer = Tokenizer.load(folder)
+    counts = [
+        [ids.tolist().count(id) for id in sorted(tokenizer.special_ids)] for ids in (plain.ids, found.ids)
+    ]
+    assert counts[0] == counts[1]
+    assert names in tokenizer.decode(found.ids.tolist())
+    assert tokenizer.decode(found.ids[found.is_answer]) == tokenizer.decode(plain.ids[plain.is_answer])
+
+
+def test_tools_and_loop_controls_reach_the_template(tmp_path: Path) -> None:
+    first = "{% for m in messages %}{% if loop.index0 %}{% break %}{% endif %}{{ m.content }}{% endfor %}"
+    template = "{{ tools | tojson }}" + first
+    folder = write_tokenizer(tmp_path, "qwen2", template)
+    tools = [{"name": "é<f>"}]
+    said = theirs(folder).apply_chat_template(TALK, tools=tools, tokenize=False)
+    assert load(folder)[1].render(TALK, tools).text == said == '[{"name": "é<f>"}]' + TALK[0]["content"]
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ ''.__class__.__mro__ }}", "{{ namespace(_a=1) }}", "{{ messages.clear() }}"]
+)
+def test_template_cannot_leave_its_sandbox(template: str) -> None:
+    with pytest.raises(ChatError, match="fails"):
+        ChatTemplate(template, {}).render(TALK)
+
+
+def test_template_that_is_no_jinja_names_the_line(tmp_path: Path) -> None:
+    file = tmp_path / "bad.jinja"
+    file.write_text("ok\n{% for %}")
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path, "qwen2", None))
+    with pytest.raises(UserError, match=r"bad\.jinja:2: no Jinja \("):
+        ChatTemplate.find(tmp_path, tokenizer, str(file))
+
+
+def test_saved_template_is_found_again(tmp_path: Path) -> None:
+    tokenizer, template = load(write_tokenizer(tmp_path / "a", "llama3"))
+    other = tmp_path / "b"
+    other.mkdir()
+    template.save(other)
+    found = ChatTemplate.find(other, tokenizer)
+    assert found is not None
+    assert (found.digest, found.render(TALK)) == (template.digest, template.render(TALK))
+
+
+def test_answer_that_later_messages_change_is_an_error(tmp_path: Path) -> None:
+    """As Qwen 3 leaves out the thoughts of earlier turns."""
+    template = CHATML.replace(
+        "message['content'] +", "('<t>' if loop.last and loop.index0 % 2 else '') + message['content'] +"
+    )
+    tokenizer, found = load(write_tokenizer(tmp_path, "qwen2", template))
+    (problem,) = encode([(TALK, None)], tokenizer, found)
+    assert "message 2: " in str(problem)
+    assert isinstance(encode([(TALK, None)], tokenizer, found, "last")[0], Tokens)
+
+
+@pytest.mark.parametrize(
+    "messages, problem",
+    [
+        ("hello", "no list of messages"),
+        ([], "no list of messages"),
+        (["hello"], "message 1 is no object"),
+        ([{"role": "human", "content": "a"}], "message 1: role='human' is unknown"),
+        ([TALK[0], {"role": "assistant"}], "message 2: its 'content' is no text"),
+    ],
+)
+def test_messages_of_another_form_are_errors(messages: Any, problem: str) -> None:
+    with pytest.raises(ChatError, match=problem):
+        check_messages(messages)
+
+
+def test_template_that_rejects_a_conversation_says_why() -> None:
+    template = ChatTemplate(INST, {"bos_token": "<s>", "eos_token": "</s>"}, "chat.jinja")
+    with pytest.raises(ChatError, match=r"chat\.jinja fails \(roles must alternate\)"):
+        template.render(TALK[1:])

@@ -1,0 +1,286 @@
+"""`mlm finetune chat`: equal to a plain loop of `transformers`, packed or not, at every layout."""
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+from mlm.cli import main
+from mlm.errors import UserError
+from mlm.finetune import run
+from mlm.finetune.batches import Order
+from mlm.finetune.config import EvalTaskConfig, FinetuneConfig, FinetuneScheduleConfig
+from mlm.finetune.inputs import Evaluation, evaluation_of, load_body, splits_of, start_of
+from mlm.finetune.packing import AnswerLoss, PackedBatch, Packer, first_fit
+from mlm.finetune.splits import read_part
+from mlm.optim.config import PrecisionConfig
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.mesh import ParallelContext
+from mlm.parallel.sharding import parameter_shards
+from mlm.train.pipelined import PipelinedModel
+from tests.data.chats import CHATML, theirs
+from tests.finetune.chats import POSITIONS, chat_task, chatting, write_chats, write_llama
+from tests.finetune.material import write_rows
+from tests.finetune.runs import finetune, losses, read, records, score, weights, write_model
+from tests.ranks import run_on_ranks
+
+TALK = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat on the mat"}]
+STEPS = 10
+SHORT = {"epochs": 1, "global_batch_size": 8}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("chat")
+    write_llama(made / "llama")
+    write_chats(made / "chat")
+    return made
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "chat" / "train.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def evaluation(config: FinetuneConfig) -> Evaluation:
+    """The training conversations of a run."""
+    return evaluation_of(config.task, splits_of(config).train, start_of(config))
+
+
+def test_losses_equal_a_plain_loop_of_transformers(folder: Path) -> None:
+    """Ten steps in float32, rows of each step alone in their sequences there and packed here."""
+    constant = FinetuneScheduleConfig(decay="constant", warmup=0.0)
+    config = chatting(
+        folder, out=str(folder / "sft"), schedule=constant, precision=PrecisionConfig(dtype="fp32")
+    )
+    result = finetune(config)
+    order = Order(evaluation(config).examples, batch_size=4, sort_batches=1, seed=config.seed)
+    rows = [each["messages"] for each in rows_of(folder)]
+    tokenizer, model = (
+        theirs(folder / "llama"),
+        transformers.LlamaForCausalLM.from_pretrained(folder / "llama"),
+    )
+    given = config.optimizer
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=given.lr, betas=given.betas, eps=given.eps, weight_decay=0.0
+    )
+    found = []
+    for step in range(STEPS):
+        sums, count = torch.zeros(()), 0
+        for number in order.batch(step):
+            said = tokenizer.apply_chat_template(
+                rows[number], return_dict=True, return_assistant_tokens_mask=True
+            )
+            ids = torch.tensor([said["input_ids"]])
+            labels = ids.masked_fill(torch.tensor([said["assistant_masks"]]) == 0, -100)
+            logits = model(ids).logits
+            sums = sums + F.cross_entropy(logits[0, :-1], labels[0, 1:], reduction="sum", ignore_index=-100)
+            count += int((labels[0, 1:] != -100).sum())
+        optimizer.zero_grad()
+        (sums / count).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), given.clip_grad_norm)
+        optimizer.step()
+        found.append(float(sums.detach() / count))
+    assert losses(Path(config.out)) == pytest.approx(found, rel=0, abs=1e-5)
+    assert found[-1] < found[0] - 0.1  # it learns: losses of nothing would be equal too
+    assert result["scores"]["validation"].keys() == {"loss", "perplexity"}
+
+
+def summed(
+    config: FinetuneConfig, packer: Packer
+) -> tuple[float, int, list[torch.Tensor], list[PackedBatch]]:
+    """Loss of all conversations summed, scored tokens, gradients, and the micro-batches."""
+    start, ctx = start_of(config), ParallelContext()
+    model = PipelinedModel(start.model, ParallelConfig(), PrecisionConfig(dtype="fp64"), ctx)
+    shards = [shard for chunk in model.chunks for shard in parameter_shards(chunk, ctx.tp)]
+    load_body(shards, start.named, ctx)
+    objective = AnswerLoss(ctx, torch.float64)
+    examples = evaluation(config).examples
+    order = sorted(range(len(examples)), key=lambda n: -len(examples[n].texts[0]))
+    batches = packer.micro_batches(examples, order, 0)
+    losses = [
+        objective.output(model.chunks[0], batch, torch.ones(1, dtype=torch.float64), None, None)  # type: ignore[arg-type]
+        for batch in batches
+    ]
+    torch.cat(losses).sum().backward()
+    count = sum(objective.counts(batch)[0] for batch in batches)
+    gradients = [shard.parameter.grad for shard in shards if shard.parameter.grad is not None]
+    return float(torch.cat(losses).sum()), count, gradients, batches
+
+
+def test_packing_changes_neither_loss_nor_gradients(folder: Path) -> None:
+    config = chatting(folder)
+    packer = partial(Packer, rank=0, size=1, budget=2 * POSITIONS)
+    packed, alone = (summed(config, packer(length=length)) for length in (POSITIONS, 1))
+    assert len(packed[3]) < len(alone[3])
+    assert any(batch.ends is not None for batch in packed[3])
+    assert all(batch.ends is None for batch in alone[3])
+    assert packed[1] == alone[1]
+    assert packed[0] == pytest.approx(alone[0], rel=1e-12)
+    torch.testing.assert_close(packed[2], alone[2], rtol=1e-10, atol=1e-10)
+
+
+LAYOUTS = {
+    "tp2-pp2-sp": ParallelConfig(tp=2, pp=2, sequence_parallel=True),
+    "dp3-zero3": ParallelConfig(dp=3, zero=3),
+}
+
+
+def run_alone(ctx: ParallelContext, config: FinetuneConfig) -> None:
+    run.run(config, ctx)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Path:
+    config = chatting(folder, out=str(folder / "alone"), train=SHORT)
+    finetune(config)
+    return Path(config.out)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_run_is_the_same_at_every_layout(folder: Path, alone: Path, layout: str) -> None:
+    """Losses, weights and scores, in float64."""
+    parallel = LAYOUTS[layout]
+    config = chatting(folder, out=str(folder / layout), parallel=parallel, train=SHORT)
+    run_on_ranks(run_alone, config, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp or 1)
+    assert losses(Path(config.out)) == pytest.approx(losses(alone), rel=1e-9)
+    ours, mine = (read(out / "result.json") for out in (Path(config.out), alone))
+    assert ours["best_step"] == mine["best_step"]
+    assert ours["scores"]["validation"] == pytest.approx(mine["scores"]["validation"], rel=1e-9)
+    first, second = (weights(out / "best" / "checkpoints") for out in (Path(config.out), alone))
+    torch.testing.assert_close(first, second, rtol=1e-7, atol=1e-9)
+
+
+def test_evaluation_repeats_the_score_of_the_best_checkpoint(folder: Path, alone: Path) -> None:
+    config = EvalTaskConfig(ckpt=str(alone), task=chat_task(), precision=PrecisionConfig(dtype="fp64"))
+    (found,) = score(config)["results"]
+    assert found["metrics"] == pytest.approx(read(alone / "result.json")["scores"]["validation"], rel=1e-12)
+    assert records(alone, "step")
+
+
+def test_single_file_holds_out_conversations(tmp_path: Path) -> None:
+    rows = [{"messages": [{**TALK[0], "content": str(n % 30)}, TALK[1]]} for n in range(40)]
+    file = str(write_rows(tmp_path / "conversations.jsonl", rows))
+    task = chat_task(held_out=0.1)
+    train, held = (read_part(task, name, path=file) for name in ("train", "validation"))
+    mine, others = ({row.texts for row in split.rows} for split in (train, held))
+    assert len(others) == 3  # of 30 distinct ones
+    assert not mine & others
+    assert len(train) + len(held) == 40
+    again = read_part(task, "validation", path=str(write_rows(tmp_path / "other.jsonl", rows[::-1])))
+    assert {row.texts for row in again.rows} == others
+    assert held.note == f"{file}: {len(held)} of 40 conversations are validation"
+
+
+def test_command_trains_on_one_file_and_evaluates_what_it_held_out(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = rows_of(folder)
+    long = {"messages": [TALK[0], {**TALK[1], "content": "cat " * 90}]}
+    late = {"messages": [{**TALK[0], "content": "cat " * 90}, TALK[1]]}
+    file, out = write_rows(tmp_path / "talks.jsonl", [*rows, long, late]), tmp_path / "out"
+    words = [f"ckpt={folder / 'llama'}", "task.held_out=0.2", "train.epochs=1", "dist.device=cpu"]
+    words += ["train.global_batch_size=8", "log.live=off", "optimizer.lr=1e-2"]
+    assert main(["finetune", "chat", f"data={file}", f"out={out}", *words]) == 0
+    printed = capsys.readouterr().out
+    assert f"{file}: 18 of 22 conversations are train" in printed
+    assert "2 of 18 rows of train were truncated to 96 tokens, 1 of them left out" in printed
+    scores = read(out / "result.json")["scores"]["validation"]
+    assert main(["eval", "chat", f"ckpt={out}", "dist.device=cpu"]) == 0
+    (found,) = read(out / "eval-chat.json")["results"]
+    assert found["rows"] == 4
+    assert found["metrics"] == pytest.approx(scores, rel=1e-6)
+
+
+def problem_of(config: FinetuneConfig) -> str:
+    """The one problem of its preflight, or of making its examples."""
+    problems = run.preflight(config)
+    if not problems:
+        with pytest.raises(UserError) as error:
+            run.prepare(config, start_of(config), splits_of(config))
+        problems = list(error.value.problems)
+    assert len(problems) == 1
+    assert "\n" not in problems[0]
+    return problems[0]
+
+
+@pytest.mark.parametrize(
+    "messages, problem",
+    [
+        (TALK[:1], "'messages' has no message of the assistant: add the answer, or delete the row"),
+        ([{"role": "human", "content": "a"}, TALK[1]], "message 1: role='human' is unknown"),
+        ([TALK[0], {"role": "assistant", "content": 1}], "message 2: its 'content' is no text"),
+        ([{**TALK[0], "role": "tool"}, TALK[1]], "chat_template fails (no tools)"),
+        ([TALK[0], {**TALK[1], "content": ""}], "renders its answers as no text"),
+    ],
+)
+def test_bad_conversation_is_named_by_file_and_line(tmp_path: Path, messages: Any, problem: str) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+        "{{ m.role + ':' }}{% generation %}{{ m.content if m.role == 'assistant' }}{% endgeneration %}"
+        "{% endfor %}"
+    )
+    write_llama(tmp_path / "llama", template)
+    rows = [{"messages": TALK}, {"messages": messages}]
+    write_rows(tmp_path / "chat" / "train.jsonl", rows)
+    write_rows(tmp_path / "chat" / "validation.jsonl", rows[:1])
+    found = problem_of(chatting(tmp_path))
+    assert found.startswith(f"{tmp_path / 'chat' / 'train.jsonl'}:2: ")
+    assert problem in found
+
+
+def test_conversations_that_are_all_too_long_are_an_error(folder: Path, tmp_path: Path) -> None:
+    late = {"messages": [{**TALK[0], "content": "cat " * 90}, TALK[1]]}
+    for name in ("train", "validation"):
+        write_rows(tmp_path / f"{name}.jsonl", [late])
+    found = problem_of(chatting(folder, out=str(tmp_path / "out"), data={"path": str(tmp_path)}))
+    assert (
+        "of the 1 rows of train none has a token to learn among its first 96: raise task.max_length" in found
+    )
+
+
+def test_template_is_needed_and_may_be_given(folder: Path, tmp_path: Path) -> None:
+    write_llama(tmp_path / "llama", None)
+    config = replace(chatting(folder, out=str(tmp_path / "out")), ckpt=str(tmp_path / "llama"))
+    found = problem_of(config)
+    assert found.startswith(f"data.chat_template=null: {tmp_path / 'llama'} holds no chat template")
+    file = tmp_path / "chatml.jinja"
+    file.write_text(CHATML)
+    config = replace(config, data=replace(config.data, chat_template=str(file)))
+    finetune(config)
+    file.write_text(CHATML + " ")  # a run that resumes keeps its template
+    (problem,) = run.preflight(config)
+    assert "another chat template" in problem
+
+
+def test_model_that_reads_both_ways_is_rejected(folder: Path, tmp_path: Path) -> None:
+    write_model(tmp_path / "bert")
+    config = replace(chatting(folder), ckpt=str(tmp_path / "bert"), out=str(tmp_path / "out"))
+    assert "does not read from left to right" in problem_of(config)
+
+
+def test_conversations_are_packed_in_as_few_sequences_as_first_fit_finds() -> None:
+    assert first_fit([9, 6, 5, 4, 3, 1], 10) == [[0, 5], [1, 3], [2, 4]]
+    assert first_fit([12, 3], 10) == [[0], [1]]
+
+
+def test_ranks_get_equally_many_micro_batches_and_each_conversation_once(folder: Path) -> None:
+    examples = evaluation(chatting(folder)).examples
+    order = sorted(range(len(examples)), key=lambda n: -len(examples[n].texts[0]))
+    ranks = [
+        Packer(rank=rank, size=3, groups_of=2, multiple=4, budget=POSITIONS, length=POSITIONS).micro_batches(
+            examples, order, 0
+        )
+        for rank in range(3)
+    ]
+    assert len({len(batches) for batches in ranks}) == 1
+    assert len(ranks[0]) % 2 == 0
+    seen = sorted(n for batches in ranks for batch in batches for n in batch.examples)
+    assert seen == list(range(len(examples)))
+    assert all(batch.tokens.shape[1] % 4 == 0 for batches in ranks for batch in batches)
