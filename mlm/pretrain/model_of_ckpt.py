@@ -4,9 +4,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mlm.checkpoint.native.save_load import read_manifest, resolve
 from mlm.errors import UserError
-from mlm.inference.trained import trained_config
+from mlm.inference.trained import named_checkpoint
 
 
 def model_of_ckpt(ckpt: Any) -> dict[str, Any] | None:
@@ -17,7 +16,6 @@ def model_of_ckpt(ckpt: Any) -> dict[str, Any] | None:
     if not isinstance(ckpt, str) or not Path(ckpt).expanduser().is_dir():
         return None
     try:
-        path = resolve(str(Path(ckpt).expanduser()))
-        return asdict(trained_config(read_manifest(path), path).model)
+        return asdict(named_checkpoint(str(Path(ckpt).expanduser())).config.model)
     except (UserError, OSError):
         return None

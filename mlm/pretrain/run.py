@@ -18,6 +18,7 @@ from mlm.errors import writing_to
 from mlm.files.atomic import write_atomic
 from mlm.incidents.memory import spare_samples
 from mlm.incidents.watcher import Incidents
+from mlm.inference.hf_source import load_model_folder
 from mlm.optim.schedule import warmup_warning
 from mlm.parallel.mesh import ParallelContext
 from mlm.plan.forecast import predicted
@@ -36,7 +37,7 @@ from mlm.train.corpora import (
 from mlm.train.identity import changes_line
 from mlm.train.kernels import missing_kernel_as_user_error
 from mlm.train.memory import out_of_memory_as_user_error, reuse_large_blocks
-from mlm.train.resume import claim, continue_data, resume, start_problems
+from mlm.train.resume import claim, continue_data, model_folder, resume, start_problems
 from mlm.train.run_tokenizer import corpus_tokenizer_errors, tokenizer_now, tokenizer_of
 from mlm.train.session import (
     CONFIG,
@@ -72,7 +73,18 @@ def run(config: PretrainConfig, ctx: ParallelContext) -> int:
         stack.enter_context(missing_kernel_as_user_error(config))
         claim(config, ctx, stack)
         trainer: Trainer[MicroBatch] = Trainer(config, ctx)
-        return train(trainer, out, resume(trainer))
+        return train(trainer, out, resume(trainer) or begin(trainer))
+
+
+def begin(trainer: Trainer) -> Path | None:
+    """Load the weights of the model folder that `ckpt` names, and return it; None if it names none.
+
+    Collective over all ranks. Raises UserError, CorruptFileError.
+    """
+    folder = model_folder(trainer.config)
+    if folder is not None:
+        load_model_folder(trainer.shards, folder, trainer.ctx, fill=False)
+    return folder
 
 
 def train(trainer: Trainer, out: Path, start: Path | None) -> int:

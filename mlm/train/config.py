@@ -109,7 +109,8 @@ class PretrainConfig:
     seed: Annotated[int, SEED] = 1234
     """Weights, dropout and sample order are functions of it."""
     ckpt: CheckpointPath | None = None
-    """Checkpoint or run directory to take initial weights and optimizer state from."""
+    """Checkpoint or run directory to take initial weights and optimizer state from, or a model folder of
+    transformers, for its weights."""
     compile: Annotated[bool | None, Also("torch_compile")] = None
     """torch.compile each transformer layer; null does on a GPU that has a compiler."""
     attention: Annotated[AttentionKernel, Also("attn_implementation", "use_flash_attn", "flash")] = "auto"

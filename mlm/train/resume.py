@@ -6,9 +6,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from mlm.checkpoint.huggingface.folder import CONFIG, read_model
+from mlm.checkpoint.huggingface.tensors import HFTensors
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.checkpoint.native.folders import candidates
+from mlm.checkpoint.native.folders import candidates, locate
 from mlm.checkpoint.native.save_load import CheckpointError, latest_checkpoint, read_manifest, resolve
+from mlm.config.build import to_dict
 from mlm.config.path_errors import protected_from
 from mlm.data.blend_history import change, changed_corpus_problem, continue_history, decode, encode
 from mlm.errors import ConfigError, CorruptFileError, UserError, show
@@ -18,6 +21,8 @@ from mlm.launch.environment import read_place
 from mlm.parallel.mesh import ParallelContext
 from mlm.train.config import PretrainConfig
 from mlm.train.corpora import sources
+from mlm.train.identity import function_errors
+from mlm.train.run_folder import run_config
 from mlm.train.run_tokenizer import tokenizer_errors
 from mlm.train.state import CHECKPOINTS, check_identity, is_weights_only, load
 from mlm.train.trainer import Trainer
@@ -45,10 +50,28 @@ def starts(config: PretrainConfig) -> list[Path]:
         )
     if own is not None:
         return _with_ancestors(own)
-    if config.ckpt is None:
+    if config.ckpt is None or model_folder(config) is not None:
         return []
     found = resolve(config.ckpt)
     return [found] if found == Path(config.ckpt) else _with_ancestors(found)
+
+
+def model_folder(config: PretrainConfig) -> Path | None:
+    """Return the model folder of `transformers` that `ckpt` names; None if it names something of ours."""
+    if config.ckpt is None or not (Path(config.ckpt) / CONFIG).is_file():
+        return None
+    try:
+        locate(config.ckpt)
+    except UserError:
+        return Path(config.ckpt)
+    return None
+
+
+def model_folder_errors(config: PretrainConfig, source: Path) -> list[str]:
+    """Return the settings in which the run's model differs from that of a model folder. Raises UserError."""
+    model = read_model(source)
+    HFTensors(model).check()
+    return function_errors(config, to_dict(run_config(config.name, model.config)), str(source))
 
 
 def _with_ancestors(best: Path) -> list[Path]:
@@ -65,7 +88,10 @@ def start_problems(config: PretrainConfig, *, compares: bool = True) -> list[str
     if problems := claim_problems(config.out, "run", inputs=protected_from(config)):
         return problems
     try:
-        for start in starts(config)[:1]:
+        found, source = starts(config), model_folder(config)
+        if not found and source is not None and (errors := model_folder_errors(config, source)):
+            return errors
+        for start in found[:1]:
             if errors := errors_of_start(config, start) if compares else []:
                 return errors
             read_manifest(start)
