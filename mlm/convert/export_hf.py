@@ -26,9 +26,12 @@ from mlm.checkpoint.native.verify import check_whole, shard_bytes
 from mlm.convert.config import ExportHFConfig
 from mlm.convert.hf_verify import NOT_COMPARED, Agreement, compare_logits, extra_problems
 from mlm.convert.model_card import CARD, model_card
+from mlm.data.chat_template import FILE as CHAT_TEMPLATE
+from mlm.data.chat_template import ChatTemplate
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import ConfigError, CorruptFileError, UserError
 from mlm.files.atomic import write_atomic
+from mlm.inference.chat import turn_ends
 from mlm.inference.trained import check_stored, load_tokenizer, run_directory, trained_config
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
@@ -145,6 +148,8 @@ def open_source(ckpt: str) -> Source:
     check_stored(manifest, model, path)
     saved = run_directory(path) / "tokenizer.json"
     tokenizer = load_tokenizer(None, path) if os.path.lexists(saved) else None
+    if tokenizer is not None:
+        tokenizer.chat_template = ChatTemplate.find(run_directory(path), tokenizer)
     return Source(path, manifest, model, mapping, tokenizer)
 
 
@@ -256,15 +261,21 @@ def write_settings(source: Source, folder: Path) -> None:
         return
     content = tokenizer.content_ending_texts() if ids.ends_texts else tokenizer.content
     write_atomic(folder / "tokenizer.json", content)
+    template = tokenizer.chat_template
+    if template is not None:
+        write_atomic(folder / CHAT_TEMPLATE, template.source.encode())
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": model.max_positions,
         "clean_up_tokenization_spaces": False,
         **source.mapping.special_tokens(tokenizer, model, ids),
+        **({} if template is None else template.tokens),
     }
     write_json(folder / "tokenizer_config.json", settings)
     if family_of(model.kind).causal and model.head == "language_model":
         named = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
+        if template is not None:
+            named["eos_token_id"] = sorted(turn_ends(template, tokenizer, source.path))
         write_json(folder / "generation_config.json", {"_from_model_config": True, **named})
 
 
@@ -275,7 +286,8 @@ def token_ids(source: Source) -> TokenIds:
     eod, bos, pad = (getattr(tokenizer, f"{name}_id", None) for name in ("eod", "bos", "pad"))
     kept = imported.get("pad_token_id")
     names = label_names(source.manifest.state) or texts(imported.get("labels"))
-    ends = FINETUNING in source.manifest.state and family_of(source.model.kind).causal
+    on_texts = FINETUNING in source.manifest.state and source.model.head != "language_model"
+    ends = on_texts and family_of(source.model.kind).causal
     return TokenIds(eod, bos, kept if isinstance(kept, int) else pad, names, ends_texts=ends)
 
 

@@ -14,6 +14,7 @@ from mlm.checkpoint.huggingface.tensors import HFTensors
 from mlm.checkpoint.native.format import JSON
 from mlm.convert.config import ImportHFConfig
 from mlm.convert.hf_verify import NOT_COMPARED, Agreement, compare_logits, extra_problems
+from mlm.data.chat_template import ChatTemplate
 from mlm.data.files_present import HUB_NAME
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import ConfigError, CorruptFileError, UserError
@@ -141,6 +142,10 @@ def read_tokenizer(model: HFModel) -> tuple[Tokenizer | None, list[str]]:
     except OSError as error:
         raise UserError(f"{error.filename}: cannot be read: {error.strerror}. {AGAIN}") from error
     notes, size = unread_tokens(model.folder, tokenizer), model.config.vocab_size
+    try:
+        tokenizer.chat_template = ChatTemplate.find(model.folder, tokenizer)
+    except UserError as error:
+        notes.append(f"the chat template was not taken: {error}")
     if tokenizer.vocab_size > size:
         notes.append(
             f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, the model reads up to {size - 1}"

@@ -17,11 +17,12 @@ COMMANDS = (
         has_runs=True,
         positional=("task",),
         aliases=(("data", "data.path"),),
-        summary="train a BERT or GPT-2 on a task: RACE, GLUE, SQuAD, or a custom one",
+        summary="train a model on a task: RACE, GLUE, SQuAD, conversations, or a custom one",
         about=(
             "Puts a new head on a pretrained model and trains both on a task, from the Hub or local files. "
+            "On conversations it trains the model's own output layer, on the assistant's answers alone. "
             "Keeps the checkpoint that scores best on the validation split, and resumes when it is started "
-            "again. Starts from checkpoints of mlm and from BERTs and GPT-2s of Hugging Face. Prints the "
+            "again. Starts from checkpoints of mlm and from models of Hugging Face. Prints the "
             "scores, and saves them as result.json; with seeds=5 the medians over five seeds."
         ),
         examples=(
@@ -35,6 +36,10 @@ COMMANDS = (
                 "A sweep: each job in its own folder below `out`, and a table of them at the end",
                 "mlm finetune --multirun rte ckpt=runs/bert optimizer.lr=1e-5,2e-5,3e-5 "
                 "train.global_batch_size=16,32",
+            ),
+            (
+                "Conversations, packed into sequences of 2,048 tokens",
+                "mlm finetune chat data=conversations.jsonl ckpt=HuggingFaceTB/SmolLM2-135M-Instruct",
             ),
             ("A run that was stopped, with its own settings", "mlm finetune resume=runs/race"),
             (

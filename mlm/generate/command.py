@@ -16,7 +16,8 @@ COMMANDS = (
         summary="continue prompts with a checkpoint",
         about=(
             "Samples continuations of a prompt, or of a file of prompts, and prints them as they come. What "
-            "is drawn depends on the seed and the prompt's number alone, not on tp, pp or batch_size."
+            "is drawn depends on the seed and the prompt's number alone, not on tp, pp or batch_size. With "
+            "chat=true it answers messages instead."
         ),
         examples=(
             ("Generate a passage", 'mlm generate ckpt=runs/shakespeare prompt="ROMEO:"'),

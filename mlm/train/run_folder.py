@@ -73,7 +73,8 @@ def write_imported(
             shape in `parameters(model)`, in any order; its OSError is reported as one of `out`.
         source: Origin of the weights, for `state["source"]`: "kind"; "name", an id or a folder's last
             component; "files", the digest of each file by its name; and more. It alone makes the checkpoint.
-        tokenizer: Saved as out/tokenizer.json, its digest in `state["tokenizer"]`; None saves none.
+        tokenizer: Saved as out/tokenizer.json, its digest in `state["tokenizer"]`, and its chat template if
+            it has one; None saves none.
         filled: Parameters that the source lacks: they take the initial values of the configuration's seed,
             and `state["source"]["filled"]` lists them.
         check: Called with the run directory under its working name, before it is published; its exceptions
@@ -109,6 +110,8 @@ def write_imported(
         )
         if tokenizer is not None:
             tokenizer.save(run / "tokenizer.json")
+            if tokenizer.chat_template is not None:
+                tokenizer.chat_template.save(run)
         check(run)
     return out / CHECKPOINTS / written.name
 

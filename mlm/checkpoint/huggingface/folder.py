@@ -28,7 +28,7 @@ TOKENIZER = (
     *("tokenizer_config.json", "added_tokens.json"),
 )
 """Files of tokenizers; the last two are read if there is no tokenizer.json."""
-SMALL_FILES = (CONFIG, INDEX, *TOKENIZER)
+SMALL_FILES = (CONFIG, INDEX, *TOKENIZER, "generation_config.json", "chat_template.jinja")
 """All files that are read in addition to the tensors."""
 ADAPTER = "adapter_config.json"
 
