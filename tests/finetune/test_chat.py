@@ -111,7 +111,7 @@ def summed(
     torch.cat(losses).sum().backward()
     count = sum(objective.counts(batch)[0] for batch in batches)
     gradients = [shard.parameter.grad for shard in shards if shard.parameter.grad is not None]
-    return float(torch.cat(losses).sum()), count, gradients, batches
+    return torch.cat(losses).sum().item(), count, gradients, batches
 
 
 def test_packing_changes_neither_loss_nor_gradients(folder: Path) -> None:
@@ -127,8 +127,9 @@ def test_packing_changes_neither_loss_nor_gradients(folder: Path) -> None:
 
 
 LAYOUTS = {
-    "tp2-pp2-sp": ParallelConfig(tp=2, pp=2, sequence_parallel=True),
-    "dp3-zero3": ParallelConfig(dp=3, zero=3),
+    "tp2-sp": ParallelConfig(tp=2, sequence_parallel=True),
+    "pp2": ParallelConfig(pp=2),
+    "dp2-zero3": ParallelConfig(dp=2, zero=3),
 }
 
 
@@ -182,20 +183,31 @@ def test_command_trains_on_one_file_and_evaluates_what_it_held_out(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = rows_of(folder)
-    long = {"messages": [TALK[0], {**TALK[1], "content": "cat " * 90}]}
-    late = {"messages": [{**TALK[0], "content": "cat " * 90}, TALK[1]]}
-    file, out = write_rows(tmp_path / "talks.jsonl", [*rows, long, late]), tmp_path / "out"
+    file, out = write_rows(tmp_path / "talks.jsonl", rows), tmp_path / "out"
     words = [f"ckpt={folder / 'llama'}", "task.held_out=0.2", "train.epochs=1", "dist.device=cpu"]
     words += ["train.global_batch_size=8", "log.live=off", "optimizer.lr=1e-2"]
     assert main(["finetune", "chat", f"data={file}", f"out={out}", *words]) == 0
     printed = capsys.readouterr().out
-    assert f"{file}: 18 of 22 conversations are train" in printed
-    assert "2 of 18 rows of train were truncated to 96 tokens, 1 of them left out" in printed
+    assert f"{file}: 16 of 20 conversations are train" in printed
     scores = read(out / "result.json")["scores"]["validation"]
     assert main(["eval", "chat", f"ckpt={out}", "dist.device=cpu"]) == 0
     (found,) = read(out / "eval-chat.json")["results"]
     assert found["rows"] == 4
     assert found["metrics"] == pytest.approx(scores, rel=1e-6)
+
+
+def test_answers_beyond_the_context_are_truncated_and_counted(folder: Path, tmp_path: Path) -> None:
+    long = {"messages": [TALK[0], {**TALK[1], "content": "cat " * 90}]}
+    late = {"messages": [{**TALK[0], "content": "cat " * 90}, TALK[1]]}
+    write_rows(tmp_path / "train.jsonl", [long, late, {"messages": TALK}])
+    write_rows(tmp_path / "validation.jsonl", [{"messages": TALK}])
+    found = evaluation(chatting(folder, data={"path": str(tmp_path)}))
+    assert [(example.row, len(example.texts[0])) for example in found.examples][0] == (0, POSITIONS)
+    assert [example.row for example in found.examples] == [0, 2]
+    note = (
+        f"{tmp_path}: 2 of 3 rows of train were truncated to 96 tokens, 1 of them left out: no answer begins"
+    )
+    assert found.examples.note(found.split).startswith(note)
 
 
 def problem_of(config: FinetuneConfig) -> str:
@@ -254,7 +266,7 @@ def test_template_is_needed_and_may_be_given(folder: Path, tmp_path: Path) -> No
     file.write_text(CHATML)
     config = replace(config, data=replace(config.data, chat_template=str(file)))
     finetune(config)
-    file.write_text(CHATML + " ")  # a run that resumes keeps its template
+    file.write_text(CHATML + "{# other #}")  # a run that resumes keeps its template
     (problem,) = run.preflight(config)
     assert "another chat template" in problem
 
