@@ -45,7 +45,7 @@ def preflight(config: EvalTaskConfig) -> list[str]:
         if problems := task_problems(config, start):
             return problems
         for name in splits(config):
-            check_texts(config.task, split_of(config, name, rows_of(config, start)), start)
+            check_texts(config.task, split_of(config, name, start), start)
     except UserError as error:
         return list(error.problems)
     out = result_path(config, start)
@@ -89,10 +89,13 @@ def rows_of(config: EvalTaskConfig, start: Start) -> str | None:
     return config.data.path or (saved if isinstance(saved, str) else None)
 
 
-def split_of(config: EvalTaskConfig, name: str, path: str | None) -> Split:
+def split_of(config: EvalTaskConfig, name: str, start: Start) -> Split:
     """Read a split; of the single file that a run was finetuned on those conversations that it held out."""
-    read = read_split if config.data.path is not None else read_part
-    return read(config.task, name, path=path)
+    task, path = config.task, rows_of(config, start)
+    if config.data.path is not None:
+        return read_split(task, name, path=path)
+    share = saved_state(start).get("depends_on", {}).get("task.held_out", task.held_out)
+    return read_part(replace(task, held_out=float(share)), name, path=path)
 
 
 def task_problems(config: EvalTaskConfig, start: Start) -> list[str]:
@@ -135,7 +138,6 @@ def result_path(config: EvalTaskConfig, start: Start) -> Path:
 def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
     """Score the splits; rank 0 prints a table and writes a JSON receipt. Raises UserError."""
     begin, start, task = time.monotonic(), start_of(config), config.task
-    path = rows_of(config, start)
     trained = load_trained(str(start.named.path), config.parallel, config.precision, ctx)
     kind = task_type(task.kind)
     objective = objective_of(kind, ctx, trained.model.dtype)
@@ -144,7 +146,7 @@ def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
     place = result_path(replace(config, out=None), start) if is_stream(out) else out
     found = []
     for name in splits(config):
-        evaluation = evaluation_of(task, split_of(config, name, path), start)
+        evaluation = evaluation_of(task, split_of(config, name, start), start)
         beside = None if evaluation.split.has_labels else place.parent / "predictions"
         folder = beside if config.predictions is None else Path(config.predictions)
         found.append(score_split(task, evaluation, trained.model, objective, batcher, folder))

@@ -202,7 +202,7 @@ def test_answers_beyond_the_context_are_truncated_and_counted(folder: Path, tmp_
     write_rows(tmp_path / "train.jsonl", [long, late, {"messages": TALK}])
     write_rows(tmp_path / "validation.jsonl", [{"messages": TALK}])
     found = evaluation(chatting(folder, data={"path": str(tmp_path)}))
-    assert [(example.row, len(example.texts[0])) for example in found.examples][0] == (0, POSITIONS)
+    assert len(found.examples[0].texts[0]) == POSITIONS
     assert [example.row for example in found.examples] == [0, 2]
     note = (
         f"{tmp_path}: 2 of 3 rows of train were truncated to 96 tokens, 1 of them left out: no answer begins"
