@@ -259,7 +259,8 @@ def test_conversations_that_are_all_too_long_are_an_error(folder: Path, tmp_path
 
 def test_template_is_needed_and_may_be_given(folder: Path, tmp_path: Path) -> None:
     write_llama(tmp_path / "llama", None)
-    config = replace(chatting(folder, out=str(tmp_path / "out")), ckpt=str(tmp_path / "llama"))
+    config = chatting(folder, out=str(tmp_path / "out"), train=SHORT)
+    config = replace(config, ckpt=str(tmp_path / "llama"))
     found = problem_of(config)
     assert found.startswith(f"data.chat_template=null: {tmp_path / 'llama'} holds no chat template")
     file = tmp_path / "chatml.jinja"
