@@ -273,7 +273,7 @@ def write_settings(source: Source, folder: Path) -> None:
     }
     write_json(folder / "tokenizer_config.json", settings)
     if family_of(model.kind).causal and model.head == "language_model":
-        named = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
+        named = {name: config.get(name) for name in ("bos_token_id", "eos_token_id")}
         if template is not None:
             named["eos_token_id"] = sorted(turn_ends(template, tokenizer, source.path))
         write_json(folder / "generation_config.json", {"_from_model_config": True, **named})

@@ -340,9 +340,9 @@ class TestHub:
             assert not any(fnmatch("model.safetensors", pattern) for pattern in allow_patterns)
             return str(folder)
 
-        edit_config(folder, model_type="llama")
+        edit_config(folder, model_type="mixtral")
         monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-        with pytest.raises(UserError, match="model_type=llama"):
+        with pytest.raises(UserError, match="model_type=mixtral"):
             import_model(self.ID, tmp_path / "run", verify=False)
 
     def test_hub_that_does_not_answer_is_one_line_with_a_remedy(

@@ -77,7 +77,7 @@ def test_what_is_wrong_with_the_weights_is_reported_on_every_rank(folder: Path) 
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"model_type": "llama"}, "model_type=llama is not a model of ours"),
+        ({"model_type": "mixtral"}, "model_type=mixtral is not a model of ours"),
         ({"activation_function": "relu"}, "activation_function=relu is not what our GPT-2 computes"),
         ({"n_layer": 2}, "is no parameter of GPT2LMHeadModel"),
         ({"n_positions": 50}, "config.json makes it"),
