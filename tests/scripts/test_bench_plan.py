@@ -1,0 +1,50 @@
+"""The benchmark of plans: its cases are layouts that train here, its targets are counted as stated."""
+
+from pathlib import Path
+
+import bench_plan
+import pytest
+from bench_plan import CASES, RANKS, predicted_memory, predicted_time, spearman, verdicts
+
+from mlm.config.tree import values_of
+from mlm.parallel.layout_checks import TRAIN_RULES, Launch
+from mlm.parallel.nearest_layout import layout_problems
+from mlm.plan.hardware import preset
+
+
+def test_every_case_is_a_valid_layout_of_few_ranks() -> None:
+    assert len({case.name for case in CASES}) == len(CASES)
+    for case in CASES:
+        launch = Launch(case.layout.gpus, None)
+        assert not layout_problems(values_of(case.config), launch, TRAIN_RULES), case.name
+        assert case.layout.gpus * case.threads <= RANKS
+
+
+def test_rank_correlation_is_that_of_the_orders() -> None:
+    assert spearman([1.0, 2.0, 3.0], [10.0, 20.0, 90.0]) == 1
+    assert spearman([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]) == -1
+    assert spearman([1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 4.0, 3.0]) == pytest.approx(0.8)
+
+
+def test_targets_are_met_by_the_prediction_itself_and_missed_by_others() -> None:
+    hardware = preset("rtx_4090")
+    found = {
+        case.name: {"wall_s": predicted_time(case, hardware, "wall"), "cpu_s": [1.0]}
+        if case.kind == "time"
+        else {"bytes": predicted_memory(case)}
+        for case in CASES
+    }
+    assert all(met for _, met in verdicts(found, hardware, "wall"))
+    for case in CASES:
+        if case.kind == "time":
+            found[case.name]["wall_s"] *= 1.3
+        else:
+            found[case.name]["bytes"] = [1.3 * size for size in predicted_memory(case)]
+    missed = [words for words, met in verdicts(found, hardware, "wall") if not met]
+    assert len(missed) == 1 + sum(case.kind == "memory" for case in CASES)
+
+
+def test_results_are_kept_where_they_are_named(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        bench_plan.parse(["--clock", "sun"])
+    assert bench_plan.parse(["--out", str(tmp_path / "a.json")]).out == tmp_path / "a.json"
