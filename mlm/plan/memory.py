@@ -155,6 +155,9 @@ class MemoryModel:
         parts = begins if moment == "backward" else ends
         loose = sum(parts[name] for name in ("activations", "vocabulary", "communication", "cast weights"))
         parts["allocator"] = self.reserved + ALLOCATOR * loose
+        if self.device == "cpu" and parts["gradients"] == 0:
+            # the heap keeps the blocks that the last step's gradients had, and few of them fit activations
+            parts["allocator"] += held.parameters * self.master
         return Peak({name: float(parts[name]) for name in PARTS}, moment, held.parameters)
 
     def worst(self, layout: Layout) -> Peak:
@@ -357,6 +360,7 @@ class Moving:
         kept = last_in_flight(self.layout) * (self.memory.master * weight + e * rows * self.h)
         chunk = max(1, min(rows, CHUNK_BYTES[self.memory.device] // (4 * columns)))
         logits = chunk * columns * (max(4, e) + (e if self.memory.casts else 0))
+        logits *= 2 if self.memory.device == "cpu" else 1  # probabilities beside them, unfused
         product = weight * self.memory.master
         return float(kept), float(logits + product)
 
