@@ -32,6 +32,8 @@ MOST_RANKS = 8
 """Ranks that are started on a CPU host without `ranks`."""
 RESERVED = 1.5
 """GiB that driver and libraries take on a GPU without a preset."""
+FIRST_STEP = 0.06
+"""GiB that libraries take on a CPU when they are first used."""
 HEAD = """{mark}: {ranks} ranks on {hosts} host(s), {when}
 # Every number is a measurement, but for memory and, where the GPU is known, the peaks of its datasheet.
 # A device is one of the ranks, all of which were busy at once. README.md of mlm/plan explains the constants.
@@ -112,7 +114,7 @@ def blank(name: str | None, ctx: ParallelContext, base: int) -> HardwareConfig:
             device="cpu",
             devices_per_node=ctx.tp.size,
             memory_gib=figures(host_memory() / GIB / ctx.tp.size, 4),
-            reserved_gib=figures(base / GIB),
+            reserved_gib=figures(base / GIB + FIRST_STEP),
             **UNKNOWN,
         )
     gpu = torch.cuda.get_device_name(ctx.device)

@@ -58,6 +58,8 @@ class Software:
     """Bytes moved per weight and micro-batch besides the products: casts, addition to the gradient."""
     gathered_weight_bytes: float = 14.0
     """The same where sharded weights are gathered: they arrive cast."""
+    table_bytes: float = 0.0
+    """Bytes moved per element of the token table and micro-batch, to make and add its gradient."""
     optimizer_bytes: float = 46.0
     """Bytes moved per parameter and step: zeroing, norm, Adam, and the cast for the next step."""
     gradient_bytes: float = 4.0
@@ -88,6 +90,7 @@ MLM_ON_CPU = Software(
     activation_passes=6,  # tanh is arithmetic
     dropout_passes=12,  # masks are hashes of their places, in integer kernels
     weight_bytes=12,
+    table_bytes=16,
     overlaps_tp=False,
     overlaps_dp=False,
 )
@@ -369,6 +372,7 @@ class CostModel:
         head, head_backward = self.head(layout)
         boundary = self.element * self.shape.seq * layout.micro_batch * self.shape.hidden
         embedding = self.traffic(4 * boundary) + self.all_reduce(layout, boundary, layout.tp, 1)
+        table = self.traffic(self.software.table_bytes * self.shape.vocab * self.shape.hidden / layout.tp)
         counts = layer_counts(self.shape.layers, layout.pp * layout.vp)
         forward, backward, weight = layer.forward, layer.backward, layer.weight_gradient
         last = len(counts) - 1
@@ -377,6 +381,7 @@ class CostModel:
             first_part = embedding if number == 0 else 0.0
             f = count * forward + first_part + (head if number == last else 0.0)
             b = count * backward + first_part + (head_backward if number == last else 0.0)
+            b += table * ((number == 0) + (number == last))
             w = count * weight
             stages.append(Cost(f, b, b - w, w))
         return stages

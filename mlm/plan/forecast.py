@@ -24,7 +24,7 @@ from mlm.plan.shape import Layout
 from mlm.report.summary import Predicted
 from mlm.train.config import PretrainConfig
 
-GPU_RESERVED, CPU_RESERVED = 1.5 * GIB, 0.25 * GIB
+GPU_RESERVED, CPU_RESERVED = 1.5 * GIB, 0.3 * GIB
 """Bytes that a rank has before the model: driver and libraries on a GPU, the program on a CPU."""
 MOST_SIMULATED = 1 << 12
 """Pairs of stage and micro-batch up to which the line before a run simulates its pipeline."""

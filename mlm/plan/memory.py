@@ -155,8 +155,8 @@ class MemoryModel:
         parts = begins if moment == "backward" else ends
         loose = sum(parts[name] for name in ("activations", "vocabulary", "communication", "cast weights"))
         parts["allocator"] = self.reserved + ALLOCATOR * loose
-        if self.device == "cpu" and parts["gradients"] == 0:
-            # the heap keeps the blocks that the last step's gradients had, and few of them fit activations
+        if self.device == "cpu":
+            # the heap keeps what other phases freed, about a gradient each: few of the blocks fit activations
             parts["allocator"] += held.parameters * self.master
         return Peak({name: float(parts[name]) for name in PARTS}, moment, held.parameters)
 
