@@ -10,6 +10,9 @@ from bench.stats import Measure, Round, Turn, pairs_of
 
 Say = Callable[[str], None]
 
+PATIENCE = 9
+"""Times `seconds` that short rounds continue where a busy machine keeps few pairs."""
+
 
 def take_turns(contenders: Mapping[str, Ranks], probe: Probe, index: int) -> Round:
     """One step of each on batch number `index`, every step between two probes."""
@@ -34,8 +37,8 @@ def take_rounds(
 ) -> list[Round]:
     """Rounds, every second one in reverse, until each pair of opponents has its pairs.
 
-    At least `pairs` rounds and `seconds`; otherwise at most `limit` rounds. `measures` are those of which one
-    must have its pairs.
+    At least `pairs` rounds and `seconds`. At most `limit` rounds, or PATIENCE times `seconds` where that many
+    take less. `measures` are those of which one must have its pairs.
     """
     rounds: list[Round] = []
     begin = time.perf_counter()
@@ -45,7 +48,8 @@ def take_rounds(
         kept = min((kept_pairs(rounds, both, measures) for both in opponents), default=pairs)
         elapsed = time.perf_counter() - begin
         say(f"round {len(rounds)}, {elapsed:.0f} s: {kept} pairs kept")
-        if (kept >= pairs or len(rounds) >= limit) and elapsed >= seconds:
+        done = kept >= pairs and elapsed >= seconds
+        if done or (len(rounds) >= limit and elapsed >= PATIENCE * seconds):
             return rounds
     raise AssertionError
 
