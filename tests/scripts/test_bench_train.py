@@ -70,8 +70,13 @@ def test_ratio_of_processor_time_keeps_pairs_that_waited_for_other_jobs() -> Non
 
 @pytest.mark.parametrize(("before", "steady"), [(1.0, True), (1.09, True), (1.11, False), (0.89, False)])
 def test_pair_is_dropped_when_a_product_around_either_step_differs(before: float, steady: bool) -> None:
-    assert Pair(turn(before=before), turn()).steady() is steady
-    assert Pair(turn(), turn(before=before)).steady() is steady
+    assert Pair(turn(before=before), turn()).steady("wall") is steady
+    assert Pair(turn(), turn(before=before)).steady("wall") is steady
+
+
+@pytest.mark.parametrize(("before", "steady"), [(1.29, True), (1.31, False)])
+def test_processor_time_allows_the_product_to_differ_more(before: float, steady: bool) -> None:
+    assert Pair(turn(before=before), turn()).steady("cpu") is steady
 
 
 def test_contenders_take_turns_forwards_and_backwards() -> None:
