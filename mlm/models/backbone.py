@@ -15,9 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from mlm.models.config import ModelConfig
 from mlm.models.documents import Spans
 from mlm.models.heads import PlainLinear, gather_outputs
+from mlm.models.layer_norm import LayerNorm
 from mlm.models.rotary import Rotary
 from mlm.models.stage import Stage, split_layers
-from mlm.models.transformer import LayerNorm, TransformerLayer
+from mlm.models.transformer import TransformerLayer
 from mlm.parallel.dropout import DropoutStream, place_keys
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import Axis

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from mlm.models.config import ModelConfig
-from mlm.models.transformer import LayerNorm, activate
+from mlm.models.layer_norm import LayerNorm
+from mlm.models.transformer import activate
 from mlm.parallel.collectives import gather_rows
 from mlm.parallel.layers import split
 from mlm.parallel.linear import linear

@@ -15,19 +15,11 @@ from mlm.models.attention import SelfAttention
 from mlm.models.cache import Reading
 from mlm.models.config import ModelConfig
 from mlm.models.documents import Spans
+from mlm.models.layer_norm import LayerNorm
 from mlm.models.rotary import Rotary
 from mlm.parallel.dropout import DropoutStream, place_keys
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mlm.parallel.mesh import Axis
-
-
-class LayerNorm(nn.LayerNorm):
-    """Layer norm whose float32 weights serve activations of any dtype. Replicated over tp."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension of x."""
-        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
-        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
 def activate(x: Tensor, activation: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a pretraining run needs and may reach, before it starts: one line, and a warning if it does not fit.
+"""Needs and expected speed of a pretraining run before it starts: a line, and a warning if it does not fit.
 
 Nothing is rejected on an estimate. Model families and context parallelism, which the formulas do not know,
 have no forecast.
@@ -215,8 +215,8 @@ def summary(found: Forecast) -> str:
     machine, ranks = found.machine, found.layout.gpus
     if machine.device == "cpu":
         local = round(host_memory() / machine.capacity)
-        each = f"{local} ranks of " if local > 1 else ""
-        words = f"needs {each}{gib(found.memory)} of {gib(host_memory())} on this host"
+        need = f"{local} ranks need {gib(found.memory)} each" if local > 1 else f"needs {gib(found.memory)}"
+        words = f"{need}; this host has {gib(host_memory())}"
     else:
         words = f"needs {gib(found.memory)} of {gib(machine.capacity)} per GPU"
     if found.step_s is None or found.mfu is None or machine.hardware is None:

@@ -10,7 +10,7 @@ from mlm.models.backbone import Inputs
 from mlm.models.bert.model import BERT
 from mlm.models.config import ModelConfig
 from mlm.models.gpt2.model import GPT2
-from mlm.models.transformer import LayerNorm
+from mlm.models.layer_norm import LayerNorm
 from mlm.parallel.dropout import DropoutStream, kept
 from mlm.parallel.init import init_parameters
 from mlm.parallel.mesh import Axis

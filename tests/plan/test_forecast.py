@@ -108,7 +108,7 @@ def test_pretrain_says_what_it_needs_before_it_starts(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("mlm.launch.start.run_job", lambda *_, **__: 0)
     assert main(["pretrain", *TINY, "tp=2", f"out={tmp_path}"]) == 0
-    assert "mlm pretrain: needs 2 ranks of 0." in capsys.readouterr().err
+    assert "mlm pretrain: 2 ranks need 0." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
