@@ -47,6 +47,7 @@ class Launched:
             "run_job": self._run_job,
             "preflight": lambda config: self.preflight,
             "model_of_ckpt": lambda ckpt: None,
+            "lines": lambda config, facts: [],  # of a forecast
         }
         return known.get(name, lambda config: self._note(target, config, None))
 
