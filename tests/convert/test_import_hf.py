@@ -192,7 +192,8 @@ class TestCheckpoint:
         path = import_model(folder, tmp_path / "run", verify=False) / "checkpoints/step-00000000"
         source = read_manifest(path).state["source"]
         assert (source["kind"], source["name"]) == ("huggingface", "model")
-        assert source["files"].keys() == {"config.json", "model.safetensors", "tokenizer.json"}
+        read = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+        assert source["files"].keys() == read
 
     def test_it_is_a_function_of_the_source(self, folder: Path, tmp_path: Path) -> None:
         runs = [import_model(folder, tmp_path / name, verify=False) for name in ("one", "two")]

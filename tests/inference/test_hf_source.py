@@ -57,7 +57,7 @@ def digest(ctx: ParallelContext, folder: Path) -> str:
 
 
 def test_every_rank_has_the_digest_of_the_files(folder: Path) -> None:
-    names = ("config.json", "model.safetensors", "tokenizer.json")
+    names = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json")
     want = digest_bytes(canonical({name: digest_file(folder / name) for name in names}))
     assert run_on_ranks(digest, folder, tp=2) == [want, want]
 
