@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from mlm.config.fields import FRACTION, NOT_NEGATIVE, POSITIVE, Also, Forbid, ImportPath, Options
-from mlm.models.family import SHIPPED, ModelFamily, family_of
+from mlm.models.family import SHIPPED, ModelFamily, family_of, sizes_of
 from mlm.models.sizes import Sizes
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class ModelConfig:
     @property
     def sizes(self) -> Sizes:
         """Parts and sizes that the family decides."""
-        return self.family.sizes(self)
+        return sizes_of(self)
 
     @property
     def head_dim(self) -> int:

@@ -36,6 +36,12 @@ SHIPPED = {
     "llama": "mlm.models.llama.family",
 }
 """Module of the FAMILY of each shipped kind."""
+SIZES = {
+    "gpt2": "mlm.models.sizes:usual_sizes",
+    "bert": "mlm.models.sizes:usual_sizes",
+    "llama": "mlm.models.llama.settings:sizes",
+}
+"""`sizes` of each, where neither the family nor torch is imported: a plan's formulas need no more."""
 
 C = TypeVar("C", bound="Transformer")
 B = TypeVar("B", bound="MicroBatch")
@@ -138,3 +144,12 @@ def shipped(kind: str) -> "ModelFamily[Transformer, MicroBatch]":
     """Return a family of SHIPPED."""
     family: ModelFamily[Transformer, MicroBatch] = import_module(SHIPPED[kind]).FAMILY
     return family
+
+
+def sizes_of(model: "ModelConfig") -> Sizes:
+    """Return parts and sizes of a model. Raises OwnCodeError (a UserError) if there is no such family."""
+    if model.kind not in SIZES:
+        return family_of(model.kind).sizes(model)
+    module, _, name = SIZES[model.kind].partition(":")
+    found: Sizes = getattr(import_module(module), name)(model)
+    return found

@@ -1,6 +1,7 @@
 """Every model preset on the meta device: its parameter count against the built model and its paper."""
 
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import mlm
 from mlm.cli.compose import load_config
 from mlm.models.config import ModelConfig
-from mlm.models.family import family_of
+from mlm.models.family import SHIPPED, SIZES, family_of
 from mlm.parallel.mesh import shape_context
 from mlm.parallel.sharding import parameter_shards
 
@@ -141,3 +142,9 @@ def test_berts_have_the_published_size(name: str) -> None:
     """Pretraining heads included, to the digits that the papers print."""
     billions, digits = BERTS[name]
     assert round(preset(name).num_parameters() / 1e9, digits) == billions
+
+
+@pytest.mark.parametrize("kind", SHIPPED)
+def test_sizes_without_torch_are_those_of_the_family(kind: str) -> None:
+    module, _, name = SIZES[kind].partition(":")
+    assert getattr(import_module(module), name) is family_of(kind).sizes

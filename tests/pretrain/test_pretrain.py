@@ -326,7 +326,8 @@ def test_too_little_memory_of_the_host_is_one_line(
     """PyTorch's own error, of a tensor of 2^52 bytes."""
     monkeypatch.setattr("mlm.pretrain.run.Trainer", lambda config, ctx: torch.empty(1 << 50))
     assert main(["pretrain", *TINY, f"data.path={corpus}", f"out={tmp_path / 'run'}"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    forecast, line = capsys.readouterr().err.splitlines()
+    assert forecast.startswith("mlm pretrain: needs ")
     assert line.startswith(
         "mlm pretrain: train.micro_batch_size=4 is too much for the memory of this host: lower it, set "
     )
