@@ -195,14 +195,15 @@ class Transformer(nn.Module):
         """Hidden states after this stage's layers, normed in the last stage of a model with norm=pre."""
         length = x.shape[0] * self.cp.size * (self.tp.size if self.sequence_parallel else 1)
         rotary = self.rotary(x, self.own_positions(length, positions, x.device))
+        turns = () if rotary is None else (rotary,)  # a family without them has layers that take none
         for layer in self.layers.values():
             if self.recompute == "full" and torch.is_grad_enabled():
                 # masks are functions of the stream and the layer: no generator state to stash and restore
                 x = checkpoint(
-                    layer, x, stream, spans, None, rotary, use_reentrant=False, preserve_rng_state=False
+                    layer, x, stream, spans, None, *turns, use_reentrant=False, preserve_rng_state=False
                 )
             else:
-                x = layer(x, stream, spans, None, rotary)
+                x = layer(x, stream, spans, None, *turns)
         return self.final_norm(x) if self.stage.is_last and self.config.norm == "pre" else x
 
     def encode(self, inputs: Inputs, stream: DropoutStream | None = None, x: Tensor | None = None) -> Tensor:

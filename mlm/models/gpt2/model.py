@@ -145,8 +145,9 @@ class GPT2(Transformer):
         if x is None:
             x = self.embed(tokens, None, positions)
         rotary = self.rotary(x, positions)
+        turns = () if rotary is None else (rotary,)
         for layer in self.layers.values():
-            x = layer(x, None, None, reading, rotary)
+            x = layer(x, None, None, reading, *turns)
         if not self.stage.is_last:
             return x
         return (
