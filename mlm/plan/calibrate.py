@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TypedDict
 
 import torch
-import torch.distributed as dist
 import yaml  # type: ignore[import-untyped]
+from pydantic import TypeAdapter
 
+from mlm.checkpoint.native.exchange import Ranks
 from mlm.errors import UserError
 from mlm.files.atomic import write_atomic
 from mlm.files.results import CALIBRATION_MARK, named, write_result
@@ -79,13 +80,9 @@ def on_rank(config: CalibrationJob, ctx: ParallelContext, sizes: Sizes | None = 
     measurements = Measurements(ctx, dtype, sizes)
     with count_progress("measuring", measurements.steps, shown=ctx.is_main) as advance:
         own = measurements.run(advance)
-    each = [own]
-    if ctx.host_group is not None:
-        received: list[Measured | None] = [None] * ctx.world_size
-        dist.all_gather_object(received, own, group=ctx.host_group)
-        each = [found for found in received if found is not None]
+    each = Ranks(ctx.rank, ctx.world_size, ctx.host_group, ctx.watch).gather(asdict(own))
     if ctx.is_main:
-        measured = merged(each)
+        measured = merged([TypeAdapter(Measured).validate_python(found) for found in each])
         hardware = fit(measured, blank(config.name, ctx, base), dtype)
         show(hardware, measured, dtype)
         write(hardware, config, ctx)

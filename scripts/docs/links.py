@@ -16,6 +16,7 @@ GATHERED = {
     "README.md": "index.md",
     "scripts/docs/layouts.md": "guides/layouts.md",
     "mlm/parallel/README.md": "guides/parallel-core.md",
+    "mlm/models/README.md": "guides/models.md",
     "mlm/corpus/README.md": "guides/data.md",
     "mlm/report/README.md": "guides/runs.md",
     "mlm/checkpoint/README.md": "guides/checkpoints.md",
