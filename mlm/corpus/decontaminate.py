@@ -11,6 +11,7 @@ cut at more than 10 places removed. It differs in two points:
 """
 
 import json
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -25,7 +26,7 @@ from mlm.corpus.read.long_text import PIECE, Letters, StoredText, at_breaks
 from mlm.corpus.sections import DecontaminateConfig
 from mlm.files.atomic import digest_bytes
 
-RULE = 2  # number of what counts as a match and what is cut; part of the digest
+RULE = 3  # number of what counts as a match and what is cut; part of the digest
 TOP = 20  # evaluation texts named in a report
 PREVIEW = 60  # letters of each
 WINDOW = 1 << 12  # letters of a long text searched for the end of a word
@@ -365,16 +366,21 @@ def right_end(letters: Letters, at: int) -> int:
     return at
 
 
+def is_of_word(letter: str) -> bool:
+    """True for what words are made of, marks that combine and letters that matching ignores included."""
+    return letter.isalnum() or unicodedata.category(letter) in ("Mn", "Mc", "Me", "Cf")
+
+
 def left_of_word(text: str, at: int) -> int:
     """Return the nearest position at or before `at` that is not inside a word."""
-    while 0 < at < len(text) and text[at - 1].isalnum() and text[at].isalnum():
+    while 0 < at < len(text) and is_of_word(text[at - 1]) and is_of_word(text[at]):
         at -= 1
     return at
 
 
 def right_of_word(text: str, at: int) -> int:
     """Return the nearest position at or after `at` that is not inside a word."""
-    while 0 < at < len(text) and text[at - 1].isalnum() and text[at].isalnum():
+    while 0 < at < len(text) and is_of_word(text[at - 1]) and is_of_word(text[at]):
         at += 1
     return at
 

@@ -215,6 +215,14 @@ def test_pieces_hold_no_match_and_stand_in_the_document_in_order(
         at = text.find(piece, at) + len(piece)
 
 
+@pytest.mark.parametrize("joint", ["\u0301", "\u00ad", "\u200b"], ids=["accent", "soft hyphen", "zero width"])
+def test_a_cut_ends_behind_a_word_whatever_stands_in_it(joint: str) -> None:
+    """A word cut at an accent of its own would leave a piece that matches again."""
+    contaminants = against("a", ngram=2, min_ngram=1, margin=2, min_piece=1)
+    assert contaminants.clean(f"a e{joint}a b").pieces == ["b"]
+    assert contaminants.clean(f"b e{joint}a a").pieces == ["b"]
+
+
 def test_account_names_sets_and_the_texts_hit_most() -> None:
     contaminants = against(count_from(0, 20), count_from(100, 20), action="drop")
     tallies = [Tally(), Tally()]
