@@ -1,4 +1,4 @@
-"""Where each rank's time goes, and which rank is slow.
+"""The parts of each rank's time, and the name of a slow rank.
 
 Waiting is what `Watch` measures: on a CPU (gloo) all of it, on a GPU what the host waits for.
 """
@@ -79,7 +79,7 @@ class Times:
 
     @property
     def cause(self) -> str:
-        """What the slowest rank spends most more time on than the others."""
+        """The part of the slowest rank's time that exceeds the others' most."""
         own, rank = self.shares[self.slowest], self.slowest
 
         def excess(what: str) -> float:

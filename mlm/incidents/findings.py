@@ -1,4 +1,4 @@
-"""What all ranks found together: the first place of an incident, and its words."""
+"""Findings of all ranks together: the first place of an incident, and its words."""
 
 import math
 from collections.abc import Sequence

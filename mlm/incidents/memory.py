@@ -1,4 +1,4 @@
-"""What a run remembers of its incidents: in each checkpoint, so that a resumed run decides as the first."""
+"""Memory of a run's incidents, in each checkpoint, so that a resumed run decides as the first."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

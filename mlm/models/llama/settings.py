@@ -13,7 +13,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LlamaSettings:
-    """What distinguishes Llama, Mistral, Qwen 2 and Qwen 3; the defaults are the first Llama's."""
+    """Differences between Llama, Mistral, Qwen 2 and Qwen 3; the defaults are the first Llama's."""
 
     num_kv_heads: int = 0
     """Heads of keys and values, K, each shared by num_heads / K queries (arXiv:2305.13245); 0 means
