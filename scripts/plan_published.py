@@ -19,9 +19,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from mlm.plan.cost import CostModel, Software
+from mlm.plan.cost import CostModel
 from mlm.plan.hardware import HardwareConfig, preset
 from mlm.plan.shape import Layout, Shape
+from mlm.plan.software import Software
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED = ROOT / "scripts/results/published"

@@ -89,7 +89,7 @@ def on_rank(config: CalibrationJob, ctx: ParallelContext, sizes: Sizes | None = 
 
 
 class Unknown(TypedDict):
-    """What is measured of all hardware."""
+    """Measurements that all hardware has."""
 
     memory_gbps: float
     node_gbps: float

@@ -30,7 +30,7 @@ class PlanCalibrateConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CalibrationJob:
-    """What a rank of a calibration needs: tp is the ranks of a host, dp the hosts."""
+    """Inputs of a calibration's rank: tp is the ranks of a host, dp the hosts."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 

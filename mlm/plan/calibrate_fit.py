@@ -189,7 +189,7 @@ def figures(value: float, digits: int = 3) -> float:
 
 
 def merged(each: Sequence[Measured]) -> Measured:
-    """What all ranks measured: of each time the median."""
+    """The ranks' measurements as one: of each time the median."""
     first = each[0]
     return replace(
         first,

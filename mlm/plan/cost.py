@@ -2,21 +2,20 @@
 
 Times are in seconds. A layer's forward and backward pass are sums of matrix products (a roofline with an
 efficiency that is smooth in each dimension), attention, elementwise kernels (bytes over bandwidth), and
-exposed tensor-parallel communication. The pipeline is the simulator of parallel/pipeline, fed
-with the time of each stage. No torch, no measurement: constants are `EfficiencyConfig`.
+exposed tensor-parallel communication. A pipeline is simulated (pipeline_time.py) with the time of each stage.
+No torch, no measurement: constants are `EfficiencyConfig` and `Software`.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 from mlm.models.stage import split_layers
-from mlm.parallel.pipeline.actions import Cost, Op
-from mlm.parallel.pipeline.schedules import build_schedule
-from mlm.parallel.pipeline.simulate import simulate
+from mlm.parallel.pipeline.actions import Cost
 from mlm.plan.hardware import HardwareConfig
-from mlm.plan.shape import Layout, Schedule, Shape
+from mlm.plan.pipeline_time import pipeline_time
+from mlm.plan.shape import Layout, Shape
+from mlm.plan.software import MLM, MLM_ON_CPU, Software
 
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp8": 2, "fp32": 4, "tf32": 4, "fp64": 8}
 """Bytes of an activation."""
@@ -28,73 +27,6 @@ UNFUSED_BACKWARD = 2.0
 """The same of attention with dropout on CPUs: four products instead of two."""
 LOGIT_BYTES = 36
 """Bytes moved per logit by cross-entropy and its gradient, besides the products' own."""
-LEAST_SIMULATED = 512
-"""Pairs of stage and micro-batch up to which a step is simulated in full."""
-OPS = (Op.FORWARD, Op.BACKWARD, Op.WEIGHT)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Software:
-    """The habits of a training program that change a step's time: of this one facts of its code.
-
-    Of others partly guesses, made with published errors in view.
-
-    The defaults are this toolkit. Passes count reads and writes of a tensor of activations in forward.
-    """
-
-    fused_attention: bool = True
-    """True if scores never leave the chip."""
-    score_passes: float = 5.0
-    """Of scores: softmax, dropout. Unfused attention only."""
-    branch_passes: float = 7.5
-    """Of a residual branch's output: bias, dropout with its mask, addition."""
-    norm_passes: float = 2.0
-    """Of a norm's input and output."""
-    activation_passes: float = 2.0
-    """Of the MLP's activation."""
-    dropout_passes: float = 0.0
-    """Of a residual branch's output where it is dropped out, beyond `branch_passes`."""
-    weight_bytes: float = 12.0
-    """Bytes moved per weight and micro-batch besides the products: casts, addition to the gradient."""
-    gathered_weight_bytes: float = 14.0
-    """The same where sharded weights are gathered: they arrive cast."""
-    table_bytes: float = 0.0
-    """Bytes moved per element of the token table and micro-batch, to make and add its gradient."""
-    optimizer_bytes: float = 46.0
-    """Bytes moved per parameter and step: zeroing, norm, Adam, and the cast for the next step."""
-    gradient_bytes: float = 4.0
-    """Bytes of a gradient on the wire."""
-    tied_bytes: float = 4.0
-    """Bytes of a gradient of the token table between the pipeline's ends."""
-    overlaps_tp: bool = True
-    """True if the sum of an input's gradient hides behind the weight's gradient."""
-    hidden_tp: float = 0.0
-    """Share of all tensor-parallel communication hidden by splitting it beside its product (async TP)."""
-    overlaps_dp: bool = True
-    """True if gradients are reduced while backward runs."""
-    splits_transfers: bool = False
-    """True if tensor-parallel ranks send 1/t of a boundary each (arXiv:2104.04473, section 4.1)."""
-    loss_in_forward: bool = True
-    """True if the vocabulary projection's gradients are computed in forward."""
-    selective_products: float | None = None
-    """Share of forward's products that recompute=selective repeats, with all elementwise kernels; None for
-    one that repeats attention alone, where it is not fused."""
-    kernel_dtype: str | None = None
-    """Dtype of the layers' products; None for that of activations."""
-
-
-MLM = Software()
-"""This toolkit on GPUs."""
-MLM_ON_CPU = Software(
-    branch_passes=3,  # an addition
-    activation_passes=6,  # tanh is arithmetic
-    dropout_passes=12,  # masks are hashes of their places, in integer kernels
-    weight_bytes=12,
-    table_bytes=16,
-    overlaps_tp=False,
-    overlaps_dp=False,
-)
-"""This toolkit on CPUs: the ratios of its kernels; `EfficiencyConfig.elementwise` has their speed."""
 
 PARTS = (
     "matmul",
@@ -469,74 +401,3 @@ def exposed(whole: float, window: float, pieces: int) -> float:
 def layer_counts(layers: int, stages: int) -> tuple[int, ...]:
     """Layers of each stage."""
     return tuple(len(stage.layers) for stage in split_layers(layers, stages))
-
-
-def pipeline_time(name: Schedule, p: int, v: int, m: int, costs: Sequence[Cost]) -> float:
-    """The time of all micro-batches through all stages; `costs` are those of the p * v stages.
-
-    Of a long step the first rounds of p micro-batches are simulated: each further one takes as long as the
-    last of them.
-    """
-    few = (3 if name == "zb_h1" else 2) * p + m % p
-    if m <= few or m * p * v <= LEAST_SIMULATED:
-        return _simulated(_program(name, p, v, m), p, costs)[0]
-    elapsed, period = _simulated(_program(name, p, v, few), p, costs)
-    if name != "1f1b":  # forwards all come first, or weight gradients last: the end is not like the rest
-        period = elapsed - _simulated(_program(name, p, v, few - p), p, costs)[0]
-    return elapsed + period * (m - few) / p
-
-
-def _simulated(program: "Program", p: int, costs: Sequence[Cost]) -> tuple[float, float]:
-    """Time of the last end, and of p micro-batches at the end of the last stage."""
-    durations = [
-        (cost.forward, cost.input_gradient if program.split else cost.backward, cost.weight_gradient)
-        for cost in costs
-    ]
-    transfers = [cost.transfer for cost in costs]
-    free, ends = [0.0] * p, list[float]()
-    for stage, rank, op, producer, source in program.steps:
-        start = free[rank]
-        if producer >= 0:
-            arrival = ends[producer]
-            if source != stage:  # from another rank
-                arrival += transfers[source]
-            if arrival > start:
-                start = arrival
-        start += durations[stage][op]
-        free[rank] = start
-        ends.append(start)
-    losses = [ends[index] for index in program.losses]
-    return max(free), losses[-1] - losses[-1 - p] if len(losses) > p else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """A schedule's actions in an order in which each comes after all that it needs; no cost changes it."""
-
-    steps: tuple[tuple[int, int, int, int, int], ...]
-    """(stage, rank, op, index of what it needs or -1, stage of that: its own if on the same rank)."""
-    losses: tuple[int, ...]
-    """Indices of the last stage's backward passes."""
-    split: bool
-    """True if weight gradients are actions of their own."""
-
-
-@cache
-def _program(name: str, p: int, v: int, m: int) -> Program:
-    """The order in which the pipeline's simulator computes a schedule."""
-    schedule = build_schedule(name, stages=p, chunks=v, micro_batches=m)
-    producers: dict[tuple[int, int, int], int] = {}
-    steps, losses = list[tuple[int, int, int, int, int]](), list[int]()
-    for index, (rank, span, _) in enumerate(simulate(schedule, cost=Cost())):
-        action = span.action
-        stage, op = action.chunk * p + rank, OPS.index(action.op)
-        before = stage - 1 if op == 0 else stage + 1
-        producer = -1 if op == 2 else producers.pop((op, before, action.micro_batch), -1)
-        source = stage if producer < 0 or before % p == rank else before
-        steps.append((stage, rank, op, producer, source))
-        if op < 2:
-            producers[op, stage, action.micro_batch] = index
-        if op == 1 and stage == p * v - 1:
-            losses.append(index)
-    split = any(action.op is Op.WEIGHT for action in schedule[0])
-    return Program(tuple(steps), tuple(losses), split)

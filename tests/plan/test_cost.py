@@ -11,9 +11,10 @@ from mlm.models.config import ModelConfig
 from mlm.parallel.pipeline.actions import Cost
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule
-from mlm.plan import cost as module
-from mlm.plan.cost import PARTS, CostModel, pipeline_time
+from mlm.plan import pipeline_time as module
+from mlm.plan.cost import PARTS, CostModel
 from mlm.plan.hardware import HardwareConfig, preset
+from mlm.plan.pipeline_time import pipeline_time
 from mlm.plan.search import Query, layouts
 from mlm.plan.shape import Layout, Shape
 
