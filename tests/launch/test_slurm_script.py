@@ -3,17 +3,20 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "slurm" / "pretrain.sbatch"
-SRUN = """#!/usr/bin/env bash
-printf '%s\\n' "$@" > arguments.partial
-trap 'sleep 0.3; exit "$LEAVES_WITH"' USR1
-mv arguments.partial arguments
-for _ in {1..200}; do sleep 0.1; done
+SRUN = f"""#!{sys.executable}
+import os, signal, sys, time
+ignored = signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+signal.signal(signal.SIGUSR1, lambda *_: time.sleep(0.3) or sys.exit(int(os.environ["LEAVES_WITH"])))
+open("arguments.partial", "w").write("\\n".join([*sys.argv[1:], "ignored=" + str(ignored)]))
+os.rename("arguments.partial", "arguments")
+time.sleep(20)
 """
 
 
@@ -26,19 +29,30 @@ def cluster(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run_until_time_is_out(cluster: Path, leaves_with: int) -> int:
+BEFORE_THE_STEP = """
+trap 'if [[ $BASH_COMMAND == "step=$"* && -z ${sent:-} ]]; then sent=1; kill -USR1 $$; fi' DEBUG
+"""
+"""What bash reads before the script: sends the signal just before the script knows the number of its step."""
+
+
+def run_until_time_is_out(cluster: Path, leaves_with: int, *, early: bool = False) -> int:
     """Exit code of the script when SLURM signals it and the ranks then leave with `leaves_with`."""
     environ = {
         "PATH": f"{cluster}:{os.environ['PATH']}",
         "SLURM_JOB_ID": "7",
         "LEAVES_WITH": str(leaves_with),
+        "ASK_EVERY_S": "1",
     }
+    if early:
+        (cluster / "early").write_text(BEFORE_THE_STEP)
+        environ["BASH_ENV"] = str(cluster / "early")
     script = subprocess.Popen(["bash", str(SCRIPT), "tp=8", "name=two words"], cwd=cluster, env=environ)
     try:
         end = time.monotonic() + 20
         while not (cluster / "arguments").exists() and time.monotonic() < end:
             time.sleep(0.02)
-        script.send_signal(signal.SIGUSR1)
+        if not early:
+            script.send_signal(signal.SIGUSR1)
         return script.wait(timeout=20)
     finally:
         script.kill()
@@ -57,4 +71,13 @@ def test_job_that_failed_to_save_is_not_requeued(cluster: Path) -> None:
 def test_arguments_reach_pretrain_as_given(cluster: Path) -> None:
     run_until_time_is_out(cluster, leaves_with=0)
     words = (cluster / "arguments").read_text().splitlines()
-    assert words[-4:] == ["mlm", "pretrain", "tp=8", "name=two words"]
+    assert words[-5:-1] == ["mlm", "pretrain", "tp=8", "name=two words"]
+
+
+def test_srun_ignores_the_signal_until_it_listens(cluster: Path) -> None:
+    run_until_time_is_out(cluster, leaves_with=0)
+    assert (cluster / "arguments").read_text().splitlines()[-1] == "ignored=True"
+
+
+def test_a_signal_before_the_script_knows_its_step_is_handed_on(cluster: Path) -> None:
+    assert run_until_time_is_out(cluster, leaves_with=3, early=True) == 3
