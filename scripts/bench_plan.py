@@ -2,7 +2,7 @@
 
     python scripts/bench_plan.py                    # calibrates, then measures what is not in --out yet
     python scripts/bench_plan.py --again            # from the beginning
-    python scripts/bench_plan.py --seconds 1 --only time:3,9,15 --keep-calibration
+    python scripts/bench_plan.py --again --keep-calibration --seconds 1 --only time:3,9,15
 
 Layouts run on one or two ranks of this host (loopback), one thread each, and one on a rank with both cores. A
 step counts with its fastest repetition. On a machine with other work compare with `--clock cpu`: the ranks'
@@ -410,7 +410,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--out", type=Path, default=RESULTS, help="JSON of all results (default %(default)s)")
     add("--again", action="store_true", help="forget what was measured before")
-    add("--keep-calibration", action="store_true", help="measure layouts again, by the hardware in --out")
+    add("--keep-calibration", action="store_true", help="with --again: keep the hardware in --out")
     add("--seconds", type=float, default=4.0, help="seconds of a layout's steps (default %(default)s)")
     add("--clock", choices=("wall", "cpu"), default="wall", help="time that is compared")
     add("--only", help="numbers of cases by kind: time:0,3 or memory:1; measures no others")
