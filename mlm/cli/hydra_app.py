@@ -8,6 +8,7 @@ from typing import Any
 
 import hydra
 import yaml  # type: ignore[import-untyped]
+from hydra._internal.hydra import Hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
@@ -15,7 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from mlm.cli.arguments import CONFIG_DIR_FLAGS
+from mlm.cli.arguments import CONFIG_DIR_FLAGS, CONFIG_NAME_FLAGS, CONFIG_PATH_FLAGS
 from mlm.cli.commands import Command
 from mlm.cli.compose import register_defaults, reword
 from mlm.cli.dry import Dry
@@ -28,6 +29,9 @@ from mlm.cli.saved import Saved, unset_config
 from mlm.cli.sweep import Sweep
 from mlm.config.paths import CONFIG_DIR
 from mlm.errors import ConfigError, Problem
+
+CONFIG_FLAGS = {*CONFIG_DIR_FLAGS, *CONFIG_NAME_FLAGS, *CONFIG_PATH_FLAGS}
+"""Flags that bring in configs of the user's own."""
 
 
 class JobFailedError(Exception):
@@ -125,7 +129,7 @@ def without_print(flags: Sequence[str]) -> tuple[list[str], bool]:
 def _main(config_name: str | None, argv: Sequence[str], task: Callable[[DictConfig], Any]) -> None:
     register_defaults()
     entry = hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=config_name)(task)
-    with _process_as_hydra_wants(argv), _reported_once():
+    with _process_as_hydra_wants(argv), _reported_once(), _composed_once(argv):
         entry()
 
 
@@ -144,6 +148,24 @@ def _reported_once() -> Iterator[None]:
         yield
     finally:
         JobReturn.return_value = hydras  # type: ignore[method-assign, assignment]
+
+
+@contextmanager
+def _composed_once(argv: Sequence[str]) -> Iterator[None]:
+    """Hydra composes everything to read hydra.mode, and then again: not where nothing can have set it."""
+    if any(word in CONFIG_FLAGS or word.partition("=")[0].strip("+~-").startswith("hydra") for word in argv):
+        yield
+        return
+    hydras = Hydra.get_mode
+    Hydra.get_mode = _no_mode  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Hydra.get_mode = hydras  # type: ignore[method-assign]
+
+
+def _no_mode(hydra: Hydra, config_name: str | None, overrides: list[str]) -> None:
+    """hydra.mode, where it is not set: Hydra then goes by --multirun."""
 
 
 @contextmanager

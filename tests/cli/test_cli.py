@@ -4,10 +4,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hydra._internal.hydra import Hydra
 
 import mlm
+from mlm.cli import main
 from mlm.cli.commands import COMMANDS, Command, resolve
 from mlm.cli.tasks import takes_task, task_names, task_summaries
 from tests.cli.doubles import Cli, make_cli, write
@@ -175,3 +178,19 @@ class TestShowing:
     def test_unknown_key_is_a_problem_here_too(self, cli: Cli) -> None:
         assert cli("pretrain tpp=2 --cfg job") == 2
         assert cli.err == "mlm pretrain: unknown key 'tpp'; did you mean 'tp'?\n"
+
+
+@pytest.mark.parametrize(("word", "times"), [("name=a", 1), ("hydra.mode=RUN", 2)])
+def test_a_command_is_composed_once_unless_it_may_set_hydras_mode(
+    word: str, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    composed: list[object] = []
+    compose = Hydra.compose_config
+
+    def counted(self: Hydra, *args: Any, **given: Any) -> Any:
+        composed.append(args)
+        return compose(self, *args, **given)
+
+    monkeypatch.setattr(Hydra, "compose_config", counted)
+    assert main(["pretrain", "--check", "model=gpt2_tiny", "data=synthetic", word]) == 0
+    assert len(composed) == times
