@@ -157,7 +157,7 @@ def _composed_once(argv: Sequence[str]) -> Iterator[None]:
         yield
         return
     hydras = Hydra.get_mode
-    Hydra.get_mode = _no_mode  # type: ignore[method-assign]
+    Hydra.get_mode = _no_mode  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -6,12 +6,13 @@ from functools import cache
 
 from mlm.parallel.pipeline.actions import Cost, Op
 from mlm.parallel.pipeline.schedules import build_schedule
-from mlm.parallel.pipeline.simulate import simulate
+from mlm.parallel.pipeline.simulate import ordered
 from mlm.plan.shape import Schedule
 
 LEAST_SIMULATED = 512
 """Pairs of stage and micro-batch up to which a step is simulated in full."""
-OPS = (Op.FORWARD, Op.BACKWARD, Op.WEIGHT)
+PLACE = {Op.FORWARD: 0, Op.BACKWARD: 1, Op.WEIGHT: 2}
+"""Where a stage's durations have each op's."""
 
 
 def pipeline_time(name: Schedule, p: int, v: int, m: int, costs: Sequence[Cost]) -> float:
@@ -68,18 +69,12 @@ class Program:
 def _program(name: str, p: int, v: int, m: int) -> Program:
     """The order in which the pipeline's simulator computes a schedule."""
     schedule = build_schedule(name, stages=p, chunks=v, micro_batches=m)
-    producers: dict[tuple[int, int, int], int] = {}
     steps, losses = list[tuple[int, int, int, int, int]](), list[int]()
-    for index, (rank, span, _) in enumerate(simulate(schedule, cost=Cost())):
-        action = span.action
-        stage, op = action.chunk * p + rank, OPS.index(action.op)
-        before = stage - 1 if op == 0 else stage + 1
-        producer = -1 if op == 2 else producers.pop((op, before, action.micro_batch), -1)
-        source = stage if producer < 0 or before % p == rank else before
-        steps.append((stage, rank, op, producer, source))
-        if op < 2:
-            producers[op, stage, action.micro_batch] = index
-        if op == 1 and stage == p * v - 1:
-            losses.append(index)
+    for rank, action, producer in ordered(schedule):
+        stage = action.chunk * p + rank
+        source = stage if producer < 0 or steps[producer][1] == rank else steps[producer][0]
+        if action.op is Op.BACKWARD and stage == p * v - 1:
+            losses.append(len(steps))
+        steps.append((stage, rank, PLACE[action.op], producer, source))
     split = any(action.op is Op.WEIGHT for action in schedule[0])
     return Program(tuple(steps), tuple(losses), split)

@@ -43,46 +43,67 @@ class Computed(NamedTuple):
     consumer: tuple[int, Action] | None
 
 
-def simulate(schedule: Schedule, *, cost: Cost) -> list[Computed]:
-    """Every action of every rank, with times, in an order in which each comes after all that it needs.
+class Step(NamedTuple):
+    """An action of a rank, and the index of the step whose result it needs; -1 if it needs none."""
 
-    A rank runs its actions in the schedule's order, each as soon as the one before is done and its input has
-    arrived; transfers take `cost.transfer` and never wait for one another. The schedule is complete
-    (`check_complete`). Raises ScheduleError naming the ranks that wait for ever, and for what, if there are.
+    rank: int
+    action: Action
+    producer: int
+
+
+def ordered(schedule: Schedule) -> list[Step]:
+    """Every action of every rank in an order in which each comes after all that it needs.
+
+    No duration changes it. The schedule is complete (`check_complete`). Raises ScheduleError naming the ranks
+    that wait for ever, and for what, if there are.
     """
     p, v = len(schedule), num_chunks(schedule)
-    durations = _durations(schedule, cost)
-    arrivals: list[dict[tuple[bool, int, int], float]] = [{} for _ in range(p)]
+    produced: dict[tuple[bool, int, int], int] = {}  # steps by direction, stage and micro-batch
     position = [0] * p
-    free: list[float] = [0] * p
-    order: list[Computed] = []
+    order: list[Step] = []
     ready = list(range(p))  # ranks that may have become able to continue
     while ready:
         rank = ready.pop()
-        while position[rank] < len(schedule[rank]):
-            action = schedule[rank][position[rank]]
-            start = free[rank]
-            if needs_neighbour(rank, action, p=p, v=v):
-                arrival = arrivals[rank].pop(_key(action), None)
-                if arrival is None:
-                    break
-                start = max(start, arrival)
-            end = free[rank] = start + durations[action.op]
+        mine = schedule[rank]
+        while position[rank] < len(mine):
+            action = mine[position[rank]]
+            op, stage, producer = action.op, action.chunk * p + rank, -1
+            if op is not Op.WEIGHT:
+                forward = op is Op.FORWARD
+                before, after = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
+                if 0 <= before < p * v:
+                    producer = produced.pop((forward, before, action.micro_batch), -1)
+                    if producer < 0:
+                        break
+                if 0 <= after < p * v:
+                    produced[forward, stage, action.micro_batch] = len(order)
+                    ready.append(after % p)
             position[rank] += 1
-            to = consumer(rank, action, p=p, v=v)
-            if to is not None:
-                arrivals[to[0]][_key(to[1])] = end + (cost.transfer if to[0] != rank else 0)
-                ready.append(to[0])
-            order.append(Computed(rank, Span(action, start, end), to))
+            order.append(Step(rank, action, producer))
     stuck = [(r, actions[position[r]]) for r, actions in enumerate(schedule) if position[r] < len(actions)]
     if stuck:
         raise ScheduleError("the schedule cannot complete: " + listed(_wait(*at, p, v) for at in stuck))
     return order
 
 
-def _key(action: Action) -> tuple[bool, int, int]:
-    """An action that needs a neighbour, F or B, as a key that hashes ten times faster than itself."""
-    return action.op is Op.FORWARD, action.chunk, action.micro_batch
+def simulate(schedule: Schedule, *, cost: Cost) -> list[Computed]:
+    """The steps of `ordered` with their times. Raises ScheduleError as it does.
+
+    A rank runs its actions in the schedule's order, each as soon as the one before is done and its input has
+    arrived; transfers take `cost.transfer` and never wait for one another.
+    """
+    p, v = len(schedule), num_chunks(schedule)
+    durations = _durations(schedule, cost)
+    free: list[float] = [0] * p
+    computed: list[Computed] = []
+    for rank, action, producer in ordered(schedule):
+        start = free[rank]
+        if producer >= 0:
+            source = computed[producer]
+            start = max(start, source.span.end + (cost.transfer if source.rank != rank else 0))
+        end = free[rank] = start + durations[action.op]
+        computed.append(Computed(rank, Span(action, start, end), consumer(rank, action, p=p, v=v)))
+    return computed
 
 
 def _durations(schedule: Schedule, cost: Cost) -> dict[Op, float]:
