@@ -19,7 +19,7 @@ from mlm.models.layer_norm import LayerNorm
 from mlm.models.rotary import Rotary
 from mlm.models.stage import Stage, split_layers
 from mlm.models.transformer import TransformerLayer
-from mlm.parallel.dropout import DropoutStream, place_keys
+from mlm.parallel.dropout import DropoutStream, keys_of_places
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import Axis
 from mlm.parallel.zigzag import own_places, own_tokens
@@ -86,8 +86,9 @@ class Transformer(nn.Module):
         self.config, self.tp, self.dtype, self.recompute = config, tp, dtype, recompute
         self.sequence_parallel = sequence_parallel and tp.size > 1
         self.stage = stage = stage or split_layers(config.num_layers, 1)[0]
-        ends = [*place_keys(-1, ("embedding",)), *place_keys(config.num_layers, ("classifier",))]
-        self.register_buffer("places", torch.stack(ends), persistent=False)
+        # from numbers alone: of tensors on the meta device, stacking loads the compiler, seconds of a start
+        places = keys_of_places([(-1, "embedding"), (config.num_layers, "classifier")])
+        self.register_buffer("places", places, persistent=False)
         h, std = config.hidden_size, config.init_std
         if stage.is_first or (stage.is_last and config.is_tied):
             self.token = VocabParallelEmbedding(

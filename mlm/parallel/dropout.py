@@ -27,7 +27,12 @@ CHUNK = 1 << 17
 
 def place_keys(layer: int, sites: Sequence[str]) -> Tensor:
     """Keys of the places of a layer, by its global number: int32 [len(sites), 2]. A module keeps its own."""
-    return _keys(derive_seed("place", layer, site) for site in sites)
+    return keys_of_places((layer, site) for site in sites)
+
+
+def keys_of_places(places: Iterable[tuple[int, str]]) -> Tensor:
+    """Keys of places of several layers, each a layer's number and a site in it: int32 [places, 2]."""
+    return _keys(derive_seed("place", layer, site) for layer, site in places)
 
 
 def sample_keys(seed: int, first: int, count: int) -> Tensor:

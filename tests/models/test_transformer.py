@@ -1,5 +1,7 @@
 """Arguments that every model hands to its layers: settings, and a dropout mask for each place."""
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -55,3 +57,16 @@ def test_every_norm_has_the_eps_of_the_model(norm: str) -> None:
         BERT(config("bert", layer_norm_eps=0.25, norm=norm), tp=ONE),
     ):
         assert {module.eps for module in model.modules() if isinstance(module, LayerNorm)} == {0.25}
+
+
+def test_shapes_of_a_model_are_known_without_the_compiler() -> None:
+    """Which every rank and command that reads a model's folder would load otherwise: seconds of its start."""
+    code = (
+        "import sys\n"
+        "from mlm.checkpoint.parameters import parameters\n"
+        "from mlm.models.config import ModelConfig\n"
+        "shape = {'num_layers': 1, 'hidden_size': 8, 'num_heads': 2}\n"
+        "for kind in ('gpt2', 'llama', 'bert'): parameters(ModelConfig(kind=kind, **shape))\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
