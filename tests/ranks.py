@@ -51,6 +51,14 @@ def run_on_ranks(
     return [value for _, value in answers]
 
 
+def command(ctx: ParallelContext, run: Callable[[Any, ParallelContext], Any], config: Any) -> None:
+    """A `check`: the work of a command on its ranks.
+
+    It is here for tests whose own modules a rank should not import, with a second of `transformers` or more.
+    """
+    run(config, ctx)
+
+
 def _answer(pipe: Connection) -> tuple[str, Any]:
     """A rank's error and value."""
     try:
@@ -75,6 +83,7 @@ def _fork(pipes: Sequence[Connection]) -> None:
     """Import what most checks need, fork a rank per pipe and wait for all."""
     os.setpgrp()  # to be ended together
     import_module("mlm.train.trainer")
+    import_module("torch.fx.experimental.symbolic_shapes")  # a first backward pass would
     for pipe in pipes:
         if os.fork() == 0:
             for other in pipes:
