@@ -40,7 +40,7 @@ OF_OWN_CODE = tuple(
 )
 """Settings whose names only the user's own code knows: Hydra needs ++ to add them."""
 GROUP_SETS = {
-    "parallel": {"tp", "cp", "pp", "vp", "dp", "recompute", "train"},
+    "parallel": {"tp", "cp", "pp", "vp", "dp", "sequence_parallel", "zero", "recompute", "train"},
     "cluster": {"dist"},
     "task": {"name", "out", "task", "optimizer", "train", "schedule"},
     "experiment": {"name", "out", *sections(PretrainConfig), "tp", "cp", "pp", "vp", "dp", "recompute"},

@@ -31,6 +31,12 @@ SC21 = {  # arXiv:2104.04473, table 1: billions of parameters as printed, GPUs
     "76b": (76.1, 1024), "145b": (145.6, 1536), "310b": (310.1, 1920), "530b": (529.6, 2520),
     "1t": (1008.0, 3072),
 }  # fmt: skip
+LLAMA3 = [  # GPUs, tokens a step
+    ("llama3_405b", 16_384, 1 << 24),
+    ("llama3_405b_128k", 16_384, 1 << 24),
+    ("llama3_70b", 64, 1 << 20),
+    ("llama3_70b_zero3", 256, 1 << 22),
+]
 
 
 @cache
@@ -47,7 +53,7 @@ def model(name: str) -> ModelConfig:
 def test_shipped_choice_composes_into_a_run_spec_without_problem(choice: str) -> None:
     config = pretrain(choice, *model_of_layout(choice))
     layout = config.parallel
-    world_size = layout.tp * layout.pp * (layout.dp or 1)
+    world_size = layout.replica * (layout.dp or 1)
     problems = check_pretrain(config, world_size=world_size, local_devices=8)
     assert [
         problem for problem in problems if not problem.startswith("data.path")
@@ -152,6 +158,18 @@ def test_sc21_layout_fills_its_gpus_and_fits_its_model(name: str) -> None:
 def test_sc21_layout_interleaves_where_the_authors_script_does(name: str, vp: int) -> None:
     """--num-layers-per-virtual-pipeline-stage of examples/sc21/run_table_1.sh in NVIDIA/Megatron-LM."""
     assert pretrain(f"parallel=sc21_{name}").parallel.vp == vp
+
+
+@pytest.mark.parametrize(("name", "gpus", "tokens"), LLAMA3)
+def test_llama3_layout_fills_its_gpus_and_fits_its_model(name: str, gpus: int, tokens: int) -> None:
+    """At the length of sequence that its source has, which gives the source's tokens a step."""
+    seq_length = 131_072 if name.endswith("128k") else 8192
+    words = [*model_of_layout(f"parallel={name}"), f"parallel={name}", "data=synthetic"]
+    config = load_config("pretrain", [*words, f"data.seq_length={seq_length}"])
+    assert config.parallel.dp is not None
+    assert config.parallel.replica * config.parallel.dp == gpus
+    assert config.train.global_batch_size * seq_length == tokens
+    assert check_pretrain(config, world_size=gpus, local_devices=8) == []
 
 
 @pytest.mark.parametrize("name", V1_LAYOUTS)

@@ -66,9 +66,15 @@ def test_a_folder_is_a_checkpoint(tmp_path: Path) -> None:
     assert (loaded.logits(torch.tensor([ids])) - want).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize("name", ["mistral", "qwen3 with a window", "yarn"])
-def test_a_folder_is_read_and_continued_at_any_layout(tmp_path: Path, name: str) -> None:
-    """Greedy texts of prompts of several lengths, equal to transformers' token by token at tp=2 and pp=2."""
+@pytest.mark.parametrize(
+    ("name", "tp", "pp"),
+    [("mistral", 2, 2), ("qwen3 with a window", 2, 2), ("yarn", 2, 2), ("llama3", 4, 1), ("linear", 4, 1)],
+)
+def test_a_folder_is_read_and_continued_at_any_layout(tmp_path: Path, name: str, tp: int, pp: int) -> None:
+    """Greedy texts of prompts of several lengths, equal to transformers' token by token.
+
+    At tp=4 each of two heads of keys and values is on two ranks.
+    """
     model = folder_of(name, tmp_path)
     prompts = [[3, 14, 15, 92, 65, 35, 89, 79], [32], [38, 46, 26]]
     want = []
@@ -77,7 +83,7 @@ def test_a_folder_is_read_and_continued_at_any_layout(tmp_path: Path, name: str)
         mask = torch.ones_like(tokens)
         text = model.generate(tokens, attention_mask=mask, max_new_tokens=9, do_sample=False, pad_token_id=0)
         want.append(text[0, len(prompt) :].tolist())
-    assert run_on_ranks(greedy, tmp_path, prompts, 9, tp=2, pp=2) == [want] * 4
+    assert run_on_ranks(greedy, tmp_path, prompts, 9, tp=tp, pp=pp) == [want] * 4
 
 
 def test_a_tied_output_layer_that_is_stored_is_compared_and_read_once(tmp_path: Path) -> None:
@@ -125,6 +131,10 @@ def test_a_model_that_no_class_computes_is_not_exported() -> None:
         problem = MAPPING.problem(replace(config, options=config.options | options))
         assert problem is not None
         assert named in problem
+    problem = MAPPING.problem(replace(config, head="classification", num_labels=2))
+    assert (
+        problem == "its head=classification has a bias, which theirs lack: only a language model is exported"
+    )
 
 
 def test_old_and_new_spellings_of_rotary_settings_are_one_model(tmp_path: Path) -> None:

@@ -139,7 +139,9 @@ def _value_problem(model: ModelConfig, settings: LlamaSettings) -> Problem | Non
         why = f"does not divide model.num_heads={heads}"
         return problem("num_kv_heads", why, f"use model.options.num_kv_heads={nearest}")
     if settings.rope_scaling not in ROPE_TYPES:
-        return problem("rope_scaling", "is no scaling of ours", f"use {' or '.join(ROPE_TYPES)}")
+        return problem(
+            "rope_scaling", "is no scaling of ours", f"use {', '.join(ROPE_TYPES[:-1])} or {ROPE_TYPES[-1]}"
+        )
     if not 0 < settings.rotary_fraction <= 1:
         return problem("rotary_fraction", "must be above 0 and at most 1", "use 1.0 for all of a head")
     if settings.rotary_dim < 2 or settings.rotary_dim % 2:
