@@ -39,7 +39,7 @@ from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import ParameterShard
 from mlm.train.state import CHECKPOINTS, FINETUNING, model_shards
 
-NOT_LOADED = ("model.mlm_head.", "model.sop_head.", "model.classifier.", "model.pooler.")
+NOT_LOADED = ("model.mlm_head.", "model.sop_head.", "model.output.", "model.classifier.", "model.pooler.")
 """Prefixes of tensors that a checkpoint may hold and the model with its new head does not take from it."""
 
 

@@ -53,6 +53,9 @@ BERT = ModelConfig(
     init_std=0.2,
 )
 GPT2 = replace(BERT, kind="gpt2", vocab_size=384, token_types=0, activation="gelu_tanh")
+LLAMA = replace(
+    GPT2, kind="llama", ffn_hidden_size=24, activation="silu", options={"num_kv_heads": 1, "window": 30}
+)
 KINDS = ("classification", "regression", "choice", "span")
 CHANGES: dict[str, Any] = {"max_length": 40}
 

@@ -15,6 +15,7 @@ from tests.finetune.runs import (
     BERT,
     GPT2,
     KINDS,
+    LLAMA,
     finetuning,
     losses,
     read,
@@ -43,8 +44,10 @@ SOME = {
     ("choice", "bert"): ("tp2-pp2-sp", "dp3-zero3"),
     ("span", "bert"): ("tp2-sp", "pp2-dp2-zero2"),
     ("span", "gpt2"): ("tp2-pp2-sp",),
+    ("classification", "llama"): ("tp2-sp", "pp2"),
+    ("choice", "llama"): ("tp2",),
 }
-"""A few for the other types and GPT-2; classification by BERT has all."""
+"""A few for the other types and models; classification by BERT has all."""
 CASES = [("classification", "bert", layout) for layout in LAYOUTS] + [
     (kind, model, layout) for (kind, model), layouts in SOME.items() for layout in layouts
 ]
@@ -55,6 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("layouts")
     write_model(made / "bert", BERT)
     write_model(made / "gpt2", GPT2)
+    write_model(made / "llama", LLAMA)
     for kind in KINDS:
         write_data(made / kind, kind)
     return made
