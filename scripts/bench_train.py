@@ -1,6 +1,7 @@
-"""Training speed and memory of `mlm` beside `transformers`' GPT-2, nanoGPT and picotron, measured fairly.
+"""Training speed and memory of `mlm` beside `transformers`, nanoGPT and picotron, measured fairly.
 
     python scripts/bench_train.py --shape tune
+    python scripts/bench_train.py --family llama --shape 4x256 6x384
     python scripts/bench_train.py --shape report --contenders mlm mlm-mkl transformers --out results.json
     python scripts/bench_train.py --tp 2 --peers nanogpt=PATH picotron=PATH
 
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from bench.command import add_round_options, guarded
 from bench.compare import Plan, run_shape
+from bench.llama import LlamaShape, check_llama
 from bench.machine import describe_machine, describe_peers
 from bench.report import print_shape
 from bench.shapes import check_shape, shapes_of
@@ -36,14 +38,16 @@ CONTENDERS = {
     "mlm": "as `mlm pretrain` runs it",
     "mlm-compiled": "the same with compile=true: each layer",
     "mlm-mkl": "mlm with float32 products by torch.mm's library, so that the library's gain shows apart",
-    "transformers": "GPT2LMHeadModel as its configuration has it, sdpa attention",
+    "transformers": "GPT2LMHeadModel (LlamaForCausalLM) as its configuration has it, sdpa attention",
     "transformers-gelu": "the same with PyTorch's one-kernel tanh GELU",
-    "transformers-compiled": "GPT2LMHeadModel, each layer compiled",
+    "transformers-compiled": "`transformers`, each layer compiled",
     "nanogpt": "needs --peers nanogpt=PATH",
     "nanogpt-compiled": "the same, each layer compiled",
     "megatron": "Megatron Core's GPTModel, its layers without Transformer Engine",
     "megatron-compiled": "the same, each layer compiled",
 }
+OF_LLAMA = ("mlm", "mlm-compiled", "mlm-mkl", "transformers", "transformers-compiled")
+"""Contenders of --family llama."""
 PEERS = ("nanogpt", "picotron")
 
 
@@ -68,6 +72,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         default=["tune"],
         metavar="WORD",
         help="tune, tiny, report or some of it (on a CPU 2x64 4x256 6x384 12x768), or custom L,H,N,S,V,B",
+    )
+    add(
+        "--family",
+        choices=("gpt2", "llama"),
+        default="gpt2",
+        help=f"of the model; llama, with the same layers, width and heads, has {', '.join(OF_LLAMA)}",
     )
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     add(
@@ -98,6 +108,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
     plan = make_plan(args, peers)
     for shape in shapes:
         check_shape(shape, plan.tp)
+    if args.family == "llama":
+        shapes = tuple(LlamaShape.of(shape) for shape in shapes)
+        for shape in shapes:
+            check_llama(shape, plan.tp)
     if args.out is not None and not args.out.parent.is_dir():
         raise UserError(f"--out {args.out}: its folder does not exist")
     spec = Spec(shapes[0], args.device, args.dtype, args.threads, args.allocator, args.seed, peers)
@@ -151,6 +165,8 @@ def make_plan(args: argparse.Namespace, peers: dict[str, str]) -> Plan:
             raise UserError(f"--contenders {name!r} is unknown: use some of {', '.join(CONTENDERS)}")
         if name.startswith("nanogpt") and "nanogpt" not in peers:
             raise UserError(f"--contenders {name} needs --peers nanogpt=PATH, the path of a checkout")
+    if args.family == "llama" and (other := [*(name for name in whole if name not in OF_LLAMA), *peers]):
+        raise UserError(f"--family llama: {other[0]} is compared as GPT-2; use {', '.join(OF_LLAMA)}")
     if "nanogpt" in peers and not any(name.startswith("nanogpt") for name in whole):
         whole.append("nanogpt")
     if args.parts and args.device != "cpu":

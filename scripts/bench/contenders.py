@@ -1,10 +1,11 @@
-"""The contenders on GPT-2: `mlm`, `transformers` and nanoGPT, from the same weights, tokens and optimizer.
+"""The contenders: `mlm`, `transformers` and nanoGPT, from the same weights, tokens and optimizer.
 
 Every step is zero_grad, forward, backward, clip, optimizer step. Master weights are float32; with bf16 `mlm`
 casts in its layers and the others run under torch.autocast.
 """
 
 import contextlib
+import importlib
 import importlib.util
 import io
 import sys
@@ -19,11 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from bench.equality import Agreement, Reference, agreement
-from bench.shapes import OPTIMIZER, TRANSPOSED, gpt2_state, make_batches
+from bench.shapes import OPTIMIZER, TRANSPOSED, Shape, gpt2_state, make_batches
 from bench.spec import Spec
 from mlm.data.sampler import Batch
 from mlm.errors import UserError
-from mlm.models.gpt2.huggingface import MAPPING
 from mlm.optim.config import PrecisionConfig, ScheduleConfig
 from mlm.parallel import matmul
 from mlm.parallel.config import ParallelConfig
@@ -107,7 +107,7 @@ class MlmTrainee(Trainee):
 
     def load_weights(self) -> None:
         """Give it the weights of all contenders."""
-        whole = MAPPING.to_ours(gpt2_state(self.spec.shape, self.spec.seed), self.spec.shape.model())
+        whole = in_our_names(self.spec.shape.state(self.spec.seed), self.spec.shape)
         load_whole(self.trainer.model.chunks[0], whole, self.ctx.tp)
 
     def make_batches(self) -> list[Batch]:
@@ -206,10 +206,10 @@ class TorchTrainee(Trainee):
 
     def in_our_names(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """The gradients by mlm's names, in its layout."""
-        return MAPPING.to_ours(self.as_huggingface(gradients), self.spec.shape.model())
+        return in_our_names(self.as_huggingface(gradients), self.spec.shape)
 
     def as_huggingface(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The gradients in GPT2LMHeadModel's layout."""
+        """The gradients in the layout of `transformers`."""
         return gradients
 
     def clear(self) -> None:
@@ -220,14 +220,16 @@ class TransformersTrainee(TorchTrainee):
     """`transformers`' GPT2LMHeadModel with sdpa attention."""
 
     def __init__(self, name: str, spec: Spec, device: torch.device) -> None:
-        try:
-            from transformers import GPT2Config, GPT2LMHeadModel
-        except ImportError:
-            raise UserError(
-                "--contenders transformers needs `transformers`: pip install 'mlm[dev]'"
-            ) from None
-        shape = spec.shape
-        config = GPT2Config(
+        self.name, self.spec = name, spec
+        model, blocks = self.build()
+        model.loss_type = "ForCausalLM"  # its default; unset, it warns
+        load_exactly(model, spec.shape.state(spec.seed))
+        super().__init__(name, spec, device, model, blocks)
+
+    def build(self) -> tuple[Any, Sequence[nn.Module]]:
+        """The model, its weights to be loaded, and its layers."""
+        transformers, shape = imported("transformers"), self.spec.shape
+        config = transformers.GPT2Config(
             n_layer=shape.num_layers,
             n_embd=shape.hidden_size,
             n_head=shape.num_heads,
@@ -242,18 +244,31 @@ class TransformersTrainee(TorchTrainee):
         )
         config._attn_implementation = "sdpa"
         self.notes = ("gelu_new as GPT-2's configuration has it: many elementwise passes",)
-        if "gelu" in name:
+        if "gelu" in self.name:
             config.activation_function = "gelu_pytorch_tanh"
             self.notes = ("the same GELU by PyTorch's one kernel; not what GPT-2's configuration asks for",)
-        model = GPT2LMHeadModel(config)
-        model.loss_type = "ForCausalLM"  # its default; unset, it warns
-        load_exactly(model, gpt2_state(shape, spec.seed))
-        super().__init__(name, spec, device, model, list(model.transformer.h))
+        model = transformers.GPT2LMHeadModel(config)
+        return model, list(model.transformer.h)
 
     def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
         # labels already stand under their inputs: shift_labels says so, and all S positions are scored
         loss: Tensor = self.model(input_ids=tokens, labels=labels, shift_labels=labels).loss
         return loss
+
+
+def in_our_names(state: dict[str, Tensor], shape: Shape) -> dict[str, Tensor]:
+    """Weights or gradients of `transformers` by mlm's names, in its layout."""
+    model = shape.model()
+    assert model.family.huggingface is not None
+    return model.family.huggingface.to_ours(state, model)
+
+
+def imported(package: str) -> Any:
+    """A package that one contender needs. Raises UserError where it is missing."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise UserError(f"--contenders {package} needs `{package}`: pip install 'mlm[dev]'") from None
 
 
 class NanoGptTrainee(TorchTrainee):

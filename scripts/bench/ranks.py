@@ -26,6 +26,7 @@ import torch.distributed as dist
 from bench.bert_shapes import BertShape
 from bench.contenders import MlmTrainee, NanoGptTrainee, Trainee, TransformersTrainee
 from bench.equality import Agreement, Reference
+from bench.llama import LlamaShape, TransformersLlama
 from bench.memory import measure_peak
 from bench.parts import measure_parts
 from bench.spec import Spec
@@ -65,6 +66,8 @@ def build_trainee(name: str, spec: Spec, processes: int, rank: int) -> Trainee:
         from bench.megatron_peer import MegatronTrainee  # it starts a process group
 
         return MegatronTrainee(name, spec, device)
+    if isinstance(spec.shape, LlamaShape) and name.startswith("transformers"):
+        return TransformersLlama(name, spec, device)
     kinds = {"mlm": MlmTrainee, "transformers": TransformersTrainee, "nanogpt": NanoGptTrainee}
     return kinds[name.split("-")[0]](name, spec, device)
 

@@ -53,6 +53,10 @@ class Shape:
             attention_dropout=self.dropout,
         )
 
+    def state(self, seed: int) -> dict[str, Tensor]:
+        """Random float32 weights of `model` in the names and layout of `transformers`."""
+        return gpt2_state(self, seed)
+
     def flops_per_token(self) -> float:
         """Model FLOPs of one trained token (see ModelConfig.flops_per_token)."""
         return self.model().flops_per_token(self.seq_length)

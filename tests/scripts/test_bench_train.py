@@ -12,6 +12,7 @@ import torch
 from bench.compare import Plan, doubts
 from bench.contenders import MlmTrainee
 from bench.equality import Reference
+from bench.llama import LlamaShape, TransformersLlama
 from bench.ranks import Ranks
 from bench.shapes import NAMED, Shape, shapes_of
 from bench.spec import Spec
@@ -143,6 +144,18 @@ def test_transformers_agrees_with_mlm() -> None:
     assert theirs.check(Reference(*ours.loss_and_gradients())).gradient_error < 1e-5
 
 
+@pytest.mark.parametrize("heads", [2, 3])
+def test_transformers_llama_agrees_with_mlm(heads: int) -> None:
+    """Untied, and with heads of keys and values that two or three queries share."""
+    pytest.importorskip("transformers")
+    shape = LlamaShape.of(dataclasses.replace(SPEC.shape, num_heads=heads, hidden_size=24))
+    assert shape.num_kv_heads == 1
+    spec = dataclasses.replace(SPEC, shape=shape)
+    ours = MlmTrainee("mlm", spec, torch.device("cpu"))
+    theirs = TransformersLlama("transformers", spec, torch.device("cpu"))
+    assert theirs.check(Reference(*ours.loss_and_gradients())).gradient_error < 1e-5
+
+
 @pytest.mark.slow
 def test_megatron_core_agrees_with_mlm(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
@@ -241,6 +254,14 @@ def test_tiny_run_writes_ratios_samples_and_machine(tmp_path: Path) -> None:
         (["--contenders", "deepspeed"], "--contenders 'deepspeed' is unknown"),
         (["--contenders", "mlm", "nanogpt"], "needs --peers nanogpt=PATH"),
         (["--peers", "nanogpt=/nowhere"], "no such folder"),
+        (
+            ["--family", "llama", "--contenders", "mlm", "megatron"],
+            "--family llama: megatron is compared as GPT",
+        ),
+        (
+            ["--family", "llama", "--shape", "custom", "2,36,18,8,90,2", "--contenders", "mlm", "--tp", "9"],
+            "of its 6 heads of keys and --tp 9 one must divide the other",
+        ),
         (["--pairs", "0"], "--pairs 0 must be at least 1"),
         (["--shape", "custom", "2,30,3,8,64,2", "--tp", "2"], "N=3 must be a multiple of --tp 2"),
         (["--out", "/nowhere/x.json"], "its folder does not exist"),
