@@ -5,7 +5,7 @@ import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from mlm.errors import CorruptFileError
 
@@ -19,13 +19,23 @@ def read_bounded(path: Path, most: int, remedy: str) -> bytes:
 
     Raises CorruptFileError, which ends in `remedy`, and OSError.
     """
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as f:
-        found = os.fstat(f.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise CorruptFileError(f"{path}: not a regular file; {remedy}")
-        if found.st_size > most:
-            raise CorruptFileError(f"{path}: {found.st_size} bytes, {most} is the limit; {remedy}")
+    with open_bounded(path, most, remedy) as f:
         return f.read(most + 1)
+
+
+def open_bounded(path: Path, most: int, remedy: str) -> BinaryIO:
+    """Open a file to read under the conditions of `read_bounded`."""
+    f = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115 (the caller's)
+    found = os.fstat(f.fileno())
+    problem = None
+    if not stat.S_ISREG(found.st_mode):
+        problem = "not a regular file"
+    elif found.st_size > most:
+        problem = f"{found.st_size} bytes, {most} is the limit"
+    if problem is not None:
+        f.close()
+        raise CorruptFileError(f"{path}: {problem}; {remedy}")
+    return f
 
 
 def parse_json(content: bytes | str, *, foreign: bool = False) -> Any:

@@ -1,26 +1,28 @@
 """metrics.jsonl: one history of a run over all its attempts.
 
-One JSON object per line, each with `kind` (run, step, validation, scores, saved, save_failed,
-incident, ranks) and `time`
-(Unix seconds). Numbers that are not finite are null: JSON has no NaN.
+One JSON object per line, each with `kind` (run, step, validation, scores, saved, save_failed, incident,
+rewound, ranks) and `time` (Unix seconds). Numbers that are not finite are null: JSON has no NaN.
 """
 
 import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from mlm.errors import UserError
 from mlm.files.atomic import open_regular, write_atomic
-from mlm.files.bounded import read_bounded
+from mlm.files.bounded import open_bounded, read_bounded
 from mlm.report.metrics import NO_PARTS, Parts, Sink, StepMetrics, flat, of_parts
 
 FILE_NAME = "metrics.jsonl"
 MAX_BYTES = 1 << 30  # a million steps take 300 MB
+MAX_LINE = 1 << 24  # of 3,072 ranks' times a megabyte
 MOVE = "move it out of the run folder"
+KEPT = ("run", "incident", "rewound")
+"""Records that a rewind keeps: they tell of the steps that it takes back."""
 
 
 class History(Sink):
@@ -84,7 +86,7 @@ class History(Sink):
         """Delete the lines of steps after `step`. A full disk keeps them."""
         self.flush()
         try:
-            rewind(self.path, step)  # replaces the file: the old one is still open
+            rewind(self.path, step, keep=KEPT)  # replaces the file: the old one is still open
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
             after = open(open_regular(self.path, flags), "ab", buffering=0)  # noqa: SIM115 (see close())
         except OSError as error:
@@ -123,26 +125,42 @@ class History(Sink):
         self.file = None
 
 
-def rewind(path: Path, start_step: int) -> None:
+def rewind(path: Path, start_step: int, keep: Container[str] = ()) -> None:
     """Drop from a metrics file the steps after `start_step`, and lines a kill left half written.
 
-    A start from step 0 begins a new history. The file is replaced atomically, and only if it changes.
+    Records of the types in `keep` stay. Without any, a start from step 0 begins a new history. The file is
+    replaced atomically, and only if it changes.
     """
     if not path.exists():
         return
     old = read_bounded(path, MAX_BYTES, MOVE)
-    lines = old.split(b"\n")
-    kept = b"".join(line + b"\n" for line in lines if 0 <= step_of(parse(line)) <= start_step and start_step)
+    is_new = start_step == 0 and not keep
+    kept = b"".join(
+        line + b"\n" for line in old.split(b"\n") if not is_new and stays(parse(line), start_step, keep)
+    )
     if kept != old:
         write_atomic(path, kept)
 
 
+def stays(record: Mapping[str, Any], start_step: int, keep: Container[str]) -> bool:
+    """True for a record that a return to `start_step` keeps."""
+    step = step_of(record)
+    return 0 <= step <= start_step or (step >= 0 and record.get("kind") in keep)
+
+
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the readable records of a metrics file, in order. Raises OSError."""
-    for line in read_bounded(path, MAX_BYTES, MOVE).split(b"\n"):
+    for line in read_lines(path):
         record = parse(line)
         if step_of(record) >= 0:
             yield record
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a metrics file, which may be long. Raises OSError, CorruptFileError."""
+    with open_bounded(path, MAX_BYTES, MOVE) as f:
+        while line := f.readline(MAX_LINE):
+            yield line
 
 
 def parse(line: bytes) -> dict[str, Any]:
@@ -155,9 +173,10 @@ def parse(line: bytes) -> dict[str, Any]:
 
 
 def step_of(record: Mapping[str, Any]) -> int:
-    """Return the steps done when `record` was written; -1 if unknown."""
-    step = record.get("start_step" if record.get("kind") == "run" else "step")
-    return step if isinstance(step, int) else -1
+    """Return the steps done when `record` was written; -1 if unknown, and for a record without a type."""
+    kind = record.get("kind")
+    step = record.get("start_step" if kind == "run" else "step")
+    return step if isinstance(kind, str) and type(step) is int else -1
 
 
 def finite(value: object) -> object:

@@ -16,6 +16,8 @@ from mlm.report.history import FILE_NAME, read_records
 from mlm.report.panel import duration, quantity
 
 Rows = Sequence[tuple[str, str]]
+PROGRESS = ("step", "validation", "scores", "saved", "save_failed")
+"""Records of steps that are done; one of an incident may be of a step that was taken back."""
 MOST_ATTEMPTS = 6  # listed with their commands: the first and the newest
 
 FILES = (  # pattern in the run directory, what it holds
@@ -72,7 +74,7 @@ def write_summary(
     """
     records = list(read_records(out / FILE_NAME))
     steps = [r for r in records if r["kind"] == "step"]
-    done = max((r["step"] for r in records if r["kind"] != "run"), default=0)
+    done = max((r["step"] for r in records if r["kind"] in PROGRESS), default=0)
     state = "Finished" if done >= total_steps else "Stopped early"
     curve = next(iter(sorted(out.glob("*.png"))), None)
     parts = [

@@ -50,6 +50,32 @@ def test_half_a_line_left_by_a_kill_is_removed(tmp_path: Path) -> None:
     assert [r["step"] for r in read_metrics(tmp_path) if r["kind"] == "step"] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("step", [0, 2])
+def test_returning_to_a_checkpoint_keeps_attempts_and_incidents(tmp_path: Path, step: int) -> None:
+    history = History(tmp_path / FILE_NAME, 0, warn=pytest.fail)
+    history.start({"start_step": 0})
+    for done in (1, 2, 3):
+        history.step(step_metrics(done))
+    history.event("incident", {"step": 3, "kinds": ["loss_outlier"]})
+    history.rewound(step)
+    history.step(step_metrics(step + 1))
+    history.close()
+    found = [(r["kind"], r.get("step", 0)) for r in read_metrics(tmp_path)]
+    steps = [("step", done) for done in range(1, step + 1)]
+    assert found == [("run", 0), *steps, ("incident", 3), ("step", step + 1)]
+
+
+def test_records_without_a_type_or_with_a_step_that_is_none_are_left_out(tmp_path: Path) -> None:
+    lines = (
+        b'{"step": 1}',
+        b'{"kind": "step", "step": true}',
+        b'{"kind": 1, "step": 1}',
+        b'{"kind": "step"}',
+    )
+    (tmp_path / FILE_NAME).write_bytes(b"\n".join(lines))
+    assert list(read_records(tmp_path / FILE_NAME)) == []
+
+
 def test_a_whole_last_line_without_its_newline_is_kept(tmp_path: Path) -> None:
     attempt(tmp_path, 0, 2)
     path = tmp_path / FILE_NAME
