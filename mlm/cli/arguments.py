@@ -162,7 +162,35 @@ def _with_positional(command: Command, overrides: Sequence[str]) -> list[str]:
     A sweep's folders are paths with `=`: runs/sweep/optimizer.lr=0.001.
     """
     keys = list(command.positional)
+    if command.several:
+        return _listed(keys[0], overrides)
     return [f"{keys.pop(0)}={text}" if keys and _is_value(text) else text for text in overrides]
+
+
+def _listed(key: str, overrides: Sequence[str]) -> list[str]:
+    """Words without `=`, and `key=word`, as one list."""
+    words, rest = list[str](), list[str]()
+    for text in overrides:
+        name, _, value = text.partition("=")
+        if name == key and value and not value.startswith("["):
+            words.append(value)
+        else:
+            (words if _is_value(text) else rest).append(text)
+    return [*([f"{key}=[{','.join(map(quote, words))}]"] if words else []), *rest]
+
+
+def quote(value: str) -> str:
+    """A text as a quoted value of Hydra's grammar.
+
+    A backslash counts only before a quote: those, and the ones at the end, are doubled.
+    """
+    escaped, backslashes = "", 0
+    for char in value:
+        if char == "'":
+            escaped += "\\" * backslashes + "\\"
+        escaped += char
+        backslashes = backslashes + 1 if char == "\\" else 0
+    return "'" + escaped + "\\" * backslashes + "'"
 
 
 def _is_value(text: str) -> bool:

@@ -9,6 +9,7 @@ from mlm.evaluate.command import COMMANDS as EVALUATE
 from mlm.finetune.command import COMMANDS as FINETUNE
 from mlm.generate.command import COMMANDS as GENERATE
 from mlm.incidents.command import COMMANDS as INCIDENTS
+from mlm.page.command import COMMANDS as PAGE
 from mlm.plan.command import COMMANDS as PLAN
 from mlm.pretrain.command import COMMANDS as PRETRAIN
 
@@ -18,6 +19,7 @@ COMMANDS: tuple[Command, ...] = (
     *PRETRAIN,
     *CHECK,
     *INCIDENTS,
+    *PAGE,
     *PLAN,
     *EVALUATE,
     *GENERATE,

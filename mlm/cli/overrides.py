@@ -21,6 +21,7 @@ from hydra.core.override_parser.types import (
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
+from mlm.cli.arguments import quote
 from mlm.cli.choices import other_names as other_choices
 from mlm.cli.commands import Command
 from mlm.cli.tasks import GROUP as TASKS
@@ -184,20 +185,6 @@ def literal(command: Command, text: str, *, multirun: bool) -> str:
     if QUOTED.fullmatch(value) or null or "${" in value or (multirun and _parses(text)):
         return text
     return f"{key}={quote(value)}"
-
-
-def quote(value: str) -> str:
-    """A text as a quoted value of Hydra's grammar.
-
-    A backslash counts only before a quote: those, and the ones at the end, are doubled.
-    """
-    escaped, backslashes = "", 0
-    for char in value:
-        if char == "'":
-            escaped += "\\" * backslashes + "\\"
-        escaped += char
-        backslashes = backslashes + 1 if char == "\\" else 0
-    return "'" + escaped + "\\" * backslashes + "'"
 
 
 def _spelling(command: Command, text: str, options: dict[str, list[str]], typed: Typed) -> Problem | None:

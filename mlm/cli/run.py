@@ -28,7 +28,7 @@ from mlm.files.ownership import STDOUT
 from mlm.launch.typed import note_job
 
 LAUNCH = "mlm.launch.start"
-FILES = (".json", ".jsonl", ".svg", ".png")  # an `out` that ends so is one file, any other a folder
+FILES = (".html", ".json", ".jsonl", ".svg", ".png")  # an `out` that ends so is one file, any other a folder
 LONGEST_FOLDER = 120  # characters of a sweep's job folder; file systems reject names above 255 bytes
 
 

@@ -50,6 +50,8 @@ class Command:
     """(what it does, command line) pairs."""
     positional: tuple[str, ...] = ()
     """Keys that words without `=` set, in this order: `mlm ckpt inspect runs/shakespeare`."""
+    several: bool = False
+    """True if the only positional key is a list of all these words: `mlm report runs/a runs/b`."""
     aliases: tuple[tuple[str, str], ...] = ()
     """(as typed, key) pairs: `mlm data build data=text` means input=text."""
     own_choices: tuple[str, ...] = ()
@@ -74,7 +76,7 @@ class Command:
     @property
     def usage(self) -> str:
         """With the words that are its keys' values: `ckpt inspect CKPT`."""
-        return " ".join([self.name, *map(str.upper, self.positional)])
+        return " ".join([self.name, *map(str.upper, self.positional)]) + ("…" if self.several else "")
 
 
 def resolve(target: str) -> Any:

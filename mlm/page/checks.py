@@ -1,0 +1,63 @@
+"""Checks of the settings of `mlm report`."""
+
+from pathlib import Path
+
+from mlm.config.tree import out_of_range
+from mlm.errors import Problem
+from mlm.files.folder_types import kind_of_folder
+from mlm.files.results import folder_problem, is_stream
+from mlm.page.config import ReportConfig
+from mlm.report.history import FILE_NAME
+
+MOST_RUNS = 20
+"""Runs whose curves a reader can tell apart."""
+ENDINGS = (".html", ".htm")
+
+
+def check_report(config: ReportConfig) -> list[Problem]:
+    """Problems of `mlm report`."""
+    found = [_number(config), _ending(config), folder_problem(config.out)]
+    outside = out_of_range(config)
+    return [each for each in found if each is not None and not each.concerns(outside)]
+
+
+def preflight(config: ReportConfig) -> list[Problem]:
+    """Problems of the folders that are to be runs."""
+    return [problem for path in config.runs if (problem := _is_run(path)) is not None]
+
+
+def _number(config: ReportConfig) -> Problem | None:
+    if not config.runs:
+        return Problem(("runs",), "runs=[]: no run", "name a run folder: mlm report runs/shakespeare")
+    if len(config.runs) > MOST_RUNS:
+        fix = "choose some, or write several pages"
+        return Problem(("runs",), f"runs: {len(config.runs)} runs; {MOST_RUNS} is the limit", fix)
+    return None
+
+
+def _is_run(path: str) -> Problem | None:
+    """The problem of a folder in which no run has begun."""
+    folder = Path(path)
+    fix = "name a run folder (out=… of mlm pretrain or mlm finetune)"
+    try:
+        if not folder.exists():
+            return Problem.at("runs", path, "no such folder", fix)
+        if not folder.is_dir():
+            return Problem.at("runs", path, "is not a folder", fix)
+        if kind_of_folder(folder) == "run" or (folder / FILE_NAME).is_file():
+            return None
+    except OSError as error:
+        return Problem.at("runs", path, f"cannot be read ({error.strerror})", fix)
+    return Problem.at("runs", path, "holds no run", fix)
+
+
+def _ending(config: ReportConfig) -> Problem | None:
+    if is_stream(config.out) and config.watch:
+        fix = "name a file, such as out=report.html"
+        return Problem(("out", "watch"), f"out={config.out}: watch=true writes the page again", fix)
+    if is_stream(config.out) or Path(config.out).is_dir():  # a folder is reported with all other results
+        return None
+    if Path(config.out).suffix in ENDINGS:
+        return None
+    fix = f"use a file that ends in .html, such as out={Path(config.out).stem or 'report'}.html"
+    return Problem.at("out", config.out, "a page ends in .html", fix)

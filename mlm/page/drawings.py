@@ -1,0 +1,325 @@
+"""Drawings of a run's plan: ranks and what they hold, the pipeline schedule, memory by part.
+
+Each axis has a colour, a pattern or a letter of its own, so that no drawing depends on colour alone.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean
+from typing import Any, cast
+
+from mlm.config.build import build
+from mlm.errors import UserError
+from mlm.models.family import SHIPPED
+from mlm.models.stage import Stage, split_layers
+from mlm.page.html import Html, join, paragraph, table, text
+from mlm.page.rows import number
+from mlm.page.runs import Run
+from mlm.parallel.pipeline.actions import Op, Plan, ScheduleError
+from mlm.parallel.pipeline.lower import lower
+from mlm.parallel.pipeline.schedules import build_schedule
+from mlm.plan.config import PlanScheduleConfig
+from mlm.plan.memory import GIB, PARTS, MemoryModel, Peak
+from mlm.plan.numbers import Formula, closed_bubble, rank_numbers, title
+from mlm.plan.report import label
+from mlm.plan.shape import Layout
+from mlm.plan.terminal import INPUT_GRADIENT, NAMES
+from mlm.train.config import PretrainConfig
+
+COLOURS, PATTERNS = 7, 6  # of report.css
+MOST = {"tp": 8, "cp": 4, "pp": 16}
+MOST_RANKS, MOST_SPANS, MOST_STAGES = 64, 1200, 16
+MOST_SIMULATED = 20_000  # computations: half a second
+LARGEST = 1 << 20
+WAITING = "waiting over pp"
+WIDTH, ROW = 1000, 24  # units of a schedule's drawing
+CPU_RESERVED = 0.3 * GIB
+
+
+@dataclass(frozen=True)
+class Plans:
+    """What follows from a run's settings."""
+
+    run: Run
+
+    def size(self, key: str) -> int:
+        """Return a number of the layout or the settings; 1 where there is none."""
+        value = self.run.layout.get(key, self.run.settings.get(key))
+        return value if type(value) is int and 0 < value <= LARGEST else 1
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Ranks along each axis."""
+        return {axis: self.size(axis) for axis in ("tp", "cp", "pp", "dp")}
+
+    @cached_property
+    def schedule(self) -> str:
+        """The pipeline's schedule."""
+        found = self.run.layout.get("pipeline")
+        return found if found in ("1f1b", "gpipe", "zb_h1") else "1f1b"
+
+    @cached_property
+    def micro_batches(self) -> int:
+        """Micro-batches of a replica in a step."""
+        batch = self.size("train.global_batch_size")
+        return max(batch // (self.sizes["dp"] * self.size("train.micro_batch_size")), 1)
+
+    @cached_property
+    def stages(self) -> list[list[Stage]]:
+        """Chunks of layers of each pipeline rank; empty where they are not known."""
+        layers, pp, chunks = self.size("model.num_layers"), self.sizes["pp"], self.size("vp")
+        if "model.num_layers" not in self.run.settings or layers < pp * chunks or pp * chunks > 4096:
+            return []
+        every = split_layers(layers, pp * chunks)
+        return [every[rank::pp] for rank in range(pp)]
+
+    @cached_property
+    def config(self) -> PretrainConfig | None:
+        """The run's settings, if they are those of a pretraining run of this version."""
+        if self.run.command != "pretrain":
+            return None
+        try:
+            found = build(PretrainConfig, self.run.settings, check=lambda config: ())
+        except (UserError, ValueError, TypeError):
+            return None
+        return found if found.model.kind in SHIPPED and self.sizes["cp"] == 1 else None
+
+    @cached_property
+    def device(self) -> str:
+        """The type of device: as set, or by PyTorch's build."""
+        chosen = self.run.settings.get("dist.device")
+        versions = self.run.latest.get("versions")
+        torch = str(versions.get("torch", "")) if isinstance(versions, dict) else ""
+        return "cpu" if chosen == "cpu" or (chosen != "cuda" and torch.endswith("+cpu")) else "gpu"
+
+    def peaks(self) -> list[Peak]:
+        """Memory of each pipeline stage, of the first stages; empty where no formula holds."""
+        if self.config is None or not self.stages:
+            return []
+        config, dp = self.config, self.sizes["dp"]
+        layout = Layout.of(
+            config.parallel,
+            dp=dp,
+            micro_batch=config.train.micro_batch_size,
+            global_batch=config.train.global_batch_size,
+        )
+        reserved = CPU_RESERVED if self.device == "cpu" else 0.0
+        model = MemoryModel(
+            config.model,
+            config.data.seq_length,
+            config.precision.dtype,
+            device=self.device,
+            reserved=reserved,
+        )
+        return [model.peak(layout, stage) for stage in range(min(layout.pp, MOST_STAGES))]
+
+
+def held(stages: Sequence[Stage]) -> str:
+    """Return what a pipeline rank holds: `embedding, layers 0–3, output`."""
+    ranges = [
+        f"{stage.layers[0]}–{stage.layers[-1]}" if len(stage.layers) > 1 else f"{stage.layers[0]}"
+        for stage in stages
+    ]
+    words = ["embedding"] if stages[0].is_first else []
+    words += [f"layers {', '.join(ranges)}", *(["output"] if stages[-1].is_last else [])]
+    return ", ".join(words)
+
+
+def draw_layout(plans: Plans) -> Html:
+    """Draw the ranks: a row per pipeline stage, a column per replica and tensor-parallel rank."""
+    sizes = plans.sizes
+    shown = {axis: min(sizes[axis], most) for axis, most in MOST.items()}
+    shown["dp"] = max(1, min(sizes["dp"], MOST_RANKS // (shown["tp"] * shown["cp"] * shown["pp"])))
+    columns = [(d, c, t) for d in range(shown["dp"]) for c in range(shown["cp"]) for t in range(shown["tp"])]
+    rows = []
+    for p in range(shown["pp"]):
+        holds = f"stage P{p}" + (f": {held(plans.stages[p])}" if plans.stages else "")
+        cells = []
+        for d, c, t in columns:
+            rank = ((p * sizes["dp"] + d) * sizes["cp"] + c) * sizes["tp"] + t
+            place = f"P{p} D{d} " + (f"C{c} " if sizes["cp"] > 1 else "") + f"T{t}"
+            cells.append(
+                f'<td class="c{p % COLOURS} p{t % PATTERNS}"><b>{rank}</b> <small>{place}</small></td>'
+            )
+        rows.append(f'<tr><th scope="row">{text(holds)}</th>{"".join(cells)}</tr>')
+    return join(
+        [
+            paragraph(_axes(plans, shown)),
+            Html(
+                '<div class="wide" tabindex="0" role="region" aria-label="ranks"><table class="ranks"><tbody>'
+                + "\n".join(rows)
+                + "</tbody></table></div>\n"
+            ),
+        ]
+    )
+
+
+def _axes(plans: Plans, shown: Mapping[str, int]) -> str:
+    """Return a line on each axis, and on the ranks that are not drawn."""
+    sizes, layout = plans.sizes, plans.run.layout
+    words = [f"{sizes['tp'] * sizes['cp'] * sizes['pp'] * sizes['dp']:,} ranks."]
+    if sizes["pp"] > 1:
+        chunks = plans.size("vp")
+        words.append(
+            f"P (colour): {sizes['pp']} pipeline stages" + (f" of {chunks} chunks." if chunks > 1 else ".")
+        )
+    if sizes["tp"] > 1:
+        also = ", and of the sequence between layers" if layout.get("sequence_parallel") is True else ""
+        words.append(
+            f"T (pattern): each holds 1/{sizes['tp']} of the heads, the MLP and the vocabulary{also}."
+        )
+    if sizes["cp"] > 1:
+        words.append(f"C: each holds 1/{sizes['cp']} of every sequence.")
+    if sizes["dp"] > 1:
+        zero = layout.get("zero")
+        shards = {2: "optimizer state and gradients", 3: "weights, gradients and optimizer state"}
+        split = f"; {shards[zero]} are sharded over them" if zero in (2, 3) else ""
+        words.append(f"D: {sizes['dp']} replicas{split}.")
+    left = [f"{axis}={sizes[axis]}" for axis in shown if shown[axis] < sizes[axis]]
+    words += [f"Drawn are the first of {', '.join(left)}; the others repeat them."] if left else []
+    return " ".join(words)
+
+
+def draw_schedule(plans: Plans) -> Html:
+    """Draw the pipeline's schedule, with planned and measured idle time of each stage; empty without one."""
+    pp, chunks, batches = plans.sizes["pp"], plans.size("vp"), plans.micro_batches
+    if pp == 1:
+        return Html()
+    settings = PlanScheduleConfig(pp=pp, vp=chunks, micro_batches=batches, pipeline=cast(Any, plans.schedule))
+    formula = closed_bubble(settings)
+    words = f"{title(settings)}: bubble {formula.words} = {formula.value:.1%} of the ideal time by formula. "
+    each = 3 * pp * chunks
+    fits = MOST_SPANS // each
+    drawn = batches if batches <= fits else fits // pp * pp
+    try:
+        whole = simulated(plans, batches) if each * batches <= MOST_SIMULATED else None
+        plan = whole if drawn == batches else simulated(plans, drawn) if drawn else None
+    except (ScheduleError, ValueError) as error:
+        return paragraph(f"{words}It cannot be drawn: {error}.")
+    if plan is not None and drawn < batches:
+        words += f"Drawn are {drawn} of its {batches} micro-batches. "
+    words += "Numbers are micro-batches. " + ("Later chunks are paler. " if chunks > 1 else "")
+    words += "Backward is taken for twice as long as forward." if plans.schedule != "zb_h1" else ""
+    rows = [[f"P{rank}", *_planned(whole, formula, rank), *_measured(plans, rank)] for rank in range(pp)]
+    headings = ["stage", "idle, planned", "in flight", "waiting for the pipeline, measured", "computing"]
+    picture = paragraph("It is too large to draw.") if plan is None else timeline(plan)
+    return join([paragraph(words), picture, table(headings, rows[:MOST_STAGES])])
+
+
+def simulated(plans: Plans, batches: int) -> Plan:
+    """Simulate a step of so many micro-batches. Raises ScheduleError, ValueError."""
+    return lower(
+        build_schedule(
+            plans.schedule, stages=plans.sizes["pp"], chunks=plans.size("vp"), micro_batches=batches
+        )
+    )
+
+
+def _planned(plan: Plan | None, formula: Formula, rank: int) -> tuple[str, str]:
+    """Return a stage's share of idle time and its micro-batches in flight; by formula without a plan."""
+    if plan is None:
+        return f"{formula.value / (1 + formula.value):.1%}", "not simulated"
+    row = rank_numbers(plan)[rank]
+    return f"{row.idle / plan.makespan:.1%}", str(row.peak_in_flight)
+
+
+def _measured(plans: Plans, stage: int) -> tuple[str, str]:
+    """Return the shares of time that a stage's ranks waited and computed, by the newest record of ranks."""
+    records = plans.run.ranks[-1].get("ranks") if plans.run.ranks else None
+    each = plans.sizes["tp"] * plans.sizes["cp"] * plans.sizes["dp"]
+    if not isinstance(records, list) or len(records) != each * plans.sizes["pp"]:
+        return "not recorded", "not recorded"
+    shares = []
+    for times in records[stage * each : (stage + 1) * each]:
+        parts = {name: number(value) for name, value in times.items()} if isinstance(times, dict) else {}
+        total = sum(value for value in parts.values() if value == value)
+        if total > 0:
+            shares.append((parts.get(WAITING, 0.0) / total, parts.get("computing", 0.0) / total))
+    if not shares:
+        return "not recorded", "not recorded"
+    return f"{fmean(wait for wait, _ in shares):.1%}", f"{fmean(busy for _, busy in shares):.1%}"
+
+
+def timeline(plan: Plan) -> Html:
+    """Draw who computes what when."""
+    scale, chunks = WIDTH / plan.makespan, plan.num_stages // len(plan.timeline)
+    height, parts = ROW * len(plan.timeline), []
+    for rank, spans in enumerate(plan.timeline):
+        parts.append(f'<rect class="idle" x="0" y="{rank * ROW + 1}" width="{WIDTH}" height="{ROW - 2}"/>')
+        for span in spans:
+            action, x, y = span.action, span.start * scale, rank * ROW
+            width, paler = (span.end - span.start) * scale, 1 - 0.5 * action.chunk / max(chunks - 1, 1)
+            inner = max(width - 0.6, 0.4)
+            name = f"{action.op.value}{action.micro_batch}" if width > 22 else str(action.micro_batch)
+            parts.append(
+                f'<rect class="op{action.op.value}" x="{x:.4g}" y="{y + 1}" width="{inner:.4g}"'
+                f' height="{ROW - 2}" fill-opacity="{paler:.2g}"/>'
+            )
+            if width > 7 * len(name):
+                parts.append(f'<text x="{x + width / 2:.4g}" y="{y + 16}">{name}</text>')
+    used = {span.action.op for spans in plan.timeline for span in spans}
+    backward = INPUT_GRADIENT if Op.WEIGHT in used else NAMES[Op.BACKWARD]
+    names = [(op.value, backward if op is Op.BACKWARD else NAMES[op]) for op in Op if op in used]
+    legend = "".join(f'<span class="key op{letter}">{letter}</span> {name} ' for letter, name in names)
+    return Html(
+        '<div class="wide" tabindex="0" role="region" aria-label="schedule"><svg class="schedule" role="img" '
+        f'viewBox="0 0 {WIDTH} {height}" aria-label="a line per stage, time to the right">'
+        f"{''.join(parts)}</svg>"
+        f'</div><p class="legend">{legend}<span class="key idle"> </span> idle</p>\n'
+    )
+
+
+def draw_memory(plans: Plans) -> Html:
+    """Draw the memory of each pipeline stage by part, beside what rank 0 logged; empty without a model."""
+    peaks = plans.peaks()
+    if not peaks or plans.config is None:
+        return Html()
+    largest = max(peak.total for peak in peaks)
+    used = [part for part in PARTS if any(peak.parts[part] >= 0.002 * largest for peak in peaks)]
+    bars = []
+    for stage, peak in enumerate(peaks):
+        pieces = "".join(
+            f'<span class="m{PARTS.index(part)}" style="width:{100 * peak.parts[part] / largest:.2f}%" '
+            f'title="{part}: {peak.parts[part] / GIB:.2f} GiB"></span>'
+            for part in used
+        )
+        bars.append(f'<div class="row"><b>P{stage}</b><div class="bar">{pieces}</div></div>')
+    legend = "".join(f'<span class="key m{PARTS.index(part)}"> </span> {part} ' for part in used)
+    measured = plans.run.column("step", "memory_gib")
+    logged = f" Rank 0 logged {measured.max():.2f} GiB at most." if len(measured) else ""
+    rows = [
+        [f"P{stage}", *(f"{peak.parts[part] / GIB:.2f}" for part in used), f"{peak.total / GIB:.2f}"]
+        for stage, peak in enumerate(peaks)
+    ]
+    kind = "a CPU" if plans.device == "cpu" else "a GPU"
+    words = f"Planned for {kind}, at the fullest moment of a rank of each stage.{logged}"
+    return join(
+        [
+            paragraph(words),
+            Html(
+                f'<div class="memory" aria-hidden="true">{"".join(bars)}</div><p class="legend">{legend}</p>'
+            ),
+            table(["stage", *used, "all, GiB"], rows),
+        ]
+    )
+
+
+def layout_name(plans: Plans) -> str:
+    """Name a layout in a few words."""
+    sizes = plans.sizes
+    words = [f"{axis}={size}" for axis, size in sizes.items() if size > 1] or ["one rank"]
+    if sizes["pp"] > 1:
+        words.append(f"vp={plans.size('vp')} {plans.schedule}")
+    return (
+        " ".join(words)
+        if plans.config is None
+        else label(
+            Layout.of(
+                plans.config.parallel,
+                dp=sizes["dp"],
+                micro_batch=plans.config.train.micro_batch_size,
+                global_batch=plans.config.train.global_batch_size,
+            )
+        )
+    )

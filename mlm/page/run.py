@@ -1,0 +1,105 @@
+"""`mlm report`: read runs and write their page, once or while they go on."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from mlm.files.results import named, write_result
+from mlm.page import terminal
+from mlm.page.config import ReportConfig
+from mlm.page.page import make_page
+from mlm.page.runs import Run, names_of, read_run
+from mlm.report.history import FILE_NAME
+from mlm.terminal import Screen, size
+
+Sleep = Callable[[float], None]
+WATCHED = (FILE_NAME, "config.yaml", "checkpoints", "result.json")
+
+
+def run(config: ReportConfig, console: Console | None = None, sleep: Sleep = time.sleep) -> None:
+    """Write the page of some runs. Raises UserError, CorruptFileError."""
+    console = console or Screen()
+    reader = Reader(config.runs)
+    if not config.watch:
+        say(console, written(config, reader.read(), None))
+        return
+    try:
+        watch(config, reader, console, sleep)
+    except KeyboardInterrupt:
+        say(console, f"stopped; {written(config, reader.runs, None)}")
+        raise
+    say(console, f"all runs are finished; {written(config, reader.runs, None)}")
+
+
+class Reader:
+    """Reads runs, those again whose files have changed."""
+
+    def __init__(self, folders: Sequence[str]) -> None:
+        self.folders = list(dict.fromkeys(folders))
+        self.names = names_of(self.folders)
+        self.seen: dict[str, tuple[object, Run]] = {}
+
+    @property
+    def runs(self) -> list[Run]:
+        """The runs as they were read last."""
+        return [run for _, run in self.seen.values()]
+
+    def read(self) -> list[Run]:
+        """Return the runs as they are now. Raises UserError, CorruptFileError."""
+        for folder, name in zip(self.folders, self.names, strict=True):
+            now = state_of(Path(folder))
+            if folder not in self.seen or self.seen[folder][0] != now:
+                self.seen[folder] = now, read_run(Path(folder), name)
+        return self.runs
+
+
+def state_of(folder: Path) -> object:
+    """Return what changes when a file of a run's page does."""
+    found = []
+    for path in [*(folder / name for name in WATCHED), *sorted(folder.glob("eval-*.json"))]:
+        try:
+            status = path.stat()
+            found.append((path.name, status.st_size, status.st_mtime_ns, status.st_ino))
+        except OSError:
+            found.append((path.name, 0, 0, 0))
+    return found
+
+
+def watch(config: ReportConfig, reader: Reader, console: Console, sleep: Sleep) -> None:
+    """Write the page and show the runs, again and again, until all are finished."""
+    with ExitStack() as stack:
+        live = None
+        if console.is_terminal:
+            live = stack.enter_context(Live(console=console, auto_refresh=False))
+        before = dict[str, int]()
+        while True:
+            runs = reader.read()
+            is_over = all(run.is_finished for run in runs)
+            written(config, runs, None if is_over else config.every_s)
+            if live is not None:
+                live.update(terminal.overview(runs, ascii_only=console.options.ascii_only), refresh=True)
+            else:
+                for each in runs:
+                    if before.get(each.name) != each.done:
+                        say(console, terminal.line(each))
+                    before[each.name] = each.done
+            if is_over:
+                return
+            sleep(config.every_s)
+
+
+def written(config: ReportConfig, runs: Sequence[Run], reload_s: float | None) -> str:
+    """Write the page and return a line on it. Raises UserError."""
+    page = make_page(runs, reload_s=reload_s)
+    write_result(config.out, page, inputs=config.runs)
+    return f"written to {named(config.out)} ({size(len(page))})"
+
+
+def say(console: Console, line: str) -> None:
+    """Print one line as it is."""
+    console.print(Text(line), soft_wrap=True)

@@ -1,0 +1,205 @@
+"""A run's folder as a page shows it: read in one pass, whatever a kill or another program left in it."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlm.config.plain_yaml import parse as parse_yaml
+from mlm.config.plain_yaml import read_text
+from mlm.config.tree import flatten
+from mlm.errors import UserError, visible
+from mlm.files.bounded import parse_json, read_bounded
+from mlm.page.rows import LARGEST, Column, Rows, number
+from mlm.report.history import FILE_NAME, parse, read_lines, step_of
+
+CONFIG = "config.yaml"
+MOST_LISTED = 500
+"""Incidents, checkpoints, attempts and samples of a run that are kept; the newest."""
+MOST_SCORES = 100
+MAX_SCORES = 1 << 22  # bytes of one result
+MOVE = "move it out of the run folder"
+AXES = ("step", "tokens", "time")
+NOT_CURVES = frozenset((*AXES, "seconds", "waited"))
+
+
+def newest() -> "deque[dict[str, Any]]":
+    """Return a list that keeps its newest entries."""
+    return deque(maxlen=MOST_LISTED)
+
+
+@dataclass
+class Run:
+    """What is known of a run."""
+
+    name: str
+    folder: Path
+    command: str = ""
+    """pretrain or finetune."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Flat: model.num_layers → 2."""
+    problems: list[str] = field(default_factory=list)
+    """Lines on what could not be read."""
+    attempts: "deque[dict[str, Any]]" = field(default_factory=newest)
+    rows: dict[str, Rows] = field(default_factory=dict)
+    """Numbers by type of record; scores of finetuning by their split."""
+    incidents: "deque[dict[str, Any]]" = field(default_factory=newest)
+    """Incidents and returns to a checkpoint."""
+    saves: "deque[dict[str, Any]]" = field(default_factory=newest)
+    ranks: "deque[dict[str, Any]]" = field(default_factory=newest)
+    samples: "deque[dict[str, Any]]" = field(default_factory=newest)
+    scores: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    """Results of evaluations by file name."""
+    kept: frozenset[str] = frozenset()
+    """Names of the checkpoints that are there."""
+    seconds: float = 0.0
+    """From each attempt's start to its last record, summed."""
+    last_time: float = float("nan")
+    damaged: int = 0
+    """Lines that are no records."""
+    tables: dict[str, dict[str, Column]] = field(default_factory=dict)
+    """Numbers by type of record and column, steps ascending."""
+
+    @property
+    def latest(self) -> Mapping[str, Any]:
+        """The record of the newest attempt; empty without one."""
+        return self.attempts[-1] if self.attempts else {}
+
+    @property
+    def done(self) -> int:
+        """Steps that are done, as far as was logged."""
+        ends = [int(table["step"][-1]) for table in self.tables.values() if len(table["step"])]
+        return max([*ends, *(step_of(each) for each in self.saves)], default=0)
+
+    @property
+    def total(self) -> int | None:
+        """Steps that it is to take."""
+        total = self.latest.get("total_steps", self.settings.get("train.steps"))
+        return total if type(total) is int and 0 < total < LARGEST else None
+
+    @property
+    def is_finished(self) -> bool:
+        """True if all steps are done."""
+        return self.total is not None and self.done >= self.total
+
+    @property
+    def layout(self) -> Mapping[str, Any]:
+        """Settings of the layout: those of the newest attempt, or of the settings."""
+        recorded = self.latest.get("layout")
+        return recorded if isinstance(recorded, dict) else self.settings
+
+    def column(self, kind: str, name: str) -> Column:
+        """Return the finite numbers of a column."""
+        found = self.tables.get(kind, {}).get(name, np.empty(0))
+        return found[np.isfinite(found)]
+
+
+def names_of(folders: Sequence[str]) -> list[str]:
+    """Name folders by their last part, by more of their path where that is ambiguous."""
+    parts = [Path(folder).resolve().parts for folder in folders]
+    found = list[str]()
+    for mine in parts:
+        count = 1
+        others = [other for other in parts if other != mine]
+        while count < len(mine) and any(other[-count:] == mine[-count:] for other in others):
+            count += 1
+        found.append(visible("/".join(mine[-count:]))[-80:])
+    return found
+
+
+def read_run(folder: Path, name: str) -> Run:
+    """Read a run. Raises UserError, CorruptFileError."""
+    run = Run(name, folder)
+    read_settings(run)
+    try:
+        read_metrics(run)
+        read_scores(run)
+        run.kept = frozenset(path.name for path in (folder / "checkpoints").glob("step-*"))
+    except OSError as error:
+        raise UserError(
+            f"runs={folder}: {error.filename or folder}: {error.strerror}; make it readable", keys=("runs",)
+        ) from error
+    run.tables = {kind: rows.table() for kind, rows in run.rows.items()}
+    steps = run.tables.get("step", {})
+    if "memory_bytes" in steps:
+        steps["memory_gib"] = steps["memory_bytes"] / 2**30
+    for kind, table in run.tables.items():
+        if kind != "step" and "tokens" in steps and len(steps["step"]):
+            table["tokens"] = np.interp(table["step"], steps["step"], steps["tokens"])
+    return run
+
+
+def read_settings(run: Run) -> None:
+    """Read config.yaml, as far as it can be read."""
+    file = run.folder / CONFIG
+    if not file.exists():
+        return
+    try:
+        tree = parse_yaml(read_text(file), file)
+    except UserError as error:
+        run.problems.append(str(error))
+        return
+    defaults = tree.pop("defaults", None)
+    if isinstance(defaults, list) and len(defaults) == 3:
+        run.command = str(defaults[1]).removesuffix("_defaults")
+    run.settings = flatten(tree)
+
+
+def read_metrics(run: Run) -> None:
+    """Read metrics.jsonl line by line. Raises OSError, CorruptFileError."""
+    previous, path = float("nan"), run.folder / FILE_NAME
+    if not path.exists():
+        return
+    for line in read_lines(path):
+        record = parse(line)
+        if not 0 <= step_of(record) < LARGEST:
+            run.damaged += line.endswith(b"\n") and bool(line.strip())  # without its end it is being written
+            continue
+        now = number(record.get("time"))
+        if record["kind"] != "run" and now > previous:  # breaks between attempts do not count
+            run.seconds += now - previous
+        previous = run.last_time = now if now == now else previous
+        take(run, record)
+
+
+def take(run: Run, record: dict[str, Any]) -> None:
+    """Add a record to a run."""
+    kind = record["kind"]
+    if kind == "run":
+        run.attempts.append(record)
+    if kind in ("run", "rewound"):
+        for rows in run.rows.values():
+            rows.return_to(step_of(record))
+    if kind in ("step", "validation", "scores"):
+        where = f"scores/{record.get('split')}"[:80] if kind == "scores" else kind
+        numbers = {
+            str(name)[:80]: number(value)
+            for name, value in record.items()
+            if (value is None or isinstance(value, int | float)) and not isinstance(value, bool)
+        }
+        if len(run.rows) < 16 or where in run.rows:
+            run.rows.setdefault(where, Rows()).add({**numbers, "time": run.seconds})
+    lists = {
+        **{"incident": run.incidents, "rewound": run.incidents, "ranks": run.ranks},
+        **{"saved": run.saves, "save_failed": run.saves, "samples": run.samples},
+    }
+    if isinstance(kind, str) and kind in lists:
+        lists[kind].append(record)
+
+
+def read_scores(run: Run) -> None:
+    """Read the results of evaluations in the folder. Raises OSError."""
+    files = [*sorted(run.folder.glob("eval-*.json")), run.folder / "result.json"]
+    for file in files[-MOST_SCORES:]:
+        if not file.is_file():
+            continue
+        try:
+            found = parse_json(read_bounded(file, MAX_SCORES, MOVE), foreign=True)
+        except (UserError, ValueError) as error:
+            run.problems.append(f"{file.name} is damaged: {error}")
+            continue
+        if isinstance(found, dict):
+            run.scores.append((file.name, found))

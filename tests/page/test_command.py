@@ -1,0 +1,188 @@
+"""`mlm report` on a command line, and while runs go on."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from mlm.cli import main
+from mlm.cli.arguments import parse
+from mlm.cli.commands import COMMANDS
+from mlm.page.config import ReportConfig
+from mlm.page.page import make_page
+from mlm.page.run import run
+from tests.page.made import some_run, stepped
+
+FIX = "name a run folder (out=… of mlm pretrain or mlm finetune)"
+REPORT = next(command for command in COMMANDS if command.words == ("report",))
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with two runs."""
+    monkeypatch.chdir(tmp_path)
+    some_run(tmp_path / "runs" / "a")
+    some_run(tmp_path / "runs" / "b")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "listed"),
+    [
+        (["runs/a"], "['runs/a']"),
+        (["runs/a", "runs/b"], "['runs/a','runs/b']"),
+        (["it's, [odd]"], r"['it\'s, [odd]']"),
+        (["runs=runs/a"], "['runs/a']"),
+        (["runs=runs/a", "runs/b"], "['runs/a','runs/b']"),
+        (["runs=[runs/a,runs/b]"], "[runs/a,runs/b]"),
+    ],
+)
+def test_words_are_a_list_of_runs(words: list[str], listed: str) -> None:
+    assert parse(REPORT, [*words, "watch=true"]).overrides == [f"runs={listed}", "watch=true"]
+
+
+def test_a_page_is_written_and_replaced(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        assert main(["report", "runs/a", "runs/b"]) == 0
+    assert "written to report.html (" in capsys.readouterr().out
+    assert (desk / "report.html").read_bytes().count(b"<figure>") == 0  # the script draws
+    assert sorted(path.name for path in (desk / "runs/a").iterdir()) == ["config.yaml", "metrics.jsonl"]
+
+
+def test_a_page_goes_to_standard_output(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "runs/a", "out=-"]) == 0
+    assert capsys.readouterr().out.startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ([], "runs is required: add runs=… (Run folders, at most 20)"),
+        (["runs=[]"], "runs=[]: no run; name a run folder: mlm report runs/shakespeare"),
+        (
+            ["runs/c"],
+            f"runs=runs/c: no such folder; {FIX}",
+        ),
+        (["."], f"runs=.: holds no run; {FIX}"),
+        (
+            ["runs/a/config.yaml"],
+            f"runs=runs/a/config.yaml: is not a folder; {FIX}",
+        ),
+        (["runs/a"] * 21, "runs: 21 runs; 20 is the limit; choose some, or write several pages"),
+        (
+            ["runs/a", "out=x.png"],
+            "out=x.png: a page ends in .html; use a file that ends in .html, such as out=x.html",
+        ),
+        (["runs/a", "out=runs"], "out=runs: is a directory; name a file in it, such as out=runs/result.json"),
+        (
+            ["runs/a", "out=no/x.html"],
+            "out=no/x.html: no is no folder that can be written; name a file in one that is, such as "
+            "out=x.html",
+        ),
+        (
+            ["runs/a", "out=mine.html"],
+            "out=mine.html: exists and was not written by mlm; name another file, or delete it",
+        ),
+        (["runs/a", "every_s=0"], "every_s=0.0 must be greater than 0"),
+        (
+            ["runs/a", "watch=true", "out=-"],
+            "out=-: watch=true writes the page again; name a file, such as out=report.html",
+        ),
+        (["runs/a", "watch=maybe"], "watch=maybe must be true or false"),
+    ],
+)
+def test_mistakes_are_one_line(
+    desk: Path, capsys: pytest.CaptureFixture[str], words: list[str], line: str
+) -> None:
+    (desk / "mine.html").write_text("<!doctype html><title>mine</title>")
+    assert main(["report", *words]) == 2
+    assert capsys.readouterr().err == f"mlm report: {line}\n"
+    assert (desk / "mine.html").read_text() == "<!doctype html><title>mine</title>"
+    assert not (desk / "report.html").exists()
+
+
+def test_it_imports_neither_torch_nor_matplotlib(desk: Path) -> None:
+    code = (
+        "import sys, mlm.cli; code = mlm.cli.main(['report', 'runs/a']); "
+        "sys.exit(code or ','.join({'torch', 'matplotlib', 'scipy'} & sys.modules.keys()) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_library_is_in_the_package_with_its_licence() -> None:
+    page = make_page([]).decode()
+    assert "uPlot (v1.6.32)" in page
+    assert "Permission is hereby granted, free of charge" in page
+
+
+def config(desk: Path, **changed: object) -> ReportConfig:
+    return ReportConfig(**{"runs": ("runs/a",), "out": str(desk / "page.html"), "watch": True, **changed})  # type: ignore[arg-type]
+
+
+def reload_of(page: Path) -> object:
+    text = page.read_text().partition('id="data">')[2].partition("</script>")[0]
+    return json.loads(text)["reload"]
+
+
+def test_watching_writes_again_until_the_run_is_finished(desk: Path) -> None:
+    pages, console = [], Console(record=True, width=200)
+
+    def sleep(seconds: float) -> None:
+        assert seconds == 5.0
+        pages.append(reload_of(desk / "page.html"))
+        step = (30, 100)[len(pages) - 1]
+        with open(desk / "runs/a/metrics.jsonl", "a") as f:
+            f.write(json.dumps(stepped(step)) + "\n")
+
+    run(config(desk), console, sleep)
+    assert pages == [5.0, 5.0]
+    assert reload_of(desk / "page.html") is None
+    lines = console.export_text().splitlines()
+    assert [line.split()[:3] for line in lines[:3]] == [["a", "step", n] for n in ("20", "30", "100")]
+    assert lines[3].startswith("all runs are finished; written to ")
+
+
+def test_ctrl_c_leaves_a_whole_page_that_does_not_reload(desk: Path) -> None:
+    def sleep(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    console = Console(record=True, width=200)
+    with pytest.raises(KeyboardInterrupt):
+        run(config(desk), console, sleep)
+    assert "stopped; written to" in console.export_text()
+    assert reload_of(desk / "page.html") is None
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_terminal_shows_a_table(desk: Path, encoding: str, tmp_path: Path) -> None:
+    with open(tmp_path / "screen", "w", encoding=encoding) as screen:
+        console = Console(file=screen, force_terminal=True, width=160)
+
+        def sleep(seconds: float) -> None:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            run(config(desk, runs=("runs/a", "runs/b")), console, sleep)
+    shown = (tmp_path / "screen").read_text(encoding)
+    assert "20 of 100" in shown
+    assert ("▁" in shown) == (encoding == "utf-8")
+
+
+def test_a_run_that_vanishes_while_it_is_watched_ends_nothing(desk: Path) -> None:
+    count = 0
+
+    def sleep(seconds: float) -> None:
+        nonlocal count
+        count += 1
+        if count == 2:
+            raise KeyboardInterrupt
+        shutil.rmtree(desk / "runs/a")
+
+    with pytest.raises(KeyboardInterrupt):
+        run(config(desk), Console(record=True), sleep)
+    assert "no step is logged yet" in (desk / "page.html").read_text()

@@ -1,0 +1,122 @@
+"""Drawings agree with the plan that they show."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlm.models.config import ModelConfig
+from mlm.page.drawings import Plans, draw_layout, draw_memory, draw_schedule
+from mlm.page.runs import read_run
+from mlm.parallel.mesh import shape_context
+from mlm.plan.memory import GIB, MemoryModel
+from mlm.plan.shape import Layout
+from tests.page.made import LAYOUT, MODEL, some_run, started, stepped, write_run
+
+
+def plans(
+    folder: Path, layout: dict[str, Any] | None = None, *records: dict[str, Any], **changed: Any
+) -> Plans:
+    own = {**LAYOUT, **(layout or {})}
+    return Plans(
+        read_run(write_run(folder, started(layout=own), stepped(1), *records, **own, **changed), "a")
+    )
+
+
+def test_ranks_stand_where_the_mesh_puts_them(tmp_path: Path) -> None:
+    drawn = draw_layout(plans(tmp_path / "a", {"cp": 2}))
+    cells = re.findall(r"<b>(\d+)</b> <small>P(\d) D(\d) C(\d) T(\d)</small>", drawn)
+    assert len(cells) == 16
+    for rank, p, d, c, t in cells:
+        place = shape_context(int(rank), tp=2, pp=2, dp=2, cp=2)
+        assert [place.pp.rank, place.dp.rank, place.cp.rank, place.tp.rank] == [
+            int(p),
+            int(d),
+            int(c),
+            int(t),
+        ]
+
+
+def test_stages_name_their_layers(tmp_path: Path) -> None:
+    drawn = draw_layout(plans(tmp_path / "a", {"vp": 2}))
+    assert "stage P0: embedding, layers 0, 2<" in drawn
+    assert "stage P1: layers 1, 3, output<" in drawn
+
+
+def test_a_large_layout_is_drawn_in_part_and_says_so(tmp_path: Path) -> None:
+    drawn = draw_layout(plans(tmp_path / "a", {"tp": 8, "pp": 64, "dp": 6}))
+    assert len(re.findall("<small>", drawn)) <= 128
+    assert "3,072 ranks" in drawn
+    assert "Drawn are the first of pp=64, dp=6" in drawn
+
+
+def test_a_schedule_has_every_computation_and_its_bubble(tmp_path: Path) -> None:
+    drawn = draw_schedule(plans(tmp_path / "a"))  # 4 micro-batches, 2 stages
+    assert len(re.findall(r'class="op[FB]" x', drawn)) == 2 * 2 * 4
+    assert "bubble (p-1)/m = 25.0%" in drawn
+    assert "20.0%" in drawn
+
+
+def test_a_long_schedule_is_drawn_in_part_with_the_idle_time_of_all(tmp_path: Path) -> None:
+    train = {"steps": 100, "global_batch_size": 40_000, "micro_batch_size": 2}
+    drawn = draw_schedule(plans(tmp_path / "a", train=train))
+    assert "of its 10000 micro-batches" in drawn
+    assert "<td>0.0%</td>" in drawn
+    assert len(drawn) < 200_000
+
+
+def test_waiting_is_measured_beside_the_plan(tmp_path: Path) -> None:
+    times = [{"host": "n", "computing": 3.0, "waiting over pp": 1.0}] * 4
+    slow = [{"host": "n", "computing": 1.0, "waiting over pp": 1.0}] * 4
+    drawn = draw_schedule(plans(tmp_path / "a", {}, {"kind": "ranks", "step": 1, "ranks": [*times, *slow]}))
+    assert re.findall(r"<td>([\d.]+%)</td><td>([\d.]+%)</td></tr>", drawn) == [
+        ("25.0%", "75.0%"),
+        ("50.0%", "50.0%"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "ranks", ["x", [], [1] * 8, [{"computing": "x"}] * 8, [{"computing": float("nan")}] * 8]
+)
+def test_damaged_times_of_ranks_are_not_recorded(tmp_path: Path, ranks: Any) -> None:
+    assert "not recorded" in draw_schedule(
+        plans(tmp_path / "a", {}, {"kind": "ranks", "step": 1, "ranks": ranks})
+    )
+
+
+def test_memory_is_that_of_the_plan(tmp_path: Path) -> None:
+    drawn = draw_memory(plans(tmp_path / "a", model={**MODEL, "num_layers": 64, "hidden_size": 1024}))
+    model = ModelConfig(**{**MODEL, "num_layers": 64, "hidden_size": 1024})
+    layout = Layout(tp=2, pp=2, dp=2, micro_batch=2, global_batch=16)
+    for stage in (0, 1):
+        peak = MemoryModel(model, 32, "fp32", device="cpu", reserved=0.3 * GIB).peak(layout, stage)
+        assert f"<td>{peak.total / GIB:.2f}</td>" in drawn
+    assert "Planned for a CPU" in drawn
+    assert "Rank 0 logged 1.00 GiB" in drawn
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"model": {"kind": "someone.else:FAMILY"}},
+        {"tp": -1},
+        {"pp": 10**30},
+        {"dp": "x"},
+        {"model": 3},
+        {"vp": 99},
+    ],
+    ids=str,
+)
+def test_settings_that_no_formula_knows_have_no_memory(tmp_path: Path, changed: dict[str, Any]) -> None:
+    folder = write_run(tmp_path / "a", stepped(1), **changed)
+    its = Plans(read_run(folder, "a"))
+    assert draw_layout(its)
+    draw_schedule(its)
+    assert draw_memory(its) == ""
+
+
+def test_one_rank_has_no_schedule(tmp_path: Path) -> None:
+    run = some_run(tmp_path / "a", pp=1)
+    (run / "metrics.jsonl").write_text("")
+    assert draw_schedule(Plans(read_run(run, "a"))) == ""

@@ -1,0 +1,75 @@
+"""A run's folder is read whatever a kill or another program left in it."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from mlm.errors import CorruptFileError
+from mlm.page.runs import names_of, read_run
+from tests.page.made import some_run, started, stepped, validated, write_run
+
+
+def test_a_damaged_file_shows_what_is_whole(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a", started(), stepped(1), stepped(2))
+    with open(run / "metrics.jsonl", "ab") as f:
+        f.write(b'{"kind": "step", "step": 3, "lo\n\xff\xfe\x00\n[1]\n{"step": 4}\n')
+        f.write(b'{"kind": "step", "step": 5, "loss": NaN, "grad_norm": Infinity, "tokens": 1e999}\n')
+        f.write(json.dumps(stepped(6, loss=2.5)).encode() + b"\n")
+        f.write(b'{"kind": "step", "step": 7, "loss": 2')  # being written
+    found = read_run(run, "a")
+    assert found.damaged == 4
+    assert found.tables["step"]["step"].tolist() == [1, 2, 5, 6]
+    assert found.column("step", "loss")[-1] == 2.5
+    assert len(found.column("step", "loss")) == 3
+
+
+def test_a_resumed_run_is_one_curve(tmp_path: Path) -> None:
+    first = [stepped(step, loss=1.0) for step in (1, 2, 3, 4)]
+    again = [stepped(step, loss=2.0) for step in (3,)]
+    found = read_run(write_run(tmp_path / "a", started(), *first, started(2), *again), "a")
+    assert found.column("step", "loss").tolist() == [1.0, 1.0, 2.0]
+    assert found.done == 3
+
+
+def test_breaks_between_attempts_are_no_time_of_the_run(tmp_path: Path) -> None:
+    records = [started(), stepped(10), started(10, time=9000.0), stepped(11, time=9005.0)]
+    found = read_run(write_run(tmp_path / "a", *records), "a")
+    assert found.seconds == 15.0
+    assert found.tables["step"]["time"].tolist() == [10.0, 15.0]
+
+
+def test_validations_have_the_tokens_of_their_step(tmp_path: Path) -> None:
+    found = read_run(write_run(tmp_path / "a", started(), stepped(10), stepped(20), validated(15)), "a")
+    assert found.tables["validation"]["tokens"].tolist() == [15 * 512]
+
+
+def test_an_empty_run_and_broken_settings_are_no_error(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a")
+    (run / "config.yaml").write_text("defaults: [hydra_quiet\n")
+    (run / "eval-loss.json").write_text("{")
+    found = read_run(run, "a")
+    assert (found.done, found.settings, len(found.problems)) == (0, {}, 2)
+
+
+def test_metrics_that_are_no_file_are_one_line(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a")
+    (run / "metrics.jsonl").unlink()
+    os.mkfifo(run / "metrics.jsonl")
+    with pytest.raises(CorruptFileError, match="not a regular file"):
+        read_run(run, "a")
+
+
+def test_scores_and_checkpoints_that_are_there_are_found(tmp_path: Path) -> None:
+    run = some_run(tmp_path / "a")
+    (run / "checkpoints" / "step-1").mkdir(parents=True)
+    (run / "eval-loss.json").write_text('{"task": "loss", "loss": NaN}')
+    found = read_run(run, "a")
+    assert [name for name, _ in found.scores] == ["eval-loss.json"]
+    assert found.kept == {"step-1"}
+
+
+def test_runs_are_named_by_what_tells_them_apart() -> None:
+    assert names_of(["x/a", "x/b"]) == ["a", "b"]
+    assert names_of(["x/a", "y/a", "b"]) == ["x/a", "y/a", "b"]
