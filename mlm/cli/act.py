@@ -4,14 +4,19 @@ Apart from entry.py because Hydra and pydantic take a second to import: `mlm --h
 """
 
 import sys
+from dataclasses import replace
+from typing import Literal
 
 from mlm.cli.arguments import (
+    CFG,
     COMPLETION,
     CONFIG_DIR_FLAGS,
+    CONFIG_NAME_FLAGS,
     CONFIG_PATH_FLAGS,
     HELP,
     MULTIRUN,
     VERSION,
+    Arguments,
     check_task,
     parse,
 )
@@ -46,12 +51,21 @@ def act(command: Command, words: list[str]) -> int:
         multirun=arguments.has(*MULTIRUN),
         own_path=arguments.has(*CONFIG_PATH_FLAGS),
     )
-    runs = not arguments.flags.keys() & {"--cfg", "-c", "--info", "-i", "--hydra-help"}
+    runs = not arguments.flags.keys() & {*CFG, "--info", "-i", "--hydra-help"}
     if prepared.problems and (not runs or arguments.has(*MULTIRUN)):
         raise ConfigError(prepared.problems)
-    flags = arguments.hydra_argv
+    flags, below = arguments.hydra_argv, Dry(reports_absent=False)
+    if shows_job(arguments) or (saved is not None and arguments.value(*CFG) in ("job", "all")):
+        shows: Literal["composed", "resolved"] = "resolved" if arguments.has("--resolve") else "composed"
+        return call_hydra(command, without_show(flags), prepared, saved, replace(below, shows=shows))
     code = call_hydra(command, flags, prepared, saved, Dry(arguments.gpus) if arguments.check else None)
-    if code == OK and arguments.value("--cfg", "-c") in ("job", "all") and not arguments.has(*MULTIRUN):
+    if code == OK and arguments.value(*CFG) in ("job", "all") and not arguments.has(*MULTIRUN):
         sys.stdout.flush()  # the config stands above its problems
-        return call_hydra(command, without_show(flags), prepared, saved, Dry(reports_absent=False))
+        return call_hydra(command, without_show(flags), prepared, saved, below)
     return code
+
+
+def shows_job(arguments: Arguments) -> bool:
+    """True if the config is to be printed and nothing else is asked of Hydra."""
+    asked = arguments.flags.keys() - {*CONFIG_DIR_FLAGS, *CONFIG_PATH_FLAGS, *CONFIG_NAME_FLAGS, "--resolve"}
+    return len(asked) == 1 and arguments.value(*CFG) == "job"

@@ -20,6 +20,7 @@ from mlm.errors import Problem, UserError
 HELP = ("--help", "-h")
 VERSION = ("--version", "-V")
 CHECK = "--check"
+CFG = ("--cfg", "-c")
 MULTIRUN = ("--multirun", "-m")
 COMPLETION = ("--shell-completion", "-sc")
 CONFIG_DIR_FLAGS = ("--config-dir", "-cd")
@@ -28,7 +29,7 @@ CONFIG_NAME_FLAGS = ("--config-name", "-cn")
 TASK_KEYS = ("task=", "task.name=", "--task")
 BARE_FLAGS = {"--hydra-help", "--resolve", "--run", "-r", *VERSION, *HELP, *MULTIRUN, *COMPLETION}
 CHOICES = {
-    **dict.fromkeys(("--cfg", "-c"), ("job", "hydra", "all")),
+    **dict.fromkeys(CFG, ("job", "hydra", "all")),
     **dict.fromkeys(
         ("--info", "-i"), ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
     ),

@@ -28,9 +28,12 @@ def register_defaults() -> None:
     Also `${either:a,b}`, which is b where a is null.
     """
     OmegaConf.register_new_resolver("either", lambda a, b: b if a is None else a, replace=True)
+    store = ConfigStore.instance()
     for name, spec in SPECS.items():
         # a plain tree: Hydra's structured configs reject Literal
-        ConfigStore.instance().store(name=f"{name}_defaults", node=defaults(spec), provider="mlm")
+        store.store(name=f"{name}_defaults", node=defaults(spec), provider="mlm")
+    # Hydra copies its sources in each composition, and the store with them: half of the time
+    vars(store)["__deepcopy__"] = lambda memo: store
 
 
 def compose_values(name: str, overrides: Sequence[str] = (), *, resolve: bool = True) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from mlm.cli.commands import Command
 from mlm.config.suggest import divisors
@@ -18,6 +18,8 @@ class Dry:
     """GPUs to assume; None takes as many as the layout needs."""
     reports_absent: bool = True
     """False leaves out what is not there: devices, files, values that are still to be given."""
+    shows: Literal["composed", "resolved"] | None = None
+    """Print the config first: interpolations as they are, or resolved."""
 
     def problems(self, command: Command, config: Any) -> Sequence[str]:
         """Problems of a command that runs on ranks, on GPUs that are assumed to be there."""

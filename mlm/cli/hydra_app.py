@@ -24,7 +24,7 @@ from mlm.cli.foreign_yaml import check_foreign_yaml
 from mlm.cli.overrides import Prepared, command_groups
 from mlm.cli.rejected import rejected_override
 from mlm.cli.reporting import report
-from mlm.cli.run import Job, run, show
+from mlm.cli.run import Job, run
 from mlm.cli.saved import Saved, unset_config
 from mlm.cli.sweep import Sweep
 from mlm.config.paths import CONFIG_DIR
@@ -52,12 +52,10 @@ def call_hydra(
     """Let Hydra act on its flags and overrides, and run the command if it calls it. Returns the exit code.
 
     With `saved`, Hydra composes what the command line sets, and the rest is those values. With `dry`, the
-    command is checked and not run. The problems
-    in `prepared` are reported with those of the composed config. Raises ConfigError for what Hydra cannot
-    compose; exceptions of the run itself pass through.
+    command is checked and not run. The problems in `prepared` are reported with those of the composed config.
+    Raises ConfigError for what Hydra cannot compose; exceptions of the run itself pass through.
     """
     typed = prepared or Prepared()
-    flags, shows = (list(flags), False) if saved is None else without_print(flags)
     config = command.config if saved is None else unset_config(command.config)
     started: list[Job] = []
     sweep = Sweep(command)
@@ -68,7 +66,7 @@ def call_hydra(
         started.append(job)
 
         def work() -> int:
-            return report(command, lambda: show(job, composed) if shows else run(job, composed))
+            return report(command, lambda: run(job, composed))
 
         if job.sweep is not None:
             if code := sweep.run(job, work):
@@ -112,18 +110,6 @@ def without_show(flags: Sequence[str]) -> list[str]:
         elif word != "--resolve":
             kept.append(word)
     return kept
-
-
-def without_print(flags: Sequence[str]) -> tuple[list[str], bool]:
-    """Flags without `--cfg job`, and True if it was there: of saved values Hydra knows nothing."""
-    kept, shows, words = list[str](), False, iter(flags)
-    for word in words:
-        value = next(words, None) if word in ("--cfg", "-c") else None
-        if value in ("job", "all"):
-            shows = True
-        elif word != "--resolve":
-            kept += [word, *([value] if value else [])]
-    return kept, shows
 
 
 def _main(config_name: str | None, argv: Sequence[str], task: Callable[[DictConfig], Any]) -> None:

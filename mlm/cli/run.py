@@ -94,6 +94,8 @@ def run(job: Job, composed: DictConfig) -> int:
     Raises ConfigError with the problems of the typed overrides and those of the composed values.
     """
     command = job.command
+    if job.dry is not None and job.dry.shows:
+        show(job, composed, resolve=job.dry.shows == "resolved")
     _take_model(job, composed)
     values = job.values(composed)
     job.place(values)
@@ -152,10 +154,13 @@ def _check(job: Job, dry: Dry, values: dict[str, Any]) -> int:
     return OK
 
 
-def show(job: Job, composed: DictConfig) -> int:
-    """Print the values that a run would continue with, as `--cfg job` does."""
-    print(OmegaConf.to_yaml(job.values(composed)), end="")
-    return OK
+def show(job: Job, composed: DictConfig, *, resolve: bool) -> None:
+    """Print the config, as Hydra does for `--cfg job`; of a run that is continued, with the saved values."""
+    try:
+        shown = composed if job.saved is None else job.values(composed)
+        print(OmegaConf.to_yaml(shown, resolve=resolve), end="", flush=True)  # above its problems
+    except OmegaConfBaseException as error:
+        raise ConfigError([reword(error)]) from None
 
 
 def _build(job: Job, values: dict[str, Any]) -> Any:

@@ -1,6 +1,11 @@
 """`--check`, and the problems that `--cfg job` reports below the config."""
 
+import copy
+from typing import Any
+
 import pytest
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.config_store import ConfigStore
 
 from tests.cli.doubles import Cli, make_cli
 
@@ -56,6 +61,22 @@ def test_cfg_job_prints_the_config_then_its_problems(cli: Cli) -> None:
     assert "\nrecompute: uniform\n" in cli.out
     keys = [line.removeprefix("mlm pretrain: ").partition("=")[0] for line in cli.err.splitlines()]
     assert sorted(keys) == ["optimizer.betas", "precision.dtype", "recompute", "seed", "tp", "zero"]
+
+
+def test_cfg_job_composes_once_without_a_copy_of_all_defaults(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    composed, compose = list[str](), ConfigLoaderImpl.load_configuration
+
+    def noted(self: ConfigLoaderImpl, *args: Any, **kwargs: Any) -> Any:
+        composed.append(str(args or kwargs))
+        return compose(self, *args, **kwargs)
+
+    monkeypatch.setattr(ConfigLoaderImpl, "load_configuration", noted)
+    assert cli("pretrain model=gpt2_tiny data=synthetic --cfg job") == 0
+    assert len(composed) == 1
+    store = ConfigStore.instance()
+    assert copy.deepcopy(store) is store
 
 
 @pytest.mark.parametrize("words", ["", "data.path=/nowhere", "cluster=slurm", "ckpt=/nowhere"])
