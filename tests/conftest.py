@@ -1,13 +1,19 @@
-"""Long tests, order of the test files, and garbage collection that skips what lives to the end."""
+"""Long tests, order of the test files, and runs that draw nothing and compute on one thread."""
 
 import gc
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from mlm.files.atomic import write_atomic
+from mlm.launch import process
+from mlm.report import curves
+
 SLOW = Path(__file__).with_name("slow.txt")
-"""Tests that only `make test-all` runs, a line each; with a number n behind, all cases but every nth."""
+"""Tests that only `make test-all` runs, a line each; with a number n after it, all cases but every nth."""
 
 
 def listed() -> dict[str, int]:
@@ -40,3 +46,32 @@ def pytest_collection_finish() -> None:
     """Exclude half a million objects of imported libraries and tests from collections: 0.3 s each."""
     gc.collect()
     gc.freeze()
+
+
+DRAW = curves.plot_losses
+
+
+def blank(metrics_jsonl: Path, png: Path, unit: str = "") -> None:
+    """An empty file in place of a run's picture, which takes as long as a small run."""
+    write_atomic(png, b"")
+
+
+def one_thread(wanted: int | None, *, cores: int, local_ranks: int) -> int:
+    """Threads of a run in this process: other workers of pytest use the other cores."""
+    return wanted or 1
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cheap_runs() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(curves, "plot_losses", blank)
+        patch.setattr(process, "num_threads", one_thread)
+        yield
+
+
+@contextmanager
+def pictures() -> Iterator[None]:
+    """Runs draw their picture, as they do for users."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(curves, "plot_losses", DRAW)
+        yield

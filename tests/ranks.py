@@ -20,10 +20,13 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from mlm.parallel.mesh import ParallelContext, build_mesh
+from mlm.report import curves
+from tests.conftest import blank
 
 TIMEOUT_S = 100.0
 USUAL = 8
@@ -84,6 +87,7 @@ def _fork(pipes: Sequence[Connection]) -> None:
     os.setpgrp()  # to be ended together
     import_module("mlm.train.trainer")
     import_module("torch.fx.experimental.symbolic_shapes")  # a first backward pass would
+    pytest.MonkeyPatch().setattr(curves, "plot_losses", blank)
     for pipe in pipes:
         if os.fork() == 0:
             for other in pipes:

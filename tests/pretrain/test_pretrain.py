@@ -15,6 +15,7 @@ import torch
 
 from mlm.cli import main
 from mlm.files.atomic import digest_file
+from tests.conftest import pictures
 from tests.data.corpora import write_corpus
 
 SENTENCES = [
@@ -61,7 +62,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run directory of one process."""
     out = tmp_path_factory.mktemp("runs") / "run"
-    assert main(["pretrain", *TINY, f"data.path={corpus}", f"out={out}"]) == 0
+    with pictures():
+        assert main(["pretrain", *TINY, f"data.path={corpus}", f"out={out}"]) == 0
     return out
 
 
@@ -80,6 +82,7 @@ def test_a_run_leaves_config_checkpoint_metrics_curve_tokenizer_and_summary(run:
     assert (run / "checkpoints" / "latest").read_text().split()[0] == "step-00000006"
     assert [r["step"] for r in records(run, "step")] == [1, 2, 3, 4, 5, 6]
     assert [r["step"] for r in records(run, "validation")] == [3, 6]
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_first_loss_is_near_a_uniform_guess_and_then_falls(run: Path) -> None:

@@ -1,12 +1,14 @@
 """Builds on SLURM, with fakes of its commands that run a job array at once, in order."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mlm.corpus.build import run_build
+from mlm.corpus.config import DataBuildConfig
 from mlm.corpus.sections import ExecutorConfig
 from mlm.errors import UserError
 from tests.corpus.texts import output, plain, quiet, write_jsonl
@@ -26,57 +28,74 @@ echo "Submitted batch job $((100 + $(wc -l < {log})))"
 """
 
 
-@pytest.fixture
-def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def make_source(folder: Path, patch: pytest.MonkeyPatch) -> Path:
     """Three files of text, and SLURM's commands on the PATH."""
     for i in range(3):
-        write_jsonl(tmp_path / f"text/{i}.jsonl", [f"document {i} {j}" for j in range(5)])
-    commands = tmp_path / "bin"
+        write_jsonl(folder / f"text/{i}.jsonl", [f"document {i} {j}" for j in range(5)])
+    commands = folder / "bin"
     commands.mkdir()
     scripts = {
-        "sbatch": SBATCH.format(log=tmp_path / "sbatch.log"),
+        "sbatch": SBATCH.format(log=folder / "sbatch.log"),
         "srun": '#!/bin/bash\nshift 3\nexec "$@"\n',
-        "squeue": f"#!/bin/bash\ncat {tmp_path / 'queue'} 2>/dev/null\n",
-        "scancel": f'#!/bin/bash\necho "$@" > {tmp_path / "cancelled"}\n',
+        "squeue": f"#!/bin/bash\ncat {folder / 'queue'} 2>/dev/null\n",
+        "scancel": f'#!/bin/bash\necho "$@" > {folder / "cancelled"}\n',
     }
     for name, text in scripts.items():
         (commands / name).write_text(text)
         (commands / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", os.getcwd())
-    return tmp_path / "text"
+    patch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+    patch.setenv("PYTHONPATH", os.getcwd())
+    return folder / "text"
 
 
-def test_submitted_jobs_write_the_same_bytes(source: Path) -> None:
-    run_build(plain(source), quiet())
-    submitted = replace(plain(source, out=str(source.parent / "slurm")), executor=SLURM)
-    assert run_build(submitted, quiet()) is None
-    assert run_build(submitted, quiet()) is not None
-    assert output(source.parent / "slurm") == output(source.parent / "out")
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return make_source(tmp_path, monkeypatch)
 
 
-def test_each_job_waits_for_the_one_before(source: Path) -> None:
-    run_build(plain(source, executor=SLURM), quiet())
-    calls = (source.parent / "sbatch.log").read_text().splitlines()
+@pytest.fixture(scope="module")
+def submitted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DataBuildConfig, Path]]:
+    """A build whose jobs have run, and the folder of its source and of the commands' logs."""
+    with pytest.MonkeyPatch.context() as patch:
+        source = make_source(tmp_path_factory.mktemp("submitted"), patch)
+        config = plain(source, out=str(source.parent / "slurm"), executor=SLURM)
+        assert run_build(config, quiet()) is None
+        yield config, source.parent
+
+
+def test_each_job_waits_for_the_one_before(submitted: tuple[DataBuildConfig, Path]) -> None:
+    calls = (submitted[1] / "sbatch.log").read_text().splitlines()
     assert len(calls) == 3
     assert "dependency" not in calls[0]
     assert "--dependency=afterok:101" in calls[1]
     assert "--dependency=afterok:102" in calls[2]
 
 
-def test_no_pickle_stays_in_the_work_folder(source: Path) -> None:
-    run_build(plain(source, executor=SLURM), quiet())
-    assert not list((source.parent / "out/work").rglob("*.pik"))
+def test_no_pickle_stays_in_the_work_folder(submitted: tuple[DataBuildConfig, Path]) -> None:
+    assert not list((submitted[1] / "slurm/work").rglob("*.pik"))
 
 
-def test_jobs_in_the_queue_are_not_submitted_again(source: Path) -> None:
-    config = plain(source, executor=SLURM)
-    run_build(config, quiet())
-    (source.parent / "queue").write_text("101\n102\n103\n")
-    for marker in (source.parent / "out/work").glob("merge-*/*.done.json"):
+def test_jobs_in_the_queue_are_not_submitted_again(
+    submitted: tuple[DataBuildConfig, Path],
+) -> None:
+    config, folder = submitted
+    markers = {path: path.read_bytes() for path in (folder / "slurm/work").glob("merge-*/*.done.json")}
+    assert markers
+    for marker in markers:
         marker.unlink()
+    (folder / "queue").write_text("101\n102\n103\n")
     assert run_build(config, quiet()) is None
-    assert len((source.parent / "sbatch.log").read_text().splitlines()) == 3
+    assert len((folder / "sbatch.log").read_text().splitlines()) == 3
+    (folder / "queue").unlink()
+    for marker, content in markers.items():
+        marker.write_bytes(content)
+
+
+def test_submitted_jobs_write_the_same_bytes(submitted: tuple[DataBuildConfig, Path]) -> None:
+    config, folder = submitted
+    run_build(replace(config, out=str(folder / "out"), executor=ExecutorConfig(workers=1)), quiet())
+    assert run_build(config, quiet()) is not None
+    assert output(folder / "slurm") == output(folder / "out")
 
 
 def test_bad_input_found_by_a_job_is_reported_and_dependent_jobs_cancelled(source: Path) -> None:

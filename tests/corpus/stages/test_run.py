@@ -58,12 +58,14 @@ def test_a_killed_worker_is_reported_in_a_line_and_ends_the_others(
 
 
 COMMAND = """
+import signal
 import sys
 from pathlib import Path
 from mlm.corpus.stages import run
 from mlm.corpus.stages.plan import Stage
 from tests.corpus.stages.test_run import long
 run.run_task = long
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
 path = Path(sys.argv[1])
 with run.Workers(2) as workers:
     workers.run(path, Stage("clean", 2, path), [0, 1])
