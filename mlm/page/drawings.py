@@ -122,7 +122,8 @@ def held(stages: Sequence[Stage]) -> str:
         for stage in stages
     ]
     words = ["embedding"] if stages[0].is_first else []
-    words += [f"layers {', '.join(ranges)}", *(["output"] if stages[-1].is_last else [])]
+    noun = "layers" if sum(len(stage.layers) for stage in stages) > 1 else "layer"
+    words += [f"{noun} {', '.join(ranges)}", *(["output"] if stages[-1].is_last else [])]
     return ", ".join(words)
 
 
@@ -201,10 +202,11 @@ def draw_schedule(plans: Plans) -> Html:
         words += f"Drawn are {drawn} of its {batches} micro-batches. "
     words += "Numbers are micro-batches. " + ("Later chunks are paler. " if chunks > 1 else "")
     words += "Backward is taken for twice as long as forward." if plans.schedule != "zb_h1" else ""
-    rows = [[f"P{rank}", *_planned(whole, formula, rank), *_measured(plans, rank)] for rank in range(pp)]
+    planned = _planned(whole, formula, pp)
+    rows = [[f"P{rank}", *planned[rank], *_measured(plans, rank)] for rank in range(len(planned))]
     headings = ["stage", "idle, planned", "in flight", "waiting for the pipeline, measured", "computing"]
     picture = paragraph("It is too large to draw.") if plan is None else timeline(plan)
-    return join([paragraph(words), picture, table(headings, rows[:MOST_STAGES])])
+    return join([paragraph(words), picture, table(headings, rows)])
 
 
 def simulated(plans: Plans, batches: int) -> Plan:
@@ -216,12 +218,13 @@ def simulated(plans: Plans, batches: int) -> Plan:
     )
 
 
-def _planned(plan: Plan | None, formula: Formula, rank: int) -> tuple[str, str]:
-    """Return a stage's share of idle time and its micro-batches in flight; by formula without a plan."""
+def _planned(plan: Plan | None, formula: Formula, stages: int) -> list[tuple[str, str]]:
+    """Return the first stages' share of idle time and micro-batches in flight; by formula without a plan."""
     if plan is None:
-        return f"{formula.value / (1 + formula.value):.1%}", "not simulated"
-    row = rank_numbers(plan)[rank]
-    return f"{row.idle / plan.makespan:.1%}", str(row.peak_in_flight)
+        idle = f"{formula.value / (1 + formula.value):.1%}"
+        return [(idle, "not simulated")] * min(stages, MOST_STAGES)
+    rows = rank_numbers(plan)[:MOST_STAGES]
+    return [(f"{row.idle / plan.makespan:.1%}", str(row.peak_in_flight)) for row in rows]
 
 
 def _measured(plans: Plans, stage: int) -> tuple[str, str]:
@@ -281,7 +284,7 @@ def draw_memory(plans: Plans) -> Html:
     for stage, peak in enumerate(peaks):
         pieces = "".join(
             f'<span class="m{PARTS.index(part)}" style="width:{100 * peak.parts[part] / largest:.2f}%" '
-            f'title="{part}: {peak.parts[part] / GIB:.2f} GiB"></span>'
+            f'title="{part}: {peak.parts[part] / GIB:.3g} GiB"></span>'
             for part in used
         )
         bars.append(f'<div class="row"><b>P{stage}</b><div class="bar">{pieces}</div></div>')
@@ -289,7 +292,7 @@ def draw_memory(plans: Plans) -> Html:
     measured = plans.run.column("step", "memory_gib")
     logged = f" Rank 0 logged {measured.max():.2f} GiB at most." if len(measured) else ""
     rows = [
-        [f"P{stage}", *(f"{peak.parts[part] / GIB:.2f}" for part in used), f"{peak.total / GIB:.2f}"]
+        [f"P{stage}", *(f"{peak.parts[part] / GIB:.3g}" for part in used), f"{peak.total / GIB:.3g}"]
         for stage, peak in enumerate(peaks)
     ]
     kind = "a CPU" if plans.device == "cpu" else "a GPU"

@@ -1,6 +1,6 @@
 """The page: every run's curves as data, every other part as HTML, and the script that draws; one file."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
@@ -13,12 +13,16 @@ from mlm.page.drawings import Plans
 from mlm.page.html import Html, embedded, join, paragraph, section, text
 from mlm.page.rows import thin
 from mlm.page.runs import AXES, NOT_CURVES, Run
+from mlm.terminal import size
 
 MOST_BYTES = 2_000_000
 MOST_POINTS = 30_000
 """Points of all curves together, about 36 bytes each."""
-FEWEST = 100
+MOST_TEXT = 1_000_000
+"""Bytes of all parts but the curves."""
+FEWEST = 25
 """Points of a curve that are always kept."""
+FEWEST_POINTS = 1000
 MOST_CHARTS = 40
 MOST_PLANS = 6
 """Different layouts whose drawings fit the page."""
@@ -60,33 +64,56 @@ def make_page(runs: Sequence[Run], *, reload_s: float | None = None) -> bytes:
 
     With `reload_s` a browser loads it again after that many seconds.
     """
+    parts_of_it = fitted(
+        {
+            "runs": ("Runs", join([paragraph(written_at(reload_s)), parts.overview(runs)])),
+            "settings": ("Settings", parts.settings(runs)),
+            **plans(runs),
+            "scores": ("Scores", parts.scores(runs)),
+            "incidents": ("Incidents", parts.incidents(runs)),
+            "checkpoints": ("Checkpoints", parts.checkpoints(runs)),
+        }
+    )
     most = MOST_POINTS
     while True:
-        page = assemble(runs, most, reload_s).encode()
-        if len(page) < MOST_BYTES or most < FEWEST:
+        page = assemble(runs, parts_of_it, most, reload_s).encode()
+        if len(page) < MOST_BYTES or most < FEWEST_POINTS:
             return page
         most //= 2
 
 
-def assemble(runs: Sequence[Run], most_points: int, reload_s: float | None) -> str:
-    """Return the page with at most so many points of curves."""
-    title = f"Report: {', '.join(run.name for run in runs[:3])}" + (" …" if len(runs) > 3 else "")
-    data, notes = curves(runs, most_points)
+def written_at(reload_s: float | None) -> str:
+    """Return a line on when the page was written."""
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     state = f"Written {now} by mlm {mlm.__version__}."
     if reload_s is not None:
         state += f" The page reloads every {reload_s:g} seconds while `mlm report watch=true` runs."
-    sections = [
-        section("runs", "Runs", paragraph(state), parts.overview(runs)),
-        section("curves", "Curves", Html(CONTROLS), paragraph(*notes)) if data["charts"] else Html(),
-        section("settings", "Settings", parts.settings(runs)),
-        *plans(runs),
-        section("scores", "Scores", parts.scores(runs)),
-        section("incidents", "Incidents", parts.incidents(runs)),
-        section("checkpoints", "Checkpoints", parts.checkpoints(runs)),
-        section("samples", "Samples", parts.samples(runs)),
-    ]
-    content = join(sections)
+    return state
+
+
+def fitted(found: Mapping[str, tuple[str, Html]]) -> dict[str, tuple[str, Html]]:
+    """Return parts of at most MOST_TEXT bytes together; a line stands for each that is too large."""
+    fitting = dict(found)
+    sizes = {name: len(content.encode()) for name, (_, content) in found.items()}
+    while sum(sizes.values()) > MOST_TEXT:
+        name = max(sizes, key=lambda name: sizes[name])
+        line = f"This part would take {size(sizes[name])} and is left out; name fewer runs to see it."
+        fitting[name], sizes[name] = (fitting[name][0], paragraph(line)), 0
+    return fitting
+
+
+def assemble(
+    runs: Sequence[Run],
+    found: Mapping[str, tuple[str, Html]],
+    most_points: int,
+    reload_s: float | None,
+) -> str:
+    """Return the page with at most so many points of curves."""
+    title = f"Report: {', '.join(run.name for run in runs[:3])}" + (" …" if len(runs) > 3 else "")
+    data, notes = curves(runs, most_points)
+    drawn = join([Html(CONTROLS), paragraph(*notes)]) if data["charts"] else Html()
+    parts_of_it = {**found, "curves": ("Curves", drawn)}
+    content = join(section(name, *parts_of_it[name]) for name in SECTIONS)
     licence = f"<!-- uPlot, in this page:\n{asset('uPlot.LICENSE')}-->"
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{HTML_MARK}\n'
@@ -115,7 +142,7 @@ def navigation(content: str) -> Html:
 
 SECTIONS = (
     *("runs", "curves", "settings", "layout", "schedule", "memory"),
-    *("scores", "incidents", "checkpoints", "samples"),
+    *("scores", "incidents", "checkpoints"),
 )
 CONTROLS = """<noscript><p>The curves need JavaScript; the tables do not.</p></noscript>
 <form id="controls" aria-label="curves">
@@ -186,8 +213,8 @@ def curves(runs: Sequence[Run], most_points: int) -> tuple[dict[str, Any], list[
     }, lines
 
 
-def plans(runs: Sequence[Run]) -> list[Html]:
-    """Return the sections on layouts, schedules and memory; equal ones of several runs once."""
+def plans(runs: Sequence[Run]) -> dict[str, tuple[str, Html]]:
+    """Return the parts on layouts, schedules and memory; equal ones of several runs once."""
     found: dict[str, dict[Html, list[str]]] = {"layout": {}, "schedule": {}, "memory": {}}
     for run in runs:
         its = Plans(run)
@@ -203,7 +230,7 @@ def plans(runs: Sequence[Run]) -> list[Html]:
                 title = f"{run.name} ({drawings.layout_name(its)})"
                 found[kind].setdefault(drawing, []).append(title)
     titles = {"layout": "Layout", "schedule": "Pipeline schedule", "memory": "Memory by part"}
-    return [section(kind, titles[kind], *each_once(some)) for kind, some in found.items()]
+    return {kind: (titles[kind], join(each_once(some))) for kind, some in found.items()}
 
 
 def each_once(drawn: dict[Html, list[str]]) -> list[Html]:

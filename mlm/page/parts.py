@@ -1,7 +1,8 @@
-"""Tables of a page: the runs, their settings, scores, incidents, checkpoints and samples."""
+"""Tables of a page: the runs, their settings, scores, incidents and checkpoints."""
 
 import json
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,11 +13,17 @@ from mlm.page.html import Html, block, details, join, paragraph, table, text
 from mlm.page.rows import number
 from mlm.page.runs import Run
 from mlm.report.panel import duration
+from mlm.report.summary import MOST_ATTEMPTS
 
 MISSING = "–"
 MOST_DIFFERENT = 200
-MOST_SHOWN = 100
-"""Rows of a run in a table of incidents, checkpoints or samples."""
+MOST_SHOWN = 200
+"""Rows of a table of incidents, checkpoints or scores, of all runs together."""
+MOST_RECEIPTS = 300_000
+"""Characters of all receipts."""
+LONGEST_RECEIPT, SHORTEST_RECEIPT = 20_000, 500
+MOST_PROBLEMS = 5
+"""Files of a run that are named as damaged."""
 
 
 def swatch(index: int) -> Html:
@@ -65,7 +72,9 @@ UNITS = (
 
 def notes_on(run: Run) -> list[str]:
     """Return lines on what a reader must know of a run's files."""
-    found = [f"{run.name}: {problem}" for problem in run.problems]
+    found = [f"{run.name}: {problem}" for problem in run.problems[:MOST_PROBLEMS]]
+    if len(run.problems) > MOST_PROBLEMS:
+        found.append(f"{run.name}: {len(run.problems) - MOST_PROBLEMS} further files are damaged")
     if run.damaged:
         found.append(f"{run.name}: {run.damaged:,} damaged lines of metrics.jsonl are left out")
     if not len(run.column("step", "step")):
@@ -129,7 +138,7 @@ def settings(runs: Sequence[Run]) -> Html:
 def commands(run: Run) -> Html:
     """Return the commands of a run's attempts, with time, host and versions."""
     rows = []
-    for attempt in list(run.attempts)[-MOST_SHOWN:]:
+    for attempt in list(run.attempts)[-MOST_ATTEMPTS:]:
         words = attempt.get("command")
         versions = attempt.get("versions")
         rows.append(
@@ -137,7 +146,7 @@ def commands(run: Run) -> Html:
                 f"step {attempt['start_step']:,}",
                 when(attempt.get("time")),
                 str(attempt.get("host", MISSING)),
-                " ".join(map(str, words)) if isinstance(words, list) else MISSING,
+                shlex.join(map(str, words)) if isinstance(words, list) else MISSING,
                 show(versions) if isinstance(versions, dict) else MISSING,
             ]
         )
@@ -156,14 +165,29 @@ def when(seconds: object) -> str:
 def scores(runs: Sequence[Run]) -> Html:
     """Return the scores of evaluations, each with its receipt."""
     rows = list[list[object]]()
+    longest = min(LONGEST_RECEIPT, MOST_RECEIPTS // max(sum(len(run.scores) for run in runs), 1))
     for index, run in enumerate(runs):
         for file, result in run.scores:
             task = str(result.get("task", file.removesuffix(".json")))
-            receipt = details("receipt", block(json.dumps(result, indent=1)))
+            receipt = text(file)
+            if longest >= SHORTEST_RECEIPT:
+                receipt = details(file, block(json.dumps(result, indent=1), longest))
             for name, value in numbers_of(result):
                 rows.append([named(index, run), task, name, value, f"{result.get('step', MISSING)}", receipt])
                 receipt = Html()
-    return table(["run", "task", "metric", "score", "step", "file"], rows)
+    return shown(["run", "task", "metric", "score", "step", "receipt"], rows)
+
+
+def shown(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> Html:
+    """Return a table of the first rows, with the number of the others."""
+    left = len(rows) - MOST_SHOWN
+    caption = f"The first {MOST_SHOWN} of {len(rows)} rows." if left > 0 else ""
+    return table(headings, rows[:MOST_SHOWN], caption)
+
+
+def newest(records: Iterable[Mapping[str, Any]], runs: Sequence[Run]) -> list[Mapping[str, Any]]:
+    """Return the newest records of a run, as many as its share of a table."""
+    return list(records)[-max(MOST_SHOWN // len(runs), 1) :]
 
 
 def numbers_of(result: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -181,7 +205,7 @@ def numbers_of(result: Mapping[str, Any]) -> list[tuple[str, str]]:
             spread = f" ± {error:.4f}" if error == error else ""
             split = f" ({part['split']})" if isinstance(part.get("split"), str) else ""
             found.append((f"{name}{split}", f"{figure(number(value))}{spread}"))
-    return found[:MOST_SHOWN] or [(MISSING, MISSING)]
+    return found or [(MISSING, MISSING)]
 
 
 SCORES = (
@@ -200,7 +224,7 @@ def incidents(runs: Sequence[Run]) -> Html:
     """Return incidents and returns to a checkpoint."""
     rows = []
     for index, run in enumerate(runs):
-        for record in list(run.incidents)[-MOST_SHOWN:]:
+        for record in newest(run.incidents, runs):
             kinds = record.get("kinds")
             what = ", ".join(map(str, kinds)) if isinstance(kinds, list) else "returned to a checkpoint"
             lines = record.get("lines")
@@ -225,7 +249,7 @@ def checkpoints(runs: Sequence[Run]) -> Html:
     """Return the checkpoints that were written, and those that failed."""
     rows = []
     for index, run in enumerate(runs):
-        for record in list(run.saves)[-MOST_SHOWN:]:
+        for record in newest(run.saves, runs):
             name = str(record.get("path", "")).rpartition("/")[2]
             there = "there" if name in run.kept else "deleted since"
             state = str(record.get("error")) if record["kind"] == "save_failed" else there
@@ -240,16 +264,3 @@ def checkpoints(runs: Sequence[Run]) -> Html:
                 ]
             )
     return table(["run", "step", "written", "seconds", "training waited, s", "state"], rows)
-
-
-def samples(runs: Sequence[Run]) -> Html:
-    """Return the samples that were generated at validations."""
-    rows = []
-    for index, run in enumerate(runs):
-        for record in list(run.samples)[-MOST_SHOWN:]:
-            texts = record.get("samples")
-            for each in texts if isinstance(texts, list) else []:
-                if isinstance(each, dict):
-                    cells = [str(each.get("prompt", "")), str(each.get("text", ""))]
-                    rows.append([named(index, run), f"{record['step']:,}", *cells])
-    return table(["run", "step", "prompt", "continuation"], rows[-MOST_SHOWN:])

@@ -18,7 +18,7 @@ from mlm.report.history import FILE_NAME, parse, read_lines, step_of
 
 CONFIG = "config.yaml"
 MOST_LISTED = 500
-"""Incidents, checkpoints, attempts and samples of a run that are kept; the newest."""
+"""Incidents, checkpoints and attempts of a run that are kept; the newest."""
 MOST_SCORES = 100
 MAX_SCORES = 1 << 22  # bytes of one result
 MOVE = "move it out of the run folder"
@@ -50,7 +50,6 @@ class Run:
     """Incidents and returns to a checkpoint."""
     saves: "deque[dict[str, Any]]" = field(default_factory=newest)
     ranks: "deque[dict[str, Any]]" = field(default_factory=newest)
-    samples: "deque[dict[str, Any]]" = field(default_factory=newest)
     scores: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     """Results of evaluations by file name."""
     kept: frozenset[str] = frozenset()
@@ -184,7 +183,7 @@ def take(run: Run, record: dict[str, Any]) -> None:
             run.rows.setdefault(where, Rows()).add({**numbers, "time": run.seconds})
     lists = {
         **{"incident": run.incidents, "rewound": run.incidents, "ranks": run.ranks},
-        **{"saved": run.saves, "save_failed": run.saves, "samples": run.samples},
+        **{"saved": run.saves, "save_failed": run.saves},
     }
     if isinstance(kind, str) and kind in lists:
         lists[kind].append(record)

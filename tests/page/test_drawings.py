@@ -42,6 +42,7 @@ def test_stages_name_their_layers(tmp_path: Path) -> None:
     drawn = draw_layout(plans(tmp_path / "a", {"vp": 2}))
     assert "stage P0: embedding, layers 0, 2<" in drawn
     assert "stage P1: layers 1, 3, output<" in drawn
+    assert "stage P3: layer 3, output<" in draw_layout(plans(tmp_path / "b", {"pp": 4}))
 
 
 def test_a_large_layout_is_drawn_in_part_and_says_so(tmp_path: Path) -> None:
@@ -91,7 +92,7 @@ def test_memory_is_that_of_the_plan(tmp_path: Path) -> None:
     layout = Layout(tp=2, pp=2, dp=2, micro_batch=2, global_batch=16)
     for stage in (0, 1):
         peak = MemoryModel(model, 32, "fp32", device="cpu", reserved=0.3 * GIB).peak(layout, stage)
-        assert f"<td>{peak.total / GIB:.2f}</td>" in drawn
+        assert f"<td>{peak.total / GIB:.3g}</td>" in drawn
     assert "Planned for a CPU" in drawn
     assert "Rank 0 logged 1.00 GiB" in drawn
 

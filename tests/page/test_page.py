@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import deque
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -70,13 +71,11 @@ def test_a_page_loads_nothing(tmp_path: Path) -> None:
 def test_no_text_of_a_run_becomes_markup(tmp_path: Path) -> None:
     plain = page_of(some_run(tmp_path / "plain"))
     incident = {"kind": "incident", "step": 1, "kinds": [NAUGHTY], "lines": [NAUGHTY], "action": NAUGHTY}
-    sample = {"kind": "samples", "step": 1, "samples": [{"prompt": NAUGHTY, "text": NAUGHTY}]}
     run = write_run(
         tmp_path / "hostile",
         started(loss_unit=NAUGHTY, host=NAUGHTY, command=[NAUGHTY], versions={NAUGHTY: NAUGHTY}),
         *(stepped(step, **{NAUGHTY: 1.0}) for step in (1, 2)),
         incident,
-        sample,
         {"kind": "save_failed", "step": 1, "error": NAUGHTY},
         {"kind": "scores", "step": 1, "split": NAUGHTY, "accuracy": 0.5},
         name=NAUGHTY.replace("\x00", "").replace("\x1b", ""),
@@ -148,6 +147,31 @@ def test_twenty_long_runs_fit(tmp_path: Path) -> None:
     assert len(content) < MOST_BYTES == 2_000_000
     assert all(1e9 in run["curves"]["step:loss"]["y"] for run in page.data["runs"])
     assert "drawn as their first, last, lowest and highest value" in page.text
+
+
+def test_twenty_runs_with_all_that_files_can_hold_fit(tmp_path: Path) -> None:
+    long = "<&>" * 1_000
+    incident = {"kind": "incident", "step": 1, "kinds": [long], "lines": [long], "action": long}
+    saved = {"kind": "save_failed", "step": 1, "error": long}
+    steps = np.arange(1.0, 1001)
+    table: dict[str, Column] = {f"part {number}": steps / 7 for number in range(60)}
+    runs = [
+        Run(
+            f"run {number}",
+            tmp_path,
+            settings={f"{key}.{long}"[:500]: f"{number}{long}" for key in range(150)},
+            problems=[long] * 100,
+            attempts=deque([started(command=[long], host=long)] * 500),
+            incidents=deque([incident] * 500),
+            saves=deque([saved] * 500),
+            scores=[(f"eval-{file}.json", {"task": long, "metrics": {"a": 1.0}}) for file in range(100)],
+            tables={"step": {"step": steps, "tokens": steps, "time": steps, **table}},
+        )
+        for number in range(20)
+    ]
+    content = make_page(runs)
+    assert len(content) < MOST_BYTES
+    assert "and is left out; name fewer runs to see it" in Page(content).text
 
 
 def test_a_page_that_is_watched_reloads(tmp_path: Path) -> None:
