@@ -1,0 +1,427 @@
+"""What is planted in jobs of SLURM, and what has to come of it."""
+
+import json
+import re
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from rehearsal.cluster import LOST_AFTER_S, Cluster, Failed, Job, last_line, wait
+from rehearsal.network import Namespaces, kill
+from rehearsal.record import Finding
+from rehearsal.training import RUN, SAVE_EVERY, History, checkpoints, compare, wait_for_step
+
+PHASES = ("starting", "importing", "rendezvous", "loading", "training", "saving", "validating")
+PORT = "13131"
+GONE = re.compile(r"mlm: rank \d+: .*(gone|did not finish|did not rendezvous)")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a case works with: the cluster, a folder of its own, and the losses of an undisturbed run."""
+
+    cluster: Cluster
+    folder: Path
+    alone: dict[int, float]
+
+    @property
+    def out(self) -> Path:
+        """The run's folder."""
+        return self.folder / "run"
+
+    def words(self, *more: str, steps: int) -> list[str]:
+        """Words of `mlm pretrain`."""
+        return [*RUN, f"train.steps={steps}", f"out={self.out}", *more]
+
+    def submit(
+        self,
+        *more: str,
+        steps: int,
+        options: tuple[str, ...] = (),
+        hold: str = "",
+        step_s: float = 0.0,
+        **variables: str,
+    ) -> Job:
+        """Submit a run, held in a phase and slowed in its first attempt."""
+        variables |= {"REHEARSAL_FOLDER": str(self.folder), "REHEARSAL_HOLD": hold}
+        variables |= {"REHEARSAL_STEP_S": str(step_s)}
+        return self.cluster.submit(self.words(*more, steps=steps), options=options, variables=variables)
+
+    def release(self) -> None:
+        """Let held ranks continue."""
+        (self.folder / "released").touch()
+
+    def wait_until_held(self, ranks: int) -> None:
+        """Wait until all ranks are in the phase in which they are held."""
+        files = [self.folder / f"held-{rank}" for rank in range(ranks)]
+        wait(f"{ranks} ranks held", lambda: all(file.exists() for file in files), 240)
+
+
+Case = Callable[[Stage], Finding]
+
+
+def submitted(stage: Stage) -> Finding:
+    """Four ranks on two nodes."""
+    job = stage.submit(steps=10, options=("--ntasks-per-node=2",))
+    job.wait_for("COMPLETED")
+    history = compare(stage.out, stage.alone, steps=10)
+    if history.sizes != [4]:
+        raise Failed(f"dp={history.sizes}, not 4")
+    return Finding("nothing: 4 ranks on 2 nodes", None, "10 steps, losses as of one process", "nothing")
+
+
+def split_over_nodes(stage: Stage) -> Finding:
+    """Each layer split over two nodes."""
+    job = stage.submit("tp=2", steps=10)
+    job.wait_for("COMPLETED")
+    compare(stage.out, stage.alone, steps=10)
+    return Finding("nothing: tp=2, a rank per node", None, "10 steps, losses as of one process", "nothing")
+
+
+def out_of_time(phase: str, stage: Stage) -> Finding:
+    """The signal before the time limit, in a phase of the job's life."""
+    steps = 12
+    validate = ("train.validate_every=4",) if phase == "validating" else ()
+    call = {"training": ":3", "saving": ":1"}.get(phase, "")
+    # A task that is only starting hears the next repetition of the signal, and trains until then.
+    job = stage.submit(*validate, steps=steps, hold=phase + call, step_s=1.0 if phase == "starting" else 0.0)
+    stage.wait_until_held(2)
+    begin = time.monotonic()
+    job.signal("--batch", "--signal=USR1")
+    if phase == "starting":
+        time.sleep(1.0)
+        stage.release()
+    said, _ = job.wait_to_say("SIGUSR1: (noted|finishing)")
+    found = time.monotonic() - begin
+    stage.release()
+    job.wait_for_requeue()
+    job.start_again()
+    before = History.of(stage.out)
+    job.wait_for("COMPLETED")
+    history = compare(stage.out, stage.alone, steps=steps)
+    check_continued(history, before.last)
+    lost = f"nothing: saved after step {before.last}, continued there"
+    return Finding(f"the signal before the time limit, while {phase}", found, said, lost)
+
+
+def time_limit(stage: Stage) -> Finding:
+    """SLURM's own signal, by --time and --signal."""
+    job = stage.submit(steps=120, options=("--time=2", "--signal=B:USR1@60"), step_s=0.5)
+    wait_for_step(stage.out, 1)
+    begin = time.monotonic()
+    said, _ = job.wait_to_say("SIGUSR1: (noted|finishing)", 120)
+    found = time.monotonic() - begin
+    job.wait_for_requeue()
+    job.start_again(limit=10)  # the second attempt runs through
+    before = History.of(stage.out).last
+    job.wait_for("COMPLETED")
+    check_continued(compare(stage.out, stage.alone, steps=120), before)
+    planted = f"--time=2 --signal=B:USR1@60; the signal came {found:.0f} s after the first step"
+    return Finding(planted, None, said, f"nothing: saved after step {before}, continued there")
+
+
+def at_once(stage: Stage) -> Finding:
+    """The signal as soon as SLURM calls the job running: its script may not have begun."""
+    job = stage.submit(steps=8)
+    wait("the job to run", lambda: job.facts["JobState"] == "RUNNING", 60)
+    begin = time.monotonic()
+    job.signal("--batch", "--signal=USR1")
+    said, _ = job.wait_to_say("SIGUSR1: (noted|finishing)", 60)
+    found = time.monotonic() - begin
+    job.wait_for_requeue()
+    job.start_again()
+    before = History.of(stage.out).last
+    job.wait_for("COMPLETED")
+    compare(stage.out, stage.alone, steps=8)
+    return Finding(
+        "the same signal in the job's first second",
+        found,
+        said,
+        f"nothing: saved after step {before}",
+    )
+
+
+def cancelled(stage: Stage) -> Finding:
+    """`scancel`: SIGTERM, and SIGKILL after KillWait."""
+    job = stage.submit(steps=400, step_s=0.2)
+    wait_for_step(stage.out, 3)
+    begin = time.monotonic()
+    job.signal()
+    said, found = job.wait_to_say("SIGTERM: finishing")
+    wait("the last checkpoint", lambda: History.of(stage.out).last in checkpoints(stage.out), 40)
+    took = time.monotonic() - begin
+    job.wait_for("CANCELLED")
+    last = History.of(stage.out).last
+    if last not in checkpoints(stage.out):
+        raise Failed(f"step {last} is not saved: {checkpoints(stage.out)}")
+    compare(stage.out, stage.alone, steps=last)
+    return Finding("`scancel JOB`", found, said, f"nothing: saved after step {last} within {took:.1f} s")
+
+
+def cancelled_by_signal(stage: Stage) -> Finding:
+    """`scancel --signal=USR1`: the ranks save, and the job is not queued again."""
+    job = stage.submit(steps=400, step_s=0.2)
+    wait_for_step(stage.out, 3)
+    job.signal("--signal=USR1")
+    said, found = job.wait_to_say("SIGUSR1: finishing")
+    job.wait_for("COMPLETED")
+    if job.facts["Restarts"] != "0":
+        raise Failed("queued again")
+    last = History.of(stage.out).last
+    compare(stage.out, stage.alone, steps=last)
+    if last not in checkpoints(stage.out):
+        raise Failed(f"step {last} is not saved: {checkpoints(stage.out)}")
+    return Finding(
+        "`scancel --signal=USR1 JOB`", found, said, f"nothing: saved after step {last}, exit code 0"
+    )
+
+
+def moved(stage: Stage) -> Finding:
+    """The only node of a job loses its power; the job continues on the other."""
+    ask = stage.cluster.ask
+    ask("scontrol", "update", "NodeName=n1", "State=DRAIN", "Reason=rehearsal")
+    options = ("--nodes=1", "--ntasks-per-node=2")
+    job = stage.submit(steps=60, options=options, step_s=0.3)
+    try:
+        last = wait_for_step(stage.out, SAVE_EVERY + 2)
+        ask("scontrol", "update", "NodeName=n1", "State=RESUME")
+        begin = time.monotonic()
+        stage.cluster.lose("n2")
+        job.wait_for_requeue(seconds=240)
+        found = time.monotonic() - begin
+        job.start_again()
+        job.wait_for("COMPLETED")
+        if job.facts["NodeList"] != "n1":
+            raise Failed(f"it ran on {job.facts['NodeList']}")
+    finally:
+        stage.cluster.start_node("n2")
+        stage.cluster.wait_for_nodes("n1", "n2")
+    lost = steps_lost(compare(stage.out, stage.alone, steps=60), last)
+    said = "SLURM: Node failure on n2, Requeuing"
+    return Finding(
+        f"n2, a job's only node, loses its power (SlurmdTimeout={LOST_AFTER_S})", found, said, lost
+    )
+
+
+def node_lost(node: str, pull: bool, stage: Stage) -> Finding:
+    """One of a job's two nodes disappears, and comes back: it needs both."""
+    job = stage.submit(steps=60, step_s=0.3)
+    try:
+        last = wait_for_step(stage.out, SAVE_EVERY + 2)
+        begin = time.monotonic()
+        stage.cluster.lose(node, pull=pull)
+        job.wait_for_requeue(seconds=240)
+        found = time.monotonic() - begin
+    finally:
+        stage.cluster.start_node(node)
+    stage.cluster.wait_for_nodes("n1", "n2")
+    job.start_again()
+    job.wait_for("COMPLETED")
+    lost = steps_lost(compare(stage.out, stage.alone, steps=60), last)
+    role = "runs the script" if node == "n1" else "holds ranks only"
+    how = "loses its power" if pull else "loses slurmd and its ranks"
+    said = next(
+        (line for line in job.said.splitlines() if GONE.search(line)), "SLURM: Node failure, Requeuing"
+    )
+    return Finding(f"{node}, which {role}, {how} (SlurmdTimeout={LOST_AFTER_S})", found, said, lost)
+
+
+def check_continued(history: History, step: int) -> None:
+    """Raise Failed unless the second of two attempts continued after a step."""
+    if history.starts != [0, step]:
+        raise Failed(f"attempts began after the steps {history.starts}; the first ended with {step}")
+
+
+def steps_lost(history: History, last: int) -> str:
+    """The steps that a run of two attempts computed again, `last` and the one in progress. Raises Failed."""
+    start = history.starts[-1]
+    if len(history.starts) != 2 or not 0 < start <= last or last + 1 - start > 2 * SAVE_EVERY:
+        raise Failed(f"attempts began after the steps {history.starts}; step {last} was logged at the fault")
+    return f"{last + 1 - start} steps: continued from the checkpoint of step {start}"
+
+
+def rank_killed(stage: Stage) -> Finding:
+    """SIGKILL of one rank."""
+    job = stage.submit(steps=400, step_s=0.2)
+    wait_for_step(stage.out, SAVE_EVERY + 2)
+    kill(ranks_on(stage.cluster, "n2"), signal.SIGKILL)
+    said, found = job.wait_to_say(GONE.pattern)
+    job.wait_for("FAILED")
+    saved, last = max(checkpoints(stage.out)), History.of(stage.out).last
+    return Finding("SIGKILL of the rank on n2", found, said, f"{last - saved} steps: step {saved} is saved")
+
+
+def tasks_of(job: Job) -> list[Job]:
+    """The two tasks of an array."""
+    log = job.cluster.folder / f"job-{job.number}"
+    return [replace(job, number=f"{job.number}_{task}", log=Path(f"{log}-{task}.log")) for task in (0, 1)]
+
+
+def array_at_once(stage: Stage) -> Finding:
+    """Two tasks of an array write to one folder at the same time."""
+    job = stage.submit(steps=60, options=("--array=0-1", "--nodes=1"), step_s=0.3)
+    jobs = tasks_of(job)
+    begin = time.monotonic()
+    ended = wait(
+        "one task to end", lambda: [j for j in jobs if j.facts["JobState"] == "FAILED"], 240, every=0.5
+    )
+    found = time.monotonic() - begin
+    other = next(j for j in jobs if j is not ended[0])
+    other.wait_for("COMPLETED")
+    compare(stage.out, stage.alone, steps=60)
+    said = next((line for line in ended[0].said.splitlines() if "in use" in line), "")
+    if not said:
+        raise Failed(f"the second task said: {last_line(ended[0].said)}")
+    return Finding("`--array=0-1` in one folder", found, said, "nothing: the first trained to its end")
+
+
+def array_in_turn(stage: Stage) -> Finding:
+    """A chain of jobs that continue one run; the first is told to stop."""
+    job = stage.submit(steps=30, options=("--array=0-1%1",), step_s=0.3)
+    first, second = tasks_of(job)
+    wait_for_step(stage.out, 4)
+    first.signal("--signal=USR1")
+    first.wait_for("COMPLETED")
+    before = History.of(stage.out).last
+    second.wait_for("COMPLETED")
+    history = compare(stage.out, stage.alone, steps=30)
+    check_continued(history, before)
+    return Finding(
+        "`--array=0-1%1`: the first is told to stop", None, f"resuming from … (step {before})", "nothing"
+    )
+
+
+def unresolved(stage: Stage) -> Finding:
+    """A rendezvous address that no host knows."""
+    return _says(
+        stage, {"MASTER_ADDR": "node9"}, "MASTER_ADDR=node9", "MASTER_ADDR=node9, which no host knows"
+    )
+
+
+def unresolved_peer(stage: Stage) -> Finding:
+    """A host whose own name no host knows."""
+    assert isinstance(stage.cluster.network, Namespaces)
+    hosts = stage.cluster.network.hosts("n2")
+    text = hosts.read_text()
+    try:  # the file itself is mounted, so it must not be replaced
+        hosts.write_text(
+            "".join(line for line in text.splitlines(keepends=True) if not line.endswith(" n2\n"))
+        )
+        return _says(stage, {}, "n2", "n2 does not know its own name")
+    finally:
+        hosts.write_text(text)
+
+
+def _says(stage: Stage, variables: dict[str, str], pattern: str, planted: str) -> Finding:
+    """A job that ends with exit code 2 and a line."""
+    job = stage.cluster.submit(stage.words(steps=4), variables=variables)
+    wait("the job to run", lambda: job.facts["JobState"] != "PENDING", 60)
+    said, found = job.wait_to_say(re.escape(pattern))
+    job.wait_for("FAILED")
+    return Finding(planted, found, said, "nothing: before compute")
+
+
+def port_taken(stage: Stage) -> Finding:
+    """Two jobs rendezvous on one port of one host."""
+    first = stage.submit(steps=400, step_s=0.2, MASTER_PORT=PORT)
+    wait_for_step(stage.out, 1)
+    try:
+        second = replace(stage, folder=stage.folder / "second")
+        second.folder.mkdir()
+        return _says(
+            second,
+            {"MASTER_PORT": PORT},
+            f"MASTER_PORT={PORT}",
+            f"two jobs with MASTER_PORT={PORT} on one host",
+        )
+    finally:
+        first.signal()
+        first.wait_for("CANCELLED")
+
+
+def corpus_built(stage: Stage) -> Finding:
+    """`mlm data build` through datatrove, on the same cluster."""
+    texts = stage.folder / "texts"
+    texts.mkdir()
+    for number in range(2):
+        lines = [
+            json.dumps({"text": f"Document {number} {i} of the rehearsal, of some length."})
+            for i in range(20)
+        ]
+        (texts / f"{number}.jsonl").write_text("\n".join(lines) + "\n")
+    mlm = (stage.cluster.python, "-m", "mlm", "data")
+    stage.cluster.ask(
+        *mlm, "tokenizer", f"input={texts}", f"out={stage.folder}/tokenizer.json", "vocab_size=300"
+    )
+    words = (f"input={texts}", f"tokenizer={stage.folder}/tokenizer.json", "recipe=plain", "split=1/0/0")
+    slurm = (
+        "executor.kind=slurm",
+        "executor.partition=main",
+        "executor.time=00:10:00",
+        "executor.memory_gb=1",
+    )
+    built, local = stage.folder / "corpus", stage.folder / "local"
+    begin = time.monotonic()
+    stage.cluster.ask(*mlm, "build", *words, *slurm, f"out={built}")
+
+    def finish() -> bool:
+        if stage.cluster.ask("squeue", "--noheader").strip():
+            return False
+        stage.cluster.ask(*mlm, "build", *words, *slurm, f"out={built}")
+        return (built / "train.bin").exists()
+
+    wait("the corpus", finish, 150, every=2.0)
+    took = time.monotonic() - begin
+    stage.cluster.ask(*mlm, "build", *words, f"out={local}", "executor.workers=1")
+    for name in ("train.bin", "train.idx"):
+        if (built / name).read_bytes() != (local / name).read_bytes():
+            raise Failed(f"{name} differs from the one built on one machine")
+    return Finding(
+        "nothing: `mlm data build executor.kind=slurm`",
+        None,
+        f"built in {took:.0f} s",
+        "nothing: equal bytes",
+    )
+
+
+def ranks_on(cluster: Cluster, node: str) -> list[int]:
+    """Process ids of the ranks on a node."""
+    found = []
+    for pid in cluster.network.processes(node):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if words[1:4] == [b"-m", b"mlm", b"pretrain"]:
+            found.append(pid)
+    return found
+
+
+LOST = {
+    "a job's only node lost": moved,
+    "a node of ranks killed": partial(node_lost, "n2", False),
+    "a node of ranks lost": partial(node_lost, "n2", True),
+    "the script's node lost": partial(node_lost, "n1", True),
+}
+NEEDS_HOSTS = (*LOST, "own name unknown")
+"""Cases that loopback cannot show."""
+CASES: dict[str, Case] = {
+    "submit": submitted,
+    "tp across nodes": split_over_nodes,
+    **{f"time limit while {phase}": partial(out_of_time, phase) for phase in PHASES},
+    "time limit in the first second": at_once,
+    "time limit of SLURM's own": time_limit,
+    "scancel": cancelled,
+    "scancel --signal": cancelled_by_signal,
+    "a rank killed": rank_killed,
+    **LOST,
+    "array at once": array_at_once,
+    "array in turn": array_in_turn,
+    "host name unknown": unresolved,
+    "own name unknown": unresolved_peer,
+    "two jobs on one port": port_taken,
+    "data build": corpus_built,
+}

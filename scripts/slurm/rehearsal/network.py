@@ -1,0 +1,191 @@
+"""Hosts that are network namespaces of this machine, joined by a bridge: each has an address and a name.
+
+Everything lies in namespaces, /etc/hosts too: the machine's own network and files stay as they are. Where
+namespaces are not to be had, all hosts are this machine, and for as long their names stand for loopback in
+/etc/hosts.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+HEAD, NODES = "head", ("n1", "n2")
+SUBNET = "10.97.0"
+ADDRESSES = {HEAD: f"{SUBNET}.1", "n1": f"{SUBNET}.11", "n2": f"{SUBNET}.12"}
+HOSTS, MARK = Path("/etc/hosts"), "# rehearsal of mlm"
+END_S = 10.0
+
+
+def sh(*words: str, check: bool = True) -> str:
+    """Run a command; its output. Raises CalledProcessError."""
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if check and done.returncode:
+        raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip() or done.returncode}")
+    return done.stdout
+
+
+@dataclass(frozen=True)
+class Namespaces:
+    """Three namespaces: `head` with the bridge, and the nodes."""
+
+    folder: Path
+    """For what each host finds in /etc/hosts."""
+
+    words = "each node in a network namespace, with an address and a host name"
+    separate = True
+
+    @staticmethod
+    def is_possible() -> bool:
+        """True if namespaces, bridges and host names can be made."""
+        if os.geteuid() or shutil.which("ip") is None:
+            return False
+        try:
+            sh("ip", "netns", "add", "mlm-try")
+            sh(*_in("mlm-try"), "ip", "link", "add", "bridge", "type", "bridge")
+            sh(*_in("mlm-try"), "unshare", "--uts", "true")
+        except (OSError, RuntimeError):
+            return False
+        finally:
+            sh("ip", "netns", "del", "mlm-try", check=False)
+        return True
+
+    def up(self) -> None:
+        """Make the hosts."""
+        self.down()
+        for host in ADDRESSES:
+            lines = [f"{address} {name}" for name, address in ADDRESSES.items()]
+            self.hosts(host).write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
+            sh("ip", "netns", "add", _space(host))
+            sh(*_in(_space(host)), "ip", "link", "set", "lo", "up")
+        head = _in(_space(HEAD))
+        sh(*head, "ip", "link", "add", "bridge", "type", "bridge")
+        sh(*head, "ip", "addr", "add", f"{ADDRESSES[HEAD]}/24", "dev", "bridge")
+        sh(*head, "ip", "link", "set", "bridge", "up")
+        for node in NODES:
+            inside, peer = _in(_space(node)), ("peer", "name", "eth0", "netns", _space(node))
+            sh(*head, "ip", "link", "add", node, "type", "veth", *peer)
+            sh(*head, "ip", "link", "set", node, "master", "bridge", "up")
+            sh(*inside, "ip", "addr", "add", f"{ADDRESSES[node]}/24", "dev", "eth0")
+            sh(*inside, "ip", "link", "set", "eth0", "up")
+
+    def hosts(self, host: str) -> Path:
+        """What a host finds in /etc/hosts."""
+        return self.folder / f"hosts-{host}"
+
+    def on(self, host: str, *words: str) -> list[str]:
+        """The command line that runs `words` on a host."""
+        # Not `ip netns exec`: it mounts another /sys, without the control groups that slurmd looks for.
+        prepare = f'mount --bind {self.hosts(host)} /etc/hosts && hostname {host} && exec "$@"'
+        inside = ("nsenter", f"--net=/run/netns/{_space(host)}", "unshare", "--uts", "--mount")
+        return [*inside, "sh", "-c", prepare, "-", *words]
+
+    def cable(self, node: str, state: str) -> None:
+        """Plug a node's cable in (up), or pull it (down)."""
+        sh(*_in(_space(HEAD)), "ip", "link", "set", node, state)
+
+    def processes(self, host: str) -> list[int]:
+        """Process ids of a host."""
+        return [int(pid) for pid in sh("ip", "netns", "pids", _space(host), check=False).split()]
+
+    def down(self) -> None:
+        """End all processes of the hosts, and remove them."""
+        for host in ADDRESSES:
+            end(partial(self.processes, host))
+            sh("ip", "netns", "del", _space(host), check=False)
+
+
+@dataclass(frozen=True)
+class Loopback:
+    """All hosts are this machine: what a cable or an address decides cannot be rehearsed."""
+
+    words = "both nodes on the loopback interface: network namespaces are not to be had here"
+    separate = False
+    started: str
+    """Variable that marks the processes of this rehearsal, as NAME=VALUE."""
+
+    def up(self) -> None:
+        """Add the names to /etc/hosts."""
+        self.down()
+        names = " ".join(NODES)
+        with HOSTS.open("a") as file:
+            file.write(f"127.0.0.1 {names} {MARK}\n")
+
+    def on(self, host: str, *words: str) -> list[str]:
+        """The command line that runs `words` on a host."""
+        return ["env", self.started, f"REHEARSAL_HOST={host}", *words]
+
+    def cable(self, node: str, state: str) -> None:
+        """There is none."""
+
+    def processes(self, host: str) -> list[int]:
+        """Process ids of a host: SLURM's tasks name their node, the rest inherit what `on` sets."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                lines = (folder / "environ").read_text(errors="replace").split("\0")
+                variables = dict(line.split("=", 1) for line in lines if "=" in line)
+                name, _, value = self.started.partition("=")
+                own = variables.get("SLURMD_NODENAME") or variables.get("REHEARSAL_HOST")
+                if variables.get(name) == value and own == host:
+                    found.append(int(folder.name))
+        return found
+
+    def down(self) -> None:
+        """End all processes of the hosts, and remove their names."""
+        for host in ADDRESSES:
+            end(partial(self.processes, host))
+        lines = HOSTS.read_text().splitlines(keepends=True)
+        kept = [line for line in lines if MARK not in line]
+        if kept != lines:
+            HOSTS.write_text("".join(kept))
+
+
+Network = Namespaces | Loopback
+
+
+def find_network(folder: Path, *, loopback: bool) -> Network:
+    """Namespaces where they can be had, and unless `loopback`."""
+    if loopback or not Namespaces.is_possible():
+        return Loopback(f"REHEARSAL={os.getpid()}")
+    return Namespaces(folder)
+
+
+def address(network: Network, host: str) -> str:
+    """Address of a host."""
+    return ADDRESSES[host] if network.separate else "127.0.0.1"
+
+
+def host_name(network: Network, host: str) -> str:
+    """What a host calls itself."""
+    return host if network.separate else socket.gethostname()
+
+
+def kill(pids: Sequence[int], number: signal.Signals = signal.SIGKILL) -> None:
+    """Send a signal to processes of ours, where they are still there."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def end(processes: Callable[[], list[int]]) -> None:
+    """Kill what `processes` lists until nothing is left."""
+    limit = time.monotonic() + END_S
+    while (left := processes()) and time.monotonic() < limit:
+        kill(left)
+        time.sleep(0.1)
+
+
+def _space(host: str) -> str:
+    return f"mlm-{host}"
+
+
+def _in(space: str) -> tuple[str, ...]:
+    return ("ip", "netns", "exec", space)
