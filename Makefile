@@ -6,8 +6,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 RUN := runs/shakespeare
 JOBS ?= 2
 # A file's tests share fixtures and ranks, so a file stays with one worker, in the order of tests/conftest.py;
-# each worker computes on one thread.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# each worker computes on one thread. Hundreds of processes import mlm: each would compile it without bytecode.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 
 .PHONY: help demo test test-all lint docs docs-serve format clean

@@ -6,7 +6,7 @@ from links import GATHERED, ROOT, picture_uri, pictures, rewrite, source_of, sou
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
-from reference import NAV, PAGES
+from reference import NAV, pages
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -22,7 +22,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add gathered and generated pages, and the pictures that pages show."""
     for path, uri in GATHERED.items():
         files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
-    for uri, text in PAGES.items():
+    for uri, text in pages().items():
         files.append(File.generated(config, uri, content=text))
     for path in sorted({picture for page in sources() for picture in pictures(page)}):
         files.append(File.generated(config, picture_uri(path), abs_src_path=str(ROOT / path)))
@@ -33,6 +33,6 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, **_: An
     """Rewrite the links of a page that is a file of the repository; the home page lists no neighbours."""
     if page.is_homepage:
         page.meta["hide"] = ["navigation"]
-    if page.file.src_uri in PAGES:
+    if page.file.src_uri in pages():
         return markdown
     return rewrite(markdown, source_of(page.file.src_uri), config.repo_url)

@@ -1,10 +1,11 @@
 """The reference's pages, generated from the code: each command's keys, each config group's choices.
 
-`PAGES` maps paths on the site to Markdown, `NAV` is their part of the navigation. No MkDocs is needed here.
+`pages()` maps paths on the site to Markdown, `NAV` is their part of the navigation. No MkDocs is needed here.
 """
 
 import re
 from collections.abc import Iterable, Iterator
+from functools import cache
 from itertools import groupby
 from typing import Any
 
@@ -151,8 +152,9 @@ def text(words: Any) -> str:
     return "".join(parts)
 
 
+@cache
 def pages() -> dict[str, str]:
-    """Every page of the reference."""
+    """Every page of the reference; composing all commands takes seconds."""
     return {
         "reference/index.md": index_page(),
         **{command_uri(command): command_page(command) for command in COMMANDS},
@@ -161,7 +163,6 @@ def pages() -> dict[str, str]:
     }
 
 
-PAGES = pages()
 NAV: list[Any] = [
     "reference/index.md",
     {"Commands": [{f"mlm {command.name}": command_uri(command)} for command in COMMANDS]},

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,17 @@ import torch
 
 from mlm.data.indexed import DTYPES, IndexedDataset, IndexedWriter, token_dtype
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # about accelerators that are not here
-    theirs = pytest.importorskip(
-        "megatron.core.datasets.indexed_dataset",
-        reason="megatron-core is absent: pip install 'mlm[dev]'",
-    )
+
+@cache
+def theirs() -> Any:
+    """Their module; importing it takes seconds, of the worker alone that runs these tests."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about accelerators that are not here
+        return pytest.importorskip(
+            "megatron.core.datasets.indexed_dataset",
+            reason="megatron-core is absent: pip install 'mlm[dev]'",
+        )
+
 
 Documents = Sequence[Sequence[Sequence[int]]]
 GPT: Documents = [[[1, 2, 3]], [[]], [[7]], [[50, 60]]]
@@ -32,12 +38,12 @@ def write_ours(prefix: Path, documents: Documents, dtype: np.dtype[Any]) -> Inde
 
 
 def write_theirs(prefix: Path, documents: Documents, dtype: np.dtype[Any]) -> Any:
-    builder = theirs.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype.type)
+    builder = theirs().IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype.type)
     for sequences in documents:
         tokens = torch.tensor([t for s in sequences for t in s], dtype=torch.int64)
         builder.add_document(tokens, [len(s) for s in sequences])
     builder.finalize(f"{prefix}.idx")
-    return theirs.IndexedDataset(str(prefix))
+    return theirs().IndexedDataset(str(prefix))
 
 
 def same_bytes(one: Path, other: Path) -> bool:
@@ -59,7 +65,7 @@ def test_writer_makes_the_bytes_of_their_builder(tmp_path: Path, documents: Docu
 @pytest.mark.parametrize("documents", [GPT, BERT], ids=["gpt", "bert"])
 def test_their_reader_reads_ours(tmp_path: Path, documents: Documents, code: int) -> None:
     ours = write_ours(tmp_path / "c", documents, DTYPES[code])
-    read = theirs.IndexedDataset(str(tmp_path / "c"))
+    read = theirs().IndexedDataset(str(tmp_path / "c"))
     assert [read[i].tolist() for i in range(len(read))] == [list(s) for d in documents for s in d]
     assert read[0].dtype == ours.dtype
     np.testing.assert_array_equal(read.document_indices, ours.document_indices)
@@ -79,14 +85,14 @@ def test_our_reader_reads_theirs(tmp_path: Path, documents: Documents, code: int
 
 def test_part_of_a_sequence_lies_where_their_get_finds_it(tmp_path: Path) -> None:
     ours = write_ours(tmp_path / "c", BERT, DTYPES[8])
-    read = theirs.IndexedDataset(str(tmp_path / "c"))
+    read = theirs().IndexedDataset(str(tmp_path / "c"))
     for i in range(len(ours)):
         for offset in range(int(ours.lengths[i])):
             np.testing.assert_array_equal(read.get(i, offset=offset), ours[i][offset:])
 
 
 def test_items_of_their_builder_are_sequences_of_ours(tmp_path: Path) -> None:
-    builder = theirs.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.uint16)
+    builder = theirs().IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.uint16)
     for sequences in BERT:
         for sequence in sequences:
             builder.add_item(torch.tensor(sequence, dtype=torch.int64))
@@ -98,7 +104,7 @@ def test_items_of_their_builder_are_sequences_of_ours(tmp_path: Path) -> None:
 
 def test_merged_corpora_are_the_bytes_of_their_add_index(tmp_path: Path) -> None:
     shards = [write_ours(tmp_path / f"s{i}", part, DTYPES[8]) for i, part in enumerate((GPT, BERT, GPT))]
-    builder = theirs.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.uint16)
+    builder = theirs().IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.uint16)
     with IndexedWriter(tmp_path / "ours", DTYPES[8]) as writer:
         for shard in shards:
             builder.add_index(str(shard.prefix))
@@ -109,8 +115,8 @@ def test_merged_corpora_are_the_bytes_of_their_add_index(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("vocab_size", [1, 257, 30_522, 50_257, 65_499, 65_500, 65_536, 256_000])
 def test_token_dtype_is_theirs(vocab_size: int) -> None:
-    assert token_dtype(vocab_size) == np.dtype(theirs.DType.optimal_dtype(vocab_size))
+    assert token_dtype(vocab_size) == np.dtype(theirs().DType.optimal_dtype(vocab_size))
 
 
 def test_dtype_codes_are_theirs() -> None:
-    assert {code: np.dtype(theirs.DType.dtype_from_code(code)) for code in DTYPES} == DTYPES
+    assert {code: np.dtype(theirs().DType.dtype_from_code(code)) for code in DTYPES} == DTYPES

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from links import GATHERED, OWN, ROOT, rewrite
-from reference import PAGES, command_uri, group_uri
+from reference import command_uri, group_uri, pages
 
 import mlm
 from mlm.cli.commands import COMMANDS, Command
@@ -19,7 +19,7 @@ CI = ROOT / ".github/workflows/ci.yml"
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 def test_the_reference_has_every_key_of_a_command(command: Command) -> None:
-    page = PAGES[command_uri(command)]
+    page = pages()[command_uri(command)]
     rows = {row[1]: row[0] for row in re.finditer(r"^\| \[`([^`]+)`\].*$", page, re.MULTILINE)}
     known = leaves(command.spec)
     assert known.keys() <= rows.keys()
@@ -30,13 +30,13 @@ def test_the_reference_has_every_key_of_a_command(command: Command) -> None:
 
 
 def test_the_reference_lists_every_command() -> None:
-    listed = re.findall(r"\[`mlm ([^`]+)`\]", PAGES["reference/index.md"])
+    listed = re.findall(r"\[`mlm ([^`]+)`\]", pages()["reference/index.md"])
     assert listed == [command.name for command in COMMANDS]
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.name)
 def test_the_reference_shows_every_choice_of_a_group(group: Path) -> None:
-    page = PAGES[group_uri(group.name)]
+    page = pages()[group_uri(group.name)]
     for choice in group.glob("*.yaml"):
         assert f"## {choice.stem}\n" in page
         assert choice.read_text().rstrip() in page
