@@ -1,26 +1,21 @@
 """A tokenizer's chat template: conversations as text, rendered as `transformers` renders them.
 
-The template is Jinja from a model folder, which is untrusted: it runs in Jinja's immutable sandbox, sees JSON
-values alone and has no access to files. It may mark the assistant's answers with {% generation %} blocks.
+The template is Jinja from a model folder, which is untrusted: it sees JSON values alone, in a process of its
+own with bounds of time and memory (chat_sandbox.py). It may mark the assistant's answers with
+{% generation %} blocks.
 """
 
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.runtime import Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 
+from mlm.data.chat_renderer import RenderError, renderer
+from mlm.data.chat_sandbox import BEGIN, END, environment
 from mlm.data.tokenizer import Tokenizer, read_config
 from mlm.errors import CorruptFileError, UserError
 from mlm.files.atomic import digest_bytes, write_atomic
@@ -30,8 +25,6 @@ MAX_BYTES = 1 << 20
 """Largest template: 1 MiB."""
 TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Special tokens whose names a template may use."""
-BEGIN, END = "\ufdd0", "\ufdd1"
-"""Around a rendered {% generation %} block: noncharacters, which no text holds."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning; templates read the first, or the second."""
@@ -67,11 +60,13 @@ class ChatTemplate:
         self.marks_answers = GENERATION.search(source) is not None
         self.digest = digest_bytes(json.dumps([source, sorted(self.tokens.items())]).encode())
         try:
-            self._template = environment().from_string(source)
+            environment().parse(source)  # compiling would compute its constants, here
         except jinja2.TemplateSyntaxError as error:
             raise UserError(
                 f"{place}:{error.lineno}: no Jinja ({error.message}): correct the template"
             ) from None
+        except (RecursionError, ValueError) as error:  # nested too deeply, or a number of too many digits
+            raise UserError(f"{place}: no Jinja ({error}): correct the template") from None
 
     @classmethod
     def find(cls, folder: Path, tokenizer: Tokenizer, file: str | None = None) -> "ChatTemplate | None":
@@ -100,18 +95,18 @@ class ChatTemplate:
 
         Raises ChatError.
         """
+        values = {
+            "messages": [with_reasoning(message) for message in messages],
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **self.tokens,
+        }
         try:
-            text = self._template.render(
-                messages=[with_reasoning(message) for message in messages],
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self.tokens,
-            )
-        except Exception as error:  # a template may raise anything: TypeError, OverflowError, RecursionError
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            text = renderer().render(self.source, values)
+        except RenderError as error:
             raise ChatError(
-                f"{self.place} fails ({reason}): correct the conversation, or set data.chat_template=FILE"
+                f"{self.place} fails ({error}): correct the conversation, or give another template"
             ) from error
         return without_marks(text)
 
@@ -170,90 +165,3 @@ def read_template(path: Path) -> str:
         raise UserError(f"{path}: {error.strerror}: give a chat template that can be read") from error
     except UnicodeDecodeError as error:
         raise CorruptFileError(f"{path} is not UTF-8 ({error.reason}): replace it") from error
-
-
-class Generation(Extension):
-    """The block {% generation %} … {% endgeneration %}, whose text is put between BEGIN and END."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        """Parse the block."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("marked"), [], [], body).set_lineno(line)
-
-    def marked(self, caller: Macro) -> str:
-        """Return the block's text between marks."""
-        return f"{BEGIN}{caller()}{END}"
-
-
-class PlainNamespace(Namespace):
-    """Jinja's namespace without names that begin with an underscore."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        self, values = args[0], dict(*args[1:], **kwargs)
-        for name in values:
-            reject_private(name)
-        Namespace.__init__(self, values)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        reject_private(name)
-        super().__setitem__(name, value)
-
-
-class Dictionaries:
-    """`dict` without the attributes of a class."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        """Return a dictionary."""
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """Return a dictionary of keys with one value."""
-        return dict.fromkeys(*args)
-
-
-def reject_private(name: Any) -> None:
-    """Raise SecurityError for a name that begins with an underscore."""
-    if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace has no attribute {name[:40]!r}")
-
-
-def as_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Return JSON without the escapes that Jinja's own filter makes for HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def raise_exception(message: str) -> None:
-    """Raise what a template rejects."""
-    raise jinja2.TemplateError(message)
-
-
-def strftime_now(format: str) -> str:
-    """Return the date in a format of strftime."""
-    return datetime.now().strftime(format)
-
-
-@cache
-def environment() -> ImmutableSandboxedEnvironment:
-    """Return the environment of all templates, with the names that `transformers` gives them."""
-    found = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
-    found.filters["tojson"] = as_json
-    found.globals |= {
-        "raise_exception": raise_exception,
-        "strftime_now": strftime_now,
-        "dict": Dictionaries(),
-        "namespace": PlainNamespace,
-    }
-    return found

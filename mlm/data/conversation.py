@@ -4,14 +4,15 @@ Names of special tokens that a message spells out are text: only the template's 
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mlm.data.chat_template import BEGIN, END, ChatError, ChatTemplate, Message, Rendered
+from mlm.data.chat_sandbox import BEGIN, END
+from mlm.data.chat_template import ChatError, ChatTemplate, Message, Rendered
 from mlm.data.tokenizer import PRIVATE, Tokenizer
 
 ASSISTANT = "assistant"
@@ -22,6 +23,9 @@ first plane for private use. In the second, from PRIVATE on, are the tokenizer's
 MARKS = re.compile(f"[{BEGIN}{END}]")
 RESERVED = re.compile(f"[{BEGIN}{END}{chr(WRITTEN)}-\U0010fffd]")
 """Letters that messages may not hold; those for private use only if a message spells out a name."""
+
+AT_ONCE = 1 << 22
+"""Letters that are tokenised at a time: meanwhile a token takes some hundred bytes."""
 
 Answers = Literal["all", "last"]
 
@@ -34,6 +38,17 @@ class Tokens:
     """[n]."""
     is_answer: NDArray[np.bool_]
     """[n]: written by the assistant, the end of its turn included."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A rendered conversation."""
+
+    text: str
+    answers: Sequence[tuple[int, int]]
+    """First letter and end of each answer, in their order."""
+    is_hidden: bool
+    """True if names of special tokens in its messages are hidden in it."""
 
 
 def check_messages(messages: Any) -> list[Message]:
@@ -52,33 +67,47 @@ def check_messages(messages: Any) -> list[Message]:
 
 
 def encode(
-    conversations: Sequence[tuple[Sequence[Message], Any]],
+    conversations: Iterable[tuple[Sequence[Message], Any]],
     tokenizer: Tokenizer,
     template: ChatTemplate,
     answers: Answers = "all",
-) -> list["Tokens | ChatError"]:
-    """Return the tokens of each conversation (messages, tools), or its problem."""
+) -> Iterator[Tokens | ChatError]:
+    """Yield the tokens of each conversation (messages, tools), or its problem, as soon as one has any."""
     speller = Speller(tokenizer)
-    found: list[Tokens | ChatError] = []
-    plain, hidden = list[int](), list[int]()
-    texts, spans = list[str](), list[Sequence[tuple[int, int]]]()
+    waiting, letters = list[Text](), 0
     for messages, tools in conversations:
-        texts.append("")
-        spans.append(())
+        problem = None
         try:
-            (said, given), is_hidden = speller.hide(messages, tools)
-            rendered = template.render(said, given)
-            ranges = answer_ranges(template, said, given, rendered, answers)
+            waiting.append(text_of(messages, tools, speller, template, answers))
+            letters += len(waiting[-1].text)
         except ChatError as error:
-            found.append(error)
-            continue
-        (hidden if is_hidden else plain).append(len(found))
-        found.append(ChatError("not encoded"))
-        texts[-1], spans[-1] = rendered.text, ranges
-    for numbers, encoder in ((plain, tokenizer.encode_marked), (hidden, speller.encode)):
-        for number, (ids, places) in zip(numbers, encoder([texts[n] for n in numbers]), strict=True):
-            found[number] = Tokens(ids, overlaps(places, spans[number]))
-    return found
+            problem = error
+        if problem is not None or letters >= AT_ONCE:
+            yield from tokens_of(waiting, speller)
+            waiting, letters = [], 0
+        if problem is not None:
+            yield problem
+    yield from tokens_of(waiting, speller)
+
+
+def text_of(
+    messages: Sequence[Message], tools: Any, speller: "Speller", template: ChatTemplate, answers: Answers
+) -> Text:
+    """Return a conversation as text. Raises ChatError."""
+    (said, given), is_hidden = speller.hide(messages, tools)
+    rendered = template.render(said, given)
+    return Text(rendered.text, answer_ranges(template, said, given, rendered, answers), is_hidden)
+
+
+def tokens_of(texts: Sequence[Text], speller: "Speller") -> list[Tokens]:
+    """Return the tokens of rendered conversations."""
+    found = dict[int, Tokens]()
+    for is_hidden, encode_all in ((False, speller.tokenizer.encode_marked), (True, speller.encode)):
+        numbers = [n for n, text in enumerate(texts) if text.is_hidden == is_hidden]
+        encoded = encode_all([texts[n].text for n in numbers])
+        for number, (ids, places) in zip(numbers, encoded, strict=True):
+            found[number] = Tokens(ids, overlaps(places, texts[number].answers))
+    return [found[n] for n in range(len(texts))]
 
 
 def encode_prompt(
@@ -123,10 +152,15 @@ def answer_ranges(
 
 
 def overlaps(places: NDArray[np.int32], ranges: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
-    """Return which tokens, of letters `places` [n, 2], have a letter in one of the ranges: [n]."""
-    found = np.zeros(len(places), dtype=bool)
-    for begin, end in ranges:
-        found |= (places[:, 0] < end) & (places[:, 1] > begin)
+    """Return which tokens, of letters `places` [n, 2], have a letter in one of the ranges: [n].
+
+    Begins and ends of the ranges are in ascending order.
+    """
+    if not ranges:
+        return np.zeros(len(places), dtype=bool)
+    begins, ends = np.array(ranges).T
+    last = np.searchsorted(begins, places[:, 1]) - 1  # of the ranges that begin before a token's end
+    found: NDArray[np.bool_] = (last >= 0) & (ends[last] > places[:, 0])
     return found
 
 
@@ -159,9 +193,13 @@ class Speller:
         Raises ChatError for letters that have another use here.
         """
         given = [list(messages), tools]
-        hidden = self._hidden(given)
-        is_hidden = hidden != given
-        if (found := reserved(given, RESERVED if is_hidden else MARKS)) is not None:
+        try:
+            hidden = self._hidden(given)
+            is_hidden = hidden != given
+            found = reserved(given, RESERVED if is_hidden else MARKS)
+        except RecursionError:
+            raise ChatError("its messages or tools are nested too deeply: flatten them") from None
+        if found is not None:
             raise ChatError(f"it holds the letter U+{ord(found):X}, which has another use here: delete it")
         return (hidden[0], hidden[1]), is_hidden
 

@@ -19,8 +19,6 @@ from mlm.finetune.task_config import TaskConfig
 from mlm.finetune.task_type import Made, Output, Prediction, TaskType
 from mlm.parallel.labels import IGNORE
 
-AT_ONCE = 1000
-"""Conversations rendered and tokenised at a time."""
 TOOLS = "tools"
 """Column of the functions that a conversation may call, for the template."""
 
@@ -65,7 +63,7 @@ class Chat(TaskType):
             raise RowError(f"'{column}' has no message of the assistant: add the answer, or delete the row")
         try:
             text = json.dumps([messages, record.get(TOOLS)], ensure_ascii=False, allow_nan=False)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise RowError(f"'{column}' holds more than JSON values ({error}): fix or delete it") from error
         return Row(id, (encodable(text, column),), answers)
 
@@ -75,24 +73,21 @@ class Chat(TaskType):
         """Yield one example per conversation, none for one whose answers begin after max_length tokens."""
         template = tokenizer.chat_template
         assert template is not None, "read with the tokenizer"
-        for first in range(0, len(rows), AT_ONCE):
-            some = rows[first : first + AT_ONCE]
-            said = [tuple(json.loads(row.texts[0])) for row in some]
-            for number, tokens in enumerate(encode(said, tokenizer, template, task.answers), first):
-                if isinstance(tokens, ChatError):
-                    raise ExampleError(number, str(tokens)) from tokens
-                is_long = len(tokens.ids) > frame.max_length
-                ids, is_answer = tokens.ids[: frame.max_length], tokens.is_answer[: frame.max_length]
-                labels = np.full(len(ids), IGNORE, dtype=np.int64)
-                labels[:-1] = np.where(is_answer[1:], ids[1:], IGNORE)
-                if (labels != IGNORE).any():
-                    yield [Example(number, (Text(ids, len(ids)),), labels)], is_long
-                elif is_long:
-                    yield [], True
-                else:
-                    raise ExampleError(
-                        number, "the template renders its answers as no text: fill or delete them"
-                    )
+        said = (tuple(json.loads(row.texts[0])) for row in rows)
+        for number, tokens in enumerate(encode(said, tokenizer, template, task.answers)):
+            if isinstance(tokens, ChatError):
+                raise ExampleError(number, str(tokens)) from tokens
+            is_long = len(tokens.ids) > frame.max_length
+            ids = tokens.ids[: frame.max_length].copy()  # a view would keep the rest
+            is_answer = tokens.is_answer[: len(ids)]
+            labels = np.full(len(ids), IGNORE, dtype=np.int64)
+            labels[:-1] = np.where(is_answer[1:], ids[1:], IGNORE)
+            if (labels != IGNORE).any():
+                yield [Example(number, (Text(ids, len(ids)),), labels)], is_long
+            elif is_long:
+                yield [], True
+            else:
+                raise ExampleError(number, "the template renders its answers as no text: fill or delete them")
 
     def problems(self, task: TaskConfig) -> list[Problem]:
         """Return the problems of a task's columns, labels and splits."""

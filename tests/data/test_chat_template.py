@@ -101,14 +101,6 @@ def test_tools_and_loop_controls_reach_the_template(tmp_path: Path) -> None:
     assert load(folder)[1].render(TALK, tools).text == said == '[{"name": "é<f>"}]' + TALK[0]["content"]
 
 
-@pytest.mark.parametrize(
-    "template", ["{{ ''.__class__.__mro__ }}", "{{ namespace(_a=1) }}", "{{ messages.clear() }}"]
-)
-def test_template_cannot_leave_its_sandbox(template: str) -> None:
-    with pytest.raises(ChatError, match="fails"):
-        ChatTemplate(template, {}).render(TALK)
-
-
 def test_template_that_is_no_jinja_names_the_line(tmp_path: Path) -> None:
     file = tmp_path / "bad.jinja"
     file.write_text("ok\n{% for %}")
@@ -135,7 +127,7 @@ def test_answer_that_later_messages_change_is_an_error(tmp_path: Path) -> None:
     tokenizer, found = load(write_tokenizer(tmp_path, "qwen2", template))
     (problem,) = encode([(TALK, None)], tokenizer, found)
     assert "message 2: " in str(problem)
-    assert isinstance(encode([(TALK, None)], tokenizer, found, "last")[0], Tokens)
+    assert isinstance(next(encode([(TALK, None)], tokenizer, found, "last")), Tokens)
 
 
 @pytest.mark.parametrize(

@@ -201,6 +201,7 @@ def test_answers_beyond_the_context_are_truncated_and_counted(folder: Path, tmp_
     write_rows(tmp_path / "validation.jsonl", [{"messages": TALK}])
     found = evaluation(chatting(folder, data={"path": str(tmp_path)}))
     assert len(found.examples[0].texts[0]) == POSITIONS
+    assert found.examples[0].texts[0].tokens.base is None  # of a longer array, which it would keep
     assert [example.row for example in found.examples] == [0, 2]
     note = (
         f"{tmp_path}: 2 of 3 rows of train were truncated to 96 tokens, 1 of them left out: no answer begins"

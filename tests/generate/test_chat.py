@@ -1,6 +1,11 @@
 """`mlm generate chat=true`: answers of a model, equal to those of `transformers`."""
 
+import io
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +15,8 @@ import transformers
 from mlm.cli.entry import main
 from mlm.data.chat_template import ChatTemplate
 from mlm.data.tokenizer import Tokenizer
+from mlm.generate.config import GenerateConfig
+from mlm.generate.run import run
 from mlm.inference.chat import turn_ends
 from mlm.inference.generation import Sampling, generate
 from mlm.inference.trained import load_trained
@@ -18,6 +25,7 @@ from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import shape_context
 from tests.data.chats import TALK, TEMPLATES, theirs, write_tokenizer
 from tests.finetune.chats import write_llama
+from tests.ranks import command, run_on_ranks
 
 COMMAND = ("generate", "dist.threads_per_rank=1", "chat=true", "temperature=0", "max_new_tokens=8")
 
@@ -57,6 +65,54 @@ def test_answers_equal_those_of_transformers(
     capsys.readouterr()
     assert main([*COMMAND, f"ckpt={llama}", "prompt=sat?"]) == 0
     assert capsys.readouterr().out == Tokenizer.load(llama).decode(several[1]) + "\n"  # the answer alone
+
+
+def test_message_comes_from_standard_input(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"sat?\n")))
+    (one,) = answers(llama, "prompt=-")
+    assert one["tokens"] == their_answer(llama, [{"role": "user", "content": "sat?"}])
+    capsys.readouterr()
+    assert main([*COMMAND, f"ckpt={llama}", "prompt=-"]) == 2  # which has ended
+    assert capsys.readouterr().err.startswith("mlm generate: standard input is empty: ")
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_answers_do_not_depend_on_the_layout(llama: Path, tmp_path: Path, sizes: dict[str, int]) -> None:
+    """Of a system prompt and three turns."""
+    talk = [{"role": "system", "content": "a cat"}, *TALK[:3]]
+    prompts, out = tmp_path / "talks.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text(json.dumps({"messages": talk}) + "\n")
+    config = GenerateConfig(
+        ckpt=str(llama),
+        prompts=str(prompts),
+        out=str(out),
+        chat=True,
+        temperature=0,
+        max_new_tokens=8,
+        parallel=ParallelConfig(**sizes),
+    )
+    run_on_ranks(command, run, config, **sizes)
+    assert json.loads(out.read_text())["tokens"] == their_answer(llama, talk)
+
+
+def test_ctrl_c_ends_an_answer_with_130_and_no_word(llama: Path) -> None:
+    words = ["chat=true", "prompt=sat?", "max_new_tokens=1000000", "min_new_tokens=1000000"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mlm", "generate", f"ckpt={llama}", *words, "dist.device=cpu"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": "1"},
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    begun = process.stdout.read(1)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the process of the template gets it too
+    rest, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (130, b"")
+    assert (begun + rest).isascii()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,103 @@
+"""The process of chat_sandbox.py from outside: started with the first text, and again where one ended it."""
+
+import atexit
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from mlm.data.chat_sandbox import MEMORY, SECONDS
+
+
+class RenderError(Exception):
+    """The reason why a template makes no text of its values."""
+
+
+class Renderer:
+    """A process that renders templates, one text at a time.
+
+    Args:
+        seconds: processor time that a text may take.
+        memory: bytes of address space that the process may have.
+    """
+
+    def __init__(self, seconds: float = SECONDS, memory: int = MEMORY) -> None:
+        self.seconds, self.memory = seconds, memory
+        self._process: subprocess.Popen[str] | None = None
+        self._source: str | None = None  # the template that the process has
+        self._owner = 0
+
+    def render(self, source: str, values: Mapping[str, Any]) -> str:
+        """Return the text of a template with these JSON values. Raises RenderError."""
+        process = self._running()
+        request = json.dumps([None if source == self._source else source, values])
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(request + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        except BaseException:  # Ctrl-C: the answer would be taken for the next request's
+            self.close()
+            raise
+        if not line.endswith("\n"):
+            raise RenderError(self._ended())
+        answer = json.loads(line)
+        if "error" in answer:
+            self._source = None  # it may be the template that cannot be compiled
+            raise RenderError(answer["error"])
+        self._source = source
+        return str(answer["text"])
+
+    def close(self) -> None:
+        """End the process."""
+        process, self._process, self._source = self._process, None, None
+        if process is not None and self._owner == os.getpid():
+            process.kill()
+            process.communicate()
+
+    def _running(self) -> "subprocess.Popen[str]":
+        """Return the process; a fork of this one starts its own."""
+        if self._process is None or self._owner != os.getpid():
+            try:
+                self._process = start(self.seconds, self.memory)
+            except OSError as error:
+                raise RenderError(f"its process cannot be started: {error.strerror}") from error
+            self._source, self._owner = None, os.getpid()
+        return self._process
+
+    def _ended(self) -> str:
+        """Return the reason why the process ended."""
+        assert self._process is not None
+        code = self._process.wait()
+        self.close()
+        if code == -signal.SIGPROF:
+            return f"it computes for more than {self.seconds:g} s"
+        return f"it ended its process, by {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
+
+
+def start(seconds: float, memory: int) -> "subprocess.Popen[str]":
+    """Start the process with this one's modules."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "mlm.data.chat_sandbox", str(seconds), str(memory)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        encoding="utf-8",
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)},
+    )
+
+
+@cache
+def renderer() -> Renderer:
+    """Return this process's renderer."""
+    found = Renderer()
+    atexit.register(found.close)
+    return found

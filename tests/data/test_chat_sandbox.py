@@ -1,0 +1,156 @@
+"""Templates that would run for ever, take all memory or leave their sandbox: one line each, soon."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlm.data import chat_template
+from mlm.data.chat_renderer import Renderer
+from mlm.data.chat_template import ChatError, ChatTemplate
+from mlm.data.conversation import encode
+from mlm.data.tokenizer import Tokenizer
+from mlm.errors import UserError
+from tests.data.chats import TALK, write_tokenizer
+
+SECONDS, MEMORY = 0.5, 400 << 20
+DOUBLING = "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Iterator[Renderer]:
+    found = Renderer(SECONDS, MEMORY)
+    yield found
+    found.close()
+
+
+@pytest.fixture(autouse=True)
+def short(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less time and memory than users have."""
+    monkeypatch.setattr(chat_template, "renderer", lambda: renderer)
+
+
+def problem_of(template: str) -> str:
+    with pytest.raises(ChatError) as error:
+        ChatTemplate(template, {}, "a.jinja").render(TALK)
+    problem = str(error.value)
+    assert problem.startswith("a.jinja fails (")
+    assert "\n" not in problem
+    return problem
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ 10 ** (10 ** 10) }}",
+        "{{ (messages | length) ** (10 ** 10) }}",
+    ],
+    ids=["loops", "a constant", "one number"],
+)
+def test_endless_computation_ends(template: str) -> None:
+    begun = time.process_time()
+    assert f"(it computes for more than {SECONDS} s)" in problem_of(template)
+    assert time.process_time() - begun < 1  # of this process: the other is ended by the kernel
+
+
+@pytest.mark.parametrize(
+    "template, reason",
+    [
+        ("{{ 'a' * 10 ** 10 }}", "it needs more memory"),
+        (DOUBLING, "it needs more memory"),
+        ("{{ '%2000000000d' % 1 }}", "it needs more memory"),
+        ("{{ [0] * 10 ** 9 }}", "it needs more memory"),
+        ("{{ 'a' * 10 ** 7 }}", "it writes 10,000,000 letters, "),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth exceeded"),
+        ("{{ range(10 ** 9) | list }}", "Range too big"),
+    ],
+    ids=["product", "doubling", "format", "list", "text", "recursion", "range"],
+)
+def test_huge_values_are_not_made(template: str, reason: str) -> None:
+    assert reason in problem_of(template)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ (''|attr('__class__')).__mro__ }}",
+        "{{ '{0.__class__.__mro__}'.format(1) }}",
+        "{{ '{a.__class__.__mro__}'.format_map({'a': 1}) }}",
+        "{{ lipsum.__globals__['os'] }}",
+        "{{ raise_exception.__globals__['json'] }}",
+        "{{ strftime_now.__code__.co_code }}",
+        "{{ dict.__call__.__func__.__globals__ }}",
+        "{{ namespace.__init__.__globals__ }}",
+        "{{ namespace(_a=1) }}",
+        "{{ namespace(**{'__class__': 1}) }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ self.__init__.__globals__ }}",
+        "{{ messages.clear() }}",
+        "{{ messages[0].update(role='x') }}",
+        "{% include '/etc/hostname' %}",
+        "{% import '/etc/hostname' as x %}",
+        "{% set messages.role = 'x' %}",
+    ],
+)
+def test_template_cannot_leave_its_sandbox(template: str) -> None:
+    problem_of(template)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{{ " + "(" * 9999 + ")" * 9999 + " }}", "{% if 1 %}" * 9999, f"{{{{ {'1' * 9999} }}}}"],
+    ids=["brackets", "blocks", "a number"],
+)
+def test_source_that_no_parser_survives_is_an_error(source: str) -> None:
+    with pytest.raises(UserError, match=r"^a\.jinja.*: no Jinja \(.*\): correct the template$"):
+        ChatTemplate(source, {}, "a.jinja")
+
+
+def test_next_text_is_rendered_after_one_that_ended_the_process() -> None:
+    good = ChatTemplate("{{ messages[0].content }}", {})
+    assert good.render(TALK).text == TALK[0]["content"]
+    problem_of("{{ 10 ** (10 ** 10) }}")
+    assert good.render(TALK).text == TALK[0]["content"]
+
+
+def test_template_that_cannot_be_compiled_is_not_taken_for_the_next() -> None:
+    assert "No filter named 'nonsense'" in problem_of("{{ messages | nonsense }}")
+    assert ChatTemplate("a", {}).render(TALK).text == "a"
+
+
+def test_first_problem_ends_the_reading_of_conversations(tmp_path: Path) -> None:
+    """So that a file takes no longer than one text may."""
+    read: list[int] = []
+
+    def conversations() -> Iterator[tuple[list[dict[str, Any]], None]]:
+        for number in range(3):
+            read.append(number)
+            yield TALK, None  # type: ignore[misc]
+
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path, "qwen2"))
+    template = ChatTemplate("{{ raise_exception('no') }}", {})
+    assert isinstance(next(encode(conversations(), tokenizer, template)), ChatError)
+    assert read == [0]
+
+
+def test_tools_nested_too_deeply_are_an_error(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path, "qwen2"))
+    template = ChatTemplate("{{ tools | tojson }}", {})
+    tools: Any = []
+    for _ in range(900):
+        tools = [tools]
+    (problem,) = encode([(TALK, tools)], tokenizer, template)
+    assert "nested too deeply" in str(problem)
+
+
+def test_process_ends_with_its_renderer() -> None:
+    renderer = Renderer()
+    assert renderer.render("{{ a }}", {"a": "é\ud800"}) == "é\ud800"
+    process = renderer._process
+    assert process is not None
+    renderer.close()
+    assert process.returncode is not None
