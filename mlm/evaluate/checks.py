@@ -7,7 +7,7 @@ from mlm.data import files_present as present
 from mlm.errors import Problem
 from mlm.evaluate.config import EvalLossConfig, LmEvalConfig, ZeroShotConfig
 from mlm.launch.checks import devices_exist, loss_scale_can_fall, problems_of
-from mlm.parallel.layout_checks import READER_RULES, Launch
+from mlm.parallel.layout_checks import RANK_RULES, READER_RULES, Launch
 
 
 def check_eval_loss(
@@ -18,7 +18,7 @@ def check_eval_loss(
     sequence_parallel, pipeline, zero and recompute are accepted, so that the layout of the training can be
     given here too; they have no effect.
     """
-    return problems_of(config, Launch(world_size, local_devices), READER_RULES, EVAL_LOSS_RULES)
+    return problems_of(config, Launch(world_size, local_devices), RANK_RULES, EVAL_LOSS_RULES)
 
 
 def check_zero_shot(

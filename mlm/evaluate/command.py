@@ -20,7 +20,7 @@ COMMANDS = (
         summary="mean loss, perplexity and bits per byte of a checkpoint on a corpus",
         about=(
             "Scores a checkpoint on an indexed corpus, every token once. The score does not depend on tp, "
-            "pp, dp or the batch size. It is printed and saved as JSON."
+            "cp, pp, dp or the batch size. It is printed and saved as JSON."
         ),
         examples=(
             ("The loss on the validation set of a run", "mlm eval loss ckpt=runs/shakespeare"),
@@ -28,7 +28,7 @@ COMMANDS = (
         ),
         keys=(
             *("ckpt", "path", "out", "batch_size", "seq_length", "tokenizer"),
-            *("tp", "pp", "dp", "dist.device"),
+            *("tp", "cp", "pp", "dp", "dist.device"),
         ),
     ),
     Command(

@@ -45,8 +45,11 @@ from mlm.inference.trained import (
     window_length,
 )
 from mlm.models.bert.model import PARTS
+from mlm.parallel.layout_checks import CONTEXT_FITS, Launch
 from mlm.parallel.mesh import ParallelContext
+from mlm.parallel.nearest_layout import layout_problems
 from mlm.terminal import Screen, count_progress
+from mlm.train.checks import context_problem
 from mlm.train.config import PretrainConfig
 from mlm.train.corpora import validation_prefixes
 from mlm.train.pipelined import evaluate
@@ -73,6 +76,8 @@ def preflight(config: EvalLossConfig) -> list[str]:
         return list(error.problems)
     if problem := corpus_problem(prefix, path):
         return [problem]
+    if problems := context_problems(config, trained, seq_length):
+        return problems
     out = result_path(config, trained, path, prefix)
     problem = folder_problem(out)
     return [
@@ -80,6 +85,19 @@ def preflight(config: EvalLossConfig) -> list[str]:
         *check_corpus(prefix, vocab_size=trained.model.vocab_size, seq_length=1, min_samples=1),
         *([] if seq_length > 0 else [f"seq_length={seq_length}: use at least 1"]),
     ]
+
+
+def context_problems(config: EvalLossConfig, trained: PretrainConfig, seq_length: int) -> list[str]:
+    """Problems of splitting windows of a checkpoint's model over cp ranks."""
+    cp = config.parallel.cp
+    if problem := context_problem(cp, trained.model, trained.data):
+        return [problem]
+    values = {
+        **{"cp": cp, "tp": config.parallel.tp, "sequence_parallel": False},  # which has no effect here
+        **{"data.seq_length": seq_length, "model.max_positions": trained.model.max_positions},
+    }
+    names = {"data.seq_length": "seq_length"}
+    return list(layout_problems(values, Launch(None, None), (CONTEXT_FITS,), names=names, fix_names=names))
 
 
 def corpus_prefix(config: EvalLossConfig, trained: PretrainConfig, checkpoint: Path) -> Path:

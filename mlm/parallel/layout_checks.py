@@ -193,7 +193,7 @@ def _cp_divides_sequence(values: Settings, _: Launch) -> Breach | None:
 def _sequences_are_whole(values: Settings, _: Launch) -> Breach | None:
     if values["cp"] == 1:
         return None
-    return Breach(f"{values.typed('cp')} splits the sequences of pretraining alone")
+    return Breach(f"{values.typed('cp')} splits the sequences of pretraining and `mlm eval loss` alone")
 
 
 def _layers_fill_stages(values: Settings, _: Launch) -> Breach | None:
@@ -308,7 +308,11 @@ RANK_RULES = (
 )
 """Conditions of the ranks, for commands that read the model's shape from a checkpoint later."""
 WHOLE_SEQUENCE = LayoutRule(("cp",), ("cp",), _sequences_are_whole)
-"""Condition of commands other than pretraining."""
+"""Condition of commands other than pretraining and the evaluation of its loss."""
+CONTEXT_FITS = LayoutRule(
+    (*_SEQUENCE, "cp", "tp", "sequence_parallel"), ("data.seq_length", "cp"), _cp_divides_sequence
+)
+"""Condition of sequences that ranks split."""
 READER_RULES = (*RANK_RULES, WHOLE_SEQUENCE)
 """Conditions of commands that compute with a trained model."""
 SCHEDULE_RULES = (
@@ -323,11 +327,7 @@ TRAIN_RULES = (
     *RANK_RULES,
     *SCHEDULE_RULES,
     LayoutRule(_SEQUENCE, ("data.seq_length",), _sequence_fits),
-    LayoutRule(
-        (*_SEQUENCE, "cp", "tp", "sequence_parallel"),
-        ("data.seq_length", "cp"),
-        _cp_divides_sequence,
-    ),
+    CONTEXT_FITS,
     LayoutRule(
         (*_SEQUENCE, "cp", "tp", "sequence_parallel"),
         ("data.seq_length", "sequence_parallel"),

@@ -6,10 +6,11 @@ from mlm.config.imports import OwnCodeError, imported, is_path
 from mlm.config.tree import MISSING_VALUE, leaves, out_of_range, values_of
 from mlm.data import files_present as present
 from mlm.data.blend_checks import blend_problems
-from mlm.data.config import SOURCES
+from mlm.data.config import SOURCES, DataConfig
 from mlm.errors import Problem, has_controls, show
 from mlm.launch.checks import devices_exist, loss_scale_can_fall, lr_falls, problems_of
 from mlm.models.checks import data_problem, model_problem, pretraining_problem
+from mlm.models.config import ModelConfig
 from mlm.optim.own import check_own_code
 from mlm.parallel.layout_checks import TRAIN_RULES, Launch
 from mlm.train.config import PretrainConfig
@@ -176,11 +177,15 @@ def _graphs_replay(config: PretrainConfig, _: Launch) -> Problem | None:
 
 
 def _context_can_be_split(config: PretrainConfig, _: Launch) -> Problem | None:
-    cp, data = config.parallel.cp, config.data
+    return context_problem(config.parallel.cp, config.model, config.data)
+
+
+def context_problem(cp: int, model: ModelConfig, data: DataConfig) -> Problem | None:
+    """Return the problem of a model or its documents that cp ranks cannot split; None if they can."""
     if cp == 1:
         return None
-    if not config.model.family.splits_sequences:
-        why = f"model.kind={config.model.kind} has no attention over sequences that ranks split"
+    if not model.family.splits_sequences:
+        why = f"model.kind={model.kind} has no attention over sequences that ranks split"
         return Problem(("cp", "model.kind"), f"cp={cp}: {why}", "use cp=1")
     if data.reset_attention:
         why = "data.reset_attention=true keeps documents apart, which attention over cp ranks does not"

@@ -57,6 +57,15 @@ def test_every_two_but_precision_meet_in_float64() -> None:
     assert wanted - set(chain.from_iterable(exact)) == set()
 
 
+def test_llamas_split_sequences_together_with_every_other_axis() -> None:
+    """In float64: tp, sequence parallelism, pp, dp, and what is sharded over them."""
+    split = [x for x in (*LLAMA_LAYOUTS, *LONG_LAYOUTS) if x.llama and x.cp > 1 and x.precision == "fp64"]
+    sizes = [{**layout.sizes, "sequence_parallel": 1 + layout.sequence_parallel} for layout in split]
+    met = {axis for each in sizes for axis, size in each.items() if size > 1}
+    assert met == {"tp", "sequence_parallel", "cp", "pp", "dp"}
+    assert {layout.zero for layout in split} == {0, 2, 3}
+
+
 def test_the_matrix_has_layouts_of_all_kinds() -> None:
     assert len(LAYOUTS) >= 24
     assert all(is_compatible(layout.axes) for layout in LAYOUTS)

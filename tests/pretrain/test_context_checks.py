@@ -21,6 +21,9 @@ from mlm.plan.forecast import GPU_RESERVED, Machine, forecast
 from mlm.plan.hardware import preset
 from mlm.train.checks import check_pretrain
 from mlm.train.config import PretrainConfig
+from tests.cli.doubles import Cli, make_cli
+
+cli = pytest.fixture(make_cli)
 
 HERE = {"world_size": 8, "local_devices": None}
 TINY = ["model=gpt2_tiny", "data=synthetic", "cp=2"]
@@ -49,14 +52,23 @@ def test_what_can_be_split_has_no_problem(words: list[str]) -> None:
     assert check_pretrain(load_config("pretrain", [*TINY, *words]), **HERE) == []
 
 
-def test_readers_of_a_model_take_whole_sequences() -> None:
+def test_other_readers_of_a_model_take_whole_sequences() -> None:
     """Their rules are the same: a layout with cp=2 on as many ranks as it needs has this one problem."""
-    expected = "cp=2 splits the sequences of pretraining alone; use cp=1"
-    eval_loss = load_config("eval_loss", ["ckpt=x", "path=y", "cp=2"])
+    expected = "cp=2 splits the sequences of pretraining and `mlm eval loss` alone; use cp=1"
     generate = load_config("generate", ["ckpt=x", "cp=2"])
-    assert expected in check_eval_loss(eval_loss, **HERE)
     assert expected in check_generate(generate, **HERE)
     assert problems_of(generate, Launch(8, None), FINETUNE_LAYOUT_RULES[:-2], ()) == [expected]
+    eval_loss = load_config("eval_loss", ["ckpt=x", "path=y", "cp=2"])
+    assert not any("cp" in problem for problem in check_eval_loss(eval_loss, **HERE))
+
+
+@pytest.mark.parametrize(
+    "words", ["finetune chat data=.", "eval chat", "eval rte", "eval wikitext103", "generate"]
+)
+def test_commands_reject_what_they_cannot_split(cli: Cli, words: str) -> None:
+    """Before a rank starts and a file is read."""
+    assert cli(f"{words} ckpt=. cp=2 dist.device=cpu") == 2
+    assert "cp=2 splits the sequences of pretraining and `mlm eval loss` alone; use cp=1" in cli.err
 
 
 def test_plans_and_forecasts_do_not_guess() -> None:

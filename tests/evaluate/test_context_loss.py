@@ -1,0 +1,93 @@
+"""`mlm eval loss cp=…`: windows split over ranks score as on one process."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from mlm.data.config import DataConfig
+from mlm.evaluate import loss
+from mlm.evaluate.config import EvalLossConfig
+from mlm.models.config import ModelConfig
+from mlm.optim.config import PrecisionConfig
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.mesh import shape_context
+from mlm.train.config import PretrainConfig
+from tests.data.corpora import write_corpus
+from tests.finetune.chats import POSITIONS, write_llama
+from tests.finetune.runs import BERT, GPT2, read, write_model
+from tests.ranks import command, run_on_ranks
+
+TOKENS = 5 * POSITIONS + 17
+"""Not a multiple of a window: the last is filled up."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("context")
+    write_llama(made / "llama")
+    write_model(made / "gpt2", GPT2)
+    draw = random.Random(1)
+    write_corpus(made / "corpus", [[draw.randrange(300) for _ in range(TOKENS)]])
+    return made
+
+
+def evaluating(folder: Path, model: str, **changes: object) -> EvalLossConfig:
+    values = {
+        "ckpt": str(folder / model),
+        "path": str(folder / "corpus"),
+        "seq_length": 48,
+        "batch_size": 2,
+        "precision": PrecisionConfig(dtype="fp64"),
+    }
+    return EvalLossConfig(**values | changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    [
+        ("llama", ParallelConfig(cp=2)),
+        ("llama", ParallelConfig(tp=2, cp=2)),
+        ("gpt2", ParallelConfig(cp=4)),
+        ("gpt2", ParallelConfig(cp=2, pp=2)),
+        ("gpt2", ParallelConfig(cp=2, dp=2)),
+    ],
+    ids=["llama-cp2", "llama-tp2-cp2", "gpt2-cp4", "gpt2-cp2-pp2", "gpt2-cp2-dp2"],
+)
+def test_split_windows_score_as_whole_ones(folder: Path, model: str, parallel: ParallelConfig) -> None:
+    whole, split = (folder / f"{model}-{name}.json" for name in ("whole", "split"))
+    loss.run(evaluating(folder, model, out=str(whole)), shape_context())
+    config = evaluating(folder, model, out=str(split), parallel=parallel)
+    assert loss.preflight(config) == []
+    sizes = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp, "dp": parallel.dp or 1}
+    run_on_ranks(command, loss.run, config, **sizes)
+    expected, found = read(whole), read(split)
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-12)
+    assert found["tokens"] == expected["tokens"] == TOKENS - 1
+
+
+def test_windows_that_ranks_cannot_split_are_rejected(folder: Path) -> None:
+    config = evaluating(folder, "gpt2", seq_length=46, parallel=ParallelConfig(cp=2))
+    (problem,) = loss.preflight(config)
+    assert problem == (
+        "cp=2 splits sequences into 4 pieces, but 4 does not divide seq_length=46; use seq_length=44 or "
+        "seq_length=48"
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "problem"),
+    [
+        (BERT, DataConfig(), "cp=2: model.kind=bert has no attention over sequences that ranks split"),
+        (GPT2, DataConfig(reset_attention=True, eod_id=3), "cp=2: data.reset_attention=true keeps documents"),
+    ],
+    ids=["bert", "documents"],
+)
+def test_models_that_ranks_cannot_split_are_rejected(
+    folder: Path, model: ModelConfig, data: DataConfig, problem: str
+) -> None:
+    trained = PretrainConfig(name="a", out="a", model=model, data=data)
+    (found,) = loss.context_problems(
+        evaluating(folder, "gpt2", parallel=ParallelConfig(cp=2)), trained, seq_length=48
+    )
+    assert found.startswith(problem)
