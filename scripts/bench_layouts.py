@@ -3,9 +3,11 @@
     python scripts/bench_layouts.py tp=2 tp=2,overlap=false
     python scripts/bench_layouts.py pp=2,micro_batches=8 pp=2,micro_batches=8,pipeline=zb_h1
     python scripts/bench_layouts.py --shape 4,512,8,512,8192,8 tp=2 tp=2,sequence_parallel=true
+    python scripts/bench_layouts.py --shape 4,256,4,4096,1024,1 cp=1 cp=2
 
 The first layout is the reference; a ratio is its speed over the other's. Every layout runs in processes of
 its own, all up at once; they take turns, a step at a time. Threads are shared among a layout's processes.
+Memory is the most of a layout's processes, above weights and optimizer state.
 `overlap=false` waits for the sum of a column-parallel layer's input gradient before its weight gradient.
 Exit code: 0 a result, 1 a run with doubts, 2 a mistake.
 """
@@ -80,12 +82,16 @@ def run(args: argparse.Namespace, console: Console) -> int:
             seconds=args.seconds,
             say=say,
         )
+        peaks = {
+            words: max(each["peak_above_bytes"] for each in ranks.memory()) for words, ranks in up.items()
+        }
     series = [compare(rounds, *both, args.pairs) for both in opponents]
     result: dict[str, Any] = {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": describe_machine(spec),
         "shape": asdict(spec.shape),
         "dtype": spec.dtype,
+        "peak_bytes": peaks,
         "series": series,
         "rounds": [{name: asdict(turn) for name, turn in one.items()} for one in rounds],
         "doubts": doubts(args.pairs, series, spec),
@@ -107,6 +113,8 @@ def show(result: dict[str, Any]) -> None:
         "by",
         "ms/step",
         "ms/step of other",
+        "MB",
+        "MB of other",
         "speed",
         "quartiles",
         "range",
@@ -122,7 +130,8 @@ def show(result: dict[str, Any]) -> None:
                 for name in ("reference", "other")
             ]
             cells = ratio_cells(s[key], s["rounds"])
-            table.add_row(s["reference"], s["other"], measure, *times, *cells)
+            sizes = [f"{result['peak_bytes'][s[name]] / 1e6:.1f}" for name in ("reference", "other")]
+            table.add_row(s["reference"], s["other"], measure, *times, *sizes, *cells)
     Console(width=None if sys.stdout.isatty() else 180).print(table)
 
 

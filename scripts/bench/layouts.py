@@ -32,7 +32,7 @@ class Layout:
     @property
     def processes(self) -> int:
         """Ranks it takes."""
-        return self.parallel.tp * self.parallel.pp * (self.parallel.dp or 1)
+        return self.parallel.replica * (self.parallel.dp or 1)
 
 
 def parse_layout(words: str) -> Layout:

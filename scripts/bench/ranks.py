@@ -53,7 +53,7 @@ def build_trainee(name: str, spec: Spec, processes: int, rank: int) -> Trainee:
         from bench.layouts import LayoutTrainee, parse_layout
 
         p = parse_layout(name).parallel
-        ctx = build_mesh(tp=p.tp, pp=p.pp, dp=p.dp or 1, device=device, timeout_s=600)
+        ctx = build_mesh(tp=p.tp, cp=p.cp, pp=p.pp, dp=p.dp or 1, device=device, timeout_s=600)
         return LayoutTrainee(name, spec, device, ctx)
     if processes > 1 and name.startswith("mlm"):
         ctx = build_mesh(tp=processes, pp=1, dp=1, device=device, timeout_s=600)

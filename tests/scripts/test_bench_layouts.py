@@ -16,6 +16,7 @@ def test_words_make_a_layout() -> None:
     parallel = ParallelConfig(tp=2, pp=2, sequence_parallel=True, pipeline="zb_h1")
     assert parse_layout(words) == Layout(parallel, micro_batches=8, overlap=False)
     assert parse_layout(words).processes == 4
+    assert parse_layout("cp=2,dp=2").processes == 4
 
 
 @pytest.mark.parametrize("words", ["tp", "tq=2", "tp=two", "pipeline=1f2b", "tp=2,,pp=2"])
@@ -24,12 +25,14 @@ def test_a_word_that_means_nothing_is_rejected(words: str) -> None:
         parse_layout(words)
 
 
-def test_a_tiny_run_writes_ratios(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layouts", [["micro_batches=2", "micro_batches=2,recompute=full"], ["cp=1", "cp=2"]])
+def test_a_tiny_run_writes_ratios(tmp_path: Path, layouts: list[str]) -> None:
     out = tmp_path / "out.json"
     shape = ["--shape", "2,32,2,16,64,4", "--pairs", "1", "--attempts", "1", "--seconds", "0"]
-    layouts = ["micro_batches=2", "micro_batches=2,recompute=full"]
     code = bench_layouts.main([*layouts, *shape, "--out", str(out)])
-    (series,) = json.loads(out.read_text())["series"]
+    result = json.loads(out.read_text())
+    (series,) = result["series"]
     assert [series["reference"], series["other"]] == layouts
     assert series["rounds"] == 1
+    assert result["peak_bytes"].keys() == set(layouts)
     assert code == 1  # one pair is a trial
