@@ -66,7 +66,7 @@ def run(config: FinetuneConfig, ctx: ParallelContext) -> int:
     if ctx.device.type == "cpu":
         reuse_large_blocks()
     start, splits, runs = start_of(config), splits_of(config), by_seed(config)
-    ranks = Ranks(ctx.rank, ctx.world_size, ctx.host_group, ctx.watch)
+    ranks = Ranks.of(ctx)
 
     def look() -> list[Any]:
         if not ctx.is_main:  # one rank looks: two might see different things on a shared disk

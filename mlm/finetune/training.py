@@ -328,7 +328,7 @@ def begin(run: Run) -> tuple[Path | None, Progress]:
     if found is None:
         load_body(trainer.shards, start.named, ctx)
     progress = Progress() if found is None else Progress.read(read_manifest(found).state, found)
-    ranks = Ranks(ctx.rank, ctx.world_size, ctx.host_group, ctx.watch)
+    ranks = Ranks.of(ctx)
     ranks.together(
         lambda: go_back_to(run.out, progress.best_step) if ctx.is_main else None,
         lambda error: CheckpointError(f"out={run.config.out}: {error}: fix it, or set another out=…"),

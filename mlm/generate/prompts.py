@@ -81,7 +81,7 @@ def _texts(config: GenerateConfig, of_json: "Callable[[Any], str | None]") -> li
 
 def share_prompts(config: GenerateConfig, tokenizer: Tokenizer, ctx: ParallelContext) -> list[Prompt]:
     """Return rank 0's prompts on every rank: it alone has standard input. Collective, raises UserError."""
-    ranks = Ranks(ctx.rank, ctx.world_size, ctx.host_group, ctx.watch)
+    ranks = Ranks.of(ctx)
 
     def explain(error: Exception) -> UserError:
         return CheckpointError(f"prompts could not be read ({type(error).__name__}: {error}): give others")

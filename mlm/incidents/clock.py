@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from mlm.incidents.findings import ranks_of
+from mlm.checkpoint.native.exchange import Ranks
 from mlm.parallel.mesh import ParallelContext
 
 BUSY = ("computing", "reading data", "saving")
@@ -57,7 +57,7 @@ class Clock:
     def gather(self, step: int) -> "Times":
         """Return every rank's shares and begin anew. Collective."""
         mine = {what: round(seconds, 6) for what, seconds in self.shares(step).items()}
-        found = ranks_of(self.ctx).all_gather([socket.gethostname(), mine])
+        found = Ranks.of(self.ctx).all_gather([socket.gethostname(), mine])
         self.start(step)
         return Times([host for host, _ in found], [times for _, times in found])
 

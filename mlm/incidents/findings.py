@@ -41,11 +41,6 @@ def shared_numbers(trainer: Trainer, parts: Tensor, norm: Tensor) -> Numbers:
     return Numbers(values[0], values[1], scale)
 
 
-def ranks_of(ctx: ParallelContext) -> Ranks:
-    """Return the ranks as they exchange JSON."""
-    return Ranks(ctx.rank, ctx.world_size, ctx.host_group, ctx.watch)
-
-
 @dataclass(frozen=True)
 class Findings:
     """Places of a repeated step, the same on every rank."""
@@ -82,7 +77,7 @@ class Findings:
 def gather(probe: Probe, ctx: ParallelContext, threshold: float) -> Findings:
     """Compare what each rank's probe saw. Collective over all ranks."""
     mine = [probe.first_bad(), probe.first_outlier(threshold or 10.0), probe.heaviest_sample()]
-    found = ranks_of(ctx).all_gather(mine)
+    found = Ranks.of(ctx).all_gather(mine)
     bad, outliers, heaviest = ([each[n] for each in found] for n in range(3))
     heavy = [one for one in heaviest if one is not None]
     return Findings(

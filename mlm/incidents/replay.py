@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import CHECKPOINTS, checkpoints
 from mlm.checkpoint.native.save_load import read_manifest
 from mlm.config.build import from_dict
@@ -17,7 +18,7 @@ from mlm.data.sampler import Batch, Loader, MicroBatch
 from mlm.errors import ConfigError, CorruptFileError, UserError
 from mlm.incidents.bisect import bisect, with_only
 from mlm.incidents.config import ReplayConfig, ReplayRun
-from mlm.incidents.findings import Findings, gather, ranks_of, shared_numbers
+from mlm.incidents.findings import Findings, gather, shared_numbers
 from mlm.incidents.memory import Memory, decode
 from mlm.incidents.probe import Probe
 from mlm.incidents.record import read_incident
@@ -119,7 +120,7 @@ def replay(config: ReplayRun, ctx: ParallelContext) -> None:
 
 def begin(trainer: Trainer, step: int) -> Path | None:
     """Load the newest checkpoint before the step; return None where there is none to load. Collective."""
-    ranks, root = ranks_of(trainer.ctx), Path(trainer.config.out, CHECKPOINTS)
+    ranks, root = Ranks.of(trainer.ctx), Path(trainer.config.out, CHECKPOINTS)
     found = [str(path) for saved, path in checkpoints(root).items() if saved < step] if ranks.is_main else []
     found = ranks.broadcast(found)
     if found:
@@ -188,7 +189,7 @@ def bisected(trainer: Trainer, batches: Sequence[Batch]) -> str:
     """Search for the sample that causes the incident; return a sentence. Collective."""
     ctx = trainer.ctx
     mine = [batch.first_sample + row for batch in batches for row in range(len(batch.tokens))]
-    every = sorted({number for found in ranks_of(ctx).all_gather(mine) for number in found})
+    every = sorted({number for found in Ranks.of(ctx).all_gather(mine) for number in found})
 
     def score(kept: Sequence[int]) -> float:
         outcome = compute(trainer, with_only(batches, kept))

@@ -13,7 +13,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from mlm.incidents.findings import ranks_of
+from mlm.checkpoint.native.exchange import Ranks
 from mlm.optim.adamw import applied_steps, moment, moments
 from mlm.parallel.collectives import all_gather
 from mlm.parallel.layers import VocabParallelEmbedding
@@ -84,7 +84,7 @@ def counters(trainer: Trainer) -> dict[str, float]:
 
 def differences(trainer: Trainer) -> list[str]:
     """Return a line for each tensor or counter that is not equal everywhere. Collective; empty if all are."""
-    ctx, ranks = trainer.ctx, ranks_of(trainer.ctx)
+    ctx, ranks = trainer.ctx, Ranks.of(trainer.ctx)
     if ctx.world_size == 1:
         return []
     torn: list[dict[str, Any]] = []

@@ -9,12 +9,13 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import checkpoints
 from mlm.checkpoint.native.save_load import CheckpointError
 from mlm.config.build import to_dict
 from mlm.errors import UserError
 from mlm.incidents.clock import Clock, Times
-from mlm.incidents.findings import Findings, Numbers, gather, ranks_of, shared_numbers
+from mlm.incidents.findings import Findings, Numbers, gather, shared_numbers
 from mlm.incidents.memory import decode
 from mlm.incidents.probe import Probe
 from mlm.incidents.profiler import Profiler
@@ -68,7 +69,7 @@ class Incidents(Hooks):
         self.rewinds, self.slow = False, set[int]()
         self.is_bad = False
         existing = len(list(self.root.glob("step-*"))) if trainer.ctx.is_main else 0
-        self.count = int(ranks_of(trainer.ctx).broadcast(existing))
+        self.count = int(Ranks.of(trainer.ctx).broadcast(existing))
         self.clock = Clock(trainer.ctx)
         self.clock.start(trainer.step)
         self.profiler = Profiler(trainer, out, reporter) if trainer.config.profile else None
@@ -149,9 +150,9 @@ class Incidents(Hooks):
         names = [
             name for name, same in zip(["loss", *grads], (first == second).tolist(), strict=True) if not same
         ]
-        if not ranks_of(ctx).any_of([bool(names)])[0]:
+        if not Ranks.of(ctx).any_of([bool(names)])[0]:
             return
-        found = ranks_of(ctx).all_gather(names[:REPEATED])
+        found = Ranks.of(ctx).all_gather(names[:REPEATED])
         loss = [rank for rank, torn in enumerate(found) if "loss" in torn]
         torn = sorted({name for each in found for name in each} - {"loss"})
         where = f"the loss on {name_ranks(loss)}" if loss else "gradients after they were summed"
@@ -190,7 +191,7 @@ class Incidents(Hooks):
         if asked != "rewind":
             return asked
         found = bool(checkpoints(folder(self.trainer.config))) if self.trainer.ctx.is_main else False
-        if not ranks_of(self.trainer.ctx).any_of([found])[0]:
+        if not Ranks.of(self.trainer.ctx).any_of([found])[0]:
             return "skip"
         return "rewind" if self.memory.rewinds < self.settings.rewinds else "stop"
 
@@ -216,7 +217,7 @@ class Incidents(Hooks):
             with suppress(OSError):
                 name = free_name(self.root, step)
                 (self.root / name).mkdir(parents=True, exist_ok=True)
-        name = ranks_of(ctx).broadcast(name)
+        name = Ranks.of(ctx).broadcast(name)
         if name is None:
             return None
         self.count, place = self.count + 1, self.root / str(name)

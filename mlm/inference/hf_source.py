@@ -122,7 +122,7 @@ def load_model_folder(
     Collective over all ranks; raises UserError or CorruptFileError of one rank on all of them. The digest is
     that of the files' digests, for which rank 0 reads each file once more.
     """
-    ranks = Ranks(ctx.rank, ctx.world_size, ctx.host_group, ctx.watch)
+    ranks = Ranks.of(ctx)
 
     def load() -> HFTensors:
         tensors = open_tensors(folder)

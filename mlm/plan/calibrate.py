@@ -80,7 +80,7 @@ def on_rank(config: CalibrationJob, ctx: ParallelContext, sizes: Sizes | None = 
     measurements = Measurements(ctx, dtype, sizes)
     with count_progress("measuring", measurements.steps, shown=ctx.is_main) as advance:
         own = measurements.run(advance)
-    each = Ranks(ctx.rank, ctx.world_size, ctx.host_group, ctx.watch).gather(asdict(own))
+    each = Ranks.of(ctx).gather(asdict(own))
     if ctx.is_main:
         measured = merged([TypeAdapter(Measured).validate_python(found) for found in each])
         hardware = fit(measured, blank(config.name, ctx, base), dtype)

@@ -123,7 +123,7 @@ def claim(config: PretrainConfig, ctx: ParallelContext, stack: ExitStack) -> Non
             claim_folder(config.out, "run", inputs=protected_from(config))
             stack.enter_context(sole_writer(folder(config), wait_s=wait_s))
 
-    _ranks(ctx).together(take, lambda error: UserError(f"out={config.out}: {error}: set another out=…"))
+    Ranks.of(ctx).together(take, lambda error: UserError(f"out={config.out}: {error}: set another out=…"))
 
 
 def resume(trainer: Trainer) -> Path | None:
@@ -132,7 +132,7 @@ def resume(trainer: Trainer) -> Path | None:
     None for a fresh run. Collective. Raises CorruptFileError when none is whole, UserError when the
     checkpoint is of another model: nothing older would be right then.
     """
-    config, ctx, ranks = trainer.config, trainer.ctx, _ranks(trainer.ctx)
+    config, ctx, ranks = trainer.config, trainer.ctx, Ranks.of(trainer.ctx)
 
     def look() -> list[list[str | bool]]:
         found = starts(config) if ctx.is_main else []
@@ -150,7 +150,7 @@ def rewind(trainer: Trainer) -> Path | None:
 
     None without one. Collective. Raises as `resume`.
     """
-    root, ranks = folder(trainer.config), _ranks(trainer.ctx)
+    root, ranks = folder(trainer.config), Ranks.of(trainer.ctx)
     found = [[str(path), False] for path in candidates(root)] if ranks.is_main else []
     return load_first_whole(trainer, ranks.broadcast(found))
 
@@ -182,7 +182,7 @@ def continue_data(trainer: Trainer) -> str | None:
 
     Collective over all ranks. Raises UserError when a corpus is no longer the one that was trained on.
     """
-    config, consumed, ranks = trainer.config, trainer.consumed_samples, _ranks(trainer.ctx)
+    config, consumed, ranks = trainer.config, trainer.consumed_samples, Ranks.of(trainer.ctx)
     if config.data.kind != "indexed":
         return None
 
@@ -213,7 +213,3 @@ def _holds_weights_only(path: Path) -> bool:
         return is_weights_only(read_manifest(path))
     except (UserError, OSError):
         return False  # loading reports the problem
-
-
-def _ranks(ctx: ParallelContext) -> Ranks:
-    return Ranks(ctx.rank, ctx.world_size, ctx.host_group, ctx.watch)

@@ -217,7 +217,7 @@ def _run(job: Job, work: Callable[[], Path]) -> None:
 
 def shared_id(ctx: ParallelContext) -> str:
     """A random text, the same on all ranks. Collective."""
-    return str(Ranks(ctx.rank, ctx.world_size, ctx.host_group, ctx.watch).broadcast(os.urandom(16).hex()))
+    return str(Ranks.of(ctx).broadcast(os.urandom(16).hex()))
 
 
 def _mark(ctx: ParallelContext) -> "torch.cuda.Event | None":

@@ -143,7 +143,7 @@ def load(trainer: Trainer, path: Path, *, weights_only: bool = False) -> Manifes
     CorruptFileError when it is damaged.
     """
     ctx = trainer.ctx
-    ranks = Ranks(ctx.rank, ctx.world_size, ctx.host_group, ctx.watch)
+    ranks = Ranks.of(ctx)
 
     def check() -> None:
         if ranks.is_main:

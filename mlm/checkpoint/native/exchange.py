@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from mlm.checkpoint.native.format import JSON, CheckpointError
 from mlm.errors import CorruptFileError, UserError
+from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.watch import Wait, Watch
 
 T = TypeVar("T")
@@ -33,6 +34,11 @@ class Ranks:
     def __post_init__(self) -> None:
         assert self.world_size == 1 or self.group is not None, "several ranks need a gloo group"
         assert self.group is None or (self.group.rank(), self.group.size()) == (self.rank, self.world_size)
+
+    @classmethod
+    def of(cls, ctx: ParallelContext) -> "Ranks":
+        """All ranks of a run."""
+        return cls(ctx.rank, ctx.world_size, ctx.host_group, ctx.watch)
 
     @property
     def is_main(self) -> bool:
