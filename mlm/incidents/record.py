@@ -6,7 +6,6 @@ rank-00000.json   statistics of every tensor on a rank
 samples-00000.npz tokens of a data-parallel rank's micro-batches
 """
 
-import platform
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -14,10 +13,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import torch
 from torch import Tensor
 
-import mlm
 from mlm.checkpoint.native.folders import step_name
 from mlm.errors import CorruptFileError, UserError
 from mlm.files.atomic import write_atomic
@@ -42,11 +39,6 @@ def free_name(root: Path, step: int) -> str:
     while (root / (name if number == 1 else f"{name}-{number}")).exists():
         number += 1
     return name if number == 1 else f"{name}-{number}"
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that numbers depend on."""
-    return {"mlm": mlm.__version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def write_rank(folder: Path, ctx: ParallelContext, probe: Probe) -> None:

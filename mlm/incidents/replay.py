@@ -63,6 +63,7 @@ def replayed(config: ReplayConfig, folder: Path, record: dict[str, Any]) -> Repl
     parallel = replace(saved.parallel, **{**layout, **config.layout()})
     kept: dict[str, Any] = {each.name: getattr(saved, each.name) for each in fields(PretrainConfig)}
     return ReplayRun(
+        int(record["step"]), decode(record["memory"], saved.incident.window), recorded(record)
         **kept
         | {
             "out": str(folder.parent.parent),
@@ -168,8 +169,7 @@ def compute(trainer: Trainer, batches: Sequence[Any], *, probing: bool = False) 
 
 def compared(record: dict[str, Any], outcome: Outcome) -> list[str]:
     """Return the replayed numbers beside the recorded ones, and the places that were found."""
-    exact = record["exact"]
-    then = (float.fromhex(exact["loss"]), float.fromhex(exact["grad_norm"]))
+    then = recorded(record)
     now = (outcome.loss, outcome.norm)
     same = [a.hex() == b.hex() for a, b in zip(then, now, strict=True)]
     verdict = "equal bit for bit" if all(same) else "not equal bit for bit"
@@ -183,6 +183,12 @@ def compared(record: dict[str, Any], outcome: Outcome) -> list[str]:
 def numbers(outcome: Outcome) -> str:
     """Return loss and gradient norm as words."""
     return f"loss {outcome.loss:.8g}, gradient norm {outcome.norm:.8g}"
+
+
+def recorded(record: dict[str, Any]) -> tuple[float, float]:
+    """Return loss and gradient norm of the incident. Raises KeyError, TypeError, ValueError."""
+    loss, norm = (float.fromhex(record["exact"][key]) for key in ("loss", "grad_norm"))
+    return loss, norm
 
 
 def bisected(trainer: Trainer, batches: Sequence[Batch]) -> str:

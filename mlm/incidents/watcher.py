@@ -19,8 +19,9 @@ from mlm.incidents.findings import Findings, Numbers, gather, shared_numbers
 from mlm.incidents.memory import decode
 from mlm.incidents.probe import Probe
 from mlm.incidents.profiler import Profiler
-from mlm.incidents.record import FOLDER, free_name, versions, write_rank, write_record, write_samples
+from mlm.incidents.record import FOLDER, free_name, write_rank, write_record, write_samples
 from mlm.incidents.replicas import differences, digests
+from mlm.launch.versions import versions
 from mlm.parallel.watch import name_ranks
 from mlm.report.reporter import Reporter
 from mlm.train.hooks import Hooks
@@ -274,30 +275,33 @@ class Incidents(Hooks):
         if not found:
             return
         verdict = Verdict()
-        verdict.add("replicas_differ", "; ".join(found))
-        place = (
-            self.write(verdict, None, verdict.lines, None, None) if self.count < self.settings.keep else None
-        )
-        text = f"step {self.trainer.step}: silent corruption: {verdict.lines[0]}"
-        self.reporter.problem(text)
-        self.reporter.event("incident", {"step": self.trainer.step, "kinds": verdict.kinds, "lines": found})
+        verdict.add("replicas_differ", f"silent corruption: {'; '.join(found)}")
+        text = self.report(verdict)
         if self.settings.action in ("stop", "rewind"):
             raise IncidentError(
                 f"{text}; resume from a checkpoint before it (mlm ckpt inspect), on another host"
-                + (f"; see {place}" if place else "")
             )
 
     def compare_times(self, times: Times) -> None:
         """Name the slowest rank; one far slower than the others is an incident. Collective."""
-        step = self.trainer.step
         self.reporter.note(times.line())
-        self.reporter.event("ranks", {"step": step, **times.encode()})
+        self.reporter.event("ranks", {"step": self.trainer.step, **times.encode()})
         is_slow = times.factor >= self.checks.slow_factor
-        if is_slow and times.slowest not in self.slow and self.count < self.settings.keep:
+        if is_slow and times.slowest not in self.slow:
+    def report(self, verdict: Verdict, more: dict[str, Any] | None = None) -> str:
+        """Record an incident of the state after a step, and return its line. Collective."""
+        step, place = self.trainer.step, None
+        if self.count < self.settings.keep:
+            place = self.write(verdict, None, verdict.lines, None, None, more)
+        text = f"step {step}: incident: {'; '.join(verdict.lines)}" + (f"; see {place}" if place else "")
+        self.reporter.problem(text)
+        record = {"kinds": verdict.kinds, "lines": verdict.lines, "folder": place and str(place)}
+        self.reporter.event("incident", {"step": step, **record})
+        return text
+
             verdict = Verdict()
             verdict.add("slow_rank", times.line())
-            place = self.write(verdict, None, verdict.lines, None, None, {"times": times.encode()})
-            self.reporter.problem(f"step {step}: incident: {times.line()}; see {place}")
+            self.report(verdict, {"times": times.encode()})
         self.slow = {times.slowest} if is_slow else set()
 
     def rewind(self) -> None:

@@ -1,6 +1,7 @@
 """Which rank is slow and why, from the times of ranks and of a real run."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +74,20 @@ def test_a_slow_rank_of_a_run_is_an_incident_once(tmp_path: Path) -> None:
     assert '"slow_rank"' in record
 
 
-def reports(ctx: ParallelContext, out: Path) -> list[str]:
+def test_a_slow_rank_is_reported_where_no_more_folders_are_kept(tmp_path: Path) -> None:
+    said = run_on_ranks(reports, tmp_path, 0, dp=3)[0]
+    assert sum(text.startswith("step 0: incident: slowest rank 1") for text in said) == 1
+    assert not (tmp_path / "incidents").exists()
+
+
+def reports(ctx: ParallelContext, out: Path, keep: int = 16) -> list[str]:
     from mlm.train.trainer import Trainer
     from tests.incidents.test_replicas import watcher
     from tests.train.test_trainer import config
 
     incidents = watcher(Trainer(config(), ctx), out)
     incidents.root = out / "incidents"
+    incidents.settings = replace(incidents.settings, keep=keep)
     times = Times(["h0", "h1", "h2"], [EVEN, {**EVEN, "computing": 4.0}, EVEN])
     for _ in range(2):
         incidents.compare_times(times)

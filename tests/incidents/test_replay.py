@@ -1,5 +1,6 @@
 """`mlm replay` of planted errors, on the run's layout and on others."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -128,6 +129,18 @@ def test_a_damaged_record_ends_with_1(content: str, tmp_path: Path, capsys: Said
     (tmp_path / "incident.json").write_text(content)
     assert main(["replay", str(tmp_path)]) == 1
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("key", "value"), [("memory", {}), ("step", None), ("exact", {"loss": 1})])
+def test_a_damaged_value_of_a_whole_record_ends_with_1(
+    key: str, value: object, logged: Path, tmp_path: Path, capsys: Said
+) -> None:
+    record = json.loads((folder(logged) / "incident.json").read_text())
+    (tmp_path / "incident.json").write_text(json.dumps({**record, key: value}))
+    assert main(["replay", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert "is damaged" in said
+    assert "Traceback" not in said
 
 
 def test_a_bisect_keeps_the_worse_half() -> None:
