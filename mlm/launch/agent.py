@@ -40,7 +40,8 @@ from mlm.launch.failure import (
 )
 from mlm.launch.job_folder import job_folder, noted_exit_code
 from mlm.launch.network import LOOPBACK, check_interface, check_loopback
-from mlm.launch.process import rendezvous_store, run_rank
+from mlm.launch.process import run_rank
+from mlm.launch.roll_call import rendezvous_store
 from mlm.launch.stop import STANDS_FOR, WORDS, Relay, handlers_restored, is_noting
 
 POLL_S = 0.1

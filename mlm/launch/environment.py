@@ -29,6 +29,10 @@ class Place:
     master_port: int
     cores: int | None = None
     """CPU cores assigned to this rank alone; None if ranks share the host's."""
+    nodes: str = ""
+    """SLURM's list of nodes where `master_addr` is the first of them; empty where it was set."""
+    job: str = ""
+    """SLURM's job and step, so that no other job on the port is taken for it; empty without SLURM."""
 
 
 def by_torchrun(environ: Mapping[str, str]) -> bool:
@@ -75,6 +79,8 @@ def read_place(environ: Mapping[str, str]) -> Place | None:
         # Equal on all ranks without communication, and different for jobs that share a host.
         master_port=_number(environ, "MASTER_PORT", FIRST_PORT + (job + 101 * step) % PORTS),
         cores=_number(environ, "SLURM_CPUS_PER_TASK", 0) or None,
+        nodes="" if environ.get("MASTER_ADDR") else nodes,
+        job=f"{job}.{step}",
     )
 
 

@@ -2,8 +2,9 @@
 
 import ipaddress
 import socket
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from mlm.errors import UserError
 from mlm.launch.environment import Place
@@ -33,13 +34,18 @@ def check_loopback() -> None:
 
 def check_interface(environ: Mapping[str, str]) -> None:
     """Raise UserError if GLOO_SOCKET_IFNAME names no network interface of this host."""
-    here = [name for _, name in socket.if_nameindex()]
+    here = interfaces()
     for name in filter(None, environ.get(INTERFACE, "").split(",")):
         if name not in here:
             raise UserError(
                 f"{INTERFACE}={environ[INTERFACE]}: host {socket.gethostname()} has no network interface "
                 f"{name}; use one of {', '.join(here)}"
             )
+
+
+def interfaces() -> list[str]:
+    """Return the network interfaces of this host."""
+    return [name for _, name in socket.if_nameindex()]
 
 
 def check_addresses(place: Place, environ: Mapping[str, str], *, wait_s: float = RESOLVE_S) -> None:
@@ -51,10 +57,17 @@ def check_addresses(place: Place, environ: Mapping[str, str], *, wait_s: float =
     check_interface(environ)
     own = socket.gethostname()
     master = place.master_addr
-    found = _addresses(master, 0.0 if master in (own, socket.getfqdn()) else wait_s)
+    setting = f"SLURM_JOB_NODELIST={place.nodes}" if place.nodes else f"MASTER_ADDR={master}"
+
+    def announce() -> None:
+        if place.local_rank == 0:
+            print(f"mlm: {setting}: {master} does not resolve yet: trying for {wait_s:g} s", file=sys.stderr)
+
+    found = _addresses(master, 0.0 if master in (own, socket.getfqdn()) else wait_s, announce)
     if not found:
+        name = f"its first host, {master}" if place.nodes else "this name"
         raise UserError(
-            f"MASTER_ADDR={master}: host {own} cannot resolve this name; add it to /etc/hosts or DNS, or set "
+            f"{setting}: host {own} cannot resolve {name}; add it to /etc/hosts or DNS, or set "
             "MASTER_ADDR to an IP address (torchrun: --local-addr, 127.0.0.1 if there is one host)"
         )
     one_host = place.local_world_size == place.world_size or all(map(_is_loopback, found))
@@ -63,7 +76,7 @@ def check_addresses(place: Place, environ: Mapping[str, str], *, wait_s: float =
     ours = _addresses(own, 0.0)
     if all(map(_is_loopback, ours)):
         what = f"resolves to {ours[0]} only" if ours else "does not resolve"
-        names = [name for _, name in socket.if_nameindex() if name != "lo"]
+        names = [name for name in interfaces() if name != "lo"]
         raise UserError(
             f"the name of this host, {own}, {what}: ranks of other hosts cannot connect to it over gloo; set "
             f"{INTERFACE} to its network interface ({', '.join(names) or 'none is up'}), or add the name "
@@ -71,15 +84,21 @@ def check_addresses(place: Place, environ: Mapping[str, str], *, wait_s: float =
         )
 
 
-def _addresses(name: str, wait_s: float) -> list[str]:
-    """Return the IP addresses of a name, trying for `wait_s`; empty if it has none."""
-    end = time.monotonic() + wait_s
+def _addresses(name: str, wait_s: float, announce: Callable[[], None] = lambda: None) -> list[str]:
+    """Return the IP addresses of a name, trying for `wait_s`; empty if it has none.
+
+    Calls `announce` once before it tries again.
+    """
+    end, is_first = time.monotonic() + wait_s, True
     while True:
         try:
             return [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
         except (socket.gaierror, UnicodeError):
             if time.monotonic() >= end:
                 return []
+        if is_first:
+            announce()
+            is_first = False
         time.sleep(POLL_S)
 
 

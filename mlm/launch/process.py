@@ -3,7 +3,6 @@
 import os
 import sys
 import time
-import uuid
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -15,7 +14,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as distributed
 from torch.distributed import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
 from mlm.config.path_errors import streams_for
 from mlm.errors import UserError
@@ -31,15 +29,12 @@ from mlm.launch.failure import (
     flight_recorder,
     leave,
 )
-from mlm.launch.network import check_addresses
+from mlm.launch.roll_call import START_S, MissingRanksError, rendezvous_store
 from mlm.parallel.mesh import ParallelContext, build_mesh
-from mlm.parallel.watch import LostPeer, Watch, is_transport_error
+from mlm.parallel.watch import Watch
 
-START_S = 120.0  # ranks import torch and read the disk at different speeds, whatever dist.timeout_s is
-STORE_POLL_S = 0.02
 Target = Callable[[Any, ParallelContext], int | None]
 """Work of a job on each rank; returns the exit code of a command that a signal stopped after a save."""
-ELASTIC = "TORCHELASTIC_RUN_ID"  # set by torchrun: ranks may be restarted, and the store is not new then
 ALONE = Place(rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="localhost", master_port=0)
 
 
@@ -63,7 +58,7 @@ def run_joined(target: str, config: Any, *, place: Place, out: Path | None) -> i
     store: Store | None = None
 
     def tell(failure: Failure) -> None:
-        speaks = _speaks(failure, store)
+        speaks = _speaks(failure, store, place)
         if speaks:
             print(failure.text, file=sys.stderr, flush=True)
         if speaks or place.rank == 0:  # under SLURM, rank 0 holds the store that the others ask
@@ -75,6 +70,11 @@ def run_joined(target: str, config: Any, *, place: Place, out: Path | None) -> i
         run_rank(target, config, place=place, store=store, words=words)
     except KeyboardInterrupt:
         leave(INTERRUPTED)
+    except MissingRanksError as error:
+        if error.is_reported:
+            time.sleep(2 * LAST_WORDS_S)  # launchers end all ranks when one ends
+            leave(error.exit_code)
+        leave(words.say(error).exit_code)
     except Exception as error:
         leave(words.say(error).exit_code)
     return 0
@@ -157,72 +157,6 @@ def rank_device(dist: DistConfig, place: Place) -> torch.device:
     return torch.device("cuda", index)
 
 
-def rendezvous_store(place: Place, timeout_s: float) -> Store:
-    """Return the store of torch's rendezvous, by the variables of the environment.
-
-    Raises UserError if the port is taken or an address cannot be used, LostPeer if not all ranks come in
-    time.
-    """
-    check_addresses(place, os.environ)
-    start_s = max(START_S, timeout_s)
-    try:
-        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=start_s)))
-        if ELASTIC in os.environ:
-            store = store_of_attempt(store, place.rank, place.world_size, start_s)
-    except RuntimeError as error:
-        if "EADDRINUSE" in str(error):
-            raise UserError(
-                f"MASTER_PORT={place.master_port} is in use on {place.master_addr}: set it to a free port"
-            ) from None
-        if is_transport_error(error):
-            raise LostPeer(
-                f"rank {place.rank}: the {place.world_size} ranks did not rendezvous at {place.master_addr} "
-                f"port {place.master_port} within {start_s:g} s: is each running and able to reach it?"
-            ) from error
-        raise
-    return store
-
-
-def store_of_attempt(store: Store, rank: int, world_size: int, timeout_s: float) -> Store:
-    """Return the part of `store` that belongs to this attempt of a restarted job. Collective.
-
-    torchrun restarts all ranks when one fails, and its store lives on: keys of the dead ranks (addresses,
-    counts) would be taken for those of the living. A count of restarts does not identify an attempt, because
-    each agent counts separately: a node whose own ranks did not fail has counted one less. So rank 0 names
-    the attempt; each other rank leaves a new token and waits for the answer to it, which only a living rank 0
-    gives. Raises RuntimeError if a rank is missing after `timeout_s`.
-    """
-    if world_size == 1:
-        return store
-    if rank:
-        token = uuid.uuid4().hex
-        store.set(f"mlm/token/{rank}", token)
-        attempt = store.get(f"mlm/attempt/{token}").decode()
-        store.add(f"{attempt}/here", 1)
-    else:
-        attempt = _welcome(store, world_size, time.monotonic() + timeout_s)
-    return PrefixStore(attempt, store)
-
-
-def _welcome(store: Store, world_size: int, end: float) -> str:
-    """Answer every token, also one that replaces a dead rank's, until all ranks are here."""
-    attempt = f"mlm-{uuid.uuid4().hex}"
-    answered: dict[int, bytes] = {}
-    while store.add(f"{attempt}/here", 0) < world_size - 1:
-        for rank in range(1, world_size):
-            if not store.check([f"mlm/token/{rank}"]):
-                continue
-            token = store.get(f"mlm/token/{rank}")
-            if answered.get(rank) != token:
-                store.set(f"mlm/attempt/{token.decode()}", attempt)
-                answered[rank] = token
-        if time.monotonic() > end:
-            here = store.add(f"{attempt}/here", 0) + 1
-            raise RuntimeError(f"timed out: {here} of {world_size} gloo ranks came")
-        time.sleep(STORE_POLL_S)
-    return attempt
-
-
 def find_target(target: str) -> Target:
     """Return the function that `module:function` names."""
     module, _, name = target.partition(":")
@@ -230,13 +164,13 @@ def find_target(target: str) -> Target:
     return function
 
 
-def _speaks(failure: Failure, store: Store | None) -> bool:
+def _speaks(failure: Failure, store: Store | None, place: Place) -> bool:
     """True if this rank must report: the first with this message, or one of the first unexplained lost peers.
 
     One of those alone could mislead, as it may wait for a rank that waits itself.
     """
     if store is None:
-        return True
+        return not failure.lost_peer or place.local_rank == 0  # rank 0 did not answer: a line per host
     answer: list[bool] = []
     asking = Thread(target=lambda: answer.append(_is_first(failure, store)), daemon=True)
     asking.start()

@@ -3,6 +3,7 @@
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,27 @@ def test_master_that_does_not_resolve_is_named(monkeypatch: pytest.MonkeyPatch) 
     named(monkeypatch, "node1")
     with pytest.raises(UserError, match=r"MASTER_ADDR=nosuch: host node1 cannot resolve.*/etc/hosts"):
         check_addresses(place("nosuch"), {}, wait_s=0.0)
+
+
+def test_first_node_of_a_list_that_does_not_resolve_is_named_with_what_to_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    named(monkeypatch, "node1")
+    nodes = replace(place("node[7-8]"), master_addr="node7", nodes="node[7-8]")
+    with pytest.raises(
+        UserError, match=r"SLURM_JOB_NODELIST=node\[7-8\]: host node1 .* node7.*set MASTER_ADDR"
+    ):
+        check_addresses(nodes, {}, wait_s=0.0)
+
+
+def test_a_wait_for_a_name_is_announced_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named(monkeypatch, "node1")
+    with pytest.raises(UserError):
+        check_addresses(place("nosuch"), {}, wait_s=0.05)
+    said = capsys.readouterr().err
+    assert said == "mlm: MASTER_ADDR=nosuch: nosuch does not resolve yet: trying for 0.05 s\n"
 
 
 def test_name_that_the_cluster_registers_late_is_waited_for(

@@ -1,18 +1,28 @@
-"""Ranks of a restarted job do not read keys that dead ones left in the store."""
+"""Ranks come together once: without keys of dead ones, and with the names of those that do not come."""
 
+import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from dataclasses import replace
 
 import pytest
 from torch.distributed import HashStore, Store
 
-from mlm.launch.process import store_of_attempt
+from mlm.errors import UserError
+from mlm.launch import roll_call
+from mlm.launch.environment import Place
+from mlm.launch.roll_call import MissingRanksError, call_roll, rendezvous_store
+from mlm.parallel.watch import LostPeer
+
+
+def place(rank: int, world_size: int, port: int = 1) -> Place:
+    return Place(rank, world_size, rank, world_size, master_addr="127.0.0.1", master_port=port)
 
 
 def meet(store: Store, world_size: int) -> list[Store]:
     """All ranks of one attempt, each in a thread."""
     with ThreadPoolExecutor(world_size) as pool:
-        return list(pool.map(lambda rank: store_of_attempt(store, rank, world_size, 20.0), range(world_size)))
+        return list(pool.map(lambda rank: call_roll(store, place(rank, world_size), 20.0), range(world_size)))
 
 
 def test_ranks_of_an_attempt_share_a_part_of_the_store() -> None:
@@ -32,21 +42,81 @@ def test_a_token_that_a_dead_rank_left_stands_for_nobody() -> None:
     store = HashStore()
     store.set("mlm/token/1", "dead")
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(store_of_attempt, store, 0, 2, 20.0)
+        first = pool.submit(call_roll, store, place(0, 2), 20.0)
         while not store.check(["mlm/attempt/dead"]):
             pass
-        second = pool.submit(store_of_attempt, store, 1, 2, 20.0)
+        second = pool.submit(call_roll, store, place(1, 2), 20.0)
         first.result().set("address", "here")
         assert second.result().get("address") == b"here"
 
 
-def test_a_missing_rank_ends_the_wait() -> None:
+def failed(store: Store, rank: int, world_size: int, timeout_s: float = 0.3) -> MissingRanksError:
+    with pytest.raises(MissingRanksError) as raised:
+        call_roll(store, place(rank, world_size), timeout_s)
+    return raised.value
+
+
+def test_ranks_that_do_not_come_are_named_once_with_the_hosts_of_those_that_do() -> None:
     store = HashStore()
-    store.set_timeout(timedelta(seconds=0.1))
-    with pytest.raises(RuntimeError, match="timed out: 1 of 2 gloo ranks came"):
-        store_of_attempt(store, 0, 2, 0.05)
+    with ThreadPoolExecutor(2) as pool:
+        first, third = pool.map(lambda rank: failed(store, rank, 4), (0, 2))
+    assert str(first) == str(third)
+    assert str(first).startswith("ranks 1, 3 of 4 did not come to 127.0.0.1 port 1 within 0.3 s")
+    assert f"(came: {socket.gethostname()} (2))" in str(first)
+    assert [error.is_reported for error in (first, third)] == [False, True]
+
+
+def test_a_rank_0_that_does_not_come_is_named_by_the_first_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(roll_call, "GRACE_S", 0.0)
+    store = HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda rank: failed(store, rank, 3), (1, 2)))
+    assert str(found[0]).startswith("rank 0 of 3 did not come")
+    assert [error.is_reported for error in found] == [False, True]
 
 
 def test_one_rank_needs_no_other() -> None:
     store = HashStore()
-    assert store_of_attempt(store, 0, 1, 0.0) is store
+    assert call_roll(store, place(0, 1), 0.0) is store
+
+
+def test_a_port_in_use_is_a_line_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(roll_call.ELASTIC, raising=False)
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen(1)
+        port, begin = other.getsockname()[1], time.monotonic()
+        with pytest.raises(UserError, match=rf"MASTER_PORT={port} is in use on 127.0.0.1, by another job"):
+            rendezvous_store(place(0, 2, port), 60.0)
+    assert time.monotonic() - begin < 10
+
+
+def test_a_rank_0_that_nobody_reaches_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(roll_call.ELASTIC, raising=False)
+    monkeypatch.setattr(roll_call, "START_S", 0.2)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # and does not listen
+        port = free.getsockname()[1]
+        with pytest.raises(LostPeer, match=rf"rank 1 \(host .*\): rank 0 did not answer at .* port {port}"):
+            rendezvous_store(place(1, 2, port), 0.2)
+
+
+def test_ranks_of_another_job_on_the_port_are_not_taken_for_this_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SLURM's jobs and steps have their own part of the store."""
+    monkeypatch.delenv(roll_call.ELASTIC, raising=False)
+    monkeypatch.setattr(roll_call, "START_S", 0.5)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ours, theirs = (replace(place(rank, 2, port), job=job) for rank, job in ((0, "1.0"), (1, "2.0")))
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(rendezvous_store, ours, 0.5)
+        second = pool.submit(rendezvous_store, theirs, 0.5)
+        with pytest.raises(MissingRanksError, match="rank 1 of 2 did not come"):
+            first.result()
+        with pytest.raises((MissingRanksError, LostPeer)):
+            second.result()

@@ -1,0 +1,155 @@
+"""The rendezvous of ranks: a store that all of them reach, and the names of those that do not come."""
+
+import os
+import socket
+import time
+import uuid
+from collections import Counter
+from contextlib import suppress
+from datetime import timedelta
+from typing import ClassVar
+
+from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
+
+from mlm.errors import UserError
+from mlm.launch.environment import Place
+from mlm.launch.network import check_addresses
+from mlm.parallel.watch import LostPeer, is_transport_error, name_ranks
+
+START_S = 120.0  # ranks import torch and read the disk at different speeds, whatever dist.timeout_s is
+STORE_POLL_S = 0.02
+GRACE_S = 10.0
+"""Seconds that other ranks wait longer than rank 0, so that they learn whom it missed."""
+ELASTIC = "TORCHELASTIC_RUN_ID"  # set by torchrun: ranks may be restarted, and the store is not new then
+HOSTS_SHOWN = 4
+
+
+class MissingRanksError(UserError):
+    """Some ranks did not come."""
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, problem: str, *, is_reported: bool = False) -> None:
+        super().__init__(problem)
+        self.is_reported = is_reported
+        """True if another rank reports it."""
+
+
+def rendezvous_store(place: Place, timeout_s: float) -> Store:
+    """Return a store of the ranks of this attempt, once all have come. Collective.
+
+    Raises UserError if the port is taken or an address cannot be used, MissingRanksError if not all ranks
+    come in time, LostPeer if rank 0 cannot be reached.
+    """
+    check_addresses(place, os.environ)
+    start_s = max(START_S, timeout_s)
+    try:
+        return call_roll(_open(place, start_s), place, start_s)
+    except RuntimeError as error:
+        if "EADDRINUSE" in str(error):
+            raise UserError(
+                f"MASTER_PORT={place.master_port} is in use on {place.master_addr}, by another job or "
+                "program: set it to a free port"
+            ) from None
+        if is_transport_error(error):
+            raise LostPeer(
+                f"rank {place.rank} (host {socket.gethostname()}): rank 0 did not answer at "
+                f"{place.master_addr} port {place.master_port} within {start_s:g} s: is it running, and can "
+                "this host reach that port (MASTER_ADDR, MASTER_PORT)?"
+            ) from error
+        raise
+
+
+def _open(place: Place, timeout_s: float) -> Store:
+    """Connect to the store, which rank 0 serves unless torchrun does; wait for nobody else."""
+    timeout = timedelta(seconds=timeout_s)
+    if ELASTIC in os.environ:
+        store: Store = next(rendezvous("env://", timeout=timeout))[0]
+        return store
+    store = TCPStore(
+        place.master_addr,
+        place.master_port,
+        place.world_size,
+        is_master=place.rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    return PrefixStore(f"mlm-job-{place.job}", store)
+
+
+def call_roll(store: Store, place: Place, timeout_s: float) -> Store:
+    """Return the part of `store` that belongs to this attempt of a job, once all ranks are here. Collective.
+
+    torchrun restarts all ranks when one fails, and its store lives on: keys of the dead ranks (addresses,
+    counts) would be taken for those of the living. A count of restarts does not identify an attempt, because
+    each agent counts separately: a node whose own ranks did not fail has counted one less. So rank 0 names
+    the attempt; each other rank leaves a new token and waits for the answer to it, which only a living rank 0
+    gives. Raises MissingRanksError if a rank is missing after `timeout_s`.
+    """
+    rank, world_size = place.rank, place.world_size
+    if world_size == 1:
+        return store
+    if rank == 0:
+        attempt, absent = _welcome(store, place, time.monotonic() + timeout_s)
+        found = "" if not absent else _missing(store, attempt, absent, place, timeout_s)
+        store.set(f"{attempt}/missing", found)
+        if found:
+            raise MissingRanksError(found)
+        return PrefixStore(attempt, store)
+    token = uuid.uuid4().hex
+    store.set(f"mlm/token/{rank}", token)
+    attempt = _answer(store, f"mlm/attempt/{token}", timeout_s)
+    if attempt is None:
+        first = next((r for r in range(1, rank) if store.check([f"mlm/token/{r}"])), rank)
+        raise MissingRanksError(_did_not_come([0], place, timeout_s), is_reported=first != rank)
+    store.set(f"{attempt}/{rank}", socket.gethostname())
+    if found := _answer(store, f"{attempt}/missing", timeout_s) or "":
+        raise MissingRanksError(found, is_reported=True)
+    return PrefixStore(attempt, store)
+
+
+def _welcome(store: Store, place: Place, end: float) -> tuple[str, list[int]]:
+    """Answer every token, also one that replaces a dead rank's, until all ranks are here.
+
+    Return the attempt's name and the ranks that have not come by `end`.
+    """
+    attempt, absent = f"mlm-{uuid.uuid4().hex}", list(range(1, place.world_size))
+    answered: dict[int, bytes] = {}
+    while True:
+        for rank in absent:
+            if not store.check([f"mlm/token/{rank}"]):
+                continue
+            token = store.get(f"mlm/token/{rank}")
+            if answered.get(rank) != token:
+                store.set(f"mlm/attempt/{token.decode()}", attempt)
+                answered[rank] = token
+        absent = [rank for rank in absent if not store.check([f"{attempt}/{rank}"])]
+        if not absent or time.monotonic() > end:
+            return attempt, absent
+        time.sleep(STORE_POLL_S)
+
+
+def _answer(store: Store, key: str, timeout_s: float) -> str | None:
+    """Return what rank 0 wrote under a key; None if it has not after `timeout_s` and some seconds."""
+    with suppress(RuntimeError):
+        store.wait([key], timedelta(seconds=timeout_s + GRACE_S))
+    return store.get(key).decode() if store.check([key]) else None
+
+
+def _missing(store: Store, attempt: str, absent: list[int], place: Place, timeout_s: float) -> str:
+    """Return the line on ranks that did not come, with the hosts of those that did."""
+    here = [rank for rank in range(1, place.world_size) if rank not in absent]
+    hosts = Counter([socket.gethostname(), *(store.get(f"{attempt}/{rank}").decode() for rank in here)])
+    shown = [f"{host} ({count})" for host, count in list(hosts.items())[:HOSTS_SHOWN]]
+    more = f" and {len(hosts) - HOSTS_SHOWN} more hosts" if len(hosts) > HOSTS_SHOWN else ""
+    return f"{_did_not_come(absent, place, timeout_s)} (came: {', '.join(shown)}{more})"
+
+
+def _did_not_come(absent: list[int], place: Place, timeout_s: float) -> str:
+    return (
+        f"{name_ranks(absent)} of {place.world_size} did not come to {place.master_addr} port "
+        f"{place.master_port} within {timeout_s:g} s (dist.timeout_s, at least {START_S:g}); look whether "
+        "each was started, and at what its host says"
+    )
