@@ -5,6 +5,7 @@ from mlm.checkpoints.command import COMMANDS as CHECKPOINTS
 from mlm.config.command import Command, resolve
 from mlm.convert.command import COMMANDS as CONVERT
 from mlm.corpus.command import COMMANDS as CORPUS
+from mlm.doctor.command import COMMANDS as DOCTOR
 from mlm.evaluate.command import COMMANDS as EVALUATE
 from mlm.finetune.command import COMMANDS as FINETUNE
 from mlm.generate.command import COMMANDS as GENERATE
@@ -18,6 +19,7 @@ __all__ = ["COMMANDS", "SPECS", "Command", "resolve"]
 COMMANDS: tuple[Command, ...] = (
     *PRETRAIN,
     *CHECK,
+    *DOCTOR,
     *INCIDENTS,
     *PAGE,
     *PLAN,

@@ -16,6 +16,7 @@ from mlm.checkpoint.native.tokenizer_digest import KEY as TOKENIZER
 from mlm.config.build import config_digest
 from mlm.data.config import DataConfig
 from mlm.data.files_present import hub_id
+from mlm.doctor.quick import check_start
 from mlm.errors import writing_to
 from mlm.files.atomic import write_atomic
 from mlm.finetune.batches import Batcher, Order, TaskBatch, batcher_of
@@ -248,6 +249,7 @@ def finetune(
     with out_of_memory_as_user_error(config.train.micro_batch_size, remedy), ExitStack() as stack:
         stack.enter_context(missing_kernel_as_user_error(spec))
         claim(spec, ctx, stack)
+        check_start(config.out, ctx)
         run = Run(
             config=config,
             settings=settings,

@@ -14,6 +14,7 @@ from mlm.config.imports import is_path
 from mlm.data.blend import BlendedDataset
 from mlm.data.blend_history import trained_on
 from mlm.data.sampler import Dataset, FromCorpus, MicroBatch
+from mlm.doctor.quick import check_start
 from mlm.errors import writing_to
 from mlm.files.atomic import write_atomic
 from mlm.incidents.memory import spare_samples
@@ -72,6 +73,7 @@ def run(config: PretrainConfig, ctx: ParallelContext) -> int:
     with out_of_memory_as_user_error(config.train.micro_batch_size, remedy), ExitStack() as stack:
         stack.enter_context(missing_kernel_as_user_error(config))
         claim(config, ctx, stack)
+        check_start(config.out, ctx)
         trainer: Trainer[MicroBatch] = Trainer(config, ctx)
         return train(trainer, out, resume(trainer) or begin(trainer))
 

@@ -28,6 +28,7 @@ GATHERED = {
     "scripts/slurm/README.md": "guides/slurm.md",
     "mlm/files/README.md": "guides/file-safety.md",
     "mlm/incidents/README.md": "guides/incidents.md",
+    "mlm/doctor/README.md": "guides/doctor.md",
     "scripts/docs/design.md": "explanation/design.md",
     "scripts/docs/what-holds.md": "explanation/what-holds.md",
     "scripts/docs/measurements.md": "explanation/measurements.md",

@@ -42,6 +42,7 @@ LINES: tuple[tuple[str, ...], ...] = (
     ("export", "hf", str(RUN), "out=exported", "verify=false"),
     ("plan", "schedule", "pp=4", "vp=2", "micro_batches=8"),
     ("parity", "model=gpt2_8b", "tp=7", "zero=9"),
+    ("doctor", "tp=7", "dp=9", "out=nowhere/doctor.json"),
     ("verify-resume", "tp=7", "zero=9", "model=gpt2_8b"),
     ("finetune", "race", f"ckpt={RUN}", "tp=3"),
     ("finetune", "sst2", "ckpt=nowhere", "seeds=5"),

@@ -1,0 +1,1 @@
+"""Checks of hosts, disks and the network before a run: `mlm doctor`."""

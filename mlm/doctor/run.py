@@ -1,0 +1,123 @@
+"""`mlm doctor`: every check on every rank, one table."""
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mlm.config.build import to_dict
+from mlm.doctor.config import DoctorConfig
+from mlm.doctor.control import Control
+from mlm.doctor.device import check_device, device_name
+from mlm.doctor.finding import Finding, Row, rows_of
+from mlm.doctor.folder import check_folder
+from mlm.doctor.host import (
+    available_memory,
+    clock,
+    disk,
+    environment,
+    locked_memory,
+    memory,
+    names,
+    open_files,
+    shared_memory,
+)
+from mlm.doctor.traffic import check_traffic, judged
+from mlm.errors import CheckFailedError
+from mlm.files.results import is_stream, named, write_result
+from mlm.launch.environment import Place, read_place
+from mlm.launch.network import LOOPBACK, interfaces
+from mlm.launch.versions import SAME_VERSIONS, different_versions, versions
+from mlm.parallel.mesh import ParallelContext
+from mlm.terminal import add_row, console, table
+
+
+def run(config: DoctorConfig, ctx: ParallelContext) -> None:
+    """Check; rank 0 prints the table and writes `out`. Raises CheckFailedError if a check failed.
+
+    Every rank calls this.
+    """
+    place = read_place(os.environ) if ctx.world_size > 1 else None
+    control = Control.of(ctx, place.master_addr if place is not None else LOOPBACK, config.timeout_s)
+    folder = folder_of(config)
+    found = [*check_host(ctx, place, folder), *check_folder(folder, control)]
+    facts = {"versions": versions(), "device": device_name(ctx.device)}
+    each = control.all_gather("the host", [facts, [asdict(finding) for finding in found]])
+    skews = control.all_gather("the clock", control.skew())
+    traffic = check_traffic(ctx, control, config.timeout_s)
+    findings = [
+        [*(Finding(**one) for one in mine), clock(skew), *communication]
+        for (_, mine), skew, communication in zip(each, skews, judged(traffic), strict=True)
+    ]
+    all_facts = [fact for fact, _ in each]
+    findings[0] = [*check_equal(all_facts, control.hosts), *findings[0]]
+    rows = rows_of(findings, control.hosts)
+    problem = ""
+    if ctx.is_main:
+        problem = report(config, control.hosts, all_facts, rows, traffic)
+    if problem := control.all_gather("the report", problem)[0]:
+        raise CheckFailedError(problem)
+
+
+def folder_of(config: DoctorConfig) -> Path:
+    """Return the folder whose disk is checked."""
+    return Path.cwd() if config.out is None or is_stream(config.out) else Path(config.out).absolute().parent
+
+
+def check_host(ctx: ParallelContext, place: Place | None, folder: Path) -> list[Finding]:
+    """Return this rank's findings that need no other rank."""
+    ranks_here = 1 if place is None else place.local_world_size
+    on_gpu = ctx.device.type == "cuda"
+    return [
+        *check_device(ctx.device),
+        memory(available_memory(), ranks_here),
+        disk(folder),
+        open_files(ctx.world_size),
+        locked_memory(on_gpu),
+        shared_memory(on_gpu),
+        names(place, os.environ),
+        *environment(os.environ, interfaces(), ranks_here),
+    ]
+
+
+def check_equal(facts: list[dict[str, Any]], hosts: list[str]) -> list[Finding]:
+    """Judge what must be the same on all ranks."""
+    found = [fact["versions"] for fact in facts]
+    said = ", ".join(f"{name} {version}" for name, version in found[0].items())
+    differ = different_versions(hosts, found)
+    devices = list(dict.fromkeys(fact["device"] for fact in facts))
+    return [
+        Finding("versions", "fail", differ, SAME_VERSIONS) if differ else Finding("versions", "ok", said),
+        Finding("devices", "warn", "; ".join(devices[:3]), "the slowest sets the pace: start equal hosts")
+        if devices[1:]
+        else Finding("devices", "ok", devices[0]),
+    ]
+
+
+def report(
+    config: DoctorConfig,
+    hosts: list[str],
+    facts: list[dict[str, Any]],
+    rows: list[Row],
+    traffic: list[dict[str, Any]],
+) -> str:
+    """Print the table and write the result; return what failed, empty if nothing did."""
+    failed = [row.check for row in rows if row.status == "fail"]
+    warned = [row.check for row in rows if row.status == "warn"]
+    ranks = f"{len(hosts)} rank{'s' * (len(hosts) > 1)} on {', '.join(dict.fromkeys(hosts))}"
+    made, out = table(ranks, "", "check", "found", "remedy"), console()
+    for row in rows:
+        add_row(made, row.status, row.check, row.found, row.remedy)
+    out.print(made)
+    if config.out is not None:
+        ranks_facts = [{"rank": n, "host": host, **facts[n]} for n, host in enumerate(hosts)]
+        result = {"task": "doctor", "ok": not failed, "checks": [asdict(row) for row in rows]}
+        own = {"versions": facts[0]["versions"], "config": to_dict(config)}
+        write_result(config.out, {**result, "ranks": ranks_facts, "communication": traffic, **own})
+        out.print(f"written to {named(config.out)}")
+    if failed:
+        return f"{len(failed)} of {len(rows)} checks failed: {', '.join(failed)} (see the table)"
+    out.print(
+        f"{len(rows)} checks without a failure" + (f"; warnings: {', '.join(warned)}" if warned else "")
+    )
+    return ""

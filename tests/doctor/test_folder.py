@@ -1,0 +1,120 @@
+"""A folder that is not shared, cannot be written, renamed or locked is found on the rank that has it."""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlm.doctor import folder as folders
+from mlm.doctor.control import Control
+from mlm.doctor.finding import Finding, rows_of
+from mlm.doctor.folder import DISK, LOCKS, SHARED, check_folder
+from mlm.files.lock import Lock, LockError
+from tests.doctor.trials import on_threads
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "SEEN_S", 0.1)
+
+
+def statuses(found: list[Finding]) -> dict[str, str]:
+    return {finding.check: finding.status for finding in found}
+
+
+def test_a_folder_of_one_disk_is_fine_and_left_as_it_was(tmp_path: Path) -> None:
+    found = on_threads(lambda control: check_folder(tmp_path, control))
+    assert [statuses(each) for each in found] == [{SHARED: "ok", DISK: "ok", LOCKS: "ok"}] * 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_rank_checks_its_folder_too(tmp_path: Path) -> None:
+    found = check_folder(tmp_path, Control(None, 0, 1, 1.0))
+    assert statuses(found) == {SHARED: "ok", DISK: "ok", LOCKS: "ok"}
+
+
+def test_a_folder_that_is_not_shared_names_the_rank_that_does_not_see_it(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    names = ("one", "one", "other")
+    found = on_threads(lambda control: check_folder(tmp_path / names[control.rank], control))
+    row = next(row for row in rows_of(found, ["h0", "h1", "h2"]) if row.check == SHARED)
+    assert (row.status, row.ranks) == ("fail", (2,))
+    assert "rank 2 (host h2)" in row.found
+    assert "does not show what rank 0 wrote" in row.found
+
+
+def test_a_rank_whose_files_rank_0_does_not_see_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = folders.write_atomic
+    lost = lambda path, content: None if path.name == "rank-1" else write(path, content)  # noqa: E731
+    monkeypatch.setattr(folders, "write_atomic", lost)
+    found = on_threads(lambda control: check_folder(tmp_path, control))
+    assert "does not show what rank 1 wrote" in found[0][0].found
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC])
+def test_a_folder_that_cannot_be_written_is_found(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(folders, "write_atomic", full)
+    (found,) = check_folder(tmp_path, Control(None, 0, 1, 1.0))
+    assert (found.check, found.status) == (SHARED, "fail")
+    assert os.strerror(number) in found.found
+
+
+def unsynced(*_: object) -> None:
+    raise OSError(errno.EINVAL, "Invalid argument")
+
+
+def forgetful(write: Callable[[Path, bytes], None]) -> Callable[[Path, bytes], None]:
+    """Keep the old content of a file that is replaced."""
+    return lambda path, content: None if content == b"second" else write(path, content)
+
+
+def test_a_disk_that_cannot_push_files_out_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = folders.write_atomic
+    sync = lambda path, content: unsynced() if content == b"again" else write(path, content)  # noqa: E731
+    monkeypatch.setattr(folders, "write_atomic", sync)
+    found = check_folder(tmp_path, Control(None, 0, 1, 1.0))
+    assert statuses(found)[DISK] == "fail"
+
+
+def test_a_disk_on_which_a_replaced_file_stays_old_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folders, "write_atomic", forgetful(folders.write_atomic))
+    found = on_threads(lambda control: check_folder(tmp_path, control))
+    assert [statuses(each)[DISK] for each in found] == ["fail"] * 3
+    assert "keeps its old content" in found[1][1].found
+
+
+def test_a_slow_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "SLOW_S", 0.0)
+    assert statuses(check_folder(tmp_path, Control(None, 0, 1, 1.0)))[DISK] == "warn"
+
+
+def take_anyway(self: Lock, wait_s: float = 0.0) -> bool:
+    return True
+
+
+def not_supported(self: Lock, wait_s: float = 0.0) -> bool:
+    raise LockError(errno.ENOLCK, "No locks available")
+
+
+@pytest.mark.parametrize(
+    ("take", "said"), [(take_anyway, "two processes hold one lock"), (not_supported, "No locks available")]
+)
+def test_locks_that_do_not_exclude_are_found(
+    take: Any, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Lock, "take", take)
+    found = on_threads(lambda control: check_folder(tmp_path, control))
+    assert (found[1][2].status, found[1][2].found) == ("fail", said)
