@@ -44,6 +44,11 @@ class TaskBatch:
     examples: tuple[int, ...] = ()
     """Numbers of the examples; fewer than E if one only fills up."""
 
+    def sample(self, text: int, position: int | None = None) -> int:
+        """Return the number of the example of a text, for incidents; -1 where it only fills up."""
+        number = text // (len(self.tokens) // len(self.labels))
+        return self.examples[number] if number < len(self.examples) else -1
+
 
 class Order:
     """The batches of each epoch: each example once, with examples of about equal length in a batch.

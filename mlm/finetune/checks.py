@@ -61,6 +61,13 @@ def _chat_template_exists(config: Any, _: Launch) -> Problem | None:
     return present.file("data.chat_template", config.data.chat_template)
 
 
+def _incidents_are_followed(config: FinetuneConfig, _: Launch) -> Problem | None:
+    if config.incident.action != "rewind":
+        return None
+    why = "finetuning reads every row once an epoch, and leaves none out"
+    return Problem.at("incident.action", "rewind", why, "use incident.action=skip, log or stop")
+
+
 EVAL_TASK_RULES = (
     devices_exist,
     loss_scale_can_fall,
@@ -72,6 +79,7 @@ FINETUNE_RULES = (
     devices_exist,
     _own_code_works,
     _tests_are_named,
+    _incidents_are_followed,
     lr_falls,
     loss_scale_can_fall,
     _rows_exist,

@@ -21,6 +21,7 @@ from mlm.launch.config import DistConfig
 from mlm.optim.config import DECAY_NAMES, WARMUP_NAMES, MinLearningRate, OptimizerConfig, PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.report.config import LogConfig
+from mlm.train.config import CheckConfig, IncidentConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +124,8 @@ class FinetuneConfig:
     """Dropout of hidden states and of attention; null takes the checkpoint's."""
     compile: bool = False
     """torch.compile each transformer layer."""
+    profile: bool = False
+    """Write a trace of a few steps with named phases to out/profile, for Perfetto or chrome://tracing."""
     task: TaskConfig
     data: FinetuneDataConfig = field(default_factory=FinetuneDataConfig)
     train: FinetuneTrainConfig = field(default_factory=FinetuneTrainConfig)
@@ -132,6 +135,8 @@ class FinetuneConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     checkpoint: FinetuneCheckpointConfig = field(default_factory=FinetuneCheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    incident: IncidentConfig = field(default_factory=IncidentConfig)
+    check: CheckConfig = field(default_factory=CheckConfig)
     dist: DistConfig = field(default_factory=DistConfig)
 
 

@@ -215,12 +215,12 @@ FREE = (
 )
 """Keys of those sections that may change in a run directory."""
 MAY_CHANGE = (
-    *("name", "out", "seeds", "compile", "data.predict_tests"),
+    *("name", "out", "seeds", "compile", "profile", "data.predict_tests"),
     *("tp", "cp", "pp", "vp", "dp", "sequence_parallel", "pipeline", "zero", "zero_reduce", "recompute"),
     *("precision.initial_loss_scale", "precision.min_loss_scale", "precision.loss_scale_window"),
     "precision.cast",
 )
-MAY_CHANGE_SECTIONS = ("checkpoint.", "log.", "dist.")
+MAY_CHANGE_SECTIONS = ("checkpoint.", "log.", "incident.", "check.", "dist.")
 """Other keys that may change. Every key of FinetuneConfig is fixed, may change, or counts by content."""
 WEIGHTS, VOCABULARY, ROWS, TEMPLATE = "ckpt", "data.tokenizer", "data.path", "data.chat_template"
 

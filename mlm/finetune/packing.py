@@ -35,6 +35,18 @@ class PackedBatch(Batch):
     examples: tuple[int, ...] = ()
     """Numbers of its conversations."""
 
+    def sample(self, row: int, position: int | None = None) -> int:
+        """Return the number of the conversation at a position (or first) in a sequence, for incidents.
+
+        -1 where it only fills up.
+        """
+        if not self.examples:
+            return -1
+        if self.ends is None:
+            return self.examples[row]
+        before = int(self.ends[:row].sum()) + int(self.ends[row, : position or 0].sum())
+        return self.examples[min(before, len(self.examples) - 1)]
+
 
 class Packer(Batcher):
     """Splits the conversations of a batch into micro-batches of packed sequences."""

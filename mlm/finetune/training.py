@@ -36,6 +36,7 @@ from mlm.finetune.inputs import Evaluation, Settings, Start, load_body
 from mlm.finetune.results import Result, header, write_result
 from mlm.finetune.scoring import Objective, evaluate, objective_of, score_split
 from mlm.finetune.task_type import task_type
+from mlm.incidents.watcher import Incidents
 from mlm.optim.config import ScheduleConfig
 from mlm.optim.precision import DTYPES
 from mlm.parallel.mesh import ParallelContext
@@ -225,6 +226,9 @@ def spec_of(config: FinetuneConfig, start: Start, steps: int) -> PretrainConfig:
         ),
         checkpoint=CheckpointConfig(keep_last=config.checkpoint.keep_last, resume=config.checkpoint.resume),
         log=config.log,
+        incident=config.incident,
+        check=config.check,
+        profile=config.profile,
         dist=config.dist,
     )
 
@@ -302,6 +306,7 @@ def train(run: Run) -> tuple[Result | None, int | None]:
             validations=material.validations,
             progress=progress,
         )
+        loop.hooks = Incidents(trainer, run.out, session.reporter, session.saver)
         if not loop.run():
             return None, session.note_stopped("\nRun the same command again to continue.")
     return finish(run, progress), session.stop.exit_code if loop.is_stopping else None

@@ -65,6 +65,13 @@ class Row:
         return {**found, "sample": self.sample, "position": self.position, "share": self.bad / self.elements}
 
 
+def sample_of(batch: Any, row: int, position: int | None = None) -> int:
+    """Return the number of the sample in a row of a micro-batch: its own, where it has more than a count."""
+    if own := getattr(batch, "sample", None):
+        return int(own(row, position))
+    return int(batch.first_sample) + row
+
+
 class _Noted:
     """An objective that reports which micro-batch is in its forward pass."""
 
@@ -167,7 +174,7 @@ class Probe:
         by_sample = batch is not None and x.dim() == 3 and x.shape[1] == len(batch.tokens)
         if by_sample:
             for number, norm in enumerate(clean.square().sum((0, 2)).sqrt().tolist()):
-                row.norms[batch.first_sample + number] = norm
+                row.norms[sample_of(batch, number)] = norm
         if bad and not row.bad and batch is not None:
             row.micro_batch = batch.first_sample
             if by_sample:
@@ -175,7 +182,7 @@ class Probe:
                 ctx, rows, length = self.trainer.ctx, x.shape[0], batch.tokens.shape[1]
                 first = ctx.tp.rank * rows if rows < length // ctx.cp.size else 0
                 row.position = int(own_places(length, ctx.cp, CPU)[first + where[0]])
-                row.sample = batch.first_sample + where[1]
+                row.sample = sample_of(batch, where[1], row.position)
         row.bad += bad
 
     def ordered(self) -> list[Row]:

@@ -50,6 +50,11 @@ def write_rank(folder: Path, ctx: ParallelContext, probe: Probe) -> None:
     write_atomic(folder / f"rank-{ctx.rank:05d}.json", as_json(_finite({**content, "tensors": tensors})))
 
 
+def rows_of(batch: Any) -> tuple[int, ...]:
+    """Return the numbers of a micro-batch's rows in a training split; none where samples are counted."""
+    return getattr(batch, "examples", ())
+
+
 def write_samples(folder: Path, ctx: ParallelContext, batches: Sequence[Any]) -> None:
     """Write the micro-batches, from one rank of each replica. Raises OSError."""
     if ctx.tp.rank or ctx.cp.rank or ctx.pp.rank:
@@ -62,6 +67,8 @@ def write_samples(folder: Path, ctx: ParallelContext, batches: Sequence[Any]) ->
         if held > MAX_ELEMENTS:
             break
         arrays |= {f"{number}.{name}": tensor.cpu().numpy() for name, tensor in tensors.items()}
+        if rows := rows_of(batch):
+            arrays[f"{number}.rows"] = np.array(rows)
 
     def save(f: BinaryIO) -> None:
         np.savez(f, **arrays)

@@ -53,17 +53,22 @@ def replayed(config: ReplayConfig, folder: Path, record: dict[str, Any]) -> Repl
             f"incident={config.incident}: {', '.join(record.get('kinds', ()))} is no incident of one step; "
             "read its README.md"
         )
+    if record.get("finetuning"):
+        raise UserError(
+            f"incident={config.incident}: is of finetuning, whose rows `mlm replay` does not read; its "
+            "README.md names the row, and samples-00000.npz holds what the step read"
+        )
     try:
         saved = from_dict(PretrainConfig, dict(record["config"]))
         layout: dict[str, Any] = {key: int(record["layout"][key]) for key in ("tp", "pp", "dp")}
         if problems := saved_problems(saved):
             raise ValueError(problems[0])
+        int(record["step"]), decode(record["memory"], saved.incident.window), recorded(record)
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptFileError(f"{folder}: its record is damaged ({error}); take another incident") from error
     parallel = replace(saved.parallel, **{**layout, **config.layout()})
     kept: dict[str, Any] = {each.name: getattr(saved, each.name) for each in fields(PretrainConfig)}
     return ReplayRun(
-        int(record["step"]), decode(record["memory"], saved.incident.window), recorded(record)
         **kept
         | {
             "out": str(folder.parent.parent),
@@ -180,15 +185,15 @@ def compared(record: dict[str, Any], outcome: Outcome) -> list[str]:
     return [*lines, *(outcome.findings.lines() if outcome.findings else ())]
 
 
-def numbers(outcome: Outcome) -> str:
-    """Return loss and gradient norm as words."""
-    return f"loss {outcome.loss:.8g}, gradient norm {outcome.norm:.8g}"
-
-
 def recorded(record: dict[str, Any]) -> tuple[float, float]:
     """Return loss and gradient norm of the incident. Raises KeyError, TypeError, ValueError."""
     loss, norm = (float.fromhex(record["exact"][key]) for key in ("loss", "grad_norm"))
     return loss, norm
+
+
+def numbers(outcome: Outcome) -> str:
+    """Return loss and gradient norm as words."""
+    return f"loss {outcome.loss:.8g}, gradient norm {outcome.norm:.8g}"
 
 
 def bisected(trainer: Trainer, batches: Sequence[Batch]) -> str:

@@ -19,7 +19,7 @@ from mlm.incidents.findings import Findings, Numbers, gather, shared_numbers
 from mlm.incidents.memory import decode
 from mlm.incidents.probe import Probe
 from mlm.incidents.profiler import Profiler
-from mlm.incidents.record import FOLDER, free_name, write_rank, write_record, write_samples
+from mlm.incidents.record import FOLDER, free_name, rows_of, write_rank, write_record, write_samples
 from mlm.incidents.replicas import differences, digests
 from mlm.launch.versions import versions
 from mlm.parallel.watch import name_ranks
@@ -27,7 +27,7 @@ from mlm.report.reporter import Reporter
 from mlm.train.hooks import Hooks
 from mlm.train.resume import folder, rewind
 from mlm.train.saver import Saver
-from mlm.train.state import INCIDENTS
+from mlm.train.state import FINETUNING, INCIDENTS
 from mlm.train.trainer import Trainer
 
 REPEATED = 16
@@ -222,13 +222,14 @@ class Incidents(Hooks):
         if name is None:
             return None
         self.count, place = self.count + 1, self.root / str(name)
+        rows = self.rows() if probe is not None else []
         try:
             if probe is not None:
                 write_rank(place, ctx, probe)
                 write_samples(place, ctx, self.batches)
             if ctx.is_main:
                 record = {"step": step, "kinds": verdict.kinds, "action": self.settings.action}
-                record |= self.facts(numbers) | (more or {})
+                record |= self.facts(numbers) | ({"rows": rows} if rows else {}) | (more or {})
                 write_record(place, {**record, **(findings.encode() if findings else {})}, lines)
         except OSError as error:
             self.reporter.problem(
@@ -236,15 +237,21 @@ class Incidents(Hooks):
             )
         return place
 
+    def rows(self) -> list[int]:
+        """Return the rows of the training split that the step reads, on all ranks. Collective."""
+        mine = [number for batch in self.batches for number in rows_of(batch)]
+        return sorted({number for found in Ranks.of(self.trainer.ctx).all_gather(mine) for number in found})
+
     def facts(self, numbers: Numbers | None) -> dict[str, Any]:
         """Return what a replay needs, and what a reader asks first."""
         trainer, config = self.trainer, self.trainer.config
         saved = [path.name for step, path in checkpoints(folder(config)).items() if step <= trainer.step]
-        first = trainer.first_sample
+        first, is_finetuning = trainer.first_sample, FINETUNING in trainer.extra_state
         return {
             "numbers": {"loss": numbers.loss, "grad_norm": numbers.norm} if numbers else None,
             "exact": {"loss": numbers.loss.hex(), "grad_norm": numbers.norm.hex()} if numbers else None,
-            "samples": [first, config.train.global_batch_size],
+            "samples": None if is_finetuning else [first, config.train.global_batch_size],
+            "finetuning": is_finetuning,
             "checkpoint": saved[-1] if saved else None,
             "layout": {"tp": trainer.ctx.tp.size, "pp": trainer.ctx.pp.size, "dp": trainer.ctx.dp.size},
             "memory": {**self.memory.encode(), "recent": []},
@@ -282,12 +289,6 @@ class Incidents(Hooks):
                 f"{text}; resume from a checkpoint before it (mlm ckpt inspect), on another host"
             )
 
-    def compare_times(self, times: Times) -> None:
-        """Name the slowest rank; one far slower than the others is an incident. Collective."""
-        self.reporter.note(times.line())
-        self.reporter.event("ranks", {"step": self.trainer.step, **times.encode()})
-        is_slow = times.factor >= self.checks.slow_factor
-        if is_slow and times.slowest not in self.slow:
     def report(self, verdict: Verdict, more: dict[str, Any] | None = None) -> str:
         """Record an incident of the state after a step, and return its line. Collective."""
         step, place = self.trainer.step, None
@@ -299,6 +300,12 @@ class Incidents(Hooks):
         self.reporter.event("incident", {"step": step, **record})
         return text
 
+    def compare_times(self, times: Times) -> None:
+        """Name the slowest rank; one far slower than the others is an incident. Collective."""
+        self.reporter.note(times.line())
+        self.reporter.event("ranks", {"step": self.trainer.step, **times.encode()})
+        is_slow = times.factor >= self.checks.slow_factor
+        if is_slow and times.slowest not in self.slow:
             verdict = Verdict()
             verdict.add("slow_rank", times.line())
             self.report(verdict, {"times": times.encode()})
