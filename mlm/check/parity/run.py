@@ -21,6 +21,7 @@ from mlm.check.parity.config import ParityConfig
 from mlm.check.parity.verdict import TOLERANCES, Verdict, judge, of_moved, relative, skipped
 from mlm.checkpoint.native.save_load import read_manifest, resolve
 from mlm.config.build import to_dict
+from mlm.doctor.host import available_memory
 from mlm.errors import CheckFailedError, UserError, writing_to
 from mlm.files.results import result_problems, write_result
 from mlm.launch.environment import read_place
@@ -53,10 +54,7 @@ def available_bytes(config: ParityConfig) -> int:
     """Memory for the comparison: of one GPU, or what this host has left."""
     if device_kind(config.dist) == "cuda":
         return int(torch.cuda.get_device_properties(0).total_memory)
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return available_memory()
 
 
 def memory_problem(config: ParityConfig, available: int) -> str | None:
