@@ -105,10 +105,13 @@ def report(
     failed = [row.check for row in rows if row.status == "fail"]
     warned = [row.check for row in rows if row.status == "warn"]
     ranks = f"{len(hosts)} rank{'s' * (len(hosts) > 1)} on {', '.join(dict.fromkeys(hosts))}"
-    made, out = table(ranks, "", "check", "found", "remedy"), console()
+    made, out = table(ranks, "", "check", "found"), console()
     for row in rows:
-        add_row(made, row.status, row.check, row.found, row.remedy)
+        add_row(made, row.status, row.check, row.found)
     out.print(made)
+    for row in rows:
+        if row.remedy:
+            out.print(f"{row.status}: {row.check}: {row.remedy}")
     if config.out is not None:
         ranks_facts = [{"rank": n, "host": host, **facts[n]} for n, host in enumerate(hosts)]
         result = {"task": "doctor", "ok": not failed, "checks": [asdict(row) for row in rows]}

@@ -100,14 +100,16 @@ def call_roll(store: Store, place: Place, timeout_s: float) -> Store:
         return PrefixStore(attempt, store)
     token = uuid.uuid4().hex
     store.set(f"mlm/token/{rank}", token)
-    attempt = _answer(store, f"mlm/attempt/{token}", timeout_s)
-    if attempt is None:
+    joined, missing = _answer(store, f"mlm/attempt/{token}", timeout_s), None
+    if joined is not None:
+        store.set(f"{joined}/{rank}", socket.gethostname())
+        missing = _answer(store, f"{joined}/missing", timeout_s)
+    if joined is None or missing is None:
         first = next((r for r in range(1, rank) if store.check([f"mlm/token/{r}"])), rank)
         raise MissingRanksError(_did_not_come([0], place, timeout_s), is_reported=first != rank)
-    store.set(f"{attempt}/{rank}", socket.gethostname())
-    if found := _answer(store, f"{attempt}/missing", timeout_s) or "":
-        raise MissingRanksError(found, is_reported=True)
-    return PrefixStore(attempt, store)
+    if missing:
+        raise MissingRanksError(missing, is_reported=True)
+    return PrefixStore(joined, store)
 
 
 def _welcome(store: Store, place: Place, end: float) -> tuple[str, list[int]]:

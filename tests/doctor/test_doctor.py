@@ -66,7 +66,7 @@ def test_ranks_with_other_versions_are_named() -> None:
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["timeout_s=0"], "timeout_s=0 must be greater than 0"),
+        (["timeout_s=0"], "timeout_s=0.0 must be greater than 0"),
         (["out=nowhere/doctor.json"], "out=nowhere/doctor.json: nowhere is no folder that can be written"),
         (["tp=0"], "tp=0 must be greater than 0"),
         (["tp=2", "vp=2", "pp=1"], "vp=2"),

@@ -142,11 +142,12 @@ def flipped(ctx: ParallelContext, config: FinetuneConfig) -> None:
 
 
 def test_replicas_that_differ_are_found_and_slow_ranks_are_reported(folder: Path, tmp_path: Path) -> None:
-    config = finetuning(folder, out=str(tmp_path), check=CheckConfig(every=2, ranks_every=2))
+    checks = CheckConfig(every=2, ranks_every=2)
+    config = finetuning(folder, out=str(tmp_path), check=checks, train={"epochs": 1})
     run_on_ranks(flipped, config, dp=2)
     kinds = [kind for record in records(tmp_path, "incident") for kind in record["kinds"]]
     assert "replicas_differ" in kinds
-    assert [record["step"] for record in records(tmp_path, "ranks")] == [2, 4, 6]
+    assert [record["step"] for record in records(tmp_path, "ranks")] == [2]
 
 
 def test_a_profile_is_written(folder: Path, tmp_path: Path) -> None:

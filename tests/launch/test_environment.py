@@ -31,6 +31,8 @@ def test_srun_task_has_its_place() -> None:
         master_addr="n01",
         master_port=12_077,
         cores=12,
+        nodes="n[01-64]",
+        job="77.0",
     )
 
 

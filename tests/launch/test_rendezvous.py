@@ -109,6 +109,7 @@ def test_ranks_of_another_job_on_the_port_are_not_taken_for_this_ones(
     """SLURM's jobs and steps have their own part of the store."""
     monkeypatch.delenv(roll_call.ELASTIC, raising=False)
     monkeypatch.setattr(roll_call, "START_S", 0.5)
+    monkeypatch.setattr(roll_call, "GRACE_S", 0.5)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
