@@ -5,7 +5,6 @@ import socket
 import time
 import uuid
 from collections import Counter
-from contextlib import suppress
 from datetime import timedelta
 from typing import ClassVar
 
@@ -18,7 +17,7 @@ from mlm.launch.network import check_addresses
 from mlm.parallel.watch import LostPeer, is_transport_error, name_ranks
 
 START_S = 120.0  # ranks import torch and read the disk at different speeds, whatever dist.timeout_s is
-STORE_POLL_S = 0.02
+STORE_POLL_S, LONGEST_POLL_S = 0.02, 0.25
 GRACE_S = 10.0
 """Seconds that other ranks wait longer than rank 0, so that they learn whom it missed."""
 ELASTIC = "TORCHELASTIC_RUN_ID"  # set by torchrun: ranks may be restarted, and the store is not new then
@@ -49,8 +48,7 @@ def rendezvous_store(place: Place, timeout_s: float) -> Store:
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):
             raise UserError(
-                f"MASTER_PORT={place.master_port} is in use on {place.master_addr}, by another job or "
-                "program: set it to a free port"
+                f"MASTER_PORT={place.master_port} is in use on {place.master_addr}: set it to a free port"
             ) from None
         if is_transport_error(error):
             raise LostPeer(
@@ -135,9 +133,13 @@ def _welcome(store: Store, place: Place, end: float) -> tuple[str, list[int]]:
 
 def _answer(store: Store, key: str, timeout_s: float) -> str | None:
     """Return what rank 0 wrote under a key; None if it has not after `timeout_s` and some seconds."""
-    with suppress(RuntimeError):
-        store.wait([key], timedelta(seconds=timeout_s + GRACE_S))
-    return store.get(key).decode() if store.check([key]) else None
+    end, pause = time.monotonic() + timeout_s + GRACE_S, STORE_POLL_S
+    while not store.check([key]):  # a wait inside the store would keep Python from noting signals
+        if time.monotonic() > end:
+            return None
+        time.sleep(pause)
+        pause = min(1.5 * pause, LONGEST_POLL_S)
+    return store.get(key).decode()
 
 
 def _missing(store: Store, attempt: str, absent: list[int], place: Place, timeout_s: float) -> str:

@@ -88,7 +88,7 @@ def test_a_port_in_use_is_a_line_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
         other.bind(("", 0))
         other.listen(1)
         port, begin = other.getsockname()[1], time.monotonic()
-        with pytest.raises(UserError, match=rf"MASTER_PORT={port} is in use on 127.0.0.1, by another job"):
+        with pytest.raises(UserError, match=rf"MASTER_PORT={port} is in use on 127.0.0.1: set it to"):
             rendezvous_store(place(0, 2, port), 60.0)
     assert time.monotonic() - begin < 10
 

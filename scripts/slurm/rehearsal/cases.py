@@ -16,7 +16,7 @@ from rehearsal.training import RUN, SAVE_EVERY, History, checkpoints, compare, w
 
 PHASES = ("starting", "importing", "rendezvous", "loading", "training", "saving", "validating")
 PORT = "13131"
-GONE = re.compile(r"mlm: rank \d+: .*(gone|did not finish|did not rendezvous)")
+GONE = re.compile(r"mlm: rank \d+: .*(gone|did not finish|did not answer|did not come)")
 
 
 @dataclass(frozen=True)
