@@ -38,9 +38,18 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
+        needs_weight = ctx.needs_input_grad[1]
+        if x.dtype == weight.dtype:
+            # layer norm's, as if the mean were 0; it takes the mean of the gradient out, which is put back
+            dy, zero, outputs = dy.contiguous(), torch.zeros_like(scale), [True, needs_weight, False]
+            dx, dw, _ = torch.ops.aten.native_layer_norm_backward(
+                dy, x.contiguous(), x.shape[-1:], zero, scale, weight, None, outputs
+            )
+            taken = torch.mv(dy.flatten(0, -2), weight).view_as(scale).mul_(scale).div_(x.shape[-1])
+            return dx.add_(taken), dw, None
         normed = x.to(scale.dtype) * scale
         dy = dy.to(scale.dtype)
-        dw = (dy * normed).flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        dw = (dy * normed).flatten(0, -2).sum(0).to(weight.dtype) if needs_weight else None
         g = dy * weight.to(scale.dtype)
         mean = torch.linalg.vecdot(g, normed).unsqueeze(-1) / x.shape[-1]
         return g.addcmul_(normed, mean, value=-1).mul_(scale).to(x.dtype), dw, None
