@@ -94,6 +94,7 @@ def run(cluster: Cluster, names: list[str], out: Path) -> list[Row]:
     if any(name in cases.CASES for name in names):
         cluster.up()
     facts = facts_of(cluster)
+    names = sorted(names, key=agents.CASES.__contains__)  # the last: they end SLURM's daemon on n2
     for number, name in enumerate(names):
         if name in cases.NEEDS_HOSTS and not cluster.network.separate:
             print(f"{name}: left out, needs network namespaces", flush=True)

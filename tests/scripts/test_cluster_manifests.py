@@ -40,6 +40,7 @@ POD = Open(
                     "image": str,
                     "command": [str],
                     "args": [str],
+                    "env": [Open({"name!": str, "value": str})],
                     "resources": Closed({"limits": dict, "requests": dict}),
                     "volumeMounts": [Open({"name!": str, "mountPath!": str})],
                 }

@@ -12,6 +12,9 @@ from rehearsal.record import Finding
 from rehearsal.training import SAVE_EVERY, TIMEOUT_S, History, checkpoints, compare, wait_for_step
 
 STEP_S = 0.3
+NEW_AGENTS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Without it, agents of torch 2.13 keep the address of their first rendezvous to themselves: one that
+joins later waits for it until it times out."""
 
 
 @dataclass
@@ -32,6 +35,7 @@ class Agents:
         environment = self.stage.cluster.environment | {
             "REHEARSAL_FOLDER": str(self.stage.folder),
             "REHEARSAL_STEP_S": str(STEP_S),
+            **NEW_AGENTS,
         }
         torchrun = [
             *(self.stage.cluster.python, "-m", "torch.distributed.run", f"--nnodes={self.nodes}"),
