@@ -160,7 +160,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     for name, (low, middle, high) in result["ratio"].items():
         padding = 1 - texts / result["tokens"][name]
         line = f"packed / {name}: {middle:.2f} ({low:.2f} to {high:.2f}) of its processor time"
-        console.print(f"{line}; {padding:.0%} of that is padding", highlight=False)
+        console.print(f"{line}; {padding:.0%} of the other's tokens are padding", highlight=False)
     if args.out is not None:
         write_atomic(args.out, (json.dumps(result, indent=1) + "\n").encode())
     return 0
