@@ -26,8 +26,8 @@ def test_it_times_both_in_turn_and_records_the_share(tmp_path: Path, monkeypatch
         "without": 2,
         "with": 2,
     }
-    assert found["share"] == pytest.approx(found["judging"]["median"] + found["comparisons"])
-    assert found["comparisons"] > 0
+    assert found["share"] > found["comparisons"] > 0
+    assert found["hooks_s"] > 0
 
 
 def test_a_share_above_the_target_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
