@@ -20,7 +20,7 @@ WIDTH = 24  # characters of a curve
 
 def overview(runs: Sequence[Run], *, ascii_only: bool = False) -> RenderableType:
     """Return a table of the runs with their newest numbers, and lines on what is missing."""
-    columns = ("run", "step#", "loss#", "curve", "validation#", "best#", "tokens/s#", "left#", "heard#")
+    columns = ("run", "step#", "loss#", "curve", "validation#", "best#", "tokens/s#", "left#", "last record#")
     made = table("", *columns)
     for run in runs:
         add_row(
@@ -33,7 +33,7 @@ def overview(runs: Sequence[Run], *, ascii_only: bool = False) -> RenderableType
             figure(lowest(run, "validation", "loss")),
             figure(middle(run, "tokens_per_s"), "{:,.0f}"),
             left(run),
-            heard(run),
+            since_last(run),
         )
     return Group(made, *(Text(plain(note)) for run in runs for note in notes_on(run)))
 
@@ -56,7 +56,7 @@ def left(run: Run) -> str:
     return MISSING if run.total is None or step_s != step_s else duration((run.total - run.done) * step_s)
 
 
-def heard(run: Run) -> str:
+def since_last(run: Run) -> str:
     """Return the time since a run's newest record."""
     since = time.time() - run.last_time
     return f"{duration(max(since, 0.0))} ago" if since == since else MISSING

@@ -31,6 +31,17 @@ const wait = () => new Promise((done) => setTimeout(done, 100));
   press("ArrowRight"); await wait(); say("right", read());
   press("+"); press("+"); press("End"); await wait(); say("zoomed", read());
   press("Escape"); await wait(); say("escaped", read());
+  const over = plot.querySelector(".u-over");
+  const { left, top, width } = over.getBoundingClientRect();
+  const mouse = (type, share) => over.dispatchEvent(new MouseEvent(type, {
+    clientX: left + share * width, clientY: top + 50, movementX: 10, button: 0, buttons: 1, bubbles: true,
+  }));
+  mouse("mousemove", 0); mouse("mousedown", 0); mouse("mousemove", 0.25); mouse("mousemove", 0.5);
+  mouse("mouseup", 0.5); await wait();
+  press("End"); await wait(); say("dragged", read());
+  mouse("dblclick", 0.5); await wait();
+  press("End"); await wait(); say("doubled", read());
+  press("Escape"); await wait();
   form.axis[2].checked = true;
   form.smooth.value = 0.9;
   form.dispatchEvent(new Event("input", { bubbles: true })); await wait();
@@ -94,6 +105,8 @@ def test_keys_and_controls_change_what_is_shown(tmp_path: Path) -> None:
     assert shown(document, "right") == "4.98@2"
     assert shown(document, "zoomed") != "4.8@20"  # the end of what is in sight
     assert shown(document, "escaped") == "4.8@last"
+    assert shown(document, "dragged") == "4.9@10"  # of 1 to 20 the first half
+    assert shown(document, "doubled") == "4.8@20"
     value, _, at = shown(document, "smooth").partition("@")
     assert at == "0:00:20"
     assert 4.8 < float(value) < 4.9
