@@ -16,7 +16,7 @@ from rehearsal.training import RUN, SAVE_EVERY, History, checkpoints, compare, w
 
 PHASES = ("starting", "importing", "rendezvous", "loading", "training", "saving", "validating")
 PORT = "13131"
-GONE = re.compile(r"mlm: rank \d+: .*(gone|did not finish|did not answer|did not come)")
+GONE = re.compile(r"mlm: rank \d+: .*(gone|did not finish|did not rendezvous)")
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def moved(stage: Stage) -> Finding:
         stage.cluster.start_node("n2")
         stage.cluster.wait_for_nodes("n1", "n2")
     lost = steps_lost(compare(stage.out, stage.alone, steps=60), last)
-    said = "SLURM: Node failure on n2, Requeuing"
+    said = f"slurmctld: {requeued_for(stage.cluster, 'n2')}"
     return Finding(
         f"n2, a job's only node, loses its power (SlurmdTimeout={LOST_AFTER_S})", found, said, lost
     )
@@ -222,10 +222,18 @@ def node_lost(node: str, pull: bool, stage: Stage) -> Finding:
     lost = steps_lost(compare(stage.out, stage.alone, steps=60), last)
     role = "runs the script" if node == "n1" else "holds ranks only"
     how = "loses its power" if pull else "loses slurmd and its ranks"
-    said = next(
-        (line for line in job.said.splitlines() if GONE.search(line)), "SLURM: Node failure, Requeuing"
-    )
+    said = next((line for line in job.said.splitlines() if GONE.search(line)), "")
+    said = said or f"slurmctld: {requeued_for(stage.cluster, node)}"
     return Finding(f"{node}, which {role}, {how} (SlurmdTimeout={LOST_AFTER_S})", found, said, lost)
+
+
+def requeued_for(cluster: Cluster, node: str) -> str:
+    """What SLURM's controller says of a job that it queues again for a lost node. Raises Failed."""
+    lines = (cluster.folder / "slurmctld.log").read_text().splitlines()
+    found = [line.partition("] ")[2] for line in lines if f"due to failure of node {node}" in line]
+    if not found:
+        raise Failed(f"slurmctld's log names no failure of {node}")
+    return found[-1]
 
 
 def check_continued(history: History, step: int) -> None:
