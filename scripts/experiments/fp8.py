@@ -92,6 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
         scores = ", ".join(f"{step}: {loss:.3f}" for step, loss in run["validation_loss"].items())
         print(f"{run['precision']} seed {run['seed']}: validation loss at step {scores}")
     if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
         record = args.out / "fp8-cpu.json"
         found = json.loads(record.read_text())["runs"] if record.exists() else []
         new = {(run["precision"], run["seed"]) for run in runs}
