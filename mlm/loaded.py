@@ -46,7 +46,7 @@ SOURCES = (
     "a run or checkpoint folder of mlm, a Hugging Face folder with config.json, or a model's id on the Hub, "
     "OWNER/NAME"
 )
-"""What `load` takes."""
+"""Sources that `load` takes."""
 FORMATS = ("fp32", "bf16", "fp16", "fp64")
 """Number formats of a loaded model; tf32 is for training."""
 NAMES = {

@@ -44,7 +44,7 @@ PROBE_S = 240.0  # the first import reads gigabytes from a cold disk
 
 
 class UsageError(Exception):
-    """What the user can correct, in one line."""
+    """A mistake that the user can correct, in one line."""
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

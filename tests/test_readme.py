@@ -39,7 +39,7 @@ Words = list[str]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What pages take for granted: a run, a corpus with its tokenizer, and an exported model."""
+    """Things that pages take for granted: a run, a corpus with its tokenizer, and an exported model."""
     folder = tmp_path_factory.mktemp("pages")
     make_model(folder / "source")
     add_tokenizer(folder / "source")

@@ -20,9 +20,9 @@ class Finding:
     """Its name."""
     status: Status
     found: str
-    """What was found, in words."""
+    """The result, in words."""
     remedy: str = ""
-    """What to do about it; empty if it is ok."""
+    """The remedy; empty if it is ok."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from mlm.data.sampler import Batch
 from mlm.parallel.labels import IGNORE
 
 Score = Callable[[Sequence[int]], float]
-"""How bad a step with only these samples is: infinite if not finite, else its gradient norm."""
+"""Badness of a step with only these samples: infinite if not finite, else its gradient norm."""
 
 
 def bisect(samples: Sequence[int], score: Score) -> tuple[list[int], int]:

@@ -39,7 +39,7 @@ CPU_RESERVED = 0.3 * GIB
 
 @dataclass(frozen=True)
 class Plans:
-    """What follows from a run's settings."""
+    """Facts that follow from a run's settings."""
 
     run: Run
 

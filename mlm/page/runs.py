@@ -33,7 +33,7 @@ def newest() -> "deque[dict[str, Any]]":
 
 @dataclass
 class Run:
-    """What is known of a run."""
+    """Facts and records of a run."""
 
     name: str
     folder: Path

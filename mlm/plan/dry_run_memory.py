@@ -64,7 +64,7 @@ class Peak:
 
     bytes: int
     phase: str
-    """What ran then."""
+    """The phase that ran then."""
     parts: dict[str, int]
     """Bytes by purpose; sums to `bytes`."""
     modules: dict[str, int]
@@ -78,7 +78,7 @@ class Log:
     """Allocations and releases in order."""
 
     live: dict[int, Block] = field(default_factory=dict)
-    """What is in memory, by the storage's address."""
+    """Tensors in memory, by the storage's address."""
     events: list[tuple[Block, int]] = field(default_factory=list)
     """(block, change of memory in bytes)."""
     pass_begin: int = 0

@@ -54,7 +54,7 @@ class DryRun:
     """Of what was run, `micro_batches_run`. The last stage keeps 4 bytes for each further one, its loss."""
     micro_batches: int
     micro_batches_run: int
-    """What was run of them; the counts of the rest follow."""
+    """Those that were run; the counts of the rest follow."""
     attention: str
     """Kernel of attention."""
 

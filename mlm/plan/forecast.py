@@ -44,9 +44,9 @@ class Machine:
     reserved: float
     """Bytes of them that no tensor can use."""
     hardware: HardwareConfig | None
-    """What is known of its speed."""
+    """Its speed, as far as that is known."""
     source: str
-    """Where that is from."""
+    """Source of `hardware`."""
 
 
 @dataclass(frozen=True, slots=True)

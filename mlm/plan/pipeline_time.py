@@ -12,7 +12,7 @@ from mlm.plan.shape import Schedule
 LEAST_SIMULATED = 512
 """Pairs of stage and micro-batch up to which a step is simulated in full."""
 PLACE = {Op.FORWARD: 0, Op.BACKWARD: 1, Op.WEIGHT: 2}
-"""Where a stage's durations have each op's."""
+"""Index of each op in a stage's durations."""
 
 
 def pipeline_time(name: Schedule, p: int, v: int, m: int, costs: Sequence[Cost]) -> float:

@@ -63,7 +63,7 @@ class IncidentConfig:
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     action: Literal["log", "skip", "rewind", "stop"] = "log"
-    """What follows an incident: log only reports it; skip leaves out the update; rewind returns to the last
+    """Action after an incident: log only reports it; skip leaves out the update; rewind returns to the last
     checkpoint and leaves out the samples of the step; stop ends the run. Updates by gradients that are not
     finite are always left out."""
     threshold: Annotated[float, NOT_NEGATIVE] = 10.0

@@ -44,7 +44,7 @@ class Loop(ABC):
     step_time: float | None = field(default=None, init=False)
     """Seconds of a step, as last logged."""
     hooks: Hooks = field(default_factory=Hooks, init=False)
-    """What watches the steps."""
+    """Hooks that watch the steps."""
 
     warmup_key: ClassVar[str]
     """Setting of the warm-up, which the error of a diverged run names."""

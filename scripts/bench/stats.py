@@ -89,7 +89,7 @@ def seconds_of(turn: Turn, measure: Measure) -> float:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times the reference's speed is the other's: over pairs, and of the two fastest steps."""
+    """The reference's speed over the other's: of pairs, and of the two fastest steps."""
 
     median: float
     low: float

@@ -14,7 +14,7 @@ from gpu.record import finite
 
 @dataclass(frozen=True)
 class Case:
-    """Where a step runs, and where it reports to."""
+    """Place of a step, and of its report."""
 
     device: str
     """cuda or cpu."""

@@ -100,7 +100,7 @@ def free_gib(folder: Path) -> str:
 
 
 def smi(case: Case, when: str) -> None:
-    """What nvidia-smi reports: clocks, power, temperature."""
+    """Report of nvidia-smi: clocks, power, temperature."""
     command = ["nvidia-smi", "--id=0", f"--query-gpu={QUERY}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)

@@ -20,12 +20,12 @@ BAD = ("failed", "timed out")
 
 
 class Record:
-    """What is known of each step, from this call and earlier ones. Raises ValueError for a foreign file."""
+    """State of each step, from this call and earlier ones. Raises ValueError for a foreign file."""
 
     def __init__(self, folder: Path, steps: Iterable[Step], identity: Mapping[str, Any]) -> None:
         self.folder, self.titles = folder, {step.name: step.title for step in steps}
         self.identity = dict(identity)
-        """What results depend on: they count for the same code, torch, device and sizes only."""
+        """Facts that results depend on: they count for the same code, torch, device and sizes only."""
         self.steps: dict[str, dict[str, Any]] = {}
         path = folder / RESULT
         if path.exists():
@@ -69,7 +69,7 @@ class Record:
         return "\n".join(lines) + "\n"
 
     def state(self, name: str) -> str:
-        """How a step ended, and that it was with other code if it was."""
+        """The end of a step, and that it was with other code if it was."""
         entry = self.steps[name]
         other = "" if entry["identity"] == self.identity else f" ({_words(entry['identity'])})"
         return f"{entry['state']}{other}"

@@ -99,7 +99,7 @@ def measure_changed(
 
 
 def labels(shape: Shape, size: int, compiled: bool) -> dict[str, object]:
-    """What was measured."""
+    """Labels of a measurement."""
     return {
         "model": shape.name,
         "S": shape.seq_length,

@@ -1,4 +1,4 @@
-"""What each choice of kernels is worth: the 1.2B step as shipped, and with one setting changed at a time.
+"""Worth of each choice of kernels: the 1.2B step as shipped, and with one setting changed at a time.
 
 Sums over micro-batches need several in a step, and packed sequences a BERT: these have a row of their own to
 compare with.

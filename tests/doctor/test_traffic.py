@@ -17,7 +17,7 @@ from tests.ranks import run_on_ranks
 
 
 def communicate(ctx: ParallelContext, fault: str = "") -> Any:
-    """What every rank finds, with a fault on rank 1."""
+    """Findings of every rank, with a fault on rank 1."""
     whole = dict(vars(traffic))
     traffic.BYTES = {"cpu": 1 << 16}
     planted = {"all-reduce": "all_reduce", "all-gather": "all_gather", "reduce-scatter": "reduce_scatter"}

@@ -53,7 +53,7 @@ def rows_of(folder: Path, kind: str, split: str = "validation") -> list[dict[str
 
 
 def evaluated(folder: Path, kind: str, out: Path) -> list[Any]:
-    """What `mlm eval TASK` writes for the validation split: probabilities, or predictions."""
+    """Results that `mlm eval TASK` writes for the validation split: probabilities, or predictions."""
     named = {"probabilities": str(out / "p.jsonl")} if kind in ("classification", "choice") else {}
     score(
         evaluation(

@@ -1,4 +1,4 @@
-"""Which rank is slow and why, from the times of ranks and of a real run."""
+"""The slow rank and its reason, from the times of ranks and of a real run."""
 
 import time
 from dataclasses import replace

@@ -115,7 +115,7 @@ def test_a_flip_in_one_of_two_passes_names_gradients_or_the_rank_of_the_loss(tmp
 
 
 def repeated(ctx: ParallelContext, folder: Any) -> list[list[str]]:
-    """What is said of a step with a flip in none, the gradient or the activations of one pass."""
+    """Lines about a step with a flip in none, the gradient or the activations of one pass."""
     said = []
     for plant in ("", "gradient", "activation"):
         trainer: Trainer = Trainer(replace(config(), check=CheckConfig(every=1)), ctx)

@@ -32,7 +32,7 @@ def cluster(tmp_path: Path) -> Path:
 BEFORE_THE_STEP = """
 trap 'if [[ $BASH_COMMAND == "step=$"* && -z ${sent:-} ]]; then sent=1; kill -USR1 $$; fi' DEBUG
 """
-"""What bash reads before the script: sends the signal just before the script knows the number of its step."""
+"""Read by bash before the script: sends the signal just before the script knows the number of its step."""
 
 
 def run_until_time_is_out(cluster: Path, leaves_with: int, *, early: bool = False) -> int:

@@ -25,7 +25,7 @@ DOCUMENTS = [[12], [1, 4, 7], [3, 3, 3, 3]]
 def by_sequence(
     q: Tensor, k: Tensor, v: Tensor, begins: Tensor, _: Tensor, longest: int, __: int, **options: Any
 ) -> Tensor:
-    """What varlen_attn computes: [T, N, D] of each sequence alone."""
+    """The result of varlen_attn: [T, N, D] of each sequence alone."""
     edges = begins.tolist()
     assert begins.dtype == torch.int32
     assert longest == max(end - begin for begin, end in pairwise(edges))

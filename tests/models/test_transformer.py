@@ -60,7 +60,7 @@ def test_every_norm_has_the_eps_of_the_model(norm: str) -> None:
 
 
 def test_shapes_of_a_model_are_known_without_the_compiler() -> None:
-    """Which every rank and command that reads a model's folder would load otherwise: seconds of its start."""
+    """Every rank and command that reads a model's folder would load it otherwise: seconds of its start."""
     code = (
         "import sys\n"
         "from mlm.checkpoint.parameters import parameters\n"

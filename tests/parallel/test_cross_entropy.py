@@ -142,7 +142,7 @@ def test_loss_survives_logits_that_overflow_exp() -> None:
 @pytest.mark.parametrize("chunk_bytes", [3 * 4 * PADDED, 1 << 20])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_two_passes_for_a_compiler_give_what_many_give(tp: int, chunk_bytes: int) -> None:
-    """What a GPU runs compiled, here as it is: the same losses and gradients but for rounding."""
+    """The passes that a GPU runs compiled, here as it is: the same losses and gradients but for rounding."""
     run_on_ranks(check_two_passes, chunk_bytes, tp=tp)
 
 

@@ -19,7 +19,7 @@ def operand(*shape: int, seed: int = 0) -> Tensor:
 
 
 def value(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """What an operand is worth after quantisation."""
+    """An operand's value after quantisation."""
     narrow, scale = quantised(x, dtype)
     return narrow.double() * scale.double()
 

@@ -1,4 +1,4 @@
-"""What `mlm pretrain` says before it starts, and its summary beside what was measured."""
+"""Lines that `mlm pretrain` prints before it starts, and its summary beside what was measured."""
 
 import time
 from dataclasses import replace

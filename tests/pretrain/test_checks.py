@@ -165,7 +165,7 @@ class TestFiles:
         assert self.problem(f"data.train={tmp_path}/x.bin").endswith(f"use data.train={tmp_path}/x")
 
     def test_data_path_may_be_the_prefix_of_a_pair(self, tmp_path: Path) -> None:
-        """Which is then the training part, with no validation part beside it."""
+        """It is then the training part, with no validation part beside it."""
         touch(tmp_path / "wiki_text_document.bin", tmp_path / "wiki_text_document.idx")
         prefix = tmp_path / "wiki_text_document"
         config = load_config("pretrain", ["model=gpt2_tiny", f"data.path={prefix}"])

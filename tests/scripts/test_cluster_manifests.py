@@ -190,7 +190,7 @@ def test_a_misspelt_or_mistyped_field_shows(
 
 
 def commands(job: dict[str, Any], task: dict[str, Any]) -> list[list[str]]:
-    """What both files run, without torchrun's name."""
+    """The command that both files run, without torchrun's name."""
     (container,) = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
     line = re.sub(r'"\$\(.*?\)"', "10.0.0.1", task["run"].replace("\\\n", ""))
     line = re.sub(r'"\$SKYPILOT_NODE_RANK"', "0", line)

@@ -94,7 +94,7 @@ def test_a_gpu_adds_weight_gradients_where_their_sum_is(monkeypatch: pytest.Monk
 def test_sums_inside_products_need_a_device_that_keeps_their_bits(
     rounds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a GPU is asked before the first step, with the product computed here."""
+    """The questions to a GPU before the first step, with the product computed here."""
 
     def add(total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
         sums = total + dy.float().t() @ x.float()

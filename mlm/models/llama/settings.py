@@ -28,7 +28,7 @@ class LlamaSettings:
     """Scaling of the frequencies for longer contexts: default (none), linear (arXiv:2306.15595), llama3
     (arXiv:2407.21783, section 3.4.2) or yarn (arXiv:2309.00071)."""
     rope_factor: float = 1.0
-    """How many times longer the context becomes."""
+    """Factor by which the context becomes longer."""
     rope_original_positions: int = 0
     """Context before scaling, in tokens, of llama3 and yarn; 0 means max_positions."""
     rope_low_freq_factor: float = 1.0

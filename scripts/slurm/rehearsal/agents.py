@@ -1,4 +1,4 @@
-"""What is planted in jobs of torchrun, whose agents run on two hosts."""
+"""Faults planted in jobs of torchrun, whose agents run on two hosts."""
 
 import re
 import subprocess
@@ -60,7 +60,7 @@ class Agents:
         return process
 
     def log(self, host: str) -> Path:
-        """What the agent and its rank say."""
+        """The output of the agent and its rank."""
         return self.stage.folder / f"agent-{host}-{self.begun[host]}.log"
 
     def wait_to_say(self, host: str, pattern: str, seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""What is planted in jobs of SLURM, and what has to come of it."""
+"""Faults planted in jobs of SLURM, and what has to come of each."""
 
 import json
 import re
@@ -21,7 +21,7 @@ GONE = re.compile(r"mlm: rank \d+: .*(gone|did not finish|did not rendezvous)")
 
 @dataclass(frozen=True)
 class Stage:
-    """What a case works with: the cluster, a folder of its own, and the losses of an undisturbed run."""
+    """Surroundings of a case: the cluster, a folder of its own, and the losses of an undisturbed run."""
 
     cluster: Cluster
     folder: Path
@@ -228,7 +228,7 @@ def node_lost(node: str, pull: bool, stage: Stage) -> Finding:
 
 
 def requeued_for(cluster: Cluster, node: str) -> str:
-    """What SLURM's controller says of a job that it queues again for a lost node. Raises Failed."""
+    """Lines of SLURM's controller of a job that it queues again for a lost node. Raises Failed."""
     lines = (cluster.folder / "slurmctld.log").read_text().splitlines()
     found = [line.partition("] ")[2] for line in lines if f"due to failure of node {node}" in line]
     if not found:

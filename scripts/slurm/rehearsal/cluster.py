@@ -60,7 +60,7 @@ Answer = TypeVar("Answer")
 
 
 class Failed(Exception):  # noqa: N818 - of a case, not of the program
-    """What a case found wrong, in one line."""
+    """A case's problem, in one line."""
 
 
 def wait(what: str, found: Callable[[], Answer], seconds: float, every: float = 0.1) -> Answer:
@@ -197,7 +197,7 @@ class Job:
 
     @property
     def facts(self) -> dict[str, str]:
-        """What `scontrol show job` says."""
+        """The text of `scontrol show job`."""
         text = self.cluster.ask("scontrol", "show", "job", "--oneliner", self.number)
         return dict(re.findall(r"(\S+?)=(\S*)", text))
 

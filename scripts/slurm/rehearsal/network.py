@@ -77,7 +77,7 @@ class Namespaces:
             sh(*inside, "ip", "link", "set", "eth0", "up")
 
     def hosts(self, host: str) -> Path:
-        """What a host finds in /etc/hosts."""
+        """A host's /etc/hosts."""
         return self.folder / f"hosts-{host}"
 
     def on(self, host: str, *words: str) -> list[str]:
@@ -164,7 +164,7 @@ def address(network: Network, host: str) -> str:
 
 
 def host_name(network: Network, host: str) -> str:
-    """What a host calls itself."""
+    """A host's own name."""
     return host if network.separate else socket.gethostname()
 
 

@@ -11,7 +11,7 @@ HEAD = ("case", "planted", "found within", "said", "lost", "took", "result")
 
 @dataclass(frozen=True)
 class Finding:
-    """What a case found."""
+    """Result of a case."""
 
     planted: str
     found_s: float | None
