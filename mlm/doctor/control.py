@@ -3,6 +3,7 @@
 import json
 import socket
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -67,12 +68,17 @@ class Control:
         before, key = self.clock(), str(self._count)
         self.store.set(f"{key}/{self.rank}", json.dumps(value))
         if self.rank == 0:
-            self.store.set(f"{key}/all", json.dumps(self._collect(key)))
+            answer = self._collect(key)
+            self.store.set(f"{key}/all", json.dumps(answer))
+            # the store ends with this process, which may be done
+            self._wait_for(f"{key}/read", set(range(1, self.world_size)) - set(answer["lost"]), GRACE_S)
         try:
             self.store.wait([f"{key}/all"], timedelta(seconds=self.timeout_s + GRACE_S))
             answer = json.loads(self.store.get(f"{key}/all"))
         except RuntimeError:  # the store went down with its process, or the process hangs
             raise self._lost([0], check) from None
+        with suppress(RuntimeError):  # rank 0 waited for this long enough, and ended
+            self.store.set(f"{key}/read/{self.rank}", "")
         self.published = (before, answer["at"], self.clock())
         if answer["lost"]:
             raise self._lost(answer["lost"], check)
@@ -81,12 +87,18 @@ class Control:
 
     def _collect(self, key: str) -> dict[str, Any]:
         assert self.store is not None
-        end, absent = time.monotonic() + self.timeout_s, list(range(self.world_size))
+        absent = self._wait_for(key, set(range(self.world_size)), self.timeout_s)
+        values = [] if absent else [json.loads(self.store.get(f"{key}/{r}")) for r in range(self.world_size)]
+        return {"values": values, "lost": absent, "at": self.clock()}
+
+    def _wait_for(self, key: str, ranks: set[int], timeout_s: float) -> list[int]:
+        """Wait until these ranks have written under a key; return those that have not after `timeout_s`."""
+        assert self.store is not None
+        end, absent = time.monotonic() + timeout_s, sorted(ranks)
         while absent and time.monotonic() < end:
             time.sleep(POLL_S)
             absent = [rank for rank in absent if not self.store.check([f"{key}/{rank}"])]
-        values = [] if absent else [json.loads(self.store.get(f"{key}/{r}")) for r in range(self.world_size)]
-        return {"values": values, "lost": absent, "at": self.clock()}
+        return absent
 
     def _lost(self, ranks: list[int], check: str) -> CheckFailedError:
         return CheckFailedError(

@@ -69,7 +69,8 @@ def check_folder(folder: Path, control: Control) -> list[Finding]:
 def _remove(work: Path, world_size: int) -> None:
     """Delete the files of a trial, and its folder if nothing else is in it."""
     with suppress(OSError):
-        for name in ("first", "lock", *(f"rank-{rank}" for rank in range(world_size))):
+        own = (f"{kind}-{rank}" for kind in ("rank", "disk") for rank in range(world_size))
+        for name in ("first", "lock", *own):
             (work / name).unlink(missing_ok=True)
         work.rmdir()
 
@@ -111,7 +112,7 @@ def _check_rename(work: Path, control: Control) -> list[Finding]:
     """Rank 0 replaces a file, which the others must see whole; each pushes a file to the disk."""
     begin, problem = time.monotonic(), ""
     try:
-        write_atomic(work / f"rank-{control.rank}", b"again")
+        write_atomic(work / f"disk-{control.rank}", b"again")  # rank 0 may still look for the other
         if control.rank == 0:
             write_atomic(work / "first", b"second")
     except OSError as error:

@@ -1,8 +1,6 @@
 """Our .bin/.idx against the real thing: megatron-core's reader and builder, both ways."""
 
-import warnings
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +9,12 @@ import pytest
 import torch
 
 from mlm.data.indexed import DTYPES, IndexedDataset, IndexedWriter, token_dtype
+from tests.megatron_core import megatron_core
 
 
-@cache
 def theirs() -> Any:
-    """Their module; importing it takes seconds, of the worker alone that runs these tests."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about accelerators that are not here
-        return pytest.importorskip(
-            "megatron.core.datasets.indexed_dataset",
-            reason="megatron-core is absent: pip install 'mlm[dev]'",
-        )
+    """Their module."""
+    return megatron_core("datasets.indexed_dataset")
 
 
 Documents = Sequence[Sequence[Sequence[int]]]

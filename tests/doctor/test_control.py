@@ -1,6 +1,7 @@
 """A rank that does not answer is named with its host; clocks are compared through the exchange itself."""
 
 import time
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore
@@ -9,6 +10,22 @@ from mlm.doctor.control import Control
 from mlm.errors import CheckFailedError
 from mlm.launch.versions import different_versions
 from tests.doctor.trials import on_threads
+
+
+class SlowToRead:
+    """A rank's store through which it reads late."""
+
+    SECONDS = 0.5
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+
+    def wait(self, *args: Any) -> None:
+        time.sleep(self.SECONDS)
+        self.store.wait(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
 
 
 def test_every_rank_gets_the_values_of_all() -> None:
@@ -29,6 +46,17 @@ def test_a_rank_that_hangs_is_named_on_all_others_within_the_time_out() -> None:
     assert time.monotonic() - begin < 10
     assert found[0] == found[2]
     assert found[0].startswith("rank 1 (host h1): no answer for 0.3 s (timeout_s) at the disk: hung or dead;")
+
+
+def test_rank_0_stays_until_all_have_read_as_the_store_ends_with_it() -> None:
+    def work(control: Control) -> float:
+        if control.rank == 1:
+            control.store = SlowToRead(control.store)  # type: ignore[assignment]
+        control.all_gather("the report", None)
+        return time.monotonic()
+
+    first, slow, _ = on_threads(work)
+    assert first > slow - SlowToRead.SECONDS / 2
 
 
 def test_rank_0_that_hangs_is_named_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

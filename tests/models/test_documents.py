@@ -26,6 +26,7 @@ from mlm.parallel.labels import IGNORE
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.sharding import load_whole, parameter_shards
 from mlm.parallel.uncompiled import prepare_to_compile
+from tests.megatron_core import megatron_core
 from tests.ranks import run_on_ranks
 
 VOCAB, SEQ, EOD = 61, 16, 7
@@ -221,7 +222,7 @@ def test_documents_play_no_part_by_default() -> None:
 @pytest.mark.slow
 def test_the_switches_do_what_megatrons_do() -> None:
     """Positions, mask and scored tokens of random samples, by megatron-core's own function."""
-    dataset = pytest.importorskip("megatron.core.datasets.gpt_dataset")
+    dataset = megatron_core("datasets.gpt_dataset")
     generator = torch.Generator().manual_seed(1)
     for _ in range(50):
         tokens, labels = torch.randint(0, 4, (2, 1, 24), generator=generator)  # every fourth an end

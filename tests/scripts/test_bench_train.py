@@ -20,6 +20,7 @@ from bench.stats import Pair, Ratio, Spread, Timing, Turn, quantile, reject_abov
 from bench.timing import take_rounds
 
 from mlm.errors import UserError
+from tests.megatron_core import megatron_core
 
 TINY = NAMED["cpu"]["tiny"][0]
 SPEC = Spec(TINY, "cpu", "fp32", threads=1, allocator="default")
@@ -158,7 +159,7 @@ def test_transformers_llama_agrees_with_mlm(heads: int) -> None:
 
 @pytest.mark.slow
 def test_megatron_core_agrees_with_mlm(tmp_path: Path) -> None:
-    pytest.importorskip("megatron.core")
+    megatron_core("safe_globals")
     path = tmp_path / "reference.safetensors"
     Reference(*MlmTrainee("mlm", SPEC, torch.device("cpu")).loss_and_gradients()).save(path)
     with Ranks("megatron", SPEC, 1) as ranks:  # in a process of its own: it starts a process group

@@ -30,6 +30,7 @@ from tests.checkpoint.megatron.written import (
     save,
     written,
 )
+from tests.megatron_core import megatron_core
 
 
 class Call:
@@ -253,6 +254,6 @@ def test_compressed_records_are_rejected(tmp_path: Path) -> None:
 
 def test_every_class_that_megatron_itself_allows_is_set_aside_or_taken() -> None:
     """Megatron-LM loads such files by a list of its own (megatron/core/safe_globals.py)."""
-    allowed = pytest.importorskip("megatron.core.safe_globals").SAFE_GLOBALS
+    allowed = megatron_core("safe_globals").SAFE_GLOBALS
     names = {f"{each.__module__}.{each.__qualname__}" for each in allowed}
     assert names - {"argparse.Namespace"} <= set(megatron_files.SET_ASIDE)
