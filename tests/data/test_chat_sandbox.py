@@ -1,5 +1,6 @@
 """Templates that would run for ever, take all memory or leave their sandbox: one line each, soon."""
 
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from mlm.data import chat_template
 from mlm.data.chat_renderer import Renderer
+from mlm.data.chat_sandbox import STOPS
 from mlm.data.chat_template import ChatError, ChatTemplate
 from mlm.data.conversation import encode
 from mlm.data.tokenizer import Tokenizer
@@ -115,6 +117,19 @@ def test_next_text_is_rendered_after_one_that_ended_the_process() -> None:
     assert good.render(TALK).text == TALK[0]["content"]
     problem_of("{{ 10 ** (10 ** 10) }}")
     assert good.render(TALK).text == TALK[0]["content"]
+
+
+@pytest.mark.parametrize("request_to_stop", STOPS, ids=lambda number: number.name)
+def test_requests_to_stop_leave_the_process_to_its_command(
+    renderer: Renderer, request_to_stop: signal.Signals
+) -> None:
+    """A command that is to stop after its next step may have texts to render before."""
+    assert renderer.render("{{ x }}", {"x": "a"}) == "a"
+    process = renderer._process
+    assert process is not None
+    process.send_signal(request_to_stop)
+    assert renderer.render("{{ x }}", {"x": "b"}) == "b"
+    assert renderer._process is process
 
 
 def test_template_that_cannot_be_compiled_is_not_taken_for_the_next() -> None:
