@@ -17,6 +17,7 @@ from mlm.checkpoint.huggingface.tensors import HFTensors
 from mlm.convert import import_hf
 from mlm.convert.config import ImportHFConfig
 from mlm.models.llama.huggingface import MAPPING
+from mlm.models.llama.settings import LlamaSettings
 from tests.convert.hf_models import add_tokenizer, edit_config, export_model, import_model
 from tests.models.llama.on_ranks import greedy
 from tests.models.llama.references import YARN, our_config, their_model
@@ -143,3 +144,17 @@ def test_old_and_new_spellings_of_rotary_settings_are_one_model(tmp_path: Path) 
     rope = new.pop("rope_parameters")
     old = new | {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
     assert MAPPING.read(old, "")[0] == our_config(their_model("llama3"))
+
+
+def test_of_both_rotary_settings_the_one_that_transformers_takes_counts() -> None:
+    """A rope_scaling added by hand, as model cards advise, to a file with rope_parameters."""
+    for kind in ("llama", "qwen3"):
+        config = their_model(kind).config.to_dict() | {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+            "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        }
+        config.pop("rope_theta", None)
+        theirs = transformers.AutoConfig.for_model(**json.loads(json.dumps(config))).rope_parameters
+        ours = LlamaSettings.of(MAPPING.read(config, "")[0])
+        assert (ours.rope_scaling, ours.rope_factor) == (theirs["rope_type"], theirs["factor"])
+        assert ours.rope_theta == theirs["rope_theta"]

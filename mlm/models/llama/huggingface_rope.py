@@ -38,7 +38,8 @@ _REQUIRED = {
 
 def read_rope(config: Mapping[str, JSON], path: str, found: Mapping[str, Any]) -> tuple[Options, list[str]]:
     """Return our settings, and a line for each that is not supported."""
-    name = next((key for key in ("rope_parameters", "rope_scaling") if config.get(key)), "rope_scaling")
+    names = ("rope_scaling", "rope_parameters")  # of both the first counts in `transformers` too
+    name = next((key for key in names if config.get(key)), names[0])
     given = config.get(name) or {}
     if not isinstance(given, dict):
         return {}, [f"{path}: {name}={show(given)} is no object of settings"]
