@@ -71,7 +71,8 @@ def _texts(config: GenerateConfig, of_json: "Callable[[Any], str | None]") -> li
     if config.prompts is not None:
         return _of_file(Path(config.prompts), of_json, chat=config.chat)
     if config.prompt == STDIN:
-        text = _text(sys.stdin.buffer.read(MAX_BYTES + 1), "standard input")
+        content = b"" if sys.stdin is None else sys.stdin.buffer.read(MAX_BYTES + 1)  # None: closed (<&-)
+        text = _text(content, "standard input")
         found = [Prompt("standard input", text.removesuffix("\n"))]  # which ends what a shell writes
         if not found[0].text:  # of a pipe: what should have written it failed
             raise UserError(f"standard input is empty: {REMEDY}")

@@ -93,6 +93,8 @@ class TestPrompts:
     ) -> None:
         give_stdin(monkeypatch, b"\n")
         assert "standard input is empty" in rejected(capsys, model, "prompt=-")
+        monkeypatch.setattr("sys.stdin", None)  # closed by `<&-`
+        assert "standard input is empty" in rejected(capsys, model, "prompt=-")
 
     @pytest.mark.parametrize(
         ("name", "content", "problem"),
