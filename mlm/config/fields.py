@@ -50,6 +50,8 @@ class Bound:
 
 POSITIVE = Bound(lambda x: x > 0, "greater than 0")
 NOT_NEGATIVE = Bound(lambda x: x >= 0, "0 or more")
+SECONDS = Bound(lambda x: 0 < x <= 1e9, "greater than 0 and at most 1e9")
+"""Within what clocks and sockets can count: 1e9 seconds are 31 years."""
 FRACTION = Bound(lambda x: 0 <= x < 1, "at least 0 and below 1")
 PROBABILITY = Bound(lambda x: 0 < x <= 1, "above 0 and at most 1")
 SHARE = Bound(lambda x: 0 <= x <= 1, "from 0 to 1")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
-from mlm.config.fields import POSITIVE, Forbid, ResultFile
+from mlm.config.fields import SECONDS, Forbid, ResultFile
 from mlm.launch.config import DistConfig
 from mlm.parallel.config import ParallelConfig
 
@@ -17,7 +17,7 @@ class DoctorConfig:
     out: ResultFile | None = None
     """JSON file for the result. The disk that it is on is the one that is checked; null checks that of the
     working folder."""
-    timeout_s: Annotated[float, POSITIVE] = 60.0
+    timeout_s: Annotated[float, SECONDS] = 60.0
     """Seconds in which all ranks must come to each check; those that do not are named."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     dist: DistConfig = field(default_factory=DistConfig)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from mlm.config.fields import PORT, POSITIVE, Forbid
+from mlm.config.fields import PORT, POSITIVE, SECONDS, Forbid
 
 NO_GPU = "torch sees no GPU on this host"
 NO_GPU_FIX = "start it on GPU nodes, check it here with --check, or set dist.device=auto"
@@ -19,9 +19,9 @@ class DistConfig:
     """auto uses CUDA when a GPU is present."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """auto: nccl on CUDA, gloo on CPU."""
-    timeout_s: Annotated[float, POSITIVE] = 600.0
+    timeout_s: Annotated[float, SECONDS] = 600.0
     """Seconds after which a collective that has not finished counts as hung."""
-    checkpoint_timeout_s: Annotated[float, POSITIVE] = 1800.0
+    checkpoint_timeout_s: Annotated[float, SECONDS] = 1800.0
     """Seconds after which a checkpoint that not all ranks have written counts as failed."""
     threads_per_rank: Annotated[int | None, POSITIVE] = None
     """CPU threads of each rank; null shares the cores of this host among its ranks."""

@@ -54,11 +54,11 @@ def by_srun(environ: Mapping[str, str]) -> bool:
 def read_place(environ: Mapping[str, str]) -> Place | None:
     """Return this process's position; None if no launcher started it as a rank.
 
-    Raises UserError for a variable that is missing or no number.
+    Raises UserError for a variable that is missing, no number or impossible.
     """
     if by_torchrun(environ):
         rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
-        return Place(
+        place = Place(
             rank=rank,
             world_size=world_size,
             local_rank=_number(environ, "LOCAL_RANK", rank),
@@ -66,11 +66,12 @@ def read_place(environ: Mapping[str, str]) -> Place | None:
             master_addr=_text(environ, "MASTER_ADDR"),
             master_port=_number(environ, "MASTER_PORT"),
         )
+        return _possible(place, "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     if not by_srun(environ):
         return None
     nodes = environ.get("SLURM_STEP_NODELIST") or _text(environ, "SLURM_JOB_NODELIST")
     job, step = _number(environ, "SLURM_JOB_ID"), _number(environ, "SLURM_STEP_ID", 0)
-    return Place(
+    place = Place(
         rank=_number(environ, "SLURM_PROCID"),
         world_size=_slurm_tasks(environ),
         local_rank=_number(environ, "SLURM_LOCALID"),
@@ -82,6 +83,21 @@ def read_place(environ: Mapping[str, str]) -> Place | None:
         nodes="" if environ.get("MASTER_ADDR") else nodes,
         job=f"{job}.{step}",
     )
+    return _possible(place, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_TASKS_PER_NODE")
+
+
+def _possible(place: Place, rank: str, world_size: str, local_world_size: str) -> Place:
+    """Return the position if it can be one, given the names of its variables. Raises UserError."""
+    if place.rank >= place.world_size:
+        raise UserError(
+            f"{rank}={place.rank} in the environment is not below {world_size}={place.world_size}: "
+            "correct or unset them"
+        )
+    if place.local_world_size < 1:
+        raise UserError(f"{local_world_size}={place.local_world_size} in the environment: use 1 or more")
+    if place.world_size > 1 and not 0 < place.master_port < 65536:
+        raise UserError(f"MASTER_PORT={place.master_port} in the environment: use 1 to 65535")
+    return place
 
 
 def place_variables(place: Place) -> dict[str, str]:

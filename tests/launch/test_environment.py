@@ -90,6 +90,26 @@ def test_missing_master_address_is_a_user_error() -> None:
         read_place({"RANK": "0", "WORLD_SIZE": "2"})
 
 
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "9"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "problem"),
+    [
+        ({**TORCHRUN, "WORLD_SIZE": "0"}, "RANK=0 in the environment is not below WORLD_SIZE=0"),
+        ({**TORCHRUN, "RANK": "5"}, "RANK=5 in the environment is not below WORLD_SIZE=2"),
+        ({**STEP, "SLURM_PROCID": "512"}, "SLURM_PROCID=512 in the environment is not below SLURM_NTASKS="),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0"),
+        ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "0"}, "SLURM_TASKS_PER_NODE=0"),
+        ({**TORCHRUN, "MASTER_PORT": "99999"}, "MASTER_PORT=99999"),
+        ({**STEP, "MASTER_PORT": "99999"}, "MASTER_PORT=99999"),
+    ],
+)
+def test_impossible_position_is_a_user_error(environ: dict[str, str], problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        read_place(environ)
+
+
 def test_rank_that_is_no_number_is_a_user_error() -> None:
     with pytest.raises(UserError, match="RANK=one in the environment is not a whole number"):
         read_place({"RANK": "one", "WORLD_SIZE": "2"})
