@@ -9,8 +9,8 @@ from mlm.cli.arguments import COMPLETION, HELP, VERSION, find_command, second_wo
 from mlm.cli.commands import COMMANDS, resolve
 from mlm.cli.help import main_help
 from mlm.cli.reporting import FAILED, MISTAKE, OK, report
-from mlm.cli.streams import writable_streams
 from mlm.errors import UserError
+from mlm.streams import writable_streams
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -27,6 +27,7 @@ from mlm.launch.failure import (
     save_failure,
 )
 from mlm.launch.job_folder import note_exit_code
+from mlm.streams import writable_streams
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -41,7 +42,9 @@ def main() -> None:
         write_to(log_path(Path(job["logs"]), rank))
     words = LastWords(rank, partial(tell, folder), lambda: any(folder.glob(RECORDS)))
     try:
-        code = start(job, words)
+        with writable_streams() as output:  # the command's own guard ends with its process
+            code = start(job, words)
+        code = 1 if output.has_failed and not code else code
         if rank == 0 and code:
             note_exit_code(folder, code)
     except KeyboardInterrupt:

@@ -10,13 +10,13 @@ import pytest
 
 from mlm import hub
 from mlm.cli.compose import load_config
-from mlm.cli.streams import writable_streams
 from mlm.config.suggest import around, divisors
 from mlm.corpus.build import print_split_of_one_text, with_min_tokens
 from mlm.corpus.config import DataBuildConfig
 from mlm.errors import UserError
 from mlm.evaluate.loss import corpus_prefix
 from mlm.inference.hf_source import download
+from mlm.streams import writable_streams
 from mlm.terminal import console
 from mlm.train.config import PretrainConfig
 from tests.cli.doubles import Cli, make_cli, write

@@ -111,3 +111,22 @@ def test_ranks_that_a_launcher_starts_are_checked_together(tmp_path: Path) -> No
     found = json.loads((tmp_path / "doctor.json").read_text())
     assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
     assert {"bandwidth over tp", "shared folder"} <= {row["check"] for row in found["checks"]}
+
+
+def test_a_reader_that_leaves_early_ends_no_rank(tmp_path: Path) -> None:
+    """As `mlm doctor tp=2 | head -1`: rank 0 loses its table, and the others their rank 0."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        job = subprocess.run(
+            [sys.executable, "-m", "mlm", "doctor", *CPU, "tp=2", "timeout_s=5", "out=doctor.json"],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            cwd=tmp_path,
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            timeout=120,
+        )
+    finally:
+        os.close(writer)
+    assert (job.returncode, job.stderr) == (0, b"")
+    assert json.loads((tmp_path / "doctor.json").read_text())["ok"] is True

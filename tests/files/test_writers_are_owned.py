@@ -26,7 +26,7 @@ ALLOWED = {
     "evaluate/zero_shot/run.py": "the scores kept until the result is there",
 }
 WRITERS = {
-    "cli/streams.py": "/dev/null, where a standard stream is closed",
+    "streams.py": "/dev/null, where a standard stream is closed",
     "launch/agent.py": "job.json in a temporary folder",
     "launch/job_folder.py": "the exit code, in the temporary folder of a launch",
     "evaluate/lm_eval/ranks.py": "config.json in a temporary folder",
