@@ -159,7 +159,8 @@ def draw_layout(plans: Plans) -> Html:
 def _axes(plans: Plans, shown: Mapping[str, int]) -> str:
     """Return a line on each axis, and on the ranks that are not drawn."""
     sizes, layout = plans.sizes, plans.run.layout
-    words = [f"{sizes['tp'] * sizes['cp'] * sizes['pp'] * sizes['dp']:,} ranks."]
+    ranks = sizes["tp"] * sizes["cp"] * sizes["pp"] * sizes["dp"]
+    words = [f"{ranks:,} ranks." if ranks > 1 else "1 rank."]
     if sizes["pp"] > 1:
         chunks = plans.size("vp")
         words.append(

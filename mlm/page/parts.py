@@ -22,6 +22,8 @@ MOST_SHOWN = 200
 MOST_RECEIPTS = 300_000
 """Characters of all receipts."""
 LONGEST_RECEIPT, SHORTEST_RECEIPT = 20_000, 500
+LONGEST_COMMAND = 10_000
+"""Characters of a command: it is to be copied whole."""
 MOST_PROBLEMS = 5
 """Files of a run that are named as damaged."""
 
@@ -146,7 +148,7 @@ def commands(run: Run) -> Html:
                 f"step {attempt['start_step']:,}",
                 when(attempt.get("time")),
                 str(attempt.get("host", MISSING)),
-                shlex.join(map(str, words)) if isinstance(words, list) else MISSING,
+                text(shlex.join(map(str, words)), LONGEST_COMMAND) if isinstance(words, list) else MISSING,
                 show(versions) if isinstance(versions, dict) else MISSING,
             ]
         )

@@ -28,8 +28,8 @@ REFRESH_HZ = 1  # drawing takes about 4 ms of a core that training uses
 
 
 def duration(seconds: float | None) -> str:
-    """Return seconds as h:mm:ss, with days in front if any: 0:01:40, 2d03:00:00; -:--:-- for None."""
-    if seconds is None:
+    """Return seconds as h:mm:ss, with days in front if any: 0:01:40, 2d03:00:00; -:--:-- for none."""
+    if seconds is None or not math.isfinite(seconds):
         return "-:--:--"
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)

@@ -38,6 +38,11 @@ def test_ranks_stand_where_the_mesh_puts_them(tmp_path: Path) -> None:
         ]
 
 
+def test_ranks_are_counted(tmp_path: Path) -> None:
+    assert "<p>8 ranks. " in draw_layout(plans(tmp_path / "a"))
+    assert "<p>1 rank.<" in draw_layout(plans(tmp_path / "b", {"tp": 1, "pp": 1, "dp": 1}))
+
+
 def test_stages_name_their_layers(tmp_path: Path) -> None:
     drawn = draw_layout(plans(tmp_path / "a", {"vp": 2}))
     assert "stage P0: embedding, layers 0, 2<" in drawn

@@ -112,6 +112,16 @@ def test_only_settings_that_differ_are_in_the_table(tmp_path: Path) -> None:
     assert re.findall(r"<td>([^<]*)</td>", table) == ["1", "2"]
 
 
+def test_a_long_command_is_whole(tmp_path: Path) -> None:
+    words = ["mlm", "pretrain", *(f"model.key_{n}=value" for n in range(200))]
+    assert " ".join(words) in page_of(write_run(tmp_path / "a", started(command=words), stepped(1))).texts
+
+
+def test_times_beyond_all_numbers_are_no_error(tmp_path: Path) -> None:
+    records = [started(), *(stepped(step, time=time) for step, time in ((1, -1.7e308), (2, 1.7e308)))]
+    assert "-:--:--" in page_of(write_run(tmp_path / "a", *records)).texts
+
+
 def test_scores_have_their_receipt(tmp_path: Path) -> None:
     run = some_run(tmp_path / "a")
     part = {"split": "test", "metrics": {"accuracy": 0.75}, "standard_errors": {"accuracy": 0.01}}
