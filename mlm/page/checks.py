@@ -8,6 +8,7 @@ from mlm.files.folder_types import kind_of_folder
 from mlm.files.results import folder_problem, is_stream
 from mlm.page.config import ReportConfig
 from mlm.report.history import FILE_NAME
+from mlm.report.sweep import JSON as SWEEP
 
 MOST_RUNS = 20
 """Runs whose curves a reader can tell apart."""
@@ -46,8 +47,11 @@ def _is_run(path: str) -> Problem | None:
             return Problem.at("runs", path, "is not a folder", fix)
         if kind_of_folder(folder) == "run" or (folder / FILE_NAME).is_file():
             return None
+        is_sweep = (folder / SWEEP).is_file()
     except OSError as error:
         return Problem.at("runs", path, f"cannot be read ({error.strerror})", fix)
+    if is_sweep:
+        return Problem.at("runs", path, "holds a sweep", f"name its runs: mlm report {folder}/*/")
     return Problem.at("runs", path, "holds no run", fix)
 
 

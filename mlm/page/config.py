@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from mlm.config.fields import POSITIVE, Forbid, InputPath, ResultFile
+from mlm.config.fields import Bound, Forbid, InputPath, ResultFile
+
+WAIT = Bound(lambda x: 0 < x <= 86_400, "above 0 and at most 86400, a day")
+"""Longer waits overflow a browser's timer, which then reloads without a pause."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,5 +21,5 @@ class ReportConfig:
     """Page to write, .html."""
     watch: bool = False
     """Write the page again while the runs go on, and show them here, until they are finished or Ctrl-C."""
-    every_s: Annotated[float, POSITIVE] = 5.0
-    """Seconds between updates with watch=true."""
+    every_s: Annotated[float, WAIT] = 5.0
+    """Seconds between updates with watch=true, at most a day (86400)."""

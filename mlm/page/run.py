@@ -13,12 +13,12 @@ from mlm.files.results import named, write_result
 from mlm.page import terminal
 from mlm.page.config import ReportConfig
 from mlm.page.page import make_page
-from mlm.page.runs import Run, names_of, read_run
+from mlm.page.runs import RESULT, Run, names_of, read_run
 from mlm.report.history import FILE_NAME
 from mlm.terminal import Screen, size
 
 Sleep = Callable[[float], None]
-WATCHED = (FILE_NAME, "config.yaml", "checkpoints", "result.json")
+WATCHED = (FILE_NAME, "config.yaml", "checkpoints", RESULT)
 
 
 def run(config: ReportConfig, console: Console | None = None, sleep: Sleep = time.sleep) -> None:
@@ -31,6 +31,8 @@ def run(config: ReportConfig, console: Console | None = None, sleep: Sleep = tim
     try:
         watch(config, reader, console, sleep)
     except KeyboardInterrupt:
+        if len(reader.runs) < len(reader.folders):  # a page of some of them would replace an earlier one
+            raise
         say(console, f"stopped; {written(config, reader.runs, None)}")
         raise
     say(console, f"all runs are finished; {written(config, reader.runs, None)}")

@@ -17,6 +17,7 @@ from mlm.page.rows import LARGEST, Column, Rows, number
 from mlm.report.history import FILE_NAME, parse, read_lines, step_of
 
 CONFIG = "config.yaml"
+RESULT = "result.json"  # of finetuning
 MOST_LISTED = 500
 """Incidents, checkpoints and attempts of a run that are kept; the newest."""
 MOST_SCORES = 100
@@ -81,8 +82,11 @@ class Run:
 
     @property
     def is_finished(self) -> bool:
-        """True if all steps are done."""
-        return self.total is not None and self.done >= self.total
+        """True if all steps are done, or patience ended finetuning at the newest step."""
+        result = dict(self.scores).get(RESULT, {})
+        by_seed = "seeds" in result and not self.attempts  # metrics are in the folders of the seeds
+        ended = by_seed or (self.done > 0 and result.get("steps") == self.done)
+        return ended or (self.total is not None and self.done >= self.total)
 
     @property
     def layout(self) -> Mapping[str, Any]:
@@ -191,7 +195,7 @@ def take(run: Run, record: dict[str, Any]) -> None:
 
 def read_scores(run: Run) -> None:
     """Read the results of evaluations in the folder. Raises OSError."""
-    files = [*sorted(run.folder.glob("eval-*.json")), run.folder / "result.json"]
+    files = [*sorted(run.folder.glob("eval-*.json")), run.folder / RESULT]
     for file in files[-MOST_SCORES:]:
         if not file.is_file():
             continue

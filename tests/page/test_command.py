@@ -15,6 +15,7 @@ from mlm.cli.commands import COMMANDS
 from mlm.page.config import ReportConfig
 from mlm.page.page import make_page
 from mlm.page.run import run
+from mlm.page.runs import Run, read_run
 from tests.page.made import some_run, stepped
 
 FIX = "name a run folder (out=… of mlm pretrain or mlm finetune)"
@@ -67,6 +68,7 @@ def test_a_page_goes_to_standard_output(desk: Path, capsys: pytest.CaptureFixtur
             ["runs/c"],
             f"runs=runs/c: no such folder; {FIX}",
         ),
+        (["runs"], "runs=runs: holds a sweep; name its runs: mlm report runs/*/"),
         (["."], f"runs=.: holds no run; {FIX}"),
         (
             ["runs/a/config.yaml"],
@@ -87,7 +89,8 @@ def test_a_page_goes_to_standard_output(desk: Path, capsys: pytest.CaptureFixtur
             ["runs/a", "out=mine.html"],
             "out=mine.html: exists and was not written by mlm; name another file, or delete it",
         ),
-        (["runs/a", "every_s=0"], "every_s=0.0 must be greater than 0"),
+        (["runs/a", "every_s=0"], "every_s=0.0 must be above 0 and at most 86400, a day"),
+        (["runs/a", "every_s=86401"], "every_s=86401.0 must be above 0 and at most 86400, a day"),
         (
             ["runs/a", "watch=true", "out=-"],
             "out=-: watch=true writes the page again; name a file, such as out=report.html",
@@ -99,6 +102,7 @@ def test_mistakes_are_one_line(
     desk: Path, capsys: pytest.CaptureFixture[str], words: list[str], line: str
 ) -> None:
     (desk / "mine.html").write_text("<!doctype html><title>mine</title>")
+    (desk / "runs/sweep.json").write_text("{}")
     assert main(["report", *words]) == 2
     assert capsys.readouterr().err == f"mlm report: {line}\n"
     assert (desk / "mine.html").read_text() == "<!doctype html><title>mine</title>"
@@ -156,6 +160,22 @@ def test_ctrl_c_leaves_a_whole_page_that_does_not_reload(desk: Path) -> None:
         run(config(desk), console, sleep)
     assert "stopped; written to" in console.export_text()
     assert reload_of(desk / "page.html") is None
+
+
+def test_ctrl_c_before_all_runs_are_read_keeps_the_earlier_page(
+    desk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(folder: Path, name: str) -> Run:
+        if name == "b":
+            raise KeyboardInterrupt
+        return read_run(folder, name)
+
+    run(config(desk, runs=("runs/a", "runs/b"), watch=False))
+    earlier = (desk / "page.html").read_bytes()
+    monkeypatch.setattr("mlm.page.run.read_run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(config(desk, runs=("runs/a", "runs/b")), Console(record=True))
+    assert (desk / "page.html").read_bytes() == earlier
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])

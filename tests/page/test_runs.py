@@ -61,6 +61,20 @@ def test_metrics_that_are_no_file_are_one_line(tmp_path: Path) -> None:
         read_run(run, "a")
 
 
+@pytest.mark.parametrize(("steps", "is_finished"), [(40, True), (30, False)])  # of 30: it was resumed since
+def test_a_run_that_patience_ended_is_finished(tmp_path: Path, steps: int, is_finished: bool) -> None:
+    run = write_run(tmp_path / "a", started(), stepped(40))  # of 100 steps
+    (run / "result.json").write_text(json.dumps({"task": "rte", "steps": steps}))
+    assert read_run(run, "a").is_finished is is_finished
+
+
+def test_a_folder_of_finished_seeds_is_finished(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a")
+    assert not read_run(run, "a").is_finished
+    (run / "result.json").write_text(json.dumps({"task": "rte", "seeds": [1, 2], "results": []}))
+    assert read_run(run, "a").is_finished
+
+
 def test_scores_and_checkpoints_that_are_there_are_found(tmp_path: Path) -> None:
     run = some_run(tmp_path / "a")
     (run / "checkpoints" / "step-1").mkdir(parents=True)
