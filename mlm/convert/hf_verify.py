@@ -80,6 +80,11 @@ def compare_logits(folder: Path, run: Path) -> Agreement:
                 f"{folder}: transformers gives {name} of {list(want.shape)}, ours are {said}: not the same "
                 f"model. Nothing was written"
             )
+        if not want.isfinite().all():
+            raise CheckFailedError(
+                f"{folder}: {name} of transformers are not all finite: nothing to compare with. Nothing "
+                "was written; repair the weights, or set verify=false"
+            )
         difference = relative_difference(found, want)
         if not difference <= TOLERANCE:  # a NaN too
             raise CheckFailedError(

@@ -41,6 +41,8 @@ def preflight(config: ImportHFConfig) -> list[str]:
         HFTensors(read_model(folder))
     except ConfigError as error:
         problems += error.problems
+    except CorruptFileError:
+        raise  # damage has a different exit code
     except UserError as error:
         problems.append(str(error))
     return problems

@@ -16,6 +16,7 @@ from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
 import mlm
 from mlm.checkpoint.huggingface.tensors import HFTensors
 from mlm.checkpoint.native.format import read_manifest
+from mlm.cli import main
 from mlm.convert import import_hf
 from mlm.convert.config import ImportHFConfig
 from mlm.convert.hf_verify import our_outputs
@@ -239,7 +240,7 @@ class TestRefusals:
         with torch.no_grad():
             model.transformer.ln_f.bias[0] = torch.nan
         model.save_pretrained(tmp_path / "model")
-        with pytest.raises(CheckFailedError):
+        with pytest.raises(CheckFailedError, match="not all finite"):
             import_model(tmp_path / "model", tmp_path / "run")
         assert not (tmp_path / "run").exists()
 
@@ -277,6 +278,13 @@ class TestRefusals:
         edit_config(folder, n_head=0, activation_function="relu")
         config = ImportHFConfig(source=str(folder), out=str(folder), revision="main")
         assert len(import_hf.preflight(config)) == 4
+
+    @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+    def test_damaged_file_has_its_own_exit_code(self, folder: Path, tmp_path: Path, name: str) -> None:
+        with open(folder / name, "r+b") as file:
+            file.truncate(100)
+        assert main(["import", "hf", f"source={folder}", f"out={tmp_path / 'run'}"]) == 1
+        assert not (tmp_path / "run").exists()
 
     def test_absent_folder_that_is_no_id_is_said(self, tmp_path: Path) -> None:
         config = ImportHFConfig(source=str(tmp_path / "none"), out=str(tmp_path / "run"))
