@@ -115,6 +115,7 @@ def _of_file(path: Path, of_json: "Callable[[Any], str | None]", *, chat: bool) 
 def _of_json(line: str, place: str, of_json: "Callable[[Any], str | None]") -> str:
     try:
         said = json.loads(line)
+        json.dumps(said, ensure_ascii=False).encode()  # half a surrogate pair is no text to a tokenizer
     except (ValueError, RecursionError) as error:
         raise UserError(f"{place}: is no JSON ({error}): fix it") from error
     if (text := of_json(said)) is None:

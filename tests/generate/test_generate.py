@@ -100,6 +100,7 @@ class TestPrompts:
         ("name", "content", "problem"),
         [
             ("p.txt", b"\n\n", "holds no prompt"),
+            ("p.jsonl", b'{"prompt": "\\ud800"}', "surrogates not allowed"),
             ("p.txt", b"a\n\xff", "is not UTF-8"),
             ("p.jsonl", b'{"text": "a"}\n{"text": 3}\n', "p.jsonl:2: holds no prompt"),
             ("p.jsonl", b'{"text": "a"}\n[', "p.jsonl:2: is no JSON"),
