@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from mlm.cli.commands import SPECS
 from mlm.cli.compose import register_defaults, resolved
+from mlm.config.fields import expand_home
 from mlm.config.paths import CONFIG_DIR
 from mlm.config.plain_yaml import parse, problem_of, read_text
 from mlm.config.suggest import unknown_key
@@ -66,7 +67,7 @@ def read_run(resume: str, config: str) -> Saved:
     """
     if not resume:
         raise UserError("resume=: empty; name a run folder, such as resume=runs/shakespeare")
-    place = Path(resume).expanduser()
+    place = Path(expand_home(resume))
     file = place / CONFIG if place.is_dir() else place
     if not os.path.lexists(file):
         if (place / "checkpoints").is_dir():

@@ -6,6 +6,7 @@ from mlm.cli.arguments import CONFIG_DIR_FLAGS, CONFIG_NAME_FLAGS, CONFIG_PATH_F
 from mlm.cli.commands import Command
 from mlm.cli.saved import CONFIG, CONFIG_NAMES, Saved, read_run, read_values
 from mlm.cli.tasks import GROUP, OWN, run_config, task_names
+from mlm.config.fields import expand_home
 from mlm.config.suggest import did_you_mean
 from mlm.errors import UserError
 
@@ -74,5 +75,5 @@ def take_file(arguments: Arguments) -> Path | None:
         return None
     for flag in (*CONFIG_NAME_FLAGS, *CONFIG_DIR_FLAGS, *CONFIG_PATH_FLAGS):
         arguments.flags.pop(flag, None)
-    file = Path(folder).expanduser() / name
+    file = Path(expand_home(folder)) / name
     return file if file.suffix else file.with_name(CONFIG)

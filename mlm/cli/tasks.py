@@ -6,6 +6,7 @@ from pathlib import Path
 
 from mlm.cli.choices import first_comment
 from mlm.config.command import Command
+from mlm.config.fields import expand_home
 from mlm.config.paths import CONFIG_DIR
 
 GROUP = "task"
@@ -37,7 +38,7 @@ def run_config(words: Sequence[str]) -> Path | None:
         key, equals, value = word.partition("=")
         if key not in ("ckpt", "--ckpt"):
             continue
-        place = Path(value if equals else next(iter(words[n + 1 :]), "")).expanduser()
+        place = Path(expand_home(value if equals else next(iter(words[n + 1 :]), "")))
         files = (folder / "config.yaml" for folder in (place, *list(place.absolute().parents)[:3]))
         return next((file for file in files if os.path.isfile(file)), None)
     return None

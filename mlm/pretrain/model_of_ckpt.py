@@ -4,6 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mlm.config.fields import expand_home
 from mlm.errors import UserError
 from mlm.inference.trained import named_checkpoint
 
@@ -13,9 +14,9 @@ def model_of_ckpt(ckpt: Any) -> dict[str, Any] | None:
 
     The reason is left to the checks of the run, which read the checkpoint too.
     """
-    if not isinstance(ckpt, str) or not Path(ckpt).expanduser().is_dir():
+    if not isinstance(ckpt, str) or not Path(expand_home(ckpt)).is_dir():
         return None
     try:
-        return asdict(named_checkpoint(str(Path(ckpt).expanduser())).config.model)
+        return asdict(named_checkpoint(expand_home(ckpt)).config.model)
     except (UserError, OSError):
         return None

@@ -114,6 +114,19 @@ class TestMistakes:
         assert cli.err == f"mlm pretrain: {message}\n"
         assert cli.launched.configs == []
 
+    @pytest.mark.parametrize(
+        "line",
+        [
+            "eval ckpt=~nobody-of-this-name",
+            "eval all ckpt=~nobody-of-this-name data.wikitext103=a data.lambada=b",
+            "pretrain resume=~nobody-of-this-name",
+            "pretrain ckpt=~nobody-of-this-name data=synthetic",
+        ],
+    )
+    def test_home_of_no_user_is_one_line(self, cli: Cli, line: str) -> None:
+        assert cli(line) == 2
+        assert cli.err.count("\n") == 1
+
     def test_generation_has_no_windows_whose_length_one_could_set(self, cli: Cli) -> None:
         assert cli("generate ckpt=. prompt=a seq_length=4096") == 2
         assert cli.err.startswith("mlm generate: unknown key 'seq_length'")
