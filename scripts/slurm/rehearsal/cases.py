@@ -16,6 +16,8 @@ from rehearsal.training import RUN, SAVE_EVERY, History, checkpoints, compare, w
 
 PHASES = ("starting", "importing", "rendezvous", "loading", "training", "saving", "validating")
 PORT = "13131"
+SLOW_RATE, SLOW_S = "2mbit", 0.1
+"""Of a node's network in the case of a slow one, and by how much a step's waits become longer."""
 GONE = re.compile(r"mlm: rank \d+: .*(gone|did not finish|did not rendezvous)")
 
 
@@ -261,6 +263,31 @@ def rank_killed(stage: Stage) -> Finding:
     return Finding("SIGKILL of the rank on n2", found, said, f"{last - saved} steps: step {saved} is saved")
 
 
+def slow_network(stage: Stage) -> Finding:
+    """A network that becomes slow under a run."""
+    job = stage.submit("check.ranks_every=10", steps=400, step_s=0.05)
+    wait_for_step(stage.out, 25)
+    before = waits_of(stage.out)[-1]
+    stage.cluster.network.narrow("n2", SLOW_RATE)
+    begin = time.monotonic()
+    wait("longer waits", lambda: waits_of(stage.out)[-1] > before + SLOW_S, 120)
+    found = time.monotonic() - begin
+    said = [line for line in job.said.splitlines() if "slowest rank" in line][-1]
+    named = re.search(r"([\d.]+) s waiting (over dp|for all)", said)
+    if named is None or float(named[1]) < SLOW_S:
+        raise Failed(f"not named: {said}")
+    stage.cluster.network.narrow("n2", "1gbit")
+    stage.cluster.clear()
+    compare(stage.out, stage.alone, steps=History.of(stage.out).last)
+    return Finding(f"n2 sends {SLOW_RATE} at most", found, said, "time")
+
+
+def waits_of(out: Path) -> list[float]:
+    """Seconds a step that the least patient rank waits over dp, of each report."""
+    records = [record for record in History.of(out).records if record["kind"] == "ranks"]
+    return [min(rank["waiting over dp"] for rank in record["ranks"]) for record in records]
+
+
 def tasks_of(job: Job) -> list[Job]:
     """The two tasks of an array."""
     log = job.cluster.folder / f"job-{job.number}"
@@ -413,7 +440,7 @@ LOST = {
     "a node of ranks lost": partial(node_lost, "n2", True),
     "the script's node lost": partial(node_lost, "n1", True),
 }
-NEEDS_HOSTS = (*LOST, "own name unknown")
+NEEDS_HOSTS = (*LOST, "own name unknown", "slow network")
 """Cases that loopback cannot show."""
 CASES: dict[str, Case] = {
     "submit": submitted,
@@ -424,6 +451,7 @@ CASES: dict[str, Case] = {
     "scancel": cancelled,
     "scancel --signal": cancelled_by_signal,
     "a rank killed": rank_killed,
+    "slow network": slow_network,
     **LOST,
     "array at once": array_at_once,
     "array in turn": array_in_turn,

@@ -91,6 +91,11 @@ class Namespaces:
         """Plug a node's cable in (up), or pull it (down)."""
         sh(*_in(_space(HEAD)), "ip", "link", "set", node, state)
 
+    def narrow(self, node: str, rate: str) -> None:
+        """Let a node send no faster than `rate`."""
+        limit = ("tbf", "rate", rate, "burst", "16kb", "latency", "1s")
+        sh(*_in(_space(node)), "tc", "qdisc", "replace", "dev", "eth0", "root", *limit)
+
     def processes(self, host: str) -> list[int]:
         """Process ids of a host."""
         return [int(pid) for pid in sh("ip", "netns", "pids", _space(host), check=False).split()]
@@ -124,6 +129,9 @@ class Loopback:
 
     def cable(self, node: str, state: str) -> None:
         """There is none."""
+
+    def narrow(self, node: str, rate: str) -> None:
+        """There is none to narrow."""
 
     def processes(self, host: str) -> list[int]:
         """Process ids of a host: SLURM's tasks name their node, the rest inherit what `on` sets."""
