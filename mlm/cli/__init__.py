@@ -16,7 +16,9 @@ INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `mlm` with `argv` (default: of this process) and return its exit code: see mlm.cli.entry."""
     words = list(sys.argv[1:] if argv is None else argv)
-    noting = requests_noted() if words[:1] and words[0] in TRAINING else nullcontext()
+    noting = (
+        requests_noted(ends_process=argv is None) if words[:1] and words[0] in TRAINING else nullcontext()
+    )
     with noting, typed_as(words):
         unblock_requests()  # what arrived before the handlers were there arrives now
         try:  # the imports take seconds: signals are noted

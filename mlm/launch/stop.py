@@ -29,6 +29,9 @@ WORDS = {
 }
 """Signals that request a stop, and their names in `StopRequest.reason`. SIGHUP: the terminal is gone."""
 
+LATE = (signal.SIGUSR1, signal.SIGHUP)
+"""Requests that may still come when there is nothing left to stop."""
+
 SAVED_FOR_REQUEUE = signal.SIGUSR1
 """The signal before a time limit: the run saves, and its command succeeds so that a batch script requeues."""
 
@@ -55,11 +58,13 @@ _early = _Early()  # what a process does with signals belongs to the process
 
 
 @contextmanager
-def requests_noted() -> Iterator[None]:
+def requests_noted(*, ends_process: bool = False) -> Iterator[None]:
     """Note the first signal that requests a stop, for a `StopRequest` or `Relay`.
 
     A second Ctrl-C interrupts at once. Other repetitions change nothing: schedulers send the signal before a
     time limit several times. After training there is nothing left to stop: only Ctrl-C has an effect.
+    With `ends_process` the signals that batch scripts and terminals send stay without effect afterwards: a
+    repeated one would kill the process on its way out, and its job would seem to have failed.
     Does nothing outside the main thread, where Python allows no handlers.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -73,6 +78,8 @@ def requests_noted() -> Iterator[None]:
     finally:
         _early.active = False
         for number, handler in before.items():
+            if ends_process and number in LATE:
+                handler = signal.SIG_IGN
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 

@@ -1,5 +1,6 @@
 """Checks of the settings of `mlm report`."""
 
+from importlib import import_module
 from pathlib import Path
 
 from mlm.config.tree import out_of_range
@@ -8,7 +9,6 @@ from mlm.files.folder_types import kind_of_folder
 from mlm.files.results import folder_problem, is_stream
 from mlm.page.config import ReportConfig
 from mlm.report.history import FILE_NAME
-from mlm.report.sweep import JSON as SWEEP
 
 MOST_RUNS = 20
 """Runs whose curves a reader can tell apart."""
@@ -47,7 +47,7 @@ def _is_run(path: str) -> Problem | None:
             return Problem.at("runs", path, "is not a folder", fix)
         if kind_of_folder(folder) == "run" or (folder / FILE_NAME).is_file():
             return None
-        is_sweep = (folder / SWEEP).is_file()
+        is_sweep = (folder / import_module("mlm.report.sweep").JSON).is_file()  # late: it draws tables
     except OSError as error:
         return Problem.at("runs", path, f"cannot be read ({error.strerror})", fix)
     if is_sweep:

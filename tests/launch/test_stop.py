@@ -1,6 +1,8 @@
 """Signals sent to this very process."""
 
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -124,6 +126,20 @@ def test_an_interrupt_after_the_training_loop_is_not_noted() -> None:
             pass
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
+def test_a_request_repeated_while_the_command_ends_does_not_kill_it(number: signal.Signals) -> None:
+    lines = (
+        "import signal, sys",
+        "from mlm.__main__ import main",
+        "sys.argv = ['mlm', 'pretrain', '--help']",
+        "code = main()",
+        f"signal.raise_signal({int(number)})",
+        "sys.exit(code)",
+    )
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], stdout=subprocess.DEVNULL, check=False)
+    assert done.returncode == 0
 
 
 def test_a_noted_signal_is_passed_on_to_ranks() -> None:
