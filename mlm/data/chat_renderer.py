@@ -12,6 +12,9 @@ from typing import Any
 
 from mlm.data.chat_sandbox import MEMORY, SECONDS
 
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Requests to stop, which terminals and schedulers send to all processes of a command."""
+
 
 class RenderError(Exception):
     """The reason why a template makes no text of its values."""
@@ -83,16 +86,24 @@ class Renderer:
 
 
 def start(seconds: float, memory: int) -> "subprocess.Popen[str]":
-    """Start the process with this one's modules."""
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "mlm.data.chat_sandbox", str(seconds), str(memory)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        encoding="utf-8",
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)},
-    )
+    """Start the process with this one's modules.
+
+    Requests to stop are for the command, whose end is that of the texts: it inherits them blocked, as it
+    could not ignore them before it runs.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "mlm.data.chat_sandbox", str(seconds), str(memory)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            encoding="utf-8",
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)},
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @cache

@@ -33,8 +33,6 @@ MEMORY = 1 << 30
 """Bytes of address space of the process."""
 GROWTH = 16
 """Letters of a text for each byte of its template and its conversation."""
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Requests to stop, which terminals and schedulers send to all processes of a command."""
 
 
 class Generation(Extension):
@@ -149,8 +147,6 @@ def answers(requests: Iterable[str], seconds: float) -> Iterator[str]:
 
 def serve(requests: IO[str], out: IO[str], seconds: float, memory: int) -> None:
     """Answer requests until their end, within bounds of processor time and memory."""
-    for request in STOPS:  # for the command, whose end is that of requests
-        signal.signal(request, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     most = resource.getrlimit(resource.RLIMIT_AS)[1]

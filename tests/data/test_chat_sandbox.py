@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from mlm.data import chat_template
-from mlm.data.chat_renderer import Renderer
-from mlm.data.chat_sandbox import STOPS
+from mlm.data.chat_renderer import STOPS, Renderer
 from mlm.data.chat_template import ChatError, ChatTemplate
 from mlm.data.conversation import encode
 from mlm.data.tokenizer import Tokenizer
@@ -129,6 +128,13 @@ def test_requests_to_stop_leave_the_process_to_its_command(
     assert process is not None
     process.send_signal(request_to_stop)
     assert renderer.render("{{ x }}", {"x": "b"}) == "b"
+    assert renderer._process is process
+
+
+def test_a_request_to_stop_may_come_before_the_process_runs(renderer: Renderer) -> None:
+    process = renderer._running()
+    process.send_signal(signal.SIGTERM)
+    assert renderer.render("{{ x }}", {"x": "a"}) == "a"
     assert renderer._process is process
 
 
