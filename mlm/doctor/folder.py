@@ -15,6 +15,8 @@ SEEN_S = 2.0
 """Seconds in which a file that another host wrote must be seen."""
 SLOW_S = 1.0
 """Seconds that writing a small file to the disk may take."""
+ABANDONED_S = 3600.0
+"""Age from which the folder of a trial belongs to nobody."""
 POLL_S = 0.02
 MARK = ".mlm-doctor"
 SHARED, DISK, LOCKS = "shared folder", "fsync and rename", "flock"
@@ -63,21 +65,29 @@ def check_folder(folder: Path, control: Control) -> list[Finding]:
         return [sharing, *(found if sharing.status == "ok" else ())]
     finally:
         if control.rank == 0:
-            _remove(work, control.world_size)
+            _remove(work)
 
 
-def _remove(work: Path, world_size: int) -> None:
+def _remove(work: Path) -> None:
     """Delete the files of a trial, and its folder if nothing else is in it."""
     with suppress(OSError):
-        own = (f"{kind}-{rank}" for kind in ("rank", "disk") for rank in range(world_size))
-        for name in ("first", "lock", *own):
-            (work / name).unlink(missing_ok=True)
+        for path in (*work.glob("rank-*"), *work.glob("disk-*"), work / "first", work / "lock"):
+            path.unlink(missing_ok=True)
         work.rmdir()
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove what examinations have left whose ranks were killed, as by Ctrl-C, an hour ago or more."""
+    for work in folder.glob(f"{MARK}-{'[0-9a-f]' * 32}/"):
+        with suppress(OSError):
+            if time.time() - work.lstat().st_mtime > ABANDONED_S and not work.is_symlink():
+                _remove(work)
 
 
 def _made(work: Path) -> str:
     """Make the folder of the trial with a file; return the problem, empty if there is none."""
     try:
+        remove_abandoned(work.parent)
         work.mkdir(parents=True)
         write_atomic(work / "first", b"first")
     except OSError as error:

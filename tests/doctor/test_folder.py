@@ -36,6 +36,19 @@ def test_one_rank_checks_its_folder_too(tmp_path: Path) -> None:
     assert statuses(found) == {SHARED: "ok", DISK: "ok", LOCKS: "ok"}
 
 
+def test_a_trial_that_was_killed_is_removed_later_and_what_is_the_users_own_stays(tmp_path: Path) -> None:
+    old, young, own = (tmp_path / f".mlm-doctor-{letter * 32}" for letter in "abc")
+    for work in (old, young, own):
+        work.mkdir()
+        (work / "rank-0").write_text("0")
+    (own / "thesis.txt").write_text("mine")
+    for work in (old, own):
+        os.utime(work, (0, 0))
+    on_threads(lambda control: check_folder(tmp_path, control))
+    assert (old.exists(), young.exists()) == (False, True)
+    assert (own / "thesis.txt").read_text() == "mine"
+
+
 def test_a_folder_that_is_not_shared_names_the_rank_that_does_not_see_it(tmp_path: Path) -> None:
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
