@@ -1,0 +1,107 @@
+"""Results of an experiment's steps, for the functions that conclude from them."""
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlm.page.runs import Run, read_run
+from mlm.reproduce.config import ReproduceConfig
+
+if TYPE_CHECKING:
+    from mlm.reproduce.experiment import Step
+
+WARM_UP = 3
+"""Steps of a run whose times do not count: caches, allocator and threads warm up."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of steps."""
+
+    every: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Their median."""
+        return statistics.median(self.every)
+
+    @property
+    def least(self) -> float:
+        """Their minimum: the time with the least disturbance by others."""
+        return min(self.every)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is remembered of a step."""
+
+    words: tuple[str, ...]
+    code: int
+    """Exit code; not 0 only for steps that may fail."""
+    seconds: float
+    said: str
+    """The last line of a failed step."""
+
+
+class Results:
+    """Results of steps by name.
+
+    Args:
+        config: of the command.
+        steps: of the experiment, all done.
+        records: of each step.
+    """
+
+    def __init__(
+        self, config: ReproduceConfig, steps: Sequence["Step"], records: Mapping[str, Record]
+    ) -> None:
+        self.config = config
+        self.folder = Path(config.out)
+        self.steps = {step.name: step for step in steps}
+        self.records = records
+        self._runs = dict[str, Run]()
+
+    @cached_property
+    def seeds(self) -> range:
+        """The seeds of runs that are compared."""
+        return range(1, self.config.seeds + 1)
+
+    def path(self, name: str) -> Path:
+        """Return the result of a step."""
+        return self.folder / self.steps[name].result
+
+    def failed(self, name: str) -> bool:
+        """True for a step that may fail, and did."""
+        return self.records[name].code != 0
+
+    def json(self, name: str) -> dict[str, Any]:
+        """Return the JSON object that a step left. Raises OSError, ValueError."""
+        found: dict[str, Any] = json.loads(self.path(name).read_bytes())
+        return found
+
+    def run(self, name: str) -> Run:
+        """Return the run that a step left. Raises UserError, CorruptFileError."""
+        if name not in self._runs:
+            self._runs[name] = read_run(self.path(name), name)
+        return self._runs[name]
+
+    def validation(self, name: str) -> list[tuple[int, float]]:
+        """Return (step, validation loss) pairs of a run, in order."""
+        table = self.run(name).tables.get("validation", {})
+        if not table:
+            return []
+        return [(int(step), float(loss)) for step, loss in zip(table["step"], table["loss"], strict=True)]
+
+    def final_loss(self, name: str) -> float:
+        """Return the last validation loss of a run; NaN without one."""
+        found = self.validation(name)
+        return found[-1][1] if found else float("nan")
+
+    def step_times(self, name: str, warm_up: int = WARM_UP) -> Times:
+        """Return the seconds of a run's steps without the first; it must log every step (log.every=1)."""
+        times = self.run(name).column("step", "step_time_s")[warm_up:]
+        return Times(tuple(map(float, times)))
