@@ -1,4 +1,4 @@
-"""Conclusion of an experiment: a verdict, tables and charts as values, which a report writes in each format."""
+"""Conclusion of an experiment: a verdict, tables and charts as values that each report format writes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
