@@ -27,8 +27,8 @@ from mlm.parallel.uncompiled import uncompiled
 class SelfAttention(nn.Module):
     """Multi-head self-attention (arXiv:1909.08053, section 3, figure 3b).
 
-    The rows of the fused qkv weight are ordered [head][q, k, v][head_dim]: a contiguous split at any tp that
-    divides num_heads gives whole heads.
+    The rows of the fused qkv weight are ordered `[head][q, k, v][head_dim]`: a contiguous split at any tp
+    that divides num_heads gives whole heads.
     """
 
     places: Tensor

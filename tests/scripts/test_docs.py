@@ -1,12 +1,15 @@
 """The documentation site: its reference is complete, and pages of the repository become pages with links."""
 
+import ast
 import re
 import tomllib
+from inspect import cleandoc, getsourcefile
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import yaml
-from links import GATHERED, OWN, ROOT, rewrite
+from links import GATHERED, OWN, ROOT, references, rewrite, sources
 from reference import command_uri, group_uri, pages
 
 import mlm
@@ -62,6 +65,58 @@ def test_links_are_rewritten_to_pages_paths_or_the_code_host() -> None:
 
 def test_code_blocks_keep_what_looks_like_a_link() -> None:
     assert rewrite("```\n[a](b.py)\n```", "README.md") == "```\n[a](b.py)\n```"
+
+
+@pytest.mark.parametrize("path", sources())
+def test_a_page_names_no_target_by_brackets_outside_code(path: str) -> None:
+    """`[head][head_dim]` would be a link to head_dim, which no page has: the strict build fails."""
+    assert references((ROOT / path).read_text()) == []
+
+
+def test_a_generated_page_names_no_target_by_brackets_outside_code() -> None:
+    assert {uri: found for uri, page in pages().items() if (found := references(page))} == {}
+
+
+def test_a_docstring_on_the_site_names_no_target_by_brackets_outside_code() -> None:
+    found = {file: [text for doc in docstrings(file) for text in references(doc)] for file in documented()}
+    assert len(found) > 20
+    assert {file: texts for file, texts in found.items() if texts} == {}
+
+
+@pytest.mark.parametrize(
+    "text", ["| rows | [head][q, k, v] |", "[kv head]\n[head_dim]", "[`name`][]", "[a] [b]"]
+)
+def test_brackets_beside_brackets_are_a_reference(text: str) -> None:
+    assert references(f"`code` {text} `more`") != []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "`[head][q, k, v]`",
+        "``[a`][b]``",
+        "```\n[a][b]\n```",
+        r"[a]\[b]",
+        "[a](b.md)",
+        "Shapes:\n    x  [S][B]",
+    ],
+)
+def test_brackets_in_code_and_links_are_no_reference(text: str) -> None:
+    assert references(text) == []
+
+
+def documented() -> list[Path]:
+    """Source files of the objects that a page of the site shows."""
+    shown = [line for page in sorted((ROOT / OWN).rglob("*.md")) for line in page.read_text().splitlines()]
+    names = [line.removeprefix("::: ") for line in shown if line.startswith("::: ")]
+    return sorted({Path(str(getsourcefile(resolve_name(name)))) for name in names})
+
+
+def docstrings(file: Path) -> list[str]:
+    """Docstrings of a file, also those below fields."""
+    nodes = ast.walk(ast.parse(file.read_text()))
+    values = [node.value for node in nodes if isinstance(node, ast.Expr)]
+    return [cleandoc(str(each.value)) for each in values if isinstance(each, ast.Constant)]
 
 
 def targets(text: str) -> set[str]:

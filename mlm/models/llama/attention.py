@@ -30,9 +30,9 @@ class HeadNorm(RMSNorm):
 class GroupedQueryAttention(SelfAttention):
     """Attention whose queries share heads of keys and values (arXiv:2305.13245).
 
-    Rows of the weight of queries are ordered [head][head_dim], those of keys and values [kv head][k, v]
-    [head_dim]: a contiguous split at any tp that divides N gives whole heads, and beyond K ranks t/K
-    neighbours, whose queries share a head of keys and values, hold the same one.
+    Rows of the weight of queries are ordered `[head][head_dim]`, those of keys and values
+    `[kv head][k, v][head_dim]`: a contiguous split at any tp that divides N gives whole heads, and beyond K
+    ranks t/K neighbours, whose queries share a head of keys and values, hold the same one.
     """
 
     def _add_projections(self, config: ModelConfig, sequence_parallel: bool) -> None:
