@@ -124,7 +124,9 @@ class TestSurface:
     def test_wheel_holds_the_marker_of_typed_packages(self) -> None:
         files = {file.distribution_path for file in WheelBuilder(str(ROOT)).recurse_included_files()}
         assert {"mlm/py.typed", "mlm/__init__.py"} <= files
-        assert {f"mlm/page/assets/uPlot.{end}" for end in ("iife.min.js", "min.css", "LICENSE")} <= files
+        assert {
+            f"mlm/report/html/assets/uPlot.{end}" for end in ("iife.min.js", "min.css", "LICENSE")
+        } <= files
 
 
 @pytest.fixture(scope="module")

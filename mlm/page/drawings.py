@@ -13,10 +13,7 @@ from mlm.config.build import build
 from mlm.errors import UserError
 from mlm.models.family import SHIPPED
 from mlm.models.stage import Stage, split_layers
-from mlm.page.html import Html, join, paragraph, table, text
-from mlm.page.rows import number
-from mlm.page.runs import Run
-from mlm.parallel.pipeline.actions import Op, Plan, ScheduleError
+from mlm.parallel.pipeline.actions import Plan, ScheduleError
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule
 from mlm.plan.config import PlanScheduleConfig
@@ -24,16 +21,18 @@ from mlm.plan.memory import GIB, PARTS, MemoryModel, Peak
 from mlm.plan.numbers import Formula, closed_bubble, rank_numbers, title
 from mlm.plan.report import label
 from mlm.plan.shape import Layout
-from mlm.plan.terminal import INPUT_GRADIENT, NAMES
+from mlm.plan.timeline import timeline
+from mlm.report.html.elements import Html, join, paragraph, table, text
+from mlm.report.html.rows import number
+from mlm.report.html.runs import Run
 from mlm.train.config import PretrainConfig
 
-COLOURS, PATTERNS = 7, 6  # of report.css
+COLOURS, PATTERNS = 7, 6  # of page.css
 MOST = {"tp": 8, "cp": 4, "pp": 16}
 MOST_RANKS, MOST_SPANS, MOST_STAGES = 64, 1200, 16
 MOST_SIMULATED = 20_000  # computations: half a second
 LARGEST = 1 << 20
 WAITING = "waiting over pp"
-WIDTH, ROW = 1000, 24  # units of a schedule's drawing
 CPU_RESERVED = 0.3 * GIB
 
 
@@ -243,35 +242,6 @@ def _measured(plans: Plans, stage: int) -> tuple[str, str]:
     if not shares:
         return "not recorded", "not recorded"
     return f"{fmean(wait for wait, _ in shares):.1%}", f"{fmean(busy for _, busy in shares):.1%}"
-
-
-def timeline(plan: Plan) -> Html:
-    """Draw who computes what when."""
-    scale, chunks = WIDTH / plan.makespan, plan.num_stages // len(plan.timeline)
-    height, parts = ROW * len(plan.timeline), []
-    for rank, spans in enumerate(plan.timeline):
-        parts.append(f'<rect class="idle" x="0" y="{rank * ROW + 1}" width="{WIDTH}" height="{ROW - 2}"/>')
-        for span in spans:
-            action, x, y = span.action, span.start * scale, rank * ROW
-            width, paler = (span.end - span.start) * scale, 1 - 0.5 * action.chunk / max(chunks - 1, 1)
-            inner = max(width - 0.6, 0.4)
-            name = f"{action.op.value}{action.micro_batch}" if width > 22 else str(action.micro_batch)
-            parts.append(
-                f'<rect class="op{action.op.value}" x="{x:.4g}" y="{y + 1}" width="{inner:.4g}"'
-                f' height="{ROW - 2}" fill-opacity="{paler:.2g}"/>'
-            )
-            if width > 7 * len(name):
-                parts.append(f'<text x="{x + width / 2:.4g}" y="{y + 16}">{name}</text>')
-    used = {span.action.op for spans in plan.timeline for span in spans}
-    backward = INPUT_GRADIENT if Op.WEIGHT in used else NAMES[Op.BACKWARD]
-    names = [(op.value, backward if op is Op.BACKWARD else NAMES[op]) for op in Op if op in used]
-    legend = "".join(f'<span class="key op{letter}">{letter}</span> {name} ' for letter, name in names)
-    return Html(
-        '<div class="wide" tabindex="0" role="region" aria-label="schedule"><svg class="schedule" role="img" '
-        f'viewBox="0 0 {WIDTH} {height}" aria-label="a line per stage, time to the right">'
-        f"{''.join(parts)}</svg>"
-        f'</div><p class="legend">{legend}<span class="key idle"> </span> idle</p>\n'
-    )
 
 
 def draw_memory(plans: Plans) -> Html:

@@ -1,62 +1,29 @@
-"""The page: every run's curves as data, every other part as HTML, and the script that draws; one file."""
+"""The page of `mlm report`: the curves of runs, and every other part as HTML."""
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from functools import cache
-from importlib.resources import files
-from typing import Any
 
 import mlm
-from mlm.files.results import HTML_MARK
 from mlm.page import drawings, parts
 from mlm.page.drawings import Plans
-from mlm.page.html import Html, embedded, join, paragraph, section, text
-from mlm.page.rows import thin
-from mlm.page.runs import AXES, NOT_CURVES, Run
+from mlm.report.html.curves import MOST_POINTS, curves_of
+from mlm.report.html.elements import Html, join, paragraph, text
+from mlm.report.html.runs import Run
+from mlm.report.html.shell import page
 from mlm.terminal import size
 
 MOST_BYTES = 2_000_000
-MOST_POINTS = 30_000
-"""Points of all curves together, about 36 bytes each."""
 MOST_TEXT = 1_000_000
 """Bytes of all parts but the curves."""
-FEWEST = 25
-"""Points of a curve that are always kept."""
 FEWEST_POINTS = 1000
-MOST_CHARTS = 40
 MOST_PLANS = 6
 """Different layouts whose drawings fit the page."""
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
 
-CHARTS: tuple[tuple[str, str, str, str], ...] = (
-    ("step", "loss", "Training loss", ""),
-    ("validation", "loss", "Validation loss", ""),
-    ("step", "grad_norm", "Gradient norm", "L2, before clipping"),
-    ("step", "lr", "Learning rate", ""),
-    ("step", "tokens_per_s", "Throughput", "tokens per second, all ranks"),
-    ("step", "memory_gib", "Memory", "GiB, rank 0"),
+SECTIONS = (
+    *("runs", "curves", "settings", "layout", "schedule", "memory"),
+    *("scores", "incidents", "checkpoints"),
 )
-"""Record, name, title and unit of the charts that come first."""
-OTHER_COLUMNS = frozenset(
-    (
-        "loss_scale",
-        "skipped_steps",
-        "step_time_s",
-        "tflops",
-        "mfu",
-        "perplexity",
-        "epoch",
-        "examples_per_s",
-        "memory_bytes",
-    )
-)
-"""Numbers that no chart shows: they follow from others, or are seldom of interest."""
-
-
-@cache
-def asset(name: str) -> str:
-    """Return a file of the package, of this page alone."""
-    return (files("mlm.page") / "assets" / name).read_text("utf-8")
+"""Anchors in the order of the page."""
 
 
 def make_page(runs: Sequence[Run], *, reload_s: float | None = None) -> bytes:
@@ -74,11 +41,15 @@ def make_page(runs: Sequence[Run], *, reload_s: float | None = None) -> bytes:
             "checkpoints": ("Checkpoints", parts.checkpoints(runs)),
         }
     )
+    title = f"Report: {', '.join(run.name for run in runs[:3])}" + (" …" if len(runs) > 3 else "")
     most = MOST_POINTS
     while True:
-        page = assemble(runs, parts_of_it, most, reload_s).encode()
-        if len(page) < MOST_BYTES or most < FEWEST_POINTS:
-            return page
+        drawn, data = curves_of(runs, most)
+        every = {**parts_of_it, "curves": ("Curves", drawn)}
+        sections = [(name, *every[name]) for name in SECTIONS]
+        found = page(title, sections, data={**data, "reload": reload_s})
+        if len(found) < MOST_BYTES or most < FEWEST_POINTS:
+            return found
         most //= 2
 
 
@@ -100,117 +71,6 @@ def fitted(found: Mapping[str, tuple[str, Html]]) -> dict[str, tuple[str, Html]]
         line = f"This part would take {size(sizes[name])} and is left out; name fewer runs to see it."
         fitting[name], sizes[name] = (fitting[name][0], paragraph(line)), 0
     return fitting
-
-
-def assemble(
-    runs: Sequence[Run],
-    found: Mapping[str, tuple[str, Html]],
-    most_points: int,
-    reload_s: float | None,
-) -> str:
-    """Return the page with at most so many points of curves."""
-    title = f"Report: {', '.join(run.name for run in runs[:3])}" + (" …" if len(runs) > 3 else "")
-    data, notes = curves(runs, most_points)
-    drawn = join([Html(CONTROLS), paragraph(*notes)]) if data["charts"] else Html()
-    parts_of_it = {**found, "curves": ("Curves", drawn)}
-    content = join(section(name, *parts_of_it[name]) for name in SECTIONS)
-    licence = f"<!-- uPlot, in this page:\n{asset('uPlot.LICENSE')}-->"
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{HTML_MARK}\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{text(title)}</title>\n{licence}\n"
-        f"<style>{asset('uPlot.min.css')}\n{asset('report.css')}</style></head>\n"
-        f'<body><a class="skip" href="#runs">Skip to the runs</a>\n<header><h1>{text(title)}</h1>'
-        f"{navigation(content)}</header>\n<main>\n{content}</main>\n"
-        f"{embedded('data', {**data, 'reload': reload_s})}"
-        f"<script>{asset('uPlot.iife.min.js')}</script>\n<script>{asset('report.js')}</script>\n"
-        "</body></html>\n"
-    )
-
-
-def navigation(content: str) -> Html:
-    """Return links to the sections that a page has."""
-    links = [
-        f'<a href="#{name}">{name.capitalize()}</a>'
-        for name in SECTIONS
-        if f'<section id="{name}">' in content
-    ]
-    return Html(f'<nav aria-label="sections">{" ".join(links)}</nav>')
-
-
-SECTIONS = (
-    *("runs", "curves", "settings", "layout", "schedule", "memory"),
-    *("scores", "incidents", "checkpoints"),
-)
-CONTROLS = """<noscript><p>The curves need JavaScript; the tables do not.</p></noscript>
-<form id="controls" aria-label="curves">
-<fieldset><legend>over</legend>
-<label><input type="radio" name="axis" value="step" checked> steps</label>
-<label><input type="radio" name="axis" value="tokens"> tokens</label>
-<label><input type="radio" name="axis" value="time"> time</label></fieldset>
-<label>smoothing <input type="range" name="smooth" min="0" max="0.99" step="0.01" value="0">
-<output>0</output></label>
-<label><input type="checkbox" name="log"> logarithmic</label>
-<button type="button" name="reset">whole range</button>
-<fieldset id="shown"><legend>runs</legend></fieldset>
-</form>
-<p class="small">Drag to zoom, double-click for the whole range. With a chart in focus: left and right move
-along the curve, + and − zoom, Escape shows the whole range.</p>
-<div id="charts"></div>
-"""
-
-
-def charts_of(runs: Sequence[Run]) -> list[tuple[str, str, str, str]]:
-    """Return the charts that any of the runs has values for: the usual ones, then parts and scores."""
-    known = {(kind, name) for kind, name, _, _ in CHARTS}
-    further = list[tuple[str, str, str, str]]()
-    for run in runs:
-        for kind, table in run.tables.items():
-            for name in table:
-                if name in NOT_CURVES or name in OTHER_COLUMNS or (kind, name) in known:
-                    continue
-                known.add((kind, name))
-                place = {"step": "training"}.get(kind, kind.partition("/")[2] or "validation")
-                label = name.removeprefix("validation/").replace("_", " ")
-                further.append((kind, name, f"{label}, {place}", ""))
-    found = [chart for chart in (*CHARTS, *further) if any(len(run.column(*chart[:2])) for run in runs)]
-    return found[:MOST_CHARTS]
-
-
-def curves(runs: Sequence[Run], most_points: int) -> tuple[dict[str, Any], list[str]]:
-    """Return the data of the page's script, and lines on what it leaves out."""
-    charts = charts_of(runs)
-    present = sum(bool(len(run.column(kind, name))) for run in runs for kind, name, _, _ in charts)
-    most = max(most_points // max(present, 1), FEWEST)
-    found, thinned = [dict[str, Any]() for _ in runs], dict[str, int]()
-    for kind, name, _, _ in charts:
-        for run, its in zip(runs, found, strict=True):
-            table = run.tables.get(kind, {})
-            if not len(run.column(kind, name)):
-                continue
-            x = {axis: table[axis] for axis in AXES if axis in table}
-            curve = thin(x, table[name], most)
-            its[f"{kind}:{name}"] = curve.encode()
-            if curve.bucket > 1:
-                thinned[run.name] = max(thinned.get(run.name, 0), curve.bucket)
-    units = {
-        str(run.latest["loss_unit"])[:80] for run in runs if isinstance(run.latest.get("loss_unit"), str)
-    }
-    unit = units.pop() if len(units) == 1 else ""
-    lines = [
-        f"Of {name}, every {bucket} logged steps are drawn as their first, last, lowest and highest value, "
-        "so that no extreme is lost; smoothed curves begin from the mean of each such group. "
-        for name, bucket in thinned.items()
-    ]
-    return {
-        "runs": [{"name": run.name, "curves": its} for run, its in zip(runs, found, strict=True)],
-        "charts": [
-            {"key": f"{kind}:{name}", "title": title, "unit": unit if name == "loss" else its_unit}
-            for kind, name, title, its_unit in charts
-        ],
-    }, lines
 
 
 def plans(runs: Sequence[Run]) -> dict[str, tuple[str, Html]]:

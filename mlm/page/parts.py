@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from mlm.errors import show
-from mlm.page.html import Html, block, details, join, paragraph, table, text
-from mlm.page.rows import number
-from mlm.page.runs import Run
+from mlm.report.html.curves import named
+from mlm.report.html.elements import Html, block, details, join, paragraph, table, text
+from mlm.report.html.rows import number
+from mlm.report.html.runs import Run
 from mlm.report.panel import duration
 from mlm.report.summary import MOST_ATTEMPTS
 
@@ -26,16 +27,6 @@ LONGEST_COMMAND = 10_000
 """Characters of a command: it is to be copied whole."""
 MOST_PROBLEMS = 5
 """Files of a run that are named as damaged."""
-
-
-def swatch(index: int) -> Html:
-    """Return the line of a run, as its curves are drawn; the page's script fills it."""
-    return Html(f'<svg class="swatch" data-run="{index}" viewBox="0 0 34 8" aria-hidden="true"></svg>')
-
-
-def named(index: int, run: Run) -> Html:
-    """Return a run's name after its line."""
-    return Html(f"{swatch(index)} {text(run.name)}")
 
 
 def figure(value: float, form: str = "{:.4f}") -> str:

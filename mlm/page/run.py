@@ -13,8 +13,8 @@ from mlm.files.results import named, write_result
 from mlm.page import terminal
 from mlm.page.config import ReportConfig
 from mlm.page.page import make_page
-from mlm.page.runs import RESULT, Run, names_of, read_run
 from mlm.report.history import FILE_NAME
+from mlm.report.html.runs import RESULT, Run, names_of, read_run
 from mlm.terminal import Screen, size
 
 Sleep = Callable[[float], None]

@@ -7,8 +7,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from mlm.page.parts import MISSING, figure, last, lowest, middle, notes_on, progress
-from mlm.page.rows import Column
-from mlm.page.runs import Run
+from mlm.report.html.rows import Column
+from mlm.report.html.runs import Run
 from mlm.report.panel import duration
 from mlm.terminal import add_row, plain, table
 

@@ -3,20 +3,20 @@
 Bars are told apart by shade and hatching, so that they read without colour.
 """
 
-from base64 import b64encode
 from collections.abc import Sequence
-from html import escape
 from io import BytesIO
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from mlm.files.results import CREATOR, HTML_MARK
+from mlm.files.results import CREATOR
 from mlm.plan.memory import GIB
 from mlm.plan.memory import PARTS as MEMORY_PARTS
 from mlm.plan.report import TIME_COLUMNS, label
 from mlm.plan.search import Planned
+from mlm.report.html.elements import block, image, table
+from mlm.report.html.shell import page
 
 INK = "#333333"
 LOOKS = (
@@ -31,12 +31,6 @@ LOOKS = (
     ("#e8e8e8", ""),
 )
 """Fill and hatching of the parts of a bar, neighbours far apart in lightness."""
-STYLE = (
-    "body{font:14px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:70rem;padding:0 1rem;color:#222}"
-    "table{border-collapse:collapse;font-variant-numeric:tabular-nums}th,td{padding:.25rem .6rem;"
-    "text-align:right;border-bottom:1px solid #ddd}th:nth-child(2),td:nth-child(2){text-align:left}"
-    "img{max-width:100%}pre{background:#f4f4f4;padding:.8rem;overflow:auto}"
-)
 
 
 def draw(
@@ -124,8 +118,8 @@ def frame(axes: Axes, unit: str) -> None:
         axes.spines[side].set_visible(False)
 
 
-def page(title: str, picture: bytes, rows: Sequence[dict[str, Any]], lines: Sequence[str]) -> bytes:
-    """A page without anything to load: the picture, every number, and lines below them."""
+def layouts_page(title: str, picture: bytes, rows: Sequence[dict[str, Any]], lines: Sequence[str]) -> bytes:
+    """Return a page without anything to load: the picture, every number, and lines below them."""
     columns = (
         ("layout", "layout", str),
         ("step, s", "step_s", "{:.4g}".format),
@@ -140,17 +134,15 @@ def page(title: str, picture: bytes, rows: Sequence[dict[str, Any]], lines: Sequ
         ("price", "price", "{:,.0f}".format),
     )
     shown = [column for column in columns if rows[0][column[1]] is not None]
-    head = "".join(f"<th>{name}</th>" for name in ("#", *(column[0] for column in shown)))
-    body = "".join(
-        f"<tr><td>{n}</td>"
-        + "".join(f"<td>{escape(form(row[key]))}</td>" for _, key, form in shown)
-        + "</tr>"
-        for n, row in enumerate(rows, start=1)
+    numbers = table(
+        ["#", *(heading for heading, _, _ in shown)],
+        [[n, *(form(row[key]) for _, key, form in shown)] for n, row in enumerate(rows, start=1)],
     )
-    text, image = escape("\n".join(lines)), b64encode(picture).decode()
-    return (
-        f"<!doctype html>\n<html lang=en>{HTML_MARK}<meta charset=utf-8><title>{escape(title)}</title>"
-        f"<style>{STYLE}</style><h1>{escape(title)}</h1>"
-        f'<img alt="time and memory of each layout" src="data:image/png;base64,{image}">'
-        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><pre>{text}</pre></html>\n"
-    ).encode()
+    return page(
+        title,
+        [
+            ("time", "Time and memory", image(picture, "time and memory of each layout")),
+            ("layouts", "Layouts", numbers),
+            ("notes", "Notes", block("\n".join(lines))),
+        ],
+    )

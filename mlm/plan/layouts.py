@@ -177,13 +177,13 @@ def write(config: PlanLayoutsConfig, query: Query, found: Found, each: list[Numb
     if ending == ".csv":
         write_result(config.out, as_csv(rows))
     elif ending in (".png", ".html"):
-        from mlm.plan.charts import draw, page  # matplotlib takes half a second to import
+        from mlm.plan.charts import draw, layouts_page  # matplotlib takes half a second to import
 
         words = title(config, query)
         picture = draw(found.best, words, query.memory_bytes, against_batches(query, found.best[0].layout))
         lines = [footnote(found), *(reasons(query, found) if config.why else limits(found.best[0]))]
         lines += ["", command_line(config, found.best[0].layout)]
-        write_result(config.out, picture if ending == ".png" else page(words, picture, rows, lines))
+        write_result(config.out, picture if ending == ".png" else layouts_page(words, picture, rows, lines))
     else:
         write_result(config.out, record(config, query, found, rows))
 

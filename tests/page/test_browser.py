@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlm.page.page import make_page
-from mlm.page.runs import read_run
+from mlm.report.html.runs import read_run
 from tests.page.made import some_run, started, stepped, write_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

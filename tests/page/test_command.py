@@ -15,7 +15,7 @@ from mlm.cli.commands import COMMANDS
 from mlm.page.config import ReportConfig
 from mlm.page.page import make_page
 from mlm.page.run import run
-from mlm.page.runs import Run, read_run
+from mlm.report.html.runs import Run, read_run
 from tests.page.made import some_run, stepped
 
 FIX = "name a run folder (out=… of mlm pretrain or mlm finetune)"

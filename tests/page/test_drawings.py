@@ -8,10 +8,10 @@ import pytest
 
 from mlm.models.config import ModelConfig
 from mlm.page.drawings import Plans, draw_layout, draw_memory, draw_schedule
-from mlm.page.runs import read_run
 from mlm.parallel.mesh import shape_context
 from mlm.plan.memory import GIB, MemoryModel
 from mlm.plan.shape import Layout
+from mlm.report.html.runs import read_run
 from tests.page.made import LAYOUT, MODEL, some_run, started, stepped, write_run
 
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from mlm.files.results import is_result
 from mlm.page.page import MOST_BYTES, make_page
-from mlm.page.rows import Column
-from mlm.page.runs import Run, read_run
+from mlm.report.html.rows import Column
+from mlm.report.html.runs import Run, read_run
 from tests.page.made import some_run, started, stepped, validated, write_run
 
 NAUGHTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp; ü\u202e\u2028\x1b[31m\x00"

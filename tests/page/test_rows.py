@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from mlm.page.rows import Rows, listed, number, thin
+from mlm.report.html.rows import Rows, listed, number, thin
 
 
 def axes(count: int) -> dict[str, np.ndarray]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mlm.errors import CorruptFileError
-from mlm.page.runs import names_of, read_run
+from mlm.report.html.runs import names_of, read_run
 from tests.page.made import some_run, started, stepped, validated, write_run
 
 

@@ -52,7 +52,8 @@ def test_pictures_are_written_and_replaced_and_a_users_file_is_not(name: str, tm
     written = (tmp_path / name).read_bytes()
     assert len(written) < 300_000
     if name.endswith("html"):
-        assert not re.search(rb'(src|href)="(?!data:)', written)
+        assert not re.search(rb'(src|href)="(?!data:|#)', written)
+        assert b"content=\"default-src 'none';" in written
         assert b"mlm pretrain model=gpt2_355m" in written
     (tmp_path / f"my_{name}").write_bytes(b"<!doctype html><p>mine")
     assert main([*LAYOUTS, f"out={tmp_path / f'my_{name}'}"]) == 2

@@ -1,6 +1,7 @@
 """Pieces of HTML. Whatever a run's files hold becomes text: it is escaped here and nowhere else."""
 
 import json
+from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -71,6 +72,15 @@ def details(title: str, *parts: str) -> Html:
 def block(content: str, longest: int = 20_000) -> Html:
     """Return preformatted text."""
     return Html(f'<pre tabindex="0">{text(content, longest)}</pre>\n')
+
+
+def image(png: bytes, described: str) -> Html:
+    """Return a picture inside the page, which scrolls where it is wide; `described` stands for it unseen."""
+    name, content = text(described), b64encode(png).decode()
+    return Html(
+        f'<div class="wide" tabindex="0" role="region" aria-label="{name}">'
+        f'<img alt="{name}" src="data:image/png;base64,{content}"></div>\n'
+    )
 
 
 def embedded(name: str, values: Mapping[str, Any]) -> Html:

@@ -13,8 +13,8 @@ from mlm.config.plain_yaml import read_text
 from mlm.config.tree import flatten
 from mlm.errors import UserError, visible
 from mlm.files.bounded import parse_json, read_bounded
-from mlm.page.rows import LARGEST, Column, Rows, number
 from mlm.report.history import FILE_NAME, parse, read_lines, step_of
+from mlm.report.html.rows import LARGEST, Column, Rows, number
 
 CONFIG = "config.yaml"
 RESULT = "result.json"  # of finetuning
@@ -111,6 +111,11 @@ def names_of(folders: Sequence[str]) -> list[str]:
             count += 1
         found.append(visible("/".join(mine[-count:]))[-80:])
     return found
+
+
+def read_runs(folders: Sequence[str]) -> list[Run]:
+    """Read runs, each named by its folder. Raises UserError, CorruptFileError."""
+    return [read_run(Path(folder), name) for folder, name in zip(folders, names_of(folders), strict=True)]
 
 
 def read_run(folder: Path, name: str) -> Run:
