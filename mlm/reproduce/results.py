@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlm.page.runs import Run, read_run
+from mlm.report.html.runs import Run, read_run
 from mlm.reproduce.config import ReproduceConfig
 
 if TYPE_CHECKING:

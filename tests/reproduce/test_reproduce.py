@@ -1,0 +1,103 @@
+"""The command `mlm reproduce`: list, run, continue, report."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from mlm.cli import main
+from mlm.files.lock import Lock
+from mlm.reproduce import preflight, run, runner
+from mlm.reproduce.catalogue import EXPERIMENTS
+from mlm.reproduce.experiment import Experiment
+from tests.reproduce.made import experiment, writing
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Experiment:
+    """The only experiment, in an empty working directory."""
+    found = experiment([writing("one", '{"value": 1}'), writing("two", '{"value": 2}')])
+    monkeypatch.setattr(runner, "POLL_S", 0.01)
+    for module in (run, preflight):
+        monkeypatch.setattr(module, "EXPERIMENTS", (found,))
+    monkeypatch.chdir(tmp_path)
+    return found
+
+
+def test_without_a_name_the_experiments_are_listed(
+    made: Experiment, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["reproduce"]) == 0
+    shown = capsys.readouterr().out
+    assert "v1-made" in shown
+    assert not os.listdir(".")
+
+
+def test_an_experiment_is_run_and_reported(made: Experiment, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "v1-made", "out=r"]) == 0
+    shown = capsys.readouterr().out
+    assert "Seen here: the values add up to 3" in shown
+    assert "agrees with the paper" in shown
+    folder = Path("r/v1-made")
+    assert {path.name for path in folder.iterdir()} == {
+        *("report.html", "report.md", "result.json", "values.svg", "values.png")
+    }
+    result = json.loads((folder / "result.json").read_bytes())
+    assert result["verdict"] == "agrees"
+    assert result["steps"]["one"]["words"][0] == "python"
+    assert result["charts"][0]["series"][1]["published"] is True
+    text = (folder / "report.md").read_text()
+    assert "| one | 1 |" in text
+    assert "mlm pretrain model=gpt2_8b tp=8" in text
+    page = (folder / "report.html").read_text()
+    assert "Values &lt;b&gt;" in page
+    assert "<b>Verdict:</b> agrees with the paper." in page
+    assert len(page) < 2_000_000
+
+
+def test_the_same_command_continues(made: Experiment, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "v1-made", "out=r"]) == 0
+    before = Path("r/results/one.json").stat().st_mtime_ns
+    assert main(["reproduce", "all", "out=r"]) == 0
+    assert Path("r/results/one.json").stat().st_mtime_ns == before
+    assert "steps to run" not in capsys.readouterr().out.rpartition("Seen here")[0].partition("Seen here")[2]
+
+
+@pytest.mark.parametrize(
+    "words,line",
+    [
+        (["v1-mad"], r"name=v1-mad: is no experiment; use all, .*did you mean 'v1-made'\?"),
+        (["v1-made", "cores=5000"], r"cores=5000 must be from 1 to 4096"),
+        (["v1-made", "cores=4096"], r"cores=4096: this process may use \d+; use cores="),
+        (["v1-made", "seeds=0"], r"seeds=0 must be from 1 to 100"),
+        (["v1-made", "scale=moon"], r"scale=moon"),
+        (["v1-made", "out=mine"], r"out=mine: holds runs, which mlm did not write; name a new folder"),
+        (["v1-made", "out=."], r"out=\.: "),
+    ],
+)
+def test_a_mistake_is_one_line_before_anything_runs(
+    made: Experiment, capsys: pytest.CaptureFixture[str], words: list[str], line: str
+) -> None:
+    Path("mine").mkdir()
+    Path("mine/runs").write_text("notes")
+    assert main(["reproduce", *words]) == 2
+    assert re.search(line, capsys.readouterr().err)
+    assert os.listdir(".") == ["mine"]
+
+
+def test_two_at_once_in_one_folder_are_rejected(made: Experiment, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", "v1-made", "out=r"]) == 0
+    other = Lock(Path("r/.lock"))
+    assert other.take()
+    try:
+        assert main(["reproduce", "v1-made", "out=r"]) == 2
+    finally:
+        other.release()
+    assert re.search(r"out=r: .* runs experiments there; wait, or name another out", capsys.readouterr().err)
+
+
+def test_experiments_have_names_of_their_own() -> None:
+    names = [each.name for each in EXPERIMENTS]
+    assert len(set(names)) == len(names)
