@@ -30,6 +30,7 @@ from mlm.config.build import from_dict, to_dict
 from mlm.errors import UserError
 from mlm.launch.environment import num_threads, read_place, worker_environment
 from mlm.launch.failure import (
+    INTACT,
     LAST_WORDS_S,
     Death,
     LastWords,
@@ -50,7 +51,8 @@ POLL_S = 0.1
 def launch_ranks(target: str, config: Any, *, out: Path | None, world_size: int) -> int:
     """Start `world_size` ranks of the job on this host, wait, and return the command's exit code.
 
-    Rank 0 has the terminal; the others write to out/logs. A failure is reported once, on stderr.
+    Rank 0 has the terminal; the others write to out/logs, or to a temporary folder for a command without
+    checkpoints (`out` is None). A failure is reported once, on stderr.
     Raises UserError if the port is in use, this host has no loopback interface, or the log folder cannot be
     made.
     """
@@ -84,12 +86,13 @@ def launch_ranks(target: str, config: Any, *, out: Path | None, world_size: int)
                 return 128 + stopped.sigval
         if relay.killed:
             word = WORDS.get(relay.killed, relay.killed.name)
-            print(f"mlm: {word}: stopped at once; the last checkpoint is intact", file=sys.stderr)
+            print(f"mlm: {word}: stopped at once{INTACT if out else ''}", file=sys.stderr)
             return 128 + relay.killed
         if not failed:
             return noted_exit_code(folder)
+        failures, saves = load_failures(folder), out is not None
         text, code = report(
-            load_failures(folder), agent.deaths, world_size=world_size, logs=logs, stopped=agent.stopped
+            failures, agent.deaths, world_size=world_size, logs=logs, stopped=agent.stopped, saves=saves
         )
         print(text, file=sys.stderr, flush=True)
         return code

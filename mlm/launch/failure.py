@@ -28,6 +28,7 @@ GRACE_S = 2.0  # the transport's own error comes first if there is one
 DUMP_S = 10.0  # NCCL's flight recorder writes its file within seconds of the timeout
 RECORDS = "error-*.json"
 MAX_LINES = 8  # lost peers that are reported when there is no other cause
+INTACT = "; the last checkpoint is intact"
 
 
 @dataclass(frozen=True)
@@ -200,12 +201,15 @@ def report(
     world_size: int,
     logs: Path,
     stopped: Mapping[int, int] | None = None,
+    saves: bool = True,
 ) -> tuple[str, int]:
     """Return the report of a failed job, and the command's exit code.
 
     The cause is, in this order: an exception of a rank's own; a process that ended without one; a lost peer.
     Within each, the first in time. `stopped` are the ranks that a signal had suspended, with their pids.
+    `saves`: the command has a run folder, which keeps checkpoints and logs.
     """
+    closing = INTACT if saves else ""
     own = sorted((f for f in failures if not f.lost_peer), key=lambda f: f.time)
     if own:
         return _report_exception(own, world_size), own[0].exit_code
@@ -213,12 +217,12 @@ def report(
     silent = sorted((d for d in deaths if d.rank not in recorded), key=lambda d: d.exit_code >= 0)
     lost = sorted(failures, key=lambda f: f.time)
     if silent:
-        return _report_death(silent[0], lost, logs), 1
+        return _report_death(silent[0], lost, logs, closing), 1
     if lost and lost[0].names_peer:
-        return "\n".join([lost[0].text, *_suspects(lost, world_size, stopped or {}, logs)]), 1
+        return "\n".join([lost[0].text, *_suspects(lost, world_size, stopped or {}, logs, closing)]), 1
     if lost:
         return _report_exception(lost[:1], world_size), lost[0].exit_code
-    return "mlm: a rank failed without leaving a trace; the last checkpoint is intact", 1
+    return f"mlm: a rank failed without leaving a trace{closing}", 1
 
 
 def _report_exception(failures: Sequence[Failure], world_size: int) -> str:
@@ -227,20 +231,22 @@ def _report_exception(failures: Sequence[Failure], world_size: int) -> str:
     return f"mlm: {first.message}" if first.is_user_error and same else first.text
 
 
-def _suspects(lost: Sequence[Failure], world_size: int, stopped: Mapping[int, int], logs: Path) -> list[str]:
+def _suspects(
+    lost: Sequence[Failure], world_size: int, stopped: Mapping[int, int], logs: Path, closing: str
+) -> list[str]:
     """Return the likely reason why the first of the lost peers was lost."""
-    intact = "the last checkpoint is intact"
     silent = sorted(set(range(world_size)) - {failure.rank for failure in lost})
     if stopped:
         who = ", ".join(f"rank {rank} (pid {pid})" for rank, pid in sorted(stopped.items()))
-        return [f"mlm: found stopped, by SIGSTOP, SIGTSTP or a debugger: {who}; {intact}"]
+        return [f"mlm: found stopped, by SIGSTOP, SIGTSTP or a debugger: {who}{closing}"]
     if silent:
-        return [f"mlm: {name_ranks(silent)} waited for nobody: look there first, and in {logs}; {intact}"]
+        kept = f", and in {logs}" if closing else ""  # others are removed with the folder of the launch
+        return [f"mlm: {name_ranks(silent)} waited for nobody: look there first{kept}{closing}"]
     waits = [failure.text for failure in lost[1 : 1 + MAX_LINES]]
-    return [*waits, f"mlm: every rank was waiting, so they disagree about what comes next; {intact}"]
+    return [*waits, f"mlm: every rank was waiting, so they disagree about what comes next{closing}"]
 
 
-def _report_death(death: Death, lost: Sequence[Failure], logs: Path) -> str:
+def _report_death(death: Death, lost: Sequence[Failure], logs: Path, closing: str) -> str:
     who = f"rank {death.rank} (pid {death.pid})"
     if death.exit_code < 0:
         number = signal.Signals(-death.exit_code)
@@ -252,7 +258,7 @@ def _report_death(death: Death, lost: Sequence[Failure], logs: Path) -> str:
         }.get(number, "")
     else:
         why, hint = f"left with exit code {death.exit_code}", ""
-    text = f"mlm: {who} {why}{hint}; the last checkpoint is intact"
+    text = f"mlm: {who} {why}{hint}{closing}"
     log = log_path(logs, death.rank)
     last = log.read_text(errors="replace").splitlines()[-10:] if log.exists() else []
     noticed = [failure.text for failure in lost[:1] if failure.names_peer]

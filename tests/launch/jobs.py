@@ -143,6 +143,7 @@ def start(
     master_port: int = 0,
     timeout_s: float = 60,
     prompt: str = "two\nlines",
+    saves: bool = True,
 ) -> int:
     """Run a job of this module on CPU."""
     return run_job(
@@ -156,13 +157,14 @@ def start(
                 device="cpu", threads_per_rank=threads, master_port=master_port, timeout_s=timeout_s
             ),
         ),
-        out=folder,
+        out=folder if saves else None,
     )
 
 
 if __name__ == "__main__":
     try:
-        code = start(sys.argv[1], Path(sys.argv[2]), tp=int((sys.argv[3:] or ["2"])[0]))
+        saves = "JOB_SAVES_NOTHING" not in os.environ
+        code = start(sys.argv[1], Path(sys.argv[2]), tp=int((sys.argv[3:] or ["2"])[0]), saves=saves)
     except UserError as error:
         print(f"mlm: {error}", file=sys.stderr)
         code = 2

@@ -8,6 +8,7 @@ from torch.distributed import DistBackendError
 
 from mlm.errors import ConfigError, UserError
 from mlm.launch.failure import Death, describe, is_lost_peer, load_failures, report, save_failure
+from mlm.parallel.watch import LostPeer
 
 CRASH = replace(describe(KeyError("bug"), 1), time=2.0)
 LOST = replace(describe(RuntimeError("[gloo/pair.cc:537] Connection reset by peer"), 0), time=1.0)
@@ -35,6 +36,14 @@ def test_rank_that_leaves_silently_is_named_with_its_exit_code(tmp_path: Path) -
     text, code = report([], [Death(rank=1, pid=99, exit_code=7)], world_size=2, logs=tmp_path)
     assert text == "mlm: rank 1 (pid 99) left with exit code 7; the last checkpoint is intact"
     assert code == 1
+
+
+def test_a_command_without_checkpoints_promises_none(tmp_path: Path) -> None:
+    waiting = replace(describe(LostPeer("rank 0 waits for rank 1"), 0), time=1.0)
+    for failures, deaths in (([], [KILLED]), ([waiting], []), ([], [])):
+        text, _ = report(failures, deaths, world_size=2, logs=tmp_path, saves=False)
+        assert "checkpoint" not in text
+        assert str(tmp_path) not in text  # the folder of the launch, which is removed
 
 
 def test_user_error_gives_exit_code_2(tmp_path: Path) -> None:

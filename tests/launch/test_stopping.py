@@ -38,11 +38,12 @@ def test_second_ctrl_c_stops_at_once(tmp_path: Path, start: Start) -> None:
 
 
 def test_ctrl_c_stops_ranks_that_would_not_save(tmp_path: Path, start: Start) -> None:
-    command = start("wait", tmp_path)
+    command = start("wait", tmp_path, JOB_SAVES_NOTHING="1")
     facts = told(tmp_path)
     command.send_signal(signal.SIGINT)
-    command.communicate(timeout=DEADLINE_S)
+    _, error = command.communicate(timeout=DEADLINE_S)
     assert command.returncode == 130
+    assert error == "mlm: Ctrl-C: stopped at once\n"  # no checkpoint is spoken of where there is none
     wait_gone(facts)
 
 
