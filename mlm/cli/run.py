@@ -135,8 +135,11 @@ def _execute(command: Command, config: Any) -> int:
     if command.forecast and speaks_for_host(os.environ):
         for line in resolve(command.forecast)(config, resolve(f"{LAUNCH}:launch_facts")(config.dist)):
             print(f"mlm {command.name}: {line}", file=sys.stderr)
-    run_job = resolve(f"{LAUNCH}:run_job")
-    return int(run_job(command.target, config, out=out))
+    try:
+        return int(resolve(f"{LAUNCH}:run_job")(command.target, config, out=out))
+    finally:
+        if command.tidy:
+            resolve(command.tidy)(config)
 
 
 def _check(job: Job, dry: Dry, values: dict[str, Any]) -> int:

@@ -40,6 +40,8 @@ class Command:
     """module:function(ckpt) -> settings `model.*` of a checkpoint, or None: taken where none is chosen."""
     out_is_run_folder: bool = False
     """True if `out` is a run folder, where failing ranks may leave their logs."""
+    tidy: str | None = None
+    """module:function(config), called when its ranks have ended, also where they were killed."""
     has_runs: bool = False
     """True if it writes run folders, which `resume=` continues."""
     summary: str

@@ -11,13 +11,14 @@ COMMANDS = (
         spec=DoctorConfig,
         target="mlm.doctor.run:run",
         check=check_doctor,
+        tidy="mlm.doctor.trial:tidy",
         summary="check hosts, disks, GPUs and the network of a layout before a run",
         about=(
             "Looks on every rank at versions, device and driver, memory, disk, limits, /dev/shm, clocks, "
-            "host names and variables; tries whether the folder is shared, renames and locks; and compares "
-            "collectives over each axis with exact numbers and times them. Prints a table with a remedy for "
-            "each problem. Ends with 0, or 1 if a check failed. Starts its ranks as `mlm pretrain` does: "
-            "plainly, under torchrun or under srun."
+            "host names and variables; tries whether the folder is shared, renames, locks and is fast; and "
+            "compares collectives over each axis with exact numbers and times them. Prints a table with a "
+            "remedy for each problem. Ends with 0, or 1 if a check failed. Starts its ranks as "
+            "`mlm pretrain` does: plainly, under torchrun or under srun."
         ),
         examples=(
             ("This host", "mlm doctor"),

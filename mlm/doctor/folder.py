@@ -1,25 +1,31 @@
 """Checks of the folder that ranks share: seen by all, written, renamed and locked as on one disk."""
 
+import os
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from mlm.doctor.control import Control
 from mlm.doctor.finding import Finding
+from mlm.doctor.trial import MARK, trial_folder
 from mlm.files.atomic import read_regular, write_atomic
 from mlm.files.lock import Lock
+from mlm.terminal import size
 
 SEEN_S = 2.0
 """Seconds in which a file that another host wrote must be seen."""
 SLOW_S = 1.0
 """Seconds that writing a small file to the disk may take."""
-ABANDONED_S = 3600.0
-"""Age from which the folder of a trial belongs to nobody."""
+SLOW_SPEED = 50e6
+"""Bytes a second below which a disk is slow: a checkpoint of a billion parameters takes 4 minutes there."""
+PIECE, PIECES, SPEED_S = 4 << 20, 8, 2.0
+"""Bytes that are written and pushed to the disk at a time, how often, and the seconds after which it ends."""
+PARAMETER, BILLION = 12, 10**9
+"""Bytes of a parameter in a checkpoint: weights and both moments in float32."""
 POLL_S = 0.02
-MARK = ".mlm-doctor"
-SHARED, DISK, LOCKS = "shared folder", "fsync and rename", "flock"
+SHARED, DISK, SPEED, LOCKS = "shared folder", "fsync and rename", "write speed", "flock"
 SHARE = "name a folder on a file system that all hosts mount (out)"
 
 
@@ -56,39 +62,24 @@ def check_folder(folder: Path, control: Control) -> list[Finding]:
     """Judge a folder as this rank sees it; only a folder for the trial is made in it. Collective."""
     token = control.all_gather(SHARED, uuid.uuid4().hex)[0]
     work = folder / f"{MARK}-{token}"
-    try:
-        if problem := control.all_gather(SHARED, _made(work) if control.rank == 0 else "")[0]:
+    with ExitStack() as stack:
+        made = _made(work, stack) if control.rank == 0 else ""
+        if problem := control.all_gather(SHARED, made)[0]:
             remedy = "make it writable or free some space there, or name another out"
             return [Finding(SHARED, "fail", f"rank 0 cannot write to {folder}: {problem}", remedy)]
         sharing = _check_sharing(work, control)
-        found = [*_check_rename(work, control), *_check_lock(work, control)]
+        found = [
+            *_check_rename(work, control),
+            *_check_speed(work, control),
+            *_check_lock(work, control),
+        ]
         return [sharing, *(found if sharing.status == "ok" else ())]
-    finally:
-        if control.rank == 0:
-            _remove(work)
 
 
-def _remove(work: Path) -> None:
-    """Delete the files of a trial, and its folder if nothing else is in it."""
-    with suppress(OSError):
-        for path in (*work.glob("rank-*"), *work.glob("disk-*"), work / "first", work / "lock"):
-            path.unlink(missing_ok=True)
-        work.rmdir()
-
-
-def remove_abandoned(folder: Path) -> None:
-    """Remove what examinations have left whose ranks were killed, as by Ctrl-C, an hour ago or more."""
-    for work in folder.glob(f"{MARK}-{'[0-9a-f]' * 32}/"):
-        with suppress(OSError):
-            if time.time() - work.lstat().st_mtime > ABANDONED_S and not work.is_symlink():
-                _remove(work)
-
-
-def _made(work: Path) -> str:
+def _made(work: Path, stack: ExitStack) -> str:
     """Make the folder of the trial with a file; return the problem, empty if there is none."""
     try:
-        remove_abandoned(work.parent)
-        work.mkdir(parents=True)
+        stack.enter_context(trial_folder(work))
         write_atomic(work / "first", b"first")
     except OSError as error:
         return str(error.strerror)
@@ -136,6 +127,45 @@ def _check_rename(work: Path, control: Control) -> list[Finding]:
         return [Finding(DISK, "fail", problem, remedy)]
     said, remedy = f"{seconds * 1000:.0f} ms for a small file", "name an out on a faster disk"
     return [Finding(DISK, "warn" if seconds > SLOW_S else "ok", said, remedy)]
+
+
+def _check_speed(work: Path, control: Control) -> list[Finding]:
+    """The first rank of each host writes, all hosts at once, as they save checkpoints."""
+    found = list[Finding]()
+    if control.rank == control.hosts.index(control.hosts[control.rank]):
+        found.append(_speed(work / f"speed-{control.rank}"))
+    control.all_gather(SPEED, None)
+    return found
+
+
+def _write_pieces(path: Path) -> float:
+    """Write a file that no disk compresses; return bytes a second. Raises OSError."""
+    piece, count, begin, seconds = os.urandom(PIECE), 0, time.monotonic(), 0.0
+    with open(path, "xb") as f:
+        while count < PIECES * PIECE and seconds < SPEED_S:
+            f.write(piece)
+            f.flush()
+            os.fsync(f.fileno())
+            count, seconds = count + PIECE, time.monotonic() - begin
+    return count / max(seconds, 1e-9)
+
+
+def _speed(path: Path) -> Finding:
+    try:
+        speed = _write_pieces(path)
+    except OSError as error:
+        remedy = "free some space there, or name an out on another disk"
+        said = f"{error.strerror} within {size(PIECES * PIECE)} ({path.parent.parent})"
+        return Finding(SPEED, "fail", said, remedy)
+    finally:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+    said = f"{size(int(speed))}/s"
+    if speed >= SLOW_SPEED:
+        return Finding(SPEED, "ok", said)
+    minutes = PARAMETER * BILLION / speed / 60
+    said = f"{said}: a checkpoint of a billion parameters takes {minutes:,.0f} minutes"
+    return Finding(SPEED, "warn", said, "name an out on a faster disk, or raise checkpoint.save_every")
 
 
 def _check_lock(work: Path, control: Control) -> list[Finding]:

@@ -23,8 +23,9 @@ from mlm.doctor.host import (
     shared_memory,
 )
 from mlm.doctor.traffic import check_traffic, judged
-from mlm.errors import CheckFailedError
-from mlm.files.results import is_stream, named, write_result
+from mlm.doctor.trial import folder_of
+from mlm.errors import CheckFailedError, UserError
+from mlm.files.results import named, write_result
 from mlm.launch.environment import Place, read_place
 from mlm.launch.network import LOOPBACK, interfaces
 from mlm.launch.versions import SAME_VERSIONS, different_versions, versions
@@ -57,11 +58,6 @@ def run(config: DoctorConfig, ctx: ParallelContext) -> None:
         problem = report(config, control.hosts, all_facts, rows, traffic)
     if problem := control.all_gather("the report", problem)[0]:
         raise CheckFailedError(problem)
-
-
-def folder_of(config: DoctorConfig) -> Path:
-    """Return the folder whose disk is checked."""
-    return Path.cwd() if config.out is None or is_stream(config.out) else Path(config.out).absolute().parent
 
 
 def check_host(ctx: ParallelContext, place: Place | None, folder: Path) -> list[Finding]:
@@ -103,6 +99,8 @@ def report(
 ) -> str:
     """Print the table and write the result; return what failed, empty if nothing did."""
     failed = [row.check for row in rows if row.status == "fail"]
+    names = ", ".join(failed)
+    problem = f"{len(failed)} of {len(rows)} checks failed: {names} (see the table)" if failed else ""
     warned = [row.check for row in rows if row.status == "warn"]
     ranks = f"{len(hosts)} rank{'s' * (len(hosts) > 1)} on {', '.join(dict.fromkeys(hosts))}"
     made, out = table(ranks, "", "check", "found"), console()
@@ -116,10 +114,13 @@ def report(
         ranks_facts = [{"rank": n, "host": host, **facts[n]} for n, host in enumerate(hosts)]
         result = {"task": "doctor", "ok": not failed, "checks": [asdict(row) for row in rows]}
         own = {"versions": facts[0]["versions"], "config": to_dict(config)}
-        write_result(config.out, {**result, "ranks": ranks_facts, "communication": traffic, **own})
+        try:
+            write_result(config.out, {**result, "ranks": ranks_facts, "communication": traffic, **own})
+        except UserError as error:  # other ranks wait for what is returned here
+            return "; ".join(filter(None, (problem, str(error))))
         out.print(f"written to {named(config.out)}")
-    if failed:
-        return f"{len(failed)} of {len(rows)} checks failed: {', '.join(failed)} (see the table)"
+    if problem:
+        return problem
     out.print(
         f"{len(rows)} checks without a failure" + (f"; warnings: {', '.join(warned)}" if warned else "")
     )

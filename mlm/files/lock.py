@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from mlm.errors import UserError
 from mlm.files.atomic import open_regular
@@ -89,14 +90,25 @@ class Lock:
     def holder(self) -> str:
         """The process that signed the file, in words."""
         try:
-            descriptor = open_regular(self.path, os.O_RDONLY | os.O_NOFOLLOW)
-            try:
-                note = json.loads(os.pread(descriptor, 1000, 0))
-            finally:
-                os.close(descriptor)
+            note = self._note()
             return f"process {int(note['pid'])} on {note['host']} since {note['since']}"
         except (OSError, ValueError, TypeError, KeyError):
             return "another process"
+
+    def is_signed_here(self) -> bool:
+        """True if a process of this host signed the file."""
+        try:
+            return bool(self._note()["host"] == socket.gethostname())
+        except (OSError, ValueError, TypeError, KeyError):
+            return False
+
+    def _note(self) -> Any:
+        """Return what `sign` wrote. Raises OSError or ValueError."""
+        descriptor = open_regular(self.path, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            return json.loads(os.pread(descriptor, 1000, 0))
+        finally:
+            os.close(descriptor)
 
     def _lock(self, descriptor: int) -> bool:
         try:

@@ -1,5 +1,6 @@
 """`mlm doctor`: table, result and exit codes."""
 
+import errno
 import json
 import os
 import socket
@@ -44,6 +45,20 @@ def test_a_failed_check_ends_with_1_and_a_remedy(
     assert said.err.startswith("mlm doctor: 1 of ")
     assert "checks failed: ulimit -n (see the table)" in said.err
     assert json.loads(out.read_text())["ok"] is False
+
+
+def test_a_result_that_the_disk_does_not_take_ends_with_1_after_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Said
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("mlm.files.results.write_atomic", full)
+    out = tmp_path / "doctor.json"
+    assert main(["doctor", *CPU, f"out={out}"]) == 1
+    said = capsys.readouterr()
+    assert f"out={out}: No space left on device" in said.err
+    assert "versions" in said.out
 
 
 def test_a_warning_ends_with_0(monkeypatch: pytest.MonkeyPatch, capsys: Said) -> None:

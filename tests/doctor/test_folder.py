@@ -2,23 +2,34 @@
 
 import errno
 import os
-from collections.abc import Callable
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mlm.cli import main
 from mlm.doctor import folder as folders
 from mlm.doctor.control import Control
 from mlm.doctor.finding import Finding, rows_of
-from mlm.doctor.folder import DISK, LOCKS, SHARED, check_folder
+from mlm.doctor.folder import DISK, LOCKS, SHARED, SPEED, check_folder
+from mlm.doctor.trial import HELD, remove_abandoned
 from mlm.files.lock import Lock, LockError
 from tests.doctor.trials import on_threads
+
+FINE = {SHARED: "ok", DISK: "ok", SPEED: "ok", LOCKS: "ok"}
+HOLD = "import sys, time; from pathlib import Path; from mlm.doctor.trial import trial_folder\n"
+HOLD += "with trial_folder(Path(sys.argv[1])): print('mine', flush=True); time.sleep(60)"
 
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folders, "SEEN_S", 0.1)
+    monkeypatch.setattr(folders, "PIECES", 1)
+    monkeypatch.setattr(folders, "SLOW_SPEED", 0.0)  # whatever the disk of the tests does
 
 
 def statuses(found: list[Finding]) -> dict[str, str]:
@@ -27,13 +38,13 @@ def statuses(found: list[Finding]) -> dict[str, str]:
 
 def test_a_folder_of_one_disk_is_fine_and_left_as_it_was(tmp_path: Path) -> None:
     found = on_threads(lambda control: check_folder(tmp_path, control))
-    assert [statuses(each) for each in found] == [{SHARED: "ok", DISK: "ok", LOCKS: "ok"}] * 3
+    assert [statuses(each) for each in found] == [FINE] * 3
     assert list(tmp_path.iterdir()) == []
 
 
 def test_one_rank_checks_its_folder_too(tmp_path: Path) -> None:
     found = check_folder(tmp_path, Control(None, 0, 1, 1.0))
-    assert statuses(found) == {SHARED: "ok", DISK: "ok", LOCKS: "ok"}
+    assert statuses(found) == FINE
 
 
 def test_a_trial_that_was_killed_is_removed_later_and_what_is_the_users_own_stays(tmp_path: Path) -> None:
@@ -47,6 +58,53 @@ def test_a_trial_that_was_killed_is_removed_later_and_what_is_the_users_own_stay
     on_threads(lambda control: check_folder(tmp_path, control))
     assert (old.exists(), young.exists()) == (False, True)
     assert (own / "thesis.txt").read_text() == "mine"
+
+
+@pytest.fixture
+def trial(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
+    """A trial in tmp_path that another process holds."""
+    command = [sys.executable, "-c", HOLD, str(tmp_path / f".mlm-doctor-{'d' * 32}")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "mine\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_trial_is_removed_once_its_rank_was_killed_and_not_before(
+    tmp_path: Path, trial: "subprocess.Popen[str]"
+) -> None:
+    remove_abandoned(tmp_path)
+    (work,) = tmp_path.iterdir()
+    (work / ".disk-0.99.partial").touch()
+    trial.kill()
+    trial.wait()
+    remove_abandoned(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_command_leaves_no_trial(
+    tmp_path: Path, trial: "subprocess.Popen[str]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when Ctrl-C kills the ranks of `mlm doctor tp=2`, which the launcher waits for."""
+
+    def killed(*_: object, **__: object) -> int:
+        trial.kill()
+        trial.wait()
+        return 130
+
+    monkeypatch.setattr("mlm.launch.start.run_job", killed)
+    assert main(["doctor", "dist.device=cpu", "tp=2", f"out={tmp_path / 'doctor.json'}"]) == 130
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trial_of_another_host_stays(tmp_path: Path) -> None:
+    work = tmp_path / f".mlm-doctor-{'e' * 32}"
+    work.mkdir()
+    (work / HELD).write_text('{"host": "another", "pid": 1, "since": "now"}')
+    remove_abandoned(tmp_path)
+    assert work.exists()
 
 
 def test_a_folder_that_is_not_shared_names_the_rank_that_does_not_see_it(tmp_path: Path) -> None:
@@ -114,7 +172,32 @@ def test_a_slow_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert statuses(check_folder(tmp_path, Control(None, 0, 1, 1.0)))[DISK] == "warn"
 
 
+def test_a_disk_that_writes_slowly_is_a_warning_with_what_it_means(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = os.fsync
+    monkeypatch.setattr(folders, "SLOW_SPEED", 50e6)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (sync(descriptor), time.sleep(0.1)))
+    found = next(one for one in check_folder(tmp_path, Control(None, 0, 1, 1.0)) if one.check == SPEED)
+    assert found.status == "warn"
+    assert "MB/s: a checkpoint of a billion parameters takes" in found.found
+    assert "checkpoint.save_every" in found.remedy
+
+
+def test_a_disk_that_fills_up_while_it_is_written_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(folders, "_write_pieces", full)
+    found = check_folder(tmp_path, Control(None, 0, 1, 1.0))
+    assert statuses(found)[SPEED] == "fail"
+    assert list(tmp_path.iterdir()) == []
+
+
 def take_anyway(self: Lock, wait_s: float = 0.0) -> bool:
+    self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT)
     return True
 
 
@@ -130,4 +213,5 @@ def test_locks_that_do_not_exclude_are_found(
 ) -> None:
     monkeypatch.setattr(Lock, "take", take)
     found = on_threads(lambda control: check_folder(tmp_path, control))
-    assert (found[1][2].status, found[1][2].found) == ("fail", said)
+    (mine,) = (one for one in found[1] if one.check == LOCKS)
+    assert (mine.status, mine.found) == ("fail", said)
