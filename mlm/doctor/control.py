@@ -11,7 +11,7 @@ from torch.distributed import Store, TCPStore
 
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.errors import CheckFailedError
-from mlm.launch.network import LOOPBACK
+from mlm.launch.network import LOOPBACK, no_connection
 from mlm.launch.versions import named
 from mlm.parallel.mesh import ParallelContext
 
@@ -45,14 +45,13 @@ class Control:
         store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False) if ctx.is_main else None
         port = int(Ranks.of(ctx).broadcast(store.port if store is not None else 0))
         if store is None:
-            wait = timedelta(seconds=min(timeout_s, CONNECT_S))
-            try:
-                store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=wait)
-            except RuntimeError:
+            wait_s = min(timeout_s, CONNECT_S)
+            if reason := no_connection(address, port, wait_s):
                 raise CheckFailedError(
                     f"rank {ctx.rank} (host {socket.gethostname()}) cannot connect to rank 0 at {address} "
-                    f"port {port} within {wait.total_seconds():g} s: open all ports between the hosts"
-                ) from None
+                    f"port {port} within {wait_s:g} s ({reason}): open all ports between the hosts"
+                )
+            store = TCPStore(address, port, is_master=False, wait_for_workers=False)
         control = cls(store, ctx.rank, ctx.world_size, timeout_s)
         control.hosts = control.all_gather("the first exchange", socket.gethostname())
         return control

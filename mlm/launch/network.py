@@ -14,7 +14,7 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 CONNECT_S = 5.0
 RESOLVE_S = 15.0
 """Seconds that the name of another host gets: a cluster may register it after the job has started."""
-POLL_S = 0.5
+SHORTEST_RETRY_S, POLL_S = 0.02, 0.5
 
 
 def check_loopback() -> None:
@@ -100,6 +100,25 @@ def _addresses(name: str, wait_s: float, announce: Callable[[], None] = lambda: 
             announce()
             is_first = False
         time.sleep(POLL_S)
+
+
+def no_connection(address: str, port: int, timeout_s: float) -> str:
+    """Return why nothing accepts a connection at a port within `timeout_s`; empty once something does.
+
+    Torch's client, which must not be the first to try, outlives its timeout and prints C++ stacks.
+    """
+    end, pause = time.monotonic() + timeout_s, SHORTEST_RETRY_S
+    while True:
+        left = end - time.monotonic()
+        try:
+            socket.create_connection((address, port), timeout=max(0.1, min(CONNECT_S, left))).close()
+            return ""
+        except OSError as error:
+            reason = error.strerror or "no answer"
+        if time.monotonic() + pause >= end:
+            return reason
+        time.sleep(pause)
+        pause = min(1.5 * pause, POLL_S)
 
 
 def _is_loopback(address: str) -> bool:

@@ -5,7 +5,10 @@ import socket
 import time
 import uuid
 from collections import Counter
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as WaitTimeoutError
 from datetime import timedelta
+from threading import Thread
 from typing import ClassVar
 
 from torch.distributed import PrefixStore, Store, TCPStore
@@ -13,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from mlm.errors import UserError
 from mlm.launch.environment import Place
-from mlm.launch.network import check_addresses
+from mlm.launch.network import check_addresses, no_connection
 from mlm.parallel.watch import LostPeer, is_transport_error, name_ranks
 
 START_S = 120.0  # ranks import torch and read the disk at different speeds, whatever dist.timeout_s is
@@ -22,6 +25,7 @@ GRACE_S = 10.0
 """Seconds that other ranks wait longer than rank 0, so that they learn whom it missed."""
 ELASTIC = "TORCHELASTIC_RUN_ID"  # set by torchrun: ranks may be restarted, and the store is not new then
 HOSTS_SHOWN = 4
+NO_STORE = "what accepts connections there is no rank 0, or hangs"
 
 
 class MissingRanksError(UserError):
@@ -43,20 +47,43 @@ def rendezvous_store(place: Place, timeout_s: float) -> Store:
     """
     check_addresses(place, os.environ)
     start_s = max(START_S, timeout_s)
+    if place.rank and (reason := no_connection(place.master_addr, place.master_port, start_s)):
+        raise _unreachable(place, start_s, reason)
     try:
-        return call_roll(_open(place, start_s), place, start_s)
+        return call_roll(_opened(place, start_s), place, start_s)
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):
             raise UserError(
                 f"MASTER_PORT={place.master_port} is in use on {place.master_addr}: set it to a free port"
             ) from None
         if is_transport_error(error):
-            raise LostPeer(
-                f"rank {place.rank} (host {socket.gethostname()}): rank 0 did not answer at "
-                f"{place.master_addr} port {place.master_port} within {start_s:g} s: is it running, and can "
-                "this host reach that port (MASTER_ADDR, MASTER_PORT)?"
-            ) from error
+            raise _unreachable(place, start_s, NO_STORE) from error
         raise
+
+
+def _unreachable(place: Place, start_s: float, reason: str) -> LostPeer:
+    return LostPeer(
+        f"rank {place.rank} (host {socket.gethostname()}): rank 0 did not answer at {place.master_addr} port "
+        f"{place.master_port} within {start_s:g} s ({reason}): is it running, and can this host reach that "
+        "port (MASTER_ADDR, MASTER_PORT)?"
+    )
+
+
+def _opened(place: Place, timeout_s: float) -> Store:
+    """Connect to the store in a thread: torch waits for good for a program that accepts and never answers."""
+    opened: Future[Store] = Future()
+
+    def work() -> None:
+        try:
+            opened.set_result(_open(place, timeout_s))
+        except Exception as error:
+            opened.set_exception(error)
+
+    Thread(target=work, daemon=True).start()
+    try:
+        return opened.result(timeout_s)
+    except WaitTimeoutError:
+        raise _unreachable(place, timeout_s, NO_STORE) from None
 
 
 def _open(place: Place, timeout_s: float) -> Store:

@@ -4,12 +4,13 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Event
 
 import pytest
 from torch.distributed import HashStore, Store
 
 from mlm.errors import UserError
-from mlm.launch import roll_call
+from mlm.launch import network, roll_call
 from mlm.launch.environment import Place
 from mlm.launch.roll_call import MissingRanksError, call_roll, rendezvous_store
 from mlm.parallel.watch import LostPeer
@@ -93,14 +94,38 @@ def test_a_port_in_use_is_a_line_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert time.monotonic() - begin < 10
 
 
-def test_a_rank_0_that_nobody_reaches_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_0_that_nobody_reaches_is_named_in_time_and_torch_is_silent(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delenv(roll_call.ELASTIC, raising=False)
     monkeypatch.setattr(roll_call, "START_S", 0.2)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))  # and does not listen
-        port = free.getsockname()[1]
-        with pytest.raises(LostPeer, match=rf"rank 1 \(host .*\): rank 0 did not answer at .* port {port}"):
+        port, begin = free.getsockname()[1], time.monotonic()
+        with pytest.raises(LostPeer, match=r"rank 1 \(host .*\): rank 0 did not answer") as raised:
             rendezvous_store(place(1, 2, port), 0.2)
+    assert time.monotonic() - begin < 2
+    assert f"at 127.0.0.1 port {port} within 0.2 s (Connection refused): is it running" in str(raised.value)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_port_that_accepts_and_never_answers_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = Event()
+    monkeypatch.setattr(roll_call, "START_S", 0.2)
+    monkeypatch.setattr(roll_call, "_open", lambda *_: over.wait(60.0))  # as torch's client
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen(1)
+        with pytest.raises(LostPeer, match=f"within 0.2 s.*{roll_call.NO_STORE}"):
+            rendezvous_store(place(1, 2, other.getsockname()[1]), 0.2)
+    over.set()
+
+
+def test_a_rank_0_that_comes_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as late:
+        late.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(network.time, "sleep", lambda seconds: late.listen(1))
+        assert network.no_connection("127.0.0.1", late.getsockname()[1], 60.0) == ""
 
 
 def test_ranks_of_another_job_on_the_port_are_not_taken_for_this_ones(
