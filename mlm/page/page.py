@@ -20,7 +20,7 @@ MOST_PLANS = 6
 """Different layouts whose drawings fit the page."""
 
 SECTIONS = (
-    *("runs", "curves", "settings", "layout", "schedule", "memory"),
+    *("runs", "curves", "samples", "settings", "layout", "schedule", "memory"),
     *("scores", "incidents", "checkpoints"),
 )
 """Anchors in the order of the page."""
@@ -36,6 +36,7 @@ def make_page(runs: Sequence[Run], *, reload_s: float | None = None) -> bytes:
             "runs": ("Runs", join([paragraph(written_at(reload_s)), parts.overview(runs)])),
             "settings": ("Settings", parts.settings(runs)),
             **plans(runs),
+            "samples": ("Samples", parts.samples(runs)),
             "scores": ("Scores", parts.scores(runs)),
             "incidents": ("Incidents", parts.incidents(runs)),
             "checkpoints": ("Checkpoints", parts.checkpoints(runs)),

@@ -23,6 +23,7 @@ MOST_SHOWN = 200
 MOST_RECEIPTS = 300_000
 """Characters of all receipts."""
 LONGEST_RECEIPT, SHORTEST_RECEIPT = 20_000, 500
+LONGEST_SAMPLE = 4_000
 LONGEST_COMMAND = 10_000
 """Characters of a command: it is to be copied whole."""
 MOST_PROBLEMS = 5
@@ -211,6 +212,29 @@ SCORES = (
     "score",
 )
 """Numbers of a result without `metrics` that are scores."""
+
+
+def samples(runs: Sequence[Run]) -> Html:
+    """Return what each run wrote at its newest validation, and at earlier ones behind a title."""
+    parts = list[Html]()
+    headings = ["step", "prompt", "continuation"]
+    for index, run in enumerate(runs):
+        by_step: dict[int, list[list[object]]] = {}
+        for record in newest(run.samples, runs):
+            texts = (written(str(record.get(key, ""))) for key in ("prompt", "text"))
+            by_step.setdefault(record["step"], []).append([f"{record['step']:,}", *texts])
+        every = [by_step[step] for step in sorted(by_step, reverse=True)]
+        if every:
+            parts += [Html(f"<h3>{named(index, run)}</h3>\n"), table(headings, every[0])]
+        if earlier := [row for rows in every[1:] for row in rows]:
+            title = f"Earlier samples of {run.name} ({len(earlier)})"
+            parts.append(details(title, table(headings, earlier)))
+    return join(parts)
+
+
+def written(content: str) -> Html:
+    """Return a text with its line ends."""
+    return Html(f'<span style="white-space: pre-wrap">{text(content, LONGEST_SAMPLE)}</span>')
 
 
 def incidents(runs: Sequence[Run]) -> Html:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from mlm.data.blend_checks import shares
 from mlm.data.sampler import Dataset, Loader, MicroBatch, eval_batches
+from mlm.pretrain.samples import PromptSampler
 from mlm.report.metrics import Parts, Rates
 from mlm.train.corpora import ValidationSet
 from mlm.train.loop import Loop
@@ -20,6 +21,8 @@ class PretrainLoop(Loop):
 
     samples: Dataset
     validation: Sequence[ValidationSet]
+    sampler: PromptSampler | None = None
+    """Continues `train.sample_prompts` at each validation."""
     last_validation: float | None = field(default=None, init=False)
     """Mean validation loss of the last validation, nats per token."""
 
@@ -65,6 +68,8 @@ class PretrainLoop(Loop):
         self.reporter.validation(
             self.trainer.step, self.last_validation, perplexity, {**by_corpus, **self.parts(whole)}
         )
+        if self.sampler is not None:
+            self.sampler.report()
 
     def validation_batches(self, part: ValidationSet) -> Iterator[MicroBatch]:
         """This rank's micro-batches of one corpus in a validation."""

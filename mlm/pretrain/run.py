@@ -24,8 +24,9 @@ from mlm.optim.schedule import warmup_warning
 from mlm.parallel.mesh import ParallelContext
 from mlm.plan.forecast import predicted
 from mlm.pretrain.loop import PretrainLoop
+from mlm.pretrain.samples import PromptSampler, prompt_problems
 from mlm.report.peak import Peak, peak_flops
-from mlm.report.reporter import training_console
+from mlm.report.reporter import Reporter, training_console
 from mlm.report.summary import write_summary
 from mlm.report.trackers import missing_extras
 from mlm.train.config import PretrainConfig
@@ -61,7 +62,8 @@ log = logging.getLogger(__name__)
 def preflight(config: PretrainConfig) -> list[str]:
     """Return the problems that reading the named files shows; called before any rank starts."""
     problems = [*missing_extras(config.log), *corpus_problems(config)]
-    return problems or corpus_tokenizer_errors(config.data) or start_problems(config)
+    problems = problems or corpus_tokenizer_errors(config.data) or prompt_problems(config)
+    return problems or start_problems(config)
 
 
 def run(config: PretrainConfig, ctx: ParallelContext) -> int:
@@ -125,13 +127,20 @@ def train(trainer: Trainer, out: Path, start: Path | None) -> int:
         seq_length=config.data.seq_length,
         loss_unit=config.model.family.loss_unit,
     ) as session:
-        loop, code = PretrainLoop(*session, samples, validation_sets(config, trainer.history)), 0
+        validation = validation_sets(config, trainer.history)
+        loop, code = PretrainLoop(*session, samples, validation, sampler_of(trainer, session.reporter)), 0
         loop.hooks = Incidents(trainer, out, session.reporter, session.saver)
         if not loop.run():
             code = session.note_stopped(resume_with("pretrain", out, config))
     if ctx.is_main and (left > 0 or not (out / SUMMARY).exists()):
         finish_directory(trainer, out, rows)
     return code
+
+
+def sampler_of(trainer: Trainer, reporter: Reporter) -> PromptSampler | None:
+    """Return what continues the run's prompts; None without any. Raises UserError."""
+    tokenizer = tokenizer_of(trainer.config.data) if trainer.config.train.sample_prompts else None
+    return None if tokenizer is None else PromptSampler(trainer, reporter, tokenizer)
 
 
 def notes(trainer: Trainer, start: Path | None, changed: str | None) -> list[str]:

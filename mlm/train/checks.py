@@ -7,7 +7,7 @@ from mlm.config.tree import MISSING_VALUE, leaves, out_of_range, values_of
 from mlm.data import files_present as present
 from mlm.data.blend_checks import blend_problems
 from mlm.data.config import SOURCES, DataConfig
-from mlm.errors import Problem, has_controls, show
+from mlm.errors import Problem, has_controls, show, visible
 from mlm.launch.checks import devices_exist, loss_scale_can_fall, lr_falls, problems_of
 from mlm.models.checks import data_problem, model_problem, pretraining_problem
 from mlm.models.config import ModelConfig
@@ -15,6 +15,7 @@ from mlm.optim.own import check_own_code
 from mlm.parallel.layout_checks import TRAIN_RULES, Launch
 from mlm.train.config import PretrainConfig
 
+MOST_PROMPTS = 64
 MOST_PADDING = 1 << 16  # rows that a saved model.vocab_multiple may add to the token table
 
 
@@ -193,6 +194,30 @@ def context_problem(cp: int, model: ModelConfig, data: DataConfig) -> Problem | 
     return None
 
 
+def _prompts_can_be_continued(config: PretrainConfig, _: Launch) -> Problem | None:
+    prompts, key, every = config.train.sample_prompts, "train.sample_prompts", "train.validate_every"
+    if not prompts:
+        return None
+    if not config.model.family.causal:
+        why = f"model.kind={config.model.kind} does not read from left to right"
+        return Problem((key, "model.kind"), f"{key}: {why}", f"remove {key}")
+    if not config.train.validate_every:
+        why = f"{every}=0 validates never, and samples are drawn at validations"
+        return Problem((key, every), f"{key}: {why}", f"set {every}=1000, or remove {key}")
+    if len(prompts) > MOST_PROMPTS:
+        return Problem((key,), f"{key}: {len(prompts)} prompts; {MOST_PROMPTS} is the limit", "choose some")
+    for number, prompt in enumerate(prompts, start=1):
+        named = f"{key}: prompt {number}"
+        if not prompt:
+            return Problem((key,), f"{named} is empty", 'name a text, such as "The"')
+        if any("\ud800" <= c <= "\udfff" for c in prompt):
+            return Problem((key,), f"{named} ({visible(prompt[:40])}) is no UTF-8", "convert it")
+        if _is_no_value(prompt):
+            why = "has control characters, or is no value of a configuration"
+            return Problem((key,), f"{named} ({visible(prompt[:40])}) {why}", "use text without them or ${")
+    return None
+
+
 def _corpus_exists(config: PretrainConfig, _: Launch) -> Problem | None:
     return present.corpus(config.data)
 
@@ -217,6 +242,7 @@ SETTINGS_RULES = (
     _accumulation_fuses,
     _graphs_replay,
     _context_can_be_split,
+    _prompts_can_be_continued,
 )
 """Conditions of the settings alone."""
 PRETRAIN_RULES = (

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
-from mlm.config.fields import NOT_NEGATIVE, POSITIVE, SEED, Also, CheckpointPath, Forbid, OutFolder
+from mlm.config.fields import NOT_NEGATIVE, POSITIVE, SEED, Also, Bound, CheckpointPath, Forbid, OutFolder
 from mlm.data.config import DataConfig, MicroBatchSize
 from mlm.launch.config import DistConfig
 from mlm.models.config import ModelConfig
@@ -11,6 +11,8 @@ from mlm.optim.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.report.config import LogConfig
 
+SAMPLE_TOKENS = Bound(lambda x: 0 < x <= 4096, "1 to 4096")
+TEMPERATURE = Bound(lambda x: 0 <= x <= 100, "0 to 100")
 AttentionKernel = Literal["auto", "cudnn", "flash", "efficient", "math"]
 
 
@@ -36,6 +38,14 @@ class TrainConfig:
     """Steps between validations; 0 turns them off. The last step is validated too."""
     validate_batches: Annotated[int, POSITIVE, Also("eval_iters")] = 10
     """Global batches of validation samples per validation."""
+    sample_prompts: tuple[str, ...] = ()
+    """Texts that the model continues at each validation, at most 64: sample_prompts=["The","ROMEO:"]. What it
+    writes is in metrics.jsonl and in `mlm report`. Of models that read from left to right."""
+    sample_tokens: Annotated[int, SAMPLE_TOKENS] = 40
+    """New tokens of each prompt, at most 4096. A pass each, as of a validation's micro-batch."""
+    sample_temperature: Annotated[float, TEMPERATURE] = 0.0
+    """Draws below 1 prefer the probable tokens, above 1 the improbable; 0 takes the most probable one. Draws
+    are a function of `seed`, and do not change the training."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

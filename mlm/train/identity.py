@@ -64,6 +64,7 @@ KINDS: dict[str, Kind] = {
     **_keys(Kind.FREE, "every repeat ranks_every slow_factor", "check."),
     **_keys(Kind.FREE, "name out ckpt data.validation data.cache data.change"),
     **_keys(Kind.FREE, "validate_every validate_batches", "train."),
+    **_keys(Kind.FREE, "sample_prompts sample_tokens sample_temperature", "train."),
     **_keys(Kind.FREE, "save_every keep_last keep_every resume asynchronous", "checkpoint."),
     **_keys(Kind.FREE, "every live tensorboard wandb_project", "log."),
     **_keys(

@@ -11,12 +11,12 @@ from torch import Tensor
 from mlm.models.backbone import Transformer
 from mlm.models.cache import Reading
 from mlm.models.documents import Documents
-from mlm.parallel.collectives import copy_to_tp, gather_rows, gather_sequence
+from mlm.parallel.collectives import all_reduce, copy_to_tp, gather_rows, gather_sequence
 from mlm.parallel.cross_entropy import full_logits, linear_cross_entropy, token_losses, token_scores, wide
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.labels import IGNORE
 from mlm.parallel.layers import VocabParallelEmbedding
-from mlm.parallel.zigzag import own_tokens
+from mlm.parallel.zigzag import own_places, own_tokens
 
 
 class GPT2(Transformer):
@@ -92,6 +92,34 @@ class GPT2(Transformer):
         labels = own_tokens(labels, self.cp, 1)
         losses = token_losses(h.flatten(0, 1), labels.t().flatten(), self.vocabulary)
         return losses.view(h.shape[0], h.shape[1]).t()
+
+    @torch.no_grad()
+    def next_logits(self, tokens: Tensor, places: Tensor, x: Tensor | None = None) -> Tensor:
+        """Last stage: logits of the token after place `places[b]` of each sequence b. Others: hidden states.
+
+        In any layout that trains; without dropout.
+
+        Args:
+            tokens: [B, S] int64.
+            places: [B] int64; what follows them is not seen.
+            x: hidden states of the stage before; None in the first stage.
+
+        Returns:
+            [B, vocab_size], float32 (float64 for float64), on every tp and cp rank.
+        """
+        h = self.hidden_states(tokens, None, x)
+        if not self.stage.is_last:
+            return h
+        h = gather_rows(h, self.tp) if self.sequence_parallel else h  # [S/c, B, H]
+        rows = torch.arange(len(places), device=places.device)
+        if self.cp.size == 1:
+            found = h[places, rows]
+        else:
+            here = own_places(tokens.shape[1], self.cp, places.device)[:, None] == places  # [S/c, B]
+            mine = torch.where(here.any(0)[:, None], h[here.int().argmax(0), rows], 0)
+            found = all_reduce(mine, self.cp)
+        y = full_logits(found, self.vocabulary)
+        return y.to(wide(y.dtype))
 
     @torch.no_grad()
     def scores(self, tokens: Tensor, places: Tensor, labels: Tensor, x: Tensor | None = None) -> Tensor:

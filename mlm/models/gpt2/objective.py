@@ -23,7 +23,7 @@ class NextToken:
 
     parts: tuple[str, ...] = ("loss",)
     losses = 1
-    methods: tuple[str, ...] = ("losses",)
+    methods: tuple[str, ...] = ("losses", "next_logits")
 
     def __init__(self, ctx: ParallelContext, dtype: torch.dtype, boundaries: Boundaries | None) -> None:
         self.ctx, self.dtype, self.boundaries = ctx, dtype, boundaries

@@ -19,7 +19,7 @@ from mlm.report.html.rows import LARGEST, Column, Rows, number
 CONFIG = "config.yaml"
 RESULT = "result.json"  # of finetuning
 MOST_LISTED = 500
-"""Incidents, checkpoints and attempts of a run that are kept; the newest."""
+"""Incidents, checkpoints, samples and attempts of a run that are kept; the newest."""
 MOST_SCORES = 100
 MAX_SCORES = 1 << 22  # bytes of one result
 MOVE = "move it out of the run folder"
@@ -51,6 +51,8 @@ class Run:
     """Incidents and returns to a checkpoint."""
     saves: "deque[dict[str, Any]]" = field(default_factory=newest)
     ranks: "deque[dict[str, Any]]" = field(default_factory=newest)
+    samples: "deque[dict[str, Any]]" = field(default_factory=newest)
+    """Continuations of prompts at validations."""
     scores: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     """Results of evaluations by file name."""
     kept: frozenset[str] = frozenset()
@@ -181,6 +183,8 @@ def take(run: Run, record: dict[str, Any]) -> None:
     if kind in ("run", "rewound"):
         for rows in run.rows.values():
             rows.return_to(step_of(record))
+        stay = (each for each in run.samples if step_of(each) <= step_of(record))
+        run.samples = deque(stay, maxlen=MOST_LISTED)
     if kind in ("step", "validation", "scores"):
         where = f"scores/{record.get('split')}"[:80] if kind == "scores" else kind
         numbers = {
@@ -192,7 +196,7 @@ def take(run: Run, record: dict[str, Any]) -> None:
             run.rows.setdefault(where, Rows()).add({**numbers, "time": run.seconds})
     lists = {
         **{"incident": run.incidents, "rewound": run.incidents, "ranks": run.ranks},
-        **{"saved": run.saves, "save_failed": run.saves},
+        **{"saved": run.saves, "save_failed": run.saves, "sample": run.samples},
     }
     if isinstance(kind, str) and kind in lists:
         lists[kind].append(record)
