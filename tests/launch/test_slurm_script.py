@@ -81,3 +81,19 @@ def test_srun_ignores_the_signal_until_it_listens(cluster: Path) -> None:
 
 def test_a_signal_before_the_script_knows_its_step_is_handed_on(cluster: Path) -> None:
     assert run_until_time_is_out(cluster, leaves_with=3, early=True) == 3
+
+
+AT_ITS_END = f"""#!{sys.executable}
+import os, signal
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+os.kill(int(os.environ["SCRIPT"]), signal.SIGUSR1)
+os._exit(7)
+"""
+
+
+def test_a_signal_as_the_ranks_leave_does_not_lose_their_exit_code(cluster: Path) -> None:
+    (cluster / "srun").write_text(AT_ITS_END)
+    environ = {"PATH": f"{cluster}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "ASK_EVERY_S": "1"}
+    command = ["bash", "-c", 'export SCRIPT=$$; . "$0"', str(SCRIPT)]
+    codes = [subprocess.run(command, cwd=cluster, env=environ, timeout=20).returncode for _ in range(10)]
+    assert codes == [7] * 10
