@@ -29,6 +29,10 @@ class ReproduceConfig:
     corpus: str = "auto"
     """Text to train on: debian, documentation of Debian packages; plays, Shakespeare's; auto, debian where
     its packages can be had; or the folder of a corpus by `mlm data build`."""
+    wikitext: InputPath | None = None
+    """WikiText-103's wiki.test.tokens, or another file of its form, for v1-table3; null leaves it out."""
+    lambada: InputPath | None = None
+    """LAMBADA's passages, .jsonl with `text`, for v1-table3; null leaves it out."""
     peer: InputPath | None = None
     """Checkout of nanoGPT, for nanogpt-shakespeare."""
     cores: Annotated[int, CORES] | None = None

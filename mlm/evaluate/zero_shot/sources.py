@@ -47,16 +47,17 @@ class Texts:
 # ----- WikiText: one text, the whole file
 
 
-def wikitext(path: str | None, *, raw: bool) -> Texts:
+def wikitext(path: str | None, *, raw: bool, key: str | None = None) -> Texts:
     """WikiText's test split as the text of one file, from `path` or the Hub, there in its raw form or not.
 
-    Raises UserError, CorruptFileError.
+    Errors name `key`, or data.path and data.raw_path. Raises UserError, CorruptFileError.
     """
+    key = key or ("data.raw_path" if raw else "data.path")
     if path is None:
-        name, key = HUB_WIKITEXT_RAW if raw else HUB_WIKITEXT, "data.raw_path" if raw else "data.path"
+        name = HUB_WIKITEXT_RAW if raw else HUB_WIKITEXT
         rows = hub_column("Salesforce/wikitext", name, key, "wiki.test.raw" if raw else "wiki.test.tokens")
         return make_wikitext(f"Salesforce/wikitext {name} test", text_of_lines(rows), None)
-    content = read_file(path, key="data.raw_path" if raw else "data.path")
+    content = read_file(path, key=key)
     if Path(path).suffix in (".jsonl", ".parquet"):
         records = list(rows_of(path, content, ("page", "text")))
         found, keys = [text for _, _, text in records], {key for _, key, _ in records}
@@ -64,7 +65,7 @@ def wikitext(path: str | None, *, raw: bool) -> Texts:
     else:
         text = decode(content, path)
     if len(text.split()) < 2:
-        raise UserError(f"data.path={path}: holds no text: give wiki.test.tokens, or a file of its form")
+        raise UserError(f"{key}={path}: holds no text: give wiki.test.tokens, or a file of its form")
     return make_wikitext(path, text, digest_bytes(content))
 
 
@@ -104,19 +105,20 @@ def is_article_title(line: str) -> bool:
 # ----- LAMBADA: passages
 
 
-def lambada(path: str | None, *, standard: bool) -> Texts:
+def lambada(path: str | None, *, standard: bool, key: str | None = None) -> Texts:
     """LAMBADA's test passages, from `path` or the Hub, there in the lower-case form or not.
 
-    Raises UserError, CorruptFileError.
+    Errors name `key`, or data.path and data.standard_path. Raises UserError, CorruptFileError.
     """
+    key = key or ("data.standard_path" if standard else "data.path")
     if path is None:
         name = HUB_LAMBADA_STANDARD if standard else HUB_LAMBADA
-        config, key = ("plain_text", "data.standard_path") if standard else ("default", "data.path")
+        config = "plain_text" if standard else "default"
         found = hub_column(name, config, key, "a .jsonl with a passage under `text` in each line")
         places, file_digest = [f"{name} test row {n}" for n in range(1, len(found) + 1)], None
         name = f"{name} test"
     else:
-        name, content = path, read_file(path, key="data.standard_path" if standard else "data.path")
+        name, content = path, read_file(path, key=key)
         if Path(path).suffix in (".jsonl", ".parquet"):
             rows = list(rows_of(path, content, ("text",)))
         else:
@@ -127,7 +129,7 @@ def lambada(path: str | None, *, standard: bool) -> Texts:
         places, found = [place for place, _, _ in rows], [text for _, _, text in rows]
         file_digest = digest_bytes(content)
     if not found:
-        raise UserError(f"data.path={path}: holds no passage: give a .jsonl with `text` in each line")
+        raise UserError(f"{key}={path}: holds no passage: give a .jsonl with `text` in each line")
     lower = not any(letter.isupper() for text in found for letter in text)
     return Texts(
         name=name,

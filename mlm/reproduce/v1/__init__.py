@@ -1,0 +1,1 @@
+"""Experiments of Megatron-LM, arXiv:1909.08053."""
