@@ -40,6 +40,11 @@ GATHERED = {
     "CHANGELOG.md": "project/changelog.md",
 }
 """Path in the repository → path on the site."""
+REPRODUCED = "scripts/results/reproduce/"
+GATHERED |= {
+    str(report.relative_to(ROOT)): f"papers/{report.parent.name}.md"
+    for report in sorted(ROOT.glob(f"{REPRODUCED}*/report.md"))
+}
 MODULES = {
     "mlm/parallel/layers.py": "api/layers.md",
     "mlm/parallel/collectives.py": "api/mesh.md",
@@ -99,8 +104,9 @@ def pictures(page: str) -> list[str]:
 
 
 def picture_uri(path: str) -> str:
-    """Path of a picture on the site."""
-    return f"assets/{Path(path).name}"
+    """Path of a picture on the site; those of the papers' reports have common names, such as `time.png`."""
+    folder = f"{Path(path).parent.name}/" if path.startswith(REPRODUCED) else ""
+    return f"assets/{folder}{Path(path).name}"
 
 
 def target(page: str, link: str) -> str:
