@@ -22,32 +22,12 @@ from typing import Any
 from mlm.plan.cost import CostModel
 from mlm.plan.hardware import HardwareConfig, preset
 from mlm.plan.shape import Layout, Shape
-from mlm.plan.software import Software
+from mlm.plan.software import MEGATRON_2019, MEGATRON_2021, Software
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED = ROOT / "scripts/results/published"
 RESULTS = ROOT / "scripts/results/plan_published.json"
 
-MEGATRON_2019 = Software(
-    fused_attention=False,
-    score_passes=9,  # scale, mask, softmax and dropout, each a kernel
-    branch_passes=7.5,
-    activation_passes=4,
-    weight_bytes=6,
-    gathered_weight_bytes=6,  # fp16 weights and gradients
-    optimizer_bytes=40,
-    gradient_bytes=2,
-    tied_bytes=2,
-    overlaps_tp=False,
-    loss_in_forward=False,
-)
-MEGATRON_2021 = replace(
-    MEGATRON_2019,
-    score_passes=4.5,  # scale, mask and softmax in one kernel; dropout
-    branch_passes=3.5,  # bias, dropout and addition in one
-    activation_passes=2,
-    splits_transfers=True,
-)
 MCORE = Software(
     branch_passes=3.5,
     gathered_weight_bytes=8,  # gradients are added in the product's epilogue
