@@ -83,14 +83,22 @@ class TooManyRanks(Problem):
     __slots__ = ()
 
 
+class Damage(Problem):
+    """A file that is truncated, altered or of another format: with no other problem, the exit code is 1."""
+
+    __slots__ = ()
+
+
 class UserError(ValueError):
     """An error that the user can fix. One line: the setting, its value and the fix."""
 
-    exit_code: ClassVar[int] = 2
+    exit_code: int = 2
     """Exit code of the command that raises it."""
+    kind: ClassVar[type[Problem]] = Problem
+    """Type of its problem, which stays with it in lists of problems."""
 
     def __init__(self, problem: str, *, keys: Iterable[str] = (), fix: str = "") -> None:
-        found = Problem(keys, problem, fix) if fix or keys else Problem.of(problem)
+        found = self.kind(keys, problem, fix) if fix or keys else self.kind.of(problem)
         self.problems: tuple[Problem, ...] = (found,)
         super().__init__(str(found))
 
@@ -106,6 +114,8 @@ class ConfigError(UserError):
         found = tuple(map(Problem.of, problems))
         super().__init__("\n".join(found))
         self.problems = found
+        if found and all(isinstance(problem, Damage) for problem in found):
+            self.exit_code = CorruptFileError.exit_code
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.problems,)
@@ -119,6 +129,7 @@ class CorruptFileError(UserError):
     """A file on disk is truncated, altered or of another format."""
 
     exit_code = 1
+    kind = Damage
 
 
 class CheckFailedError(UserError):

@@ -1,10 +1,11 @@
 """Problems as values: one line, its parts, and the errors that carry them."""
 
 import pickle
+from collections.abc import Sequence
 
 import pytest
 
-from mlm.errors import ConfigError, Problem, UserError
+from mlm.errors import ConfigError, CorruptFileError, Problem, UserError
 
 SPLIT = Problem(("tp", "model.num_heads"), "tp=7 does not divide model.num_heads=32", "use tp=8")
 
@@ -38,3 +39,16 @@ def test_error_keeps_its_problems_between_processes(error: UserError) -> None:
 def test_every_problem_is_one_printed_line_without_control_characters() -> None:
     error = ConfigError([Problem.at("prompt", "a\nb\x1b[2J", "is wrong"), "second"])
     assert error.lines() == ["prompt=a\\nb\\x1b[2J: is wrong", "second"]
+
+
+@pytest.mark.parametrize(
+    ("problems", "code"),
+    [
+        (CorruptFileError("torn").problems, 1),
+        ([*CorruptFileError("torn").problems, SPLIT], 2),  # the user has something else to correct, too
+        ([SPLIT], 2),
+    ],
+)
+def test_problems_that_are_all_damage_have_its_exit_code(problems: Sequence[Problem], code: int) -> None:
+    assert ConfigError(problems).exit_code == code
+    assert pickle.loads(pickle.dumps(ConfigError(problems))).exit_code == code

@@ -80,12 +80,8 @@ def preflight(config: ExportHFConfig) -> list[str]:
         problems.append(f"max_file_gb={config.max_file_gb} must be greater than 0")
     try:
         plan_tensors(open_source(config.ckpt))
-    except CorruptFileError:
-        raise  # damage has a different exit code
-    except ConfigError as error:
-        problems += error.problems
     except UserError as error:
-        problems.append(str(error))
+        problems += error.problems
     return problems
 
 

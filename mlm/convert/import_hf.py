@@ -39,12 +39,8 @@ def preflight(config: ImportHFConfig) -> list[str]:
         )
     try:
         HFTensors(read_model(folder))
-    except ConfigError as error:
-        problems += error.problems
-    except CorruptFileError:
-        raise  # damage has a different exit code
     except UserError as error:
-        problems.append(str(error))
+        problems += error.problems
     return problems
 
 

@@ -28,7 +28,7 @@ def preflight(config: ImportMegatronConfig) -> list[str]:
         try:
             look()
         except UserError as error:
-            problems.append(str(error))
+            problems += error.problems
     return problems
 
 

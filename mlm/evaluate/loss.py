@@ -70,8 +70,6 @@ def preflight(config: EvalLossConfig) -> list[str]:
         seq_length = window_length(config.seq_length, trained)
         if check := trained.model.family.check_tokenizer:
             check(load_tokenizer(config.tokenizer, path))
-    except CorruptFileError:
-        raise  # damage has a different exit code
     except UserError as error:
         return list(error.problems)
     if problem := corpus_problem(prefix, path):

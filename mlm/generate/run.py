@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import CorruptFileError, UserError
+from mlm.errors import UserError
 from mlm.files.results import folder_problem, named, write_result
 from mlm.generate.config import STDIN, GenerateConfig
 from mlm.generate.prompts import Prompt, read_prompts, share_prompts
@@ -49,8 +49,6 @@ def preflight(config: GenerateConfig) -> list[str]:
             problems.append('stop="" would end every text at once; give texts of one character or more')
         if config.prompt != STDIN:  # which can be read once
             read_prompts(config, tokenizer)
-    except CorruptFileError:
-        raise  # damage has a different exit code
     except UserError as error:
         return [*problems, *error.problems]
     return problems

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -37,7 +37,7 @@ REPEATED = 16
 class IncidentError(UserError):
     """An incident that ends the run, as incident.action=stop asks."""
 
-    exit_code: ClassVar[int] = 1
+    exit_code = 1
 
 
 @dataclass

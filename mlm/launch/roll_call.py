@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as WaitTimeoutError
 from datetime import timedelta
 from threading import Thread
-from typing import ClassVar
 
 from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
@@ -31,7 +30,7 @@ NO_STORE = "what accepts connections there is no rank 0, or hangs"
 class MissingRanksError(UserError):
     """Some ranks did not come."""
 
-    exit_code: ClassVar[int] = 1
+    exit_code = 1
 
     def __init__(self, problem: str, *, is_reported: bool = False) -> None:
         super().__init__(problem)

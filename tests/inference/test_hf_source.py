@@ -205,3 +205,21 @@ def test_other_weights_have_another_digest(folder: Path) -> None:
     before = digest(shape_context(), folder)
     edit_tensors(folder, lambda tensors: tensors["transformer.ln_f.bias"].add_(1.0))
     assert digest(shape_context(), folder) != before
+
+
+@pytest.mark.parametrize("command", [["generate", "prompt=a"], ["eval", "loss", "path=test"]])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_damaged_file_ends_a_command_with_1(
+    folder: Path,
+    command: list[str],
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(folder)
+    write_corpus(folder / "test", [[1, 2, 3] * 20])
+    (folder / name).write_bytes((folder / name).read_bytes()[:-10])
+    assert main([*command, f"ckpt={folder}", "dist.device=cpu"]) == 1
+    said = capsys.readouterr().err
+    assert str(folder / name) in said
+    assert said.count("\n") == 1

@@ -44,7 +44,7 @@ def preflight(config: ParityConfig) -> list[str]:
         try:
             read_manifest(resolve(config.ckpt))
         except UserError as error:
-            problems.append(str(error))
+            problems += error.problems
     too_large = memory_problem(config, available_bytes(config))
     problems += result_problems(Path(config.out, RESULT))
     return [*problems, too_large] if too_large else problems

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import mlm
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import CorruptFileError, UserError
+from mlm.errors import UserError
 from mlm.evaluate.config import (
     EvalAllConfig,
     EvalLambadaConfig,
@@ -53,8 +53,6 @@ def preflight(config: ZeroShotConfig) -> list[str]:
             return [problem]
         length = window_length(config.seq_length, named.config)
         protocols_of(config, checked_tokenizer(config, named.path, named.config.model), length)
-    except CorruptFileError:
-        raise  # damage has a different exit code
     except UserError as error:
         return list(error.problems)
     out = result_path(config, named.path)
