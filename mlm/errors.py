@@ -83,8 +83,8 @@ class TooManyRanks(Problem):
     __slots__ = ()
 
 
-class Damage(Problem):
-    """A file that is truncated, altered or of another format: with no other problem, the exit code is 1."""
+class Failed(Problem):
+    """A problem that no setting solves, such as a damaged file: with no other, the exit code is 1."""
 
     __slots__ = ()
 
@@ -114,7 +114,7 @@ class ConfigError(UserError):
         found = tuple(map(Problem.of, problems))
         super().__init__("\n".join(found))
         self.problems = found
-        if found and all(isinstance(problem, Damage) for problem in found):
+        if found and all(isinstance(problem, Failed) for problem in found):
             self.exit_code = CorruptFileError.exit_code
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -129,13 +129,14 @@ class CorruptFileError(UserError):
     """A file on disk is truncated, altered or of another format."""
 
     exit_code = 1
-    kind = Damage
+    kind = Failed
 
 
 class CheckFailedError(UserError):
     """The condition that a command was asked to check does not hold."""
 
     exit_code = 1
+    kind = Failed
 
 
 @contextmanager

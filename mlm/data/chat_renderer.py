@@ -11,13 +11,25 @@ from functools import cache
 from typing import Any
 
 from mlm.data.chat_sandbox import MEMORY, SECONDS
+from mlm.errors import Failed, UserError
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Requests to stop, which terminals and schedulers send to all processes of a command."""
 
 
+OUTSIDE = (signal.SIGKILL, signal.SIGQUIT)
+"""Signals that no template causes."""
+
+
 class RenderError(Exception):
     """The reason why a template makes no text of its values."""
+
+
+class RendererError(UserError):
+    """The process that renders templates cannot be started, or was killed: no conversation is wrong."""
+
+    exit_code = 1
+    kind = Failed
 
 
 class Renderer:
@@ -35,7 +47,7 @@ class Renderer:
         self._owner = 0
 
     def render(self, source: str, values: Mapping[str, Any]) -> str:
-        """Return the text of a template with these JSON values. Raises RenderError."""
+        """Return the text of a template with these JSON values. Raises RenderError, RendererError."""
         process = self._running()
         request = json.dumps([None if source == self._source else source, values])
         assert process.stdin is not None
@@ -50,7 +62,7 @@ class Renderer:
             self.close()
             raise
         if not line.endswith("\n"):
-            raise RenderError(self._ended())
+            raise self._ended()
         answer = json.loads(line)
         if "error" in answer:
             self._source = None  # it may be the template that cannot be compiled
@@ -66,23 +78,35 @@ class Renderer:
             process.communicate()
 
     def _running(self) -> "subprocess.Popen[str]":
-        """Return the process; a fork of this one starts its own."""
-        if self._process is None or self._owner != os.getpid():
+        """Return the process; a fork of this one starts its own, as this one does after an idle one's end."""
+        is_own = self._process is not None and self._owner == os.getpid()
+        if is_own and self._process is not None and self._process.poll() is not None:
+            self.close()
+        if self._process is None or not is_own:
             try:
                 self._process = start(self.seconds, self.memory)
             except OSError as error:
-                raise RenderError(f"its process cannot be started: {error.strerror}") from error
+                raise RendererError(
+                    f"the process that renders chat templates cannot be started: {error.strerror}; end other "
+                    "programs, or raise `ulimit -u`"
+                ) from error
             self._source, self._owner = None, os.getpid()
         return self._process
 
-    def _ended(self) -> str:
-        """Return the reason why the process ended."""
+    def _ended(self) -> RenderError | RendererError:
+        """Return the reason why the process ended, once it has."""
         assert self._process is not None
         code = self._process.wait()
         self.close()
         if code == -signal.SIGPROF:
-            return f"it computes for more than {self.seconds:g} s"
-        return f"it ended its process, by {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
+            return RenderError(f"it computes for more than {self.seconds:g} s")
+        if -code in OUTSIDE:
+            return RendererError(
+                f"the process that renders chat templates was killed by {signal.Signals(-code).name}, often "
+                "for lack of memory (see dmesg); free some, and run the command again"
+            )
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return RenderError(f"it ended its process, by {how}")
 
 
 def start(seconds: float, memory: int) -> "subprocess.Popen[str]":
@@ -94,7 +118,10 @@ def start(seconds: float, memory: int) -> "subprocess.Popen[str]":
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "mlm.data.chat_sandbox", str(seconds), str(memory)],
+            [
+                *(sys.executable, "-P", "-m", "mlm.data.chat_sandbox"),
+                *map(str, (seconds, memory, os.getpid())),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

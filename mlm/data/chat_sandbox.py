@@ -4,8 +4,9 @@ A template from a model folder is untrusted. Jinja's immutable sandbox keeps it 
 own objects, but lets it compute 10 ** (10 ** 10) in C code, which nothing in the same process can end. This
 one the kernel ends, and a failure to allocate memory is an exception here alone.
 
-`python -m mlm.data.chat_sandbox SECONDS BYTES` answers lines of JSON on standard input: [template, or null
-for the one before; names and their values] becomes {"text": …} or {"error": …}. It needs Jinja alone.
+`python -m mlm.data.chat_sandbox SECONDS BYTES PARENT` answers lines of JSON on standard input: [template, or
+null for the one before; names and their values] becomes {"text": …} or {"error": …}. It needs Jinja alone,
+and ends with the process PARENT.
 """
 
 import json
@@ -24,6 +25,8 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+
+from mlm.parent import die_with_parent
 
 BEGIN, END = "\ufdd0", "\ufdd1"
 """Around a rendered {% generation %} block: noncharacters, which no text holds."""
@@ -158,4 +161,5 @@ def serve(requests: IO[str], out: IO[str], seconds: float, memory: int) -> None:
 
 
 if __name__ == "__main__":
+    die_with_parent(int(sys.argv[3]))
     serve(sys.stdin, sys.stdout, float(sys.argv[1]), int(sys.argv[2]))

@@ -93,7 +93,7 @@ class ChatTemplate:
     ) -> Rendered:
         """Render messages, each with a role; with `add_generation_prompt` up to where an answer begins.
 
-        Raises ChatError.
+        Raises ChatError; RendererError if the process that renders was killed.
         """
         values = {
             "messages": [with_reasoning(message) for message in messages],

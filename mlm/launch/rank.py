@@ -4,10 +4,8 @@ Up to `start` it needs the standard library only, so that the log is open and th
 before torch is imported, which takes seconds and may print.
 """
 
-import ctypes
 import json
 import os
-import signal
 import sys
 import time
 from functools import partial
@@ -27,9 +25,8 @@ from mlm.launch.failure import (
     save_failure,
 )
 from mlm.launch.job_folder import note_exit_code
+from mlm.parent import die_with_parent
 from mlm.streams import writable_streams
-
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main() -> None:
@@ -69,13 +66,6 @@ def tell(folder: Path, failure: Failure) -> None:
         save_failure(failure, folder)
     except OSError:  # no space, or the parent is gone: better twice than lost
         print(failure.text, file=sys.stderr)
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the command that started it dies, even by SIGKILL."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(1)
 
 
 def write_to(log: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import mlm.report.curves  # noqa: F401  # a child that gives up its rights cannot import what it needs later
 from mlm.files import lock
-from mlm.launch.rank import die_with_parent
+from mlm.parent import die_with_parent
 from mlm.pretrain import run as pretrain
 from mlm.train import resume, saver
 

@@ -1,22 +1,37 @@
 """Templates that would run for ever, take all memory or leave their sandbox: one line each, soon."""
 
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
 
 from mlm.data import chat_template
-from mlm.data.chat_renderer import STOPS, Renderer
+from mlm.data.chat_renderer import STOPS, Renderer, RendererError
 from mlm.data.chat_template import ChatError, ChatTemplate
 from mlm.data.conversation import encode
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import UserError
+from mlm.errors import ConfigError, UserError
 from tests.data.chats import TALK, write_tokenizer
 
 SECONDS, MEMORY = 0.5, 400 << 20
+COMPUTE = """
+from mlm.data.chat_renderer import start
+process = start(60.0, 1 << 30)
+process.stdin.write('["{{ 1 }}", {}]\\n')
+process.stdin.flush()
+process.stdout.readline()
+print(process.pid, flush=True)
+loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+process.stdin.write(f'["{loops}", {{}}]\\n')
+process.stdin.flush()
+process.wait()
+"""
 DOUBLING = "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
 
 
@@ -136,6 +151,45 @@ def test_a_request_to_stop_may_come_before_the_process_runs(renderer: Renderer) 
     process.send_signal(signal.SIGTERM)
     assert renderer.render("{{ x }}", {"x": "a"}) == "a"
     assert renderer._process is process
+
+
+def test_a_kill_while_it_renders_is_said_and_blames_no_conversation(renderer: Renderer) -> None:
+    assert renderer.render("{{ x }}", {"x": "a"}) == "a"
+    process = renderer._process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)
+    Timer(0.1, process.kill).start()
+    with pytest.raises(RendererError, match=r"was killed by SIGKILL.*dmesg.*again") as raised:
+        ChatTemplate("{{ messages }}", {}).render(TALK)
+    assert raised.value.exit_code == ConfigError(raised.value.problems).exit_code == 1
+
+
+def test_an_idle_process_that_was_killed_is_started_again(renderer: Renderer) -> None:
+    process = renderer._running()
+    process.kill()
+    process.wait()
+    assert renderer.render("{{ x }}", {"x": "a"}) == "a"
+
+
+def test_it_does_not_outlive_a_killed_command_while_it_computes() -> None:
+    """Its standard input ends then, which it would read only afterwards."""
+    owner = subprocess.Popen([sys.executable, "-c", COMPUTE], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    pid = int(owner.stdout.readline())
+    owner.kill()
+    owner.communicate()
+    end = time.monotonic() + 5.0
+    while running(pid) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not running(pid)
+
+
+def running(pid: int) -> bool:
+    """True for a process that is there and no zombie, which nobody may wait for here."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] not in "ZX"
+    except OSError:
+        return False
 
 
 def test_template_that_cannot_be_compiled_is_not_taken_for_the_next() -> None:

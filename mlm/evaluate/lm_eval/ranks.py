@@ -37,10 +37,10 @@ from mlm.inference.scoring import Request, Score, score
 from mlm.inference.trained import Trained, load_tokenizer, load_trained
 from mlm.launch.child_run import kill, plain_environment
 from mlm.launch.process import ALONE, rank_device
-from mlm.launch.rank import die_with_parent
 from mlm.launch.start import run_job
 from mlm.parallel.collectives import broadcast
 from mlm.parallel.mesh import ParallelContext
+from mlm.parent import die_with_parent
 
 Advance = Callable[[int], None]
 POLL_S = 0.2
