@@ -22,10 +22,12 @@ TIMED = (
     "train.validate_every=0",
     "checkpoint.save_every=0",
     "check.every=0",
+    f"check.ranks_every={TIMED_STEPS // 2}",
     "log.every=1",
     "log.live=off",
 )
-"""Settings of a run that is there for its step times: nothing is saved or checked between steps."""
+"""Settings of a run that is there for its step times: nothing is saved or checked between steps. Ranks record
+twice what they waited for, the second time without the first steps."""
 ON_CPU = ("dist.device=cpu", "dist.threads_per_rank=1")
 ON_GPU = ("precision=bf16",)
 
@@ -141,6 +143,7 @@ def line(name: str, x: Sequence[float], every: Sequence[Sequence[float]]) -> Ser
 
 
 def percent(rounds: Sequence[float]) -> str:
-    """Return shares as `+12 % (10 to 13)`, from ratios of 1 plus the share."""
+    """Return a change as `+12.0 % (+10.0 to +13.0)`, from ratios; without a spread of a single one."""
     each = spread([100 * (value - 1) for value in rounds])
-    return f"{each.median:+.1f} % ({each.least:+.1f} to {each.largest:+.1f})"
+    between = f" ({each.least:+.1f} to {each.largest:+.1f})" if len(rounds) > 1 else ""
+    return f"{each.median:+.1f} %{between}"

@@ -25,3 +25,4 @@ def test_a_difference_counts_if_three_rounds_all_show_it(
 
 def test_shares_are_shown_with_their_spread() -> None:
     assert percent([1.1, 1.12, 1.2]) == "+12.0 % (+10.0 to +20.0)"
+    assert percent([0.9]) == "-10.0 %"

@@ -101,15 +101,16 @@ def seen(off: int, cases: int) -> str:
 def against_micro_batches() -> Chart:
     """Return the bubble of each schedule against the number of micro-batches."""
     counts = [STAGES * 2**n for n in range(6)]
+    names = dict[tuple[float, ...], str]()  # schedules of equal bubbles are one line
+    for name in DRAWN:
+        bubbles = tuple(simulate(settings(name, STAGES, m)).bubble for m in counts)
+        names[bubbles] = f"{names[bubbles]}, {name}" if bubbles in names else name
     return Chart(
         name="bubble",
         title=f"Bubble of {STAGES} stages",
         x_label="micro-batches of a step",
         y_label="idle time / ideal time",
-        series=[
-            Series(name=name, x=counts, y=[simulate(settings(name, STAGES, m)).bubble for m in counts])
-            for name in DRAWN
-        ],
+        series=[Series(name=name, x=counts, y=bubbles) for bubbles, name in names.items()],
         log_x=True,
         from_zero=True,
     )

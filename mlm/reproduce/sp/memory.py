@@ -270,19 +270,23 @@ def device_chart() -> Chart:
     names, found = [model.name for model in MODELS], [device(model) for model in MODELS]
     return Chart(
         name="devices",
-        title="Weights, optimizer state and activations of a device (80 GB on an A100)",
+        title="Weights and optimizer state of mlm, and activations (an A100 has 80 GB)",
         x_label="",
         y_label="GB",
         series=[
-            Series(name="mlm's plan", x=names, y=[(each.state + each.here) / GB for each in found]),
             Series(
-                name="tp + sp + selective",
+                name="activations of tp + sp + selective, mlm's plan",
+                x=names,
+                y=[(each.state + each.here) / GB for each in found],
+            ),
+            Series(
+                name="activations of tp + sp + selective, formula",
                 x=names,
                 y=[(each.state + each.paper) / GB for each in found],
                 published=True,
             ),
             Series(
-                name="tp alone",
+                name="activations of tp alone, formula",
                 x=names,
                 y=[(each.state + each.baseline) / GB for each in found],
                 published=True,
