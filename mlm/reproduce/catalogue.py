@@ -1,6 +1,7 @@
 """All experiments, in the order of `mlm reproduce`."""
 
 from mlm.reproduce.experiment import Experiment
+from mlm.reproduce.nanogpt import shakespeare
 from mlm.reproduce.ptdp import (
     bubble,
     interleaving,
@@ -13,9 +14,13 @@ from mlm.reproduce.ptdp import (
 )
 from mlm.reproduce.sp import memory
 from mlm.reproduce.sp import recomputation as sp_recomputation
-from mlm.reproduce.v1 import figure6, table3
+from mlm.reproduce.v1 import figure6, table3, table5
 
-V1: tuple[Experiment, ...] = (figure6.EXPERIMENT, table3.EXPERIMENT)
+V1: tuple[Experiment, ...] = (
+    figure6.EXPERIMENT,
+    table3.EXPERIMENT,
+    table5.EXPERIMENT,
+)
 PTDP: tuple[Experiment, ...] = (
     schedules.EXPERIMENT,
     bubble.EXPERIMENT,
@@ -28,4 +33,4 @@ PTDP: tuple[Experiment, ...] = (
 )
 SP: tuple[Experiment, ...] = (memory.EXPERIMENT, sp_recomputation.EXPERIMENT)
 
-EXPERIMENTS: tuple[Experiment, ...] = (*V1, *PTDP, *SP)
+EXPERIMENTS: tuple[Experiment, ...] = (*V1, *PTDP, *SP, shakespeare.EXPERIMENT)

@@ -33,6 +33,9 @@ class ReproduceConfig:
     """WikiText-103's wiki.test.tokens, or another file of its form, for v1-table3; null leaves it out."""
     lambada: InputPath | None = None
     """LAMBADA's passages, .jsonl with `text`, for v1-table3; null leaves it out."""
+    glue: InputPath | None = None
+    """Folder of GLUE with sst2/train.jsonl and sst2/validation.jsonl, for v1-table5; null leaves finetuning
+    out."""
     peer: InputPath | None = None
     """Checkout of nanoGPT, for nanogpt-shakespeare."""
     cores: Annotated[int, CORES] | None = None

@@ -1,13 +1,17 @@
 """Checks of `mlm reproduce` before it starts: the experiment's name, the folder, and the user's texts."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from mlm.config.suggest import did_you_mean
 from mlm.errors import Problem, UserError
 from mlm.evaluate.zero_shot import sources
 from mlm.files.ownership import claim_problems
+from mlm.finetune.sources import find_files
 from mlm.reproduce.catalogue import EXPERIMENTS
 from mlm.reproduce.config import ReproduceConfig
+from mlm.reproduce.nanogpt import shakespeare
+from mlm.reproduce.v1 import table5
 
 KIND = "reproduce"
 ALL = "all"
@@ -21,7 +25,7 @@ def preflight(config: ReproduceConfig) -> Sequence[str]:
     if config.name not in (*names, ALL):
         fix = f"use {ALL}, or one that `mlm reproduce` lists{did_you_mean(config.name, [*names, ALL])}"
         return [Problem.at("name", config.name, "is no experiment", fix)]
-    return [*claim_problems(config.out, KIND), *text_problems(config)]
+    return [*claim_problems(config.out, KIND), *text_problems(config), *folder_problems(config)]
 
 
 def text_problems(config: ReproduceConfig) -> list[str]:
@@ -34,4 +38,23 @@ def text_problems(config: ReproduceConfig) -> list[str]:
             sources.lambada(config.lambada, standard=False, key="lambada")
     except UserError as error:
         found += error.problems
+    return found
+
+
+def folder_problems(config: ReproduceConfig) -> list[str]:
+    """Return problems of the folders of GLUE and nanoGPT: files that their experiments need."""
+    found = list[str]()
+    for split in ("train", "validation") if config.glue is not None else ():
+        folder = table5.task_folder(config)
+        try:
+            find_files(folder, split, ())
+        except UserError:
+            fix = f"give a folder with {folder.name}/train.jsonl and {folder.name}/validation.jsonl"
+            found.append(Problem.at("glue", config.glue, f"has no split {split} of {folder.name}", fix))
+    if config.peer is not None:
+        missing = [name for name in shakespeare.CHECKOUT if not (Path(config.peer) / name).is_file()]
+        if missing:
+            found.append(
+                Problem.at("peer", config.peer, f"has no {missing[0]}", "give a checkout of karpathy/nanoGPT")
+            )
     return found
