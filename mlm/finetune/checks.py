@@ -7,7 +7,7 @@ from mlm.data import files_present as present
 from mlm.errors import Problem
 from mlm.finetune.config import EvalTaskConfig, FinetuneConfig
 from mlm.finetune.task_checks import check_task
-from mlm.launch.checks import devices_exist, loss_scale_can_fall, lr_falls, problems_of
+from mlm.launch.checks import devices_exist, loss_scale_can_fall, lr_falls, problems_of, stages_exist
 from mlm.optim.own import check_own_code
 from mlm.parallel.layout_checks import FINETUNE_LAYOUT_RULES, READER_RULES, Launch
 
@@ -77,6 +77,7 @@ EVAL_TASK_RULES = (
 )
 FINETUNE_RULES = (
     devices_exist,
+    stages_exist,
     _own_code_works,
     _tests_are_named,
     _incidents_are_followed,

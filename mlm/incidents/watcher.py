@@ -21,6 +21,7 @@ from mlm.incidents.probe import Probe
 from mlm.incidents.profiler import Profiler
 from mlm.incidents.record import FOLDER, free_name, rows_of, write_rank, write_record, write_samples
 from mlm.incidents.replicas import differences, digests
+from mlm.incidents.timeline import Timeline
 from mlm.launch.versions import versions
 from mlm.parallel.watch import name_ranks
 from mlm.report.reporter import Reporter
@@ -74,6 +75,7 @@ class Incidents(Hooks):
         self.clock = Clock(trainer.ctx)
         self.clock.start(trainer.step)
         self.profiler = Profiler(trainer, out, reporter) if trainer.config.profile else None
+        self.timeline = Timeline(trainer, reporter)
         trainer.judge = self.judge
 
     def remembered(self) -> None:
@@ -94,6 +96,7 @@ class Incidents(Hooks):
         self.batches, self.is_bad = batches, False
         if self.profiler is not None:
             self.profiler.begin()
+        self.timeline.begin(len(batches))
 
     def must_rewind(self) -> bool:
         """Return True if training is to return to a checkpoint."""
@@ -273,6 +276,7 @@ class Incidents(Hooks):
             and self.trainer.ctx.world_size > 1
         ):
             self.compare_times(self.clock.gather(step))
+        self.timeline.end()
         if self.profiler is not None and self.profiler.end():
             self.profiler = None
 

@@ -1,4 +1,4 @@
-"""Drawings of a run's plan: ranks and what they hold, the pipeline schedule, memory by part.
+"""Drawings of a run's plan: ranks and what they hold, memory by part.
 
 Each axis has a colour, a pattern or a letter of its own, so that no drawing depends on colour alone.
 """
@@ -6,33 +6,22 @@ Each axis has a colour, a pattern or a letter of its own, so that no drawing dep
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import fmean
-from typing import Any, cast
 
 from mlm.config.build import build
 from mlm.errors import UserError
 from mlm.models.family import SHIPPED
 from mlm.models.stage import Stage, split_layers
-from mlm.parallel.pipeline.actions import Plan, ScheduleError
-from mlm.parallel.pipeline.lower import lower
-from mlm.parallel.pipeline.schedules import build_schedule
-from mlm.plan.config import PlanScheduleConfig
 from mlm.plan.memory import GIB, PARTS, MemoryModel, Peak
-from mlm.plan.numbers import Formula, closed_bubble, rank_numbers, title
 from mlm.plan.report import label
 from mlm.plan.shape import Layout
-from mlm.plan.timeline import timeline
 from mlm.report.html.elements import Html, join, paragraph, table, text
-from mlm.report.html.rows import number
 from mlm.report.html.runs import Run
 from mlm.train.config import PretrainConfig
 
 COLOURS, PATTERNS = 7, 6  # of page.css
 MOST = {"tp": 8, "cp": 4, "pp": 16}
-MOST_RANKS, MOST_SPANS, MOST_STAGES = 64, 1200, 16
-MOST_SIMULATED = 20_000  # computations: half a second
+MOST_RANKS, MOST_STAGES = 64, 16
 LARGEST = 1 << 20
-WAITING = "waiting over pp"
 CPU_RESERVED = 0.3 * GIB
 
 
@@ -180,68 +169,6 @@ def _axes(plans: Plans, shown: Mapping[str, int]) -> str:
     left = [f"{axis}={sizes[axis]}" for axis in shown if shown[axis] < sizes[axis]]
     words += [f"Drawn are the first of {', '.join(left)}; the others repeat them."] if left else []
     return " ".join(words)
-
-
-def draw_schedule(plans: Plans) -> Html:
-    """Draw the pipeline's schedule, with planned and measured idle time of each stage; empty without one."""
-    pp, chunks, batches = plans.sizes["pp"], plans.size("vp"), plans.micro_batches
-    if pp == 1:
-        return Html()
-    settings = PlanScheduleConfig(pp=pp, vp=chunks, micro_batches=batches, pipeline=cast(Any, plans.schedule))
-    formula = closed_bubble(settings)
-    words = f"{title(settings)}: bubble {formula.words} = {formula.value:.1%} of the ideal time by formula. "
-    each = 3 * pp * chunks
-    fits = MOST_SPANS // each
-    drawn = batches if batches <= fits else fits // pp * pp
-    try:
-        whole = simulated(plans, batches) if each * batches <= MOST_SIMULATED else None
-        plan = whole if drawn == batches else simulated(plans, drawn) if drawn else None
-    except (ScheduleError, ValueError) as error:
-        return paragraph(f"{words}It cannot be drawn: {error}.")
-    if plan is not None and drawn < batches:
-        words += f"Drawn are {drawn} of its {batches} micro-batches. "
-    words += "Numbers are micro-batches. " + ("Later chunks are paler. " if chunks > 1 else "")
-    words += "Backward is taken for twice as long as forward." if plans.schedule != "zb_h1" else ""
-    planned = _planned(whole, formula, pp)
-    rows = [[f"P{rank}", *planned[rank], *_measured(plans, rank)] for rank in range(len(planned))]
-    headings = ["stage", "idle, planned", "in flight", "waiting for the pipeline, measured", "computing"]
-    picture = paragraph("It is too large to draw.") if plan is None else timeline(plan)
-    return join([paragraph(words), picture, table(headings, rows)])
-
-
-def simulated(plans: Plans, batches: int) -> Plan:
-    """Simulate a step of so many micro-batches. Raises ScheduleError, ValueError."""
-    return lower(
-        build_schedule(
-            plans.schedule, stages=plans.sizes["pp"], chunks=plans.size("vp"), micro_batches=batches
-        )
-    )
-
-
-def _planned(plan: Plan | None, formula: Formula, stages: int) -> list[tuple[str, str]]:
-    """Return the first stages' share of idle time and micro-batches in flight; by formula without a plan."""
-    if plan is None:
-        idle = f"{formula.value / (1 + formula.value):.1%}"
-        return [(idle, "not simulated")] * min(stages, MOST_STAGES)
-    rows = rank_numbers(plan)[:MOST_STAGES]
-    return [(f"{row.idle / plan.makespan:.1%}", str(row.peak_in_flight)) for row in rows]
-
-
-def _measured(plans: Plans, stage: int) -> tuple[str, str]:
-    """Return the shares of time that a stage's ranks waited and computed, by the newest record of ranks."""
-    records = plans.run.ranks[-1].get("ranks") if plans.run.ranks else None
-    each = plans.sizes["tp"] * plans.sizes["cp"] * plans.sizes["dp"]
-    if not isinstance(records, list) or len(records) != each * plans.sizes["pp"]:
-        return "not recorded", "not recorded"
-    shares = []
-    for times in records[stage * each : (stage + 1) * each]:
-        parts = {name: number(value) for name, value in times.items()} if isinstance(times, dict) else {}
-        total = sum(value for value in parts.values() if value == value)
-        if total > 0:
-            shares.append((parts.get(WAITING, 0.0) / total, parts.get("computing", 0.0) / total))
-    if not shares:
-        return "not recorded", "not recorded"
-    return f"{fmean(wait for wait, _ in shares):.1%}", f"{fmean(busy for _, busy in shares):.1%}"
 
 
 def draw_memory(plans: Plans) -> Html:

@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 import mlm
 from mlm.page import drawings, parts
 from mlm.page.drawings import Plans
+from mlm.page.schedule import draw_schedule
 from mlm.report.html.curves import MOST_POINTS, curves_of
 from mlm.report.html.elements import Html, join, paragraph, text
 from mlm.report.html.runs import Run
@@ -83,7 +84,7 @@ def plans(runs: Sequence[Run]) -> dict[str, tuple[str, Html]]:
             continue
         drawn = {
             "layout": drawings.draw_layout(its),
-            "schedule": drawings.draw_schedule(its),
+            "schedule": draw_schedule(its),
             "memory": drawings.draw_memory(its),
         }
         for kind, drawing in drawn.items():

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mlm.parallel.pipeline.actions import Action, Instruction, Plan, Receive, Send
+from mlm.parallel.pipeline.actions import Action, Cost, Instruction, Plan, Receive, Send
+from mlm.parallel.pipeline.lower import lower
+from mlm.parallel.pipeline.schedules import build_schedule
 from mlm.plan.config import PlanScheduleConfig
 
 
@@ -31,6 +33,21 @@ class RankNumbers:
     """Most (chunk, micro-batch) pairs whose activations it holds at once."""
     sends: int
     receives: int
+
+
+def simulate(config: PlanScheduleConfig) -> Plan:
+    """The plan of these settings."""
+    schedule = build_schedule(
+        config.pipeline, stages=config.pp, chunks=config.vp, micro_batches=config.micro_batches
+    )
+    cost = Cost(
+        forward=config.forward_cost,
+        backward=config.backward_cost,
+        input_gradient=config.input_gradient_cost,
+        weight_gradient=config.weight_gradient_cost,
+        transfer=config.transfer_cost,
+    )
+    return lower(schedule, cost=cost)
 
 
 def closed_bubble(config: PlanScheduleConfig) -> Formula:

@@ -10,12 +10,10 @@ from rich.text import Text
 
 from mlm.errors import UserError
 from mlm.files.results import named, write_result
-from mlm.parallel.pipeline.actions import Cost, Plan
-from mlm.parallel.pipeline.lower import lower
-from mlm.parallel.pipeline.schedules import build_schedule
+from mlm.parallel.pipeline.actions import Plan
 from mlm.plan import picture, terminal
 from mlm.plan.config import PlanScheduleConfig
-from mlm.plan.numbers import Formula, closed_bubble, rank_numbers, record, title
+from mlm.plan.numbers import Formula, closed_bubble, rank_numbers, record, simulate, title
 from mlm.terminal import Screen
 
 
@@ -33,21 +31,6 @@ def run(config: PlanScheduleConfig, console: Console | None = None) -> Plan:
         write(plan, config, Path(config.out))
         say(f"written to {named(config.out)}", console)
     return plan
-
-
-def simulate(config: PlanScheduleConfig) -> Plan:
-    """The plan of these settings."""
-    schedule = build_schedule(
-        config.pipeline, stages=config.pp, chunks=config.vp, micro_batches=config.micro_batches
-    )
-    cost = Cost(
-        forward=config.forward_cost,
-        backward=config.backward_cost,
-        input_gradient=config.input_gradient_cost,
-        weight_gradient=config.weight_gradient_cost,
-        transfer=config.transfer_cost,
-    )
-    return lower(schedule, cost=cost)
 
 
 def show_numbers(plan: Plan, formula: Formula, console: Console) -> None:

@@ -1,37 +1,48 @@
 """A pipeline schedule as SVG inside a page."""
 
-from mlm.parallel.pipeline.actions import Op, Plan
+from collections.abc import Sequence
+
+from mlm.parallel.pipeline.actions import Op, Plan, Span
 from mlm.plan.terminal import INPUT_GRADIENT, NAMES
-from mlm.report.html.elements import Html
+from mlm.report.html.elements import Html, text
 
 WIDTH, ROW = 1000, 24
 """Width of a drawing and height of a stage, in units of its own."""
 
 
 def timeline(plan: Plan) -> Html:
-    """Draw who computes what when."""
-    scale, chunks = WIDTH / plan.makespan, plan.num_stages // len(plan.timeline)
-    height, parts = ROW * len(plan.timeline), []
-    for rank, spans in enumerate(plan.timeline):
+    """Draw who computes what when, with a legend."""
+    lines = plan.timeline
+    return Html(drawing(lines, plan.num_stages // len(lines), plan.makespan, "schedule") + legend(lines))
+
+
+def drawing(lines: Sequence[Sequence[Span]], chunks: int, whole: float, name: str) -> Html:
+    """Draw a line of computations for each stage, over a time of `whole`; `name` is read aloud."""
+    scale, height, parts = WIDTH / whole, ROW * len(lines), []
+    for rank, spans in enumerate(lines):
         parts.append(f'<rect class="idle" x="0" y="{rank * ROW + 1}" width="{WIDTH}" height="{ROW - 2}"/>')
         for span in spans:
             action, x, y = span.action, span.start * scale, rank * ROW
             width, paler = (span.end - span.start) * scale, 1 - 0.5 * action.chunk / max(chunks - 1, 1)
             inner = max(width - 0.6, 0.4)
-            name = f"{action.op.value}{action.micro_batch}" if width > 22 else str(action.micro_batch)
+            label = f"{action.op.value}{action.micro_batch}" if width > 22 else str(action.micro_batch)
             parts.append(
                 f'<rect class="op{action.op.value}" x="{x:.4g}" y="{y + 1}" width="{inner:.4g}"'
                 f' height="{ROW - 2}" fill-opacity="{paler:.2g}"/>'
             )
-            if width > 7 * len(name):
-                parts.append(f'<text x="{x + width / 2:.4g}" y="{y + 16}">{name}</text>')
-    used = {span.action.op for spans in plan.timeline for span in spans}
+            if width > 7 * len(label):
+                parts.append(f'<text x="{x + width / 2:.4g}" y="{y + 16}">{label}</text>')
+    return Html(
+        f'<div class="wide" tabindex="0" role="region" aria-label="{text(name)}"><svg class="schedule" '
+        f'role="img" viewBox="0 0 {WIDTH} {height}" aria-label="a line per stage, time to the right">'
+        f"{''.join(parts)}</svg></div>"
+    )
+
+
+def legend(lines: Sequence[Sequence[Span]]) -> Html:
+    """Name the colours of a drawing."""
+    used = {span.action.op for spans in lines for span in spans}
     backward = INPUT_GRADIENT if Op.WEIGHT in used else NAMES[Op.BACKWARD]
     names = [(op.value, backward if op is Op.BACKWARD else NAMES[op]) for op in Op if op in used]
-    legend = "".join(f'<span class="key op{letter}">{letter}</span> {name} ' for letter, name in names)
-    return Html(
-        '<div class="wide" tabindex="0" role="region" aria-label="schedule"><svg class="schedule" role="img" '
-        f'viewBox="0 0 {WIDTH} {height}" aria-label="a line per stage, time to the right">'
-        f"{''.join(parts)}</svg>"
-        f'</div><p class="legend">{legend}<span class="key idle"> </span> idle</p>\n'
-    )
+    keys = "".join(f'<span class="key op{letter}">{letter}</span> {name} ' for letter, name in names)
+    return Html(f'<p class="legend">{keys}<span class="key idle"> </span> idle</p>\n')

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from mlm.config.fields import POSITIVE, Also, Forbid
+from mlm.config.fields import NOT_NEGATIVE, POSITIVE, Also, Forbid
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,6 +16,9 @@ class LogConfig:
     """Steps between logged lines; numbers leave the device only then."""
     live: Literal["auto", "on", "off"] = "auto"
     """Live panel: auto shows it on a terminal, plain lines elsewhere."""
+    timeline_every: Annotated[int, NOT_NEGATIVE] = 0
+    """Steps between records of what each pipeline stage computes when, which `mlm report` draws beside the
+    planned schedule; 0 for none. A step that is measured waits for all ranks first."""
     tensorboard: bool = False
     """Write TensorBoard events below out/tensorboard (needs the extra `mlm[tensorboard]`)."""
     wandb_project: Annotated[str | None, Also("wandb", "wandb_log")] = None

@@ -8,7 +8,7 @@ from mlm.data import files_present as present
 from mlm.data.blend_checks import blend_problems
 from mlm.data.config import SOURCES, DataConfig
 from mlm.errors import Problem, has_controls, show, visible
-from mlm.launch.checks import devices_exist, loss_scale_can_fall, lr_falls, problems_of
+from mlm.launch.checks import devices_exist, loss_scale_can_fall, lr_falls, problems_of, stages_exist
 from mlm.models.checks import data_problem, model_problem, pretraining_problem
 from mlm.models.config import ModelConfig
 from mlm.optim.own import check_own_code
@@ -247,6 +247,7 @@ SETTINGS_RULES = (
 """Conditions of the settings alone."""
 PRETRAIN_RULES = (
     devices_exist,
+    stages_exist,
     *SETTINGS_RULES,
     _corpus_exists,
     _corpus_extras_exist,

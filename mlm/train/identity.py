@@ -66,7 +66,7 @@ KINDS: dict[str, Kind] = {
     **_keys(Kind.FREE, "validate_every validate_batches", "train."),
     **_keys(Kind.FREE, "sample_prompts sample_tokens sample_temperature", "train."),
     **_keys(Kind.FREE, "save_every keep_last keep_every resume asynchronous", "checkpoint."),
-    **_keys(Kind.FREE, "every live tensorboard wandb_project", "log."),
+    **_keys(Kind.FREE, "every live timeline_every tensorboard wandb_project", "log."),
     **_keys(
         Kind.FREE,
         "device backend timeout_s checkpoint_timeout_s threads_per_rank master_port peak_tflops",

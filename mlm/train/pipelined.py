@@ -22,7 +22,7 @@ from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mlm.parallel.linear import Postponed
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.pipeline.actions import Instruction
-from mlm.parallel.pipeline.engine import NO_HOOKS, Hooks, Phase, Stages, run_plan, unnamed
+from mlm.parallel.pipeline.engine import NO_HOOKS, Hooks, Phase, Stages, run_plan, unnamed, unnoted
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule, forward_only
 from mlm.parallel.transfer import on_device
@@ -50,9 +50,11 @@ class PipelinedModel:
     Attributes:
         chunks: one module per virtual stage; the whole model when pp = vp = 1.
         phase: names the actions of a step, in a profile.
+        on_input: called in an action when its input from another rank has arrived.
     """
 
     phase: Phase = staticmethod(unnamed)
+    on_input: Callable[[], None] = staticmethod(unnoted)
 
     def __init__(
         self,
@@ -184,6 +186,7 @@ class PipelinedModel:
             hooks=hooks,
             postponed=self.postponed,
             phase=self.phase,
+            on_input=self.on_input,
         )
 
 

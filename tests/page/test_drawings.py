@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 
 from mlm.models.config import ModelConfig
-from mlm.page.drawings import Plans, draw_layout, draw_memory, draw_schedule
+from mlm.page.drawings import Plans, draw_layout, draw_memory
+from mlm.page.schedule import draw_schedule
 from mlm.parallel.mesh import shape_context
+from mlm.plan.config import PlanScheduleConfig
 from mlm.plan.memory import GIB, MemoryModel
+from mlm.plan.numbers import simulate
 from mlm.plan.shape import Layout
 from mlm.report.html.runs import read_run
 from tests.page.made import LAYOUT, MODEL, some_run, started, stepped, write_run
@@ -89,6 +92,60 @@ def test_damaged_times_of_ranks_are_not_recorded(tmp_path: Path, ranks: Any) -> 
     assert "not recorded" in draw_schedule(
         plans(tmp_path / "a", {}, {"kind": "ranks", "step": 1, "ranks": ranks})
     )
+
+
+PLANNED = (  # of 2 stages and 4 micro-batches: forward 1 ms, backward 2 ms, on the whole 3 ms late
+    "F0 F1 B0 F2 B1 F3 B2 B3",
+    "F0 B0 F1 B1 F2 B2 F3 B3",
+)
+
+
+def timed(changed: dict[tuple[int, int], Any] | None = None) -> dict[str, Any]:
+    """Record of a step that follows the plan, its second half 3 ms later; `changed` replaces rows."""
+    plan = simulate(PlanScheduleConfig(pp=2, micro_batches=4))
+    stages: list[list[Any]] = []
+    for rank, spans in enumerate(plan.timeline):
+        assert " ".join(str(span.action) for span in spans) == PLANNED[rank]
+        stages.append([])
+        for span in spans:
+            late = 3.0 if span.start >= 9 else 0.0
+            times = (span.start + late, span.start + late, span.end + late)
+            stages[-1].append([str(span.action)[0], 0, span.action.micro_batch, *times])
+    for (rank, number), row in (changed or {}).items():
+        stages[rank][number] = row
+    return {"kind": "timeline", "step": 7, "time": 1.0, "aligned": "clock", "stages": stages}
+
+
+def test_a_measured_step_is_drawn_below_the_plan_at_its_scale(tmp_path: Path) -> None:
+    drawn = draw_schedule(plans(tmp_path / "a", {}, timed()))
+    planned, measured = drawn.split("<svg")[1:]
+    rect = r'class="op[FB]" x="([\d.e+]+)" y="\d+" width="([\d.]+)"'
+    ends = [[float(x) + float(width) for x, width in re.findall(rect, each)] for each in (planned, measured)]
+    assert [len(each) for each in ends] == [16, 16]
+    assert max(ends[0]) == pytest.approx(1000 * 15 / 18, abs=2)
+    assert max(ends[1]) == pytest.approx(1000, abs=2)
+    assert "forward 1 ms, backward 2 ms" in drawn
+    assert "15 ms, bubble 25.0%. Measured in the first replica: 18 ms, bubble 50.0%" in drawn
+    assert re.findall(r"<td>([\d.]+%)</td><td>([\d.]+%)</td><td>\d</td>", drawn) == [("20.0%", "33.3%")] * 2
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        *(None, [], "F", ["F", 0, 0, 0.0, 0.0], ["X", 0, 0, 0.0, 0.0, 1.0], ["F", 0, 9, 0.0, 0.0, 1.0]),
+        *(["F", 0, 0, 2.0, 2.0, 1.0], ["F", 0, 0, 0.0, None, 1.0], ["F", 0, 0, 0.0, 0.0, 1e300]),
+        ["F", [], {}, 0.0, 0.0, 1.0],
+    ],
+    ids=str,
+)
+def test_damaged_times_of_a_step_are_left_out(tmp_path: Path, row: Any) -> None:
+    assert "measured in step" not in draw_schedule(plans(tmp_path / "a", {}, timed({(0, 0): row})))
+
+
+def test_a_measured_step_of_another_layout_is_left_out(tmp_path: Path) -> None:
+    assert "measured in step" in draw_schedule(plans(tmp_path / "a", {}, timed()))
+    for number, layout in enumerate(({"pp": 4}, {"dp": 1}, {"pipeline": "zb_h1"})):
+        assert "measured in step" not in draw_schedule(plans(tmp_path / str(number), layout, timed()))
 
 
 def test_memory_is_that_of_the_plan(tmp_path: Path) -> None:

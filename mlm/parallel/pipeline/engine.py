@@ -38,6 +38,10 @@ def unnamed(phase: str) -> AbstractContextManager[None]:
     return _NOTHING
 
 
+def unnoted() -> None:
+    """Note nothing."""
+
+
 @dataclass(frozen=True)
 class Hooks:
     """Calls around a training step's actions, each with its chunk.
@@ -74,6 +78,8 @@ class Stages(Generic[T]):
     """Per chunk, where weight gradients go that WEIGHT actions compute."""
     phase: Phase = unnamed
     """Names the action that a block executes, in a profile."""
+    on_input: Callable[[], None] = unnoted
+    """Called in an action when its input from another rank has arrived."""
 
 
 @dataclass
@@ -140,7 +146,11 @@ class _Run(Generic[T]):
     def take(self, action: Action) -> Tensor:
         """Return the input of an action, from the stage before or after."""
         arriving = self.arriving.pop(action, None)
-        return self.local.pop(action) if arriving is None else arriving.wait()
+        if arriving is None:
+            return self.local.pop(action)
+        x = arriving.wait()
+        self.stages.on_input()
+        return x
 
     def hand_over(self, action: Action, step: int, x: Tensor) -> None:
         """Give the next stage (step 1) or the one before (step -1) what it needs."""

@@ -20,6 +20,7 @@ CONFIG = "config.yaml"
 RESULT = "result.json"  # of finetuning
 MOST_LISTED = 500
 """Incidents, checkpoints, samples and attempts of a run that are kept; the newest."""
+MOST_TIMELINES = 3  # each may take megabytes
 MOST_SCORES = 100
 MAX_SCORES = 1 << 22  # bytes of one result
 MOVE = "move it out of the run folder"
@@ -51,6 +52,8 @@ class Run:
     """Incidents and returns to a checkpoint."""
     saves: "deque[dict[str, Any]]" = field(default_factory=newest)
     ranks: "deque[dict[str, Any]]" = field(default_factory=newest)
+    timelines: "deque[dict[str, Any]]" = field(default_factory=lambda: deque(maxlen=MOST_TIMELINES))
+    """Times of a pipeline's computations; the newest."""
     samples: "deque[dict[str, Any]]" = field(default_factory=newest)
     """Continuations of prompts at validations."""
     scores: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -196,7 +199,7 @@ def take(run: Run, record: dict[str, Any]) -> None:
             run.rows.setdefault(where, Rows()).add({**numbers, "time": run.seconds})
     lists = {
         **{"incident": run.incidents, "rewound": run.incidents, "ranks": run.ranks},
-        **{"saved": run.saves, "save_failed": run.saves, "sample": run.samples},
+        **{"saved": run.saves, "save_failed": run.saves, "sample": run.samples, "timeline": run.timelines},
     }
     if isinstance(kind, str) and kind in lists:
         lists[kind].append(record)
