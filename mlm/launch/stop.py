@@ -101,6 +101,42 @@ def is_noting() -> bool:
     return _early.active
 
 
+class Stopped(BaseException):
+    """A request to stop other than Ctrl-C."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(WORDS[signal.Signals(number)])
+        self.exit_code = 128 + number
+        """Exit code of the command."""
+
+
+@contextmanager
+def requests_raised() -> Iterator[None]:
+    """Raise `Stopped` at the first SIGTERM, SIGUSR1 or SIGHUP while inside; further ones have no effect.
+
+    For a command that waits, and has something to finish. Does nothing outside the main thread, where Python
+    allows no handlers.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        raise Stopped(number)
+
+    heard = [number for number in WORDS if number is not signal.SIGINT and not _is_ignored(number)]
+    before = {number: signal.getsignal(number) for number in heard}
+    try:
+        for number in heard:
+            signal.signal(number, stop)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
 def _note(number: int, frame: FrameType | None) -> None:
     if not _early.taken and not _early.numbers:
         _early.numbers.append(signal.Signals(number))

@@ -1,10 +1,12 @@
 """Checks of the settings of `mlm report`."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
 from mlm.config.tree import out_of_range
-from mlm.errors import Problem
+from mlm.errors import Absent, Problem
 from mlm.files.folder_types import kind_of_folder
 from mlm.files.results import folder_problem, is_stream
 from mlm.page.config import ReportConfig
@@ -17,23 +19,46 @@ ENDINGS = (".html", ".htm")
 
 def check_report(config: ReportConfig) -> list[Problem]:
     """Problems of `mlm report`."""
-    found = [_number(config), _ending(config), folder_problem(config.out)]
+    found = [_named(config), _ending(config), folder_problem(config.out)]
     outside = out_of_range(config)
     return [each for each in found if each is not None and not each.concerns(outside)]
 
 
 def preflight(config: ReportConfig) -> list[Problem]:
     """Problems of the folders that are to be runs."""
-    return [problem for path in config.runs if (problem := _is_run(path)) is not None]
-
-
-def _number(config: ReportConfig) -> Problem | None:
-    if not config.runs:
-        return Problem(("runs",), "runs=[]: no run", "name a run folder: mlm report runs/shakespeare")
-    if len(config.runs) > MOST_RUNS:
+    chosen = choose(config.runs)
+    if len(chosen.runs) > MOST_RUNS:
         fix = "choose some, or write several pages"
-        return Problem(("runs",), f"runs: {len(config.runs)} runs; {MOST_RUNS} is the limit", fix)
-    return None
+        many = Problem(("runs",), f"runs: {len(chosen.runs)} runs; {MOST_RUNS} is the limit", fix)
+        return [*chosen.problems, many]
+    return chosen.problems
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Paths that a user named, by what they are."""
+
+    runs: list[str]
+    """Run folders."""
+    skipped: list[Problem]
+    """Others, of which a pattern of the shell names some: `mlm report runs/lr/*`."""
+    problems: list[Problem]
+    """Paths that are not there, and all if none is a run."""
+
+
+def choose(paths: Sequence[str]) -> Chosen:
+    """Tell runs from what else is named beside them."""
+    found = {path: _is_run(path) for path in dict.fromkeys(paths)}
+    runs = [path for path, problem in found.items() if problem is None]
+    others = [problem for problem in found.values() if problem is not None]
+    fatal = [problem for problem in others if not runs or isinstance(problem, Absent)]
+    return Chosen(runs, [problem for problem in others if problem not in fatal], fatal)
+
+
+def _named(config: ReportConfig) -> Problem | None:
+    if config.runs:
+        return None
+    return Problem(("runs",), "runs=[]: no run", "name a run folder: mlm report runs/shakespeare")
 
 
 def _is_run(path: str) -> Problem | None:
@@ -42,7 +67,7 @@ def _is_run(path: str) -> Problem | None:
     fix = "name a run folder (out=… of mlm pretrain or mlm finetune)"
     try:
         if not folder.exists():
-            return Problem.at("runs", path, "no such folder", fix)
+            return Absent.at("runs", path, "no such folder", fix)
         if not folder.is_dir():
             return Problem.at("runs", path, "is not a folder", fix)
         if kind_of_folder(folder) == "run" or (folder / FILE_NAME).is_file():

@@ -16,10 +16,10 @@ class ReportConfig:
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     runs: tuple[InputPath, ...]
-    """Run folders, at most 20."""
+    """Run folders, at most 20; other paths among them are skipped."""
     out: ResultFile = "report.html"
     """Page to write, .html."""
     watch: bool = False
-    """Write the page again while the runs go on, and show them here, until they are finished or Ctrl-C."""
+    """Write the page again while the runs go on, and show them here, until they are finished or stopped."""
     every_s: Annotated[float, WAIT] = 5.0
     """Seconds between updates with watch=true, at most a day (86400)."""

@@ -1,5 +1,6 @@
 """`mlm report`: read runs and write their page, once or while they go on."""
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -9,33 +10,48 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from mlm.errors import visible
 from mlm.files.results import named, write_result
+from mlm.launch.stop import Stopped, requests_raised
 from mlm.page import terminal
+from mlm.page.checks import choose
 from mlm.page.config import ReportConfig
 from mlm.page.page import make_page
 from mlm.report.history import FILE_NAME
-from mlm.report.html.runs import RESULT, Run, names_of, read_run
+from mlm.report.html.runs import RESULT, Run, RunReader, names_of
 from mlm.terminal import Screen, size
 
 Sleep = Callable[[float], None]
 WATCHED = (FILE_NAME, "config.yaml", "checkpoints", RESULT)
 
 
-def run(config: ReportConfig, console: Console | None = None, sleep: Sleep = time.sleep) -> None:
-    """Write the page of some runs. Raises UserError, CorruptFileError."""
+def run(config: ReportConfig, console: Console | None = None, sleep: Sleep = time.sleep) -> int:
+    """Write the page of some runs; return the exit code. Raises UserError, CorruptFileError."""
     console = console or Screen()
-    reader = Reader(config.runs)
+    chosen = choose(config.runs)
+    for problem in chosen.skipped:
+        print(f"mlm report: skipped: {visible(problem)}", file=sys.stderr)
+    reader = Reader(chosen.runs)
     if not config.watch:
         say(console, written(config, reader.read(), None))
-        return
-    try:
-        watch(config, reader, console, sleep)
-    except KeyboardInterrupt:
-        if len(reader.runs) < len(reader.folders):  # a page of some of them would replace an earlier one
+        return 0
+    with requests_raised():
+        try:
+            watch(config, reader, console, sleep)
+        except KeyboardInterrupt:
+            stop(config, reader, console)
             raise
-        say(console, f"stopped; {written(config, reader.runs, None)}")
-        raise
+        except Stopped as stopped:
+            stop(config, reader, console)
+            return stopped.exit_code
     say(console, f"all runs are finished; {written(config, reader.runs, None)}")
+    return 0
+
+
+def stop(config: ReportConfig, reader: "Reader", console: Console) -> None:
+    """Write the page as it stays; a page of some runs only would replace an earlier one."""
+    if len(reader.runs) == len(reader.folders):
+        say(console, f"stopped; {written(config, reader.runs, None)}")
 
 
 class Reader:
@@ -43,7 +59,10 @@ class Reader:
 
     def __init__(self, folders: Sequence[str]) -> None:
         self.folders = list(dict.fromkeys(folders))
-        self.names = names_of(self.folders)
+        names = names_of(self.folders)
+        self.readers = {
+            folder: RunReader(Path(folder), name) for folder, name in zip(self.folders, names, strict=True)
+        }
         self.seen: dict[str, tuple[object, Run]] = {}
 
     @property
@@ -53,10 +72,10 @@ class Reader:
 
     def read(self) -> list[Run]:
         """Return the runs as they are now. Raises UserError, CorruptFileError."""
-        for folder, name in zip(self.folders, self.names, strict=True):
+        for folder, reader in self.readers.items():
             now = state_of(Path(folder))
             if folder not in self.seen or self.seen[folder][0] != now:
-                self.seen[folder] = now, read_run(Path(folder), name)
+                self.seen[folder] = now, reader.read()
         return self.runs
 
 

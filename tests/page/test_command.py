@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +16,8 @@ from mlm.cli.commands import COMMANDS
 from mlm.page.config import ReportConfig
 from mlm.page.page import make_page
 from mlm.page.run import run
-from mlm.report.html.runs import Run, read_run
-from tests.page.made import some_run, stepped
+from mlm.report.html.runs import Run, RunReader
+from tests.page.made import some_run, stepped, write_run
 
 FIX = "name a run folder (out=… of mlm pretrain or mlm finetune)"
 REPORT = next(command for command in COMMANDS if command.words == ("report",))
@@ -62,7 +63,10 @@ def test_a_page_goes_to_standard_output(desk: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ([], "runs is required: add runs=… (Run folders, at most 20)"),
+        (
+            [],
+            "runs is required: add runs=… (Run folders, at most 20; other paths among them are skipped)",
+        ),
         (["runs=[]"], "runs=[]: no run; name a run folder: mlm report runs/shakespeare"),
         (
             ["runs/c"],
@@ -74,7 +78,11 @@ def test_a_page_goes_to_standard_output(desk: Path, capsys: pytest.CaptureFixtur
             ["runs/a/config.yaml"],
             f"runs=runs/a/config.yaml: is not a folder; {FIX}",
         ),
-        (["runs/a"] * 21, "runs: 21 runs; 20 is the limit; choose some, or write several pages"),
+        (["runs/a", "runs/c"], f"runs=runs/c: no such folder; {FIX}"),
+        (
+            [f"many/{number}" for number in range(21)],
+            "runs: 21 runs; 20 is the limit; choose some, or write several pages",
+        ),
         (
             ["runs/a", "out=x.png"],
             "out=x.png: a page ends in .html; use a file that ends in .html, such as out=x.html",
@@ -103,10 +111,27 @@ def test_mistakes_are_one_line(
 ) -> None:
     (desk / "mine.html").write_text("<!doctype html><title>mine</title>")
     (desk / "runs/sweep.json").write_text("{}")
+    for number in range(21):
+        write_run(desk / "many" / str(number))
     assert main(["report", *words]) == 2
     assert capsys.readouterr().err == f"mlm report: {line}\n"
     assert (desk / "mine.html").read_text() == "<!doctype html><title>mine</title>"
     assert not (desk / "report.html").exists()
+
+
+def test_what_a_pattern_of_the_shell_names_beside_runs_is_skipped(
+    desk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `mlm report runs/*` does in the folder of a sweep."""
+    (desk / "runs/multirun.yaml").write_text("a: 1")
+    (desk / "runs/empty").mkdir()
+    assert main(["report", *sorted(str(path) for path in (desk / "runs").iterdir())]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition(";")[0] for line in said] == [
+        f"mlm report: skipped: runs={desk}/runs/empty: holds no run",
+        f"mlm report: skipped: runs={desk}/runs/multirun.yaml: is not a folder",
+    ]
+    assert '"name":"a"' in (desk / "report.html").read_text().replace(" ", "")
 
 
 def test_it_imports_neither_torch_nor_matplotlib(desk: Path) -> None:
@@ -162,17 +187,30 @@ def test_ctrl_c_leaves_a_whole_page_that_does_not_reload(desk: Path) -> None:
     assert reload_of(desk / "page.html") is None
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_a_signal_leaves_a_page_that_does_not_reload(desk: Path, number: signal.Signals) -> None:
+    def sleep(seconds: float) -> None:
+        signal.raise_signal(number)
+
+    before = signal.getsignal(number)
+    assert run(config(desk), Console(record=True), sleep) == 128 + number
+    assert reload_of(desk / "page.html") is None
+    assert signal.getsignal(number) is before
+
+
 def test_ctrl_c_before_all_runs_are_read_keeps_the_earlier_page(
     desk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(folder: Path, name: str) -> Run:
-        if name == "b":
+    read = RunReader.read
+
+    def interrupted(reader: RunReader) -> Run:
+        if reader.name == "b":
             raise KeyboardInterrupt
-        return read_run(folder, name)
+        return read(reader)
 
     run(config(desk, runs=("runs/a", "runs/b"), watch=False))
     earlier = (desk / "page.html").read_bytes()
-    monkeypatch.setattr("mlm.page.run.read_run", interrupted)
+    monkeypatch.setattr(RunReader, "read", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(config(desk, runs=("runs/a", "runs/b")), Console(record=True))
     assert (desk / "page.html").read_bytes() == earlier

@@ -3,11 +3,13 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mlm.errors import CorruptFileError
-from mlm.report.html.runs import names_of, read_run
+from mlm.report.html import runs
+from mlm.report.html.runs import Run, RunReader, names_of, read_run
 from tests.page.made import some_run, started, stepped, validated, write_run
 
 
@@ -87,3 +89,78 @@ def test_scores_and_checkpoints_that_are_there_are_found(tmp_path: Path) -> None
 def test_runs_are_named_by_what_tells_them_apart() -> None:
     assert names_of(["x/a", "x/b"]) == ["a", "b"]
     assert names_of(["x/a", "y/a", "b"]) == ["x/a", "y/a", "b"]
+
+
+def append(run: Path, text: str) -> None:
+    with open(run / "metrics.jsonl", "a") as f:
+        f.write(text)
+
+
+def line(record: dict[str, Any]) -> str:
+    return json.dumps(record) + "\n"
+
+
+def facts(run: Run) -> object:
+    """What a page shows of a run's metrics."""
+    tables = {
+        kind: {name: column.tolist() for name, column in table.items()} for kind, table in run.tables.items()
+    }
+    lists = [list(each) for each in (run.attempts, run.incidents, run.saves, run.ranks, run.samples)]
+    return repr((tables, lists, run.seconds, run.last_time, run.damaged, run.kept, run.settings))
+
+
+def test_what_was_appended_is_read_alone_and_the_run_is_that_of_the_whole_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed, parse = list[bytes](), runs.parse
+    run = some_run(tmp_path / "a", steps=200)
+    reader = RunReader(run, "a")
+    reader.read()
+    half = line(stepped(203))
+    monkeypatch.setattr(runs, "parse", lambda text: (parsed.append(text), parse(text))[1])
+    for text, count in (
+        (line(stepped(201)) + line(stepped(202)), 2),
+        ("no record\n", 1),
+        (half[:20], 1),
+        (half[20:] + line(validated(203)), 2),
+        (line(started(202)) + line(stepped(203, loss=9.0)), 2),  # resumed
+    ):
+        append(run, text)
+        parsed.clear()
+        assert facts(reader.read()) == facts(read_run(run, "a"))
+        assert len(parsed) == count + len((run / "metrics.jsonl").read_bytes().splitlines())
+
+
+def test_a_line_that_is_whole_without_its_end_is_read_again(tmp_path: Path) -> None:
+    run = some_run(tmp_path / "a")
+    reader = RunReader(run, "a")
+    append(run, line(stepped(21))[:-1])
+    assert reader.read().done == 21
+    append(run, "\n" + line(stepped(22)))
+    assert facts(reader.read()) == facts(read_run(run, "a"))
+
+
+@pytest.mark.parametrize("how", ["shorter", "replaced", "written over"])
+def test_a_file_that_is_another_is_read_whole(tmp_path: Path, how: str) -> None:
+    run = some_run(tmp_path / "a", steps=50)
+    reader = RunReader(run, "a")
+    assert reader.read().done == 50
+    path, first = run / "metrics.jsonl", line(started())
+    if how == "shorter":
+        path.write_text(first + line(stepped(1)))
+    elif how == "replaced":
+        (run / "new").write_text(path.read_text() + line(stepped(60)))
+        (run / "new").replace(path)
+    else:
+        others = [stepped(step, loss=1.0) for step in range(1, 101)]
+        path.write_text(first + "".join(map(line, others)))
+    assert facts(reader.read()) == facts(read_run(run, "a"))
+
+
+def test_a_file_that_comes_late_is_read(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a")
+    (run / "metrics.jsonl").unlink()
+    reader = RunReader(run, "a")
+    assert reader.read().done == 0
+    append(run, line(started()) + line(stepped(1)))
+    assert reader.read().done == 1

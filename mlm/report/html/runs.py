@@ -1,10 +1,11 @@
 """A run's folder as a page shows it: read in one pass, whatever a kill or another program left in it."""
 
+import os
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -12,8 +13,8 @@ from mlm.config.plain_yaml import parse as parse_yaml
 from mlm.config.plain_yaml import read_text
 from mlm.config.tree import flatten
 from mlm.errors import UserError, visible
-from mlm.files.bounded import parse_json, read_bounded
-from mlm.report.history import FILE_NAME, parse, read_lines, step_of
+from mlm.files.bounded import open_bounded, parse_json, read_bounded
+from mlm.report.history import FILE_NAME, MAX_BYTES, MAX_LINE, MOVE, parse, step_of
 from mlm.report.html.rows import LARGEST, Column, Rows, number
 
 CONFIG = "config.yaml"
@@ -23,7 +24,7 @@ MOST_LISTED = 500
 MOST_TIMELINES = 3  # each may take megabytes
 MOST_SCORES = 100
 MAX_SCORES = 1 << 22  # bytes of one result
-MOVE = "move it out of the run folder"
+COMPARED = 1 << 12  # bytes before a place in a file that recognise it: several records with their times
 AXES = ("step", "tokens", "time")
 NOT_CURVES = frozenset((*AXES, "seconds", "waited"))
 
@@ -125,24 +126,78 @@ def read_runs(folders: Sequence[str]) -> list[Run]:
 
 def read_run(folder: Path, name: str) -> Run:
     """Read a run. Raises UserError, CorruptFileError."""
-    run = Run(name, folder)
-    read_settings(run)
-    try:
-        read_metrics(run)
-        read_scores(run)
-        run.kept = frozenset(path.name for path in (folder / "checkpoints").glob("step-*"))
-    except OSError as error:
-        raise UserError(
-            f"runs={folder}: {error.filename or folder}: {error.strerror}; make it readable", keys=("runs",)
-        ) from error
-    run.tables = {kind: rows.table() for kind, rows in run.rows.items()}
-    steps = run.tables.get("step", {})
-    if "memory_bytes" in steps:
-        steps["memory_gib"] = steps["memory_bytes"] / 2**30
-    for kind, table in run.tables.items():
-        if kind != "step" and "tokens" in steps and len(steps["step"]):
-            table["tokens"] = np.interp(table["step"], steps["step"], steps["tokens"])
-    return run
+    return RunReader(folder, name).read()
+
+
+class RunReader:
+    """Reads a run, and of its metrics.jsonl later what was appended since."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name = folder, name
+        self._run = Run(name, folder)
+        self._mark: Mark | None = None
+
+    def read(self) -> Run:
+        """Return the run as it is now. Raises UserError, CorruptFileError."""
+        try:
+            run = self._read_metrics()
+            read_settings(run)
+            read_scores(run)
+            run.kept = frozenset(path.name for path in (self.folder / "checkpoints").glob("step-*"))
+        except OSError as error:
+            path = error.filename or self.folder
+            raise UserError(
+                f"runs={self.folder}: {path}: {error.strerror}; make it readable", keys=("runs",)
+            ) from error
+        run.tables = {kind: rows.table() for kind, rows in run.rows.items()}
+        steps = run.tables.get("step", {})
+        if "memory_bytes" in steps:
+            steps["memory_gib"] = steps["memory_bytes"] / 2**30
+        for kind, table in run.tables.items():
+            if kind != "step" and "tokens" in steps and len(steps["step"]):
+                table["tokens"] = np.interp(table["step"], steps["step"], steps["tokens"])
+        return run
+
+    def _read_metrics(self) -> Run:
+        """Return the run of metrics.jsonl alone: that of the last call continued, or a new one."""
+        before, path = self._run, self.folder / FILE_NAME
+        mark, self._mark = self._mark, None  # after an error there is nothing to continue
+        self._run = Run(self.name, self.folder)
+        if not path.exists():
+            return self._run
+        with open_bounded(path, MAX_BYTES, MOVE) as f:
+            if mark is not None and mark.is_of(f):
+                self._run = replace(before, command="", settings={}, problems=[], scores=[])
+                f.seek(mark.position)
+            else:
+                f.seek(0)
+            if take_records(self._run, f):
+                self._mark = Mark.of(f)
+        return self._run
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A place in a file up to which it was read, and what recognises the file: itself and bytes before."""
+
+    file: tuple[int, int]
+    position: int
+    before: bytes
+
+    @classmethod
+    def of(cls, f: BinaryIO) -> "Mark":
+        """Return the mark of a file's current position. Raises OSError."""
+        position, status = f.tell(), os.fstat(f.fileno())
+        f.seek(max(0, position - COMPARED))
+        return cls((status.st_dev, status.st_ino), position, f.read(position - f.tell()))
+
+    def is_of(self, f: BinaryIO) -> bool:
+        """True if a file is the one that was read, and was at most appended to. Raises OSError."""
+        status = os.fstat(f.fileno())
+        if (status.st_dev, status.st_ino) != self.file or status.st_size < self.position:
+            return False
+        f.seek(self.position - len(self.before))
+        return f.read(len(self.before)) == self.before
 
 
 def read_settings(run: Run) -> None:
@@ -161,21 +216,29 @@ def read_settings(run: Run) -> None:
     run.settings = flatten(tree)
 
 
-def read_metrics(run: Run) -> None:
-    """Read metrics.jsonl line by line. Raises OSError, CorruptFileError."""
-    previous, path = float("nan"), run.folder / FILE_NAME
-    if not path.exists():
-        return
-    for line in read_lines(path):
-        record = parse(line)
-        if not 0 <= step_of(record) < LARGEST:
-            run.damaged += line.endswith(b"\n") and bool(line.strip())  # without its end it is being written
-            continue
-        now = number(record.get("time"))
-        if record["kind"] != "run" and now > previous:  # breaks between attempts do not count
-            run.seconds += now - previous
-        previous = run.last_time = now if now == now else previous
-        take(run, record)
+def take_records(run: Run, f: BinaryIO) -> bool:
+    """Add the records from a file's position on, and leave it after the last line that was taken.
+
+    False if that has no end yet, so that it may still grow. Raises OSError.
+    """
+    position = f.tell()
+    while line := f.readline(MAX_LINE):
+        record, is_whole = parse(line), line.endswith(b"\n")
+        if 0 <= step_of(record) < LARGEST:
+            now, previous = number(record.get("time")), run.last_time
+            if record["kind"] != "run" and now > previous:  # breaks between attempts do not count
+                run.seconds += now - previous
+            run.last_time = now if now == now else previous
+            take(run, record)
+            if not is_whole:
+                return False
+        elif not is_whole and len(line) < MAX_LINE:  # it is being written
+            break
+        else:
+            run.damaged += is_whole and bool(line.strip())
+        position += len(line)
+    f.seek(position)
+    return True
 
 
 def take(run: Run, record: dict[str, Any]) -> None:
