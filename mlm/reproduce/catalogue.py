@@ -14,9 +14,12 @@ from mlm.reproduce.ptdp import (
 )
 from mlm.reproduce.sp import memory
 from mlm.reproduce.sp import recomputation as sp_recomputation
-from mlm.reproduce.v1 import figure6, table3, table5
+from mlm.reproduce.v1 import figure6, heads, scaling, strong_scaling, table3, table5
 
 V1: tuple[Experiment, ...] = (
+    scaling.EXPERIMENT,
+    heads.EXPERIMENT,
+    strong_scaling.EXPERIMENT,
     figure6.EXPERIMENT,
     table3.EXPERIMENT,
     table5.EXPERIMENT,

@@ -23,10 +23,13 @@ def write_run(
     seconds: float = 0.1,
     steps: int = 12,
     validation: Mapping[int, float] | None = None,
-    ranks: Sequence[Mapping[str, float]] = (),
+    ranks: Sequence[Sequence[Mapping[str, object]]] = (),
     **numbers: float,
 ) -> None:
-    """Write a run whose steps all take `seconds`, with `numbers` in each of their records."""
+    """Write a run whose steps all take `seconds`, with `numbers` in each of their records.
+
+    `ranks` are the times of every rank, of each record of that kind.
+    """
     folder.mkdir(parents=True)
     records = [{"kind": "run", "time": 0.0, "start_step": 0, "total_steps": steps}]
     records += [
@@ -37,7 +40,9 @@ def write_run(
         {"kind": "validation", "time": step * seconds, "step": step, "loss": loss}
         for step, loss in (validation or {}).items()
     ]
-    records += [{"kind": "ranks", "time": steps * seconds, "step": steps, "ranks": list(ranks)}] * bool(ranks)
+    records += [
+        {"kind": "ranks", "time": steps * seconds, "step": steps, "ranks": list(times)} for times in ranks
+    ]
     records.sort(key=lambda record: record.get("step", 0))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (folder / "config.yaml").write_text("")

@@ -69,10 +69,10 @@ TRAININGS: dict[Scale, Training] = {
     "laptop": Training(
         sizes=(
             Size("small", 2, 64, 2, 4e-3, 4),
-            Size("medium", 4, 128, 4, 4e-3, 7),
-            Size("large", 4, 256, 8, 2e-3, 14),
+            Size("medium", 4, 128, 4, 2e-3, 8),
+            Size("large", 4, 256, 8, 1e-3, 16),
         ),
-        steps=3000,
+        steps=2500,
         seq=128,
         batch=4,
         words=("dist.device=cpu", "dist.threads_per_rank=1", "tp=1", "dp=1", "train.micro_batch_size=4"),
