@@ -27,7 +27,9 @@ def concluded(folder: Path, losses: dict[str, list[float]]) -> Conclusion:
         for seed, final in enumerate(losses[size.name], 1):
             curve = {step: 8 - (8 - final) * step / 1000 for step in range(100, 1001, 100)}
             name = run_name(size, seed)
-            write_run(folder / f"runs/{name}", steps=1000, seconds=TIMES[size.name], validation=curve)
+            write_run(
+                folder / f"runs/{name}", steps=1000, seconds=TIMES[size.name], validation=curve, tflops=0.02
+            )
     return figure6.conclude(results)
 
 
@@ -65,9 +67,10 @@ def test_figure6_reads_equal_time_from_the_curves(tmp_path: Path) -> None:
 def test_figure6_counts_tokens_and_time_to_a_smaller_models_end(tmp_path: Path) -> None:
     """From 8 to 6.1 of the way to 4.1 the large model takes 49 % of its steps, each four times as long."""
     conclusion = concluded(tmp_path, ORDERED)
-    assert "with 49 % of its tokens, in 1.9 times its time" in conclusion.seen
-    times = conclusion.charts[1].series
-    assert [series.x[-1] for series in times] == pytest.approx([100 / 60, 200 / 60, 400 / 60])
+    assert "with 49 % of its tokens, in 1.9 times its time and with 1.9 times its comp" in conclusion.seen
+    _, times, operations = conclusion.charts
+    assert [series.x[-1] for series in times.series] == pytest.approx([100 / 60, 200 / 60, 400 / 60])
+    assert [series.x[-1] for series in operations.series] == pytest.approx([2, 4, 8])
 
 
 def table3_concluded(folder: Path, accuracies: list[list[float]], **settings: Any) -> Conclusion:

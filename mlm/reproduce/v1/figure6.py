@@ -1,7 +1,8 @@
 """Figure 6 of arXiv:1909.08053: validation perplexity by model size, at equal tokens and at equal time."""
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -30,25 +31,23 @@ class Measured:
     losses: Sequence[Sequence[float]]
     seconds: float
     """Per step, validation and saving left out: the median of all seeds' medians."""
+    flops: float
+    """Operations of the model per step."""
 
     @classmethod
     def of(cls, results: Results, size: Size) -> "Measured":
         """Read the runs of a size."""
         names = [run_name(size, seed) for seed in results.seeds]
         curves = [results.validation(name) for name in names]
-        seconds = spread([results.step_times(name).median for name in names]).median
+        times = spread([results.step_times(name).median for name in names])
         losses = [[loss for _, loss in curve] for curve in curves]
-        return cls(size, [step for step, _ in curves[0]], losses, seconds)
+        flops = spread([flops_of_step(results, name) for name in names])
+        return cls(size, [step for step, _ in curves[0]], losses, times.median, flops.median)
 
     @cached_property
     def final(self) -> Spread:
         """Perplexity at the last step."""
         return self.at(self.steps[-1])
-
-    @property
-    def whole(self) -> float:
-        """Seconds of all steps."""
-        return self.seconds * self.steps[-1]
 
     def at(self, step: float) -> Spread:
         """Return the perplexity at a step, its logarithm interpolated between validations."""
@@ -60,6 +59,42 @@ class Measured:
         found = [first_below(self.steps, losses, final) for losses, final in pairs]
         reached = [step for step in found if step is not None]
         return spread(reached) if len(reached) == len(found) else None
+
+
+def flops_of_step(results: Results, name: str) -> float:
+    """Return the operations of a step of one rank's run, which are the same in each."""
+    table = results.run(name).tables["step"]
+    return 1e12 * statistics.median(map(float, table["tflops"] * table["step_time_s"]))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A measure by which sizes are compared: what a step of each takes."""
+
+    name: str
+    of_step: Callable[[Measured], float]
+    words: Callable[[float], str]
+    note: str
+
+    def of(self, found: Measured, steps: float | None = None) -> float:
+        """Return what a number of steps takes; all steps unless given."""
+        return self.of_step(found) * (found.steps[-1] if steps is None else steps)
+
+
+COSTS = (
+    Cost(
+        name="time",
+        of_step=lambda found: found.seconds,
+        words=lambda cost: f"{cost / 60:.1f} min",
+        note="Time is a run's median step time times its steps, of runs that share this machine with others.",
+    ),
+    Cost(
+        name="computation",
+        of_step=lambda found: found.flops,
+        words=lambda cost: f"{cost / 1e12:.3g} TFLOP",
+        note="Operations of the model, the vocabulary's included; no machine changes them.",
+    ),
+)
 
 
 def first_below(steps: Sequence[int], losses: Sequence[float], bound: float) -> float | None:
@@ -87,7 +122,7 @@ def conclude(results: Results) -> Conclusion:
         verdict=verdict(len(results.seeds), [each.final for each in found]),
         seen=seen(found),
         limits=limits(training, found),
-        tables=(equal_tokens(training, found), equal_time(found), reaching(found)),
+        tables=(equal_tokens(training, found), *(equal_cost(cost, found) for cost in COSTS), reaching(found)),
         charts=charts(training, found),
         curves=[run_name(size, 1) for size in training.sizes],
     )
@@ -111,10 +146,11 @@ def seen(found: Sequence[Measured]) -> str:
     steps = large.reaching([losses[-1] for losses in small.losses])
     if steps is None:
         return f"{line}; the largest model does not reach the smallest's in all seeds."
-    share, times = steps.median / small.steps[-1], steps.median * large.seconds / small.whole
+    share = steps.median / small.steps[-1]
+    times, operations = (cost.of(large, steps.median) / cost.of(small) for cost in COSTS)
     return (
         f"{line}; the largest reaches the smallest's last perplexity with {100 * share:.0f} % of its tokens, "
-        f"in {times:.2g} times its time."
+        f"in {times:.2g} times its time and with {operations:.2g} times its computation."
     )
 
 
@@ -138,56 +174,52 @@ def equal_tokens(training: Training, found: Sequence[Measured]) -> Table:
     )
 
 
-def equal_time(found: Sequence[Measured]) -> Table:
-    """Return perplexities at the moment at which each size has trained for as long as another's whole run."""
+def equal_cost(cost: Cost, found: Sequence[Measured]) -> Table:
+    """Return perplexities at the moments at which each size has cost as much as another's whole run."""
     rows = list[Sequence[Cell]]()
     for moment in found:
+        whole = cost.of(moment)
         cells = list[Cell]()
         for each in found:
-            step = moment.whole / each.seconds
+            step = whole / cost.of_step(each)
             if step < each.steps[0]:
                 cells.append("not validated yet")
             else:
                 ended = ", ended" if step > each.steps[-1] * 1.001 else ""
                 cells.append(f"{each.at(step)}{ended}")
-        rows.append([f"{moment.whole / 60:.1f} min, the {moment.size.label} model's whole run", *cells])
+        rows.append([f"{cost.words(whole)}, the {moment.size.label} model's whole run", *cells])
     return Table(
-        title="Validation perplexity at equal time",
+        title=f"Validation perplexity at equal {cost.name}",
         headings=["after", *(each.size.label for each in found)],
         rows=rows,
-        note="Read from the validations of the same runs: time is a run's median step time times its steps, "
-        "perplexity is interpolated between validations. `ended`: the model had taken all its steps before.",
+        note=f"Read from the validations of the same runs, interpolated. {cost.note} `ended`: the model had "
+        "taken all its steps before.",
     )
 
 
 def reaching(found: Sequence[Measured]) -> Table:
-    """Return the tokens and time that a larger model needs for a smaller one's last perplexity."""
+    """Return what a larger model needs for a smaller one's last perplexity."""
     rows = list[Sequence[Cell]]()
     for smaller, larger in pairwise(found):
         steps = larger.reaching([losses[-1] for losses in smaller.losses])
         name = f"{larger.size.label} to the last of {smaller.size.label}"
         if steps is None:
-            rows.append([name, "not reached", "not reached"])
+            rows.append([name, *["not reached"] * (1 + len(COSTS))])
             continue
         ends = (steps.median, steps.least, steps.largest)
-        share = [100 * step / smaller.steps[-1] for step in ends]
-        times = [step * larger.seconds / smaller.whole for step in ends]
-        rows.append(
-            [
-                name,
-                f"{share[0]:.0f} % ({share[1]:.0f} to {share[2]:.0f})",
-                f"{times[0]:.2f} ({times[1]:.2f} to {times[2]:.2f})",
-            ]
-        )
+        shares = Spread(*(100 * step / smaller.steps[-1] for step in ends))
+        times = [Spread(*(cost.of(larger, step) / cost.of(smaller) for step in ends)) for cost in COSTS]
+        rows.append([name, str(shares), *map(str, times)])
     return Table(
-        title="Tokens and time to a smaller model's last perplexity",
-        headings=["model", "of its tokens", "times its time"],
+        title="What a larger model needs for a smaller one's last perplexity",
+        headings=["model", "% of its tokens", *(f"times its {cost.name}" for cost in COSTS)],
         rows=rows,
+        note="Median of the seeds, least to largest.",
     )
 
 
 def charts(training: Training, found: Sequence[Measured]) -> list[Chart]:
-    """Return perplexity over tokens and over time."""
+    """Return perplexity over tokens, time and computation."""
     tokens = training.tokens_per_step / 1e6
 
     def series(each: Measured, unit: float) -> Series:
@@ -215,6 +247,15 @@ def charts(training: Training, found: Sequence[Measured]) -> list[Chart]:
             x_label="minutes of training",
             y_label="perplexity",
             series=[series(each, each.seconds / 60) for each in found],
+            log_y=True,
+        ),
+        Chart(
+            name="perplexity-computation",
+            title="Validation perplexity over computation",
+            x_label="TFLOP",
+            y_label="perplexity",
+            series=[series(each, each.flops / 1e12) for each in found],
+            log_x=True,
             log_y=True,
         ),
     ]
