@@ -1,7 +1,8 @@
 """`mlm generate`: continue one text on the terminal, or many into a file.
 
 A single text is printed as its tokens come. Several are printed one after the other, each when it and those
-before it are done; with `out` they go to the file alone.
+before it are done; with `out` they go to the file alone. Where the reader of standard output has left
+(`| head -1`), the command ends.
 """
 
 import json
@@ -74,6 +75,7 @@ def run(config: GenerateConfig, ctx: ParallelContext) -> None:
         eod_id=ends_of(tokenizer, trained.path),
         numbers=numbers,
         until=ends_at(tokenizer, config.stop),
+        leave=reader_has_left if config.out is None else lambda: False,
     )
     many = ctx.is_main and config.out is not None and len(texts) > 1
     with count_progress("continuing", len(texts), shown=many) as advance:
@@ -89,6 +91,14 @@ def run(config: GenerateConfig, ctx: ParallelContext) -> None:
         write_result(config.out, text, inputs=[config.prompts])
         print(f"written to {named(config.out)}", file=sys.stderr)
     print(f"{count:,} tokens in {seconds:.2f} s: {count / seconds:.1f} tokens/s", file=sys.stderr)
+
+
+def reader_has_left() -> bool:
+    """True once nothing can be printed, as after `| head -1`.
+
+    It is asked where tokens are chosen. In a pipeline that is not rank 0, which prints: it continues.
+    """
+    return bool(getattr(sys.stdout, "is_lost", False))
 
 
 def tokenizer_of(config: GenerateConfig, path: Path) -> Tokenizer:

@@ -26,6 +26,8 @@ from mlm.parallel.mesh import ParallelContext
 
 __all__ = ["Sampling", "before_stop", "continuations", "ends_at", "generate"]
 
+LEFT = -2
+"""In place of all tokens where nobody wants more; NOT_FINITE is -1."""
 FILL_TOKENS = 4096
 """Tokens of prompts read in one pass, padding included: bounds its memory."""
 
@@ -92,10 +94,14 @@ def continuations(
     eod_id: int | Collection[int] | None,
     until: Callable[[int, list[int]], bool] | None = None,
     numbers: Sequence[int] | None = None,
+    leave: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[int, int | None]]:
-    """(prompt, its next token) as they are chosen, (prompt, None) when its text has ended. See `generate`."""
+    """(prompt, its next token) as they are chosen, (prompt, None) when its text has ended. See `generate`.
+
+    Once `leave` is true on the rank that chooses tokens, all ranks end, whatever texts are under way.
+    """
     ends = ending(eod_id)
-    reader = _Reader(trained, options, ctx, ends)
+    reader = _Reader(trained, options, ctx, ends, leave)
     most = trained.config.model.max_positions
     waiting = deque(
         _Text(i, i if numbers is None else numbers[i], list(prompt[-most:]), seen=set(prompt[-most:]))
@@ -107,7 +113,10 @@ def continuations(
         while waiting and len(active) < options.batch_size:
             active.append(waiting.popleft())
         ended = []
-        for text, token in zip(active, reader.advance(active), strict=True):
+        tokens = reader.advance(active)
+        if tokens[0] == LEFT:
+            return
+        for text, token in zip(active, tokens, strict=True):
             if token not in ends:
                 text.new.append(token)
                 text.context.append(token)
@@ -143,14 +152,19 @@ class _Reader:
     """The model with a cache whose row n belongs to the n-th text under way."""
 
     def __init__(
-        self, trained: Trained, options: Sampling, ctx: ParallelContext, ends: Collection[int]
+        self,
+        trained: Trained,
+        options: Sampling,
+        ctx: ParallelContext,
+        ends: Collection[int],
+        leave: Callable[[], bool],
     ) -> None:
         self.trained, self.model, self.ctx = trained, trained.model, ctx
-        self.options, self.ends = options, ends
+        self.options, self.ends, self.leave = options, ends, leave
         self.cache = KeyValueCache(options.batch_size, trained.config.model.max_positions)
 
     def advance(self, texts: Sequence[_Text]) -> list[int]:
-        """The next token of each text. Raises UserError on all ranks when logits are not finite."""
+        """The next token of each text, or LEFT. Raises UserError on all ranks when logits are not finite."""
         for text in texts:
             if len(text.context) > self.cache.max_columns:
                 text.context = text.context[-max(1, self.cache.max_columns // 2) :]
@@ -216,7 +230,10 @@ class _Reader:
             if self.ctx.tp.rank == 0:
                 numbers, places = [text.number for text in texts], [len(text.new) for text in texts]
                 seen = [text.seen for text in texts]
-                found = next_tokens(logits.cpu(), numbers, places, self.options, self.ends, seen)
-                tokens.copy_(torch.tensor(found))
+                if self.leave():
+                    tokens.fill_(LEFT)
+                else:
+                    found = next_tokens(logits.cpu(), numbers, places, self.options, self.ends, seen)
+                    tokens.copy_(torch.tensor(found))
             broadcast(tokens, self.ctx.tp, 0)
         return broadcast(tokens, self.ctx.pp, self.ctx.pp.size - 1).tolist()

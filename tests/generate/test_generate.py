@@ -1,5 +1,6 @@
 """`mlm generate`: sources of prompts, output, and rejected settings."""
 
+import errno
 import io
 import json
 import re
@@ -52,6 +53,26 @@ def rejected(capsys: pytest.CaptureFixture[str], model: Path, *settings: str, co
 
 def give_stdin(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+
+class Gone(io.StringIO):
+    """Standard output whose reader leaves after a line, as `head -1` does."""
+
+    def write(self, text: str) -> int:
+        if "\n" in self.getvalue():
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+        return super().write(text)
+
+
+@pytest.mark.parametrize("settings", [["prompt='a\nb'"], ["prompt=a", "num_samples=40", "batch_size=1"]])
+def test_a_reader_that_left_ends_the_command(
+    model: Path, settings: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout", Gone())
+    assert main([*COMMAND, f"ckpt={model}", "min_new_tokens=100", "max_new_tokens=100", *settings]) == 0
+    said = re.search(r"([\d,]+) tokens in", capsys.readouterr().err)
+    assert said is not None
+    assert int(said[1].replace(",", "")) <= 100 * (len(settings) > 1) + 1
 
 
 class TestPrompts:
