@@ -14,7 +14,7 @@ from mlm.reproduce.ptdp import (
 )
 from mlm.reproduce.sp import memory
 from mlm.reproduce.sp import recomputation as sp_recomputation
-from mlm.reproduce.v1 import figure6, heads, scaling, strong_scaling, table3, table5
+from mlm.reproduce.v1 import figure6, figure7, heads, scaling, strong_scaling, table3, table5
 
 V1: tuple[Experiment, ...] = (
     scaling.EXPERIMENT,
@@ -23,6 +23,7 @@ V1: tuple[Experiment, ...] = (
     figure6.EXPERIMENT,
     table3.EXPERIMENT,
     table5.EXPERIMENT,
+    figure7.EXPERIMENT,
 )
 PTDP: tuple[Experiment, ...] = (
     schedules.EXPERIMENT,

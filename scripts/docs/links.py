@@ -34,7 +34,6 @@ GATHERED = {
     "scripts/docs/what-holds.md": "explanation/what-holds.md",
     "scripts/docs/measurements.md": "explanation/measurements.md",
     "scripts/results/README.md": "explanation/results.md",
-    "scripts/results/bert_norm.md": "explanation/norm-order.md",
     "scripts/results/rehearsal/rehearsal.md": "guides/rehearsal.md",
     "CONTRIBUTING.md": "project/contributing.md",
     "CHANGELOG.md": "project/changelog.md",
