@@ -41,6 +41,11 @@ class Profiler:
         """Note that a step has ended; write the trace after the last, and return True then."""
         if self.begun < FIRST + STEPS:
             return False
+        self.close()
+        return True
+
+    def close(self) -> None:
+        """Write the trace of the steps so far. A tracer that is left open ends the process with SIGSEGV."""
         tracer, self.tracer = self.tracer, None
         if tracer is not None:
             if self.trainer.ctx.device.type == "cuda":
@@ -48,7 +53,6 @@ class Profiler:
             tracer.__exit__(None, None, None)
             self.trainer.phase = self.trainer.model.phase = type(self.trainer).phase
             self.write(tracer)
-        return True
 
     def write(self, tracer: profile) -> None:
         """Write the trace and show where the steps went."""
@@ -58,8 +62,10 @@ class Profiler:
             tracer.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as error:
             raise UserError(f"profile=true: cannot write {path} ({error}); free some space") from error
-        self.reporter.note(f"profile of {STEPS} steps: {path} (open it at https://ui.perfetto.dev)")
-        for line in table(tracer):
+        steps = self.begun - FIRST
+        count = f"{steps} steps" if steps > 1 else "1 step"
+        self.reporter.note(f"profile of {count}: {path} (open it at https://ui.perfetto.dev)")
+        for line in table(tracer, steps):
             self.reporter.note(line)
 
 
@@ -70,9 +76,9 @@ def named(phase: str) -> Iterator[None]:
         yield
 
 
-def table(tracer: profile) -> list[str]:
+def table(tracer: profile, steps: int) -> list[str]:
     """Return the phases with their milliseconds a step on the host, the longest first."""
     found = [event for event in tracer.key_averages() if event.key.startswith(MARK)]
-    total = {event.key: event.cpu_time_total / 1000 / STEPS for event in found}
+    total = {event.key: event.cpu_time_total / 1000 / steps for event in found}
     longest = sorted(total, key=lambda key: -total[key])
     return [f"  {key.removeprefix(MARK):<12} {total[key]:10.2f} ms a step" for key in longest]

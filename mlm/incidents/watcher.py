@@ -280,6 +280,11 @@ class Incidents(Hooks):
         if self.profiler is not None and self.profiler.end():
             self.profiler = None
 
+    def close(self) -> None:
+        """End a profile that the last step leaves open."""
+        if self.profiler is not None:
+            self.profiler.close()
+
     def compare_replicas(self) -> None:
         """Report what is not equal on all ranks that must hold the same; stop if asked. Collective."""
         found = differences(self.trainer)

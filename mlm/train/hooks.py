@@ -22,6 +22,9 @@ class Hooks:
     def end(self) -> None:
         """Look at the state after the update."""
 
+    def close(self) -> None:
+        """Take note that no further step follows: all are done, or a stop was requested."""
+
     def rewind(self) -> None:
         """Return to a checkpoint. Collective."""
 

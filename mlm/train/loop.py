@@ -55,6 +55,7 @@ class Loop(ABC):
         while (is_finished := self.run_steps()) is None:
             self.throughput.pause()
             self.hooks.rewind()
+        self.hooks.close()
         return is_finished
 
     def run_steps(self) -> bool | None:

@@ -8,6 +8,16 @@ import pytest
 from tests.incidents.runs import losses, pretrain
 
 
+def test_a_run_that_ends_before_the_last_profiled_step_has_a_profile_of_those_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tracer is closed: one that was left open ended the process with SIGSEGV after its last step."""
+    monkeypatch.setenv("MLM_TRUST", "tests")
+    assert pretrain(tmp_path / "run", "train.steps=3", "checkpoint.save_every=0", "profile=true") == 0
+    assert "profile of 1 step: " in capsys.readouterr().out
+    assert (tmp_path / "run" / "profile" / "rank-00000.json").is_file()
+
+
 def test_a_profile_names_the_phases_and_changes_no_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
