@@ -19,6 +19,7 @@ ALLOWED = {
     "corpus/stages/run.py": "files of a stage in the work folder",
     "data/indexed.py": "the pair that it writes",
     "doctor/folder.py": "files of a trial, in a folder whose name it has drawn",
+    "doctor/trial.py": "that folder, and those of trials that are over, by name and lock",
     "files/lock.py": "its own lock",
     "train/run_folder.py": "names a finished folder, over an empty one at most",
     "launch/job_folder.py": "temporary folders of launches that are over, by name, owner and lock",
