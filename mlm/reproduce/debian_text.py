@@ -231,7 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for line in write_text(find_debs(options.debs, options.packages), options.out):
             print(line)
     except UserError as error:
-        raise SystemExit(str(error)) from None
+        parser.exit(2, f"{error}\n")
 
 
 if __name__ == "__main__":

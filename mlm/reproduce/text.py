@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for line in written(options.corpus, options.debs, options.out):
             print(line, flush=True)
     except UserError as error:
-        raise SystemExit(f"corpus={options.corpus}: {error}") from None
+        parser.exit(2, f"corpus={options.corpus}: {error}\n")
 
 
 if __name__ == "__main__":
