@@ -27,7 +27,13 @@ def download(choices: Sequence[Sequence[str]], folder: Path) -> list[Path]:
     if missing := missing_programs():
         raise UserError(f"this machine has no {' and no '.join(missing)}: set corpus=plays")
     folder.mkdir(parents=True, exist_ok=True)
-    names = [found_here(choice, folder) or known_to_apt(choice) for choice in choices]
+    here = [found_here(choice, folder) for choice in choices]
+    firsts = [choice[0] for choice, name in zip(choices, here, strict=True) if name is None]
+    all_known = not firsts or is_known(*firsts)  # one call where it suffices: each reads apt's whole index
+    names = [
+        name or (choice[0] if all_known else known_to_apt(choice))
+        for choice, name in zip(choices, here, strict=True)
+    ]
     wanted = [name for name in names if file_of(name, folder) is None]
     if wanted:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as partial:
@@ -48,11 +54,16 @@ def found_here(choice: Sequence[str], folder: Path) -> str | None:
 def known_to_apt(choice: Sequence[str]) -> str:
     """Return the first package of a choice that apt-get can download. Raises UserError if there is none."""
     for name in choice:
-        if apt(["download", "--print-uris", name], Path()).returncode == 0:
+        if is_known(name):
             return name
     raise UserError(
         f"apt-get knows no package {' or '.join(choice)}: run `apt-get update` as root, or set corpus=plays"
     )
+
+
+def is_known(*names: str) -> bool:
+    """True if apt-get can download all these packages."""
+    return apt(["download", "--print-uris", *names], Path()).returncode == 0
 
 
 def apt(words: Sequence[str], cwd: Path) -> "subprocess.CompletedProcess[bytes]":

@@ -136,7 +136,11 @@ def fake_apt(folder: Path, shelf: Path) -> None:
     """An apt-get that has the packages of a shelf."""
     script = f"""#!/bin/sh
 shift 2
-if [ "$1" = --print-uris ]; then set -- {shelf}/"$2"_*; [ -e "$1" ] && exit 0 || exit 100; fi
+if [ "$1" = --print-uris ]; then
+  shift
+  for name; do set -- {shelf}/"$name"_*; [ -e "$1" ] || exit 100; done
+  exit 0
+fi
 for name; do cp {shelf}/"$name"_* . || {{ echo "E: no network" >&2; exit 100; }}; done
 """
     (folder / "apt-get").write_text(script)
