@@ -122,6 +122,17 @@ def test_table3_shares_its_training_runs_with_figure6() -> None:
     assert all(set(step.needs) <= training.keys() for step in steps.values())
 
 
+@pytest.mark.parametrize(
+    ("file", "seen"), [("r/data/w.tokens", "data/w.tokens"), ("w.tokens", "{here}/w.tokens")]
+)
+def test_table3_finds_the_users_file_from_the_folder_of_its_steps(
+    file: str, seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = ReproduceConfig(out="r", wikitext=file)
+    assert f"data.path={seen.format(here=tmp_path)}" in table3.evaluations(config)["wikitext103"]
+
+
 @pytest.mark.parametrize("experiment", [figure6.EXPERIMENT, table3.EXPERIMENT], ids=["figure6", "table3"])
 def test_at_the_papers_scale_the_plans_stand_beside_its_days(experiment: Any, tmp_path: Path) -> None:
     results = made_results(experiment, tmp_path, scale="paper")

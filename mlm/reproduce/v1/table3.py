@@ -63,11 +63,18 @@ def evaluations(config: ReproduceConfig) -> dict[str, tuple[str, ...]]:
     own = SETTINGS[config.scale]
     found: dict[str, tuple[str, ...]] = {"test": ("mlm", "eval", "loss", f"path={CORPUS}/test", *own)}
     if config.wikitext is not None:
-        data = f"data.path={Path(config.wikitext).absolute()}"
+        data = f"data.path={seen_from_steps(config, config.wikitext)}"
         found["wikitext103"] = ("mlm", "eval", "wikitext103", data, *WIKITEXT[config.scale], *own)
     if config.lambada is not None:
-        found["lambada"] = ("mlm", "eval", "lambada", f"data.path={Path(config.lambada).absolute()}", *own)
+        data = f"data.path={seen_from_steps(config, config.lambada)}"
+        found["lambada"] = ("mlm", "eval", "lambada", data, *own)
     return found
+
+
+def seen_from_steps(config: ReproduceConfig, file: str) -> Path:
+    """Return the path of a user's file for steps, which run in `out`: relative to that if it lies there."""
+    path, folder = Path(file).absolute(), Path(config.out).absolute()
+    return path.relative_to(folder) if path.is_relative_to(folder) else path
 
 
 def step_name(size: Size, seed: int, evaluation: str) -> str:
