@@ -13,7 +13,7 @@ from mlm.plan.calibrate_config import PlanCalibrateConfig
 from mlm.plan.config import PlanLayoutsConfig, PlanMemoryConfig, PlanScheduleConfig
 from mlm.plan.search import Broken, Query, layouts, query_of, settings, splits
 
-ENDINGS = (".svg", ".png", ".json")
+ENDINGS = (".svg", ".png", ".html", ".json")
 LAYOUT_ENDINGS = (".html", ".png", ".json", ".csv")
 MEMORY_ENDINGS = (".json", ".csv")
 HARDWARE_ENDINGS = (".yaml", ".yml")

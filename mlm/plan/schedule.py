@@ -14,7 +14,13 @@ from mlm.parallel.pipeline.actions import Plan
 from mlm.plan import picture, terminal
 from mlm.plan.config import PlanScheduleConfig
 from mlm.plan.numbers import Formula, closed_bubble, rank_numbers, record, simulate, title
+from mlm.plan.timeline import timeline
+from mlm.report.html.elements import join, paragraph, table
+from mlm.report.html.shell import page
 from mlm.terminal import Screen
+
+MOST_DRAWN = 10_000
+"""Computations on a page: some 2 MB."""
 
 
 def run(config: PlanScheduleConfig, console: Console | None = None) -> Plan:
@@ -38,14 +44,30 @@ def show_numbers(plan: Plan, formula: Formula, console: Console) -> None:
     say(f"\nbubble    {plan.bubble:.2%} of the ideal time; {compared(plan.bubble, formula)}", console)
     ideal = plan.makespan / (1 + plan.bubble)
     say(f"makespan  {plan.makespan:.6g}; {ideal:.6g} without the bubble\n", console)
-    table = Table()
+    shown = Table()
     for heading in ("rank", "idle", "peak in flight", "sends", "receives"):
-        table.add_column(heading, justify="right")
+        shown.add_column(heading, justify="right")
     for row in rank_numbers(plan):
         cells = (row.rank, f"{row.idle:.6g}", row.peak_in_flight, row.sends, row.receives)
-        table.add_row(*map(str, cells))
-    console.print(table)
+        shown.add_row(*map(str, cells))
+    console.print(shown)
     say("in flight: micro-batches whose activations it holds, each chunk's counted separately", console)
+
+
+def schedule_page(plan: Plan, config: PlanScheduleConfig) -> bytes:
+    """Return a page with the drawing and the numbers of a plan."""
+    count = sum(map(len, plan.timeline))
+    large = f"{count:,} computations are too many to draw here; out=schedule.svg draws all."
+    words = f"Bubble {plan.bubble:.2%} of the ideal time; {compared(plan.bubble, closed_bubble(config))}. "
+    words += f"Makespan {plan.makespan:.6g}. Numbers in the drawing are micro-batches."
+    drawn = timeline(plan) if count <= MOST_DRAWN else paragraph(large)
+    rows = [
+        [f"P{row.rank}", f"{row.idle:.6g}", row.peak_in_flight, row.sends, row.receives]
+        for row in rank_numbers(plan)
+    ]
+    ranks = table(["rank", "idle", "peak in flight", "sends", "receives"], rows)
+    parts = [("schedule", "Schedule", join([paragraph(words), drawn])), ("ranks", "Ranks", ranks)]
+    return page(title(config), parts)
 
 
 def say(line: str, console: Console) -> None:
@@ -73,5 +95,7 @@ def write(plan: Plan, config: PlanScheduleConfig, out: Path) -> None:
         drawn = BytesIO()
         picture.draw(plan, caption, drawn, kind)
         write_result(out, drawn.getvalue())
+    elif kind == "html":
+        write_result(out, schedule_page(plan, config))
     else:
         write_result(out, (json.dumps(record(plan, config), indent=1) + "\n").encode())

@@ -82,7 +82,9 @@ def test_pipeline_too_wide_for_any_micro_batch_has_another_remedy() -> None:
     ],
 )
 def test_unknown_ending_gets_the_nearest(out: str, remedy: str) -> None:
-    assert problems_of(f"out='{out}'") == [f"out={out} must end in .svg, .png or .json; use out={remedy}"]
+    assert problems_of(f"out='{out}'") == [
+        f"out={out} must end in .svg, .png, .html or .json; use out={remedy}"
+    ]
 
 
 def test_folder_that_does_not_exist_yet_is_no_problem(tmp_path: Path) -> None:
