@@ -90,7 +90,7 @@ def write_data(corpus: Path, folder: Path) -> None:
         "itos": dict(enumerate(names)),
         "stoi": {c: i for i, c in enumerate(names)},
     }
-    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    write_atomic(folder / "meta.pkl", pickle.dumps(meta))
 
 
 @contextmanager
