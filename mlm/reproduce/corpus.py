@@ -32,6 +32,8 @@ CORPUS, BERT_CORPUS = "corpus", "corpus-bert"
 """Folders in that of `mlm reproduce`, and names of the steps that make them."""
 VOCAB_SIZE = 8192
 TEXT, DOCUMENTS = "text", "text/documents"
+WRITE = ("python", "-m", "mlm.reproduce.text", "--corpus")
+"""Words of the step that writes the text, before where it is from."""
 NAMED = re.compile(rf"[\w.]+=({CORPUS}|{BERT_CORPUS})(?:/.*)?")
 """A setting that names a corpus: `data.path=corpus`, `path=corpus/test`."""
 
@@ -59,7 +61,7 @@ def corpus_steps(config: ReproduceConfig, corpus: str = CORPUS) -> list[Step]:
         Step(
             name=TEXT,
             words=(
-                *("python", "-m", "mlm.reproduce.text", "--corpus", config.corpus),
+                *(*WRITE, config.corpus),
                 *("--debs", f"{TEXT}/debs", "--out", DOCUMENTS),
             ),
             result=DOCUMENTS,
@@ -93,20 +95,18 @@ def corpus_steps(config: ReproduceConfig, corpus: str = CORPUS) -> list[Step]:
     ]
 
 
-def corpus_problems(config: ReproduceConfig, corpora: Collection[str]) -> list[Problem]:
-    """Return problems of `corpus` for experiments that read some corpora. Raises CorruptFileError."""
-    if not corpora:
-        return []
-    if config.corpus not in SOURCES:
-        return folder_problems(config.corpus, corpora)
-    missing = [name for name in corpora if not Path(config.out, name, RECEIPT).exists()]
-    problems = list[Problem]()
-    if missing and not Path(config.out, DOCUMENTS).exists():
-        found = source_problem(config.corpus)
-        problems += [Problem.at("corpus", config.corpus, *found)] if found else []
-    if BERT_CORPUS in missing:
+def corpus_problems(config: ReproduceConfig, steps: Sequence[Step]) -> list[Problem]:
+    """Return problems of the texts and corpora that steps read. Raises CorruptFileError."""
+    corpora = corpora_of(steps)
+    problems = folder_problems(config.corpus, corpora) if corpora and config.corpus not in SOURCES else []
+    left = [step for step in with_corpus(config, steps) if not Path(config.out, step.result).exists()]
+    for source in dict.fromkeys(step.words[len(WRITE)] for step in left if step.words[: len(WRITE)] == WRITE):
+        if (found := source_problem(source)) is not None:
+            key = ("corpus", source) if source == config.corpus else ("name", config.name)
+            problems.append(Problem.at(*key, *found))
+    if any("sentences=true" in step.words for step in left):
         try:
-            load_extra("sentencex", f"corpus={config.corpus}")
+            load_extra("sentencex", f"name={config.name}")
         except UserError as error:
             problems += error.problems
     return problems

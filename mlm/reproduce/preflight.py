@@ -10,7 +10,7 @@ from mlm.files.ownership import claim_problems
 from mlm.finetune.sources import find_files
 from mlm.reproduce.catalogue import EXPERIMENTS
 from mlm.reproduce.config import ReproduceConfig
-from mlm.reproduce.corpus import corpora_of, corpus_problems
+from mlm.reproduce.corpus import corpus_problems
 from mlm.reproduce.nanogpt import shakespeare
 from mlm.reproduce.v1 import table5
 
@@ -26,13 +26,13 @@ def preflight(config: ReproduceConfig) -> Sequence[str]:
     if config.name not in (*names, ALL):
         fix = f"use {ALL}, or one that `mlm reproduce` lists{did_you_mean(config.name, [*names, ALL])}"
         return [Problem.at("name", config.name, "is no experiment", fix)]
-    chosen = [each for each in EXPERIMENTS if config.name in (each.name, ALL) and each.uses_corpus]
-    corpora = corpora_of([step for each in chosen for step in each.steps(config)])
+    chosen = [each for each in EXPERIMENTS if config.name in (each.name, ALL)]
+    steps = [step for each in chosen for step in each.steps(config)]
     return [
         *claim_problems(config.out, KIND),
         *text_problems(config),
         *folder_problems(config),
-        *corpus_problems(config, corpora),
+        *corpus_problems(config, steps),
     ]
 
 

