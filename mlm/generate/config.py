@@ -51,7 +51,8 @@ class GenerateConfig:
     min_new_tokens: Annotated[int, NOT_NEGATIVE] = 0
     """Fewest tokens to generate before the end-of-document token is allowed."""
     stop: tuple[str, ...] = ()
-    """Strings that end a continuation, which is truncated before the first of them: stop=["\\n\\n",ROMEO]."""
+    """Strings that end a continuation, which is truncated before the first of them: stop=["\\n\\n",ROMEO].
+    \\n is a line break and \\t a tab, as shells pass neither easily."""
     temperature: Annotated[float, NOT_NEGATIVE] = 0.8
     """Divides the logits; 0 takes the most probable token."""
     top_k: Annotated[int, NOT_NEGATIVE] = 0
@@ -77,3 +78,8 @@ class GenerateConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     dist: DistConfig = field(default_factory=DistConfig)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The strings of `stop` as characters."""
+        return tuple(stop.replace("\\n", "\n").replace("\\t", "\t") for stop in self.stop)

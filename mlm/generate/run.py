@@ -74,13 +74,13 @@ def run(config: GenerateConfig, ctx: ParallelContext) -> None:
         ctx=ctx,
         eod_id=ends_of(tokenizer, trained.path),
         numbers=numbers,
-        until=ends_at(tokenizer, config.stop),
+        until=ends_at(tokenizer, config.stops),
         leave=reader_has_left if config.out is None else lambda: False,
     )
     many = ctx.is_main and config.out is not None and len(texts) > 1
     with count_progress("continuing", len(texts), shown=many) as advance:
         alone = config.out is None
-        new = show(found, texts, tokenizer, config.stop, shown=ctx.is_main, alone=alone, advance=advance)
+        new = show(found, texts, tokenizer, config.stops, shown=ctx.is_main, alone=alone, advance=advance)
     if not ctx.is_main:
         return
     seconds, count = time.perf_counter() - started, sum(map(len, new))
@@ -199,7 +199,7 @@ def record(
 ) -> dict[str, Any]:
     """A line of the result file."""
     text = tokenizer.decode(new)
-    continuation = before_stop(text, config.stop)
+    continuation = before_stop(text, config.stops)
     ending = "max_new_tokens" if len(new) == config.max_new_tokens else "eod"
     return {
         "prompt": prompt.text,

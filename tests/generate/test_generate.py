@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 
+from mlm.cli.compose import load_config
 from mlm.cli.entry import main
 from mlm.data.tokenizer import Tokenizer
 from mlm.generate.prompts import Prompt
@@ -254,6 +255,10 @@ class TestStops:
         capsys.readouterr()
         assert main([*COMMAND, f"ckpt={model}", *settings]) == 0
         assert capsys.readouterr().out == "To be" + cut["continuation"] + "\n"
+
+    def test_a_line_break_can_be_typed(self) -> None:
+        config = load_config("generate", ["ckpt=a", r'stop=["\n\n",ROMEO]'])
+        assert config.stops == ("\n\n", "ROMEO")
 
     def test_nothing_is_printed_that_becomes_a_stop(self, capsys: pytest.CaptureFixture[str]) -> None:
         letters = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
