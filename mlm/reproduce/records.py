@@ -3,17 +3,16 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from mlm.errors import UserError
+from mlm.errors import CorruptFileError, UserError
 from mlm.files.atomic import write_atomic
-from mlm.files.bounded import as_json, parse_json, read_bounded
+from mlm.files.bounded import as_json
 from mlm.reproduce.experiment import Step
-from mlm.reproduce.results import Record
+from mlm.reproduce.results import REMOVE, Record, read_object
 
 STEPS = "steps"
 LARGEST = 1 << 20  # bytes of a record
-REMOVE = "delete it, and the step runs again"
+NAMES = ("words", "code", "seconds", "said")
 
 
 def record_path(folder: Path, name: str) -> Path:
@@ -34,37 +33,36 @@ def remember(folder: Path, step: Step, record: Record, facts: Mapping[str, objec
 def read_records(folder: Path, steps: Sequence[Step]) -> dict[str, Record]:
     """Return the records of steps that are done.
 
-    Raises UserError for a step that was done with other words: its result is another one.
+    Raises UserError for a step that was done with other words: its result is another one. Raises
+    CorruptFileError for a damaged record.
     """
     found = dict[str, Record]()
     for step in steps:
         path = record_path(folder, step.name)
-        fields = _fields(path) if path.is_file() else {}
-        if not fields or not (fields.get("code") or (folder / step.result).exists()):
+        if not path.is_file():
             continue
-        words = tuple(map(str, fields.get("words", ())))
-        if words != step.words:
+        record = _record(path)
+        if not (record.code or (folder / step.result).exists()):
+            continue
+        if record.words != step.words:
             raise UserError(
                 f"out={folder}: step {step.name} was done with other settings there "
-                f"({_first_difference(words, step.words)}); name another out",
+                f"({_first_difference(record.words, step.words)}); name another out",
                 keys=("out",),
             )
-        found[step.name] = Record(
-            words=words,
-            code=int(fields.get("code", 0)),
-            seconds=float(fields.get("seconds", 0.0)),
-            said=str(fields.get("said", "")),
-        )
+        found[step.name] = record
     return found
 
 
-def _fields(path: Path) -> dict[str, Any]:
-    """Return a record's fields. Raises UserError for a damaged file."""
-    try:
-        found = parse_json(read_bounded(path, LARGEST, REMOVE))
-    except ValueError as error:
-        raise UserError(f"{path} is damaged: {error}; {REMOVE}") from error
-    return found if isinstance(found, dict) else {}
+def _record(path: Path) -> Record:
+    """Read a record. Raises CorruptFileError."""
+    fields = read_object(path, LARGEST)
+    words, code, seconds, said = map(fields.get, NAMES)
+    is_text = isinstance(words, list) and all(isinstance(text, str) for text in (*words, said))
+    is_number = type(code) is int and type(seconds) in (int, float)
+    if not is_text or not is_number:
+        raise CorruptFileError(f"{path} is damaged: it needs {', '.join(NAMES)}; {REMOVE}")
+    return Record(tuple(words), code, float(seconds), said)
 
 
 def _first_difference(words: Sequence[str], now: Sequence[str]) -> str:

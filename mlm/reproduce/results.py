@@ -1,6 +1,5 @@
 """Results of an experiment's steps, for the functions that conclude from them."""
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,14 +7,30 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlm.errors import CorruptFileError
+from mlm.files.bounded import parse_json, read_bounded
 from mlm.report.html.runs import Run, read_run
 from mlm.reproduce.config import ReproduceConfig
 
 if TYPE_CHECKING:
     from mlm.reproduce.experiment import Step
 
+LARGEST = 1 << 28  # bytes of a result
+REMOVE = "delete it, and the step runs again"
 WARM_UP = 3
 """Steps of a run whose times do not count: caches, allocator and threads warm up."""
+
+
+def read_object(path: Path, most: int) -> dict[str, Any]:
+    """Read a JSON object of at most `most` bytes. Raises OSError, CorruptFileError."""
+    content = read_bounded(path, most, REMOVE)
+    try:
+        found = parse_json(content, foreign=True)
+    except ValueError as error:
+        raise CorruptFileError(f"{path} is damaged: {error}; {REMOVE}") from error
+    if not isinstance(found, dict):
+        raise CorruptFileError(f"{path} is damaged: it is no JSON object; {REMOVE}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -79,9 +94,8 @@ class Results:
         return self.records[name].code != 0
 
     def json(self, name: str) -> dict[str, Any]:
-        """Return the JSON object that a step left. Raises OSError, ValueError."""
-        found: dict[str, Any] = json.loads(self.path(name).read_bytes())
-        return found
+        """Return the JSON object that a step left. Raises OSError, CorruptFileError."""
+        return read_object(self.path(name), LARGEST)
 
     def run(self, name: str) -> Run:
         """Return the run that a step left. Raises UserError, CorruptFileError."""

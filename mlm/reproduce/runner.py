@@ -21,6 +21,8 @@ POLL_S = 0.5
 TAIL = 1 << 14  # bytes of a history in which its newest step is looked for
 SAVE_S = 120.0
 """Seconds in which a run that is asked to stop must have saved; later it is killed, and resumes earlier."""
+KILLED = 128
+"""Exit codes from here on name the signal that ended a command."""
 PROGRAMS = {
     "mlm": (sys.executable, "-P", "-m", "mlm"),
     "python": (sys.executable, "-P"),
@@ -108,7 +110,8 @@ class Runner:
         step, seconds = running.step, time.monotonic() - running.since
         log = log_path(self.folder, step.name)
         failure = failure_of(running.process, f"step {step.name}", log)
-        if failure is not None and (not step.may_fail or running.process.returncode in (2, 130)):
+        code = running.process.returncode
+        if failure is not None and not (step.may_fail and is_own_end(code)):
             raise type(failure)(f"{failure}. The command: {shlex.join(step.words)}")
         if failure is None and not (self.folder / step.result).exists():
             raise CheckFailedError(f"step {step.name} left no {step.result} (its output: {log})")
@@ -117,9 +120,7 @@ class Runner:
             raise CheckFailedError(
                 f"step {step.name} was stopped after {done} of {total} steps; the same command continues"
             )
-        record = Record(
-            step.words, running.process.returncode, round(seconds, 3), "" if failure is None else str(failure)
-        )
+        record = Record(step.words, code, round(seconds, 3), "" if failure is None else str(failure))
         facts = {"ended": round(time.time(), 3), "host_cores": os.cpu_count(), "versions": versions()}
         remember(self.folder, step, record, facts)
         self.records[step.name] = record
@@ -155,6 +156,11 @@ class Runner:
             return min(last_step(self.folder / running.step.result / FILE_NAME) / total, 1.0)
         passed = (time.monotonic() - running.since) / 60 / max(running.step.minutes, 0.01)
         return min(passed, 0.95)
+
+
+def is_own_end(code: int) -> bool:
+    """True if a command that failed ended on its own: by no signal, and by no mistake in its settings."""
+    return 0 < code < KILLED and code != UserError.exit_code
 
 
 def steps_of(step: Step) -> int:

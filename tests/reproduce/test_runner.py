@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from mlm.errors import CheckFailedError, UserError
+from mlm.errors import CheckFailedError, CorruptFileError, UserError
 from mlm.reproduce import runner
+from mlm.reproduce.config import ReproduceConfig
 from mlm.reproduce.experiment import ALL_CORES, Step
 from mlm.reproduce.records import STEPS, log_path, read_records, record_path
+from mlm.reproduce.results import Results
 from mlm.reproduce.runner import Runner
 from tests.reproduce.made import writing
 
@@ -100,6 +102,15 @@ def test_a_mistake_in_the_settings_is_never_a_result(folder: Path) -> None:
         ran(folder, failing(2, may_fail=True))
 
 
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(143)"])
+def test_a_step_that_was_killed_is_never_a_result(folder: Path, end: str) -> None:
+    words = ("python", "-c", f"import os, signal, sys; {end}")
+    step = Step(name="killed", words=words, result="results/x", minutes=1, cores=1, may_fail=True)
+    with pytest.raises(CheckFailedError, match=r"step killed (was ended by SIGKILL|ended with 143)"):
+        ran(folder, step)
+    assert not record_path(folder, "killed").exists()
+
+
 def test_a_step_that_leaves_nothing_is_an_error(folder: Path) -> None:
     step = Step(name="idle", words=("python", "-c", ""), result="results/x.json", minutes=1)
     with pytest.raises(CheckFailedError, match=r"left no results/x\.json"):
@@ -156,8 +167,27 @@ def test_progress_counts_the_steps_of_a_training_run(folder: Path) -> None:
     assert made.minutes == 5
 
 
-def test_a_damaged_record_is_named(folder: Path) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[1]",
+        "{}",
+        '{"words": 5, "code": 0, "seconds": 1, "said": ""}',
+        '{"words": ["a"], "code": "x", "seconds": 1, "said": ""}',
+        '{"words": ["a"], "code": 0, "seconds": null, "said": ""}',
+    ],
+)
+def test_a_damaged_record_is_named(folder: Path, content: str) -> None:
     ran(folder, writing("one"))
-    record_path(folder, "one").write_text("{")
-    with pytest.raises(UserError, match=r"one\.json is damaged.*delete it, and the step runs again"):
+    record_path(folder, "one").write_text(content)
+    with pytest.raises(CorruptFileError, match=r"one\.json is damaged.*delete it, and the step runs again"):
         ran(folder, writing("one"))
+
+
+def test_a_damaged_result_is_named(folder: Path) -> None:
+    step = writing("one", '{"value": 1')
+    ran(folder, step)
+    results = Results(ReproduceConfig(out=str(folder)), [step], read_records(folder, [step]))
+    with pytest.raises(CorruptFileError, match=r"one\.json is damaged.*delete it, and the step runs again"):
+        results.json("one")
