@@ -12,6 +12,7 @@ from rich.text import Text
 from mlm.errors import UserError
 from mlm.files.lock import Lock
 from mlm.files.ownership import claim_folder
+from mlm.launch.stop import Stopped, requests_raised
 from mlm.reproduce.catalogue import EXPERIMENTS
 from mlm.reproduce.conclusion import Conclusion
 from mlm.reproduce.config import ReproduceConfig
@@ -28,11 +29,14 @@ from mlm.terminal import LINE_S, Screen, add_row, console, table
 LOCK = ".lock"
 
 
-def run(config: ReproduceConfig) -> None:
-    """List the experiments, or run those named. Raises UserError, CheckFailedError, CorruptFileError."""
+def run(config: ReproduceConfig) -> int:
+    """List the experiments, or run those named; return the exit code.
+
+    Raises UserError, CheckFailedError, CorruptFileError.
+    """
     if config.name is None:
         show_experiments(EXPERIMENTS)
-        return
+        return 0
     chosen = [each for each in EXPERIMENTS if config.name in (each.name, ALL)]
     folder = claim_folder(config.out, KIND)
     lock = Lock(folder / LOCK)
@@ -43,10 +47,14 @@ def run(config: ReproduceConfig) -> None:
     try:
         lock.sign()
         (folder / STEPS).mkdir(exist_ok=True)
-        for experiment in chosen:
-            reproduce(experiment, config, folder)
+        with requests_raised():
+            for experiment in chosen:
+                reproduce(experiment, config, folder)
+    except Stopped as stopped:
+        return stopped.exit_code
     finally:
         lock.release()
+    return 0
 
 
 def reproduce(experiment: Experiment, config: ReproduceConfig, folder: Path) -> None:

@@ -3,7 +3,9 @@
 import json
 import os
 import re
+import signal
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -11,7 +13,7 @@ from mlm.cli import main
 from mlm.files.lock import Lock
 from mlm.reproduce import preflight, run, runner
 from mlm.reproduce.catalogue import EXPERIMENTS
-from mlm.reproduce.experiment import Experiment
+from mlm.reproduce.experiment import Experiment, Step
 from tests.reproduce.made import experiment, writing
 
 
@@ -96,6 +98,31 @@ def test_two_at_once_in_one_folder_are_rejected(made: Experiment, capsys: pytest
     finally:
         other.release()
     assert re.search(r"out=r: .* runs experiments there; wait, or name another out", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_request_to_stop_lets_running_steps_save(
+    made: Experiment, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    script = (
+        "import os, pathlib, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(pathlib.Path('saved').write_text('x') * 0))\n"
+        f"os.kill(os.getppid(), {int(number)}); time.sleep(60)"
+    )
+    slow = Step(name="slow", words=("python", "-c", script), result="saved", minutes=1, cores=1)
+    for module in (run, preflight):
+        monkeypatch.setattr(module, "EXPERIMENTS", (experiment([slow]),))
+    before = signal.signal(number, unexpected)  # by default it would end the tests
+    try:
+        assert main(["reproduce", "v1-made"]) == 128 + number
+    finally:
+        signal.signal(number, before)
+    assert Path("runs/reproduce/saved").exists()
+    assert not list(Path("runs/reproduce/steps").glob("*.json"))
+
+
+def unexpected(number: int, frame: FrameType | None) -> None:
+    raise AssertionError(f"signal {number} reached the tests")
 
 
 def test_experiments_have_names_of_their_own() -> None:
