@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from mlm.errors import UserError
+from mlm.errors import UserError, writing_to
 from mlm.files.lock import Lock
 from mlm.files.ownership import claim_folder
 from mlm.launch.stop import Stopped, requests_raised
@@ -38,15 +38,17 @@ def run(config: ReproduceConfig) -> int:
         show_experiments(EXPERIMENTS)
         return 0
     chosen = [each for each in EXPERIMENTS if config.name in (each.name, ALL)]
-    folder = claim_folder(config.out, KIND)
-    lock = Lock(folder / LOCK)
-    if not lock.take():
+    with writing_to(config.out):
+        folder = claim_folder(config.out, KIND)
+        (folder / STEPS).mkdir(exist_ok=True)
+        lock = Lock(folder / LOCK)
+        is_ours = lock.take()
+    if not is_ours:
         raise UserError(
             f"out={config.out}: {lock.holder()} runs experiments there; wait, or name another out"
         )
     try:
         lock.sign()
-        (folder / STEPS).mkdir(exist_ok=True)
         with requests_raised():
             for experiment in chosen:
                 reproduce(experiment, config, folder)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlm.errors import CheckFailedError, UserError
+from mlm.errors import CheckFailedError, UserError, writing_to
 from mlm.launch.child_run import failure_of, kill, started
 from mlm.launch.versions import versions
 from mlm.report.history import FILE_NAME, parse, step_of
@@ -92,13 +92,12 @@ class Runner:
     def start(self, step: Step) -> None:
         """Start a step; a run continues from its last checkpoint. Raises UserError."""
         program, *rest = step.words
-        (self.folder / step.result).parent.mkdir(parents=True, exist_ok=True)
+        log = log_path(self.folder, step.name)
+        with writing_to(str(self.folder)):
+            (self.folder / step.result).parent.mkdir(parents=True, exist_ok=True)
+            log.touch()
         try:
-            process = started(
-                [*PROGRAMS.get(program, (program,)), *rest],
-                log_path(self.folder, step.name),
-                self.folder,
-            )
+            process = started([*PROGRAMS.get(program, (program,)), *rest], log, self.folder)
         except OSError as error:
             raise UserError(
                 f"step {step.name}: {program}: {error.strerror}; install it, or choose other settings"
@@ -122,7 +121,8 @@ class Runner:
             )
         record = Record(step.words, code, round(seconds, 3), "" if failure is None else str(failure))
         facts = {"ended": round(time.time(), 3), "host_cores": os.cpu_count(), "versions": versions()}
-        remember(self.folder, step, record, facts)
+        with writing_to(str(self.folder)):
+            remember(self.folder, step, record, facts)
         self.records[step.name] = record
         return f"{step.name}: {seconds / 60:.1f} min" + (", failed" if failure else "")
 

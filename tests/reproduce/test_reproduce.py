@@ -1,5 +1,6 @@
 """The command `mlm reproduce`: list, run, continue, report."""
 
+import errno
 import json
 import os
 import re
@@ -98,6 +99,17 @@ def test_two_at_once_in_one_folder_are_rejected(made: Experiment, capsys: pytest
     finally:
         other.release()
     assert re.search(r"out=r: .* runs experiments there; wait, or name another out", capsys.readouterr().err)
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(
+    made: Experiment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def read_only(*args: object) -> Path:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "out")
+
+    monkeypatch.setattr(run, "claim_folder", read_only)
+    assert main(["reproduce", "v1-made", "out=out"]) == 2
+    assert "out=out: Read-only file system (out); choose a folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

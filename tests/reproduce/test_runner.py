@@ -123,6 +123,16 @@ def test_a_program_that_is_not_installed_is_named(folder: Path) -> None:
         ran(folder, step)
 
 
+@pytest.mark.parametrize("taken", ["results", "steps/one.log", "steps/one.json"])
+def test_a_place_that_cannot_be_written_is_named(folder: Path, taken: str) -> None:
+    (folder / taken).symlink_to("/dev/full/x")
+    if taken.endswith(".json"):
+        (folder / taken).unlink()
+        (folder / taken).mkdir()
+    with pytest.raises(UserError, match=r"^out=.*choose a folder that can be written to$"):
+        ran(folder, writing("one"))
+
+
 def test_what_runs_is_asked_to_stop_when_another_step_fails(folder: Path) -> None:
     script = (
         "import signal, sys, time, pathlib\n"
