@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from mlm.errors import CorruptFileError
 from mlm.files.bounded import parse_json, read_bounded
+from mlm.report.history import FILE_NAME
 from mlm.report.html.runs import Run, read_run
 from mlm.reproduce.config import ReproduceConfig
+from mlm.reproduce.logged import last_step, steps_of
 
 if TYPE_CHECKING:
     from mlm.reproduce.experiment import Step
@@ -100,8 +102,19 @@ class Results:
     def run(self, name: str) -> Run:
         """Return the run that a step left. Raises UserError, CorruptFileError."""
         if name not in self._runs:
+            self._check_whole(name)
             self._runs[name] = read_run(self.path(name), name)
         return self._runs[name]
+
+    def _check_whole(self, name: str) -> None:
+        """Raise CorruptFileError if a run that is done has lost its history, or all but its warm-up."""
+        metrics = self.path(name) / FILE_NAME
+        done, total = last_step(metrics), steps_of(self.steps[name].words)
+        if done < min(total, WARM_UP + 1) and not self.failed(name):
+            raise CorruptFileError(
+                f"{metrics} is damaged: it ends at step {done} of {total}; delete {self.path(name)}, and the "
+                "step runs again"
+            )
 
     def validation(self, name: str) -> list[tuple[int, float]]:
         """Return (step, validation loss) pairs of a run, in order."""

@@ -12,13 +12,13 @@ from pathlib import Path
 from mlm.errors import CheckFailedError, UserError, writing_to
 from mlm.launch.child_run import failure_of, kill, started
 from mlm.launch.versions import versions
-from mlm.report.history import FILE_NAME, parse, step_of
+from mlm.report.history import FILE_NAME
 from mlm.reproduce.experiment import ALL_CORES, Step
+from mlm.reproduce.logged import last_step, steps_of
 from mlm.reproduce.records import log_path, remember
 from mlm.reproduce.results import Record
 
 POLL_S = 0.5
-TAIL = 1 << 14  # bytes of a history in which its newest step is looked for
 SAVE_S = 120.0
 """Seconds in which a run that is asked to stop must have saved; later it is killed, and resumes earlier."""
 KILLED = 128
@@ -114,7 +114,7 @@ class Runner:
             raise type(failure)(f"{failure}. The command: {shlex.join(step.words)}")
         if failure is None and not (self.folder / step.result).exists():
             raise CheckFailedError(f"step {step.name} left no {step.result} (its output: {log})")
-        done, total = last_step(self.folder / step.result / FILE_NAME), steps_of(step)
+        done, total = last_step(self.folder / step.result / FILE_NAME), steps_of(step.words)
         if failure is None and done < total:
             raise CheckFailedError(
                 f"step {step.name} was stopped after {done} of {total} steps; the same command continues"
@@ -151,7 +151,7 @@ class Runner:
 
     def share(self, running: Running) -> float:
         """Return the share of a running step that is done: by its logged steps, or by its time."""
-        total = steps_of(running.step)
+        total = steps_of(running.step.words)
         if total:
             return min(last_step(self.folder / running.step.result / FILE_NAME) / total, 1.0)
         passed = (time.monotonic() - running.since) / 60 / max(running.step.minutes, 0.01)
@@ -161,22 +161,3 @@ class Runner:
 def is_own_end(code: int) -> bool:
     """True if a command that failed ended on its own: by no signal, and by no mistake in its settings."""
     return 0 < code < KILLED and code != UserError.exit_code
-
-
-def steps_of(step: Step) -> int:
-    """Return the training steps that a command is to take; 0 if it does not say so."""
-    if step.words[:2] != ("mlm", "pretrain"):
-        return 0
-    total = next((word.partition("=")[2] for word in step.words if word.startswith("train.steps=")), "")
-    return int(total) if total.isdecimal() else 0
-
-
-def last_step(metrics: Path) -> int:
-    """Return the newest step in the last lines of a metrics.jsonl; 0 where there is none."""
-    try:
-        with open(metrics, "rb") as f:
-            f.seek(max(f.seek(0, os.SEEK_END) - TAIL, 0))
-            lines = f.read().split(b"\n")
-    except OSError:
-        return 0
-    return max((step_of(record) for record in map(parse, lines) if record.get("kind") == "step"), default=0)

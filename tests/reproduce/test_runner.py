@@ -13,7 +13,7 @@ from mlm.reproduce import runner
 from mlm.reproduce.config import ReproduceConfig
 from mlm.reproduce.experiment import ALL_CORES, Step
 from mlm.reproduce.records import STEPS, log_path, read_records, record_path
-from mlm.reproduce.results import Results
+from mlm.reproduce.results import Record, Results
 from mlm.reproduce.runner import Runner
 from tests.reproduce.made import writing
 
@@ -201,3 +201,14 @@ def test_a_damaged_result_is_named(folder: Path) -> None:
     results = Results(ReproduceConfig(out=str(folder)), [step], read_records(folder, [step]))
     with pytest.raises(CorruptFileError, match=r"one\.json is damaged.*delete it, and the step runs again"):
         results.json("one")
+
+
+@pytest.mark.parametrize("content", [None, "", '{"kind": "step", "step": 2, "loss": 1.0}\n'])
+def test_a_run_that_has_lost_its_history_is_named(folder: Path, content: str | None) -> None:
+    step = Step(name="a", words=("mlm", "pretrain", "train.steps=9"), result="runs/a", minutes=1)
+    (folder / "runs/a").mkdir(parents=True)
+    if content is not None:
+        (folder / "runs/a/metrics.jsonl").write_text(content)
+    results = Results(ReproduceConfig(out=str(folder)), [step], {"a": Record(step.words, 0, 1.0, "")})
+    with pytest.raises(CorruptFileError, match=r"metrics\.jsonl is damaged.* of 9; delete .*runs/a, and"):
+        results.run("a")
