@@ -4,6 +4,7 @@ Every rank reads them. Nothing is taken from a file but strings.
 """
 
 import json
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -149,7 +150,10 @@ def lambada(path: str | None, *, standard: bool, key: str | None = None) -> Text
 def read_file(path: str, *, key: str) -> bytes:
     """The bytes of a file of the user's. Raises UserError."""
     try:
-        if (size := Path(path).stat().st_size) > MAX_BYTES:
+        found = Path(path).stat()
+        if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):  # a pipe may never end
+            raise UserError(f"{key}={path}: is a pipe or device: give a file")
+        if (size := found.st_size) > MAX_BYTES:
             raise UserError(f"{key}={path} has {size} bytes, {MAX_BYTES} is the limit: give the test split")
         return Path(path).read_bytes()
     except OSError as error:

@@ -1,6 +1,7 @@
 """Texts from files and the Hub: every form gives the same text, every problem names its place."""
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -185,3 +186,10 @@ def test_without_the_hub_the_file_to_bring_is_named(hub: dict[tuple[str, str], l
         UserError, match=r"a passage under `text` in each line as a file and give data\.standard_path"
     ):
         sources.lambada(None, standard=True)
+
+
+@pytest.mark.timeout(20)  # reading it waits for a writer
+def test_a_pipe_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match=r"wikitext=.*pipe: is a pipe or device: give a file"):
+        sources.read_file(str(tmp_path / "pipe"), key="wikitext")
