@@ -58,9 +58,13 @@ def _record(path: Path) -> Record:
     """Read a record. Raises CorruptFileError."""
     fields = read_object(path, LARGEST)
     words, code, seconds, said = map(fields.get, NAMES)
-    is_text = isinstance(words, list) and all(isinstance(text, str) for text in (*words, said))
-    is_number = type(code) is int and type(seconds) in (int, float)
-    if not is_text or not is_number:
+    if not (
+        isinstance(words, list)
+        and all(isinstance(word, str) for word in words)
+        and isinstance(code, int)
+        and isinstance(seconds, int | float)
+        and isinstance(said, str)
+    ):
         raise CorruptFileError(f"{path} is damaged: it needs {', '.join(NAMES)}; {REMOVE}")
     return Record(tuple(words), code, float(seconds), said)
 
