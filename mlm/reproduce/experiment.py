@@ -8,6 +8,10 @@ from mlm.reproduce.config import ReproduceConfig
 from mlm.reproduce.results import Results
 
 ALL_CORES = 0
+DIVERGED = r"gradients (still overflow|are not finite)"
+NO_MEMORY = r"too much for the memory"
+NO_LAYOUT = r"no layout fits"
+"""Errors of `mlm` that say something about what is compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +34,8 @@ class Step:
     that measure time."""
     needs: tuple[str, ...] = ()
     """Names of steps that come first; without any, the order of steps is not kept."""
-    may_fail: bool = False
-    """True if a failure is a result too, as of a run that diverges."""
+    may_fail: str = ""
+    """Pattern of the error that is a result too, such as DIVERGED; any other ends the experiment."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,7 +69,7 @@ def timed_steps(
     config: ReproduceConfig,
     *,
     minutes: float,
-    may_fail: bool = False,
+    may_fail: str = "",
 ) -> list[Step]:
     """Return runs of all contenders in as many rounds as there are seeds.
 
@@ -78,7 +78,7 @@ def timed_steps(
         contenders: settings of each beside TIMED.
         config: of the command.
         minutes: that one run takes.
-        may_fail: True if a contender may not fit into memory.
+        may_fail: pattern of an error that is a result too.
     """
     machine = ON_CPU if config.scale == "laptop" else ON_GPU
     found = list[Step]()

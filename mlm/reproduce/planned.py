@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from mlm.reproduce.experiment import Step
+from mlm.reproduce.experiment import NO_LAYOUT, Step
 from mlm.reproduce.results import Results
 
 A100 = ("hardware=dgx_a100_80g", "precision=fp16")
@@ -20,7 +20,7 @@ def layout_step(name: str, *words: str) -> Step:
         result=result,
         minutes=PLAN_MINUTES,
         cores=1,
-        may_fail=True,
+        may_fail=NO_LAYOUT,
     )
 
 

@@ -91,21 +91,21 @@ def test_a_failure_ends_all_with_its_own_line_and_command(folder: Path) -> None:
 
 
 def test_a_failure_that_is_a_result_is_remembered(folder: Path) -> None:
-    assert ran(folder, failing(1, may_fail=True))[0].endswith("failed")
-    found = read_records(folder, [failing(1, may_fail=True)])["failing"]
+    assert ran(folder, failing(1, may_fail="too small"))[0].endswith("failed")
+    found = read_records(folder, [failing(1, may_fail="too small")])["failing"]
     assert found.code == 1
     assert "too small" in found.said
 
 
-def test_a_mistake_in_the_settings_is_never_a_result(folder: Path) -> None:
+def test_another_failure_is_never_a_result(folder: Path) -> None:
     with pytest.raises(UserError, match="ended with 2"):
-        ran(folder, failing(2, may_fail=True))
+        ran(folder, failing(2, may_fail="too large"))
 
 
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(143)"])
 def test_a_step_that_was_killed_is_never_a_result(folder: Path, end: str) -> None:
     words = ("python", "-c", f"import os, signal, sys; {end}")
-    step = Step(name="killed", words=words, result="results/x", minutes=1, cores=1, may_fail=True)
+    step = Step(name="killed", words=words, result="results/x", minutes=1, cores=1, may_fail=".")
     with pytest.raises(CheckFailedError, match=r"step killed (was ended by SIGKILL|ended with 143)"):
         ran(folder, step)
     assert not record_path(folder, "killed").exists()

@@ -18,7 +18,7 @@ from mlm.reproduce import corpus
 from mlm.reproduce.conclusion import Cell, Chart, Conclusion, Series, Table, Verdict
 from mlm.reproduce.config import ReproduceConfig, Scale
 from mlm.reproduce.corpus import BERT_CORPUS, DOCUMENTS
-from mlm.reproduce.experiment import ALL_CORES, Experiment, Step
+from mlm.reproduce.experiment import ALL_CORES, DIVERGED, Experiment, Step
 from mlm.reproduce.measured import LEAST_ROUNDS, line, spread
 from mlm.reproduce.planned import layout_step, planned
 from mlm.reproduce.results import Results
@@ -184,7 +184,7 @@ def training_step(training: Training, trial: Trial, config: ReproduceConfig) -> 
         minutes=trial.layers * training.minutes_per_layer,
         cores=training.cores,
         needs=("figure7-corpus",) if folder == CORPUS else (),
-        may_fail=True,  # of a loss that is not finite
+        may_fail=DIVERGED,
     )
 
 
