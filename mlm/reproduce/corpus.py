@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from mlm.config.fields import expand_home
 from mlm.data.corpus_files import SPLITS
 from mlm.data.receipt import RECEIPT, Receipt, read_receipt
 from mlm.errors import Problem, UserError
@@ -52,7 +53,7 @@ def with_corpus(config: ReproduceConfig, steps: Sequence[Step]) -> list[Step]:
 def corpus_steps(config: ReproduceConfig, corpus: str = CORPUS) -> list[Step]:
     """Return the steps that make one corpus: text, tokenizer, tokens; or a link to the user's."""
     if config.corpus not in SOURCES:
-        folder = os.path.abspath(config.corpus)
+        folder = os.path.abspath(expand_home(config.corpus))
         return [Step(name=corpus, words=("ln", "-sfn", folder, corpus), result=corpus, minutes=0.01, cores=1)]
     is_bert = corpus == BERT_CORPUS
     tokenizer = f"{TEXT}/{'wordpiece' if is_bert else 'bpe'}.json"
@@ -98,7 +99,8 @@ def corpus_steps(config: ReproduceConfig, corpus: str = CORPUS) -> list[Step]:
 def corpus_problems(config: ReproduceConfig, steps: Sequence[Step]) -> list[Problem]:
     """Return problems of the texts and corpora that steps read. Raises CorruptFileError."""
     corpora = corpora_of(steps)
-    problems = folder_problems(config.corpus, corpora) if corpora and config.corpus not in SOURCES else []
+    is_own = config.corpus not in SOURCES
+    problems = folder_problems(expand_home(config.corpus), corpora) if corpora and is_own else []
     left = [step for step in with_corpus(config, steps) if not Path(config.out, step.result).exists()]
     for source in dict.fromkeys(step.words[len(WRITE)] for step in left if step.words[: len(WRITE)] == WRITE):
         if (found := source_problem(source)) is not None:

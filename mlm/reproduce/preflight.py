@@ -1,7 +1,10 @@
 """Checks of `mlm reproduce` before it starts: the experiment's name, the folder, and the user's texts."""
 
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
+
+import torch
 
 from mlm.config.suggest import did_you_mean
 from mlm.errors import Problem, UserError
@@ -11,6 +14,8 @@ from mlm.finetune.sources import find_files
 from mlm.reproduce.catalogue import EXPERIMENTS
 from mlm.reproduce.config import ReproduceConfig
 from mlm.reproduce.corpus import corpus_problems
+from mlm.reproduce.experiment import Step
+from mlm.reproduce.logged import steps_of
 from mlm.reproduce.nanogpt import shakespeare
 from mlm.reproduce.v1 import table5
 
@@ -30,10 +35,27 @@ def preflight(config: ReproduceConfig) -> Sequence[str]:
     steps = [step for each in chosen for step in each.steps(config)]
     return [
         *claim_problems(config.out, KIND),
+        *device_problems(config, steps),
         *text_problems(config),
         *folder_problems(config),
         *corpus_problems(config, steps),
     ]
+
+
+def device_problems(config: ReproduceConfig, steps: Sequence[Step]) -> list[Problem]:
+    """Return the problem of a host without the GPUs that steps train on."""
+    here = torch.cuda.device_count()
+    wanted = max((ranks_of(step.words) for step in steps if steps_of(step.words)), default=0)
+    if config.scale != "node" or here >= wanted:
+        return []
+    fix = "use scale=laptop, or scale=paper for the commands of a cluster"
+    return [Problem.at("scale", config.scale, f"trains on {wanted} GPUs, and there are {here}", fix)]
+
+
+def ranks_of(words: Sequence[str]) -> int:
+    """Return the ranks of a command's layout."""
+    sizes = dict(word.split("=", 1) for word in words if word.startswith(("tp=", "pp=", "dp=", "cp=")))
+    return prod(int(size) for size in sizes.values())
 
 
 def text_problems(config: ReproduceConfig) -> list[str]:

@@ -73,6 +73,9 @@ class Runner:
                     say(self.finish(each))
                 tell(self.minutes_done(), [each.step.name for each in self.running])
         finally:
+            if self.running:
+                names = ", ".join(each.step.name for each in self.running)
+                say(f"stopping {names}; training runs save first")
             self.stop()
 
     def next_step(self) -> Step | None:

@@ -34,6 +34,7 @@ GATHERED = {
     "scripts/docs/what-holds.md": "explanation/what-holds.md",
     "scripts/docs/measurements.md": "explanation/measurements.md",
     "scripts/results/README.md": "explanation/results.md",
+    "scripts/results/reproduce/README.md": "explanation/papers.md",
     "scripts/results/rehearsal/rehearsal.md": "guides/rehearsal.md",
     "CONTRIBUTING.md": "project/contributing.md",
     "CHANGELOG.md": "project/changelog.md",

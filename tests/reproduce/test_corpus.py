@@ -88,6 +88,14 @@ def test_a_corpus_of_the_users_that_fits_is_accepted(tmp_path: Path) -> None:
     assert corpus_problems(config, [READING]) == []
 
 
+def test_a_corpus_in_the_home_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_receipt(tmp_path / "mine")
+    config = ReproduceConfig(corpus="~/mine")
+    assert corpus_problems(config, [READING]) == []
+    assert corpus_steps(config)[0].words[2] == str(tmp_path / "mine")
+
+
 @pytest.mark.parametrize(
     "facts,corpus,line",
     [

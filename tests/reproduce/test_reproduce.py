@@ -90,6 +90,17 @@ def test_a_mistake_is_one_line_before_anything_runs(
     assert os.listdir(".") == ["mine"]
 
 
+def test_a_node_of_gpus_that_is_not_there_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert main(["reproduce", "ptdp-tp-pp", "scale=node"]) == 2
+    line = "scale=node: trains on 8 GPUs, and there are 1; use scale=laptop, or scale=paper"
+    assert line in capsys.readouterr().err
+    assert not os.listdir(".")
+
+
 def test_two_at_once_in_one_folder_are_rejected(made: Experiment, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce", "v1-made", "out=r"]) == 0
     other = Lock(Path("r/.lock"))
