@@ -97,57 +97,66 @@ LOW, MIDDLE, NOT_LEARNED = [6.0, 6.05, 6.1], [6.2, 6.25, 6.3], [6.49, 6.5, 6.51]
 
 
 @pytest.mark.parametrize(
-    ("post_shared", "post_best", "pre", "verdict"),
+    ("losses", "verdict"),
     [
-        (NOT_LEARNED, MIDDLE, LOW, Verdict.AGREES),
-        (NOT_LEARNED, LOW, MIDDLE, Verdict.PARTLY),
-        (NOT_LEARNED, [6.0, 6.2, 6.4], MIDDLE, Verdict.PARTLY),
-        (MIDDLE, MIDDLE, LOW, Verdict.PARTLY),
-        (MIDDLE, LOW, MIDDLE, Verdict.CONTRADICTS),
-        ([6.2, 6.5, 6.5], LOW, MIDDLE, Verdict.CONTRADICTS),
-        (MIDDLE, [6.0, 6.2, 6.4], MIDDLE, Verdict.OPEN),
-        (NOT_LEARNED[:2], MIDDLE[:2], LOW[:2], Verdict.OPEN),
+        ({"post": NOT_LEARNED, "pre": MIDDLE, "best": LOW}, Verdict.AGREES),
+        ({"post": LOW, "pre": MIDDLE, "best": MIDDLE}, Verdict.CONTRADICTS),
+        ({"post": MIDDLE, "pre": MIDDLE, "best": LOW}, Verdict.PARTLY),
+        ({"post": NOT_LEARNED, "pre": MIDDLE, "best": [6.4, 6.5, 6.6]}, Verdict.PARTLY),
+        ({"post": [6.2, 6.5, 6.5], "pre": MIDDLE, "best": MIDDLE}, Verdict.OPEN),
+        ({"post": [6.6, 6.6, 6.6], "pre": NOT_LEARNED, "best": NOT_LEARNED}, Verdict.OPEN),
+        ({"post": [6.6, 6.6], "pre": LOW[:2], "best": LOW[:2]}, Verdict.OPEN),
     ],
     ids=[
         "stable and better",
-        "stable, worse",
-        "stable, equal",
-        "as stable, better",
         "as stable, worse",
+        "as stable, better",
+        "stable, not better",
         "one seed learns",
-        "as stable, equal",
+        "lower, but not learned",
         "two seeds",
     ],
 )
 def test_it_agrees_where_pre_is_stable_and_post_is_not_and_pre_is_better(
-    post_shared: list[float],
-    post_best: list[float],
-    pre: list[float],
-    verdict: Verdict,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    losses: dict[str, list[float]], verdict: Verdict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    losses = {(48, "post", "shared"): post_shared, (48, "post", "best"): post_best, (48, "pre", "best"): pre}
-    found = concluded(tmp_path, monkeypatch, losses, seeds=len(pre))
-    assert TRAINING.best["pre"][48] == TRAINING.shared != TRAINING.best["post"][48]
+    """At 48 layers norm=post has its best rate in common with norm=pre, whose own is another."""
+    assert TRAINING.best["post"][48] == TRAINING.shared != TRAINING.best["pre"][48]
+    given = {(48, "post", "best"): losses["post"], (48, "pre", "shared"): losses["pre"]}
+    given[48, "pre", "best"] = losses["best"]
+    found = concluded(tmp_path, monkeypatch, given, seeds=len(losses["post"]))
     assert found.verdict is verdict
+
+
+def test_a_lead_at_24_layers_counts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    low: Losses = {(24, "pre", "best"): LOW, (24, "post", "best"): MIDDLE}
+    assert concluded(tmp_path / "a", monkeypatch, low).verdict is Verdict.PARTLY
+    low = {(24, "post", "best"): LOW, (24, "pre", "best"): MIDDLE}
+    assert concluded(tmp_path / "b", monkeypatch, low).verdict is Verdict.CONTRADICTS
 
 
 def test_runs_at_the_loss_of_token_frequencies_have_not_learned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    losses = {(48, "post", "shared"): [*NOT_LEARNED[:2], 6.2], (48, "pre", "best"): LOW}
+    losses = {(48, "post", "best"): [*NOT_LEARNED[:2], 6.2], (48, "pre", "best"): LOW}
     found = concluded(tmp_path, monkeypatch, losses)
     assert "48 layers: 1 learn, 2 stay at token frequencies with post, 3 learn with pre" in found.seen
-    assert "48 layers 6.2 (6.2 to 6.2) with post, 6.05 (6 to 6.1) with pre" in found.seen
+    assert "48 layers 6.49 (6.2 to 6.5) with post, 6.05 (6 to 6.1) with pre" in found.seen
+
+
+def test_a_depth_at_which_nothing_learned_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = {(48, "post", "best"): NOT_LEARNED, (48, "pre", "best"): NOT_LEARNED}
+    limits = " ".join(concluded(tmp_path, monkeypatch, losses).limits)
+    assert "At 48 layers no run learned from context" in limits
+    assert "At 24 layers" not in limits
 
 
 def test_a_run_that_failed_or_rose_has_diverged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of 48 layers stopped, the second ends 0.4 above its lowest loss."""
     name = Trial(48, "post", TRAINING.shared, 1).name
-    losses = {(48, "post", "shared"): [6.5, 7.2, 6.5]}
+    losses = {(48, "post", "best"): [6.5, 7.2, 6.5]}
     found = concluded(tmp_path, monkeypatch, losses, failed=[name])
-    row = next(row for row in found.tables[0].rows if row[:2] == ["48, post", f"{TRAINING.shared:g}"])
+    row = next(row for row in found.tables[0].rows if row[:2] == ["48, post", f"{TRAINING.shared:g} (best)"])
     assert row[3] == "1 stay at token frequencies, 2 diverge"
     assert list(found.charts[0].series[0].x) == [12, 24]  # what is not finite is not drawn
 
@@ -156,7 +165,7 @@ def test_a_better_learning_rate_of_the_sweep_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = concluded(tmp_path / "a", monkeypatch, {}, swept=5.0)
-    assert "48 layers pre at" in found.limits[-1]
+    assert "48 layers post at" in found.limits[-1]
     assert "Another learning rate" not in " ".join(concluded(tmp_path / "b", monkeypatch, {}).limits)
 
 

@@ -92,8 +92,8 @@ TRAININGS: dict[Scale, Training] = {
         batch=16,
         steps=600,
         warm_up=60,
-        shared=3e-3,
-        best={"post": {12: 3e-3, 24: 1e-3, 48: 1e-3}, "pre": {12: 3e-3, 24: 3e-3, 48: 3e-3}},
+        shared=1e-3,
+        best={"post": {12: 3e-3, 24: 1e-3, 48: 1e-3}, "pre": {12: 1e-3, 24: 1e-3, 48: 3e-3}},
         swept=(1e-3, 3e-3),
         machine=("train.micro_batch_size=16", "dist.device=cpu", "dist.threads_per_rank=1"),
         cores=1,
@@ -284,11 +284,20 @@ class Measured:
         return found
 
     def leads(self, layers: int) -> str | None:
-        """Return the order whose losses at its own rate are all below the other's; None if they overlap."""
-        post, pre = (losses_of(self.best(layers, order)) for order in ORDERS)
-        if len(post) < LEAST_ROUNDS:
+        """Return the order whose losses at its own rate are all below the other's.
+
+        None if they overlap, or if not all its runs have learned from context.
+        """
+        if len(self.seeds) < LEAST_ROUNDS:
             return None
-        return "pre" if max(pre) < min(post) else "post" if max(post) < min(pre) else None
+        post, pre = (losses_of(self.best(layers, order)) for order in ORDERS)
+        lower = "pre" if max(pre) < min(post) else "post" if max(post) < min(pre) else None
+        return lower if lower and all(run.outcome == "learns" for run in self.best(layers, lower)) else None
+
+    @property
+    def deep(self) -> list[int]:
+        """Depths of the paper's models, and deeper ones."""
+        return [layers for layers in self.training.depths if layers >= PAPER_DEPTH]
 
     def is_unstable_after(self, layers: int) -> bool:
         """True if at one learning rate no seed learns with norm=post, and each does with norm=pre."""
@@ -328,16 +337,19 @@ def conclude(results: Results) -> Conclusion:
 
 
 def verdict(found: Measured) -> Verdict:
-    """Return the verdict on `before sublayers is stable where after the sums is not, and better`.
+    """Return the verdict on `norm=pre is stable where norm=post is not, and better`, at the paper's depths.
 
     It agrees if both hold at the deepest model: the first at one learning rate, the second at each order's
-    own. It agrees in part if one of them holds, and contradicts if norm=post is better there and as stable.
+    own. It agrees in part if one of them holds at any of the depths, and contradicts if none does and
+    norm=post is better at one.
     """
-    deepest = found.training.depths[-1]
-    unstable, leads = found.is_unstable_after(deepest), found.leads(deepest)
-    if unstable or leads == "pre":
-        return Verdict.AGREES if unstable and leads == "pre" else Verdict.PARTLY
-    return Verdict.CONTRADICTS if leads == "post" else Verdict.OPEN
+    deepest, leads = found.deep[-1], [found.leads(layers) for layers in found.deep]
+    unstable = [found.is_unstable_after(layers) for layers in found.deep]
+    if found.is_unstable_after(deepest) and found.leads(deepest) == "pre":
+        return Verdict.AGREES
+    if any(unstable) or "pre" in leads:
+        return Verdict.PARTLY
+    return Verdict.CONTRADICTS if "post" in leads else Verdict.OPEN
 
 
 def seen(found: Measured) -> str:
@@ -368,6 +380,12 @@ def limits(found: Measured) -> list[str]:
         "Learning rates were swept with one seed, in factors of about three.",
         "Sentence order is learned beside masked tokens, as in the paper; masked tokens alone are compared.",
     ]
+    for layers in found.training.depths:
+        if not any(run.outcome == "learns" for order in ORDERS for run in found.best(layers, order)):
+            lines.append(
+                f"At {layers} layers no run learned from context in {training.steps} steps: which would "
+                "do so is not decided."
+            )
     if found.untuned:
         lines.append(f"Another learning rate was better with the first seed for: {', '.join(found.untuned)}.")
     return lines
