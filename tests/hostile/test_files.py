@@ -130,7 +130,7 @@ EVAL = f"eval loss ckpt=@/{STEP} path=@/corpus/train"
 GENERATE = f"generate ckpt=@/{STEP} prompt=one max_new_tokens=1"
 RESUME = "pretrain resume=@/run data.path=@/corpus train.steps=3"
 COMMANDS = {
-    "eval of a manifest": (f"{STEP}/manifest.json", EVAL, 2),
+    "eval of a manifest": (f"{STEP}/manifest.json", EVAL, 1),
     "generate from a manifest": (f"{STEP}/manifest.json", GENERATE, 2),
     "eval of a shard": (f"{STEP}/{SHARD}", EVAL, 1),
     "generate from a shard": (f"{STEP}/{SHARD}", GENERATE, 1),
@@ -142,7 +142,7 @@ COMMANDS = {
     "training on tokens": ("corpus/train.bin", RESUME, 2),
     "training on an index": ("corpus/train.idx", RESUME, 2),
     "training by a receipt": ("corpus/corpus.json", RESUME, 2),
-    "training with a tokenizer": ("corpus/tokenizer.json", RESUME, 2),
+    "training with a tokenizer": ("corpus/tokenizer.json", RESUME, 1),
     "generating with a tokenizer": ("run/tokenizer.json", GENERATE, 1),
     "inspecting a manifest": (f"{STEP}/manifest.json", f"ckpt inspect @/{STEP}", 1),
     "verifying a shard": (f"{STEP}/{SHARD}", f"ckpt verify @/{STEP}", 1),
