@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from links import GATHERED, ROOT, picture_uri, pictures, rewrite, source_of, sources
+from links import GATHERED, PAPERS, ROOT, picture_uri, pictures, rewrite, source_of, sources
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -10,11 +10,13 @@ from reference import NAV, pages
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Fill the navigation's Reference with the generated pages."""
+    """Fill the Reference of the navigation with generated pages, and The papers with the reports kept."""
     assert config.nav is not None
     for entry in config.nav:
         if "Reference" in entry:
             entry["Reference"] = NAV
+        if "The papers" in entry:
+            entry["The papers"] = PAPERS
     return config
 
 

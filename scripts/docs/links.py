@@ -41,10 +41,16 @@ GATHERED = {
 }
 """Path in the repository → path on the site."""
 REPRODUCED = "scripts/results/reproduce/"
-GATHERED |= {
+REPORTS = {
     str(report.relative_to(ROOT)): f"papers/{report.parent.name}.md"
     for report in sorted(ROOT.glob(f"{REPRODUCED}*/report.md"))
 }
+GATHERED |= REPORTS
+PAPERS = [
+    {"As they came out": GATHERED[f"{REPRODUCED}README.md"]},
+    *({Path(page).stem: page} for page in REPORTS.values()),
+]
+"""Navigation: the index of the papers' reports, then each."""
 MODULES = {
     "mlm/parallel/layers.py": "api/layers.md",
     "mlm/parallel/collectives.py": "api/mesh.md",
