@@ -187,6 +187,11 @@ class Cluster:
         return Job(self, number, Path(str(log).replace("%j", number)))
 
 
+REVOKED_S = 2.0
+"""A node rejects a job that starts in the second in which it was queued again (`Job credential revoked`), and
+SLURM calls it FAILED. Its own wait of two minutes is long enough."""
+
+
 @dataclass
 class Job:
     """A submitted job."""
@@ -240,6 +245,7 @@ class Job:
 
     def start_again(self, limit: int | None = None) -> None:
         """Let it start at once, where SLURM would wait two minutes; `limit` is its time limit in minutes."""
+        time.sleep(REVOKED_S)
         change = ["StartTime=now", *([] if limit is None else [f"TimeLimit={limit}"])]
         self.cluster.ask("scontrol", "update", f"JobId={self.number}", *change, check=False)
 
