@@ -125,7 +125,10 @@ KINDS: dict[str, Kind] = {
     "verify-resume": Kind("a verify-resume", ()),
     "reproduce": Kind(
         "experiments of mlm reproduce",
-        ("steps", "runs", "results", "text", "corpus", "corpus-bert", "v1-*", "ptdp-*", "sp-*", "nanogpt-*"),
+        (
+            *("steps", "runs", "results", "text", "corpora", "corpus", "corpus-bert"),
+            *("v1-*", "ptdp-*", "sp-*", "nanogpt-*"),
+        ),
     ),
     "unfinished": Kind("an import or export that did not finish", (), older=_is_older_unfinished),
 }

@@ -8,6 +8,8 @@ import pytest
 
 from mlm.cli.commands import COMMANDS
 from mlm.cli.compose import load_config
+from mlm.files.folder_types import KINDS, matches
+from mlm.reproduce import run
 from mlm.reproduce.catalogue import EXPERIMENTS
 from mlm.reproduce.config import ReproduceConfig, Scale
 from mlm.reproduce.experiment import ALL_CORES, Experiment, Step
@@ -55,6 +57,15 @@ def test_steps_need_steps_that_there_are(experiment: Experiment, scale: Scale) -
     names = {step.name for step in steps}
     assert all(name in names for step in steps for name in step.needs)
     assert all(re.fullmatch(r"[a-z0-9.-]+", name) for name in names)
+
+
+def test_results_are_in_folders_that_are_not_taken_from_the_user() -> None:
+    """A folder of the user's with one of these names is in the way (mlm/files/folder_types.py)."""
+    found = {experiment.name for experiment in EXPERIMENTS}
+    for experiment, scale in PAIRS:
+        config = ReproduceConfig(name=experiment.name, scale=scale)
+        found |= {step.result.partition("/")[0] for step in run.steps_of(experiment, config)}
+    assert {name for name in found if not matches(name, KINDS["reproduce"].writes)} == set()
 
 
 def test_a_name_stands_for_one_step_in_all_experiments() -> None:
