@@ -57,5 +57,3 @@ class Experiment:
     are `mlm plan …`: nothing is trained."""
     conclude: Callable[[Results], Conclusion]
     """Read the results and say what they show. Called only when all steps are done."""
-    uses_corpus: bool = False
-    """True if the steps of the corpus come first."""

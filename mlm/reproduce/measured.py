@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from mlm.reproduce.conclusion import Series
 from mlm.reproduce.config import ReproduceConfig
-from mlm.reproduce.experiment import Step
+from mlm.reproduce.experiment import NO_MEMORY, Step
 from mlm.reproduce.results import Results
 
 LEAST_ROUNDS = 3
@@ -69,7 +69,7 @@ def timed_steps(
     config: ReproduceConfig,
     *,
     minutes: float,
-    may_fail: str = "",
+    may_lack_memory: bool = False,
 ) -> list[Step]:
     """Return runs of all contenders in as many rounds as there are seeds.
 
@@ -78,9 +78,10 @@ def timed_steps(
         contenders: settings of each beside TIMED.
         config: of the command.
         minutes: that one run takes.
-        may_fail: pattern of an error that is a result too.
+        may_lack_memory: True if on GPUs a contender that does not fit is a result too.
     """
-    machine = ON_CPU if config.scale == "laptop" else ON_GPU
+    on_cpu = config.scale == "laptop"
+    machine = ON_CPU if on_cpu else ON_GPU
     found = list[Step]()
     for number in range(1, config.seeds + 1):
         for contender, words in contenders.items():
@@ -92,7 +93,7 @@ def timed_steps(
                     result=f"runs/{name}",
                     minutes=minutes,
                     needs=(found[-1].name,) if found else (),  # in turns
-                    may_fail=may_fail,
+                    may_fail=NO_MEMORY if may_lack_memory and not on_cpu else "",
                 )
             )
     return found

@@ -1,8 +1,9 @@
 """Steps that plan by formulas, and what they found."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mlm.reproduce.conclusion import Chart, Series
 from mlm.reproduce.experiment import NO_LAYOUT, Step
 from mlm.reproduce.results import Results
 
@@ -51,6 +52,17 @@ def planned(results: Results, name: str) -> dict[str, Any] | None:
         return None
     found: dict[str, Any] = results.json(name)["layouts"][0]
     return found
+
+
+def planned_chart(lines: Mapping[str, Mapping[Any, float]], **axes: Any) -> list[Chart]:
+    """Return a chart with a series for each line that has points; none if nothing fits.
+
+    Args:
+        lines: points by name of the line.
+        axes: fields of the chart but for its series.
+    """
+    series = [Series(name=name, x=list(its), y=list(its.values())) for name, its in lines.items() if its]
+    return [Chart(series=series, **axes)] if series else []
 
 
 def tflops(results: Results, names: Sequence[str]) -> list[float]:

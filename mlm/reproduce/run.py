@@ -79,9 +79,9 @@ def reproduce(experiment: Experiment, config: ReproduceConfig, folder: Path) -> 
 
 
 def steps_of(experiment: Experiment, config: ReproduceConfig) -> list[Step]:
-    """Return the steps of an experiment, each once, those of its corpus first."""
+    """Return the steps of an experiment, each once, after those of the corpora that they read."""
     steps = list({step.name: step for step in experiment.steps(config)}.values())
-    return with_corpus(config, steps) if experiment.uses_corpus else steps
+    return with_corpus(config, steps)
 
 
 @contextmanager

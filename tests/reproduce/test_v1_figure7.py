@@ -15,7 +15,7 @@ from mlm.reproduce.conclusion import Conclusion, Verdict
 from mlm.reproduce.config import ReproduceConfig
 from mlm.reproduce.results import Record
 from mlm.reproduce.v1 import figure7, masked_tokens
-from mlm.reproduce.v1.figure7 import ORDERS, TRAININGS, Trial, trials
+from mlm.reproduce.v1.norm_orders import ORDERS, TRAININGS, Trial, trials
 from tests.reproduce.made_runs import made_results, write_result, write_run
 
 TRAINING = TRAININGS["laptop"]

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from mlm.reproduce.conclusion import Chart, Conclusion, Series, Table, Verdict
+from mlm.reproduce.conclusion import Chart, Conclusion, Table, Verdict
 from mlm.reproduce.config import ReproduceConfig
 from mlm.reproduce.experiment import Experiment, Step
 from mlm.reproduce.measured import (
@@ -16,7 +16,7 @@ from mlm.reproduce.measured import (
     spread,
     timed_steps,
 )
-from mlm.reproduce.planned import A100, cluster_command, layout, layout_step, planned
+from mlm.reproduce.planned import A100, cluster_command, layout, layout_step, planned, planned_chart
 from mlm.reproduce.results import Results
 
 NAME = "ptdp-micro-batch"
@@ -203,26 +203,19 @@ def conclude_plan(results: Results) -> Conclusion:
                 ],
             )
         ],
-        charts=[
-            Chart(
-                name="throughput",
-                title="Planned: 91 billion parameters, tp=8 pp=8",
-                x_label="micro-batch size",
-                y_label="TFLOP/s per GPU",
-                series=[
-                    Series(
-                        name=f"batch {samples}",
-                        x=[b for of, b in found if of == samples],
-                        y=[its["hardware_tflops"] for (of, _), its in found.items() if of == samples],
-                    )
-                    for samples, b in best.items()
-                    if b
-                ],
-                log_x=True,
-            )
-        ]
-        if found
-        else [],
+        charts=planned_chart(
+            {
+                f"batch {samples}": {
+                    b: its["hardware_tflops"] for (of, b), its in found.items() if of == samples
+                }
+                for samples in PAPER_BATCHES
+            },
+            name="throughput",
+            title="Planned: 91 billion parameters, tp=8 pp=8",
+            x_label="micro-batch size",
+            y_label="TFLOP/s per GPU",
+            log_x=True,
+        ),
         commands=commands(),
     )
 

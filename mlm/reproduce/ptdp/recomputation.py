@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from mlm.models.config import ModelConfig
 from mlm.plan.memory import MemoryModel
 from mlm.plan.shape import Layout, Recompute
-from mlm.reproduce.conclusion import Chart, Conclusion, Series, Table, Verdict
+from mlm.reproduce.conclusion import Chart, Conclusion, Table, Verdict
 from mlm.reproduce.config import ReproduceConfig
-from mlm.reproduce.experiment import NO_MEMORY, Experiment, Step
+from mlm.reproduce.experiment import Experiment, Step
 from mlm.reproduce.measured import (
     above,
     line,
@@ -20,7 +20,7 @@ from mlm.reproduce.measured import (
     spread,
     timed_steps,
 )
-from mlm.reproduce.planned import A100, cluster_command, layout, layout_step, planned
+from mlm.reproduce.planned import A100, cluster_command, layout, layout_step, planned, planned_chart
 from mlm.reproduce.results import Results
 
 NAME = "ptdp-recomputation"
@@ -70,13 +70,7 @@ def paper_words(kind: str, batch: int) -> tuple[str, ...]:
 def steps(config: ReproduceConfig) -> Sequence[Step]:
     """Return the runs; at scale=paper the plans of 145 billion parameters on 128 GPUs."""
     if config.scale != "paper":
-        return timed_steps(
-            NAME,
-            contenders(config),
-            config,
-            minutes=0.3,
-            may_fail=NO_MEMORY if config.scale == "node" else "",
-        )
+        return timed_steps(NAME, contenders(config), config, minutes=0.3, may_lack_memory=True)
     return [
         layout_step(f"{NAME}-plan-{kind}-batch{batch}", *paper_words(kind, batch))
         for batch in PAPER_BATCHES
@@ -285,27 +279,20 @@ def conclude_plan(results: Results) -> Conclusion:
                 ],
             )
         ],
-        charts=[
-            Chart(
-                name="throughput",
-                title="Planned: 145 billion parameters on 128 A100",
-                x_label="batch",
-                y_label="tokens/s",
-                series=[
-                    Series(
-                        name=f"recompute={kind}",
-                        x=[batch for of, batch in fits if of == kind],
-                        y=[each["tokens_per_s"] for (of, _), each in fits.items() if of == kind],
-                    )
-                    for kind in KINDS
-                    if any(of == kind for of, _ in fits)
-                ],
-                log_x=True,
-                from_zero=True,
-            )
-        ]
-        if fits
-        else [],
+        charts=planned_chart(
+            {
+                f"recompute={kind}": {
+                    batch: each["tokens_per_s"] for (of, batch), each in fits.items() if of == kind
+                }
+                for kind in KINDS
+            },
+            name="throughput",
+            title="Planned: 145 billion parameters on 128 A100",
+            x_label="batch",
+            y_label="tokens/s",
+            log_x=True,
+            from_zero=True,
+        ),
         commands=commands(),
     )
 

@@ -7,7 +7,7 @@ from mlm.reproduce.conclusion import Chart, Conclusion, Series, Table, Verdict
 from mlm.reproduce.config import ReproduceConfig
 from mlm.reproduce.experiment import Experiment, Step
 from mlm.reproduce.measured import above, line, model, percent, ratios, seconds, spread, timed_steps
-from mlm.reproduce.planned import A100, cluster_command, layout, layout_step, planned
+from mlm.reproduce.planned import A100, cluster_command, layout, layout_step, planned, planned_chart
 from mlm.reproduce.results import Results
 
 NAME = "ptdp-tp-pp"
@@ -165,7 +165,6 @@ def conclude_plan(results: Results, of: Sizes) -> Conclusion:
         for m in of.batches
     }
     said = [f"tp={key[0]} pp={key[1]} at batch {m}" for m, key in best.items() if key is not None]
-    fitting = [m for m in of.batches if best[m] is not None]
     return Conclusion(
         verdict=Verdict.PLANNED,
         seen=f"The plan finds fastest: {', '.join(said) or 'none that fits'}; the paper measured tp=8 pp=8.",
@@ -187,25 +186,21 @@ def conclude_plan(results: Results, of: Sizes) -> Conclusion:
                 note="TFLOP/s count recomputed operations, as the paper's do. Left out: what does not fit.",
             )
         ],
-        charts=[
-            Chart(
-                name="layouts",
-                title="Planned: 162 billion parameters on 64 A100",
-                x_label="",
-                y_label="TFLOP/s per GPU",
-                series=[
-                    Series(
-                        name=f"batch {m}",
-                        x=[f"tp={t} pp={p}" for t, p, batch in found if batch == m],
-                        y=[its["hardware_tflops"] for key, its in found.items() if key[2] == m],
-                    )
-                    for m in fitting
-                ],
-                from_zero=True,
-            )
-        ]
-        if fitting
-        else [],
+        charts=planned_chart(
+            {
+                f"batch {m}": {
+                    f"tp={t} pp={p}": its["hardware_tflops"]
+                    for (t, p, batch), its in found.items()
+                    if batch == m
+                }
+                for m in of.batches
+            },
+            name="layouts",
+            title="Planned: 162 billion parameters on 64 A100",
+            x_label="",
+            y_label="TFLOP/s per GPU",
+            from_zero=True,
+        ),
         commands=commands(),
     )
 

@@ -9,7 +9,7 @@ from mlm.plan.shape import Layout, Recompute, Shape
 from mlm.plan.software import MEGATRON_2021
 from mlm.reproduce.conclusion import Chart, Conclusion, Series, Table, Verdict
 from mlm.reproduce.config import ReproduceConfig
-from mlm.reproduce.experiment import NO_MEMORY, Experiment, Step
+from mlm.reproduce.experiment import Experiment, Step
 from mlm.reproduce.measured import above, line, model, percent, ratios, seconds, timed_steps
 from mlm.reproduce.planned import A100, cluster_command, layout, layout_step, planned
 from mlm.reproduce.results import Results
@@ -98,13 +98,7 @@ def paper_words(case: Case) -> tuple[str, ...]:
 def steps(config: ReproduceConfig) -> Sequence[Step]:
     """Return the runs; at scale=paper the plans of the 22 billion model."""
     if config.scale != "paper":
-        return timed_steps(
-            NAME,
-            contenders(config),
-            config,
-            minutes=0.25,
-            may_fail=NO_MEMORY if config.scale == "node" else "",
-        )
+        return timed_steps(NAME, contenders(config), config, minutes=0.25, may_lack_memory=True)
     return [layout_step(f"{NAME}-plan-{name}", *paper_words(case)) for name, case in CASES.items()]
 
 

@@ -284,5 +284,4 @@ EXPERIMENT = Experiment(
     minutes=75,
     steps=steps,
     conclude=conclude,
-    uses_corpus=True,
 )

@@ -9,6 +9,16 @@ from mlm.reproduce.measured import LEAST_ROUNDS, Spread
 CORPUS = "corpus"
 
 
+def parameters_of(layers: int, hidden: int) -> int:
+    """Return the weights of the layers' products, embeddings left out: 12 L H²."""
+    return 12 * layers * hidden**2
+
+
+def millions(parameters: int) -> str:
+    """Return a number of parameters in words: `3.1M`."""
+    return f"{parameters / 1e6:.2g}M" if parameters < 1e8 else f"{parameters / 1e6:.0f}M"
+
+
 @dataclass(frozen=True)
 class Size:
     """A model of the comparison."""
@@ -24,13 +34,13 @@ class Size:
 
     @property
     def parameters(self) -> int:
-        """Weights of the layers' products, embeddings left out: 12 L H²."""
-        return 12 * self.layers * self.hidden**2
+        """Weights of the layers' products, embeddings left out."""
+        return parameters_of(self.layers, self.hidden)
 
     @property
     def label(self) -> str:
         """Its parameters in words: `3.1M`."""
-        return f"{self.parameters / 1e6:.2g}M" if self.parameters < 1e8 else f"{self.parameters / 1e6:.0f}M"
+        return millions(self.parameters)
 
     @property
     def words(self) -> tuple[str, ...]:

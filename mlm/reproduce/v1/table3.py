@@ -234,5 +234,4 @@ EXPERIMENT = Experiment(
     minutes=95,
     steps=steps,
     conclude=conclude,
-    uses_corpus=True,
 )

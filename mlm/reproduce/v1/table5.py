@@ -12,6 +12,7 @@ from mlm.reproduce.experiment import ALL_CORES, Experiment, Step
 from mlm.reproduce.measured import LEAST_ROUNDS, line, spread
 from mlm.reproduce.planned import layout_step, planned
 from mlm.reproduce.results import Results
+from mlm.reproduce.v1.sizes import millions, parameters_of
 
 CORPUS = "corpus-bert"
 TASK = "sst2"
@@ -37,8 +38,7 @@ class Size:
     @property
     def label(self) -> str:
         """Parameters of its layers, embeddings left out: `3.1M`."""
-        count = 12 * self.layers * self.hidden**2
-        return f"{count / 1e6:.2g}M" if count < 1e8 else f"{count / 1e6:.0f}M"
+        return millions(parameters_of(self.layers, self.hidden))
 
     @property
     def pretraining(self) -> str:
@@ -348,5 +348,4 @@ EXPERIMENT = Experiment(
     minutes=15,
     steps=steps,
     conclude=conclude,
-    uses_corpus=True,
 )
