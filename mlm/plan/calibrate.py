@@ -4,7 +4,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TypedDict
 
 import torch
@@ -23,7 +22,14 @@ from mlm.parallel.mesh import ParallelContext
 from mlm.plan.calibrate_config import CalibrationJob, Format, PlanCalibrateConfig
 from mlm.plan.calibrate_fit import Measured, Message, figures, fit, merged
 from mlm.plan.calibrate_measure import Measurements, Sizes
-from mlm.plan.hardware import HardwareConfig, PeakConfig, calibration_file, host_memory, preset_of_gpu
+from mlm.plan.hardware import (
+    HardwareConfig,
+    PeakConfig,
+    calibration_file,
+    cpu_name,
+    host_memory,
+    preset_of_gpu,
+)
 from mlm.report.peak import memory_bytes, table_peak
 from mlm.terminal import add_row, console, count_progress, table
 from mlm.train.memory import reuse_large_blocks
@@ -127,15 +133,6 @@ def blank(name: str | None, ctx: ParallelContext, base: int) -> HardwareConfig:
         peak_tflops=PeakConfig(**peaks),
         **UNKNOWN,
     )
-
-
-def cpu_name() -> str:
-    """The processor's name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
 
 
 def show(hardware: HardwareConfig, measured: Measured, dtype: str) -> None:

@@ -172,3 +172,12 @@ def calibrated() -> HardwareConfig | None:
         return hardware_of(yaml.safe_load(calibration_file().read_text("utf-8")))
     except (OSError, RuntimeError, ValueError, TypeError, AttributeError, yaml.YAMLError):
         return None
+
+
+def cpu_name() -> str:
+    """Return the processor's name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")

@@ -1,6 +1,7 @@
-"""What is remembered of steps that are done: one JSON file each, beside its log."""
+"""Records of steps that are done: one JSON file each, beside its log."""
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from mlm.reproduce.results import REMOVE, Record, read_object
 
 STEPS = "steps"
 LARGEST = 1 << 20  # bytes of a record
-NAMES = ("words", "code", "seconds", "said")
+NAMES = ("words", "code", "seconds", "said", "hardware", "versions")
 
 
 def record_path(folder: Path, name: str) -> Path:
@@ -25,9 +26,10 @@ def log_path(folder: Path, name: str) -> Path:
     return folder / STEPS / f"{name}.log"
 
 
-def remember(folder: Path, step: Step, record: Record, facts: Mapping[str, object]) -> None:
-    """Write the record of a step that has ended. Raises OSError."""
-    write_atomic(record_path(folder, step.name), as_json({**asdict(record), **facts}))
+def remember(folder: Path, name: str, record: Record) -> None:
+    """Write the record of a step that has ended now. Raises OSError."""
+    fields = {**asdict(record), "ended": round(time.time(), 3)}
+    write_atomic(record_path(folder, name), as_json(fields))
 
 
 def read_records(folder: Path, steps: Sequence[Step]) -> dict[str, Record]:
@@ -57,16 +59,18 @@ def read_records(folder: Path, steps: Sequence[Step]) -> dict[str, Record]:
 def _record(path: Path) -> Record:
     """Read a record. Raises CorruptFileError."""
     fields = read_object(path, LARGEST)
-    words, code, seconds, said = map(fields.get, NAMES)
+    words, code, seconds, said, hardware, versions = map(fields.get, NAMES)
     if not (
         isinstance(words, list)
         and all(isinstance(word, str) for word in words)
         and isinstance(code, int)
         and isinstance(seconds, int | float)
         and isinstance(said, str)
+        and isinstance(hardware, str)
+        and isinstance(versions, str)
     ):
         raise CorruptFileError(f"{path} is damaged: it needs {', '.join(NAMES)}; {REMOVE}")
-    return Record(tuple(words), code, float(seconds), said)
+    return Record(tuple(words), code, float(seconds), said, hardware, versions)
 
 
 def _first_difference(words: Sequence[str], now: Sequence[str]) -> str:

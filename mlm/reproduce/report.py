@@ -1,7 +1,5 @@
 """The report of an experiment: a page, Markdown, pictures, and all numbers as JSON, in its folder."""
 
-import os
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -12,11 +10,15 @@ from mlm.errors import UserError
 from mlm.files.atomic import write_atomic
 from mlm.files.bounded import as_json
 from mlm.launch.versions import versions
+from mlm.report.history import finite
 from mlm.reproduce.conclusion import Conclusion, Table
+from mlm.reproduce.corpus import DOCUMENTS, TEXT
 from mlm.reproduce.experiment import Experiment
+from mlm.reproduce.host import hardware_here, versions_here
 from mlm.reproduce.page import page_of, shown
 from mlm.reproduce.pictures import draw
 from mlm.reproduce.results import Results
+from mlm.reproduce.text import LICENCES, packages
 
 PAGE = "report.html"
 MADE = "<!-- Written by mlm reproduce, which replaces this file. -->"
@@ -45,32 +47,24 @@ def write_report(experiment: Experiment, conclusion: Conclusion, results: Result
 
 
 def machine(results: Results) -> dict[str, str]:
-    """Return what the numbers were measured with, in words."""
+    """Return what the numbers were measured with, in words; of an experiment without steps, this machine."""
+    records = results.records.values()
+    text = results.folder / DOCUMENTS / LICENCES
     return {
         "scale": results.config.scale,
-        "hardware": f"{processor()}, {len(os.sched_getaffinity(0))} cores",
-        "system": f"{platform.system()} {platform.release()}",
-        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
+        "hardware": "; ".join(dict.fromkeys(each.hardware for each in records)) or hardware_here(),
+        "versions": "; ".join(dict.fromkeys(each.versions for each in records)) or versions_here(),
         "seeds": ", ".join(map(str, results.seeds)),
+        **({"text": ", ".join(packages(text))} if TEXT in results.steps and text.is_file() else {}),
         "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
-
-
-def processor() -> str:
-    """Return the name of the processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        lines = []
-    found = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(found, platform.machine())
 
 
 def document(
     experiment: Experiment, conclusion: Conclusion, results: Results, facts: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return all that a report says, for machines."""
-    return {
+    """Return all that a report says, for machines; numbers that are not finite are null."""
+    found = {
         "task": "reproduce",
         "experiment": experiment.name,
         "title": experiment.title,
@@ -86,6 +80,7 @@ def document(
         "steps": {name: asdict(results.records[name]) for name in results.steps},
         "versions": versions(),
     }
+    return {key: finite(value) for key, value in found.items()}
 
 
 def markdown(

@@ -23,7 +23,18 @@ WARM_UP = 3
 """Steps of a run whose times do not count: caches, allocator and threads warm up."""
 
 
-def read_object(path: Path, most: int) -> dict[str, Any]:
+class Fields(dict[str, Any]):
+    """Fields of a JSON file, of which a missing one is an error of that file."""
+
+    def __init__(self, path: Path, fields: dict[str, Any]) -> None:
+        super().__init__(fields)
+        self.path = path
+
+    def __missing__(self, key: str) -> Any:
+        raise CorruptFileError(f"{self.path} is damaged: it has no {key}; {REMOVE}")
+
+
+def read_object(path: Path, most: int) -> Fields:
     """Read a JSON object of at most `most` bytes. Raises OSError, CorruptFileError."""
     content = read_bounded(path, most, REMOVE)
     try:
@@ -32,7 +43,7 @@ def read_object(path: Path, most: int) -> dict[str, Any]:
         raise CorruptFileError(f"{path} is damaged: {error}; {REMOVE}") from error
     if not isinstance(found, dict):
         raise CorruptFileError(f"{path} is damaged: it is no JSON object; {REMOVE}")
-    return found
+    return Fields(path, found)
 
 
 @dataclass(frozen=True)
@@ -54,7 +65,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Record:
-    """What is remembered of a step."""
+    """Record of a step that is done."""
 
     words: tuple[str, ...]
     code: int
@@ -62,6 +73,10 @@ class Record:
     seconds: float
     said: str
     """The last line of a failed step."""
+    hardware: str = ""
+    """Of the machine that it ran on."""
+    versions: str = ""
+    """Of the programs that it ran with."""
 
 
 class Results:
@@ -95,8 +110,11 @@ class Results:
         """True for a step that may fail, and did."""
         return self.records[name].code != 0
 
-    def json(self, name: str) -> dict[str, Any]:
-        """Return the JSON object that a step left. Raises OSError, CorruptFileError."""
+    def json(self, name: str) -> Fields:
+        """Return the JSON object that a step left.
+
+        Raises OSError, CorruptFileError, the latter for a missing key too.
+        """
         return read_object(self.path(name), LARGEST)
 
     def run(self, name: str) -> Run:

@@ -1,6 +1,5 @@
 """Runs what is left of an experiment's steps: several beside each other where each keeps few cores busy."""
 
-import os
 import re
 import shlex
 import subprocess
@@ -12,9 +11,9 @@ from pathlib import Path
 
 from mlm.errors import CheckFailedError, UserError, writing_to
 from mlm.launch.child_run import failure_of, kill, started
-from mlm.launch.versions import versions
 from mlm.report.history import FILE_NAME
 from mlm.reproduce.experiment import ALL_CORES, Step
+from mlm.reproduce.host import hardware_here, versions_here
 from mlm.reproduce.logged import last_step, steps_of
 from mlm.reproduce.records import log_path, remember
 from mlm.reproduce.results import Record
@@ -123,10 +122,10 @@ class Runner:
             raise CheckFailedError(
                 f"step {step.name} was stopped after {done} of {total} steps; the same command continues"
             )
-        record = Record(step.words, code, round(seconds, 3), "" if failure is None else str(failure))
-        facts = {"ended": round(time.time(), 3), "host_cores": os.cpu_count(), "versions": versions()}
+        said = "" if failure is None else str(failure)
+        record = Record(step.words, code, round(seconds, 3), said, hardware_here(), versions_here())
         with writing_to(str(self.folder)):
-            remember(self.folder, step, record, facts)
+            remember(self.folder, step.name, record)
         self.records[step.name] = record
         return f"{step.name}: {seconds / 60:.1f} min" + (", failed" if failure else "")
 

@@ -7,6 +7,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import distribution
+from itertools import pairwise
 from pathlib import Path
 
 from mlm.errors import UserError
@@ -15,7 +16,7 @@ from mlm.reproduce.apt import download, missing_programs
 from mlm.reproduce.debian_text import CHOICES, LICENCES, write_text
 from mlm.reproduce.plays import INSTALL, PACKAGE, VERSION, installed_plays, read_plays, write_plays
 
-__all__ = ["SOURCES", "source_problem"]
+__all__ = ["LICENCES", "SOURCES", "packages", "source_problem"]
 
 SOURCES = AUTO, DEBIAN, PLAYS = "auto", "debian", "plays"
 
@@ -52,6 +53,12 @@ def written(corpus: str, debs: Path, out: Path) -> Iterator[str]:
             return
     yield from write_plays(read_plays(None, None), out)
     write_atomic(out / LICENCES, licence_of_plays().encode())
+
+
+def packages(licences: Path) -> list[str]:
+    """Return the packages that a file LICENCES names, with their versions."""
+    lines = licences.read_text("utf-8").splitlines()
+    return [before for before, line in pairwise(lines) if line.startswith("Licence of the ")]
 
 
 def licence_of_plays() -> str:

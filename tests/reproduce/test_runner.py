@@ -195,12 +195,13 @@ def test_a_damaged_record_is_named(folder: Path, content: str) -> None:
         ran(folder, writing("one"))
 
 
-def test_a_damaged_result_is_named(folder: Path) -> None:
-    step = writing("one", '{"value": 1')
+@pytest.mark.parametrize("content", ['{"value": 1', "[1]", "{}"])
+def test_a_damaged_result_is_named(folder: Path, content: str) -> None:
+    step = writing("one", content)
     ran(folder, step)
     results = Results(ReproduceConfig(out=str(folder)), [step], read_records(folder, [step]))
     with pytest.raises(CorruptFileError, match=r"one\.json is damaged.*delete it, and the step runs again"):
-        results.json("one")
+        results.json("one")["value"]
 
 
 @pytest.mark.parametrize("content", [None, "", '{"kind": "step", "step": 2, "loss": 1.0}\n'])
