@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,31 @@ def test_a_signal_as_the_ranks_leave_does_not_lose_their_exit_code(cluster: Path
     command = ["bash", "-c", 'export SCRIPT=$$; . "$0"', str(SCRIPT)]
     codes = [subprocess.run(command, cwd=cluster, env=environ, timeout=20).returncode for _ in range(10)]
     assert codes == [7] * 10
+
+
+def test_no_process_outlives_the_script(cluster: Path) -> None:
+    """Of a script that is signalled before it has noted its step, and ends at once."""
+    (cluster / "srun").write_text("#!/usr/bin/env bash\nexit 3\n")
+    (cluster / "early").write_text(
+        "trap 'if [[ $BASH_COMMAND == status=* ]]; then rm -f $state/process; kill -USR1 $$; fi' DEBUG"
+    )
+    environ = {
+        "PATH": f"{cluster}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "7",
+        "BASH_ENV": str(cluster / "early"),
+    }
+    assert subprocess.run(["bash", str(SCRIPT)], cwd=cluster, env=environ, timeout=20).returncode == 3
+    end = time.monotonic() + 10
+    while (left := processes_in(cluster)) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not left
+
+
+def processes_in(folder: Path) -> list[str]:
+    """Return the processes whose working directory a folder is."""
+    found = []
+    for each in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (each / "cwd").resolve() == folder:
+                found.append(each.name)
+    return found

@@ -2,9 +2,11 @@
 
 import errno
 import json
+import math
 import os
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -14,7 +16,9 @@ from mlm.cli import main
 from mlm.files.lock import Lock
 from mlm.reproduce import preflight, run, runner
 from mlm.reproduce.catalogue import EXPERIMENTS
+from mlm.reproduce.conclusion import Conclusion, Table, Verdict
 from mlm.reproduce.experiment import Experiment, Step
+from mlm.reproduce.results import Results
 from tests.reproduce.made import experiment, writing
 
 
@@ -66,6 +70,29 @@ def test_the_same_command_continues(made: Experiment, capsys: pytest.CaptureFixt
     assert main(["reproduce", "all", "out=r"]) == 0
     assert Path("r/results/one.json").stat().st_mtime_ns == before
     assert "steps to run" not in capsys.readouterr().out.rpartition("Seen here")[0].partition("Seen here")[2]
+
+
+def test_a_report_names_the_machine_that_measured(made: Experiment) -> None:
+    assert main(["reproduce", "v1-made", "out=r"]) == 0
+    record = Path("r/steps/two.json")
+    fields = json.loads(record.read_bytes())
+    record.write_text(json.dumps({**fields, "hardware": "another machine", "versions": "mlm 9"}))
+    assert main(["reproduce", "v1-made", "out=r"]) == 0
+    text = Path("r/v1-made/report.md").read_text()
+    assert f"{fields['hardware']}; another machine" in text
+    assert f"{fields['versions']}; mlm 9" in text
+
+
+def test_numbers_that_are_not_finite_are_null(made: Experiment, monkeypatch: pytest.MonkeyPatch) -> None:
+    def infinite(results: Results) -> Conclusion:
+        table = Table(title="Losses", headings=("run", "loss"), rows=[("one", math.inf), ("two", math.nan)])
+        return Conclusion(verdict=Verdict.OPEN, seen="both diverged", limits=("all",), tables=(table,))
+
+    for module in (run, preflight):
+        monkeypatch.setattr(module, "EXPERIMENTS", (replace(made, conclude=infinite),))
+    assert main(["reproduce", "v1-made", "out=r"]) == 0
+    text = Path("r/v1-made/result.json").read_text()
+    assert json.loads(text, parse_constant=pytest.fail)["tables"][0]["rows"] == [["one", None], ["two", None]]
 
 
 @pytest.mark.parametrize(
