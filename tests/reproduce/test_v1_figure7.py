@@ -1,6 +1,7 @@
 """v1-figure7: its runs differ in what is compared alone, and its conclusion from made-up runs."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,19 @@ from mlm.reproduce.v1 import figure7, masked_tokens
 from mlm.reproduce.v1.norm_orders import ORDERS, TRAININGS, Trial, trials
 from tests.reproduce.made_runs import made_results, write_result, write_run
 
-TRAINING = TRAININGS["laptop"]
+TRAINING = replace(
+    TRAININGS["laptop"],
+    best={"post": {12: 3e-3, 24: 1e-3, 48: 1e-3}, "pre": {12: 1e-3, 24: 1e-3, 48: 3e-3}},
+)
+"""Settings in which each order has a best rate of its own, at 12 and at 48 layers."""
 SINGLE = 6.5
 """Entropy of masked tokens in these tests."""
+
+
+@pytest.fixture(autouse=True)
+def training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRAINING in place of the laptop's."""
+    monkeypatch.setitem(TRAININGS, "laptop", TRAINING)
 
 
 def step_words(trial: Trial, corpus: str = "auto") -> list[str]:
@@ -54,7 +65,7 @@ def test_all_seeds_run_at_the_compared_rates_and_the_sweep_has_one_seed() -> Non
         for order in ORDERS:
             compared = {TRAINING.shared, TRAINING.best[order][layers]}
             mine = [trial for trial in found if (trial.layers, trial.order) == (layers, order)]
-            for rate in {*compared, *TRAINING.swept}:
+            for rate in {*compared, *(TRAINING.swept if layers == 48 else ())}:
                 seeds = [trial.seed for trial in mine if trial.rate == rate]
                 assert seeds == ([1, 2, 3] if rate in compared else [1])
 

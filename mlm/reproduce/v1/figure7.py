@@ -214,7 +214,7 @@ def limits(found: Measured) -> list[str]:
     lines = [
         f"Models are {training.width} wide and see {tokens:.2g}M tokens, the paper's are {PAPER_WIDTH} wide "
         "and see a million times as many: this is the beginning of training, and says nothing about its end.",
-        "Learning rates were swept with one seed, in factors of about three.",
+        f"Learning rates were swept at {training.depths[-1]} layers, with one seed, in factors of three.",
         "Sentence order is learned beside masked tokens, as in the paper; masked tokens alone are compared.",
     ]
     for layers in found.training.depths:
@@ -331,7 +331,7 @@ EXPERIMENT = Experiment(
     claim="With layer norm after the residual sums, as in the first BERT, a model of 336M parameters "
     "(24 layers) trains and one of 752M (48 layers) is unstable; with layer norm before attention and MLP "
     "both train, and to a lower loss.",
-    minutes=60,
+    minutes=110,
     steps=steps,
     conclude=conclude,
 )

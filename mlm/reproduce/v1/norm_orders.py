@@ -39,7 +39,7 @@ class Training:
     best: Mapping[str, Mapping[int, float]]
     """The rate of each order and depth that is best for it, found by a sweep before."""
     swept: tuple[float, ...]
-    """Rates that the first seed tries in any case."""
+    """Rates that the first seed tries with the deepest models."""
     machine: tuple[str, ...]
     cores: int
     minutes_per_layer: float
@@ -72,14 +72,14 @@ TRAININGS: dict[Scale, Training] = {
         heads=4,
         seq=64,
         batch=16,
-        steps=600,
+        steps=1200,
         warm_up=60,
         shared=1e-3,
-        best={"post": {12: 3e-3, 24: 1e-3, 48: 1e-3}, "pre": {12: 1e-3, 24: 1e-3, 48: 3e-3}},
-        swept=(1e-3, 3e-3),
+        best={order: dict.fromkeys((12, 24, 48), 1e-3) for order in ORDERS},
+        swept=(3e-4, 3e-3),
         machine=("train.micro_batch_size=16", "dist.device=cpu", "dist.threads_per_rank=1"),
         cores=1,
-        minutes_per_layer=0.08,
+        minutes_per_layer=0.16,
     ),
     "node": Training(
         depths=(12, 24, 48),
@@ -91,7 +91,7 @@ TRAININGS: dict[Scale, Training] = {
         warm_up=500,
         shared=5e-4,
         best={order: dict.fromkeys((12, 24, 48), 5e-4) for order in ORDERS},
-        swept=(1e-4, 5e-4, 2e-3),
+        swept=(1e-4, 2e-3),
         machine=("precision=bf16", "dp=8", "train.micro_batch_size=32"),
         cores=ALL_CORES,
         minutes_per_layer=0.5,
@@ -127,7 +127,8 @@ def trials(training: Training, seeds: int) -> list[Trial]:
 
 def rates_of(training: Training, layers: int, order: str, seed: int) -> list[float]:
     """Return the learning rates that a seed tries."""
-    return sorted({training.shared, training.best[order][layers], *(training.swept if seed == 1 else ())})
+    swept = training.swept if seed == 1 and layers == training.depths[-1] else ()
+    return sorted({training.shared, training.best[order][layers], *swept})
 
 
 def training_step(training: Training, trial: Trial, config: ReproduceConfig) -> Step:
