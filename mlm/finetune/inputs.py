@@ -216,7 +216,8 @@ FREE = (
 """Keys of those sections that may change in a run directory."""
 MAY_CHANGE = (
     *("name", "out", "seeds", "compile", "profile", "data.predict_tests"),
-    *("tp", "cp", "pp", "vp", "dp", "sequence_parallel", "pipeline", "zero", "zero_reduce", "recompute"),
+    *("tp", "cp", "pp", "vp", "dp", "sequence_parallel", "tp_overlap", "pipeline", "zero"),
+    *("zero_reduce", "recompute"),
     *("precision.initial_loss_scale", "precision.min_loss_scale", "precision.loss_scale_window"),
     "precision.cast",
 )

@@ -6,12 +6,14 @@ mlm/parallel/linear.py; they are apart because tensor-parallel ranks hold differ
 Shapes: x [S, B, I] or [S/t, B, I], weight [O, I], y [S, B, O].
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mlm.parallel import fp8 as in_fp8
+from mlm.parallel.chunks import gathered_products
 from mlm.parallel.collectives import gather_rows, start_all_gather, start_all_reduce, start_reduce_scatter
 from mlm.parallel.layers import ColumnParallelLinear
 from mlm.parallel.linear import Postponed
@@ -34,13 +36,16 @@ class _Pair(torch.autograd.Function):
         used = [w if layer.cast is None else layer.cast for layer, w in zip(layers, weights, strict=True)]
         ctx.save_for_backward(x, *used)
         ctx.dtypes = [None if p is None else p.dtype for p in parameters]
-        whole = gather_rows(x, ctx.tp) if ctx.sequence_parallel else x
         multiply = in_fp8.product if ctx.fp8 else product
-        return tuple(
-            multiply(whole, w.to(x.dtype), None if b is None else b.to(x.dtype))
+        products = [
+            partial(multiply, weight=w.to(x.dtype), bias=None if b is None else b.to(x.dtype))
             for w, b in zip(used, biases, strict=True)
             if w is not None
-        )
+        ]
+        if ctx.sequence_parallel and first.parts > 1 and x.shape[0] % first.parts == 0:
+            return tuple(gathered_products(x, ctx.tp, first.parts, products))
+        whole = gather_rows(x, ctx.tp) if ctx.sequence_parallel else x
+        return tuple(times(whole) for times in products)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mlm.parallel.collectives import reduce_from_tp, scatter_sequence
 from mlm.parallel.init import init_parameters
-from mlm.parallel.linear import Postponed, column_parallel_linear, linear
+from mlm.parallel.linear import Postponed, column_parallel_linear, linear, row_parallel_linear
 from mlm.parallel.mesh import Axis
 
 
@@ -51,6 +51,8 @@ class Split(nn.Module):
     """True if products are of 8-bit floats (`mlm.parallel.fp8`); of linear layers only."""
     total: Tensor | None = None
     """Sum that the weight's gradient joins inside its product (`Totals`); of linear layers only."""
+    parts: int = 1
+    """Of the rows, whose communication over tp overlaps the products of others; of linear layers only."""
 
     def __init__(self, *, tp: Axis, sequence_parallel: bool, init_std: float) -> None:
         super().__init__()
@@ -122,6 +124,7 @@ class ColumnParallelLinear(Split):
             cast=self.cast,
             fp8=self.fp8,
             total=self.total,
+            parts=self.parts,
         )
 
 
@@ -160,9 +163,22 @@ class RowParallelLinear(Split):
         """[S, B, I/t] -> [S, B, O]."""
         if self.tp.size == 1:
             return linear(x, self.weight, self.bias, self.postponed, self.cast, self.fp8, self.total)
+        rows = x.shape[0] // self.tp.size if self.sequence_parallel else x.shape[0]
         # the bias joins after the sum, or it would be added t times
-        partial = linear(x, self.weight, None, self.postponed, self.cast, self.fp8, self.total)
-        y = self.leave(partial)
+        if self.parts > 1 and rows % self.parts == 0:
+            y = row_parallel_linear(
+                x,
+                self.weight,
+                self.tp,
+                self.parts,
+                sequence_parallel=self.sequence_parallel,
+                postponed=self.postponed,
+                cast=self.cast,
+                fp8=self.fp8,
+                total=self.total,
+            )
+        else:
+            y = self.leave(linear(x, self.weight, None, self.postponed, self.cast, self.fp8, self.total))
         return y if self.bias is None else y + self.bias.to(x.dtype)
 
 

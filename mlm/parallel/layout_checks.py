@@ -180,6 +180,19 @@ def _tp_divides_sequence(values: Settings, _: Launch) -> Breach | None:
     )
 
 
+def overlapped_tokens(values: Settings) -> int:
+    """Tokens of a sequence that tp_overlap cuts into parts: those that a rank communicates."""
+    tokens = values["data.seq_length"] // values["cp"]
+    return int(tokens // values["tp"] if values["sequence_parallel"] else tokens)
+
+
+def _parts_divide_sequence(values: Settings, _: Launch) -> Breach | None:
+    tokens, parts = overlapped_tokens(values), values["tp_overlap"]
+    if values["tp"] == 1 or tokens % parts == 0:
+        return None
+    return Breach(f"{values.typed('tp_overlap')} does not divide a rank's {tokens} tokens of a sequence")
+
+
 def _cp_divides_sequence(values: Settings, _: Launch) -> Breach | None:
     cp = values["cp"]
     if cp == 1 or values["data.seq_length"] % (2 * cp) == 0:
@@ -332,6 +345,11 @@ TRAIN_RULES = (
         (*_SEQUENCE, "cp", "tp", "sequence_parallel"),
         ("data.seq_length", "sequence_parallel"),
         _tp_divides_sequence,
+    ),
+    LayoutRule(
+        ("data.seq_length", "cp", "tp", "sequence_parallel", "tp_overlap"),
+        ("tp_overlap",),
+        _parts_divide_sequence,
     ),
     LayoutRule(
         (*_RANKS, "vp", "pipeline", "train.global_batch_size", "train.micro_batch_size"),

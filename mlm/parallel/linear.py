@@ -7,7 +7,8 @@ master weights, gradient accumulation and reduction stay in float32.
 Where the layer is split by column, the input's gradient is summed over tp (operator f). Here that sum is
 under way while the weight's gradient is computed. With sequence parallelism the input is gathered along S
 before the product, and again in backward rather than kept, while the input's gradient is computed
-(arXiv:2205.05198, section 4.2.2).
+(arXiv:2205.05198, section 4.2.2). What has no product beside it can be communicated in parts, each beside the
+product of another (chunks.py).
 
 Shapes: x [S, …, I] or [S/t, …, I], weight [O, I], y [S, …, O].
 """
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from mlm.parallel import fp8 as in_fp8
+from mlm.parallel.chunks import gathered_products, scattered_product, summed_product
 from mlm.parallel.collectives import (
     copy_to_tp,
     gather_rows,
@@ -66,6 +68,7 @@ class _Linear(torch.autograd.Function):
         postponed: Postponed | None,
         fp8: bool,
         total: Tensor | None,
+        parts: int,
     ) -> Tensor:
         # the weight as it is kept: a cast of our own is cheaper made twice than saved
         used = weight if cast is None else cast
@@ -74,9 +77,12 @@ class _Linear(torch.autograd.Function):
         ctx.tp, ctx.sequence_parallel, ctx.postponed, ctx.fp8 = tp, sequence_parallel, postponed, fp8
         # recomputation hands a placeholder of the saved weight to backward, whose gradient would be lost
         ctx.leaf, ctx.total = None if postponed is None else weight, total
-        whole = gather_rows(x, tp) if sequence_parallel else x
         multiply = in_fp8.product if fp8 else product
-        return multiply(whole, used.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        narrow, offset = used.to(x.dtype), None if bias is None else bias.to(x.dtype)
+        if sequence_parallel and parts > 1:
+            return gathered_products(x, tp, parts, [lambda rows: multiply(rows, narrow, offset)])[0]
+        whole = gather_rows(x, tp) if sequence_parallel else x
+        return multiply(whole, narrow, offset)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -99,15 +105,69 @@ class _Linear(torch.autograd.Function):
             gather_over = tp if ctx.sequence_parallel else None
             postponed.add(_weight_job(x, ctx.leaf, ctx.total, dy2, gather_over, ctx.fp8))
         elif needs_weight:
-            whole = (x if gathering is None else gathering.wait()).reshape(-1, x.shape[-1])
-            if ctx.total is not None:
-                add_weight_gradient(ctx.total, dy2, whole)
-            else:
-                gradient = in_fp8.weight_gradient if ctx.fp8 else weight_gradient
-                dw = gradient(dy2, whole, ctx.weight_dtype)
+            whole = x if gathering is None else gathering.wait()
+            dw = _own_gradient(whole, ctx.weight_dtype, ctx.total, dy2, ctx.fp8)
         if needs_bias:
             db = dy2.sum(0, dtype=ctx.bias_dtype)
-        return summing.wait() if summing is not None else dx, dw, db, None, None, None, None, None, None
+        dx = summing.wait() if summing is not None else dx
+        return dx, dw, db, None, None, None, None, None, None, None
+
+
+class _RowParallel(torch.autograd.Function):
+    """x weight^T summed over tp, in parts whose sums are under way while the next is multiplied."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        cast: Tensor | None,
+        tp: Axis,
+        sequence_parallel: bool,
+        postponed: Postponed | None,
+        fp8: bool,
+        total: Tensor | None,
+        parts: int,
+    ) -> Tensor:
+        used = weight if cast is None else cast
+        ctx.save_for_backward(x, used)
+        ctx.weight_dtype, ctx.total, ctx.fp8 = weight.dtype, total, fp8
+        ctx.gather_over, ctx.parts, ctx.postponed = tp if sequence_parallel else None, parts, postponed
+        ctx.leaf = None if postponed is None else weight
+        multiply, narrow = in_fp8.product if fp8 else product, used.to(x.dtype)
+        leave = scattered_product if sequence_parallel else summed_product
+        return leave(x, tp, parts, lambda rows: multiply(rows, narrow))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        narrow, postponed = weight.to(dy.dtype), ctx.postponed
+
+        def times_weight(rows: Tensor) -> Tensor:
+            return in_fp8.input_gradient(rows, narrow) if ctx.fp8 else product(rows, narrow.t())
+
+        if ctx.gather_over is None:
+            dx = times_weight(dy)
+        else:  # the gathered gradient is kept: the weight's gradient is a product with all of it
+            dy, dx = gathered_products(dy, ctx.gather_over, ctx.parts, [lambda rows: rows, times_weight])
+        dy2, dw = dy.reshape(-1, dy.shape[-1]), None
+        if ctx.needs_input_grad[1]:
+            if postponed is not None and postponed.open:
+                postponed.add(_weight_job(x, ctx.leaf, ctx.total, dy2, None, ctx.fp8))
+            else:
+                dw = _own_gradient(x, ctx.weight_dtype, ctx.total, dy2, ctx.fp8)
+        return dx, dw, None, None, None, None, None, None, None
+
+
+def _own_gradient(
+    x: Tensor, dtype: torch.dtype, total: Tensor | None, dy: Tensor, fp8: bool
+) -> Tensor | None:
+    """Return the weight's gradient [O, I], from x […, I] and dy [rows, O]; None if `total` has taken it."""
+    x = x.reshape(-1, x.shape[-1])
+    if total is not None:
+        add_weight_gradient(total, dy, x)
+        return None
+    return (in_fp8.weight_gradient if fp8 else weight_gradient)(dy, x, dtype)
 
 
 def _weight_job(
@@ -115,19 +175,17 @@ def _weight_job(
 ) -> Callable[[], None]:
     @torch.no_grad()
     def run() -> None:
-        whole = (x if gather_over is None else gather_rows(x, gather_over)).reshape(-1, x.shape[-1])
-        if total is not None:
-            add_weight_gradient(total, dy, whole)
-            return
-        gradient = in_fp8.weight_gradient if fp8 else weight_gradient
-        dw = gradient(dy, whole, weight.dtype)
-        torch.autograd.backward(weight, dw)  # adds to .grad and runs the hooks that wait for it
+        whole = x if gather_over is None else gather_rows(x, gather_over)
+        dw = _own_gradient(whole, weight.dtype, total, dy, fp8)
+        if dw is not None:
+            torch.autograd.backward(weight, dw)  # adds to .grad and runs the hooks that wait for it
 
     return run
 
 
 _eager_linear: Callable[..., Tensor] = uncompiled(_Linear.apply)
 """torch.compile traces neither communication that is waited for later nor products put off."""
+_eager_row_parallel: Callable[..., Tensor] = uncompiled(_RowParallel.apply)
 
 
 def linear(
@@ -145,7 +203,7 @@ def linear(
     `total` backward adds the weight's gradient to it, past autograd: no hook of the weight hears of it.
     """
     apply: Callable[..., Tensor] = _Linear.apply if postponed is None else _eager_linear
-    return apply(x, weight, bias, cast, ALONE, False, postponed, fp8, total)
+    return apply(x, weight, bias, cast, ALONE, False, postponed, fp8, total, 1)
 
 
 def column_parallel_linear(
@@ -159,14 +217,35 @@ def column_parallel_linear(
     cast: Tensor | None = None,
     fp8: bool = False,
     total: Tensor | None = None,
+    parts: int = 1,
 ) -> Tensor:
     """This rank's output features of a layer split by column: [S, B, I] -> [S, B, O/t].
 
     With `sequence_parallel` x holds this rank's rows of the sequence, [S/t, B, I]. The gradient of x is
-    summed over tp.
+    summed over tp. It is gathered and multiplied in `parts`, or whole if they do not divide its rows.
     """
     if tp.size == 1:
         return linear(x, weight, bias, postponed, cast, fp8, total)
     if torch.compiler.is_compiling() and not sequence_parallel and postponed is None:
         return linear(copy_to_tp(x, tp), weight, bias, None, cast, fp8, total)
-    return _eager_linear(x, weight, bias, cast, tp, sequence_parallel, postponed, fp8, total)
+    parts = parts if x.shape[0] % parts == 0 else 1
+    return _eager_linear(x, weight, bias, cast, tp, sequence_parallel, postponed, fp8, total, parts)
+
+
+def row_parallel_linear(
+    x: Tensor,
+    weight: Tensor,
+    tp: Axis,
+    parts: int,
+    *,
+    sequence_parallel: bool = False,
+    postponed: Postponed | None = None,
+    cast: Tensor | None = None,
+    fp8: bool = False,
+    total: Tensor | None = None,
+) -> Tensor:
+    """Sum over tp of the products of a layer split by row, in parts: [S, B, I/t] -> [S, B, O].
+
+    With `sequence_parallel` this rank's rows of it, [S/t, B, O]. `parts` must divide them.
+    """
+    return _eager_row_parallel(x, weight, cast, tp, sequence_parallel, postponed, fp8, total, parts)

@@ -16,6 +16,7 @@ from mlm.parallel.layout_checks import (
     LayoutRule,
     Settings,
     batch_quantum,
+    overlapped_tokens,
     replica_size,
     sequence_quantum,
 )
@@ -26,7 +27,10 @@ Change = dict[str, Any]
 MOST_ALTERNATIVES = 2  # that a problem names
 HEADS, LAYERS = "model.num_heads", "model.num_layers"
 FALLBACKS = {"pipeline": "1f1b", "zero": 2, "sequence_parallel": False}  # valid with every layout
-MOVABLE = (HEADS, "tp", "cp", "pp", "vp", "dp", *FALLBACKS, "data.seq_length", "train.global_batch_size")
+MOVABLE = (
+    *(HEADS, "tp", "cp", "pp", "vp", "dp", *FALLBACKS),
+    *("data.seq_length", "tp_overlap", "train.global_batch_size"),
+)
 
 
 def layout_problems(
@@ -148,6 +152,8 @@ class Layout:
             case "data.seq_length":
                 step = sequence_quantum(values)
                 return around(values[key], range(step, values["model.max_positions"] + 1, step))
+            case "tp_overlap":
+                return divisors(overlapped_tokens(values)) or (1,)
             case "train.global_batch_size":
                 return multiples_around(values[key], batch_quantum(values, self.launch))
             case _:

@@ -182,7 +182,8 @@ def settings(query: Query, choice: Mapping[str, Any]) -> Settings:
     model = query.model
     return Settings(
         {
-            "cp": 1,  # plans have no context parallelism
+            "cp": 1,  # plans have no context parallelism,
+            "tp_overlap": 1,  # and no products in parts
             **choice,
             "model.num_heads": model.num_heads,
             "model.options": model.options,

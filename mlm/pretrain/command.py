@@ -62,7 +62,8 @@ COMMANDS = (
             ),
         ),
         keys=(
-            *("out", "name", "seed", "ckpt", "tp", "sequence_parallel", "cp", "pp", "vp", "pipeline", "dp"),
+            *("out", "name", "seed", "ckpt", "tp", "sequence_parallel", "tp_overlap", "cp", "pp", "vp"),
+            *("pipeline", "dp"),
             *("zero", "zero_reduce", "recompute", "compile"),
             *("data.path", "data.seq_length", "train.steps", "train.global_batch_size"),
             *("train.micro_batch_size", "train.validate_every", "optimizer.lr", "schedule.warmup_steps"),

@@ -53,7 +53,7 @@ KINDS: dict[str, Kind] = {
     **_keys(
         Kind.RECORDED, "compile attention deterministic fuse_accumulation cuda_graphs model.vocab_multiple"
     ),
-    **_keys(Kind.RECORDED, "tp cp pp vp dp sequence_parallel pipeline zero zero_reduce recompute"),
+    **_keys(Kind.RECORDED, "tp cp pp vp dp sequence_parallel tp_overlap pipeline zero zero_reduce recompute"),
     **_keys(Kind.IDENTITY, "kind", "optimizer."),
     **_keys(Kind.RECORDED, "lr betas eps weight_decay clip_grad_norm options", "optimizer."),
     **_keys(Kind.RECORDED, "decay warmup_steps warmup decay_steps min_lr options", "schedule."),

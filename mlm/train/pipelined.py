@@ -85,6 +85,9 @@ class PipelinedModel:
                 for module in chunk.modules():
                     if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
                         module.postponed = postponed
+        for module in chain(*(chunk.modules() for chunk in self.chunks)):
+            if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+                module.parts = parallel.tp_overlap
         if precision.dtype == "fp8":
             for layer in chain(*(chunk.layers.modules() for chunk in self.chunks)):
                 if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):

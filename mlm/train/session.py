@@ -143,6 +143,7 @@ def layout_row(trainer: Trainer, *, even_batches: bool = True) -> tuple[str, str
     options = [
         f"vp={p.vp}" if p.vp > 1 else "",
         "sequence parallel" if p.sequence_parallel and ctx.tp.size > 1 else "",
+        f"tp_overlap={p.tp_overlap}" if p.tp_overlap > 1 and ctx.tp.size > 1 else "",
         f"zero={p.zero}" if p.zero and ctx.replicas.size > 1 else "",
         "reduced every micro-batch" if p.zero and ctx.replicas.size > 1 and p.zero_reduce == "every" else "",
         f"recompute={p.recompute}" if p.recompute != "none" else "",

@@ -35,6 +35,7 @@ class Layout:
 
     tp: int = 1
     sequence_parallel: bool = False
+    tp_overlap: int = 1
     cp: int = 1
     pp: int = 1
     layers: int = 4
@@ -104,6 +105,7 @@ class Layout:
                 vp=self.vp,
                 dp=self.dp,
                 sequence_parallel=self.sequence_parallel,
+                tp_overlap=self.tp_overlap,
                 pipeline=self.pipeline,  # type: ignore[arg-type]
                 zero=self.zero,  # type: ignore[arg-type]
                 zero_reduce=self.zero_reduce,  # type: ignore[arg-type]
@@ -267,6 +269,10 @@ LAYOUTS = (
     Layout(pp=2, vp=2, dp=2, zero=2, zero_reduce="every", micro_batches=4),
     Layout(pp=2, layers=5, dp=2, zero=2, zero_reduce="every", pipeline="zb_h1", micro_batches=5),
     Layout(dp=2, zero=2, zero_reduce="every", precision="bf16", micro_batches=3),
+    # communication over tp beside the products of other parts
+    Layout(tp=4, tp_overlap=2, dp=2, zero=3, dropout=0.1),
+    Layout(tp=2, sequence_parallel=True, tp_overlap=2, pp=2, layers=5, pipeline="zb_h1", micro_batches=5),
+    Layout(tp=2, sequence_parallel=True, tp_overlap=2, cp=2, recompute="full", precision="bf16"),
 )
 """Every two compatible values of AXES occur together; without those of precision, already in float64."""
 
@@ -277,6 +283,7 @@ BERT_LAYOUTS = (
         for n in numbers
     ),
     Layout(tp=2, sequence_parallel=True, precision="bf16", dropout=0.1, bert="pre"),
+    Layout(tp=2, tp_overlap=4, bert="post"),
     Layout(pp=2, dp=2, zero=2, precision="fp32", dropout=0.1, bert="post"),
 )
 """Each split, with norms in both places; GPT-2 has every pair."""
@@ -291,6 +298,7 @@ LLAMA_LAYOUTS = (
     Layout(cp=4, dropout=0.1, recompute="full", micro_batches=1, llama="qwen"),
     Layout(cp=2, pp=2, layers=5, pipeline="zb_h1", documents=True, micro_batches=3, llama="qwen"),
     Layout(tp=4, precision="bf16", micro_batches=1, llama="llama"),
+    Layout(tp=4, sequence_parallel=True, tp_overlap=2, micro_batches=1, llama="llama"),
     Layout(tp=2, sequence_parallel=True, precision="fp32", dropout=0.1, llama="qwen"),
 )
 """Fewer heads of keys and values than tp ranks, each split and schedule; GPT-2 has every pair."""

@@ -15,22 +15,33 @@ from tests.ranks import run_on_ranks
 
 LAYOUTS = [(1, False), (2, False), (4, False), (1, True), (2, True), (4, True)]
 """(tp, sequence_parallel)"""
+OVERLAPPED = [
+    (2, False, 2),
+    (2, False, 4),
+    (4, False, 3),
+    (2, True, 2),
+    (2, True, 4),
+    (2, True, 3),
+    (4, True, 2),
+]
+"""(tp, sequence_parallel, parts). Of 8 rows, or those of a rank; 3 divides neither."""
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["at once", "postponed"])
-@pytest.mark.parametrize(("tp", "sequence"), LAYOUTS)
-def test_column_parallel_linear_matches_one_process(tp: int, sequence: bool, later: bool) -> None:
+@pytest.mark.parametrize(("tp", "sequence", "parts"), [*((*each, 1) for each in LAYOUTS), *OVERLAPPED])
+def test_column_parallel_linear_matches_one_process(tp: int, sequence: bool, parts: int, later: bool) -> None:
     """y, dx, dW and db equal those of an unsplit nn.Linear with the same weights."""
-    run_on_ranks(check_column_parallel_linear, sequence, later, tp=tp)
+    run_on_ranks(check_column_parallel_linear, sequence, parts, later, tp=tp)
 
 
-def check_column_parallel_linear(ctx: ParallelContext, sequence: bool, later: bool) -> None:
+def check_column_parallel_linear(ctx: ParallelContext, sequence: bool, parts: int, later: bool) -> None:
     tp = ctx.tp
     rows = partial(shard_of, axis=tp, dim=0) if sequence else torch.clone
     dense, x, dy = dense_layer(6, 8)
     y_dense = dense(x)
     y_dense.backward(dy)
     layer = ColumnParallelLinear(6, 8, tp=tp, sequence_parallel=sequence).double()
+    layer.parts = parts
     load_whole(layer, {"weight": dense.weight.detach(), "bias": dense.bias.detach()}, tp)
     x_tp = rows(x.detach()).requires_grad_()
     y = run_layer(layer, x_tp, shard_of(dy, tp, -1), later)
@@ -57,19 +68,20 @@ def run_layer(layer: ColumnParallelLinear | RowParallelLinear, x: Tensor, dy: Te
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["at once", "postponed"])
-@pytest.mark.parametrize(("tp", "sequence"), LAYOUTS)
-def test_row_parallel_linear_matches_one_process(tp: int, sequence: bool, later: bool) -> None:
+@pytest.mark.parametrize(("tp", "sequence", "parts"), [*((*each, 1) for each in LAYOUTS), *OVERLAPPED])
+def test_row_parallel_linear_matches_one_process(tp: int, sequence: bool, parts: int, later: bool) -> None:
     """y, dx, dW and db equal those of an unsplit nn.Linear with the same weights."""
-    run_on_ranks(check_row_parallel_linear, sequence, later, tp=tp)
+    run_on_ranks(check_row_parallel_linear, sequence, parts, later, tp=tp)
 
 
-def check_row_parallel_linear(ctx: ParallelContext, sequence: bool, later: bool) -> None:
+def check_row_parallel_linear(ctx: ParallelContext, sequence: bool, parts: int, later: bool) -> None:
     tp = ctx.tp
     rows = partial(shard_of, axis=tp, dim=0) if sequence else torch.clone
     dense, x, dy = dense_layer(8, 6)
     y_dense = dense(x)
     y_dense.backward(dy)
     layer = RowParallelLinear(8, 6, tp=tp, sequence_parallel=sequence).double()
+    layer.parts = parts
     load_whole(layer, {"weight": dense.weight.detach(), "bias": dense.bias.detach()}, tp)
     x_tp = shard_of(x.detach(), tp, -1).requires_grad_()
     y = run_layer(layer, x_tp, rows(dy), later)
@@ -85,8 +97,8 @@ def dense_layer(in_features: int, out_features: int) -> tuple[nn.Linear, Tensor,
     """The same dense layer, input and random output gradient on every rank (so swapped shards show)."""
     torch.manual_seed(0)
     dense = nn.Linear(in_features, out_features).double()
-    x = torch.randn(4, 2, in_features, dtype=torch.float64, requires_grad=True)  # [S, B, I]
-    return dense, x, torch.randn(4, 2, out_features, dtype=torch.float64)
+    x = torch.randn(8, 2, in_features, dtype=torch.float64, requires_grad=True)  # [S, B, I]
+    return dense, x, torch.randn(8, 2, out_features, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(("tp", "sequence"), LAYOUTS)

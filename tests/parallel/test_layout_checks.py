@@ -15,6 +15,10 @@ def problems_of(
     return check_pretrain(config, world_size=world_size, local_devices=local_devices)
 
 
+def overlap_problem(setting: str, tokens: int, fix: str) -> str:
+    return f"{setting} does not divide a rank's {tokens} tokens of a sequence; use {fix}"
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -33,6 +37,8 @@ def problems_of(
         ["tp=1", "sequence_parallel=true", "data.seq_length=127"],
         ["tp=4", "sequence_parallel=false", "data.seq_length=127"],
         ["cp=64"],
+        ["tp=4", "sequence_parallel=true", "tp_overlap=32"],
+        ["tp=1", "tp_overlap=3"],
         ["cp=2", "tp=4", "pp=2", "dp=1", "zero=2", "sequence_parallel=true"],
         ["tp=2", "pp=3", "vp=2", "dp=2", "zero=2", "sequence_parallel=true", "train.global_batch_size=48"],
     ],
@@ -82,6 +88,11 @@ def test_layout_that_runs_has_no_problem(overrides: list[str]) -> None:
             ["tp=4", "sequence_parallel=true", "data.seq_length=3"],
             "sequence_parallel=true splits sequences, but tp=4 does not divide data.seq_length=3; "
             "use data.seq_length=4 or sequence_parallel=false",
+        ),
+        (["tp=2", "tp_overlap=3"], overlap_problem("tp_overlap=3", 128, "tp_overlap=2 or tp_overlap=4")),
+        (
+            ["cp=2", "tp=4", "sequence_parallel=true", "tp_overlap=100"],
+            overlap_problem("tp_overlap=100", 16, "tp_overlap=16"),
         ),
         (
             ["pp=3", "vp=2", "dp=2", "train.global_batch_size=64"],

@@ -20,6 +20,7 @@ LAYOUTS = st.fixed_dictionaries(
         "vp": st.integers(1, 4),
         "dp": st.none() | SIZE,
         "sequence_parallel": st.booleans(),
+        "tp_overlap": st.sampled_from([1, 1, 2, 3]),
         "pipeline": st.sampled_from(["1f1b", "gpipe", "zb_h1"]),
         "zero": st.sampled_from([0, 2, 3]),
         "model.num_layers": st.integers(1, 24),

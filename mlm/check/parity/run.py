@@ -164,7 +164,7 @@ def describe_layout(parallel: ParallelConfig, ctx: ParallelContext) -> str:
     plain = ParallelConfig()
     others = {
         key: getattr(parallel, key)
-        for key in ("vp", "sequence_parallel", "pipeline", "zero", "zero_reduce", "recompute")
+        for key in ("vp", "sequence_parallel", "tp_overlap", "pipeline", "zero", "zero_reduce", "recompute")
     }
     return " ".join(
         [sizes]
