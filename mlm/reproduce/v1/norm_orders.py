@@ -37,7 +37,7 @@ class Training:
     shared: float
     """Peak learning rate at which both orders are compared."""
     best: Mapping[str, Mapping[int, float]]
-    """The rate of each order and depth that is best for it, found by a sweep before."""
+    """The rate of each order and depth that is best for it, as far as it was swept."""
     swept: tuple[float, ...]
     """Rates that the first seed tries with the deepest models."""
     machine: tuple[str, ...]
@@ -75,7 +75,7 @@ TRAININGS: dict[Scale, Training] = {
         steps=1200,
         warm_up=60,
         shared=1e-3,
-        best={order: dict.fromkeys((12, 24, 48), 1e-3) for order in ORDERS},
+        best={order: {12: 1e-3, 24: 1e-3, 48: 3e-4} for order in ORDERS},
         swept=(3e-4, 3e-3),
         machine=("train.micro_batch_size=16", "dist.device=cpu", "dist.threads_per_rank=1"),
         cores=1,
