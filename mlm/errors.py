@@ -1,16 +1,27 @@
 """Errors of a user's as values: each problem with its keys, its fix and the one line that is printed."""
 
 import json
+import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
+
+LONG_WORD = re.compile(r"\S{1000,}")
 
 
 def visible(text: str) -> str:
     """The text with control characters escaped, so that a file's content cannot steer a terminal."""
     shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
     return shown.encode(errors="backslashreplace").decode()  # half a surrogate pair
+
+
+def printed(line: str) -> str:
+    """An error's line as it is printed: without control characters, and with a long word shortened.
+
+    Words are those of the user's: the rest of the line would be lost beside one of thousands of letters.
+    """
+    return LONG_WORD.sub(lambda word: f"{word[0][:100]}…{word[0][-20:]}", visible(line))
 
 
 def has_controls(text: str) -> bool:
@@ -104,7 +115,7 @@ class UserError(ValueError):
 
     def lines(self) -> list[str]:
         """Lines to print, without control characters."""
-        return [visible(line) for line in str(self).split("\n")]
+        return [printed(line) for line in str(self).split("\n")]
 
 
 class ConfigError(UserError):
@@ -122,7 +133,7 @@ class ConfigError(UserError):
 
     def lines(self) -> list[str]:
         """One line for each problem, whatever its value holds."""
-        return [visible(line) for line in self.problems]
+        return [printed(line) for line in self.problems]
 
 
 class CorruptFileError(UserError):

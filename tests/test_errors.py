@@ -41,6 +41,11 @@ def test_every_problem_is_one_printed_line_without_control_characters() -> None:
     assert error.lines() == ["prompt=a\\nb\\x1b[2J: is wrong", "second"]
 
 
+def test_printed_line_shortens_a_word_of_thousands_of_letters() -> None:
+    error = ConfigError([Problem.at("tp", "9" * 5000, "is too many", "use tp=1")])
+    assert error.lines() == [f"tp={'9' * 97}…{'9' * 19}: is too many; use tp=1"]
+
+
 @pytest.mark.parametrize(
     ("problems", "code"),
     [

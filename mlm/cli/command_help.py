@@ -62,7 +62,7 @@ def _topic(command: Command, topic: str, groups: dict[str, list[str]], config_di
         near = did_you_mean(
             topic, [*groups, *known, *(leaf.section for leaf in known.values() if leaf.section)]
         )
-        raise UserError(f"--help {topic}: no such section or key{near}")
+        raise UserError(f"--help {topic}: no such section or key{near or '; --help lists them'}")
     choices = groups.get(topic, [])
     options = [f"{topic}=…:\n" + table(choice_rows(topic, choices, config_dir))] if choices else []
     return "\n\n".join(options + _tables(rows))

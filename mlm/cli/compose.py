@@ -11,7 +11,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from mlm.cli.commands import SPECS
 from mlm.config.build import build
@@ -87,4 +87,8 @@ def reword(error: Exception) -> Problem:
     cause = error.__cause__
     if isinstance(error, HydraException) and isinstance(cause, OmegaConfBaseException):
         first = f"{first.rstrip('.')}: {str(cause).splitlines()[0]}"
-    return Problem((key,), f"{key}: {first}") if key else Problem((), first)
+    fix = ""
+    if isinstance(error, InterpolationResolutionError):  # an unknown key, or an unset variable
+        first = str(cause.args[0]) if isinstance(cause, KeyError) and cause.args else first
+        fix = r"correct ${…}, or write \${…} for text"
+    return Problem((key,), f"{key}: {first}", fix) if key else Problem((), first)

@@ -175,13 +175,14 @@ def _own_choices(command: Command, typed: Sequence[str]) -> list[str]:
 def literal(command: Command, text: str, *, multirun: bool) -> str:
     """Quote the value of a text key, so that prompt=To be, or needs no second pair of quotes.
 
-    Hydra's own syntax stays: quoted text, null, interpolations, and sweeps under --multirun.
+    Hydra's own syntax stays: quoted text, null (of a text that is no path and cannot be null, a word),
+    interpolations, and sweeps under --multirun.
     """
     key, equals, value = text.partition("=")
     leaf = leaves(command.spec).get(key)
     if not equals or leaf is None or leaf.type not in (str, str | None):
         return text
-    null = value == "null" and leaf.type is not str
+    null = value == "null" and (leaf.type is not str or leaf.role is not None)
     if QUOTED.fullmatch(value) or null or "${" in value or (multirun and _parses(text)):
         return text
     return f"{key}={quote(value)}"
@@ -200,6 +201,8 @@ def _spelling(command: Command, text: str, options: dict[str, list[str]], typed:
         near = nearest(text, known, theirs)
         hint = f"did you mean {near}=…?" if near else ""
         return Problem((name,), f"cannot read '{text}': expected key=value", hint)
+    if text.startswith("hydra="):
+        return Problem((name,), f"{text}: hydra is a section", "set its keys, such as hydra.sweep.dir=…")
     left_to_hydra = key[:1] in ("+", "~") or "@" in key or name.split(".")[0].split("/")[0] == "hydra"
     if left_to_hydra or name in leaves(command.spec) or name in options or name in sections(command.spec):
         return None
@@ -226,7 +229,7 @@ def _grammar(command: Command, parser: OverridesParser, text: str, *, multirun: 
     key = text.partition("=")[0]
     try:
         override = parser.parse_override(text)
-    except HydraException:
+    except (HydraException, ValueError, RecursionError):  # ValueError: a number of more than 4,300 digits
         leaf = leaves(command.spec).get(key)
         if leaf is None or leaf.type in (str, str | None):
             return Problem((key,), f"cannot read '{text}'", f"quote the value: \"{key}='…'\"")
@@ -296,6 +299,6 @@ def _keys_below(command: Command, override: Override) -> Problem | None:
 def _parses(text: str) -> bool:
     try:
         OverridesParser.create().parse_override(text)
-    except HydraException:
+    except (HydraException, ValueError, RecursionError):
         return False
     return True

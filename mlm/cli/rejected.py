@@ -35,7 +35,8 @@ def _error(command: Command, override: Override, groups: Collection[str]) -> Pro
     chosen = f"{name}={text.partition('=')[2] or '…'}"
     if override.package is not None and name not in groups:
         near = nearest(name, groups)
-        hint = f"did you mean '{near}'?" if near else f"use {_listed(groups)}"
+        others = f"use {_listed(groups)}" if groups else "leave it out"
+        hint = f"did you mean '{near}'?" if near else others
         return Problem((name,), f"{text}: no config group '{name}'", hint)
     if override.package is not None:
         one = f"{text}: a config group has one place, and @ names another"

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -134,9 +134,21 @@ def _problem_of_value(leaf: Leaf, value: Any) -> Problem | None:
         blend = corrected_blend([str(item) for item in value])
         fix = f"weight and corpus are one entry: '{leaf.key}={blend}'" if blend else ""
         return Problem((leaf.key,), f"{leaf.key}={show(value)} must be {describe_values(leaf)}", fix)
+    if value is None and leaf.role is not None:
+        return Problem.at(leaf.key, value, "names no path", "name one, or ./null if it is called so")
+    if isinstance(value, str) and value and _is_list_of_texts(leaf):
+        wrong = f"{leaf.key}={show(value)} must be {describe_values(leaf)}"
+        return Problem((leaf.key,), wrong, f"use '{leaf.key}=[{value}]'")
     found = nearest(str(value), [str(choice) for choice in choices(leaf.type)])
     hint = f"did you mean {leaf.key}={found}?" if found else ""
     return Problem((leaf.key,), f"{leaf.key}={show(value)} must be {describe_values(leaf)}", hint)
+
+
+def _is_list_of_texts(leaf: Leaf) -> bool:
+    """True if a text in brackets is a value of this type."""
+    return any(
+        get_origin(kind) in (tuple, list) and get_args(kind)[0] is str for kind in alternatives(leaf.type)
+    )
 
 
 def _nest(cls: type, flat: dict[str, Any]) -> dict[str, Any]:

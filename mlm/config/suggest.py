@@ -56,7 +56,9 @@ def unknown_key(cls: type, key: str, value: str = "…", typed: Typed | None = N
     if (top := key.split(".")[0]) in leaves(cls):
         return Problem((key,), f"unknown key '{key}': {top} has no keys below it")
     near = nearest_key(cls, key)
-    return Problem((key,), f"unknown key '{key}'", f"did you mean '{near}'?" if near else "")
+    return Problem(
+        (key,), f"unknown key '{key}'", f"did you mean '{near}'?" if near else "--help lists the keys"
+    )
 
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:

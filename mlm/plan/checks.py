@@ -7,7 +7,7 @@ from mlm.config.suggest import around, divisors, either, multiples_around, neare
 from mlm.config.tree import out_of_range, values_of
 from mlm.errors import Problem
 from mlm.files.results import folder_problem, is_stream, result_problems
-from mlm.parallel.layout_checks import TRAIN_RULES, Breach, Launch, LayoutRule, Settings
+from mlm.parallel.layout_checks import MAX_CPU_RANKS, TRAIN_RULES, Breach, Launch, LayoutRule, Settings
 from mlm.parallel.nearest_layout import layout_problems
 from mlm.plan.calibrate_config import PlanCalibrateConfig
 from mlm.plan.config import PlanLayoutsConfig, PlanMemoryConfig, PlanScheduleConfig
@@ -76,7 +76,15 @@ def check_plan_calibrate(config: PlanCalibrateConfig) -> list[Problem]:
     outside = out_of_range(config)
     ending = _out_ends_in(config.out, HARDWARE_ENDINGS, "hardware")
     kept = () if ending else result_problems(config.out)
-    return _found(outside, [ending, *(Problem(("out",), line) for line in kept)])
+    return _found(outside, [_ranks_fit(config), ending, *(Problem(("out",), line) for line in kept)])
+
+
+def _ranks_fit(config: PlanCalibrateConfig) -> Problem | None:
+    """The problem of more ranks than one host is started with."""
+    if config.ranks is None or config.ranks <= MAX_CPU_RANKS:
+        return None
+    problem = f"ranks={config.ranks}: one host is started with {MAX_CPU_RANKS} at most"
+    return Problem(("ranks",), problem, f"use ranks={MAX_CPU_RANKS} or less, or start ranks with torchrun")
 
 
 def _found(outside: Mapping[str, Problem], found: Iterable[Problem | None]) -> list[Problem]:

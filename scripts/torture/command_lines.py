@@ -46,6 +46,22 @@ LINES: tuple[tuple[str, ...], ...] = (
     ("verify-resume", "tp=7", "zero=9", "model=gpt2_8b"),
     ("finetune", "race", f"ckpt={RUN}", "tp=3"),
     ("finetune", "sst2", "ckpt=nowhere", "seeds=5"),
+    ("pretrain", "--check", "data.blend=[0.3 corpus/train,0.7 corpus/validation]", "data.seq_length=16"),
+    ("pretrain", "experiment=laptop", f"data.path={CORPUS}", "--check", "8"),
+    ("pretrain", "--multirun", "--check", "optimizer.lr=1e-3,1e-4", f"data.path={CORPUS}"),
+    ("pretrain", "model=gpt2_8b", "tp=8", "dp=64", "--cfg", "job"),
+    ("parity", f"ckpt={RUN}", "steps=1", "out=parity", "--check"),
+    ("replay", f"{RUN}/incidents/step-00000001", "bisect=true"),
+    ("report", str(RUN), "out=page.html"),
+    ("reproduce", "v1-table1", "scale=laptop", "out=repeated", "seeds=1", "--check"),
+    ("plan", "layouts", "model=gpt2_tiny", "gpus=4", "hardware=rtx_4090", "tokens=1e9", "out=layouts.json"),
+    ("plan", "memory", "model=gpt2_8b", "parallel=v1_8_3b", "hardware=dgx2h_v100_32g", "precision=fp16"),
+    ("plan", "dry-run", "model=gpt2_tiny", "pp=2", "rank=1", "out=rank.json"),
+    ("plan", "calibrate", "out=machine.yaml", "ranks=0"),
+    ("generate", f"ckpt={RUN}", "prompts=text/all.jsonl", "stop=[a]", "max_new_tokens=1", "out=more.jsonl"),
+    ("data", "tokenizer", "input=text", "kind=wordpiece", "vocab_size=300", "out=other.json"),
+    ("finetune", "chat", f"ckpt={RUN}", "data=text/all.jsonl", "task.epochs=1", "--check"),
+    ("finetune", f"resume={RUN}"),
     ("--help",),
     ("help", "pretrain"),
     ("pretrain", "--help", "model"),
@@ -56,7 +72,7 @@ null true -1 0 1e400 nan inf 1e-400 [1] [1,2] [] {} (0.9,0.95) ' " a,b 1,2,3 ${x
 device . / .. a=b = * 16 gpt2 lion 0x10 1_000 1, @ %s {0} !!python/object:os.system choice(1,2) link text
 """
 VALUES = (
-    *("", "a b", "\n", "- a", "{a: 1}", "\u202e", "\x1b[31m", "é€😀", "\\", "x" * 5000, "1" * 40),
+    *("", "a b", "\n", "- a", "{a: 1}", "\u202e", "\x1b[31m", "é€😀", "\\", "x" * 5000, "1" * 40, "1" * 4400),
     *PLAIN_VALUES.split(),
 )
 PLAIN_WORDS = """

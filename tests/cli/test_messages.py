@@ -29,6 +29,20 @@ PRECISIONS = "choose bf16, fp16, fp32, fp64, fp8 or tf32"
 @pytest.mark.parametrize(
     "words, message",
     [
+        ("out=null", "out=null: names no path; name one, or ./null if it is called so"),
+        ("hydra=1", "hydra=1: hydra is a section; set its keys, such as hydra.sweep.dir=…"),
+        (
+            "'out=${oc.env:NOT_SET}'",
+            r"out: Environment variable 'NOT_SET' not found; correct ${…}, or write \${…} for text",
+        ),
+        (
+            "train.sample_prompts=once",
+            "train.sample_prompts=once must be a list of texts; use 'train.sample_prompts=[once]'",
+        ),
+        (
+            f"tp={'1' * 4400}",
+            f"cannot read 'tp={'1' * 96}…{'1' * 18}': tp must be a whole number, such as 'tp=1'",
+        ),
         ("precision=[1]", f"precision=1: no such choice; {PRECISIONS}"),
         ("model=[1,2]", "model=1: no such choice; list: mlm pretrain --help"),
         ("precision=16", "precision=16: no such choice; did you mean fp16? (list: mlm pretrain --help)"),

@@ -84,7 +84,10 @@ class TestMistakes:
                 "--pp=2 --zero 3",
                 "zero=3 would gather the weights again for each micro-batch of a pipeline (pp=2); use zero=2",
             ),
-            ("out='${nme}'", "out: Interpolation key 'nme' not found"),
+            (
+                "out='${nme}'",
+                r"out: Interpolation key 'nme' not found; correct ${…}, or write \${…} for text",
+            ),
             ("-cn foo", "Cannot find primary config 'foo'. Check that it's in your config search path."),
             (
                 "--experimental-rerun x",
@@ -95,7 +98,7 @@ class TestMistakes:
                 "~precision=bf16: precision has another value; use precision=bf16 to set it, or leave "
                 "~precision=bf16 out",
             ),
-            ("~foo", "unknown key 'foo'"),
+            ("~foo", "unknown key 'foo'; --help lists the keys"),
             ("modle@y=1", "modle@y=1: no config group 'modle'; did you mean 'model'?"),
             (
                 "model@x=gpt2_8b",
@@ -133,7 +136,11 @@ class TestMistakes:
 
     def test_group_of_another_command_is_unknown(self, cli: Cli) -> None:
         assert cli("eval loss model=gpt2_8b ckpt=.") == 2
-        assert cli.err == "mlm eval loss: unknown key 'model'\n"
+        assert cli.err == "mlm eval loss: unknown key 'model'; --help lists the keys\n"
+
+    def test_place_of_a_group_is_rejected_by_a_command_without_groups(self, cli: Cli) -> None:
+        assert cli("ckpt prune . model@x=gpt2_tiny") == 2
+        assert cli.err == "mlm ckpt prune: model@x=gpt2_tiny: no config group 'model'; leave it out\n"
 
     def test_pretrain_alone_says_that_data_is_missing(self, cli: Cli) -> None:
         assert cli("pretrain") == 2

@@ -10,9 +10,10 @@ from mlm.cli import main
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.plan.calibrate import on_rank
-from mlm.plan.calibrate_config import CalibrationJob
+from mlm.plan.calibrate_config import CalibrationJob, PlanCalibrateConfig
 from mlm.plan.calibrate_fit import Attention, Measured, Message, Product, fit, fit_link
 from mlm.plan.calibrate_measure import Measurements, Sizes
+from mlm.plan.checks import check_plan_calibrate
 from mlm.plan.cost import FLASH_BACKWARD, UNFUSED_BACKWARD, CostModel
 from mlm.plan.hardware import EfficiencyConfig, HardwareConfig, PeakConfig, calibration_file
 from mlm.plan.shape import Layout, Shape
@@ -169,6 +170,13 @@ def test_interrupting_a_calibration_ends_with_130_and_keeps_nothing(
     monkeypatch.setattr(Measurements, "products", interrupted)
     assert main(["plan", "calibrate", "ranks=1", f"out={tmp_path / 'mine.yaml'}"]) == 130
     assert not list(tmp_path.iterdir())
+
+
+def test_more_ranks_than_a_host_is_started_with_are_rejected() -> None:
+    (problem,) = check_plan_calibrate(PlanCalibrateConfig(ranks=9_999_999))
+    assert problem.keys == ("ranks",)
+    assert problem.fix.startswith("use ranks=64 or less")
+    assert not check_plan_calibrate(PlanCalibrateConfig(ranks=64))
 
 
 def interrupted(_: Measurements) -> Iterator[Product]:
