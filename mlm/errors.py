@@ -156,8 +156,10 @@ def writing_to(out: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        # A write that the disk rejects names no file.
+        place = "" if error.filename is None else f" ({error.filename})"
         raise UserError(
-            f"out={out}: {error.strerror} ({error.filename})",
+            f"out={out}: {error.strerror}{place}",
             keys=("out",),
             fix="choose a folder that can be written to",
         ) from error

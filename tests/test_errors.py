@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from mlm.errors import ConfigError, CorruptFileError, Problem, UserError
+from mlm.errors import ConfigError, CorruptFileError, Problem, UserError, writing_to
 
 SPLIT = Problem(("tp", "model.num_heads"), "tp=7 does not divide model.num_heads=32", "use tp=8")
 
@@ -57,3 +57,12 @@ def test_printed_line_shortens_a_word_of_thousands_of_letters() -> None:
 def test_problems_that_are_all_damage_have_its_exit_code(problems: Sequence[Problem], code: int) -> None:
     assert ConfigError(problems).exit_code == code
     assert pickle.loads(pickle.dumps(ConfigError(problems))).exit_code == code
+
+
+@pytest.mark.parametrize(
+    ("error", "place"), [(OSError(28, "No space left"), ""), (OSError(28, "No space left", "a/b"), " (a/b)")]
+)
+def test_an_error_of_the_disk_names_the_file_if_it_has_one(error: OSError, place: str) -> None:
+    with pytest.raises(UserError) as caught, writing_to("a"):
+        raise error
+    assert str(caught.value) == f"out=a: No space left{place}; choose a folder that can be written to"
