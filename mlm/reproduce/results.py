@@ -12,7 +12,7 @@ from mlm.files.bounded import parse_json, read_bounded
 from mlm.report.history import FILE_NAME
 from mlm.report.html.runs import Run, read_run
 from mlm.reproduce.config import ReproduceConfig
-from mlm.reproduce.logged import last_step, steps_of
+from mlm.reproduce.logged import steps_of
 
 if TYPE_CHECKING:
     from mlm.reproduce.experiment import Step
@@ -120,19 +120,14 @@ class Results:
     def run(self, name: str) -> Run:
         """Return the run that a step left. Raises UserError, CorruptFileError."""
         if name not in self._runs:
-            self._check_whole(name)
-            self._runs[name] = read_run(self.path(name), name)
+            found = read_run(self.path(name), name)
+            if not self.failed(name) and (lost := lost_steps(found, steps_of(self.steps[name].words))):
+                raise CorruptFileError(
+                    f"{self.path(name) / FILE_NAME} is damaged: {lost}; delete {self.path(name)}, and the "
+                    "step runs again"
+                )
+            self._runs[name] = found
         return self._runs[name]
-
-    def _check_whole(self, name: str) -> None:
-        """Raise CorruptFileError if a run that is done has lost its history, or all but its warm-up."""
-        metrics = self.path(name) / FILE_NAME
-        done, total = last_step(metrics), steps_of(self.steps[name].words)
-        if done < min(total, WARM_UP + 1) and not self.failed(name):
-            raise CorruptFileError(
-                f"{metrics} is damaged: it ends at step {done} of {total}; delete {self.path(name)}, and the "
-                "step runs again"
-            )
 
     def validation(self, name: str) -> list[tuple[int, float]]:
         """Return (step, validation loss) pairs of a run, in order."""
@@ -150,3 +145,18 @@ class Results:
         """Return the seconds of a run's steps without the first; it must log every step (log.every=1)."""
         times = self.run(name).column("step", "step_time_s")[warm_up:]
         return Times(tuple(map(float, times)))
+
+
+def lost_steps(run: Run, total: int) -> str:
+    """Describe what is missing in the history of a run that was to take `total` steps; "" if it is whole.
+
+    Medians and last losses of what is left would be those of another run.
+    """
+    steps = [0, *(int(step) for step in run.tables.get("step", {}).get("step", ()))]
+    if steps[-1] < total:
+        return f"it ends at step {steps[-1]} of {total}"
+    every = run.settings.get("log.every")
+    gaps = zip(steps, steps[1:], strict=False)
+    if isinstance(every, int) and (gap := next((gap for gap in gaps if gap[1] - gap[0] > every), None)):
+        return f"steps between {gap[0]} and {gap[1]} are missing"
+    return f"{run.damaged} of its lines are no records" if run.damaged else ""

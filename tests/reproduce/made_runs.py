@@ -22,19 +22,21 @@ def write_run(
     *,
     seconds: float = 0.1,
     steps: int = 12,
+    total: int = 0,
     validation: Mapping[int, float] | None = None,
     ranks: Sequence[Sequence[Mapping[str, object]]] = (),
     **numbers: float,
 ) -> None:
     """Write a run whose steps all take `seconds`, with `numbers` in each of their records.
 
+    Logged are the first `steps`, and the last one of `total` if that is more.
     `ranks` are the times of every rank, of each record of that kind.
     """
     folder.mkdir(parents=True)
     records = [{"kind": "run", "time": 0.0, "start_step": 0, "total_steps": steps}]
     records += [
         {"kind": "step", "time": step * seconds, "step": step, "loss": 1.0, "step_time_s": seconds, **numbers}
-        for step in range(1, steps + 1)
+        for step in (*range(1, steps + 1), *((total,) if total > steps else ()))
     ]
     records += [
         {"kind": "validation", "time": step * seconds, "step": step, "loss": loss}

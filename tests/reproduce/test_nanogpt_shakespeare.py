@@ -150,7 +150,7 @@ def concluded(folder: Path, ours: list[float], theirs: list[float], *, seconds: 
     results = made_results(shakespeare.EXPERIMENT, folder, **settings)
     for number, loss in enumerate(ours, 1):
         run = folder / "runs" / shakespeare.ours(results.config, number)
-        write_run(run, seconds=seconds, validation={1000: loss + 1, 2000: loss})
+        write_run(run, seconds=seconds, total=2000, validation={1000: loss + 1, 2000: loss})
     for number, loss in enumerate(theirs, 1):
         told = {
             "validation_loss": loss,

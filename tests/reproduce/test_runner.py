@@ -204,7 +204,12 @@ def test_a_damaged_result_is_named(folder: Path, content: str) -> None:
         results.json("one")["value"]
 
 
-@pytest.mark.parametrize("content", [None, "", '{"kind": "step", "step": 2, "loss": 1.0}\n'])
+def logged(*steps: int) -> str:
+    """Return the history of a run with these steps."""
+    return "".join(json.dumps({"kind": "step", "step": step, "loss": 1.0}) + "\n" for step in steps)
+
+
+@pytest.mark.parametrize("content", [None, "", logged(2), logged(*range(1, 9)), logged(*range(1, 10))[:-5]])
 def test_a_run_that_has_lost_its_history_is_named(folder: Path, content: str | None) -> None:
     step = Step(name="a", words=("mlm", "pretrain", "train.steps=9"), result="runs/a", minutes=1)
     (folder / "runs/a").mkdir(parents=True)
@@ -212,4 +217,15 @@ def test_a_run_that_has_lost_its_history_is_named(folder: Path, content: str | N
         (folder / "runs/a/metrics.jsonl").write_text(content)
     results = Results(ReproduceConfig(out=str(folder)), [step], {"a": Record(step.words, 0, 1.0, "")})
     with pytest.raises(CorruptFileError, match=r"metrics\.jsonl is damaged.* of 9; delete .*runs/a, and"):
+        results.run("a")
+
+
+@pytest.mark.parametrize("content", [logged(1, 2, 3, 6, 7, 8, 9), logged(*range(1, 10)) + "{half\n"])
+def test_a_history_that_has_lost_lines_in_between_is_named(folder: Path, content: str) -> None:
+    step = Step(name="a", words=("mlm", "pretrain", "train.steps=9"), result="runs/a", minutes=1)
+    (folder / "runs/a").mkdir(parents=True)
+    (folder / "runs/a/metrics.jsonl").write_text(content)
+    (folder / "runs/a/config.yaml").write_text("log:\n  every: 1\n")
+    results = Results(ReproduceConfig(out=str(folder)), [step], {"a": Record(step.words, 0, 1.0, "")})
+    with pytest.raises(CorruptFileError, match=r"metrics\.jsonl is damaged: .*; delete .*runs/a, and"):
         results.run("a")

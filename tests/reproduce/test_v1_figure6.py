@@ -28,7 +28,12 @@ def concluded(folder: Path, losses: dict[str, list[float]]) -> Conclusion:
             curve = {step: 8 - (8 - final) * step / 1000 for step in range(100, 1001, 100)}
             name = run_name(size, seed)
             write_run(
-                folder / f"runs/{name}", steps=1000, seconds=TIMES[size.name], validation=curve, tflops=0.02
+                folder / f"runs/{name}",
+                steps=1000,
+                total=TRAININGS["laptop"].steps,
+                seconds=TIMES[size.name],
+                validation=curve,
+                tflops=0.02,
             )
     return figure6.conclude(results)
 

@@ -95,7 +95,7 @@ def concluded(
 
 def write_masked(run: Path, loss: float) -> None:
     """Write a run whose losses of masked tokens fall from 7 to 6.8, then end at `loss`."""
-    write_run(run, validation={1: 0, 2: 0, 3: 0}, grad_norm=2.5)
+    write_run(run, total=TRAINING.steps, validation={1: 0, 2: 0, 3: 0}, grad_norm=2.5)
     text = (run / "metrics.jsonl").read_text()
     for step, value in zip((1, 2, 3), (7.0, 6.8, loss), strict=True):
         text = text.replace(

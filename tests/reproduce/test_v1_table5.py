@@ -22,7 +22,7 @@ def concluded(folder: Path, scores: list[list[float]] | None) -> Conclusion:
     results = made_results(table5.EXPERIMENT, folder, **settings)
     for number, size in enumerate(SIZES):
         run = folder / "runs" / size.pretraining
-        write_run(run, validation={100: 0})
+        write_run(run, total=1200, validation={100: 0})
         masked = f'"validation/mlm_loss": {6 - number}, "loss": 0'
         (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().replace('"loss": 0', masked))
         if scores:
