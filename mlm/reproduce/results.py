@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -156,7 +157,7 @@ def lost_steps(run: Run, total: int) -> str:
     if steps[-1] < total:
         return f"it ends at step {steps[-1]} of {total}"
     every = run.settings.get("log.every")
-    gaps = zip(steps, steps[1:], strict=False)
+    gaps = pairwise(steps)
     if isinstance(every, int) and (gap := next((gap for gap in gaps if gap[1] - gap[0] > every), None)):
         return f"steps between {gap[0]} and {gap[1]} are missing"
     return f"{run.damaged} of its lines are no records" if run.damaged else ""

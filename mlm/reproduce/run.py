@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -14,6 +15,7 @@ from mlm.files.lock import Lock
 from mlm.files.ownership import claim_folder
 from mlm.launch.stop import Stopped, requests_raised
 from mlm.reproduce.catalogue import EXPERIMENTS
+from mlm.reproduce.cluster import with_places
 from mlm.reproduce.conclusion import Conclusion
 from mlm.reproduce.config import ReproduceConfig
 from mlm.reproduce.corpus import with_corpus
@@ -73,7 +75,8 @@ def reproduce(experiment: Experiment, config: ReproduceConfig, folder: Path) -> 
         with progress(experiment.name, runner.minutes) as tell:
             runner.run(tell, screen.print)
     results = Results(config, steps, records)
-    conclusion = experiment.conclude(results)
+    found = experiment.conclude(results)
+    conclusion = replace(found, commands=with_places(experiment.name, found.commands))
     page = write_report(experiment, conclusion, results)
     show_conclusion(experiment, conclusion, page)
 

@@ -39,7 +39,10 @@ def concluded(results: Results) -> Conclusion:
                 ),
             ),
         ),
-        commands=(("Train", "mlm pretrain model=gpt2_8b tp=8"),),
+        commands=(
+            ("Train", "mlm pretrain model=gpt2_8b tp=8"),
+            ("Again", "mlm pretrain model=gpt2_8b tp=4"),
+        ),
     )
 
 

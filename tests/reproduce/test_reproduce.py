@@ -57,7 +57,7 @@ def test_an_experiment_is_run_and_reported(made: Experiment, capsys: pytest.Capt
     assert result["charts"][0]["series"][1]["published"] is True
     text = (folder / "report.md").read_text()
     assert "| one | 1 |" in text
-    assert "mlm pretrain model=gpt2_8b tp=8" in text
+    assert "mlm pretrain model=gpt2_8b tp=4 out=runs/v1-made-2" in text
     page = (folder / "report.html").read_text()
     assert "Values &lt;b&gt;" in page
     assert "<b>Verdict:</b> agrees with the paper." in page
