@@ -94,10 +94,7 @@ def run(config: GenerateConfig, ctx: ParallelContext) -> None:
 
 
 def reader_has_left() -> bool:
-    """True once nothing can be printed, as after `| head -1`.
-
-    It is asked where tokens are chosen. In a pipeline that is not rank 0, which prints: it continues.
-    """
+    """True once nothing can be printed, as after `| head -1`."""
     return bool(getattr(sys.stdout, "is_lost", False))
 
 

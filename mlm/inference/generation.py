@@ -98,7 +98,7 @@ def continuations(
 ) -> Iterator[tuple[int, int | None]]:
     """(prompt, its next token) as they are chosen, (prompt, None) when its text has ended. See `generate`.
 
-    Once `leave` is true on the rank that chooses tokens, all ranks end, whatever texts are under way.
+    Once `leave` is true on rank 0, all ranks end, whatever texts are under way.
     """
     ends = ending(eod_id)
     reader = _Reader(trained, options, ctx, ends, leave)
@@ -223,14 +223,23 @@ class _Reader:
         numbered = [Batch(tokens, tokens, number) for number, tokens in enumerate(batches)]
         return [result for _, result in self.model.evaluate(numbered, forward)]
 
+    def _leaves(self) -> bool:
+        """True once `leave` is on the first stage's rank: rank 0 prints, and the last stage chooses."""
+        leaves = self.leave()
+        if self.ctx.pp.size == 1:
+            return leaves
+        told = torch.tensor([leaves], dtype=torch.int64, device=self.ctx.device)
+        return bool(broadcast(told, self.ctx.pp, 0).item())
+
     def _chosen(self, texts: Sequence[_Text], logits: Tensor | None) -> list[int]:
         """The tokens that the last stage's first rank chooses from logits [B, V], on every rank."""
         tokens = torch.empty(len(texts), dtype=torch.int64, device=self.ctx.device)
+        leaves = self._leaves()
         if logits is not None:
             if self.ctx.tp.rank == 0:
                 numbers, places = [text.number for text in texts], [len(text.new) for text in texts]
                 seen = [text.seen for text in texts]
-                if self.leave():
+                if leaves:
                     tokens.fill_(LEFT)
                 else:
                     found = next_tokens(logits.cpu(), numbers, places, self.options, self.ends, seen)

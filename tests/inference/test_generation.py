@@ -150,18 +150,21 @@ def test_on_token_hears_of_each_token_in_its_order(trained: Trained) -> None:
 
 def left(ctx: ParallelContext, folder: Path) -> list[tuple[int, int | None]]:
     """What a rank yields where rank 0 wants no more after two tokens of each text."""
-    trained = load_trained(str(folder), ParallelConfig(tp=ctx.tp.size), PrecisionConfig(), ctx)
+    layout = ParallelConfig(tp=ctx.tp.size, pp=ctx.pp.size)
+    trained = load_trained(str(folder), layout, PrecisionConfig(), ctx)
     wanted = iter([True, True, False])
     leave = (lambda: not next(wanted)) if ctx.is_main else (lambda: False)
     some = prompts()[:2]
     return list(continuations(trained, some, GREEDY, ctx=ctx, eod_id=None, leave=leave))
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_all_ranks_end_where_rank_0_wants_no_more(model: GPT2LMHeadModel, trained: Trained, tp: int) -> None:
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)])
+def test_all_ranks_end_where_rank_0_wants_no_more(
+    model: GPT2LMHeadModel, trained: Trained, tp: int, pp: int
+) -> None:
     first, second = ours(trained, GREEDY)[:2]
     expected = [(0, first[0]), (1, second[0]), (0, first[1]), (1, second[1])]
-    assert run_on_ranks(left, model.folder, tp=tp) == [expected] * tp
+    assert run_on_ranks(left, model.folder, tp=tp, pp=pp) == [expected] * tp * pp
 
 
 def test_no_prompts_have_no_continuations(trained: Trained) -> None:
