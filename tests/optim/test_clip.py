@@ -36,6 +36,12 @@ def test_norm_counts_each_parameter_once(tp: int, dp: int) -> None:
     assert run_on_ranks(norm_of, tp=tp, dp=dp) == pytest.approx([expected] * (tp * dp), rel=1e-12)
 
 
+def test_norm_adds_the_squares_of_all_pipeline_stages() -> None:
+    """Two stages with equal gradients; both ranks have the norm of the whole model."""
+    one = math.sqrt(sum(float(g.square().sum()) for g in whole_gradients().values()))
+    assert run_on_ranks(norm_of, pp=2) == pytest.approx([math.sqrt(2) * one] * 2, rel=1e-12)
+
+
 def norm_of(ctx: ParallelContext) -> float:
     model, grads = layers(ctx.tp), layers(ctx.tp)
     load_whole(grads, whole_gradients(), ctx.tp)
