@@ -230,6 +230,7 @@ class TestTyped:
         ("words", "problem"),
         [
             ("resume=nothing", "no such folder"),
+            (f"resume={'x' * 300}", "too long for a file system"),
             ("resume=", "empty"),
             ("resume=theirs", "holds no config.yaml"),
             ("resume=theirs/run --multirun tp=1,2", "not as a sweep"),
