@@ -27,12 +27,13 @@ def test_output_and_gradients_are_those_of_float64(dtype: torch.dtype, bound: fl
     wanted = F.layer_norm(exact[0], (WIDTH,), exact[1], exact[2], 1e-5)
     wanted.backward(dy.double())
     assert y.dtype == dtype
-    for found, expected in (
-        (y, wanted),
-        (x.grad, exact[0].grad),
-        (norm.weight.grad, exact[1].grad),
-        (norm.bias.grad, exact[2].grad),
+    in_full = 1e-5  # a sum rounded to half precision is 4e-4 off in float16
+    for found, expected, limit in (
+        (y, wanted, bound),
+        (x.grad, exact[0].grad, bound),
+        (norm.weight.grad, exact[1].grad, in_full),
+        (norm.bias.grad, exact[2].grad, in_full),
     ):
         assert found is not None
         assert expected is not None
-        assert (found.double() - expected).norm() <= bound * expected.norm()
+        assert (found.double() - expected).norm() <= limit * expected.norm()

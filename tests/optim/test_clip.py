@@ -61,7 +61,10 @@ def test_gradients_are_clipped_like_torch_does(max_norm: float, scaled: float) -
 
 
 def test_the_fused_step_scales_as_a_pass_over_the_gradients_does() -> None:
-    """Against gradients scaled first and PyTorch's plain AdamW; overflow leaves all as it is."""
+    """Against gradients scaled first and PyTorch's plain AdamW; overflow leaves all as it is.
+
+    Factors differ from step to step: Adam's weights do not depend on one that stays.
+    """
     weights, gradient = torch.randn(5, 3), torch.randn(5, 3)
     ours, theirs = torch.nn.Linear(3, 5, bias=False), torch.nn.Linear(3, 5, bias=False)
     for model in (ours, theirs):
@@ -72,10 +75,14 @@ def test_the_fused_step_scales_as_a_pass_over_the_gradients_does() -> None:
     ensure_state(optimizer, shards)
     apply(optimizer, shards, torch.tensor(0.3), torch.ones(()))
     assert torch.equal(ours.weight, weights)
-    ours.weight.grad = gradient.clone()
-    apply(optimizer, shards, torch.tensor(0.3), zero)
-    theirs.weight.grad.mul_(0.3)  # type: ignore[union-attr]
-    torch.optim.AdamW(theirs.parameters(), lr=0.1, weight_decay=config.weight_decay, fused=False).step()
+    plain = torch.optim.AdamW(
+        theirs.parameters(), lr=0.1, betas=config.betas, weight_decay=config.weight_decay, fused=False
+    )
+    for factor in (0.3, 2.0):
+        ours.weight.grad = gradient.clone()
+        apply(optimizer, shards, torch.tensor(factor), zero)
+        theirs.weight.grad = gradient * factor
+        plain.step()
     torch.testing.assert_close(ours.weight, theirs.weight)
     assert not torch.equal(ours.weight, weights)
 
