@@ -28,7 +28,7 @@ RULES = (
 """Reasons to reject a record, in no order."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Input:
     """One file, or one Hub dataset."""
 
@@ -45,7 +45,7 @@ class Input:
     """Size and times of change when it was digested; empty for a Hub dataset."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Shard:
     """Range of an input that one task reads. Plain values, which JSON can hold."""
 

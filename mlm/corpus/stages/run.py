@@ -73,7 +73,7 @@ def run_task(path: Path, stage: str, task: int, *, all_cores: bool = False) -> N
 
     The error is written to a file too: a command that submitted the task to a cluster reads it.
     """
-    plan = Plan.load(path)
+    plan = Plan.load(path, stage, task)
     folder = plan.stages[stage].folder
     if is_done(folder, task):
         return
