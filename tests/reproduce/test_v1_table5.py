@@ -16,14 +16,17 @@ from tests.reproduce.made_runs import made_results, write_result, write_run
 SIZES = TRAININGS["laptop"].sizes
 
 
-def concluded(folder: Path, scores: list[list[float]] | None) -> Conclusion:
-    """Conclude from accuracies by size and seed, as shares; None: without GLUE."""
+def concluded(folder: Path, scores: list[list[float]] | None, gain: float = 1.0) -> Conclusion:
+    """Conclude from accuracies by size and seed, as shares; None: without GLUE.
+
+    In pretraining each size ends `gain` below the one before.
+    """
     settings = {"glue": str(folder), "seeds": len(scores[0])} if scores else {}
     results = made_results(table5.EXPERIMENT, folder, **settings)
     for number, size in enumerate(SIZES):
         run = folder / "runs" / size.pretraining
         write_run(run, total=1200, validation={100: 0})
-        masked = f'"validation/mlm_loss": {6 - number}, "loss": 0'
+        masked = f'"validation/mlm_loss": {6 - gain * number}, "loss": 0'
         (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().replace('"loss": 0', masked))
         if scores:
             every = [{"scores": {"validation": {"accuracy": each}}} for each in scores[number]]
@@ -52,6 +55,13 @@ def test_a_larger_model_is_better_only_if_all_seeds_show_it(
     scores: list[list[float]] | None, verdict: Verdict, tmp_path: Path
 ) -> None:
     assert concluded(tmp_path, scores).verdict is verdict
+
+
+def test_nothing_is_concluded_if_larger_models_have_not_learned_more(tmp_path: Path) -> None:
+    found = concluded(tmp_path / "a", [LARGE, MEDIUM, SMALL], gain=0)
+    assert found.verdict is Verdict.OPEN
+    assert "ended pretraining no better than the smallest" in found.limits[0]
+    assert "no better" not in concluded(tmp_path / "b", [LARGE, MEDIUM, SMALL]).limits[0]
 
 
 def test_accuracies_and_losses_stand_beside_the_papers_table(tmp_path: Path) -> None:

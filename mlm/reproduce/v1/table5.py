@@ -197,9 +197,9 @@ def conclude(results: Results) -> Conclusion:
     scores = [accuracies(results, size) for size in training.sizes] if results.config.glue else []
     losses = [masked_loss(results, size) for size in training.sizes]
     return Conclusion(
-        verdict=verdict(scores),
+        verdict=verdict(losses, scores),
         seen=seen(training, losses, scores),
-        limits=limits(training, scores),
+        limits=limits(losses, scores),
         tables=(compared(training, losses, scores), published()),
         charts=charts(training, scores),
         curves=[size.pretraining for size in training.sizes],
@@ -219,9 +219,12 @@ def masked_loss(results: Results, size: Size) -> float:
     return float(found[-1]) if len(found) else math.nan
 
 
-def verdict(scores: Sequence[Sequence[float]]) -> Verdict:
-    """Return the verdict on `a larger model scores better`: a difference counts if all seeds show it."""
-    if not scores or len(scores[0]) < LEAST_ROUNDS:
+def verdict(losses: Sequence[float], scores: Sequence[Sequence[float]]) -> Verdict:
+    """Return the verdict on `a larger model scores better`: a difference counts if all seeds show it.
+
+    The claim is of models that learned more the larger they are: it is open if pretraining did not end so.
+    """
+    if not scores or len(scores[0]) < LEAST_ROUNDS or not learned_more(losses):
         return Verdict.OPEN
     better = [min(larger) > max(smaller) for smaller, larger in pairwise(scores)]
     worse = [max(larger) < min(smaller) for smaller, larger in pairwise(scores)]
@@ -230,6 +233,11 @@ def verdict(scores: Sequence[Sequence[float]]) -> Verdict:
     if any(better) or min(scores[-1]) > max(scores[0]):
         return Verdict.PARTLY
     return Verdict.CONTRADICTS if any(worse) else Verdict.OPEN
+
+
+def learned_more(losses: Sequence[float]) -> bool:
+    """True if the largest model ended pretraining with a lower loss than the smallest."""
+    return losses[-1] < losses[0]
 
 
 def seen(training: Training, losses: Sequence[float], scores: Sequence[Sequence[float]]) -> str:
@@ -243,9 +251,14 @@ def seen(training: Training, losses: Sequence[float], scores: Sequence[Sequence[
     return f"accuracy on SST-2, percent, median (least to largest of {len(scores[0])} seeds): {each}; {found}"
 
 
-def limits(training: Training, scores: Sequence[Sequence[float]]) -> list[str]:
+def limits(losses: Sequence[float], scores: Sequence[Sequence[float]]) -> list[str]:
     """Return what these runs cannot say."""
     found = []
+    if not learned_more(losses):
+        found.append(
+            "The largest model ended pretraining no better than the smallest: a lead in finetuning is one of "
+            "learning the task, and says nothing about what a larger model carries over."
+        )
     if not scores:
         found.append(f"Give glue=FOLDER with {TASK}/train.jsonl and {TASK}/validation.jsonl to finetune.")
     return [
