@@ -179,10 +179,15 @@ def seen(slower: Sequence[float], gain: Sequence[float], first: int, afforded: i
     if not slower:
         return "Runs failed that the comparison needs."
     return (
-        f"At {first} micro-batches recomputation changes throughput by {percent(slower)}. In the "
-        f"activations' memory that {first} need without it, it has room for {afforded}, where throughput is "
-        f"{percent(gain)} against {first} without it."
+        f"In steps of {of_micro_batches(first)} recomputation changes throughput by {percent(slower)}. In the "
+        f"memory of that step's activations without it, it has room for {of_micro_batches(afforded)}, where "
+        f"throughput is {percent(gain)} against that step without it."
     )
+
+
+def of_micro_batches(count: int) -> str:
+    """Return `1 micro-batch` or `4 micro-batches`."""
+    return f"{count} micro-batch{'es' * (count > 1)}"
 
 
 def table(found: Measured) -> Table:
