@@ -20,6 +20,8 @@ from mlm.reproduce.conclusion import Verdict
 
 KEPT = Path(__file__).parent / "results" / "reproduce"
 PICTURE = re.compile(r"!\[[^\]]*\]\(([^)]+)\)")
+PLACE = re.compile(r'(?<=["=])/(?:[^/"\s]+/)+(?=[^/"\s]+")')
+"""Folders before the name of a file of the user's, which say nothing to others."""
 HEAD = """# The papers' experiments, as they came out
 
 One paragraph for each report of [`mlm reproduce`](../../../mlm/reproduce/README.md) that is kept here: what
@@ -34,8 +36,10 @@ def keep(folder: Path) -> None:
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     report = (folder / "report.md").read_text("utf-8")
-    for name in ("report.md", "result.json", *PICTURE.findall(report)):
+    for name in ("report.md", *PICTURE.findall(report)):
         shutil.copyfile(folder / name, target / name)
+    result = (folder / "result.json").read_text("utf-8")
+    (target / "result.json").write_text(PLACE.sub("", result), "utf-8")
 
 
 def index() -> str:

@@ -179,9 +179,9 @@ def seen(slower: Sequence[float], gain: Sequence[float], first: int, afforded: i
     if not slower:
         return "Runs failed that the comparison needs."
     return (
-        f"In steps of {of_micro_batches(first)} recomputation changes throughput by {percent(slower)}. In the "
-        f"memory of that step's activations without it, it has room for {of_micro_batches(afforded)}, where "
-        f"throughput is {percent(gain)} against that step without it."
+        f"In steps of {of_micro_batches(first)} recomputation changes throughput by {percent(slower)}. In "
+        f"the memory of that step's activations without it, it has room for {of_micro_batches(afforded)}, "
+        f"where throughput is {percent(gain)} against that step without it."
     )
 
 
