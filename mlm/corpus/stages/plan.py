@@ -45,8 +45,8 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What tasks know of the whole build."""
+class Outline:
+    """Stages and parts of a whole build; a task is told them, and reads a part of its files."""
 
     stages: dict[str, Stage]
     """By name, in their order."""
@@ -72,7 +72,7 @@ class Plan:
     """Digest of tokenizer.json."""
     evaluation: str | None
     """Digest of the evaluation texts to keep out, None where there are none."""
-    told: Facts | None = None
+    told: Outline | None = None
     """In a task, what the plan says of the build, whose inputs it has not read."""
 
     @property
@@ -95,27 +95,27 @@ class Plan:
     @property
     def stages(self) -> dict[str, Stage]:
         """The stages by name, in their order."""
-        return self.facts.stages
+        return self.outline.stages
 
     @property
     def parts(self) -> tuple[str, ...]:
         """The parts of the corpus."""
-        return self.facts.parts
+        return self.outline.parts
 
     @property
     def is_divided(self) -> bool:
         """True if documents are assigned to parts; False if the input folder has parts."""
-        return self.facts.is_divided
+        return self.outline.is_divided
 
     @cached_property
-    def facts(self) -> Facts:
-        """What tasks know of the whole build."""
+    def outline(self) -> Outline:
+        """Stages and parts of the whole build."""
         if self.told is not None:
             return self.told
         given = {shard.split for shard in self.shards if shard.split}
         shares = dict(zip(SPLITS, parse_split(self.config.split), strict=True))
         parts = tuple(part for part in SPLITS if (part in given if given else shares[part] > 0))
-        return Facts(self._stages(len(parts)), parts, not any(item.split for item in self.inputs))
+        return Outline(self._stages(len(parts)), parts, not any(item.split for item in self.inputs))
 
     def _stages(self, parts: int) -> dict[str, Stage]:
         many = len(self.bounds) - 1
@@ -168,6 +168,7 @@ class Plan:
 
     def save(self) -> Path:
         """Write the plan into the work folder; its path is returned. Raises OSError."""
+        # The lines are made twice, so that they are never in memory together.
         ends = [*accumulate(map(len, self._task_lines()), initial=0)]
         head = {
             "config": to_dict(self.config),
@@ -234,7 +235,7 @@ def _load_head(path: Path, *_: int) -> tuple[Plan, list[int]]:
         bounds=(0,),
         tokenizer=head["tokenizer"],
         evaluation=head["evaluation"],
-        told=Facts(stages, tuple(head["parts"]), head["is_divided"]),
+        told=Outline(stages, tuple(head["parts"]), head["is_divided"]),
     )
     return plan, [begin + int(end) for end in head["ends"][:-1]]
 

@@ -89,7 +89,7 @@ def test_a_task_reads_its_own_part_of_the_plan(tmp_path: Path) -> None:
             ]
             assert len(found.inputs) == (5, 6, 1)[task]
     alone = plan.Plan.load(path, "merge", 1)
-    assert (alone.inputs, alone.facts) == ((), whole.facts)
+    assert (alone.inputs, alone.outline) == ((), whole.outline)
 
 
 @pytest.mark.parametrize(
