@@ -37,7 +37,7 @@ class ParallelConfig:
     sequence_parallel: bool = False
     """Cut activations outside the tensor-parallel regions along the sequence too (arXiv:2205.05198)."""
     tp_overlap: Annotated[int, POSITIVE, Also("tp_comm_overlap", "async_tensor_parallel", "async_tp")] = 1
-    """Parts of a sequence, communicated over tp while others are multiplied; 1 does not divide it."""
+    """Parts of a sequence, communicated over tp while others are multiplied; 1 leaves it whole."""
     pipeline: Literal["1f1b", "gpipe", "zb_h1"] = "1f1b"
     """Pipeline schedule. 1f1b interleaves when vp > 1; zb_h1 puts weight gradients into the bubble."""
     zero: Annotated[Literal[0, 2, 3], Also("zero_stage", "fsdp")] = 0
