@@ -172,6 +172,12 @@ def test_a_run_that_failed_or_rose_has_diverged(tmp_path: Path, monkeypatch: pyt
     assert list(found.charts[0].series[0].x) == [12, 24]  # what is not finite is not drawn
 
 
+def test_a_rate_is_the_best_only_of_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = concluded(tmp_path, monkeypatch, {}).tables[0].rows
+    assert [row[1] for row in rows if row[0] == "24, post"] == [f"{TRAINING.shared:g}"]
+    assert [row[1] for row in rows if row[0] == "48, post"].count(f"{TRAINING.shared:g} (best)") == 1
+
+
 def test_a_better_learning_rate_of_the_sweep_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,8 +2,8 @@
 
 Two orders, norm=post (after the residual sums) and norm=pre (before attention and MLP), start from the same
 weights of a seed and see the same samples. They are compared at one learning rate, as in the paper, and each
-at the rate that is best for it in a sweep. Weights start with the paper's standard deviation, 0.02 at a width
-of 1024, times sqrt(1024 / width): sublayers then weigh as much beside the residual stream as they do there.
+at the best of the rates that it was tried at. Weights start with the paper's standard deviation, 0.02 at a
+width of 1024, times sqrt(1024 / width): sublayers then weigh as much beside the residual stream as there.
 """
 
 import math
@@ -201,7 +201,7 @@ def seen(found: Measured) -> str:
         own.append(f"{layers} layers {best['post']} with post, {best['pre']} with pre")
     return (
         f"norm=post and pre, {len(found.seeds)} seeds at learning rate {found.training.shared:g}: "
-        f"{'; '.join(shared)}. Loss of masked tokens, each order at its own best rate, median "
+        f"{'; '.join(shared)}. Loss of masked tokens, each at the best of its rates, median "
         f"(least to largest seed): {'; '.join(own)}; "
         f"token frequencies alone give {found.single:.3f}"
     )
@@ -232,9 +232,10 @@ def compared(found: Measured) -> Table:
     """Return losses, outcomes and gradient norms by depth, order and learning rate."""
     rows: list[list[Cell]] = []
     for layers, order in product(found.training.depths, ORDERS):
-        for rate in found.rates(layers, order):
+        rates = found.rates(layers, order)
+        for rate in rates:
             runs = found.at(layers, order, rate)
-            mark = " (best)" if rate == found.training.best[order][layers] else ""
+            mark = " (best)" if len(rates) > 1 and rate == found.training.best[order][layers] else ""
             norms = str(spread([run.highest for run in runs]))
             row = [
                 f"{layers}, {order}",
