@@ -232,12 +232,17 @@ def run_ray(plan: Plan, path: Path) -> None:
             )
 
 
-def main() -> None:
-    """Run, in a SLURM job, the tasks of its index in the array."""
+def main() -> int:
+    """Run, in a SLURM job, the tasks of its index in the array; return the exit code."""
     path, name = Path(sys.argv[1]), sys.argv[2]
-    plan = Plan.load(path)
-    slurm(plan.stages[name], path, plan.config.executor).run()
+    try:
+        plan = Plan.load(path)
+        slurm(plan.stages[name], path, plan.config.executor).run()
+    except UserError as error:
+        print(f"mlm data build: {error}", file=sys.stderr)  # into the job's log
+        return error.exit_code
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
