@@ -119,8 +119,9 @@ class Watchdog:
     reports what this one waits for: a rank that reports nothing is the suspect.
     """
 
-    def __init__(self, watch: Watch, words: LastWords) -> None:
-        self._watch, self._words = watch, words
+    def __init__(self, watch: Watch, words: LastWords, prepare: Callable[[], None] = lambda: None) -> None:
+        """Watch from the `with` block on; `prepare` is called once in the thread."""
+        self._watch, self._words, self._prepare = watch, words, prepare
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -137,6 +138,7 @@ class Watchdog:
         self._over.set()
 
     def _run(self) -> None:
+        self._prepare()
         while not self._over.wait(WATCH_POLL_S):
             lost = self._watch.overdue(GRACE_S)
             if lost is None and self._words.others_failed():

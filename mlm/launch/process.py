@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
@@ -103,7 +104,7 @@ def run_rank(
     torch.set_num_threads(num_threads(threads, cores=available, local_ranks=place.local_world_size))
     device = rank_device(dist, place)
     watch, everyone = Watch(place.rank, dist.timeout_s), tuple(range(place.world_size))
-    with nullcontext() if words is None else Watchdog(watch, words):
+    with nullcontext() if words is None else Watchdog(watch, words, partial(take_device, device)):
         if store is None or place.world_size == 1:
             ctx = ParallelContext(device=device, watch=watch)
         else:
@@ -153,8 +154,15 @@ def rank_device(dist: DistConfig, place: Place) -> torch.device:
             f"LOCAL_RANK={place.local_rank}, but this host shows {count} GPUs: "
             f"start at most {count} ranks on it, or check CUDA_VISIBLE_DEVICES"
         )
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    device = torch.device("cuda", index)
+    take_device(device)
+    return device
+
+
+def take_device(device: torch.device) -> None:
+    """Make a GPU this thread's current one: a new thread's is the first, whose memory a query would take."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def find_target(target: str) -> Target:

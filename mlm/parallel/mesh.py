@@ -161,16 +161,15 @@ def _make_axis(
     own = Axis(name, watch=watch)
     for line in lines:
         if len(line) > 1:
-            group = dist.new_group(
-                line, timeout=timedelta(seconds=timeout_s), pg_options=_options(name, device)
-            )
+            limit = timedelta(seconds=timeout_s)
+            group = dist.new_group(line, timeout=limit, pg_options=_options(name, device, limit))
             if rank in line:
                 through_host = device.type == "cuda" and dist.get_backend(group) == "gloo"
                 own = Axis(name, line.index(rank), len(line), group, tuple(line), watch, through_host)
     return own
 
 
-def _options(name: str, device: torch.device) -> Any:
+def _options(name: str, device: torch.device, limit: timedelta) -> Any:
     """NCCL's options for an axis; None for its own, and for other backends.
 
     Sums over tp stand in the way of the next layer: their kernels go before those of a layer's weight
@@ -181,4 +180,5 @@ def _options(name: str, device: torch.device) -> Any:
         return None
     options = nccl.Options()
     options.is_high_priority_stream = True
+    options._timeout = limit  # PyTorch warns where it is not the group's
     return options

@@ -8,13 +8,16 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import HashStore
 
 from mlm.generate.config import GenerateConfig
 from mlm.launch import failure as failures
+from mlm.launch import process
 from mlm.launch.config import DistConfig
 from mlm.launch.failure import (
     Death,
@@ -107,6 +110,25 @@ def test_watchdog_ends_a_rank_whose_wait_is_overdue(watched: Callable[..., list[
     assert [failure.message.split(" did ")[0] for failure in told] == [
         "rank 1: all_gather over dp (ranks 1, 3)"
     ]
+
+
+def test_watchdog_asks_the_device_of_its_own_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current device of a new thread is the first GPU: each rank's watchdog would take memory there."""
+    taken, begun = dict[str, torch.device](), threading.Event()
+
+    def take(device: torch.device) -> None:
+        taken[threading.current_thread().name] = device
+        if len(taken) == 2:
+            begun.set()
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", take)
+    monkeypatch.setattr(process, "find_target", lambda _: lambda config, ctx: begun.wait(5) and 0)
+    config = SimpleNamespace(dist=DistConfig(threads_per_rank=torch.get_num_threads()))
+    words = LastWords(0, lambda failure: None)
+    process.run_rank("", config, place=replace(process.ALONE, local_rank=3), words=words)
+    assert taken == dict.fromkeys(("MainThread", "watchdog"), torch.device("cuda", 3))
 
 
 def test_watchdog_leaves_a_rank_alone_that_computes(watched: Callable[..., list[Failure]]) -> None:

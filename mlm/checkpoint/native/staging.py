@@ -26,9 +26,18 @@ BLOCK = 1 << 24  # bytes per write: 16 MiB
 def _lock_pages(address: int, size: int) -> bool:
     """Tell CUDA that memory stays where it is; False where the system does not allow it."""
     try:
-        return int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0
+        if int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0:
+            return True
     except (RuntimeError, AttributeError):
         return False
+    _drop_error()
+    return False
+
+
+def _drop_error() -> None:
+    """Take a failed call's error from CUDA, which keeps it for this thread's next kernel to fail by."""
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda")
 
 
 class StagedFile:
