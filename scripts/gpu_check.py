@@ -29,6 +29,7 @@ from gpu.record import Record
 from gpu.runner import child_command, python_environment, run_steps
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "scripts/results/gpu"
 SOURCES = ("mlm/**/*.py", "configs/**/*.yaml", "scripts/gpu/*.py", "scripts/bench/*.py")
 """Files that results depend on."""
 NEEDED = ("numpy", "yaml", "hydra", "omegaconf", "antlr4", "pydantic", "xxhash", "rich", "matplotlib")
@@ -59,7 +60,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--quick", action="store_true", help="tiny sizes: a rehearsal, whose speeds mean nothing")
-    add("--out", type=Path, default=ROOT / "scripts/results/gpu", help="folder of the results (%(default)s)")
+    add("--out", type=Path, default=RESULTS, help="folder of the results (%(default)s)")
     add("--minutes", type=float, default=8.0, help="for all; steps that do not fit are left (%(default)s)")
     add("--again", nargs="+", default=[], metavar="STEP", choices=names, help="steps to repeat")
     add("--only", nargs="+", default=names, metavar="STEP", choices=names, help="steps to run")
@@ -74,13 +75,17 @@ def run(args: argparse.Namespace, scratch: Path) -> int:
     peers = dict(word.split("=", 1) for word in args.peers if "=" in word)
     if len(peers) < len(args.peers) or set(peers) - {"nanogpt"}:
         raise UsageError(f"--peers {' '.join(args.peers)}: give nanogpt=PATH")
+    stands_in = "MLM_STANDIN_GPUS" in os.environ
+    if stands_in and args.out == RESULTS:
+        raise UsageError("results of stand-ins are no GPU's: name a folder of their own (--out FOLDER)")
     args.out.mkdir(parents=True, exist_ok=True)
     site = install(args.wheels, scratch / "site") if args.wheels else None
     environment = python_environment(ROOT, site, os.environ)
     torch, has_gpu, python, missing = probe(environment)
     if args.device == "cuda" and not has_gpu:
         raise UsageError("--device cuda: torch sees no GPU here; rehearse with --device cpu --quick")
-    identity: dict[str, Any] = {"code": digest_of_sources(), "torch": torch, "device": args.device}
+    identity: dict[str, Any] = {"code": digest_of_sources(), "torch": torch}
+    identity["device"] = "stand-in" if stands_in else args.device
     identity |= {"quick": True} if args.quick else {}
     say(f"code {identity['code']}, commit {commit()}, torch {torch}, Python {python}, {args.device}")
     if missing:

@@ -27,9 +27,9 @@ class Numbers:
     """fp16: loss scale, where gradients overflowed."""
 
 
-def shared_numbers(trainer: Trainer, parts: Tensor, norm: Tensor) -> Numbers:
-    """Return a step's numbers, bit for bit the same on all ranks. Collective; reads the device."""
-    ctx, scaler = trainer.ctx, trainer.scaler
+def sum_numbers(trainer: Trainer, parts: Tensor, norm: Tensor) -> Tensor:
+    """Return a step's loss and gradient norm, bit for bit the same on all ranks: [2]. Collective."""
+    ctx = trainer.ctx
     loss = parts[: trainer.objective.losses].sum()
     mine = torch.stack([loss.to(norm.dtype) / ctx.tp.size, norm / ctx.world_size])
     if ctx.device.type == "cpu":  # the group of all ranks is gloo: one message
@@ -37,9 +37,23 @@ def shared_numbers(trainer: Trainer, parts: Tensor, norm: Tensor) -> Numbers:
     else:
         for axis in (ctx.tp, ctx.replicas, ctx.pp):
             all_reduce(mine, axis)
-    values = mine.tolist()
+    return mine
+
+
+def shared_numbers(trainer: Trainer, parts: Tensor, norm: Tensor) -> Numbers:
+    """Return a step's numbers, bit for bit the same on all ranks. Collective; reads the device."""
+    values, scaler = sum_numbers(trainer, parts, norm).tolist(), trainer.scaler
     scale = float(scaler.scale.item()) if scaler.dynamic and not math.isfinite(values[1]) else 1.0
     return Numbers(values[0], values[1], scale)
+
+
+def beyond(numbers: Tensor, limits: Sequence[float]) -> Tensor:
+    """Return 1.0 if one of the numbers is not finite or has reached its limit, else 0.0: 0-d."""
+    exact = numbers.double()  # limits are compared as numbers of the host are
+    within = exact.isfinite().all()
+    for number, most in zip(exact.unbind(), limits, strict=True):
+        within = within & (number < most)
+    return within.logical_not().to(numbers.dtype)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,9 @@ from collections.abc import Iterable, Sequence
 NORMAL = 1.4826  # standard deviation over median absolute deviation, of normally distributed numbers
 LEAST_SPREAD = 0.01  # of the median: a loss that hardly changes makes no incident of a change of a hundredth
 
+ROUNDING = 1e-6
+"""Share of a distance that rounding cannot reach."""
+
 
 def deviations(value: float, others: Sequence[float]) -> float:
     """Return how far a number is above the median of others, in robust standard deviations."""
@@ -14,6 +17,16 @@ def deviations(value: float, others: Sequence[float]) -> float:
     if value - middle <= least:  # most steps: less than one deviation, whatever the spread
         return (value - middle) / least
     return (value - middle) / max(NORMAL * median([abs(other - middle) for other in others]), least)
+
+
+def limit(others: Sequence[float], threshold: float) -> float:
+    """Return the least number that can be `threshold` deviations above others."""
+    middle = median(others)
+    least = max(LEAST_SPREAD * abs(middle), 1e-30)
+    spread = (
+        max(NORMAL * median([abs(other - middle) for other in others]), least) if threshold > 1 else least
+    )
+    return middle + threshold * spread * (1 - ROUNDING)
 
 
 def median(values: Iterable[float]) -> float:
@@ -42,7 +55,19 @@ class Recent:
 
     def deviations(self, loss: float, norm: float) -> tuple[float, float]:
         """Return those of the loss and of the norm; zeros before a quarter of the steps is known."""
-        if len(self.pairs) < max(2, self.size // 4):
+        if not self.is_known:
             return 0.0, 0.0
         losses, norms = zip(*self.pairs, strict=True)
         return deviations(loss, losses), deviations(norm, norms)
+
+    @property
+    def is_known(self) -> bool:
+        """True from a quarter of the steps on."""
+        return len(self.pairs) >= max(2, self.size // 4)
+
+    def limits(self, threshold: float) -> tuple[float, float]:
+        """Return a loss and a norm that no number of so many deviations is below; infinite without any."""
+        if not threshold or not self.is_known:
+            return math.inf, math.inf
+        losses, norms = zip(*self.pairs, strict=True)
+        return limit(losses, threshold), limit(norms, threshold)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mlm.checkpoint.native.exchange import Ranks
@@ -15,7 +16,7 @@ from mlm.checkpoint.native.save_load import CheckpointError
 from mlm.config.build import to_dict
 from mlm.errors import UserError
 from mlm.incidents.clock import Clock, Times
-from mlm.incidents.findings import Findings, Numbers, gather, shared_numbers
+from mlm.incidents.findings import Findings, Numbers, beyond, gather, shared_numbers, sum_numbers
 from mlm.incidents.memory import decode
 from mlm.incidents.probe import Probe
 from mlm.incidents.profiler import Profiler
@@ -23,14 +24,18 @@ from mlm.incidents.record import FOLDER, free_name, rows_of, write_rank, write_r
 from mlm.incidents.replicas import differences, digests
 from mlm.incidents.timeline import Timeline
 from mlm.launch.versions import versions
+from mlm.optim.adamw import can_defer
+from mlm.parallel.transfer import ToHost
 from mlm.parallel.watch import name_ranks
 from mlm.report.reporter import Reporter
 from mlm.train.hooks import Hooks
 from mlm.train.resume import folder, rewind
 from mlm.train.saver import Saver
 from mlm.train.state import FINETUNING, INCIDENTS
-from mlm.train.trainer import Trainer
+from mlm.train.trainer import Doubt, Trainer
 
+DEFERRING = ("cuda",)
+"""Devices that apply an update while the host reads the step's numbers."""
 REPEATED = 16
 """Tensors that a repeated step that differs names at most."""
 
@@ -76,7 +81,10 @@ class Incidents(Hooks):
         self.clock.start(trainer.step)
         self.profiler = Profiler(trainer, out, reporter) if trainer.config.profile else None
         self.timeline = Timeline(trainer, reporter)
-        trainer.judge = self.judge
+        trainer.judge, trainer.doubt = self.judge, self.doubt
+        self.defers = trainer.ctx.device.type in DEFERRING and can_defer(
+            trainer.optimizer, trainer.shards[0].parameter.dtype
+        )
 
     def remembered(self) -> None:
         """Take the memory from the state of the trainer, which a checkpoint may have filled."""
@@ -102,12 +110,28 @@ class Incidents(Hooks):
         """Return True if training is to return to a checkpoint."""
         return self.rewinds
 
+    def doubt(self, parts: Tensor, norm: Tensor) -> Doubt | None:
+        """Begin to read a step's numbers, to judge it if they are far; None judges it now. Collective."""
+        if not self.defers or self.repeats_now():
+            return None
+        numbers = sum_numbers(self.trainer, parts, norm)
+        flag = beyond(numbers, self.memory.recent.limits(self.settings.threshold))
+        arriving = ToHost(torch.cat([numbers, flag.view(1)]))
+
+        def holds() -> bool:
+            loss, gradient, is_flagged = arriving.read()
+            if not is_flagged:
+                self.memory.streak = 0
+                self.memory.recent.add(loss, gradient)
+            return bool(is_flagged)
+
+        return Doubt(flag, holds)
+
     def judge(self, parts: Tensor, norm: Tensor) -> bool:
         """Decide on a step before its update; True leaves the update out. Collective."""
         numbers, verdict = shared_numbers(self.trainer, parts, norm), Verdict()
         self.judge_numbers(numbers, verdict)
-        every = self.checks.every
-        if every and (self.trainer.step + 1) % every == 0 and self.repeats():
+        if self.repeats_now():
             self.judge_repetition(parts, verdict)
         self.memory.recent.add(numbers.loss, numbers.norm)
         return bool(verdict.kinds) and self.act(verdict, numbers)
@@ -137,6 +161,11 @@ class Incidents(Hooks):
                 if deviation >= settings.threshold:
                     line = f"{what} {value:.6g} is {deviation:.1f} robust standard deviations above"
                     verdict.add(f"{what.split()[0]}_outlier", f"{line} the last {settings.window} steps")
+
+    def repeats_now(self) -> bool:
+        """Return True if the step is to be computed twice."""
+        every = self.checks.every
+        return every > 0 and (self.trainer.step + 1) % every == 0 and self.repeats()
 
     def repeats(self) -> bool:
         """Return True if a step repeats bit for bit here."""

@@ -33,6 +33,7 @@ from mlm.parallel.nearest_layout import layout_problems
 from mlm.parallel.sharding import parameter_shards
 from mlm.train.checks import saved_problems
 from mlm.train.config import PretrainConfig
+from mlm.train.kernels import choose_products
 from mlm.train.memory import reuse_large_blocks
 from mlm.train.pipelined import PipelinedModel
 from mlm.train.run_tokenizer import digest_of, receipt_tokenizer, tokenizer_then
@@ -161,6 +162,7 @@ def load_trained(
     if ctx.device.type == "cpu":
         reuse_large_blocks()
     named = named_checkpoint(ckpt)
+    choose_products(precision, ctx.device)
     layout = ParallelConfig(tp=parallel.tp, pp=parallel.pp, vp=parallel.vp)
     model = PipelinedModel(named.config.model, layout, precision, ctx)
     shards = tuple(shard for chunk in model.chunks for shard in parameter_shards(chunk, ctx.tp))

@@ -9,18 +9,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mlm.parallel.casts import Castable
+
 HALF = (torch.bfloat16, torch.float16)
 
 
-class LayerNorm(nn.LayerNorm):
+class LayerNorm(Castable, nn.LayerNorm):
     """Layer norm whose float32 weights serve activations of any dtype. Replicated over tp."""
+
+    def readable_casts(self, dtype: torch.dtype) -> dict[str, bool]:
+        """Weight and bias, but on a CPU, which reads them as they are."""
+        is_wide = self.weight.device.type == "cpu" and dtype in HALF
+        return {} if is_wide else {"weight": True, "bias": True}
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension of x."""
         if x.device.type == "cpu" and x.dtype in HALF and not torch.compiler.is_compiling():
             y: Tensor = _WideSums.apply(x, self.weight, self.bias, self.eps)  # type: ignore[no-untyped-call]
             return y
-        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+        weight: Tensor = self.weight
+        bias: Tensor = self.bias
+        if self.cast is not None and self.cast_bias is not None and not torch.compiler.is_compiling():
+            weight, bias = self.cast, self.cast_bias  # a compiler fuses the casts
+        weight, bias = weight.to(x.dtype), bias.to(x.dtype)
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 

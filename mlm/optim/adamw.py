@@ -140,6 +140,11 @@ def apply(
         optimizer.step()
 
 
+def can_defer(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> bool:
+    """Return True if `apply` with an overflow changes nothing of parameters of this dtype, nor waits."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and dtype == torch.float32
+
+
 def moment(optimizer: torch.optim.Optimizer, shard: ParameterShard, name: str) -> Tensor:
     """One of the moments of a parameter, shaped like this rank's part of it."""
     state: Tensor = optimizer.state[shard.parameter][name]

@@ -1,52 +1,89 @@
-"""Weights in the dtype of compute, cast once for all micro-batches of a step.
+"""Parameters in the dtype of compute, cast once for all micro-batches of a step.
 
 Master weights are float32. Without this each product casts its weight, forward and backward, in every
-micro-batch: 6 bytes of traffic a parameter each time, where reading the cast costs 2.
+micro-batch: 6 bytes of traffic a parameter each time, where reading the cast costs 2. A bias or a norm's
+weight is little traffic, but a kernel of its own at each use.
 """
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from mlm.parallel.layers import Split
+
+class Castable:
+    """A module that can read copies of its parameters, for as long as these do not change."""
+
+    cast: Tensor | None = None
+    """The weight in the dtype of compute (`Casts`)."""
+    cast_bias: Tensor | None = None
+    """The bias in the dtype of compute (`Casts`)."""
+
+    def readable_casts(self, dtype: torch.dtype) -> dict[str, bool]:
+        """Names of parameters whose copies are read; True if gradients pass through the copy. None here."""
+        return {}
+
+
+ATTRIBUTES = {"weight": "cast", "bias": "cast_bias"}
+"""Where a module reads the copy of a parameter."""
+
+
+class _Stand(torch.autograd.Function):
+    """The copy in place of its parameter, whose gradient it casts as `to` would."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, copy: Tensor) -> Tensor:
+        ctx.dtype = parameter.dtype
+        return copy.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.to(ctx.dtype), None
 
 
 class Casts:
-    """The weights of layers split over tp, in `dtype`, for as long as they do not change.
+    """The parameters of castable modules, in `dtype`, for as long as they do not change.
 
     Its copies take 2 bytes a parameter from the first use on.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
-        self.layers = [m for m in modules if isinstance(m, Split) and m.weight.dtype != dtype]
+    def __init__(self, modules: Iterable[object], dtype: torch.dtype) -> None:
+        self.layers: list[Castable] = []
+        self.reads: list[tuple[Castable, str, bool]] = []
+        for module in modules:
+            if isinstance(module, Castable):
+                names = module.readable_casts(dtype)
+                wide = [n for n in names if getattr(module, n, None) is not None]
+                wide = [n for n in wide if getattr(module, n).dtype != dtype]
+                self.reads += [(module, n, names[n]) for n in wide]
+                self.layers += [module] if wide else []
         self.dtype = dtype
         self.copies: list[Tensor] = []
         self.depth = 0
         self.stay = False  # True: CUDA graphs read the copies where they are, which takes a mark
 
-    @torch.no_grad()
     def hold(self) -> None:
-        """Cast the weights now; layers read the copies until the matching `release`."""
+        """Cast the parameters now; layers read the copies until the matching `release`."""
         self.depth += 1
-        if self.depth > 1:
+        if self.depth > 1 or not self.reads:
             return
+        parameters = [getattr(layer, name) for layer, name, _ in self.reads]
         if not self.copies:
-            self.copies = [torch.empty_like(layer.weight, dtype=self.dtype) for layer in self.layers]
+            self.copies = [torch.empty_like(p, dtype=self.dtype, requires_grad=False) for p in parameters]
             for copy in self.copies if self.stay else ():
                 torch._dynamo.mark_static_address(copy, guard=False)  # a guard would compile each layer
-        if self.layers:
-            torch._foreach_copy_(self.copies, [layer.weight.detach() for layer in self.layers])
-        for layer, copy in zip(self.layers, self.copies, strict=True):
-            layer.cast = copy
+        torch._foreach_copy_(self.copies, [p.detach() for p in parameters])
+        for (layer, name, passes), p, copy in zip(self.reads, parameters, self.copies, strict=True):
+            setattr(layer, ATTRIBUTES[name], _passing(p, copy) if passes else copy)
 
     def release(self) -> None:
-        """Weights may change from here on."""
+        """Parameters may change from here on."""
         self.depth -= 1
         if self.depth == 0:
-            for layer in self.layers:
-                layer.cast = None
+            for layer, name, _ in self.reads:
+                setattr(layer, ATTRIBUTES[name], None)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -56,3 +93,10 @@ class Casts:
             yield
         finally:
             self.release()
+
+
+@torch.enable_grad()
+def _passing(parameter: Tensor, copy: Tensor) -> Tensor:
+    """Return the copy with a gradient's way back: one node a step, which each backward pass goes through."""
+    stand: Tensor = _Stand.apply(parameter, copy)  # type: ignore[no-untyped-call]
+    return stand

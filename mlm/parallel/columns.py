@@ -37,9 +37,12 @@ class _Pair(torch.autograd.Function):
         ctx.save_for_backward(x, *used)
         ctx.dtypes = [None if p is None else p.dtype for p in parameters]
         multiply = in_fp8.product if ctx.fp8 else product
+        offsets = [
+            b if layer.cast_bias is None else layer.cast_bias for layer, b in zip(layers, biases, strict=True)
+        ]
         products = [
             partial(multiply, weight=w.to(x.dtype), bias=None if b is None else b.to(x.dtype))
-            for w, b in zip(used, biases, strict=True)
+            for w, b in zip(used, offsets, strict=True)
             if w is not None
         ]
         if ctx.sequence_parallel and first.parts > 1 and x.shape[0] % first.parts == 0:

@@ -2,7 +2,8 @@
 
 The logits of a micro-batch are V/H times its activations. Here only a chunk of them exists at a time: it is
 projected, normalised, turned into its gradient in place and used for both gradient products, all in the
-forward pass, so nothing is computed twice and nothing of size V is kept but the weight's gradient.
+forward pass, so nothing is computed twice and nothing of size V is kept but the weight's gradient: until the
+backward pass, or in the sum over micro-batches alone (`VocabParallelEmbedding.adds_early`).
 Ranks exchange two numbers per token, two more where hits are counted, and never a logit (arXiv:1909.08053,
 section 3).
 
@@ -13,23 +14,25 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mlm.parallel.collectives import all_gather
 from mlm.parallel.fused_loss import Gradient, LogSum, compiled
 from mlm.parallel.labels import IGNORE
 from mlm.parallel.layers import VocabParallelEmbedding
-from mlm.parallel.matmul import product, uses_onednn, weight_gradient
+from mlm.parallel.matmul import add_weight_gradient, product, uses_onednn, weight_gradient
 
+HALF = (torch.bfloat16, torch.float16)
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
 """Largest chunk of logits. CPU: 256 rows at V=50,304 float32, measured best; smaller starves the products,
 larger falls out of the cache."""
 
 
 def chunk_rows(rows: int, columns: int, device: torch.device, chunk_bytes: int | None = None) -> int:
-    """Rows of logits processed at a time."""
+    """Rows of logits processed at a time; on a GPU in chunks of one size, as kernels are compiled by size."""
     limit = CHUNK_BYTES.get(device.type, CHUNK_BYTES["cuda"]) if chunk_bytes is None else chunk_bytes
-    return max(1, min(rows, limit // (4 * columns)))
+    most = max(1, min(rows, limit // (4 * columns)))
+    return most if device.type == "cpu" or rows == 0 else math.ceil(rows / math.ceil(rows / most))
 
 
 def columns_of(labels: Tensor, table: VocabParallelEmbedding) -> Tensor:
@@ -131,6 +134,38 @@ def split_scale(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return first, scale / first
 
 
+def adds_early(table: VocabParallelEmbedding) -> bool:
+    """True if the forward pass that begins adds the weight's gradient; one without gradients never does."""
+    return table.adds_early and table.weight.requires_grad and torch.is_grad_enabled()
+
+
+def add_to_grad(weight: nn.Parameter, part: Tensor, factor: Tensor | None) -> None:
+    """Add `factor` (0-d; None for 1) times `part` to a weight's gradient, which may keep or overwrite `part`.
+
+    On a CPU the sum is that of autograd bit for bit; elsewhere it takes one pass over both.
+    """
+    part = part.to(weight.dtype)
+    if weight.grad is not None and factor is not None and not part.is_cpu:
+        weight.grad.addcmul_(part, factor.to(part.dtype))
+        return
+    part = part if factor is None else part.mul_(factor)
+    if weight.grad is None:
+        weight.grad = part
+    else:
+        weight.grad.add_(part)
+
+
+def sum_of_chunks(
+    total: Tensor | None, left: Tensor, right: Tensor, *, turned: bool, dtype: torch.dtype
+) -> Tensor:
+    """Add a chunk's part left^T @ right of the weight's gradient: [V/t, H] in `dtype`, [H, V/t] if turned."""
+    if total is not None and left.dtype in HALF:  # where it is, if the device can
+        add_weight_gradient(total, left, right)
+        return total
+    part = product(right.t(), left.t()) if turned else weight_gradient(left, right, dtype)
+    return part if total is None else total.add_(part)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -143,10 +178,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         table: VocabParallelEmbedding,
         chunk_bytes: int | None,
         counts_hits: bool,
+        adds_early: bool,
     ) -> tuple[Tensor, Tensor]:
         compute = table.weight_in(hidden.dtype)
         added = None if bias is None else bias.to(hidden.dtype)
-        half = hidden.dtype in (torch.bfloat16, torch.float16)
+        half = hidden.dtype in HALF
         before, then = split_scale(scale.to(wide(hidden.dtype)), hidden.dtype)
         rows = chunk_rows(hidden.shape[0], weight.shape[0], hidden.device, chunk_bytes)
         d_hidden = torch.empty_like(hidden)
@@ -156,7 +192,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_bias = None if bias is None else torch.zeros_like(bias, dtype=wide(bias.dtype))
         loss = torch.zeros((), dtype=wide(hidden.dtype), device=hidden.device)
         hits = torch.zeros_like(loss)
-        fused = compiled(hidden.device) if half and bias is None and not counts_hits else None
+        can_fuse = table.compiled and half and bias is None and not counts_hits
+        fused = compiled(hidden.device) if can_fuse else None
         for first in range(0, hidden.shape[0], rows):
             part = slice(first, first + rows)
             logits = product(hidden[part], compute, added)
@@ -175,27 +212,35 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # the row scale multiplies H-wide operands rather than V-wide ones
             right = hidden[part] * (scored if half else (scale * scored).to(loss.dtype))
             torch.mul(product(left, compute.t()), (then * scored).to(loss.dtype), out=d_hidden[part])
-            if turned:
-                added_weight = product(right.t(), left.t())
-            else:
-                added_weight = weight_gradient(left, right, wide(weight.dtype))
-            d_weight = added_weight if d_weight is None else d_weight.add_(added_weight)
+            d_weight = sum_of_chunks(d_weight, left, right, turned=turned, dtype=wide(weight.dtype))
         if d_weight is None:  # nothing to score
             d_weight, turned = torch.zeros_like(weight, dtype=wide(weight.dtype)), False
-        d_weight = d_weight.mul_(then) if half else d_weight
-        d_weight = (d_weight.t().contiguous() if turned else d_weight).to(weight.dtype)
-        ctx.save_for_backward(d_hidden, d_weight, None if d_bias is None else d_bias.to(table.weight.dtype))
+        d_weight = d_weight.t().contiguous() if turned else d_weight
+        if d_bias is not None:
+            d_bias = d_bias.to(weight.dtype)
+        last: Tensor | None = then if half else None  # the weight's gradient has yet to be multiplied by it
+        if adds_early:
+            add_to_grad(table.weight, d_weight, last)
+            d_weight = last = None
+        ctx.save_for_backward(d_hidden, d_weight, d_bias, last)
+        ctx.weight_dtype = weight.dtype
         hits = hits * scale
         ctx.mark_non_differentiable(hits)
         return loss * scale, hits
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        d_hidden, d_weight, d_bias = ctx.saved_tensors
-        if dy.device.type != "cpu" or dy.item() != 1.0:  # reading it would synchronise on a GPU
-            d_hidden, d_weight = d_hidden.mul_(dy), d_weight.mul_(dy)
+        d_hidden, d_weight, d_bias, then = ctx.saved_tensors
+        is_one = dy.device.type == "cpu" and dy.item() == 1.0  # reading it would synchronise on a GPU
+        if d_weight is None:
+            assert is_one or dy.device.type != "cpu", "the weight's gradient was added as of a seed of 1"
+            return d_hidden, None, d_bias, None, None, None, None, None, None
+        if not is_one:
+            d_hidden, then = d_hidden.mul_(dy), dy if then is None else then * dy
             d_bias = None if d_bias is None else d_bias.mul_(dy)
-        return d_hidden, d_weight, d_bias, None, None, None, None, None
+        if then is not None:  # both factors in one pass over [V/t, H]
+            d_weight = d_weight.mul_(then)
+        return d_hidden, d_weight.to(ctx.weight_dtype), d_bias, None, None, None, None, None, None
 
 
 def linear_cross_entropy(
@@ -218,7 +263,7 @@ def linear_cross_entropy(
         0-d float32 (float64 for float64 input).
     """
     loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, table.weight, None, labels, scale, table, chunk_bytes, False
+        hidden, table.weight, None, labels, scale, table, chunk_bytes, False, adds_early(table)
     )[0]
     return loss
 
@@ -236,7 +281,7 @@ def cross_entropy_and_hits(
     A hit is a scored row whose label is the most probable token. Hits have no gradient.
     """
     result: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, table.weight, bias, labels, scale, table, chunk_bytes, True
+        hidden, table.weight, bias, labels, scale, table, chunk_bytes, True, adds_early(table)
     )
     return result
 

@@ -46,7 +46,7 @@ _compiled: list[tuple[LogSum, Gradient]] = []
 
 
 def use_compiler() -> None:
-    """Compile the passes; from here on half-precision losses on a GPU take them."""
+    """Compile the passes; half-precision losses of compiled models on a GPU take them."""
     if not _compiled:
         _compiled.append((torch.compile(log_sum_and_target), torch.compile(gradient)))
 

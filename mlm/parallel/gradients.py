@@ -1,6 +1,7 @@
 """Data-parallel gradient reduction: buckets summed over dp while backward still runs.
 
-Gradients live in flat buffers (a bucket each) that parameters' `.grad` are views of, so nothing is copied.
+Gradients live in flat buffers (a bucket each) that parameters' `.grad` are views of, so nothing is copied but
+the first gradient of a step, which is written over that of the step before: no pass sets buckets to zero.
 Buckets are filled in the order backward reaches them; on the last micro-batch the all-reduce of a bucket
 starts as soon as its last gradient has arrived: in the backward pass, or where a zero-bubble schedule puts
 weight gradients off, in the last batch of those. Earlier micro-batches only accumulate.
@@ -8,7 +9,7 @@ weight gradients off, in the last batch of those. Earlier micro-batches only acc
 The sum, not the mean, is taken: the loss is already divided by the tokens of the global batch.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Literal, Protocol
 
 import torch
@@ -68,6 +69,23 @@ class _Bucket:
             self.views.append(self.flat[offset : offset + p.numel()].view_as(p))
             offset += p.numel()
 
+    def clear(self, joined: Set[nn.Parameter]) -> None:
+        """Forget the gradients; what the buffer holds is overwritten later, but zeros for `joined`."""
+        self.missing, self.work = len(self.parameters), None
+        zeros = []
+        for p, view in zip(self.parameters, self.views, strict=True):
+            p.grad = view if p in joined else None
+            zeros += [view] if p in joined else []
+        if zeros:
+            torch._foreach_zero_(zeros)
+
+    def reduce(self, dp: Axis) -> None:
+        """Start the sum over dp. Parameters without a gradient in this step have one of zeros."""
+        for p, view in zip(self.parameters, self.views, strict=True):
+            if p.grad is None:
+                p.grad = view.zero_()
+        self.work = start_all_reduce(self.flat, dp)
+
 
 class GradientReducer:
     """The Reducer of replicated parameters (zero=0); on an axis of one rank it communicates nothing."""
@@ -79,10 +97,12 @@ class GradientReducer:
         bucket_bytes: int | None = None,
         late: Iterable[nn.Parameter] = (),
         keep_buffers: bool = False,
+        joined: Iterable[nn.Parameter] = (),
     ) -> None:
         self.dp = dp
         self.sync = self.sync_late = False
         self.late = frozenset(late)  # whose gradients arrive outside backward passes
+        self.joined = frozenset(joined)  # whose first gradient of a step is added, too: to zeros
         self.parameters = [p for p in parameters if p.requires_grad]
         self.buckets: list[_Bucket] = []
         if dp.size == 1 and not keep_buffers:
@@ -99,27 +119,26 @@ class GradientReducer:
             size += p.numel() * p.element_size()
         self.buckets.append(_Bucket(group))
         for bucket in self.buckets:
-            for p in bucket.parameters:
-                p.register_post_accumulate_grad_hook(self._hook_of(bucket, is_late=p in self.late))
+            for p, view in zip(bucket.parameters, bucket.views, strict=True):
+                p.register_post_accumulate_grad_hook(self._hook_of(bucket, view, is_late=p in self.late))
 
-    def _hook_of(self, bucket: _Bucket, *, is_late: bool) -> Callable[[Tensor], None]:
-        def arrived(_: Tensor) -> None:
+    def _hook_of(self, bucket: _Bucket, view: Tensor, *, is_late: bool) -> Callable[[Tensor], None]:
+        def arrived(p: Tensor) -> None:
+            if p.grad is not None and p.grad is not view:  # the first of this step
+                p.grad = view.copy_(p.grad)
             # a backward pass that puts a gradient off, or adds it itself, calls its hook all the same
             if not (self.sync_late if is_late else self.sync):
                 return
             bucket.missing -= 1
             if bucket.missing == 0:
-                bucket.work = start_all_reduce(bucket.flat, self.dp)
+                bucket.reduce(self.dp)
 
         return arrived
 
     def start_step(self) -> None:
         """Clear the gradients."""
         for bucket in self.buckets:
-            bucket.flat.zero_()
-            bucket.missing, bucket.work = len(bucket.parameters), None
-            for p, view in zip(bucket.parameters, bucket.views, strict=True):
-                p.grad = view
+            bucket.clear(self.joined)
         if not self.buckets:
             for p in self.parameters:
                 p.grad = None
@@ -133,7 +152,7 @@ class GradientReducer:
         """Wait for the reductions; reduce buckets that some parameter's gradient never reached."""
         for bucket in self.buckets:
             if bucket.work is None:
-                bucket.work = start_all_reduce(bucket.flat, self.dp)
+                bucket.reduce(self.dp)
         for bucket in self.buckets:
             assert bucket.work is not None
             bucket.work.wait()

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mlm.parallel.casts import Castable
 from mlm.parallel.collectives import reduce_from_tp, scatter_sequence
 from mlm.parallel.init import init_parameters
 from mlm.parallel.linear import Postponed, column_parallel_linear, linear, row_parallel_linear
@@ -29,7 +30,7 @@ def split(size: int, name: str, tp: Axis) -> int:
     return size // tp.size
 
 
-class Split(nn.Module):
+class Split(Castable, nn.Module):
     """A layer split over tp.
 
     Args:
@@ -45,8 +46,6 @@ class Split(nn.Module):
     """Neighbouring tp ranks that hold the same part; its gradient is the sum over them."""
     postponed: Postponed | None = None
     """Weight gradients put off by a zero-bubble schedule."""
-    cast: Tensor | None = None
-    """The weight in the dtype of compute, while it does not change (`Casts`)."""
     fp8: bool = False
     """True if products are of 8-bit floats (`mlm.parallel.fp8`); of linear layers only."""
     total: Tensor | None = None
@@ -62,6 +61,10 @@ class Split(nn.Module):
         """Fill the parameters with their initial values."""
         if seed is not None:
             init_parameters(self, seed, self.tp)
+
+    def readable_casts(self, dtype: torch.dtype) -> dict[str, bool]:
+        """Weight and bias: a layer's product gives their gradients itself."""
+        return {"weight": False, "bias": False}
 
     def weight_in(self, dtype: torch.dtype) -> Tensor:
         """Return the weight in a dtype, without a gradient's way back."""
@@ -122,6 +125,7 @@ class ColumnParallelLinear(Split):
             sequence_parallel=self.sequence_parallel,
             postponed=self.postponed,
             cast=self.cast,
+            cast_bias=self.cast_bias,
             fp8=self.fp8,
             total=self.total,
             parts=self.parts,
@@ -159,10 +163,15 @@ class RowParallelLinear(Split):
         """Sizes of the whole layer, and the ranks that share it."""
         return f"in={self.weight.shape[1] * self.tp.size}, out={self.weight.shape[0]}, tp={self.tp.size}"
 
+    def readable_casts(self, dtype: torch.dtype) -> dict[str, bool]:
+        """Weight and bias, which is added outside the product where that is summed over tp."""
+        return {"weight": False, "bias": self.tp.size > 1}
+
     def forward(self, x: Tensor) -> Tensor:
         """[S, B, I/t] -> [S, B, O]."""
         if self.tp.size == 1:
-            return linear(x, self.weight, self.bias, self.postponed, self.cast, self.fp8, self.total)
+            cast, cast_bias = self.cast, self.cast_bias
+            return linear(x, self.weight, self.bias, self.postponed, cast, self.fp8, self.total, cast_bias)
         rows = x.shape[0] // self.tp.size if self.sequence_parallel else x.shape[0]
         # the bias joins after the sum, or it would be added t times
         if self.parts > 1 and rows % self.parts == 0:
@@ -179,7 +188,10 @@ class RowParallelLinear(Split):
             )
         else:
             y = self.leave(linear(x, self.weight, None, self.postponed, self.cast, self.fp8, self.total))
-        return y if self.bias is None else y + self.bias.to(x.dtype)
+        bias: Tensor | None = self.bias
+        if self.cast_bias is not None and not torch.compiler.is_compiling():  # which fuses the cast
+            bias = self.cast_bias
+        return y if bias is None else y + bias.to(x.dtype)
 
 
 class VocabParallelEmbedding(Split):
@@ -195,6 +207,11 @@ class VocabParallelEmbedding(Split):
     """
 
     tp_dims: ClassVar[dict[str, int]] = {"weight": 0}
+    compiled: bool = False
+    """True if the loss may be computed by compiled passes (`mlm.parallel.fused_loss`)."""
+    adds_early: bool = False
+    """True if a forward pass of the loss adds the weight's gradient to `weight.grad`, as its backward pass
+    would from a seed of 1; nothing of the table's size is kept in between (`sums_begun_early`)."""
 
     def __init__(
         self,

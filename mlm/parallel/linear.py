@@ -63,6 +63,7 @@ class _Linear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         cast: Tensor | None,
+        cast_bias: Tensor | None,
         tp: Axis,
         sequence_parallel: bool,
         postponed: Postponed | None,
@@ -78,7 +79,8 @@ class _Linear(torch.autograd.Function):
         # recomputation hands a placeholder of the saved weight to backward, whose gradient would be lost
         ctx.leaf, ctx.total = None if postponed is None else weight, total
         multiply = in_fp8.product if fp8 else product
-        narrow, offset = used.to(x.dtype), None if bias is None else bias.to(x.dtype)
+        offset = bias if cast_bias is None else cast_bias
+        narrow, offset = used.to(x.dtype), None if offset is None else offset.to(x.dtype)
         if sequence_parallel and parts > 1:
             return gathered_products(x, tp, parts, [lambda rows: multiply(rows, narrow, offset)])[0]
         whole = gather_rows(x, tp) if sequence_parallel else x
@@ -110,7 +112,7 @@ class _Linear(torch.autograd.Function):
         if needs_bias:
             db = dy2.sum(0, dtype=ctx.bias_dtype)
         dx = summing.wait() if summing is not None else dx
-        return dx, dw, db, None, None, None, None, None, None, None
+        return dx, dw, db, None, None, None, None, None, None, None, None
 
 
 class _RowParallel(torch.autograd.Function):
@@ -196,14 +198,16 @@ def linear(
     cast: Tensor | None = None,
     fp8: bool = False,
     total: Tensor | None = None,
+    cast_bias: Tensor | None = None,
 ) -> Tensor:
     """Return x weight^T + bias, differentiable; weight and bias may be of a wider dtype than x.
 
-    `cast` is the weight in x's dtype, if the caller has it; with `fp8` products are of 8-bit floats. With
-    `total` backward adds the weight's gradient to it, past autograd: no hook of the weight hears of it.
+    `cast` is the weight in x's dtype, `cast_bias` the bias, if the caller has them; with `fp8` products are
+    of 8-bit floats. With `total` backward adds the weight's gradient to it, past autograd: no hook of the
+    weight hears of it.
     """
     apply: Callable[..., Tensor] = _Linear.apply if postponed is None else _eager_linear
-    return apply(x, weight, bias, cast, ALONE, False, postponed, fp8, total, 1)
+    return apply(x, weight, bias, cast, cast_bias, ALONE, False, postponed, fp8, total, 1)
 
 
 def column_parallel_linear(
@@ -215,6 +219,7 @@ def column_parallel_linear(
     sequence_parallel: bool = False,
     postponed: Postponed | None = None,
     cast: Tensor | None = None,
+    cast_bias: Tensor | None = None,
     fp8: bool = False,
     total: Tensor | None = None,
     parts: int = 1,
@@ -225,11 +230,13 @@ def column_parallel_linear(
     summed over tp. It is gathered and multiplied in `parts`, or whole if they do not divide its rows.
     """
     if tp.size == 1:
-        return linear(x, weight, bias, postponed, cast, fp8, total)
+        return linear(x, weight, bias, postponed, cast, fp8, total, cast_bias)
     if torch.compiler.is_compiling() and not sequence_parallel and postponed is None:
-        return linear(copy_to_tp(x, tp), weight, bias, None, cast, fp8, total)
+        return linear(copy_to_tp(x, tp), weight, bias, None, cast, fp8, total, cast_bias)
     parts = parts if x.shape[0] % parts == 0 else 1
-    return _eager_linear(x, weight, bias, cast, tp, sequence_parallel, postponed, fp8, total, parts)
+    return _eager_linear(
+        x, weight, bias, cast, cast_bias, tp, sequence_parallel, postponed, fp8, total, parts
+    )
 
 
 def row_parallel_linear(

@@ -21,6 +21,7 @@ def build_reducer(
     reduce: ReduceWhen = "last",
     late_weights: bool = False,
     keep_buffers: bool = False,
+    fuse_accumulation: bool = False,
 ) -> Reducer:
     """Make a model's gradients sum over dp; with zero=2|3 its parameters are sharded over dp from here on.
 
@@ -36,11 +37,20 @@ def build_reducer(
         reduce: micro-batches of a step that reduce gradients sharded over dp (ParallelConfig.zero_reduce).
         late_weights: True if weight gradients arrive outside backward passes, before a call of `settle`.
         keep_buffers: keep gradients of one rank in buffers, too: those that backward returns are overwritten.
+        fuse_accumulation: weight gradients of linear layers are added inside their products (`Totals`).
     """
     if zero == 0 or dp.group is None:
         linear = (m for m in model.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear))
-        late = [layer.weight for layer in linear] if late_weights else []
-        return GradientReducer(list(model.parameters()), dp, late=late, keep_buffers=keep_buffers)
+        weights, all_of_them = [layer.weight for layer in linear], list(model.parameters())
+        # what graphs return is theirs, so that writing it takes a copy, and a call of ours for each parameter
+        joined = all_of_them if keep_buffers else weights if fuse_accumulation else []
+        return GradientReducer(
+            all_of_them,
+            dp,
+            late=weights if late_weights else (),
+            keep_buffers=keep_buffers,
+            joined=joined,
+        )
     from mlm.parallel.sharded import ShardedReducer  # loads FSDP: 0.5 s in every rank's start
 
     return ShardedReducer(

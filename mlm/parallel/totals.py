@@ -3,13 +3,17 @@
 A product that writes a gradient and a pass that adds it to the sum move 16 bytes a weight and micro-batch and
 hold a second matrix; a product that adds moves 8. The first micro-batch has no sum to join where gradients
 begin as None.
+
+The loss computes the gradient of its table in the forward pass. Kept until the backward pass, it is a matrix
+for each micro-batch in flight; added to the sum at once, it is none.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from torch import nn
 
-from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 
 class Totals:
@@ -27,3 +31,21 @@ class Totals:
         """Let them go through autograd, and hold no sum."""
         for layer in self.layers:
             layer.total = None
+
+
+@contextmanager
+def sums_begun_early(tables: Iterable[VocabParallelEmbedding]) -> Iterator[None]:
+    """In the block, let the loss add the gradients of these tables in its forward passes.
+
+    For cleared gradients, and passes that are each followed by one backward pass from a seed of 1. A
+    reduction may start in a chunk's last backward pass: all its forward passes are over then, and autograd
+    calls the hooks of a weight for which a backward pass returns nothing.
+    """
+    tables = list(tables)
+    for table in tables:
+        table.adds_early = True
+    try:
+        yield
+    finally:
+        for table in tables:
+            table.adds_early = False

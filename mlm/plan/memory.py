@@ -15,6 +15,7 @@ from functools import cache, cached_property
 
 from mlm.data.config import MASKED
 from mlm.models.config import ModelConfig
+from mlm.models.family import SHIPPED
 from mlm.models.stage import Stage, split_layers
 from mlm.plan.cost import ELEMENT_BYTES
 from mlm.plan.shape import Layout
@@ -285,7 +286,8 @@ class Moving:
             return held.whole  # flat buffers
         alone = layout.micro_batches == 1
         if layout.zero == 0:
-            return 0 if alone else held.whole
+            table = self._table if self.is_last and self._adds_early else 0
+            return table if alone else held.whole
         if layout.zero_reduce == "every":
             return 0 if alone else held.parameters
         return 0 if alone else held.whole
@@ -351,18 +353,35 @@ class Moving:
         weight = self.ups * f * self.h * ((e + 4) if self.memory.casts and self.layout.zero == 0 else 2 * e)
         return self.rows * e * (2 * self.h + (self.ups + 1) * f) + weight
 
+    @property
+    def _table(self) -> int:
+        """Elements of the table of the vocabulary projection."""
+        return self.memory.model.padded_vocab_size(self.t) // self.t * self.h
+
+    @property
+    def _adds_early(self) -> bool:
+        """True if the loss adds the table's gradient to the sum when it computes it (train/trainer.py)."""
+        model, layout = self.memory.model, self.layout
+        has_both_terms = self.memory.device == "cpu" and layout.pp * layout.vp == 1 and model.is_tied
+        return layout.zero == 0 and model.kind in SHIPPED and not has_both_terms
+
     def _vocabulary(self) -> tuple[float, float]:
         """Bytes kept from forward to backward by the projection, and those of a chunk of logits."""
-        model, e = self.memory.model, self.e
+        model, layout, e = self.memory.model, self.layout, self.e
         columns = model.padded_vocab_size(self.t) // self.t
         rows = self.rows if model.kind != "bert" else max(1, round(MASKED * self.rows))
-        weight = columns * self.h
-        kept = last_in_flight(self.layout) * (self.memory.master * weight + e * rows * self.h)
+        gradient = self.memory.master * self._table
+        kept = last_in_flight(layout) * (e * rows * self.h + (0 if self._adds_early else gradient))
         chunk = max(1, min(rows, CHUNK_BYTES[self.memory.device] // (4 * columns)))
+        if self.memory.device == "gpu":  # of one size
+            chunk = math.ceil(rows / math.ceil(rows / chunk))
         logits = chunk * columns * (max(4, e) + (e if self.memory.casts else 0))
         logits *= 2 if self.memory.device == "cpu" else 1  # probabilities beside them, unfused
-        product = weight * self.memory.master
-        return float(kept), float(logits + product)
+        # the sum over chunks, unless it is kept or becomes the gradient; of several, a product beside it
+        is_added = self._adds_early and (layout.dp > 1 or layout.micro_batches > 1)
+        # until the first backward pass copies the gradient to its bucket, it lies beside that
+        is_apart = is_added and layout.dp > 1 and last_in_flight(layout) > 1
+        return float(kept), float(logits + ((rows > chunk) + is_added + is_apart) * gradient)
 
     def _communication(self) -> float:
         """Boundary tensors of the pipeline under way, and sequences gathered over tp."""

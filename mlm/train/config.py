@@ -124,8 +124,9 @@ class PretrainConfig:
     compile: Annotated[bool | None, Also("torch_compile")] = None
     """torch.compile each transformer layer; null does on a GPU that has a compiler."""
     attention: Annotated[AttentionKernel, Also("attn_implementation", "use_flash_attn", "flash")] = "auto"
-    """Kernel of attention on a GPU; auto takes the first that can: cudnn (first on H100 and later), flash,
-    efficient, math. With flash, padding and data.reset_attention cost no bias: sequences are packed."""
+    """Kernel of attention on a GPU; auto takes the first that can: cudnn (first on H100 and later; only where
+    all micro-batches have one shape), flash, efficient, math. With flash, padding and data.reset_attention
+    cost no bias: sequences are packed."""
     deterministic: Annotated[bool, Also("deterministic_mode")] = False
     """Kernels that repeat every bit, where a GPU's fastest (attention's backward pass) do not; an operation
     without one is an error. CPUs repeat theirs anyway."""

@@ -26,6 +26,7 @@ from mlm.parallel.pipeline.engine import NO_HOOKS, Hooks, Phase, Stages, run_pla
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule, forward_only
 from mlm.parallel.transfer import on_device
+from mlm.train.kernels import attention_of_any_shape
 
 
 class Texts(Protocol):
@@ -164,7 +165,7 @@ class PipelinedModel:
         some = 1 if self.ctx.pp.size == 1 else EVAL_ROUNDS * self.ctx.pp.size
         remaining, stages = iter(batches), self._stages(forward)
         while group := list(islice(remaining, some)):
-            with self.casts.held():
+            with self.casts.held(), attention_of_any_shape(self.ctx.device):
                 results = run_plan(stages, self.instructions(len(group), train=False), group)
             if self.is_last:
                 yield from zip(group, results, strict=True)

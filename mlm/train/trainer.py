@@ -12,6 +12,7 @@ from torch import Tensor
 from mlm.data.blend_history import History
 from mlm.data.sampler import MicroBatch, Ranges, first_of_step
 from mlm.models.backbone import Transformer
+from mlm.models.family import SHIPPED
 from mlm.models.objective import Objective
 from mlm.optim.adamw import apply, build_optimizer, ensure_state, set_lr
 from mlm.optim.clip import clip_factor, gradient_norm
@@ -19,19 +20,20 @@ from mlm.optim.precision import LossScaler, parameter_dtype
 from mlm.optim.schedule import learning_rate
 from mlm.parallel.collectives import all_reduce, start_all_reduce
 from mlm.parallel.dropout import DropoutStream
-from mlm.parallel.gradients import Reducer, sum_replicated_gradients, sum_tied_gradients
+from mlm.parallel.gradients import GradientReducer, Reducer, sum_replicated_gradients, sum_tied_gradients
 from mlm.parallel.init import init_parameters
+from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import CPU, ParallelContext
 from mlm.parallel.pipeline.engine import Hooks, Phase, unnamed
 from mlm.parallel.reducers import build_reducer
 from mlm.parallel.sharding import ParameterShard, parameter_shards, shard_of
-from mlm.parallel.totals import Totals
+from mlm.parallel.totals import Totals, sums_begun_early
 from mlm.parallel.transfer import on_device
 from mlm.parallel.zigzag import own_places
 from mlm.train.config import PretrainConfig
 from mlm.train.documents import with_eod
 from mlm.train.identity import Past
-from mlm.train.kernels import choose_kernels, compile_layers
+from mlm.train.kernels import choose_kernels, compile_layers, compiles
 from mlm.train.pipelined import PipelinedModel, evaluate
 
 B = TypeVar("B", bound=MicroBatch)
@@ -49,16 +51,49 @@ class StepOutcome:
     """Learning rate used."""
 
 
-def build_model(config: PretrainConfig, ctx: ParallelContext) -> PipelinedModel:
-    """This rank's part of the model with its initial weights, on its device."""
-    choose_kernels(config, ctx.device)
+@dataclass(frozen=True)
+class Doubt:
+    """A judgement of a step whose numbers travel to the host while the device applies the update."""
+
+    flag: Tensor
+    """0-d on the device: 1.0 leaves the update out until the step is judged."""
+    holds: Callable[[], bool]
+    """Waits for the numbers; True where `flag` is 1.0."""
+
+
+def build_model(config: PretrainConfig, ctx: ParallelContext, *, one_shape: bool = True) -> PipelinedModel:
+    """This rank's part of the model with its initial weights, on its device.
+
+    `one_shape` is True if all micro-batches have one shape.
+    """
+    choose_kernels(config, ctx.device, one_shape=one_shape)
     model = PipelinedModel(config.model, config.parallel, config.precision, ctx)
     for chunk in model.chunks:
         init_parameters(chunk, config.seed, ctx.tp)
         compile_layers(chunk.layers.values(), config.compile, ctx.device, graphs=config.cuda_graphs)
+        for module in chunk.modules():
+            if isinstance(module, VocabParallelEmbedding):
+                module.compiled = compiles(config.compile, ctx.device)
     if config.cuda_graphs:
         model.replay_graphs()
     return model
+
+
+def early_tables(model: PipelinedModel, reducers: Sequence[Reducer]) -> list[VocabParallelEmbedding]:
+    """Token tables whose gradient the loss may add to the sum in its forward pass.
+
+    Not those that FSDP2 shards: it keeps their gradients elsewhere. Not in a family of the user's own, whose
+    loss may be scaled or recomputed. On a CPU not those that the same chunk embeds tokens with: autograd adds
+    up both terms of a micro-batch first, and sums in another order round otherwise.
+    """
+    found: list[VocabParallelEmbedding] = []
+    for chunk, reducer in zip(model.chunks, reducers, strict=True):
+        stage, config = chunk.stage, chunk.config
+        has_both_terms = stage.is_first and config.is_tied and model.ctx.device.type == "cpu"
+        can = isinstance(reducer, GradientReducer) and config.kind in SHIPPED and not has_both_terms
+        if stage.is_last and can:
+            found += [module for module in chunk.modules() if isinstance(module, VocabParallelEmbedding)]
+    return found
 
 
 class Trainer(Generic[B]):
@@ -70,6 +105,7 @@ class Trainer(Generic[B]):
         history: of which corpora; empty for synthetic data.
         left_out: sample numbers that the run leaves out, as incidents asked.
         judge: called with a step's parts and gradient norm before the update; True leaves the update out.
+        doubt: called before `judge`, with the same; what it returns decides if `judge` is called, and when.
         before_change: called before weights and moments change: a checkpoint may still be copying them.
         split_parts: whose attention masks this process draws where kernels draw them (`DropoutStream`).
         objective: what the model is trained for; None means what it is pretrained for.
@@ -89,7 +125,7 @@ class Trainer(Generic[B]):
     ) -> None:
         self.config = config = replace(config, data=with_eod(config.data))
         self.ctx = ctx
-        self.model = build_model(config, ctx)
+        self.model = build_model(config, ctx, one_shape=objective is None)  # tasks' texts differ in length
         self.objective: Objective[Transformer, B] = objective or config.model.family.objective(
             config.data, ctx, self.model.dtype
         )
@@ -106,10 +142,12 @@ class Trainer(Generic[B]):
                 reduce=config.parallel.zero_reduce,
                 late_weights=self.model.puts_off,
                 keep_buffers=config.cuda_graphs,
+                fuse_accumulation=config.fuse_accumulation,
             )
             for chunk in self.model.chunks
         ]
         self.totals = [Totals(chunk.modules()) for chunk in self.model.chunks if config.fuse_accumulation]
+        self.early_tables = early_tables(self.model, self.reducers)
         self.shards: Sequence[ParameterShard] = tuple(
             shard for chunk in self.model.chunks for shard in parameter_shards(chunk, ctx.tp)
         )
@@ -122,6 +160,7 @@ class Trainer(Generic[B]):
         self.history: History = ()
         self.left_out: Ranges = ()
         self.judge: Callable[[Tensor, Tensor], bool] = lambda parts, norm: False
+        self.doubt: Callable[[Tensor, Tensor], Doubt | None] = lambda parts, norm: None
         self.before_change: Callable[[], None] = lambda: None
         self.on_micro_batch: Callable[[int, int], None] = lambda number, count: None
 
@@ -133,7 +172,11 @@ class Trainer(Generic[B]):
         """Clip and apply the gradients that `forward_backward` left, which returned `parts`."""
         norm = gradient_norm(self.shards, self.ctx) / self.scaler.scale
         overflow = (~norm.isfinite()).float()
-        unwanted = torch.ones_like(overflow) if self.judge(parts, norm) else overflow
+        unwanted, doubt = overflow, self.doubt(parts, norm)
+        if doubt is not None:
+            unwanted = torch.maximum(overflow, doubt.flag)
+        elif self.judge(parts, norm):
+            unwanted = torch.ones_like(overflow)
         factor = clip_factor(norm, self.config.optimizer.clip_grad_norm) / self.scaler.scale
         lr = learning_rate(
             self.step + 1, self.config.optimizer, self.config.schedule, self.config.train.steps
@@ -142,6 +185,8 @@ class Trainer(Generic[B]):
         self.before_change()
         with self.phase("optimizer"):
             apply(self.optimizer, self.shards, factor, unwanted)
+        if doubt is not None and doubt.holds() and not self.judge(parts, norm):
+            apply(self.optimizer, self.shards, factor, overflow)
         self.scaler.update(overflow)
         self.step += 1
         self.consumed_samples = self.first_sample + self.config.train.global_batch_size
@@ -184,7 +229,8 @@ class Trainer(Generic[B]):
             self.reducers[chunk].settle()
 
         hooks = Hooks(before_forward, before_backward, before_weights, after_weights)
-        outputs = self.model.train(batches, self.objective, scale, self.dropout, hooks)
+        with sums_begun_early(self.early_tables):
+            outputs = self.model.train(batches, self.objective, scale, self.dropout, hooks)
         for totals in self.totals:
             totals.leave()
         with self.phase("reduce"):

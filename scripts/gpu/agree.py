@@ -29,6 +29,7 @@ from mlm.train.corpora import train_dataset
 from mlm.train.trainer import Trainer
 
 STEPS = 4
+DROPOUT = 0.1
 SAMPLES, MICRO_BATCH = 16, 8
 LATER = 10
 """Bound of later losses, in units of the first's: weights have moved by then."""
@@ -127,6 +128,26 @@ def run(case: Case) -> None:
             if "compile" in words and (not case.is_cuda or compiler_problem()):
                 continue  # compiling for a CPU takes minutes
             compare(case, kind, "bf16", *expected, words=words, change=change)
+    masks(case)
+
+
+def masks(case: Case) -> None:
+    """Training as it is by default: with dropout, whose masks are the same everywhere, and compiled."""
+    expected = train(with_dropout(config_of("gpt2", "fp64", quick=case.quick)), "cpu")
+    for compiled in (False, True) if case.is_cuda and not compiler_problem() else (False,):
+        compare(
+            case,
+            "gpt2",
+            "bf16",
+            *expected,
+            words=f"model.hidden_dropout={DROPOUT} compile={str(compiled).lower()}",
+            change=lambda config, compiled=compiled: replace(with_dropout(config), compile=compiled),
+        )
+
+
+def with_dropout(config: PretrainConfig) -> PretrainConfig:
+    """The same run with dropout of hidden states; attention's kernels draw masks of their own."""
+    return replace(config, model=replace(config.model, hidden_dropout=DROPOUT))
 
 
 def compare(

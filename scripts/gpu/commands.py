@@ -17,7 +17,7 @@ from pathlib import Path
 from gpu.child import Case
 from gpu.facts import compiler_problem
 
-TOGETHER = 6
+TOGETHER = 8
 """Commands at a time: each has a context of some 0.5 GB on the device."""
 SHOWN = 400
 """Characters shown of why one fails."""
@@ -39,6 +39,7 @@ PRETRAIN = (
     "train.global_batch_size=16 train.micro_batch_size=8"
 )
 SMALL, LARGE = "model=gpt2_tiny data.seq_length=128", "model=gpt2_124m"
+DOCTOR = "doctor"
 DROPOUT = "model.attention_dropout=0.1 model.hidden_dropout=0.1"
 ONE_RANK = (  # the longest first
     Job("verify-resume fp32", "verify-resume precision=fp32 steps=4 deterministic=true"),
@@ -53,21 +54,40 @@ ONE_RANK = (  # the longest first
     Job("parity bert bf16", f"parity model=bert_tiny {DROPOUT} precision=bf16"),
     Job("one rank under torchrun", f"{PRETRAIN} {SMALL} precision=bf16 train.steps=5", 1),
     Job("60 steps fp16", f"{PRETRAIN} {SMALL} precision=fp16 train.steps=60"),
+    Job(
+        "incidents and a profile",
+        f"{PRETRAIN} {SMALL} precision=bf16 train.steps=12 profile=true "
+        "incident.window=4 incident.threshold=0.01 incident.keep=2 incident.action=skip",
+    ),
+    Job("doctor", DOCTOR),
 )
-TWO_RANKS = tuple(
-    Job(layout, f"parity {layout} precision={precision}", 2)
-    for layout, precision in (
-        ("tp=2", "fp64"),
-        ("tp=2 sequence_parallel=true", "fp64"),
-        ("cp=2", "fp64"),
-        ("cp=2", "bf16"),
-        ("pp=2", "fp64"),
-        ("pp=2 vp=2 model.num_layers=4", "fp64"),
-        ("pp=2 pipeline=zb_h1", "bf16"),
-        ("dp=2", "fp64"),
-        ("dp=2 zero=2", "fp64"),
-        ("dp=2 zero=3", "bf16"),
-    )
+TWO_RANKS = (
+    *(
+        Job(layout, f"parity {layout} precision={precision}", 2)
+        for layout, precision in (
+            ("tp=2", "fp64"),
+            ("tp=2 sequence_parallel=true", "fp64"),
+            ("cp=2", "fp64"),
+            ("cp=2", "bf16"),
+            ("pp=2", "fp64"),
+            ("pp=2 vp=2 model.num_layers=4", "fp64"),
+            ("pp=2 pipeline=zb_h1", "bf16"),
+            ("dp=2", "fp64"),
+            ("dp=2 zero=2", "fp64"),
+            ("dp=2 zero=3", "bf16"),
+        )
+    ),
+    Job(
+        "a run of two replicas, compared",
+        f"{PRETRAIN} {SMALL} dp=2 precision=bf16 train.steps=6 check.every=3 check.ranks_every=3 "
+        "checkpoint.save_every=3",
+        2,
+    ),
+    Job(
+        "a run of two stages, timed",
+        f"{PRETRAIN} {SMALL} pp=2 pipeline=zb_h1 precision=bf16 train.steps=6 log.timeline_every=3",
+        2,
+    ),
 )
 COMPILED = "compile=true"
 QUICK = ("parity fp64", "one rank under torchrun", "pp=2")
@@ -101,7 +121,8 @@ def run_job(case: Case, job: Job, options: str, number: int) -> None:
     """Run one; its row, and a problem if it fails."""
     out = case.scratch / f"job-{number}"
     words = [*start_of(job), *job.words.split(), *options.split(), f"dist.device={case.device}", f"out={out}"]
-    words += [] if COMPILED in words else ["compile=false"]  # which is not the default everywhere
+    if COMPILED not in words and job.words != DOCTOR:
+        words.append("compile=false")  # which is not the default everywhere
     threads = str(max(1, len(os.sched_getaffinity(0)) // TOGETHER))
     begin = time.monotonic()
     done = subprocess.run(

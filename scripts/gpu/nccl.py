@@ -1,7 +1,8 @@
 """NCCL with the one rank there is: every collective of `mlm`, and a step with state sharded by FSDP2.
 
-A run of one rank communicates nothing. Here its data-parallel axis has a group of one rank, which makes
-collectives and FSDP2 run all the same.
+A run of one rank communicates nothing. Here its data-parallel axis has a group of one rank, with which
+collectives run all the same. FSDP2 calls none of its own over one rank: those that it has from us are called
+beside it.
 """
 
 import os
@@ -20,7 +21,7 @@ from gpu.child import Case
 from gpu.waits import device_of
 from mlm.check.parity.verdict import TOLERANCES
 from mlm.data.sampler import MicroBatch
-from mlm.parallel import collectives
+from mlm.parallel import collectives, mesh, sharded
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.train.trainer import Trainer
@@ -32,6 +33,8 @@ OPERATIONS: dict[str, Callable[[Tensor, Axis], Tensor]] = {
     "all_gather": collectives.gather_rows,
     "reduce_scatter": collectives.reduce_scatter,
     "broadcast": lambda x, axis: collectives.broadcast(x, axis, 0),
+    "FSDP2's all_gather": lambda x, axis: by_fsdp(x, axis, reduces=False),
+    "FSDP2's reduce_scatter": lambda x, axis: by_fsdp(x, axis, reduces=True),
 }
 
 
@@ -45,8 +48,11 @@ def run(case: Case) -> None:
             case.row("over a group of one rank", operation=name, backend=dist.get_backend(group), wrong=wrong)
             if wrong:
                 case.problem(f"{name} of one rank changes {', '.join(wrong)}")
+        tp = Axis("tp", 0, 1, first_in_line(device), (0,))
+        if not is_identity(collectives.all_reduce, torch.bfloat16, tp, device):
+            case.problem("all_reduce over a group whose kernels go first changes bfloat16")
         for zero, precision in ((2, "fp32"), (3, "fp32"), (3, "bf16")):
-            sharded(case, axis, device, zero, precision)
+            train_sharded(case, axis, device, zero, precision)
 
 
 @contextmanager
@@ -62,6 +68,29 @@ def one_rank(case: Case) -> Iterator[Any]:
         dist.destroy_process_group()
 
 
+def first_in_line(device: torch.device) -> Any:
+    """A group with the options of a tp axis."""
+    limit = timedelta(seconds=TIMEOUT_S)
+    return dist.new_group([0], timeout=limit, pg_options=mesh._options("tp", device, limit))
+
+
+def by_fsdp(x: Tensor, axis: Axis, *, reduces: bool) -> Tensor:
+    """The collective that FSDP2 has from us, called as FSDP2 does: on a stream of its own."""
+    comm: Any = sharded._ReduceScatter(axis) if reduces else sharded._AllGather(axis)
+    words = {"op": dist.ReduceOp.SUM} if reduces else {}
+    if x.device.type == "cpu":
+        out = comm.allocate((x.numel(),), dtype=x.dtype, device=x.device)
+        comm(output_tensor=out, input_tensor=x.view(-1), group=axis.group, **words)
+        return out
+    current, own = torch.cuda.current_stream(), torch.cuda.Stream()
+    own.wait_stream(current)
+    with torch.cuda.stream(own):
+        out = comm.allocate((x.numel(),), dtype=x.dtype, device=x.device)
+        comm(output_tensor=out, input_tensor=x.view(-1), group=axis.group, **words)
+    current.wait_stream(own)
+    return out
+
+
 def is_identity(
     operation: Callable[[Tensor, Axis], Tensor], dtype: torch.dtype, axis: Axis, device: torch.device
 ) -> bool:
@@ -70,7 +99,7 @@ def is_identity(
     return torch.equal(operation(x.clone(), axis).view_as(x), x)
 
 
-def sharded(case: Case, axis: Axis, device: torch.device, zero: int, precision: str) -> None:
+def train_sharded(case: Case, axis: Axis, device: torch.device, zero: int, precision: str) -> None:
     """Gradients of one step with FSDP2 on one rank, against those without."""
     config = replace(config_of("gpt2", precision, quick=case.quick), parallel=ParallelConfig(zero=zero))  # type: ignore[arg-type]
     gradients = []

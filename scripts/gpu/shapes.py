@@ -122,10 +122,16 @@ def bert(*, quick: bool) -> BertShape:
 
 @contextmanager
 def freed(device: str) -> Iterator[None]:
-    """Memory that what happens inside drops is free again afterwards."""
+    """Memory that what happens inside drops is free again afterwards, and compiled code is forgotten.
+
+    The compiler would count the layers of the next trainee as recompilations of these: after eight it runs
+    them as they are, which would be measured as compiled. So that limit is an error, too.
+    """
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     try:
         yield
     finally:
         gc.collect()
+        torch._dynamo.reset()
         if device == "cuda":
             torch.cuda.empty_cache()

@@ -3,9 +3,10 @@
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from gpu.agree import batches_of, config_of
 from gpu.child import Case
 from gpu.shapes import SpeedTrainee, gpt2, spec_of
 from mlm.data.sampler import MicroBatch
+from mlm.incidents.watcher import Incidents
 from mlm.parallel.mesh import ParallelContext
 from mlm.train.trainer import Trainer
 
@@ -31,18 +33,36 @@ def run(case: Case) -> None:
 
 
 def steady(case: Case, kind: str, precision: str) -> None:
-    """One step after some, with every wait for the device noted."""
+    """One step of the training loop after some, with every wait for the device noted.
+
+    The watcher waits for an event behind which the update is queued, which is no wait of the device's.
+    """
     config = config_of(kind, precision, quick=case.quick)
     device = torch.device(case.device, 0 if case.is_cuda else None)
     trainer: Trainer[MicroBatch] = Trainer(config, ParallelContext(device=device))
-    steps = batches_of(config, pin_memory=case.is_cuda)
+    steps, hooks = batches_of(config, pin_memory=case.is_cuda), watcher_of(case, trainer)
     for batches in steps[:WARM_UP]:
-        trainer.train_step(batches)
+        step(trainer, hooks, batches)
     with noted_waits(case.is_cuda) as places:
-        trainer.train_step(steps[WARM_UP])
+        step(trainer, hooks, steps[WARM_UP])
     for place, count in places.most_common():
         case.row("waits for the device", model=kind, precision=precision, place=place, times=count)
     case.row("waits in a steady step", model=kind, precision=precision, waits=sum(places.values()))
+
+
+def watcher_of(case: Case, trainer: Trainer[MicroBatch]) -> Incidents:
+    """The hooks of `mlm pretrain`, which judge each step; nobody reads what they report."""
+    quiet: Callable[..., None] = lambda *_: None  # noqa: E731
+    reporter = SimpleNamespace(problem=quiet, note=quiet, event=quiet, rewound=quiet)
+    return Incidents(trainer, case.scratch / "watched", reporter, SimpleNamespace())  # type: ignore[arg-type]
+
+
+def step(trainer: Trainer[MicroBatch], hooks: Incidents, batches: Sequence[MicroBatch]) -> None:
+    """Take a step as the training loop does."""
+    hooks.begin(batches)
+    trainer.train_step(batches)
+    hooks.must_rewind()
+    hooks.end()
 
 
 @contextmanager

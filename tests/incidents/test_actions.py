@@ -2,11 +2,15 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from mlm.data.sampler import first_of_step
+from mlm.incidents import watcher
+from mlm.parallel.transfer import ToHost
+from mlm.train import trainer
 from tests.incidents.bad_data import BAD
 from tests.incidents.runs import STEP, folder, incident, losses, pretrain, records
 
@@ -91,6 +95,53 @@ def test_a_rewound_run_that_is_resumed_is_the_same_run(rewound: Path, tmp_path: 
     assert {step: losses(out)[step] for step in range(11, 15)} == {
         step: losses(rewound)[step] for step in range(11, 15)
     }
+
+
+@pytest.fixture
+def deferred(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The update is applied before its numbers are read, as on a GPU: the order of both."""
+    order: list[str] = []
+    read, apply = ToHost.read, trainer.apply
+
+    def noted_read(self: ToHost) -> list[float]:
+        order.append("read")
+        return read(self)
+
+    def noted_apply(*args: Any) -> None:
+        order.append("apply")
+        apply(*args)
+
+    monkeypatch.setattr(watcher, "DEFERRING", ("cpu",))
+    monkeypatch.setattr(ToHost, "read", noted_read)
+    monkeypatch.setattr(trainer, "apply", noted_apply)
+    return order
+
+
+def test_a_gpu_applies_the_update_before_the_host_reads(
+    logged: Path, tmp_path: Path, deferred: list[str]
+) -> None:
+    """Only that of the incident is applied after it was judged; the run has the same bits."""
+    assert pretrain(tmp_path / "run") == 0
+    assert losses(tmp_path / "run") == losses(logged)
+    assert incident(tmp_path / "run")["exact"] == incident(logged)["exact"]
+    usual = ["apply", "read"]
+    assert deferred == usual * STEP + ["apply"] + usual * (14 - STEP)
+
+
+@pytest.mark.usefixtures("deferred")
+def test_a_gpu_leaves_out_the_same_updates(logged: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert pretrain(out, "incident.action=skip") == 0
+    ours, theirs = losses(out), losses(logged)
+    assert [ours[step] == theirs[step] for step in range(1, STEP + 2)] == [True] * STEP + [False]
+    state = json.loads((out / "checkpoints" / "step-00000014" / "manifest.json").read_text())["state"]
+    assert state["applied_steps"] == 13
+
+
+@pytest.mark.usefixtures("deferred")
+def test_a_gpu_rewinds_as_a_cpu(rewound: Path, tmp_path: Path) -> None:
+    assert pretrain(tmp_path / "run", "incident.action=rewind") == 0
+    assert losses(tmp_path / "run") == losses(rewound)
 
 
 def test_a_stopped_run_ends_with_1_and_its_checkpoint(

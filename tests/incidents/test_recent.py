@@ -1,10 +1,13 @@
 """Distances of losses and gradient norms from recent ones."""
 
 import math
+import random
 
 import pytest
+import torch
 
-from mlm.incidents.recent import Recent, deviations
+from mlm.incidents.findings import beyond
+from mlm.incidents.recent import Recent, deviations, median
 
 
 def test_one_spike_among_the_others_hides_no_second() -> None:
@@ -34,3 +37,39 @@ def test_the_window_holds_finite_numbers_of_the_last_steps() -> None:
     for loss in (1.0, 2.0, math.nan, 3.0):
         recent.add(loss, 1.0)
     assert recent.pairs == [(2.0, 1.0), (3.0, 1.0)]
+
+
+@pytest.mark.parametrize("threshold", [0.3, 1.0, 4.0])
+def test_no_outlier_is_below_the_limit_and_few_others_are_above_it(threshold: float) -> None:
+    """A GPU compares with the limit, the host with deviations: the host must see all that it calls far."""
+    draw = random.Random(0)
+    for _ in range(200):
+        recent = Recent(8, [(draw.gauss(2, 10.0 ** draw.randint(-6, 1)), 1.0) for _ in range(8)])
+        (most, _), middle = recent.limits(threshold), median(loss for loss, _ in recent.pairs)
+        for far in (most - 1e-9 * abs(most), most, most + 1e-9 * abs(most), draw.gauss(2, 5)):
+            assert far >= most or recent.deviations(far, 1.0)[0] < threshold
+        if threshold > 1:
+            assert recent.deviations(middle + 1.01 * (most - middle), 1.0)[0] >= threshold
+
+
+def test_there_is_no_limit_without_a_threshold_or_before_a_quarter_of_the_window_is_known() -> None:
+    assert Recent(8, [(1.0, 1.0)] * 8).limits(0) == (math.inf, math.inf)
+    assert Recent(16, [(1.0, 1.0)] * 3).limits(4) == (math.inf, math.inf)
+    assert Recent(16, [(1.0, 1.0)] * 4).limits(4) == pytest.approx((1.04, 1.04))
+
+
+@pytest.mark.parametrize(
+    "numbers, flagged",
+    [
+        ([1.0, 2.0], 0.0),
+        ([1.5, 2.0], 1.0),
+        ([1.0, 3.0], 1.0),
+        ([math.nan, 2.0], 1.0),
+        ([-math.inf, 2.0], 1.0),
+    ],
+)
+def test_a_number_at_its_limit_or_not_finite_leaves_the_update_out(
+    numbers: list[float], flagged: float
+) -> None:
+    assert beyond(torch.tensor(numbers), (1.5, 3.0)).item() == flagged
+    assert beyond(torch.tensor([1.0, math.inf]), (math.inf, math.inf)).item() == 1.0

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mlm.models.cache import in_window
 from mlm.parallel import context_attention as module
-from mlm.parallel.context_attention import blocks, context_attention
+from mlm.parallel.context_attention import Block, OnGPU, blocks, context_attention
 from mlm.parallel.dropout import DropoutStream, dropped, kept, place_keys
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.zigzag import own_tokens, places_of
@@ -27,6 +27,20 @@ def test_ranks_hold_each_token_once_and_in_order(cp: int) -> None:
     places = [places_of(rank, 48, cp, torch.device("cpu")) for rank in range(cp)]
     assert torch.equal(torch.cat(places).sort().values, torch.arange(48))
     assert all(torch.equal(own, own.sort().values) for own in places)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kv_heads", [HEADS, KV_HEADS])
+def test_the_kernel_of_a_gpu_takes_what_it_is_given(kv_heads: int, causal: bool) -> None:
+    """PyTorch's own signature, dtypes and shapes, forward and backward, on the meta device."""
+    q = torch.empty(16, B, HEADS, D, device="meta", dtype=torch.bfloat16).permute(1, 2, 0, 3)
+    k = v = torch.empty(B, kv_heads, 32, D, device="meta", dtype=torch.bfloat16)[..., :16, :]
+    block, kernel = Block(0, slice(None), slice(None), causal), OnGPU()
+    y, log_sum = kernel.forward(block, q, k, v)
+    assert (y.shape, y.dtype) == (q.shape, torch.bfloat16)
+    assert (log_sum.shape, log_sum.dtype) == (q.shape[:3], torch.float32)
+    found = kernel.backward(block, torch.empty_like(y), q, k, v, y, log_sum)
+    assert [(x.shape, x.dtype) for x in found] == [(x.shape, torch.bfloat16) for x in (q, k, v)]
 
 
 @pytest.mark.parametrize("cp", [2, 3, 8])

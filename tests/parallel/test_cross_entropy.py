@@ -1,5 +1,6 @@
 """Fused vocabulary projection and cross-entropy against torch.nn.functional.cross_entropy, in float64."""
 
+import math
 from unittest.mock import patch
 
 import pytest
@@ -7,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mlm.parallel import fused_loss
+from mlm.parallel import fused_loss, matmul
 from mlm.parallel.collectives import copy_to_tp
 from mlm.parallel.cross_entropy import (
+    CHUNK_BYTES,
     IGNORE,
+    chunk_rows,
     cross_entropy_and_hits,
     full_logits,
     linear_cross_entropy,
@@ -20,6 +23,7 @@ from mlm.parallel.cross_entropy import (
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.sharding import load_whole, shard_of
+from tests.operators import Operators
 from tests.ranks import run_on_ranks
 
 VOCAB, PADDED, HIDDEN, ROWS = 10, 16, 5, 11
@@ -155,6 +159,7 @@ def check_two_passes(ctx: ParallelContext, chunk_bytes: int, compile_them: bool 
         found = []
         for fused in (None, passes):
             table, x = table_of(weight.float(), ctx.tp), hidden.detach().to(dtype).requires_grad_()
+            table.compiled = True
             with patch("mlm.parallel.cross_entropy.compiled", lambda device, fused=fused: fused):
                 loss = linear_cross_entropy(
                     copy_to_tp(x, ctx.tp), labels, table, torch.tensor(0.23), chunk_bytes
@@ -166,6 +171,53 @@ def check_two_passes(ctx: ParallelContext, chunk_bytes: int, compile_them: bool 
         for plain, ours in zip(*found, strict=True):
             tolerance = 2 * torch.finfo(dtype).eps * float(plain.abs().max())
             torch.testing.assert_close(ours, plain, rtol=0, atol=max(tolerance, 1e-6))
+
+
+@pytest.mark.parametrize("rows", [8192, 5000, 188, 1, 0])
+def test_chunks_of_a_gpu_are_of_one_size(rows: int) -> None:
+    """But for rows that do not divide; of no more than a chunk may have, and no more of them."""
+    most = CHUNK_BYTES["cuda"] // (4 * 50_304)
+    size = chunk_rows(rows, 50_304, torch.device("cuda"))
+    found = [min(size, rows - first) for first in range(0, rows, max(1, size))]
+    assert sum(found) == rows
+    assert len(found) == math.ceil(rows / most)
+    assert all(size - len(found) < chunk <= size <= max(1, most) for chunk in found)
+
+
+def test_chunks_of_half_precision_add_to_the_gradient_in_their_products(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a device that can, all but the first; here the product is computed wide, and so rounded less."""
+    hidden, weight, labels = problem()
+    joined: list[Tensor] = []
+
+    def add(total: Tensor, dy: Tensor, x: Tensor) -> None:
+        joined.append(total)
+        total += dy.float().t() @ x.float()
+
+    monkeypatch.setattr(matmul, "_add_wide", add)
+    found = []
+    for can in (False, True):
+        monkeypatch.setattr(matmul, "_WIDE_ADDS", {"cpu": can})
+        table = table_of(weight.float(), Axis("tp"))
+        x = hidden.detach().bfloat16().requires_grad_()
+        linear_cross_entropy(x, labels, table, torch.tensor(0.23), 3 * 4 * PADDED).backward()
+        assert table.weight.grad is not None
+        found.append(table.weight.grad)
+    assert len(joined) == math.ceil(len(labels) / 3) - 1
+    assert len({total.data_ptr() for total in joined}) == 1
+    torch.testing.assert_close(*found, rtol=0, atol=2**-7 * float(found[0].abs().max()))
+
+
+def test_the_gradient_over_the_vocabulary_is_scaled_once() -> None:
+    """By the rest of its own scale and by the gradient of the loss together: a pass over [V, H] each."""
+    hidden, weight, labels = problem()
+    x = hidden.detach().bfloat16().requires_grad_()
+    with Operators() as seen:
+        loss = linear_cross_entropy(x, labels, table_of(weight.float(), Axis("tp")), torch.tensor(0.23))
+        assert seen.names.count("aten.mul_.Tensor") == 0
+        loss.backward(torch.tensor(3.0))
+    assert seen.names.count("aten.mul_.Tensor") == 2  # of the hidden states' gradient, and of the table's
 
 
 @pytest.mark.slow

@@ -42,9 +42,7 @@ def test_the_model_that_keeps_scores_has_the_same_share_of_them() -> None:
 )
 def test_a_layer_is_counted_as_table_2_has_it(parallel: dict[str, object], bytes_per_element: float) -> None:
     kept = kept_per_layer(Case(model=TINY, seq=SEQ, parallel=parallel))
-    norms_and_softmax = (
-        16 * SEQ // (2 if "sequence_parallel" in parallel else 1) + 8 * HIDDEN + 2 * 4 * SEQ + 24
-    )
+    norms_and_softmax = 16 * SEQ // (2 if "sequence_parallel" in parallel else 1) + 2 * 4 * SEQ + 24
     assert kept == bytes_per_element * SEQ * HIDDEN + norms_and_softmax
 
 

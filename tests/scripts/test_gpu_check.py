@@ -21,7 +21,7 @@ from gpu.commands import reason_in
 from gpu.kernels import Kernel, busy_time, class_of
 from gpu.record import Record
 from gpu.runner import python_environment, run_limited, run_steps
-from gpu.shapes import gpt2, spec_of
+from gpu.shapes import freed, gpt2, spec_of
 from gpu.waits import noted_waits
 
 from mlm.parallel import collectives
@@ -243,6 +243,20 @@ def test_foreign_file_in_the_place_of_the_results_is_kept(
     assert (tmp_path / "gpu_check.json").read_text() == "mine"
 
 
+def test_stand_ins_write_nothing_beside_a_gpu_s_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLM_STANDIN_GPUS", "1")
+    monkeypatch.setattr(gpu_check, "RESULTS", tmp_path / "gpu")
+    assert gpu_check.main([]) == 2
+    assert "--out FOLDER" in capsys.readouterr().err
+    assert not (tmp_path / "gpu").exists()
+    monkeypatch.setattr(gpu_check, "probe", lambda _: ("2.11", True, "3.12", []))
+    monkeypatch.setattr(gpu_check, "run_steps", lambda steps, record, *_, **__: print(record.identity) or 0)
+    assert gpu_check.main(["--out", str(tmp_path)]) == 0
+    assert "'device': 'stand-in'" in capsys.readouterr().out
+
+
 def test_rehearsal_of_the_cheapest_step_writes_its_tables(tmp_path: Path) -> None:
     options = ["--device", "cpu", "--quick", "--only", "facts", "--minutes", "5", "--out", str(tmp_path)]
     assert gpu_check.main(options) == 0
@@ -333,6 +347,33 @@ def test_compiler_that_fails_is_a_problem_and_no_crash(
     case = case_in(tmp_path)
     assert speed.measure_shape(case, gpt2("124m", quick=True), [1], compiled=True) == 0
     assert entries_of(case) == [{"problem": "compiled 124m: RuntimeError: Failed to find C compiler"}]
+
+
+class Compiled(Fake):
+    """One that compiles its step anew for each size, as another setting would."""
+
+    def step(self, index: int) -> None:
+        self.layer(torch.ones(2), self.spec.shape.batch_size)
+
+    layer = staticmethod(torch.compile(lambda x, n: x * n, backend="eager", dynamic=False))
+
+
+def test_compiled_steps_that_would_run_uncompiled_are_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler stops compiling a function after its eighth version, and runs it as it is."""
+    monkeypatch.setattr(speed, "SpeedTrainee", Compiled)
+    case, shape = case_in(tmp_path), gpt2("124m", quick=True)
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=False):
+        speed.measure_shape(case, shape, [2**n for n in range(10)], compiled=True)
+    assert "FailOnRecompileLimitHit" in entries_of(case)[-1]["problem"]
+
+
+def test_each_trainee_is_compiled_anew() -> None:
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        for n in range(20):
+            with freed("cpu"):
+                Compiled.layer(torch.ones(2), n)
 
 
 def test_waits_for_the_device_are_named_by_the_line_of_mlm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,19 +1,42 @@
 """Choices of kernels that only a GPU runs, as far as a CPU can tell."""
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
+from mlm.checkpoint.native import staging
 from mlm.checkpoint.native.staging import StagedFile
 from mlm.cli.compose import load_config
+from mlm.data.sampler import Batch
 from mlm.errors import UserError
+from mlm.incidents.findings import beyond
+from mlm.inference import trained
+from mlm.optim.config import PrecisionConfig
 from mlm.parallel import matmul, mesh
-from mlm.train.kernels import MISSING, choose_attention, compiles, missing_kernel_as_user_error
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.mesh import ParallelContext
+from mlm.train import pipelined
+from mlm.train.kernels import (
+    MISSING,
+    attention_of_any_shape,
+    choose_attention,
+    choose_kernels,
+    compiles,
+    missing_kernel_as_user_error,
+)
+from mlm.train.trainer import Trainer
 from tests.operators import Operators
+from tests.train.test_gradient_sums import MICRO_BATCHES, SPEC, batches
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -48,6 +71,87 @@ def test_attention_by_name_allows_no_other(switches: dict[str, Any]) -> None:
     assert switches == {"cudnn": False, "flash": False, "mem_efficient": True, "math": False}
 
 
+def test_attention_of_many_shapes_leaves_cudnn_out_unless_it_is_named(switches: dict[str, Any]) -> None:
+    """For each new shape it plans anew, tenths of a second."""
+    choose_attention("auto", (9, 0), one_shape=False)
+    assert switches == {"cudnn": False, "flash": True, "mem_efficient": True, "math": True}
+    choose_attention("cudnn", (9, 0), one_shape=False)
+    assert switches == {"cudnn": True, "flash": False, "mem_efficient": False, "math": False}
+
+
+def test_what_is_compiled_follows_a_later_choice_of_attention() -> None:
+    """A CPU has two of the kernels; PyTorch guards no graph on the choice."""
+    traced: list[str] = []
+
+    def note(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
+        traced.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    attention = torch.compile(
+        torch.nn.functional.scaled_dot_product_attention, backend=aot_autograd(fw_compiler=note)
+    )
+    x = torch.randn(1, 2, 8, 16)
+    try:
+        for kind, is_fused in (("auto", True), ("math", False), ("math", False), ("auto", True)):
+            choose_attention(kind, (8, 0))  # type: ignore[arg-type]
+            attention(x, x, x)
+            assert any("flash_attention" in name for name in traced) is is_fused
+            if kind != "math":
+                traced.clear()
+    finally:
+        choose_attention("auto", (8, 0))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_blocks_of_any_shape_leave_cudnn_out_unless_it_is_named(named: bool) -> None:
+    """PyTorch's own switches, which a CPU has too."""
+    cuda = torch.backends.cuda
+    before = cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled()
+    try:
+        cuda.enable_cudnn_sdp(True)
+        cuda.enable_flash_sdp(not named)
+        with attention_of_any_shape(GPU):
+            assert cuda.cudnn_sdp_enabled() is named
+        assert cuda.cudnn_sdp_enabled()
+    finally:
+        cuda.enable_cudnn_sdp(before[0])
+        cuda.enable_flash_sdp(before[1])
+
+
+def test_passes_without_gradients_and_tasks_have_any_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretraining has one: its validation, all evaluation, generation and finetuning may have others."""
+    blocks, told = [], []
+
+    @contextmanager
+    def noted(device: torch.device) -> Iterator[None]:
+        blocks.append(device)
+        yield
+
+    monkeypatch.setattr(pipelined, "attention_of_any_shape", noted)
+    monkeypatch.setattr(
+        "mlm.train.trainer.choose_kernels", lambda config, device, one_shape: told.append(one_shape)
+    )
+    plain: Trainer[Batch] = Trainer(SPEC, ParallelContext())
+    plain.forward_backward(batches(0, 1))
+    assert not blocks
+    plain.validate(batches(0, 1))
+    assert len(blocks) == MICRO_BATCHES
+    Trainer(SPEC, ParallelContext(), plain.objective)
+    assert told == [True, False]
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_reproducible_kernels_do_not_fill_new_memory(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch would write NaN into each new tensor, which is written again right after."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    try:
+        choose_kernels(replace(SPEC, deterministic=asked), CPU)
+        assert torch.utils.deterministic.fill_uninitialized_memory is not asked
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_the_order_is_one_that_pytorch_takes() -> None:
     before = torch._C._get_sdp_priority_order()
     try:
@@ -63,6 +167,17 @@ def test_layers_compile_by_default_on_gpus_with_a_compiler(monkeypatch: pytest.M
         assert compiles(None, GPU) is found
     assert all(compiles(True, device) and not compiles(False, device) for device in (CPU, GPU))
     assert not compiles(None, CPU)
+
+
+def test_a_run_without_a_compiler_takes_no_compiled_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even after a compiled run in its process."""
+    asked: list[torch.device] = []
+    monkeypatch.setattr("mlm.parallel.cross_entropy.compiled", lambda device: asked.append(device))
+    monkeypatch.setattr("mlm.train.trainer.compile_layers", lambda *_, **__: None)
+    spec = replace(SPEC, precision=PrecisionConfig(dtype="bf16"))
+    for choice in (True, False):
+        Trainer[Batch](replace(spec, compile=choice), ParallelContext()).forward_backward(batches(0, 1))
+        assert len(asked) == MICRO_BATCHES
 
 
 def test_a_gpu_writes_weight_gradients_in_float32_without_a_cast(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,6 +234,7 @@ def test_a_checkpoint_of_a_gpu_is_staged_in_page_locked_memory(
         cudaHostRegister=register, cudaHostUnregister=lambda address: events.append("unlock")
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(staging, "_drop_error", lambda: None)
     staged = StagedFile()
     for size in (5000, 4000, 9000):
         staged._allocate(size, page_locked=True)
@@ -127,15 +243,49 @@ def test_a_checkpoint_of_a_gpu_is_staged_in_page_locked_memory(
     assert staged._locked is None
 
 
+def test_an_error_of_locking_is_taken_from_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA keeps a failed call's error for the thread's next kernel, which would fail by it."""
+    kept: list[int] = []
+
+    def launch(*_: object, device: str) -> None:
+        if kept:
+            raise RuntimeError(f"CUDA error: {kept.pop()}")
+
+    runtime = SimpleNamespace(cudaHostRegister=lambda *_: kept.append(801) or 801)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch, "ones", launch)
+    assert not staging._lock_pages(4096, 4096)
+    assert kept == []
+
+
+@pytest.mark.parametrize("dtype, expected", [("tf32", "high"), ("fp32", "highest"), ("bf16", "highest")])
+def test_products_of_a_loaded_model_are_of_the_precision_asked_for(
+    dtype: Any, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorFloat32 is a switch of the process: evaluation and generation set it as training does."""
+    set_to: list[str] = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", set_to.append)
+    monkeypatch.setattr(
+        trained, "named_checkpoint", lambda _: SimpleNamespace(config=SimpleNamespace(model=0))
+    )
+    monkeypatch.setattr(trained, "PipelinedModel", lambda *_: set_to.append("model"))
+    with pytest.raises(AttributeError):  # there is no model
+        trained.load_trained("", ParallelConfig(), PrecisionConfig(dtype=dtype), ParallelContext(device=GPU))
+    assert set_to == [expected, "model"]
+
+
 def test_sums_over_tp_go_first_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The builds of PyTorch for CPUs have no NCCL."""
     monkeypatch.setattr(mesh.dist, "get_backend", lambda: "nccl")
     monkeypatch.setattr(
         mesh.dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False
     )
-    assert mesh._options("tp", GPU).is_high_priority_stream
-    assert mesh._options("dp", GPU) is None
-    assert mesh._options("tp", CPU) is None
+    limit = timedelta(seconds=7)
+    found = mesh._options("tp", GPU, limit)
+    assert found.is_high_priority_stream
+    assert found._timeout == limit  # another one than the group's is worth a warning to PyTorch
+    assert mesh._options("dp", GPU, limit) is None
+    assert mesh._options("tp", CPU, limit) is None
 
 
 @pytest.mark.parametrize("words", MISSING)
@@ -161,3 +311,10 @@ def test_the_words_are_pytorch_s_own() -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert any(words in str(caught.value) for words in MISSING)
+
+
+def test_a_gpu_compares_a_step_s_numbers_with_their_limits_without_the_host() -> None:
+    """On fake tensors: reading one would raise."""
+    with FakeTensorMode():
+        found = beyond(torch.empty(2, device="cuda"), (1.5, math.inf))
+        assert torch.cat([torch.empty(2, device="cuda"), found.view(1)]).device.type == "cuda"

@@ -27,7 +27,7 @@ from mlm.train.config import PretrainConfig, TrainConfig
 from mlm.train.corpora import train_dataset
 from mlm.train.diagnose import refuse_exhausted
 from mlm.train.state import load, save
-from mlm.train.trainer import StopVote, Trainer, build_model
+from mlm.train.trainer import StopVote, Trainer, build_model, early_tables
 from tests.ranks import run_on_ranks
 
 VOCAB, SEQ = 61, 16
@@ -347,7 +347,8 @@ def test_nothing_is_read_back_from_the_device_in_forward_and_backward(kind: str)
     trainer.objective = spec.model.family.objective(spec.data, ctx, trainer.model.dtype)
     trainer.shards = tuple(parameter_shards(trainer.model.chunks[0], ctx.tp))
     trainer.reducers = [GradientReducer([s.parameter for s in trainer.shards], ctx.dp)]
-    trainer.totals = []
+    trainer.totals, trainer.early_tables = [], early_tables(trainer.model, trainer.reducers)
+    assert trainer.early_tables
     trainer.step, trainer.split_parts, trainer.on_micro_batch = 0, (0,), lambda number, count: None
     trainer.scaler = LossScaler(spec.precision, ctx.device)
     batches = eval_batches(train_dataset(spec, 8), micro_batch_size=2, rank=0, size=1)

@@ -29,6 +29,9 @@ class GatedMLP(MLP):
         if self.activation != "silu":
             gated: Tensor = activate(pairs[..., 0, :], self.activation) * pairs[..., 1, :]
             return gated.flatten(2)
+        if torch.compiler.is_compiling():  # it decides what to keep, and traces no result written in parts
+            gated = F.silu(pairs[..., 0, :]) * pairs[..., 1, :]
+            return gated.flatten(2)
         gated = _SwiGLU.apply(pairs)  # type: ignore[no-untyped-call]
         return gated.flatten(2)
 

@@ -6,18 +6,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mlm.parallel.casts import Castable
 
-class RMSNorm(nn.RMSNorm):
+
+class RMSNorm(Castable, nn.RMSNorm):
     """RMSNorm whose float32 weight serves activations of any dtype. Replicated over tp."""
 
     def __init__(self, size: int, *, eps: float) -> None:
         super().__init__(size, eps=eps)
 
+    def readable_casts(self, dtype: torch.dtype) -> dict[str, bool]:
+        """The weight, on a GPU; a CPU reads it as it is."""
+        return {"weight": True} if self.weight.device.type == "cuda" else {}
+
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension of x."""
         assert self.eps is not None
         if x.device.type == "cuda" or torch.compiler.is_compiling():
-            y: Tensor = F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+            weight: Tensor = self.weight
+            if self.cast is not None and not torch.compiler.is_compiling():  # which fuses the cast
+                weight = self.cast
+            y: Tensor = F.rms_norm(x, self.normalized_shape, weight.to(x.dtype), self.eps)
             return y
         y = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
         return y

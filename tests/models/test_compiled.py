@@ -1,0 +1,71 @@
+"""Layers under torch.compile: one graph each, of which nothing falls back to Python.
+
+On a GPU a part that does runs as kernels of its own, each of which reads and writes whole activations.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from mlm.models.backbone import Transformer
+from mlm.models.bert.model import BERT
+from mlm.models.config import ModelConfig
+from mlm.models.gpt2.model import GPT2
+from mlm.models.llama.model import Llama
+from mlm.parallel.casts import Casts
+from mlm.parallel.dropout import DropoutStream
+from mlm.parallel.init import init_parameters
+from tests.models.llama.test_parts import MODEL as LLAMA
+
+S, B = 8, 2
+GPT = ModelConfig(
+    num_layers=1, hidden_size=16, num_heads=2, max_positions=S, vocab_size=31, hidden_dropout=0.2
+)
+FAMILIES: dict[str, tuple[type[Transformer], ModelConfig]] = {
+    "gpt2": (GPT2, GPT),
+    "bert": (BERT, replace(GPT, kind="bert", norm="post", token_types=2)),
+    "llama": (Llama, replace(LLAMA, num_layers=1)),
+    "llama with norms of heads": (Llama, replace(LLAMA, num_layers=1, options={"qk_norm": True})),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_compiled_layer_is_one_graph(name: str) -> None:
+    """Forward and backward, in half precision, with the same output as the layer has without a compiler."""
+    family, config = FAMILIES[name]
+    model = family(config, dtype=torch.bfloat16)
+    init_parameters(model, 1)
+    (layer,) = model.layers.values()
+    stream = DropoutStream.of_micro_batch(1, 0, B, torch.device("cpu")) if config.hidden_dropout else None
+    x = torch.randn(S, B, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    rotary = model.rotary(x, None)
+    arguments = (x, stream, None, None, *(() if rotary is None else (rotary,)))
+    y = torch.compile(layer, backend="eager", fullgraph=True)(*arguments)
+    torch.testing.assert_close(y, layer(*arguments), rtol=2e-2, atol=2e-2)  # two bits of bfloat16's eight
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layers_that_read_cast_parameters_share_one_graph(name: str) -> None:
+    """Also in a second step, when other values are in the same copies."""
+    family, config = FAMILIES[name]
+    model = family(replace(config, num_layers=3), dtype=torch.bfloat16)
+    init_parameters(model, 1)
+    casts, counter = Casts(model.modules(), torch.bfloat16), CompileCounter()
+    torch._dynamo.reset()
+    for layer in model.layers.values():
+        layer.compile(backend=counter, fullgraph=True)
+    rotary = None
+    for _ in range(2):
+        x = torch.randn(S, B, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+        with casts.held():
+            for layer in model.layers.values():
+                rotary = rotary or model.rotary(x, None)
+                x = layer(x, None, None, None, *(() if rotary is None else (rotary,)))
+            x.sum().backward()
+    assert counter.frame_count == 1
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.layers.parameters())

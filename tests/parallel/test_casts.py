@@ -1,0 +1,138 @@
+"""Parameters cast once a step: the bits of casts at each use, and none of their kernels.
+
+Parameters of float64 and activations of float32 take the path of a GPU's half precision; layer norms of half
+precision take one of their own on a CPU.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mlm.models.bert.model import BERT
+from mlm.models.gpt2.model import GPT2
+from mlm.models.heads import MaskedTokenHead, PlainLinear
+from mlm.models.layer_norm import LayerNorm
+from mlm.models.llama.norm import RMSNorm
+from mlm.parallel.casts import Casts
+from mlm.parallel.init import init_parameters
+from mlm.parallel.layers import RowParallelLinear
+from mlm.parallel.mesh import Axis, ParallelContext
+from tests.models.test_compiled import FAMILIES, GPT
+from tests.operators import Operators
+from tests.ranks import run_on_ranks
+
+MODEL = replace(GPT, num_layers=2, hidden_dropout=0.0)
+BERT_MODEL = replace(FAMILIES["bert"][1], num_layers=2, hidden_dropout=0.0)
+
+
+def layers_of(model: GPT2 | BERT) -> Callable[[Tensor], Tensor]:
+    """Layers, and what follows them up to the loss."""
+
+    def run(x: Tensor) -> Tensor:
+        for layer in model.layers.values():
+            x = layer(x, None, None, None)
+        return model.final_norm(x) if isinstance(model, GPT2) else model.mlm_head(x)  # type: ignore[no-any-return]
+
+    return run
+
+
+def double(model: torch.nn.Module) -> None:
+    init_parameters(model, 1)
+    model.double()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():  # bits that float32 loses, in biases too
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+
+
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+def test_outputs_and_gradients_are_those_of_casts_at_each_use(tp: int, sequence_parallel: bool) -> None:
+    run_on_ranks(check_equal, sequence_parallel, tp=tp)
+
+
+def check_equal(ctx: ParallelContext, sequence_parallel: bool) -> None:
+    """Two micro-batches, the first passes of both before their backward passes, as in a pipeline."""
+    for family, config in ((GPT2, MODEL), (BERT, BERT_MODEL)):
+        model = family(config, tp=ctx.tp, dtype=torch.float32, sequence_parallel=sequence_parallel)
+        double(model)
+        run, casts = layers_of(model), Casts(model.modules(), torch.float32)
+        found = []
+        for held in (False, True):
+            torch.manual_seed(1)
+            inputs = [torch.randn(8, 2, 16, requires_grad=True) for _ in range(2)]
+            with casts.held() if held else nullcontext():
+                outputs = [run(x) for x in inputs]
+                for y in outputs:
+                    y.backward(torch.randn_like(y))
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            assert all(grad.dtype == torch.float64 for grad in grads)
+            found.append([*outputs, *(x.grad for x in inputs), *grads])
+            model.zero_grad()
+        assert len(found[0]) == len(found[1])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_layers_and_heads_cast_no_parameter_while_copies_are_held() -> None:
+    for family, config in ((GPT2, MODEL), (BERT, BERT_MODEL)):
+        model = family(config, dtype=torch.float32)
+        double(model)
+        run, casts = layers_of(model), Casts(model.modules(), torch.float32)
+        counts = []
+        for held in (False, True):
+            with casts.held() if held else nullcontext(), Operators() as seen:
+                run(torch.randn(8, 2, 16))
+            counts.append(seen.names.count("aten._to_copy.default"))
+        ends = 2 if family is GPT2 else 4
+        assert counts == [2 * 12 + ends, 0]  # four products and two norms a layer, two parameters each
+
+
+def test_row_parallel_bias_is_read_from_the_copy_where_a_sum_precedes_it() -> None:
+    layer = RowParallelLinear(4, 3, tp=Axis("tp", 0, 2), bias=True)
+    assert layer.readable_casts(torch.bfloat16) == {"weight": False, "bias": True}
+
+
+def test_norms_of_half_precision_have_copies_on_a_gpu_alone() -> None:
+    """On a CPU their sums are wide, from parameters as they are."""
+    for device, names in (("cpu", set()), ("cuda", {"weight", "bias"})):
+        with FakeTensorMode(), torch.device(device):
+            norms = [LayerNorm(16, eps=1e-5), RMSNorm(16, eps=1e-5)]
+            assert set(norms[0].readable_casts(torch.bfloat16)) == names
+            assert set(norms[1].readable_casts(torch.bfloat16)) == names - {"bias"}
+
+
+@pytest.mark.parametrize("norm", [LayerNorm, RMSNorm])
+@torch.no_grad()
+def test_a_norm_on_a_gpu_does_not_cast_its_parameters(norm: type[LayerNorm] | type[RMSNorm]) -> None:
+    with FakeTensorMode(), torch.device("cuda"):
+        module = norm(16, eps=1e-5).requires_grad_(False)  # a gradient needs a device
+        casts = Casts([module], torch.bfloat16)
+        x = torch.randn(4, 16, dtype=torch.bfloat16)
+        counts = []
+        for held in (False, True):
+            with casts.held() if held else nullcontext(), Operators() as seen:
+                module(x)
+            counts.append(seen.names.count("aten._to_copy.default"))
+    assert counts[0] - counts[1] == len(list(module.parameters()))
+
+
+def test_parameters_in_the_dtype_of_compute_are_not_copied() -> None:
+    model = GPT2(MODEL, dtype=torch.float32)
+    casts = Casts(model.modules(), torch.float32)
+    with casts.held():
+        assert casts.copies == casts.layers == []
+
+
+def test_no_copy_is_read_after_its_release() -> None:
+    head = MaskedTokenHead(BERT_MODEL, tp=Axis("tp"))
+    double(head)
+    casts = Casts(head.modules(), torch.float32)
+    with casts.held():
+        assert isinstance(head.transform, PlainLinear)
+        assert head.transform.cast is not None
+        assert head.norm.cast_bias is not None
+    assert head.transform.cast is head.transform.cast_bias is head.norm.cast is head.norm.cast_bias is None
