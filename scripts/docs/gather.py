@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from links import GATHERED, PAPERS, ROOT, picture_uri, pictures, rewrite, source_of, sources
+from links import GATHERED, NAV_RECORDS, PAPERS, ROOT, picture_uri, pictures, rewrite, source_of, sources
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -10,13 +10,11 @@ from reference import NAV, pages
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Fill the Reference of the navigation with generated pages, and The papers with the reports kept."""
+    """Fill the navigation: Reference with generated pages, The papers and Records with what is kept."""
     assert config.nav is not None
+    filled = {"Reference": NAV, "The papers": PAPERS, "Records": NAV_RECORDS}
     for entry in config.nav:
-        if "Reference" in entry:
-            entry["Reference"] = NAV
-        if "The papers" in entry:
-            entry["The papers"] = PAPERS
+        entry.update({title: filled[title] for title in entry if title in filled})
     return config
 
 

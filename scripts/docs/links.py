@@ -35,7 +35,6 @@ GATHERED = {
     "scripts/docs/measurements.md": "explanation/measurements.md",
     "scripts/results/README.md": "explanation/results.md",
     "scripts/results/reproduce/README.md": "explanation/papers.md",
-    "scripts/results/rehearsal/rehearsal.md": "guides/rehearsal.md",
     "CONTRIBUTING.md": "project/contributing.md",
     "CHANGELOG.md": "project/changelog.md",
 }
@@ -45,12 +44,19 @@ REPORTS = {
     str(report.relative_to(ROOT)): f"papers/{report.parent.name}.md"
     for report in sorted(ROOT.glob(f"{REPRODUCED}*/report.md"))
 }
-GATHERED |= REPORTS
+RECORDS = {
+    str(record.relative_to(ROOT)): f"records/{record.parent.name}.md"
+    for record in sorted(ROOT.glob("scripts/results/*/*.md"))
+    if record.parent != ROOT / REPRODUCED
+}
+GATHERED |= REPORTS | RECORDS
 PAPERS = [
     {"As they came out": GATHERED[f"{REPRODUCED}README.md"]},
     *({Path(page).stem: page} for page in REPORTS.values()),
 ]
 """Navigation: the index of the papers' reports, then each."""
+NAV_RECORDS = list(RECORDS.values())
+"""Navigation: what scripts that keep a page in a folder of scripts/results wrote last, under its own title."""
 MODULES = {
     "mlm/parallel/layers.py": "api/layers.md",
     "mlm/parallel/collectives.py": "api/mesh.md",

@@ -51,6 +51,10 @@ def test_every_guide_is_a_page_of_the_site() -> None:
     assert not [path for path in paths if path not in GATHERED and not path.startswith(OWN)]
 
 
+def test_pages_of_the_site_have_paths_of_their_own() -> None:
+    assert len(set(GATHERED.values())) == len(GATHERED)
+
+
 def test_links_are_rewritten_to_pages_paths_or_the_code_host() -> None:
     text = (
         "[data](../corpus/README.md#input) [layers](../../mlm/parallel/layers.py) [one](loop.py) [x.py](x.py)"

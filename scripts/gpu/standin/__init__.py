@@ -1,0 +1,1 @@
+"""A stand-in for GPUs: PyTorch's own CUDA code runs to its end on a host without any."""

@@ -1,0 +1,166 @@
+"""Compile the stand-in for a CUDA driver and its libraries, for the PyTorch that runs this.
+
+One shared library answers in place of libcuda, libcudart, libcublas, libcudnn and libnccl, loaded before them
+(LD_PRELOAD). Functions that PyTorch calls and that no file here defines return 0, success.
+"""
+
+import hashlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+SOURCES = ("memory.c", "streams.c", "libraries.c", "nccl.c")
+HEADERS = ("nvidia/cu13/include", "nvidia/cuda_runtime/include")
+"""Of the CUDA runtime's wheel, from the folder of packages."""
+CALLERS = (
+    "torch_cuda",
+    "c10_cuda",
+    "torch_python",
+    "torch_cuda_linalg",
+    "caffe2_nvrtc",
+    "torch_nvshmem",
+    "torch_cpu",
+)
+ANSWERED = re.compile(r"(_*cuda|cu[A-Z](?!ile)|cublas|cudnn|cupti|nccl)\w*")
+"""Names of functions to answer; cuFile is left alone."""
+REFUSED = "cupti"
+"""Functions of these names fail: a profile holds what the host does, and no kernels."""
+LIBRARY = "libcuda.so.1"
+QUALIFIERS = """
+#define __host__
+#define __device__
+#define __device_builtin__
+#define __cudart_builtin__
+#define CUDARTAPI
+#define CUDARTAPI_CDECL
+#define CUDAAPI
+#define __align__(n) __attribute__((aligned(n)))
+#define __builtin_align__(n) __align__(n)
+#define __no_return__ __attribute__((noreturn))
+"""
+"""In place of the compiler's own crt/host_defines.h, which the runtime's wheel lacks."""
+HERE = Path(__file__).parent
+
+
+class UnavailableError(Exception):
+    """The stand-in cannot be built here; the text says why."""
+
+
+def library(cache: Path) -> Path:
+    """Path of the library in a folder of `cache`, built there if it is not. Raises UnavailableError."""
+    packages, headers = installed()
+    identity = hashlib.sha256(version("torch").encode())
+    for name in ("standin.h", *SOURCES, "build.py"):
+        identity.update((HERE / name).read_bytes())
+    folder = cache / identity.hexdigest()[:12]
+    built = folder / LIBRARY
+    if not built.exists():
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=cache) as scratch:  # two commands may build at once
+                made = Path(scratch) / folder.name
+                made.mkdir()
+                build(made, packages, headers)
+                replace_by(made, folder)
+        except OSError as error:
+            raise UnavailableError(f"{cache}: {error.strerror}") from None
+    return built
+
+
+def replace_by(made: Path, folder: Path) -> None:
+    """Put a folder in its place, unless another command has just put its own there."""
+    try:
+        made.rename(folder)
+    except OSError:
+        if not (folder / LIBRARY).exists():
+            raise
+
+
+def installed() -> tuple[Path, Path]:
+    """The folder of packages and that of CUDA's headers. Raises UnavailableError."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise UnavailableError("torch is not installed")
+    packages = Path(spec.origin).parents[1]
+    if not (packages / "torch/lib/libtorch_cuda.so").exists():
+        raise UnavailableError("this PyTorch is built for CPUs; the stand-in needs a build for CUDA")
+    for name in HEADERS:
+        if (packages / name / "cuda_runtime_api.h").exists():
+            return packages, packages / name
+    raise UnavailableError(f"no {HEADERS[0]}/cuda_runtime_api.h beside torch (package nvidia-cuda-runtime)")
+
+
+def build(folder: Path, packages: Path, headers: Path) -> None:
+    """Compile into a folder. Raises UnavailableError."""
+    crt = folder / "include" / "crt"
+    crt.mkdir(parents=True, exist_ok=True)
+    (crt / "host_defines.h").write_text(QUALIFIERS)
+    major, minor = cudnn_version()
+    flags = ["-std=gnu11", "-O2", "-w", "-fPIC", "-I", str(crt.parent), "-I", str(headers)]
+    flags += [f"-DMLM_STANDIN_CUDNN_MAJOR={major}", f"-DMLM_STANDIN_CUDNN_MINOR={minor}"]
+    objects = []
+    for name in SOURCES:
+        made = folder / f"{name}.o"
+        run(["gcc", *flags, "-c", str(HERE / name), "-o", str(made)])
+        objects.append(made)
+    defined = {line.split()[-1] for line in symbols(objects, "--defined-only")}
+    asked = asked_by(packages) | driver_functions(headers)
+    rest = folder / "rest.c"
+    answers = ((name, int(name.startswith(REFUSED))) for name in sorted(asked - defined))
+    rest.write_text("".join(f"int {name}(void) {{ return {code}; }}\n" for name, code in answers))
+    run(["gcc", "-w", "-fPIC", "-c", str(rest), "-o", str(folder / "rest.o")])
+    parts = [str(path) for path in (*objects, folder / "rest.o")]
+    whole = str(folder / LIBRARY)
+    run(["gcc", "-shared", f"-Wl,-soname,{LIBRARY}", *parts, "-o", whole, "-lpthread", "-ldl"])
+    (folder / "libcuda.so").symlink_to(LIBRARY)  # the name that Triton links
+
+
+def asked_by(packages: Path) -> set[str]:
+    """Functions of CUDA's libraries that PyTorch calls."""
+    libraries = [packages / "torch/lib" / f"lib{name}.so" for name in CALLERS]
+    lines = symbols([path for path in libraries if path.exists()], "--undefined-only", "-D")
+    names = (line.split()[-1].partition("@")[0] for line in lines)
+    return {name for name in names if ANSWERED.fullmatch(name)}
+
+
+def driver_functions(headers: Path) -> set[str]:
+    """Functions of the driver, which Triton calls."""
+    declared = re.findall(r"\bCUDAAPI\s+(cu[A-Z]\w+)\s*\(", (headers / "cuda.h").read_text(errors="replace"))
+    versioned = re.findall(
+        r"#define\s+cu[A-Z]\w+\s+(cu[A-Z]\w+_v\d)", (headers / "cuda.h").read_text(errors="replace")
+    )
+    return {*declared, *versioned}
+
+
+def cudnn_version() -> tuple[int, int]:
+    """The cuDNN that PyTorch was compiled with; it accepts no other."""
+    from torch._C import _cudnn
+
+    major, minor, _ = _cudnn.getCompileVersion()
+    return major, minor
+
+
+def symbols(paths: Iterable[Path], *flags: str) -> list[str]:
+    """Lines of nm about functions."""
+    out = run(["nm", *flags, *(str(path) for path in paths)])
+    return [line for line in out.splitlines() if re.search(r"\s[TUtWw]\s+\w", line) or " U " in line]
+
+
+def run(command: list[str]) -> str:
+    """Output of a program. Raises UnavailableError."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise UnavailableError(f"{command[0]} is not installed") from None
+    if done.returncode:
+        raise UnavailableError(f"{command[0]} failed: {done.stderr.strip()[:2000]}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    print(library(Path(sys.argv[1])))

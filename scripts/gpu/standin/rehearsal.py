@@ -1,0 +1,196 @@
+"""Commands that are run on stand-ins for GPUs, and the record of how they ended."""
+
+import io
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+SCRIPTS = Path(__file__).resolve().parents[2]
+JSON, TABLE = "rehearsal.json", "rehearsal.md"
+LIMIT_S = 900
+ENDING_S = 10
+LATE_MS = 5
+"""Delay of messages: what reads them without waiting gets other numbers."""
+EXACT = ("-m", "mlm", "parity", "precision=fp64")
+EQUAL = r"^(EQUAL.*)$"
+HEAD = """# A rehearsal on stand-ins for GPUs
+
+PyTorch's CUDA code on a host without a GPU (`python scripts/gpu_standin.py --rehearse FOLDER`): dispatch,
+autograd's threads, streams, events, the allocator, graph captures, process groups over NCCL. Operators
+compute with their CPU kernels, or not at all; messages travel through memory. No kernel of a GPU has run.
+"""
+
+
+class RecordError(Exception):
+    """The record cannot be written there; the text says why."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command and what it must say."""
+
+    name: str
+    command: tuple[str, ...]
+    gpus: int = 1
+    arithmetic: bool = True
+    expected: str = EQUAL
+    """Pattern of lines of its output; the group of each match is recorded."""
+
+
+def parity(name: str, gpus: int, *words: str, model: str = "gpt2_tiny") -> Case:
+    """A layout over NCCL against one process, in float64."""
+    return Case(name, (*EXACT, f"model={model}", *words), gpus)
+
+
+LAYOUTS = (
+    parity("tp", 2, "tp=2"),
+    parity("sequence parallelism in parts", 2, "tp=2", "sequence_parallel=true", "tp_overlap=2"),
+    parity("1F1B", 4, "pp=4", "model.num_layers=8"),
+    parity("interleaved", 2, "pp=2", "vp=2", "model.num_layers=4"),
+    parity("GPipe, recomputed", 2, "pp=2", "pipeline=gpipe", "recompute=full"),
+    parity("zero bubble with tp", 4, "pp=2", "tp=2", "pipeline=zb_h1"),
+    parity("dp", 2, "dp=2"),
+    parity("sharded optimizer", 2, "dp=2", "zero=2"),
+    parity("sharded parameters with tp", 4, "dp=2", "tp=2", "zero=3"),
+    parity("three axes", 8, "tp=2", "pp=2", "dp=2", "sequence_parallel=true", "pipeline=zb_h1"),
+    parity("context parallelism", 2, "cp=2"),
+    parity("Llama with cp and tp", 4, "cp=2", "tp=2", model="llama_tiny"),
+    parity("BERT", 4, "tp=2", "pp=2", model="bert_tiny"),
+)
+QUICK = ("scripts/gpu_check.py", "--quick", "--out", "check", "--minutes", "30", "--only")
+CASES = (
+    Case("numbers", (*QUICK, "agree", "waits", "nccl", "commands", "layouts"), expected=r"(ok +layouts.*)$"),
+    Case(
+        "every step of the check but numbers",
+        (*QUICK, "facts", "waits", "speed-1.2b", "switches", "speed-124m", "inference"),
+        arithmetic=False,
+        expected=r"(ok +inference.*)$",
+    ),
+    Case(
+        "launches of a step of GPT-2 1.2B",
+        ("scripts/gpu/standin/launches.py",),
+        arithmetic=False,
+        expected=r"^(.*: \d+ launches, .*)$",
+    ),
+    *LAYOUTS,
+    Case(
+        "killed and resumed",
+        ("-m", "mlm", "verify-resume", "model=gpt2_tiny", "tp=2", "out=resumed"),
+        gpus=2,
+    ),
+)
+
+
+def rehearse(out: Path, cases: Sequence[Case] = CASES) -> int:
+    """Run the cases, write both files after each; 0 if every one ended well. Raises RecordError."""
+    check_folder(out)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what commands say is no ASCII
+        sys.stdout.reconfigure(errors="replace")
+    done: list[dict[str, Any]] = []
+    for case in cases:
+        done.append(run_case(case))
+        row = done[-1]
+        print(
+            f"{'ok    ' if row['ok'] else 'FAILED'} {case.name}, {row['seconds']:.0f} s: {row['said']}",
+            flush=True,
+        )
+        record = {"when": datetime.now(UTC).isoformat(timespec="seconds"), "facts": facts(), "cases": done}
+        (out / JSON).write_text(json.dumps(record, indent=1) + "\n")
+        (out / TABLE).write_text(table(record))
+    return 0 if all(row["ok"] for row in done) else 1
+
+
+def check_folder(out: Path) -> None:
+    """Make the folder. Raises RecordError where it cannot be, or holds a file of another kind in the way."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        kept = [path for path in (out / JSON, out / TABLE) if path.exists()]
+        if kept and (not (out / JSON).exists() or "cases" not in json.loads((out / JSON).read_bytes())):
+            raise ValueError
+    except OSError as error:
+        raise RecordError(f"{out}: {error.strerror}; name another folder") from None
+    except (ValueError, TypeError):
+        raise RecordError(f"{kept[0]} is no record of a rehearsal; name another folder") from None
+
+
+def run_case(case: Case) -> dict[str, Any]:
+    """Run one in a folder of its own."""
+    options = [
+        "--gpus",
+        str(case.gpus),
+        "--rendezvous",
+        "--late",
+        str(LATE_MS),
+        *([] if case.arithmetic else ["--no-arithmetic"]),
+    ]
+    words = [str(SCRIPTS.parent / w) if w.endswith(".py") else w for w in case.command]
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="mlm-rehearsal-") as scratch:
+        command = [sys.executable, str(SCRIPTS / "gpu_standin.py"), *options, "--", *words]
+        code, output = run_limited(command, Path(scratch))
+    found = re.findall(case.expected, output, re.MULTILINE)
+    last = [line for line in output.splitlines() if line.strip()][-1:]
+    return {
+        **asdict(case),
+        "ok": code == 0 and bool(found),
+        "exit code": code,
+        "seconds": round(time.monotonic() - begin, 1),
+        "said": " ".join("; ".join(found or last).split())[:600],
+    }
+
+
+def run_limited(command: list[str], folder: Path) -> tuple[int, str]:
+    """Exit code and output; 124 after the limit. The whole group is killed then, and on Ctrl-C."""
+    with (folder / "output.txt").open("w+") as file:
+        process = subprocess.Popen(
+            command, cwd=folder, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            code = 124
+        finally:
+            if process.poll() is None:
+                end_group(process)
+        file.seek(0)
+        return code, file.read()
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """Ask a group to end, so that it deletes its messages, then kill what is left of it."""
+    os.killpg(process.pid, signal.SIGTERM)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(ENDING_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def facts() -> dict[str, str]:
+    """What the results depend on."""
+    return {"torch": version("torch"), "python": platform.python_version()}
+
+
+def table(record: dict[str, Any]) -> str:
+    """Markdown for people."""
+    lines = [HEAD, f"{', '.join(f'{k} {v}' for k, v in record['facts'].items())}; {record['when']}.", ""]
+    lines += ["| case | GPUs | arithmetic | ended | it said |", "| --- | --- | --- | --- | --- |"]
+    for row in record["cases"]:
+        ended = "well" if row["ok"] else f"**badly**, {row['exit code']}"
+        computed = "yes" if row["arithmetic"] else "none"
+        lines.append(f"| {row['name']} | {row['gpus']} | {computed} | {ended} | {row['said']} |")
+    commands = [f"- {row['name']}: `{' '.join(row['command'])}`" for row in record["cases"]]
+    return "\n".join([*lines, "", *commands, ""])
