@@ -6,7 +6,8 @@ import platform
 import re
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -34,12 +35,13 @@ class Probe:
     """A fixed float32 matrix product: always the same work, so that its time shows a change of the machine.
 
     On a CPU its time is processor time, which other jobs lengthen only as they lengthen a contender's: by the
-    cache, the memory and the clock that they share.
+    cache, the memory and the clock that they share. Of one thread: several spin while they wait for each
+    other, which would count.
     """
 
     def __init__(self, spec: Spec) -> None:
         self.device = torch.device(spec.device)
-        self.clock = time.process_time if spec.device == "cpu" else time.perf_counter
+        self.clock = time.thread_time if spec.device == "cpu" else time.perf_counter
         size = PROBE_SIZE[spec.device]
         self.a = torch.ones(size, size, device=self.device)
         self.out = torch.mm(self.a, self.a)
@@ -48,15 +50,30 @@ class Probe:
         self.repeats = max(1, math.ceil(PROBE_S / once))
         self.times: list[float] = []
 
-    def __call__(self) -> float:
-        """Seconds it took now."""
-        self.times.append(min(self._run() for _ in range(PROBE_RUNS)))
-        return self.times[-1]
+    def __call__(self, seconds: float = 0.0) -> float:
+        """Seconds the fastest took of PROBE_RUNS, or of as many as take so many seconds."""
+        begin, fastest, runs = time.perf_counter(), math.inf, 0
+        while runs < PROBE_RUNS or time.perf_counter() < begin + seconds:
+            fastest, runs = min(fastest, self._run()), runs + 1
+        self.times.append(fastest)
+        return fastest
 
     def _run(self) -> float:
-        return timed(
-            lambda: torch.mm(self.a, self.a, out=self.out), self.device, self.repeats, clock=self.clock
-        )
+        with one_thread():
+            return timed(
+                lambda: torch.mm(self.a, self.a, out=self.out), self.device, self.repeats, clock=self.clock
+            )
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let PyTorch compute with one thread inside the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def timed(

@@ -5,6 +5,7 @@ patched module is in its way. It waits on a pipe, without computing, while other
 """
 
 import contextlib
+import math
 import multiprocessing as mp
 import os
 import signal
@@ -38,6 +39,8 @@ WARM_UP_STEPS = 2
 """Steps before anything is measured: optimizer state, caches, allocator."""
 CONTEXT = mp.get_context("forkserver")  # torch is imported once for all contenders
 CONTEXT.set_forkserver_preload(["mlm.train.trainer", "transformers.models.gpt2.modeling_gpt2"])
+TICK_S = 0.02
+"""Error of `busy_s`."""
 CLOSE_S = 10.0
 """Seconds processes have to end by themselves."""
 
@@ -97,6 +100,23 @@ def waited_s() -> float:
         except OSError:  # the thread ended
             continue
     return total / 1e9
+
+
+def for_others_s(waited: float, others: float) -> float:
+    """Of the time that ranks waited for a processor, the most that was other jobs', which ran for `others`.
+
+    The rest they waited for each other, and for their threads that communicate. NaN: nobody knows.
+    """
+    return waited if math.isnan(others) else max(0.0, min(waited, others))
+
+
+def busy_s() -> float:
+    """Processor seconds of all that ran on this machine since it was started; NaN where it does not tell."""
+    try:
+        user, nice, system, _, _, irq, softirq, *_ = Path("/proc/stat").read_text().split()[1:]
+    except OSError:
+        return math.nan
+    return sum(map(int, (user, nice, system, irq, softirq))) / os.sysconf("SC_CLK_TCK")
 
 
 def synchronise(device: torch.device) -> None:
@@ -164,12 +184,12 @@ class Ranks:
 
     def time(self, first: int, steps: int) -> Timing:
         """Time per step: wall time of the slowest rank, processor time of all."""
+        busy = busy_s()
         timings: list[Timing] = self._ask("time", first, steps)
-        return Timing(
-            max(t.seconds for t in timings),
-            sum(t.cpu_s for t in timings),
-            sum(t.waited_s for t in timings),
-        )
+        cpu = sum(t.cpu_s for t in timings)
+        others = (busy_s() - busy + TICK_S) / steps - cpu
+        waited = sum(t.waited_s for t in timings)
+        return Timing(max(t.seconds for t in timings), cpu, for_others_s(waited, others))
 
     def memory(self) -> list[dict[str, Any]]:
         """Each rank's peak memory above weights and optimizer state."""

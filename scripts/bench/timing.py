@@ -12,14 +12,19 @@ Say = Callable[[str], None]
 
 PATIENCE = 9
 """Times `seconds` that short rounds continue where a busy machine keeps few pairs."""
+PROBE_SHARE, PROBE_MOST = 0.1, 0.2
+"""Time of a fixed product: this share of the step before it, this many seconds at the most.
+
+Over a long step a machine's short slow spells even out; one of three products of 5 ms would meet one whole.
+"""
 
 
 def take_turns(contenders: Mapping[str, Ranks], probe: Probe, index: int) -> Round:
     """One step of each on batch number `index`, every step between two probes."""
-    turns, before = {}, probe()
+    turns, before = {}, probe(PROBE_MOST)
     for name, ranks in contenders.items():
         timing = ranks.time(index, 1)
-        after = probe()
+        after = probe(min(PROBE_MOST, PROBE_SHARE * timing.seconds))
         turns[name], before = Turn(name, timing, before, after), after
     return turns
 

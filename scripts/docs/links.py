@@ -56,7 +56,7 @@ PAPERS = [
 ]
 """Navigation: the index of the papers' reports, then each."""
 NAV_RECORDS = list(RECORDS.values())
-"""Navigation: what scripts that keep a page in a folder of scripts/results wrote last, under its own title."""
+"""Navigation: pages that scripts keep in folders of scripts/results, each under its own title."""
 MODULES = {
     "mlm/parallel/layers.py": "api/layers.md",
     "mlm/parallel/collectives.py": "api/mesh.md",

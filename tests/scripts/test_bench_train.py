@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from bench.compare import Plan, doubts
 from bench.contenders import MlmTrainee
 from bench.equality import Reference
 from bench.llama import LlamaShape, TransformersLlama
-from bench.ranks import Ranks
+from bench.ranks import Ranks, busy_s, for_others_s
 from bench.shapes import NAMED, Shape, shapes_of
 from bench.spec import Spec
 from bench.stats import Pair, Ratio, Spread, Timing, Turn, quantile, reject_above_peak
@@ -70,6 +72,20 @@ def test_ratio_of_processor_time_keeps_pairs_that_waited_for_other_jobs() -> Non
     assert (by_cpu.median, by_cpu.kept) == (1.5, 1)
 
 
+def test_ranks_that_wait_for_each_other_are_not_disturbed() -> None:
+    assert for_others_s(0.4, 0.03) == 0.03
+    assert for_others_s(0.4, 2.0) == 0.4
+    assert for_others_s(0.4, -0.01) == 0.0  # the machine's clock ticks
+    assert for_others_s(0.4, math.nan) == 0.4
+
+
+def test_the_machine_tells_what_ran() -> None:
+    before, begin = busy_s(), time.process_time()
+    while time.process_time() < begin + 0.2:
+        pass
+    assert math.isnan(before) or busy_s() - before > 0.1
+
+
 @pytest.mark.parametrize(("before", "steady"), [(1.0, True), (1.09, True), (1.11, False), (0.89, False)])
 def test_pair_is_dropped_when_a_product_around_either_step_differs(before: float, steady: bool) -> None:
     assert Pair(turn(before=before), turn()).steady("wall") is steady
@@ -93,7 +109,7 @@ def test_contenders_take_turns_forwards_and_backwards() -> None:
             return Timing(1.0, 1.0)
 
     contenders: dict[str, Any] = {name: Contender(name) for name in "ABC"}
-    probe: Any = lambda: 1.0  # noqa: E731
+    probe: Any = lambda seconds: 1.0  # noqa: E731
     rounds = take_rounds(
         contenders, [("A", "C")], probe, measures=["wall"], pairs=3, limit=9, seconds=0.0, say=print
     )
@@ -107,7 +123,7 @@ def test_rounds_end_where_a_busy_machine_keeps_no_pair() -> None:
             return Timing(1.0, 0.5, 0.5)
 
     contenders: dict[str, Any] = {name: Interrupted() for name in "AB"}
-    probe: Any = lambda: 1.0  # noqa: E731
+    probe: Any = lambda seconds: 1.0  # noqa: E731
     both = [("A", "B")]
     for measures, taken in ((["wall"], 5), (["wall", "cpu"], 2)):
         rounds = take_rounds(
