@@ -75,9 +75,11 @@ def run(args: argparse.Namespace, scratch: Path) -> int:
     peers = dict(word.split("=", 1) for word in args.peers if "=" in word)
     if len(peers) < len(args.peers) or set(peers) - {"nanogpt"}:
         raise UsageError(f"--peers {' '.join(args.peers)}: give nanogpt=PATH")
-    stands_in = "MLM_STANDIN_GPUS" in os.environ
-    if stands_in and args.out == RESULTS:
-        raise UsageError("results of stand-ins are no GPU's: name a folder of their own (--out FOLDER)")
+    is_fake = "MLM_FAKE_GPUS" in os.environ
+    if is_fake and args.out.resolve() == RESULTS.resolve():
+        raise UsageError(
+            f"--out {args.out}: holds a GPU's results, and this is a fake GPU; name another folder"
+        )
     args.out.mkdir(parents=True, exist_ok=True)
     site = install(args.wheels, scratch / "site") if args.wheels else None
     environment = python_environment(ROOT, site, os.environ)
@@ -85,7 +87,7 @@ def run(args: argparse.Namespace, scratch: Path) -> int:
     if args.device == "cuda" and not has_gpu:
         raise UsageError("--device cuda: torch sees no GPU here; rehearse with --device cpu --quick")
     identity: dict[str, Any] = {"code": digest_of_sources(), "torch": torch}
-    identity["device"] = "stand-in" if stands_in else args.device
+    identity["device"] = "fake" if is_fake else args.device
     identity |= {"quick": True} if args.quick else {}
     say(f"code {identity['code']}, commit {commit()}, torch {torch}, Python {python}, {args.device}")
     if missing:

@@ -51,7 +51,7 @@ class Probe:
         self.times: list[float] = []
 
     def __call__(self, seconds: float = 0.0) -> float:
-        """Seconds the fastest took of PROBE_RUNS, or of as many as take so many seconds."""
+        """Return the time of the fastest of PROBE_RUNS runs, or of as many as fit into `seconds`."""
         begin, fastest, runs = time.perf_counter(), math.inf, 0
         while runs < PROBE_RUNS or time.perf_counter() < begin + seconds:
             fastest, runs = min(fastest, self._run()), runs + 1

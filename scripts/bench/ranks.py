@@ -105,7 +105,8 @@ def waited_s() -> float:
 def for_others_s(waited: float, others: float) -> float:
     """Of the time that ranks waited for a processor, the most that was other jobs', which ran for `others`.
 
-    The rest they waited for each other, and for their threads that communicate. NaN: nobody knows.
+    The rest they waited for each other, and for their threads that communicate. `others` is NaN where the
+    system does not report it.
     """
     return waited if math.isnan(others) else max(0.0, min(waited, others))
 

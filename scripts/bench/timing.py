@@ -13,9 +13,9 @@ Say = Callable[[str], None]
 PATIENCE = 9
 """Times `seconds` that short rounds continue where a busy machine keeps few pairs."""
 PROBE_SHARE, PROBE_MOST = 0.1, 0.2
-"""Time of a fixed product: this share of the step before it, this many seconds at the most.
+"""Repeat the fixed product for this share of the step before it, at most for this many seconds.
 
-Over a long step a machine's short slow spells even out; one of three products of 5 ms would meet one whole.
+Three runs of 5 ms could all fall into one slow spell, which a long step evens out.
 """
 
 

@@ -45,9 +45,9 @@ REPORTS = {
     for report in sorted(ROOT.glob(f"{REPRODUCED}*/report.md"))
 }
 RECORDS = {
-    str(record.relative_to(ROOT)): f"records/{record.parent.name}.md"
-    for record in sorted(ROOT.glob("scripts/results/*/*.md"))
-    if record.parent != ROOT / REPRODUCED
+    path: f"records/{'-'.join(Path(path).relative_to('scripts/results').with_suffix('').parts)}.md"
+    for path in (str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("scripts/results/**/*.md")))
+    if path not in GATHERED and not path.startswith(REPRODUCED)
 }
 GATHERED |= REPORTS | RECORDS
 PAPERS = [

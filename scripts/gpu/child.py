@@ -1,5 +1,6 @@
 """The process of one step: calls its function, which reports rows, notes and problems as it goes."""
 
+import ctypes
 import importlib
 import json
 import os
@@ -93,8 +94,15 @@ def main(words: list[str]) -> int:
     return run(target, Case(**given, **paths, results=Path(results)))
 
 
+def list_kernels() -> None:
+    """Write the kernels of a fake GPU where they are asked for (fake_gpu.py --kernels)."""
+    if path := os.environ.get("MLM_FAKE_GPU_KERNELS"):
+        ctypes.CDLL("libcuda.so.1").fake_list(f"{path}.{os.getpid()}".encode())
+
+
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
+    list_kernels()
     os._exit(code)  # results are written; threads and queues of a device must not keep the process

@@ -86,8 +86,8 @@ def machine(case: Case) -> None:
 
 def compiler_problem() -> str:
     """Why torch.compile cannot work on a GPU here; empty if it can."""
-    if os.environ.get("MLM_STANDIN_ARITHMETIC") == "1":
-        return "a stand-in for a GPU computes nothing that is compiled"
+    if os.environ.get("MLM_FAKE_GPU_ARITHMETIC") == "1":
+        return "a fake GPU computes nothing that is compiled"
     if not any(map(shutil.which, ("cc", "gcc", "clang"))):
         return "no C compiler, which triton's launchers are built with"
     return "" if find_spec("triton") else "triton is not installed"

@@ -69,13 +69,13 @@ def one_rank(case: Case) -> Iterator[Any]:
 
 
 def first_in_line(device: torch.device) -> Any:
-    """A group with the options of a tp axis."""
+    """Process group with the options of a tp axis (high-priority stream)."""
     limit = timedelta(seconds=TIMEOUT_S)
     return dist.new_group([0], timeout=limit, pg_options=mesh._options("tp", device, limit))
 
 
 def by_fsdp(x: Tensor, axis: Axis, *, reduces: bool) -> Tensor:
-    """The collective that FSDP2 has from us, called as FSDP2 does: on a stream of its own."""
+    """Run our collective of FSDP2 on a separate stream, as FSDP2 does."""
     comm: Any = sharded._ReduceScatter(axis) if reduces else sharded._AllGather(axis)
     words = {"op": dist.ReduceOp.SUM} if reduces else {}
     if x.device.type == "cpu":

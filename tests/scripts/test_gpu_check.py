@@ -243,18 +243,19 @@ def test_foreign_file_in_the_place_of_the_results_is_kept(
     assert (tmp_path / "gpu_check.json").read_text() == "mine"
 
 
-def test_stand_ins_write_nothing_beside_a_gpu_s_results(
+def test_fake_gpus_write_nothing_beside_a_gpu_s_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("MLM_STANDIN_GPUS", "1")
+    monkeypatch.setenv("MLM_FAKE_GPUS", "1")
     monkeypatch.setattr(gpu_check, "RESULTS", tmp_path / "gpu")
-    assert gpu_check.main([]) == 2
-    assert "--out FOLDER" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    assert gpu_check.main(["--out", "gpu"]) == 2
+    assert "--out gpu: holds a GPU's results" in capsys.readouterr().err
     assert not (tmp_path / "gpu").exists()
     monkeypatch.setattr(gpu_check, "probe", lambda _: ("2.11", True, "3.12", []))
     monkeypatch.setattr(gpu_check, "run_steps", lambda steps, record, *_, **__: print(record.identity) or 0)
     assert gpu_check.main(["--out", str(tmp_path)]) == 0
-    assert "'device': 'stand-in'" in capsys.readouterr().out
+    assert "'device': 'fake'" in capsys.readouterr().out
 
 
 def test_rehearsal_of_the_cheapest_step_writes_its_tables(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Run first by every Python process on stand-ins that compute: replaces the operators of CUDA."""
+"""Run first by every Python process on fake GPUs that compute: replaces the operators of CUDA."""
 
 import importlib.abc
 import importlib.machinery
@@ -26,11 +26,11 @@ class AfterTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module.__spec__.loader = self.loader  # type: ignore[union-attr]
         self.loader.exec_module(module)  # type: ignore[union-attr]
         import torch.utils._triton
-        from gpu.standin.arithmetic import install
+        from gpu.fake.arithmetic import install
 
         install()
         torch.utils._triton.has_triton = lambda: False  # compiled kernels would compute nothing
 
 
-if os.environ.get("MLM_STANDIN_ARITHMETIC") == "1":
+if os.environ.get("MLM_FAKE_GPU_ARITHMETIC") == "1":
     sys.meta_path.insert(0, AfterTorch())

@@ -1,9 +1,10 @@
 // Device facts and memory. "Device" memory is host memory whose pages exist once they are written.
-#include "standin.h"
+#include "fake.h"
 #include <sys/mman.h>
 
 #define LARGE (16UL << 20)
 #define TOTAL (139UL << 30)
+#define RESERVED (600UL << 20)
 
 struct range {
   char *at;
@@ -20,9 +21,9 @@ static int setting(const char *name, int otherwise) {
   char *value = getenv(name);
   return value ? atoi(value) : otherwise;
 }
-static int devices(void) { return setting("MLM_STANDIN_GPUS", 1); }
-static int capability(void) { return setting("MLM_STANDIN_CAPABILITY", 90); }
-static int computes(void) { return setting("MLM_STANDIN_ARITHMETIC", 0); }
+static int devices(void) { return setting("MLM_FAKE_GPUS", 1); }
+static int capability(void) { return setting("MLM_FAKE_GPU_CAPABILITY", 90); }
+static int computes(void) { return setting("MLM_FAKE_GPU_ARITHMETIC", 0); }
 
 static void note(void *at, size_t size, int kind) {
   struct range *range = malloc(sizeof *range);
@@ -60,7 +61,7 @@ static struct range find(const void *at) {
   return found;
 }
 static cudaError_t map(void **out, size_t size, int kind) {
-  if (kind == 2 && used + size > TOTAL) return cudaErrorMemoryAllocation;
+  if (kind == 2 && used + size > TOTAL - RESERVED) return cudaErrorMemoryAllocation;
   int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
   void *at = mmap(0, size, PROT_READ | PROT_WRITE, flags, -1, 0);
   if (at == MAP_FAILED) return cudaErrorMemoryAllocation;
@@ -85,7 +86,7 @@ cudaError_t cudaDriverGetVersion(int *version) { return *version = CUDART_VERSIO
 cudaError_t cudaRuntimeGetVersion(int *version) { return *version = CUDART_VERSION, 0; }
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int number) {
   memset(p, 0, sizeof *p);
-  snprintf(p->name, sizeof p->name, "Stand-in for an NVIDIA H200");
+  snprintf(p->name, sizeof p->name, "Fake NVIDIA H200");
   p->totalGlobalMem = TOTAL;
   p->major = capability() / 10, p->minor = capability() % 10;
   p->multiProcessorCount = 132, p->warpSize = 32;
@@ -127,14 +128,14 @@ cudaError_t cudaDeviceCanAccessPeer(int *can, int a, int b) { return *can = 0, 0
 // --- memory
 cudaError_t cudaMalloc(void **out, size_t size) { return map(out, size, 2); }
 cudaError_t cudaMallocAsync(void **out, size_t size, cudaStream_t stream) { return map(out, size, 2); }
-cudaError_t cudaFree(void *at) { return unmap(at); }
+cudaError_t cudaFree(void *at) { return settle_all(), unmap(at); }  // messages under way may use it
 cudaError_t cudaFreeAsync(void *at, cudaStream_t stream) { return unmap(at); }
 cudaError_t cudaHostAlloc(void **out, size_t size, unsigned flags) { return map(out, size, 1); }
 cudaError_t cudaFreeHost(void *at) { return unmap(at); }
 cudaError_t cudaHostRegister(void *at, size_t size, unsigned flags) { return note(at, size, 1), 0; }
 cudaError_t cudaHostUnregister(void *at) { return forget(at) ? 0 : cudaErrorHostMemoryNotRegistered; }
 cudaError_t cudaMemGetInfo(size_t *unused, size_t *total) {
-  return *total = TOTAL, *unused = TOTAL - used - (600UL << 20), 0;
+  return *total = TOTAL, *unused = TOTAL - RESERVED - used, 0;
 }
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void *at) {
   struct range range = find(at);
@@ -146,8 +147,7 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void
   return 0;
 }
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n, enum cudaMemcpyKind kind, cudaStream_t s) {
-  struct stream *stream = stream_of(s);
-  settle(stream, stream->asked);
+  fake_settle(s);
   // kernels that do nothing need no inputs: so a model larger than this host's memory can be rehearsed
   if (computes() || n < LARGE || find(to).kind != 2) memmove(to, from, n);
   return 0;
@@ -160,6 +160,7 @@ cudaError_t cudaMemcpyPeerAsync(void *to, int a, const void *from, int b, size_t
 }
 cudaError_t cudaMemcpy2DAsync(void *to, size_t pitch_to, const void *from, size_t pitch_from, size_t width,
                               size_t height, enum cudaMemcpyKind kind, cudaStream_t stream) {
+  fake_settle(stream);
   for (size_t i = 0; i < height; i++) memmove((char *)to + i * pitch_to, (char *)from + i * pitch_from, width);
   return 0;
 }
@@ -167,7 +168,9 @@ cudaError_t cudaMemset(void *to, int value, size_t n) {
   if (computes() || n < LARGE) memset(to, value, n);
   return 0;
 }
-cudaError_t cudaMemsetAsync(void *to, int value, size_t n, cudaStream_t stream) { return cudaMemset(to, value, n); }
+cudaError_t cudaMemsetAsync(void *to, int value, size_t n, cudaStream_t stream) {
+  return fake_settle(stream), cudaMemset(to, value, n);
+}
 cudaError_t cudaGetSymbolAddress(void **out, const void *symbol) {
   static char area[1 << 16];
   return *out = area, 0;

@@ -1,20 +1,21 @@
-"""Run a command on stand-ins for GPUs: PyTorch's CUDA code runs to its end on a machine without one.
+"""Run a command on fake GPUs: PyTorch's CUDA code runs to its end on a machine without one.
 
-    python scripts/gpu_standin.py -- -m mlm pretrain model=gpt2_tiny data=synthetic train.steps=4
-    python scripts/gpu_standin.py --gpus 4 -- -m mlm parity model=gpt2_tiny precision=fp64 tp=2 pp=2
-    python scripts/gpu_standin.py --no-arithmetic -- scripts/gpu_check.py --quick --out /tmp/check
-    python scripts/gpu_standin.py --rehearse scripts/results/gpu_standin      # the list of commands, recorded
+    python scripts/fake_gpu.py -- -m mlm pretrain model=gpt2_tiny data=synthetic train.steps=4
+    python scripts/fake_gpu.py --gpus 4 -- -m mlm parity model=gpt2_tiny precision=fp64 tp=2 pp=2
+    python scripts/fake_gpu.py --no-arithmetic -- scripts/gpu_check.py --quick --out /tmp/check
+    python scripts/fake_gpu.py --rehearse scripts/results/fake_gpu      # the list of commands, recorded
 
-Needs a PyTorch built for CUDA, gcc, and no GPU. A small library answers in place of the driver, cuBLAS, cuDNN
-and NCCL (scripts/gpu/standin): allocations, streams, events, captures and launches work; kernels are counted
-and do nothing. With arithmetic, the default, PyTorch's operators compute with their CPU kernels on that
-memory, so that results are right to rounding; what is compiled or replayed as a graph computes nothing.
-NCCL's messages really travel between processes, behind streams as on a device.
+Needs a PyTorch built for CUDA 13, gcc from version 12, nm, and no GPU. A stub library answers in place of the
+driver, cuBLAS, cuDNN and NCCL (scripts/gpu/fake): allocations, streams, events, captures and launches work;
+kernels are counted and do nothing. With arithmetic, the default, PyTorch's operators compute with their CPU
+kernels on that memory, so that results are right to rounding; what is compiled or replayed as a graph
+computes nothing. NCCL's messages really travel between processes, behind streams as on a device.
 
-It shows that the code of the device path runs, waits where it must and nowhere else, and gives the right
-numbers in any layout. It says nothing about kernels, their speed or rounding, or about real links.
+It shows that the code of the device path runs, that its messages are awaited, and that a layout gives the
+right numbers. It cannot show a missing wait for a copy or between two computations: both finish before the
+call returns. It says nothing about kernels, their speed or rounding, or about links.
 
-Exit code: that of the command; of a rehearsal 0 if all is as expected, else 1; 2 if there can be no stand-in.
+Exit code: that of the command; of a rehearsal 0 if all is as expected, else 1; 2 if the stub cannot be built.
 """
 
 import argparse
@@ -28,26 +29,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gpu.standin.build import UnavailableError, library
-from gpu.standin.rehearsal import RecordError, rehearse
+from gpu.fake.build import UnavailableError, library
+from gpu.fake.rehearsal import RecordError, rehearse
 
 SCRIPTS = Path(__file__).resolve().parent
-CACHE = SCRIPTS.parent / "build" / "standin"
+CACHE = SCRIPTS.parent / "build" / "fake_gpu"
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="gpu_standin.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="fake_gpu.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--gpus", type=int, default=1, help="of this host (default %(default)s)")
     add("--capability", type=int, default=90, help="of each, as major and minor digit (default %(default)s)")
     add("--no-arithmetic", action="store_true", help="compute nothing: fast, for any size, with any numbers")
-    add("--rendezvous", action="store_true", help="a message leaves only when its receiver is there")
-    add(
-        "--late", type=int, metavar="MS", help="each message begins so late, to show who does not wait for it"
-    )
+    add("--rendezvous", action="store_true", help="a send completes only when it is received")
+    add("--late", type=int, metavar="MS", help="delay each message, so that what does not wait for it shows")
     add("--kernels", type=Path, help="file for the kernels launched and how often, by each process")
     add("--rehearse", type=Path, metavar="FOLDER", help="run the rehearsal's commands, and record them there")
     add("command", nargs=argparse.REMAINDER, help="what follows `python`, such as -- -m mlm pretrain")
@@ -58,24 +57,24 @@ def environment(args: argparse.Namespace, built: Path, messages: Path) -> dict[s
     """Variables of the command."""
     paths = [str(SCRIPTS), str(SCRIPTS.parent), os.environ.get("PYTHONPATH", "")]
     if not args.no_arithmetic:
-        paths.insert(0, str(SCRIPTS / "gpu/standin/site"))
+        paths.insert(0, str(SCRIPTS / "gpu/fake/site"))
     libraries = [str(built.parent), os.environ.get("LD_LIBRARY_PATH", "")]
     found = {
         **os.environ,
         "LD_PRELOAD": str(built),
         "LD_LIBRARY_PATH": ":".join(filter(None, libraries)),
         "PYTHONPATH": ":".join(filter(None, paths)),
-        "MLM_STANDIN_GPUS": str(args.gpus),
-        "MLM_STANDIN_CAPABILITY": str(args.capability),
-        "MLM_STANDIN_ARITHMETIC": str(int(not args.no_arithmetic)),
-        "MLM_STANDIN_MESSAGES": str(messages),
+        "MLM_FAKE_GPUS": str(args.gpus),
+        "MLM_FAKE_GPU_CAPABILITY": str(args.capability),
+        "MLM_FAKE_GPU_ARITHMETIC": str(int(not args.no_arithmetic)),
+        "MLM_FAKE_GPU_MESSAGES": str(messages),
     }
     if args.rendezvous:
-        found["MLM_STANDIN_RENDEZVOUS"] = "1"
+        found["MLM_FAKE_GPU_RENDEZVOUS"] = "1"
     if args.late is not None:
-        found["MLM_STANDIN_LATE_MS"] = str(args.late)
+        found["MLM_FAKE_GPU_LATE_MS"] = str(args.late)
     if args.kernels is not None:
-        found["MLM_STANDIN_KERNELS"] = str(args.kernels.resolve())
+        found["MLM_FAKE_GPU_KERNELS"] = str(args.kernels.resolve())
     return found
 
 
@@ -83,7 +82,7 @@ def environment(args: argparse.Namespace, built: Path, messages: Path) -> dict[s
 def messages() -> Iterator[Path]:
     """A folder for messages between processes, in memory where there is one; deleted afterwards."""
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    folder = Path(tempfile.mkdtemp(prefix="mlm-standin-", dir=shared))
+    folder = Path(tempfile.mkdtemp(prefix="mlm-fake-gpu-", dir=shared))
     try:
         yield folder
     finally:
@@ -93,15 +92,21 @@ def messages() -> Iterator[Path]:
 def wait_for(command: list[str], variables: dict[str, str] | None) -> int:
     """Exit code of a command, which ends in its own way when it is asked to: it may save first."""
     signal.signal(signal.SIGINT, lambda *_: None)  # of the terminal: the command hears it too
-    process = subprocess.Popen(command, env=variables)
-    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    passed = (signal.SIGTERM, signal.SIGHUP)
+    signal.pthread_sigmask(signal.SIG_BLOCK, passed)  # until there is a process to pass them to
+    process = subprocess.Popen(
+        command, env=variables, preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, passed)
+    )
+    for number in passed:
+        signal.signal(number, lambda number, _: process.send_signal(number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, passed)
     code = process.wait()
     return code if code >= 0 else 128 - code
 
 
 def mistake(words: str) -> int:
     """Say what is wrong; its exit code."""
-    print(f"gpu_standin.py: {words}", file=sys.stderr)
+    print(f"fake_gpu.py: {words}", file=sys.stderr)
     return 2
 
 
@@ -111,8 +116,12 @@ def main(arguments: list[str] | None = None) -> int:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if bool(command) == (args.rehearse is not None):
         return mistake("name a command, or --rehearse FOLDER")
-    if args.gpus < 1 or not 70 <= args.capability <= 120 or (args.late or 0) < 0:
-        return mistake("--gpus from 1, --capability from 70 to 120, --late from 0")
+    if args.gpus < 1:
+        return mistake(f"--gpus {args.gpus}: use 1 or more")
+    if not 70 <= args.capability <= 120:
+        return mistake(f"--capability {args.capability}: use 70 to 120")
+    if (args.late or 0) < 0:
+        return mistake(f"--late {args.late}: use 0 or more")
     if args.kernels is not None and not args.kernels.parent.is_dir():
         return mistake(f"--kernels {args.kernels}: its folder does not exist")
     try:

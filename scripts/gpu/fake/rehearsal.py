@@ -1,4 +1,4 @@
-"""Commands that are run on stand-ins for GPUs, and the record of how they ended."""
+"""Commands that are run on fake GPUs, and the record of how they ended."""
 
 import io
 import json
@@ -19,16 +19,17 @@ from pathlib import Path
 from typing import Any
 
 SCRIPTS = Path(__file__).resolve().parents[2]
-JSON, TABLE = "rehearsal.json", "rehearsal.md"
+JSON, TABLE = "fake_gpu.json", "fake_gpu.md"
 LIMIT_S = 900
+"""Of a case."""
 ENDING_S = 10
 LATE_MS = 5
 """Delay of messages: what reads them without waiting gets other numbers."""
 EXACT = ("-m", "mlm", "parity", "precision=fp64")
 EQUAL = r"^(EQUAL.*)$"
-HEAD = """# A rehearsal on stand-ins for GPUs
+HEAD = """# A rehearsal on fake GPUs
 
-PyTorch's CUDA code on a host without a GPU (`python scripts/gpu_standin.py --rehearse FOLDER`): dispatch,
+PyTorch's CUDA code on a host without a GPU (`python scripts/fake_gpu.py --rehearse FOLDER`): dispatch,
 autograd's threads, streams, events, the allocator, graph captures, process groups over NCCL. Operators
 compute with their CPU kernels, or not at all; messages travel through memory. No kernel of a GPU has run.
 """
@@ -70,18 +71,18 @@ LAYOUTS = (
     parity("Llama with cp and tp", 4, "cp=2", "tp=2", model="llama_tiny"),
     parity("BERT", 4, "tp=2", "pp=2", model="bert_tiny"),
 )
-QUICK = ("scripts/gpu_check.py", "--quick", "--out", "check", "--minutes", "30", "--only")
+QUICK = ("scripts/gpu_check.py", "--quick", "--out", "check", "--minutes", "14", "--only")
 CASES = (
     Case("numbers", (*QUICK, "agree", "waits", "nccl", "commands", "layouts"), expected=r"(ok +layouts.*)$"),
     Case(
-        "every step of the check but numbers",
+        "speed, inference and waits",
         (*QUICK, "facts", "waits", "speed-1.2b", "switches", "speed-124m", "inference"),
         arithmetic=False,
         expected=r"(ok +inference.*)$",
     ),
     Case(
         "launches of a step of GPT-2 1.2B",
-        ("scripts/gpu/standin/launches.py",),
+        ("scripts/gpu/fake/launches.py",),
         arithmetic=False,
         expected=r"^(.*: \d+ launches, .*)$",
     ),
@@ -95,7 +96,10 @@ CASES = (
 
 
 def rehearse(out: Path, cases: Sequence[Case] = CASES) -> int:
-    """Run the cases, write both files after each; 0 if every one ended well. Raises RecordError."""
+    """Run the cases and write both files; 0 if every one ended well. Raises RecordError.
+
+    They are written after each case under names that end in .new, which the last one replaces.
+    """
     check_folder(out)
     if isinstance(sys.stdout, io.TextIOWrapper):  # what commands say is no ASCII
         sys.stdout.reconfigure(errors="replace")
@@ -108,8 +112,11 @@ def rehearse(out: Path, cases: Sequence[Case] = CASES) -> int:
             flush=True,
         )
         record = {"when": datetime.now(UTC).isoformat(timespec="seconds"), "facts": facts(), "cases": done}
-        (out / JSON).write_text(json.dumps(record, indent=1) + "\n")
-        (out / TABLE).write_text(table(record))
+        for path, text in ((out / JSON, json.dumps(record, indent=1) + "\n"), (out / TABLE, table(record))):
+            new = path.with_suffix(f"{path.suffix}.new")  # the record before stays whole until all cases ran
+            new.write_text(text, encoding="utf-8")
+            if case is cases[-1]:
+                new.replace(path)
     return 0 if all(row["ok"] for row in done) else 1
 
 
@@ -118,11 +125,13 @@ def check_folder(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
         kept = [path for path in (out / JSON, out / TABLE) if path.exists()]
-        if kept and (not (out / JSON).exists() or "cases" not in json.loads((out / JSON).read_bytes())):
-            raise ValueError
+        if kept:
+            json.loads((out / JSON).read_bytes())["cases"][0]["arithmetic"]  # a field of ours
+    except FileNotFoundError:
+        raise RecordError(f"{kept[0]} has no {JSON} beside it; name another folder") from None
     except OSError as error:
         raise RecordError(f"{out}: {error.strerror}; name another folder") from None
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, LookupError):
         raise RecordError(f"{kept[0]} is no record of a rehearsal; name another folder") from None
 
 
@@ -139,7 +148,7 @@ def run_case(case: Case) -> dict[str, Any]:
     words = [str(SCRIPTS.parent / w) if w.endswith(".py") else w for w in case.command]
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mlm-rehearsal-") as scratch:
-        command = [sys.executable, str(SCRIPTS / "gpu_standin.py"), *options, "--", *words]
+        command = [sys.executable, str(SCRIPTS / "fake_gpu.py"), *options, "--", *words]
         code, output = run_limited(command, Path(scratch))
     found = re.findall(case.expected, output, re.MULTILINE)
     last = [line for line in output.splitlines() if line.strip()][-1:]
@@ -154,7 +163,7 @@ def run_case(case: Case) -> dict[str, Any]:
 
 def run_limited(command: list[str], folder: Path) -> tuple[int, str]:
     """Exit code and output; 124 after the limit. The whole group is killed then, and on Ctrl-C."""
-    with (folder / "output.txt").open("w+") as file:
+    with (folder / "output.txt").open("w+", encoding="utf-8", errors="replace") as file:
         process = subprocess.Popen(
             command, cwd=folder, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -180,17 +189,22 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def facts() -> dict[str, str]:
-    """What the results depend on."""
+    """Versions that the results depend on."""
     return {"torch": version("torch"), "python": platform.python_version()}
+
+
+def plain(said: str) -> str:
+    """Text for a cell of a table, without a meaning for Markdown."""
+    return said.replace("|", r"\|").replace("[", r"\[").replace("<", "&lt;")
 
 
 def table(record: dict[str, Any]) -> str:
     """Markdown for people."""
     lines = [HEAD, f"{', '.join(f'{k} {v}' for k, v in record['facts'].items())}; {record['when']}.", ""]
-    lines += ["| case | GPUs | arithmetic | ended | it said |", "| --- | --- | --- | --- | --- |"]
+    lines += ["| case | GPUs | arithmetic | ended | output |", "| --- | --- | --- | --- | --- |"]
     for row in record["cases"]:
         ended = "well" if row["ok"] else f"**badly**, {row['exit code']}"
         computed = "yes" if row["arithmetic"] else "none"
-        lines.append(f"| {row['name']} | {row['gpus']} | {computed} | {ended} | {row['said']} |")
+        lines.append(f"| {row['name']} | {row['gpus']} | {computed} | {ended} | {plain(row['said'])} |")
     commands = [f"- {row['name']}: `{' '.join(row['command'])}`" for row in record["cases"]]
     return "\n".join([*lines, "", *commands, ""])

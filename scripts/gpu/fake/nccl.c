@@ -1,5 +1,5 @@
 // NCCL between processes of one host. A message is a file in shared memory; a stream's thread sends and awaits.
-#include "standin.h"
+#include "fake.h"
 #include <fcntl.h>
 #include <stdint.h>
 #include <sys/stat.h>
@@ -14,6 +14,8 @@ struct comm {
   char at[120];
   int rank, size;
   unsigned long *sent, *got, splits;  // messages to and from each rank
+  struct stream *last;                // where the latest call was queued, as job number at_last
+  unsigned long at_last;
   volatile int aborted;
 };
 struct call {
@@ -23,6 +25,7 @@ struct call {
   size_t n;
   int type, op, peer;
   struct comm *comm;
+  int grouped;
 };
 typedef struct {
   char bytes[128];
@@ -64,7 +67,7 @@ static void get(struct comm *comm, int from, void *data, size_t n) {
   }
   fstat(file, &facts);
   if ((size_t)facts.st_size != n) {
-    fprintf(stderr, "stand-in: rank %d awaits %zu bytes of rank %d, which sent %ld\n", comm->rank, n, from,
+    fprintf(stderr, "fake GPU: rank %d awaits %zu bytes of rank %d, which sent %ld\n", comm->rank, n, from,
             (long)facts.st_size);
     abort();
   }
@@ -81,7 +84,7 @@ static void send_to(struct comm *comm, int to, const void *data, size_t n) {
   name_of(name, comm, comm->rank, to, comm->sent[to]);
   put(comm, to, data, n);
   // a large message leaves when its receiver is there
-  while (getenv("MLM_STANDIN_RENDEZVOUS") && !access(name, F_OK) && !comm->aborted) usleep(100);
+  while (getenv("MLM_FAKE_GPU_RENDEZVOUS") && !access(name, F_OK) && !comm->aborted) usleep(100);
 }
 
 // --- numbers
@@ -168,9 +171,10 @@ static void perform(void *what) {
   struct call *call = what;
   struct comm *comm = call->comm;
   size_t n = call->n * bytes_of(call->type);
-  char *from = (char *)call->from, *to = call->to, *late = getenv("MLM_STANDIN_LATE_MS");
+  char *from = (char *)call->from, *to = call->to, *late = getenv("MLM_FAKE_GPU_LATE_MS");
   if (late) usleep(1000 * atoi(late));  // what does not wait reads too early
-  if (call->kind == SEND) send_to(comm, call->peer, from, n);
+  // the calls of a group progress together: none of its sends waits for a receiver
+  if (call->kind == SEND) (call->grouped ? put : send_to)(comm, call->peer, from, n);
   else if (call->kind == RECEIVE) get(comm, call->peer, to, n);
   else if (call->kind == BROADCAST && comm->rank != call->peer) get(comm, call->peer, to, n);
   else if (call->kind == BROADCAST) {
@@ -194,23 +198,31 @@ static __thread struct {
   struct stream *stream;
 } group[4096];
 
+static void launch(struct call *call, struct stream *stream) {  // in host order, whatever their streams
+  struct comm *comm = call->comm;
+  if (comm->last && comm->last != stream) follow(stream, comm->last, comm->at_last);
+  enqueue(stream, perform, call);
+  comm->last = stream, comm->at_last = stream->asked;
+}
 static int ask(enum kind kind, const void *from, void *to, size_t n, int type, int op, int peer,
                struct comm *comm, cudaStream_t stream) {
   struct call *call = malloc(sizeof *call);
-  *call = (struct call){kind, from, to, n, type, op, peer, comm};
+  *call = (struct call){kind, from, to, n, type, op, peer, comm, 0};
   if (depth) {
+    if (waiting == sizeof group / sizeof *group) failed("too many calls in a group");
     group[waiting].call = call;
     group[waiting++].stream = stream_of(stream);
-  } else enqueue(stream_of(stream), perform, call);
+  } else launch(call, stream_of(stream));
   return 0;
 }
 int ncclGroupStart(void) { return depth++, 0; }
 int ncclGroupEnd(void) {
   if (--depth) return 0;
-  for (int sends = 1; sends >= 0; sends--)  // what is sent first blocks nobody
+  for (int i = 0; i < waiting; i++) group[i].call->grouped = waiting > 1;
+  for (int sends = 1; sends >= 0; sends--)
     for (int i = 0; i < waiting; i++)
       if (group[i].call && (!sends || group[i].call->kind == SEND)) {
-        enqueue(group[i].stream, perform, group[i].call);
+        launch(group[i].call, group[i].stream);
         group[i].call = 0;
       }
   return waiting = 0, 0;
@@ -246,7 +258,7 @@ int ncclRecv(void *b, size_t n, int t, int peer, struct comm *c, cudaStream_t s)
 // --- communicators
 int ncclGetUniqueId(unique_id *out) {
   static int count;
-  char *folder = getenv("MLM_STANDIN_MESSAGES");
+  char *folder = getenv("MLM_FAKE_GPU_MESSAGES");
   memset(out, 0, sizeof *out);
   snprintf(out->bytes, 90, "%s/%d-%d", folder ? folder : "/dev/shm", getpid(), count++);
   return 0;
@@ -258,7 +270,7 @@ static int join(struct comm **out, int size, const char *at, int rank) {
   comm->rank = rank, comm->size = size;
   comm->sent = calloc(size, sizeof *comm->sent), comm->got = calloc(size, sizeof *comm->got);
   mkdir(comm->at, 0700);
-  for (int i = 0; i < size; i++)  // nobody goes on before all are there
+  for (int i = 0; i < size; i++)  // rendezvous of all ranks
     if (i != rank) put(comm, i, &here, 1);
   for (int i = 0; i < size; i++)
     if (i != rank) get(comm, i, &there, 1);
@@ -298,5 +310,5 @@ int ncclRedOpCreatePreMulSum(int *op, void *factor, int type, int where, struct 
   return *op = SCALED + factor_count++ % 64, 0;
 }
 int ncclGetVersion(int *version) { return *version = 22809, 0; }
-const char *ncclGetErrorString(int code) { return code ? "error of the stand-in" : "no error"; }
+const char *ncclGetErrorString(int code) { return code ? "error of the stub" : "no error"; }
 const char *ncclGetLastError(void *comm) { return ""; }

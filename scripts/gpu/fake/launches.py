@@ -1,6 +1,6 @@
-"""Launches of a training step on a stand-in, and the processor time in which the host makes them.
+"""Launches of a training step on a fake GPU, and the processor time in which the host makes them.
 
-    python scripts/gpu_standin.py --no-arithmetic -- scripts/gpu/standin/launches.py
+    python scripts/fake_gpu.py --no-arithmetic -- scripts/gpu/fake/launches.py
 
 GPT-2 1.2B, one micro-batch of 8 × 1,024 tokens in bf16, as gpu_check.py measures it. A GPU hides the host's
 time as long as its own is longer. One line for each setting; products are those of matrices and attention.
@@ -42,7 +42,7 @@ SETTINGS: tuple[tuple[str, str, float, Change], ...] = (
 def measure(name: str, dropout: float, change: Change, *, quick: bool) -> tuple[int, int, float]:
     """Launches and products of a step, and the median of its milliseconds of processor time."""
     counted = ctypes.CDLL("libcuda.so.1")
-    counted.standin_launches.restype = counted.standin_products.restype = ctypes.c_long
+    counted.fake_launches.restype = counted.fake_products.restype = ctypes.c_long
     shape = gpt2("1.2b", quick=quick, batch_size=8, dropout=dropout)
     with freed("cuda"):
         trainee = SpeedTrainee(name, spec_of(shape, "cuda"), torch.device("cuda", 0), change)
@@ -50,11 +50,11 @@ def measure(name: str, dropout: float, change: Change, *, quick: bool) -> tuple[
             trainee.step(n)
         times = []
         for n in range(STEPS):
-            before = counted.standin_launches(), counted.standin_products()
+            before = counted.fake_launches(), counted.fake_products()
             begin = time.process_time()
             trainee.step(n)
             times.append(time.process_time() - begin)
-        found = counted.standin_launches() - before[0], counted.standin_products() - before[1]
+        found = counted.fake_launches() - before[0], counted.fake_products() - before[1]
         del trainee
     return *found, 1e3 * median(times)
 

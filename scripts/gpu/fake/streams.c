@@ -1,5 +1,5 @@
 // Streams, events, captures and launches. A kernel is counted and does nothing; what communicates is queued.
-#include "standin.h"
+#include "fake.h"
 #include <time.h>
 #include <unistd.h>
 
@@ -10,6 +10,7 @@ struct event {
 };
 static struct stream of_device = {.mutex = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
 static struct stream *workers[4096];
+static pthread_mutex_t workers_lock = PTHREAD_MUTEX_INITIALIZER;
 static int worker_count, captured;
 static unsigned long long captures;
 
@@ -52,7 +53,9 @@ void enqueue(struct stream *stream, void (*run)(void *), void *what) {
   if (!stream->has_worker) {
     pthread_t thread;
     stream->has_worker = 1;
+    pthread_mutex_lock(&workers_lock);
     workers[worker_count++] = stream;
+    pthread_mutex_unlock(&workers_lock);
     pthread_create(&thread, 0, work, stream);
     pthread_detach(thread);
   }
@@ -61,7 +64,17 @@ void enqueue(struct stream *stream, void (*run)(void *), void *what) {
   pthread_cond_broadcast(&stream->changed);
   pthread_mutex_unlock(&stream->mutex);
 }
-void standin_settle(cudaStream_t handle) {  // called before an operator is computed on a stream
+static void await_event(void *what) {
+  struct event *event = what;
+  settle(event->stream, event->at);
+  free(event);
+}
+void follow(struct stream *stream, struct stream *before, unsigned long at) {  // what is queued next waits
+  struct event *copy = calloc(1, sizeof *copy);
+  copy->stream = before, copy->at = at;
+  enqueue(stream, await_event, copy);
+}
+void fake_settle(cudaStream_t handle) {  // called before an operator is computed on a stream
   settle(stream_of(handle), stream_of(handle)->asked);
 }
 
@@ -79,12 +92,12 @@ cudaError_t cudaStreamQuery(cudaStream_t handle) {
   return stream_of(handle)->done < stream_of(handle)->asked ? cudaErrorNotReady : 0;
 }
 static cudaError_t waited_in_capture(void) {  // an error on a device, too
-  fprintf(stderr, "stand-in: waited for the device while a graph was captured\n");
+  fprintf(stderr, "fake GPU: waited for the device while a graph was captured\n");
   return cudaErrorStreamCaptureUnsupported;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   if (stream_of(handle)->capturing) return waited_in_capture();
-  return standin_settle(handle), 0;
+  return fake_settle(handle), 0;
 }
 cudaError_t cudaDeviceSynchronize(void) {
   if (captured) return waited_in_capture();
@@ -116,22 +129,18 @@ cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   return settle(event->stream, event->at), 0;
 }
 cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t first, cudaEvent_t second) {
-  struct timespec a = ((struct event *)first)->when, b = ((struct event *)second)->when;
+  struct event *begin = (struct event *)first, *end = (struct event *)second;
+  struct timespec a = begin->when, b = end->when;
+  if (!begin->stream || !end->stream) return cudaErrorInvalidResourceHandle;  // never recorded
+  if (!is_past(begin) || !is_past(end)) return cudaErrorNotReady;
   return *ms = (b.tv_sec - a.tv_sec) * 1e3f + (b.tv_nsec - a.tv_nsec) * 1e-6f, 0;
-}
-static void await_event(void *what) {
-  struct event *event = what;
-  settle(event->stream, event->at);
-  free(event);
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t waited, unsigned flags) {
   struct event *event = (struct event *)waited;
   struct stream *stream = stream_of(handle);
   if (event->stream == stream || is_past(event)) return 0;
   if (!stream->has_worker) return settle(event->stream, event->at), 0;  // its operators compute at once
-  struct event *copy = malloc(sizeof *copy);
-  *copy = *event;
-  return enqueue(stream, await_event, copy), 0;
+  return follow(stream, event->stream, event->at), 0;
 }
 
 // --- captures: a graph holds nothing, for its kernels do nothing
@@ -197,19 +206,19 @@ static int by_address(const void *a, const void *b) {
 }
 void launched(const void *at) {
   launches++;
-  if (!getenv("MLM_STANDIN_KERNELS")) return;
+  if (!getenv("MLM_FAKE_GPU_KERNELS")) return;
   pthread_mutex_lock(&kernels_lock);
   if (sorted != kernel_count) qsort(kernels, sorted = kernel_count, sizeof *kernels, by_address);
   struct kernel key = {at}, *found = bsearch(&key, kernels, kernel_count, sizeof key, by_address);
   if (found) found->count++;
   pthread_mutex_unlock(&kernels_lock);
 }
-long standin_launches(void) { return launches; }
-long standin_products(void) { return products; }
-void standin_forget(void) {
+long fake_launches(void) { return launches; }
+long fake_products(void) { return products; }
+void fake_forget(void) {
   for (size_t i = 0; i < kernel_count; i++) kernels[i].count = 0;
 }
-void standin_list(const char *path) {  // a line for each kernel that was launched: how often, and its name
+void fake_list(const char *path) {  // a line for each kernel that was launched: how often, and its name
   FILE *file = fopen(path, "w");
   for (size_t i = 0; file && i < kernel_count; i++)
     if (kernels[i].count) fprintf(file, "%ld %s\n", kernels[i].count, kernels[i].name);
@@ -244,11 +253,11 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *out, con
                                                                    size_t shared, unsigned flags) {
   return *out = 2, 0;
 }
-const char *cudaGetErrorString(cudaError_t code) { return code ? "error of the stand-in" : "no error"; }
-const char *cudaGetErrorName(cudaError_t code) { return code ? "cudaErrorStandIn" : "cudaSuccess"; }
+const char *cudaGetErrorString(cudaError_t code) { return code ? "error of the stub" : "no error"; }
+const char *cudaGetErrorName(cudaError_t code) { return code ? "cudaErrorFake" : "cudaSuccess"; }
 __attribute__((destructor)) static void list_at_exit(void) {
-  char *file = getenv("MLM_STANDIN_KERNELS"), path[4096];
+  char *file = getenv("MLM_FAKE_GPU_KERNELS"), path[4096];
   if (!file || !launches) return;
   snprintf(path, sizeof path, "%s.%d", file, getpid());
-  standin_list(path);
+  fake_list(path);
 }

@@ -1,4 +1,4 @@
-"""Stand-ins for GPUs: their arithmetic against PyTorch's own, their record, and one layout."""
+"""Fake GPUs: their arithmetic against PyTorch's own, their record, and one layout."""
 
 import os
 import signal
@@ -8,21 +8,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import gpu_standin
+import fake_gpu
 import pytest
 import torch
 import torch.nn.functional as F
 from gpu.facts import compiler_problem
-from gpu.standin import arithmetic, attention, rehearsal
-from gpu.standin.build import UnavailableError, installed
+from gpu.fake import arithmetic, attention, rehearsal
+from gpu.fake.build import UnavailableError, installed
 from torch import Tensor
 
-SCRIPT = Path(gpu_standin.__file__)
+SCRIPT = Path(fake_gpu.__file__)
 CLOSE: Any = {"rtol": 1e-5, "atol": 1e-6}
 """Sums of a softmax are float32, as those of the kernels."""
 
 
-def can_stand_in() -> bool:
+def can_fake() -> bool:
     try:
         installed()
     except UnavailableError:
@@ -31,7 +31,7 @@ def can_stand_in() -> bool:
 
 
 needs_cuda_build = pytest.mark.skipif(
-    not can_stand_in(), reason="needs a PyTorch built for CUDA, its headers, and no GPU"
+    not can_fake(), reason="needs a PyTorch built for CUDA, its headers, and no GPU"
 )
 
 
@@ -166,10 +166,10 @@ def test_operators_that_only_cuda_has() -> None:
     out = torch.empty(3, 5)
     assert arithmetic.OPERATORS["addmm.dtype_out"](total, x, y, torch.float32, out=out) is out
     torch.testing.assert_close(out, total + wide)
-    scales = torch.tensor(2.0), torch.tensor(0.5)
+    scales = torch.tensor(2.0), torch.tensor(0.25)
     narrow = x.to(torch.float8_e4m3fn), y.to(torch.float8_e4m3fn)
     found = arithmetic.scaled_mm(*narrow, *scales, out_dtype=torch.float32)
-    torch.testing.assert_close(found, narrow[0].float() @ narrow[1].float())
+    torch.testing.assert_close(found, 0.5 * (narrow[0].float() @ narrow[1].float()))
 
 
 def test_gradients_of_rms_norm_are_pytorch_s() -> None:
@@ -185,11 +185,17 @@ def test_gradients_of_rms_norm_are_pytorch_s() -> None:
 def test_host_and_device_are_not_mixed() -> None:
     class OnDevice(Tensor):
         is_cuda = True  # type: ignore[assignment]
+        device = torch.device("cuda", 0)  # type: ignore[assignment]
+
+    class OnAnother(OnDevice):
+        device = torch.device("cuda", 1)  # type: ignore[assignment]
 
     there = torch.randn(3).as_subclass(OnDevice)
     arithmetic.check_one_device("add", [there, torch.tensor(1.0), 2])
     with pytest.raises(RuntimeError, match=r"add: expected all tensors on one device, found .*\(3,\)"):
         arithmetic.check_one_device("add", [there, torch.randn(3)])
+    with pytest.raises(RuntimeError, match=r"add: .* one device, found cuda:0.*cuda:1"):
+        arithmetic.check_one_device("add", [there, torch.randn(3).as_subclass(OnAnother)])
 
 
 def test_views_and_allocations_stay_pytorch_s() -> None:
@@ -198,38 +204,48 @@ def test_views_and_allocations_stay_pytorch_s() -> None:
     assert not {"view", "as_strided", "empty_strided", "record_stream"} & computing
 
 
-def test_nothing_compiled_is_measured_on_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLM_STANDIN_ARITHMETIC", "1")
-    assert "stand-in" in compiler_problem()
+def test_nothing_compiled_is_measured_on_fake_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLM_FAKE_GPU_ARITHMETIC", "1")
+    assert "fake" in compiler_problem()
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "named"),
     [
-        [],
-        ["--gpus", "0", "--", "-c", "1"],
-        ["--late", "-1", "--", "-c", "1"],
-        ["--capability", "9", "--", "-c", "1"],
-        ["--kernels", "nowhere/at/all", "--", "-c", "1"],
-        ["--rehearse", "out", "--", "-c", "1"],
+        ([], "name a command"),
+        (["--gpus", "0", "--", "-c", "1"], "--gpus 0"),
+        (["--late", "-1", "--", "-c", "1"], "--late -1"),
+        (["--capability", "9", "--", "-c", "1"], "--capability 9"),
+        (["--kernels", "nowhere/at/all", "--", "-c", "1"], "--kernels nowhere/at/all"),
+        (["--rehearse", "out", "--", "-c", "1"], "--rehearse FOLDER"),
     ],
 )
-def test_mistake_is_one_line_and_exit_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu_standin.main(words) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+def test_mistake_is_one_line_and_exit_2(
+    words: list[str], named: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake_gpu, "library", lambda _: pytest.fail("built"))
+    assert fake_gpu.main(words) == 2
+    said = capsys.readouterr().err
+    assert named in said
+    assert said.count("\n") == 1
 
 
-@pytest.mark.skipif(can_stand_in(), reason="stand-ins can be had here")
-def test_a_host_without_stand_ins_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu_standin.main(["--", "-c", "print(1)"]) == 2
-    assert "PyTorch" in capsys.readouterr().err
+def test_a_host_where_the_stub_cannot_be_built_says_why(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def library(cache: Path) -> Path:
+        raise UnavailableError("gcc is not installed")
+
+    monkeypatch.setattr(fake_gpu, "library", library)
+    assert fake_gpu.main(["--", "-c", "print(1)"]) == 2
+    assert capsys.readouterr().err == "fake_gpu.py: gcc is not installed\n"
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_a_command_that_is_asked_to_end_may_save_first(name: str, tmp_path: Path) -> None:
     said = "import signal, sys, time\ndef save(*_):\n    time.sleep(1)\n    print('saved')\n    sys.exit(7)\n"
     said += f"signal.signal(signal.{name}, save)\nprint('begun', flush=True)\ntime.sleep(60)"
-    outer = f"import sys, gpu_standin; sys.exit(gpu_standin.wait_for([sys.executable, '-c', {said!r}], None))"
+    outer = f"import sys, fake_gpu; sys.exit(fake_gpu.wait_for([sys.executable, '-c', {said!r}], None))"
     process = subprocess.Popen(
         [sys.executable, "-c", outer],
         cwd=SCRIPT.parent,
@@ -242,7 +258,7 @@ def test_a_command_that_is_asked_to_end_may_save_first(name: str, tmp_path: Path
     if name == "SIGINT":  # a terminal sends it to all
         os.killpg(process.pid, signal.SIGINT)
     else:
-        process.terminate()
+        process.send_signal(signal.Signals[name])
     assert process.communicate(timeout=30)[0] == "saved\n"
     assert process.returncode == 7
 
@@ -270,8 +286,29 @@ def test_files_of_another_kind_in_the_place_of_the_record_are_kept(name: str, tm
         rehearsal.rehearse(tmp_path / name, ())
 
 
+def test_a_record_of_another_rehearsal_is_kept(tmp_path: Path) -> None:
+    (tmp_path / rehearsal.JSON).write_text('{"cases": [{"name": "scancel", "ok": true}]}')
+    with pytest.raises(rehearsal.RecordError, match="name another folder"):
+        rehearsal.rehearse(tmp_path, ())
+
+
+def test_a_record_stays_whole_until_all_cases_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_limited(command: Sequence[str], folder: Path) -> tuple[int, str]:
+        if "pp=4" in command:
+            raise KeyboardInterrupt
+        return 0, "EQUAL: ['a'] [b] | <c>"
+
+    monkeypatch.setattr(rehearsal, "run_limited", run_limited)
+    assert rehearsal.rehearse(tmp_path, rehearsal.LAYOUTS[:2]) == 0
+    record = (tmp_path / rehearsal.JSON).read_bytes()
+    with pytest.raises(KeyboardInterrupt):
+        rehearsal.rehearse(tmp_path, rehearsal.LAYOUTS[:3])
+    assert (tmp_path / rehearsal.JSON).read_bytes() == record
+    assert r"EQUAL: \['a'] \[b] \| &lt;c>" in (tmp_path / rehearsal.TABLE).read_text()
+
+
 def test_a_command_over_its_limit_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehearsal, "LIMIT_S", 0.5)
+    monkeypatch.setattr(rehearsal, "LIMIT_S", 3)
     slow = [sys.executable, "-c", "print('begun', flush=True); import time; time.sleep(60)"]
     assert rehearsal.run_limited(slow, tmp_path) == (124, "begun\n")
 

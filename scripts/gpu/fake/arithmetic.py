@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-from gpu.standin import attention
+from gpu.fake import attention
 
 MIXED = {"copy_", "_copy_from", "index", "index_put_", "_index_put_impl_"}
 """Operators that take tensors of the host beside the device's."""
@@ -97,7 +97,7 @@ library = torch.library.Library("aten", "IMPL")
 
 @cache
 def runtime() -> ctypes.CDLL:
-    """The stand-in that this process has loaded."""
+    """The stub that this process has loaded."""
     return ctypes.CDLL("libcuda.so.1")
 
 
@@ -122,19 +122,22 @@ def on_device(x: Tensor, device: torch.device) -> Tensor:
 
 
 def check_one_device(operator: Any, values: list[Any]) -> None:
-    """Raise RuntimeError for tensors of host and device together, as CUDA does; numbers may be mixed."""
+    """Raise RuntimeError for tensors of several devices, as CUDA does; the host's numbers may be mixed in."""
     tensors = [x for x in values if isinstance(x, Tensor)]
-    if any(x.is_cuda for x in tensors) and any(not x.is_cuda and x.dim() for x in tensors):
+    devices = {x.device for x in tensors if x.is_cuda}
+    if len(devices) > 1 or (devices and any(not x.is_cuda and x.dim() for x in tensors)):
         places = ", ".join(f"{x.device} {tuple(x.shape)}" for x in tensors)
         raise RuntimeError(f"{operator}: expected all tensors on one device, found {places}")
 
 
 def computed(operator: Any, *args: Any, **kwargs: Any) -> Any:
     """Result of an operator of the device."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    runtime().standin_settle(ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device.index)))
+    values = tree_flatten((args, kwargs))[0]
+    there = (x.device for x in values if isinstance(x, Tensor) and x.is_cuda)
+    device = next(there, torch.device("cuda", torch.cuda.current_device()))
+    runtime().fake_settle(ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device.index)))
     if operator.overloadpacket.__name__ not in MIXED:
-        check_one_device(operator, tree_flatten((args, kwargs))[0])
+        check_one_device(operator, values)
     given: dict[int, tuple[Tensor, Tensor]] = {}
 
     def enter(x: Any) -> Any:
@@ -167,7 +170,7 @@ def computed(operator: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def computing(key: str = "CUDA") -> Iterator[tuple[str, Any]]:
-    """Operators of a kind of device that compute: not those that make views or allocate."""
+    """Computing operators of a dispatch key: not those that make views or allocate."""
     names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
     for name in ["aten::copy_", *names]:
         packet, _, overload = name.removeprefix("aten::").partition(".")
@@ -187,7 +190,7 @@ def install() -> int:
     """Replace the operators of CUDA for this process; return their number."""
     count = 0
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # each replacement is told
+        warnings.simplefilter("ignore")  # PyTorch warns of each replacement
         for name, operator in computing():
             library.impl(name, partial(computed, operator), "CUDA")
             count += 1

@@ -1,4 +1,4 @@
-"""Compile the stand-in for a CUDA driver and its libraries, for the PyTorch that runs this.
+"""Compile the stub of a CUDA driver and its libraries, for the PyTorch that runs this.
 
 One shared library answers in place of libcuda, libcudart, libcublas, libcudnn and libnccl, loaded before them
 (LD_PRELOAD). Functions that PyTorch calls and that no file here defines return 0, success.
@@ -15,8 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 SOURCES = ("memory.c", "streams.c", "libraries.c", "nccl.c")
-HEADERS = ("nvidia/cu13/include", "nvidia/cuda_runtime/include")
-"""Of the CUDA runtime's wheel, from the folder of packages."""
+HEADERS = "nvidia/cu13/include"
+"""Of the wheel of CUDA 13's runtime, from the folder of packages."""
 CALLERS = (
     "torch_cuda",
     "c10_cuda",
@@ -48,14 +48,14 @@ HERE = Path(__file__).parent
 
 
 class UnavailableError(Exception):
-    """The stand-in cannot be built here; the text says why."""
+    """The stub cannot be built here; the text says why."""
 
 
 def library(cache: Path) -> Path:
     """Path of the library in a folder of `cache`, built there if it is not. Raises UnavailableError."""
     packages, headers = installed()
     identity = hashlib.sha256(version("torch").encode())
-    for name in ("standin.h", *SOURCES, "build.py"):
+    for name in ("fake.h", *SOURCES, "build.py"):
         identity.update((HERE / name).read_bytes())
     folder = cache / identity.hexdigest()[:12]
     built = folder / LIBRARY
@@ -88,11 +88,12 @@ def installed() -> tuple[Path, Path]:
         raise UnavailableError("torch is not installed")
     packages = Path(spec.origin).parents[1]
     if not (packages / "torch/lib/libtorch_cuda.so").exists():
-        raise UnavailableError("this PyTorch is built for CPUs; the stand-in needs a build for CUDA")
-    for name in HEADERS:
-        if (packages / name / "cuda_runtime_api.h").exists():
-            return packages, packages / name
-    raise UnavailableError(f"no {HEADERS[0]}/cuda_runtime_api.h beside torch (package nvidia-cuda-runtime)")
+        raise UnavailableError("this PyTorch is built for CPUs; the stub needs a build for CUDA")
+    if not (packages / HEADERS / "cuda_runtime_api.h").exists():
+        raise UnavailableError(
+            f"no {HEADERS}/cuda_runtime_api.h beside torch: use a PyTorch built for CUDA 13"
+        )
+    return packages, packages / HEADERS
 
 
 def build(folder: Path, packages: Path, headers: Path) -> None:
@@ -102,7 +103,7 @@ def build(folder: Path, packages: Path, headers: Path) -> None:
     (crt / "host_defines.h").write_text(QUALIFIERS)
     major, minor = cudnn_version()
     flags = ["-std=gnu11", "-O2", "-w", "-fPIC", "-I", str(crt.parent), "-I", str(headers)]
-    flags += [f"-DMLM_STANDIN_CUDNN_MAJOR={major}", f"-DMLM_STANDIN_CUDNN_MINOR={minor}"]
+    flags += [f"-DMLM_FAKE_GPU_CUDNN_MAJOR={major}", f"-DMLM_FAKE_GPU_CUDNN_MINOR={minor}"]
     objects = []
     for name in SOURCES:
         made = folder / f"{name}.o"
@@ -158,7 +159,8 @@ def run(command: list[str]) -> str:
     except FileNotFoundError:
         raise UnavailableError(f"{command[0]} is not installed") from None
     if done.returncode:
-        raise UnavailableError(f"{command[0]} failed: {done.stderr.strip()[:2000]}")
+        said = (done.stderr.strip().splitlines() or ["no message"])[0]
+        raise UnavailableError(f"{command[0]} failed: {said[:300]}")
     return done.stdout
 
 

@@ -1,4 +1,4 @@
-"""What the fused kernels of attention compute, by the textbook, with the gradients they return.
+"""Reference forward and backward passes of the fused attention kernels.
 
 Masks of dropout are others than a GPU's, but functions of its generator's state as there: a kernel takes its
 seed and offset, which backward passes get again.

@@ -1,5 +1,5 @@
 // The driver, cuBLAS and cuDNN, as far as PyTorch and Triton ask for answers; all else returns 0 (build.py).
-#include "standin.h"
+#include "fake.h"
 #include <dlfcn.h>
 
 static int nothing(void) { return 0; }
@@ -11,12 +11,12 @@ int cuDeviceGet(int *device, int number) { return *device = number, 0; }
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
   return cudaDeviceGetAttribute(value, attribute, device);
 }
-int cuDeviceGetName(char *text, int room, int device) { return snprintf(text, room, "Stand-in"), 0; }
+int cuDeviceGetName(char *text, int room, int device) { return snprintf(text, room, "Fake"), 0; }
 int cuCtxGetCurrent(void **context) { return *context = (void *)64, 0; }
 int cuCtxGetDevice(int *device) { return cudaGetDevice(device); }
 int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) { return *flags = 0, *active = 1, 0; }
 int cuDevicePrimaryCtxRetain(void **context, int device) { return *context = (void *)64, 0; }
-int cuGetErrorString(int code, const char **text) { return *text = "error of the stand-in", 0; }
+int cuGetErrorString(int code, const char **text) { return *text = "error of the stub", 0; }
 int cuModuleLoad(void **module, const char *path) { return *module = (void *)64, 0; }
 int cuModuleLoadData(void **module, const void *image) { return *module = (void *)64, 0; }
 int cuModuleLoadDataEx(void **module, const void *image, unsigned n, void *options, void *values) {
@@ -74,12 +74,12 @@ int cublasLtMatmul(void) { return products++, 0; }
 
 // --- cuDNN: its graph API, as far as attention asks
 int cudnnCreate(void **out) { return made(out); }
-size_t cudnnGetVersion(void) { return 10000 * MLM_STANDIN_CUDNN_MAJOR + 100 * MLM_STANDIN_CUDNN_MINOR; }
+size_t cudnnGetVersion(void) { return 10000 * MLM_FAKE_GPU_CUDNN_MAJOR + 100 * MLM_FAKE_GPU_CUDNN_MINOR; }
 size_t cudnnGetCudartVersion(void) { return CUDART_VERSION; }
 int cudnnGetProperty(int what, int *value) {
-  return *value = what == 0 ? MLM_STANDIN_CUDNN_MAJOR : what == 1 ? MLM_STANDIN_CUDNN_MINOR : 0, 0;
+  return *value = what == 0 ? MLM_FAKE_GPU_CUDNN_MAJOR : what == 1 ? MLM_FAKE_GPU_CUDNN_MINOR : 0, 0;
 }
-const char *cudnnGetErrorString(int code) { return code ? "error of the stand-in" : "no error"; }
+const char *cudnnGetErrorString(int code) { return code ? "error of the stub" : "no error"; }
 void cudnnGetLastErrorString(char *text, size_t room) {
   if (room) text[0] = 0;
 }
@@ -92,4 +92,4 @@ int cudnnBackendGetAttribute(void *handle, int name, int type, long want, long *
 int cudnnBackendExecute(void) { return products++, 0; }
 
 // --- CUPTI: refused (build.py)
-int cuptiGetResultString(int code, const char **text) { return *text = "a stand-in has no CUPTI", 0; }
+int cuptiGetResultString(int code, const char **text) { return *text = "the stub has no CUPTI", 0; }

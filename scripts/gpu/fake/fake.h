@@ -1,4 +1,4 @@
-// What the parts of the stand-in share: streams, whose queued work a thread of its own does, and counters.
+// Declarations shared by the parts of the stub: streams, each with a worker thread, and counters.
 #pragma once
 #define _GNU_SOURCE
 #include <cuda_runtime_api.h>
@@ -25,6 +25,8 @@ struct stream *stream_of(cudaStream_t handle);
 void enqueue(struct stream *stream, void (*run)(void *), void *what);
 void settle(struct stream *stream, unsigned long until);
 void settle_all(void);
+void fake_settle(cudaStream_t handle);
+void follow(struct stream *stream, struct stream *before, unsigned long at);
 void launched(const void *kernel);
 void name_kernel(const void *kernel, const char *name);
 extern long products;

@@ -1,1 +1,0 @@
-"""A stand-in for GPUs: PyTorch's own CUDA code runs to its end on a host without any."""
