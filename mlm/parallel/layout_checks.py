@@ -6,6 +6,7 @@ replica.
 """
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from mlm.config.suggest import divisors
 from mlm.errors import show
 
 MAX_CPU_RANKS = 64  # ranks one plain launch starts on a host without GPUs
+TRAINED_BYTES = 16  # a parameter with its gradient and two moments, in float32
 RANKS_PER_NODE = 8  # of scripts/slurm/pretrain.sbatch
 LAUNCHERS = "start them with torchrun or SLURM (scripts/slurm/pretrain.sbatch of the repository)"
 
@@ -63,6 +65,8 @@ class Breach:
     """Another way to fix it, or help to choose."""
     start: str = ""
     """The launch that these settings are meant for, where no setting needs to change."""
+    can_start_here: bool = True
+    """False if no change of the layout helps on this host."""
 
     def fix(self, settings: str, *, alone: bool, others: bool = False) -> str:
         """The fix by `settings`; `alone` if these suffice however other problems are fixed.
@@ -70,6 +74,8 @@ class Breach:
         `others`: fixes of other problems may change the number of ranks, so that no launch can be named.
         """
         start = LAUNCHERS if self.start and others else self.start
+        if start and not self.can_start_here:
+            return start
         return f"{f'{start}, or here ' if start else ''}use {settings}{self.note if alone else ''}"
 
 
@@ -273,7 +279,17 @@ def _host_has_ranks(values: Settings, launch: Launch) -> Breach | None:
     here = f"this host has {most} GPUs" if launch.local_devices else f"a CPU host runs at most {most}"
     ranks, typed = replica * dp, values.changed({"dp": dp}).typed(*_replica_keys(values), "dp")
     start = _start_of(ranks, launch.local_devices or RANKS_PER_NODE) if launch.elsewhere else ""
-    return Breach(f"{typed} = {ranks} ranks, but {here}", start=start)
+    fits = launch.local_devices is not None or _weights_fit(values)
+    return Breach(f"{typed} = {ranks} ranks, but {here}", start=start, can_start_here=fits)
+
+
+def _weights_fit(values: Settings) -> bool:
+    """Return False if weights, gradients and moments exceed the host's memory, in any layout."""
+    layers, hidden = (values.get(f"model.{key}") for key in ("num_layers", "hidden_size"))
+    if not isinstance(layers, int) or not isinstance(hidden, int):
+        return True
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return TRAINED_BYTES * 12 * layers * hidden**2 <= memory
 
 
 def _start_of(ranks: int, most_per_node: int) -> str:

@@ -15,7 +15,7 @@ from mlm.data.blend import BlendedDataset
 from mlm.data.blend_history import trained_on
 from mlm.data.sampler import Dataset, FromCorpus, MicroBatch
 from mlm.doctor.quick import check_start
-from mlm.errors import writing_to
+from mlm.errors import show, writing_to
 from mlm.files.atomic import write_atomic
 from mlm.incidents.memory import spare_samples
 from mlm.incidents.watcher import Incidents
@@ -156,8 +156,9 @@ def notes(trainer: Trainer, start: Path | None, changed: str | None) -> list[str
     if changed is not None:
         found.append(changed)
     if left <= 0:
+        unused = "".join(f", {change['key']}={show(change['to'])} has no effect" for change in since)
         found.append(
-            f"step {trainer.step} of train.steps={config.train.steps} is done: raise train.steps to "
+            f"step {trainer.step} of train.steps={config.train.steps} is done{unused}: raise train.steps to "
             "continue, or set another out=… for a new run"
         )
     if config.train.validate_every and config.data.kind == "indexed" and not validation_prefixes(config.data):

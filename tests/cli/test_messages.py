@@ -89,6 +89,7 @@ def test_values_of_a_section_can_be_set_together(cli: Cli) -> None:
         ("block_size=8", "unknown key 'block_size'; did you mean 'data.seq_length'?"),
         ("learning_rate=1", "unknown key 'learning_rate'; did you mean 'optimizer.lr'?"),
         ("--learning-rate 1", "unknown key 'learning_rate'; did you mean 'optimizer.lr'?"),
+        ("max_iters=5", "unknown key 'max_iters'; did you mean 'train.steps'?"),
         ("train.max_iters=5", "unknown key 'train.max_iters'; did you mean 'train.steps'?"),
         ("n_layer=3", "unknown key 'n_layer'; did you mean 'model.num_layers'?"),
         ("dropout=0.1", "unknown key 'dropout'; did you mean 'model.hidden_dropout'?"),

@@ -1,5 +1,7 @@
 """Rules of layouts: each problem names key, value and the nearest layout that works."""
 
+import os
+
 import pytest
 
 from mlm.cli.compose import load_config
@@ -179,6 +181,19 @@ def test_first_remedy_of_too_many_ranks_is_to_launch_them(local_devices: int | N
     assert problems_of("tp=2", "dp=64", *batch, local_devices=local_devices) == [
         f"tp=2 * pp=1 * dp=64 = 128 ranks, but {remedy}"
     ]
+
+
+def test_a_host_without_the_memory_for_the_weights_is_no_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 24 << 18}.__getitem__
+    )  # 24 GiB
+    large = ["model.num_layers=72", "model.hidden_size=3072", "model.num_heads=24", "tp=8", "dp=64"]
+    (problem,) = problems_of(*large, "train.global_batch_size=512", "train.micro_batch_size=1")
+    assert problem.endswith("scripts/slurm/pretrain.sbatch …)")
+    (problem,) = problems_of(
+        *large, "model.num_layers=2", "train.global_batch_size=512", "train.micro_batch_size=1"
+    )
+    assert problem.endswith(", or here use dp=8 or tp=1")
 
 
 def test_too_few_ranks_here_do_not_shrink_the_other_remedies() -> None:

@@ -128,8 +128,11 @@ def test_a_finished_run_started_again_trains_nothing_and_says_how_to_continue(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = digest_file(run / "checkpoints" / "step-00000006" / "manifest.json")
-    assert main(["pretrain", "--config-dir", str(run), "--config-name", "config"]) == 0
-    assert "raise train.steps" in capsys.readouterr().out
+    assert main(["pretrain", f"resume={run}", "optimizer.lr=0.3"]) == 0
+    assert (
+        "step 6 of train.steps=6 is done, optimizer.lr=0.3 has no effect: raise train.steps to continue, or "
+        "set another out=… for a new run"
+    ) in " ".join(capsys.readouterr().out.split())
     assert digest_file(run / "checkpoints" / "step-00000006" / "manifest.json") == before
 
 
