@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mlm.checkpoint.native.exchange import Ranks
@@ -35,8 +36,13 @@ def sum_numbers(trainer: Trainer, parts: Tensor, norm: Tensor) -> Tensor:
     if ctx.device.type == "cpu":  # the group of all ranks is gloo: one message
         all_reduce(mine, ctx.world)
     else:
-        for axis in (ctx.tp, ctx.replicas, ctx.pp):
+        axes = (ctx.tp, ctx.replicas, ctx.pp)
+        for axis in axes:
             all_reduce(mine, axis)
+        for (
+            axis
+        ) in axes:  # groups of other ranks may have summed in another order: the largest is one for all
+            all_reduce(mine, axis, dist.ReduceOp.MAX)
     return mine
 
 

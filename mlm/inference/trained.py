@@ -168,7 +168,8 @@ def load_trained(
     shards = tuple(shard for chunk in model.chunks for shard in parameter_shards(chunk, ctx.tp))
     load = load_model_folder if is_model_folder(named.path) else load_weights
     manifest = load(shards, named.path, ctx)
-    model.casts.hold()  # nothing changes them any more: each token of a continuation would cast them again
+    # nothing changes them any more: each token of a continuation would cast them again
+    model.casts.hold(trains=False)
     return Trained(model, named.config, manifest, named.path)
 
 

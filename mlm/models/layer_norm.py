@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mlm.parallel.casts import Castable
+from mlm.parallel.casts import Castable, readable
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -29,8 +29,9 @@ class LayerNorm(Castable, nn.LayerNorm):
             return y
         weight: Tensor = self.weight
         bias: Tensor = self.bias
-        if self.cast is not None and self.cast_bias is not None and not torch.compiler.is_compiling():
-            weight, bias = self.cast, self.cast_bias  # a compiler fuses the casts
+        copies = readable(self.cast, x.dtype), readable(self.cast_bias, x.dtype)
+        if copies[0] is not None and copies[1] is not None and not torch.compiler.is_compiling():
+            weight, bias = copies[0], copies[1]  # a compiler fuses the casts
         weight, bias = weight.to(x.dtype), bias.to(x.dtype)
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 

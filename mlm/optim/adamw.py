@@ -141,8 +141,11 @@ def apply(
 
 
 def can_defer(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> bool:
-    """Return True if `apply` with an overflow changes nothing of parameters of this dtype, nor waits."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and dtype == torch.float32
+    """Return True if `apply` with an overflow changes nothing of parameters of this dtype, nor waits.
+
+    Not of a custom optimizer, fused or not: its `step` may count its calls.
+    """
+    return type(optimizer) is AdamW and dtype == torch.float32
 
 
 def moment(optimizer: torch.optim.Optimizer, shard: ParameterShard, name: str) -> Tensor:

@@ -26,6 +26,11 @@ class Castable:
         return {}
 
 
+def readable(copy: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return the copy if it is of that dtype: inputs of others are multiplied by the parameter itself."""
+    return copy if copy is not None and copy.dtype == dtype else None
+
+
 ATTRIBUTES = {"weight": "cast", "bias": "cast_bias"}
 """Where a module reads the copy of a parameter."""
 
@@ -64,11 +69,16 @@ class Casts:
         self.depth = 0
         self.stay = False  # True: CUDA graphs read the copies where they are, which takes a mark
 
-    def hold(self) -> None:
-        """Cast the parameters now; layers read the copies until the matching `release`."""
+    def hold(self, *, trains: bool) -> None:
+        """Cast the parameters now; layers read the copies until the matching `release`.
+
+        Gradients pass through them if it `trains`.
+        """
+        if self.depth == 0 and self.reads:
+            self._cast(trains)
         self.depth += 1
-        if self.depth > 1 or not self.reads:
-            return
+
+    def _cast(self, trains: bool) -> None:
         parameters = [getattr(layer, name) for layer, name, _ in self.reads]
         if not self.copies:
             self.copies = [torch.empty_like(p, dtype=self.dtype, requires_grad=False) for p in parameters]
@@ -76,7 +86,7 @@ class Casts:
                 torch._dynamo.mark_static_address(copy, guard=False)  # a guard would compile each layer
         torch._foreach_copy_(self.copies, [p.detach() for p in parameters])
         for (layer, name, passes), p, copy in zip(self.reads, parameters, self.copies, strict=True):
-            setattr(layer, ATTRIBUTES[name], _passing(p, copy) if passes else copy)
+            setattr(layer, ATTRIBUTES[name], _passing(p, copy) if passes and trains else copy)
 
     def release(self) -> None:
         """Parameters may change from here on."""
@@ -86,9 +96,9 @@ class Casts:
                 setattr(layer, ATTRIBUTES[name], None)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self, *, trains: bool) -> Iterator[None]:
         """`hold` until the end of the block."""
-        self.hold()
+        self.hold(trains=trains)
         try:
             yield
         finally:

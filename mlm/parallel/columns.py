@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mlm.parallel import fp8 as in_fp8
+from mlm.parallel.casts import readable
 from mlm.parallel.chunks import gathered_products
 from mlm.parallel.collectives import gather_rows, start_all_gather, start_all_reduce, start_reduce_scatter
 from mlm.parallel.layers import ColumnParallelLinear
@@ -33,13 +34,13 @@ class _Pair(torch.autograd.Function):
         first = layers[0]
         ctx.tp, ctx.sequence_parallel, ctx.fp8 = first.tp, first.sequence_parallel, first.fp8
         ctx.postponed, ctx.leaves = first.postponed, weights if first.postponed is not None else None
-        used = [w if layer.cast is None else layer.cast for layer, w in zip(layers, weights, strict=True)]
+        casts = [readable(layer.cast, x.dtype) for layer in layers]
+        used = [w if cast is None else cast for cast, w in zip(casts, weights, strict=True)]
         ctx.save_for_backward(x, *used)
         ctx.dtypes = [None if p is None else p.dtype for p in parameters]
         multiply = in_fp8.product if ctx.fp8 else product
-        offsets = [
-            b if layer.cast_bias is None else layer.cast_bias for layer, b in zip(layers, biases, strict=True)
-        ]
+        casts = [readable(layer.cast_bias, x.dtype) for layer in layers]
+        offsets = [b if cast is None else cast for cast, b in zip(casts, biases, strict=True)]
         products = [
             partial(multiply, weight=w.to(x.dtype), bias=None if b is None else b.to(x.dtype))
             for w, b in zip(used, offsets, strict=True)

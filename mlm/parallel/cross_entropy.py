@@ -28,8 +28,12 @@ CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
 larger falls out of the cache."""
 
 
+ORDERED = ("cpu",)
+"""Devices on which gradients are added in autograd's order, whatever that costs."""
+
+
 def chunk_rows(rows: int, columns: int, device: torch.device, chunk_bytes: int | None = None) -> int:
-    """Rows of logits processed at a time; on a GPU in chunks of one size, as kernels are compiled by size."""
+    """Rows of logits processed at a time; on a GPU in chunks of one size but the last."""
     limit = CHUNK_BYTES.get(device.type, CHUNK_BYTES["cuda"]) if chunk_bytes is None else chunk_bytes
     most = max(1, min(rows, limit // (4 * columns)))
     return most if device.type == "cpu" or rows == 0 else math.ceil(rows / math.ceil(rows / most))
@@ -142,10 +146,10 @@ def adds_early(table: VocabParallelEmbedding) -> bool:
 def add_to_grad(weight: nn.Parameter, part: Tensor, factor: Tensor | None) -> None:
     """Add `factor` (0-d; None for 1) times `part` to a weight's gradient, which may keep or overwrite `part`.
 
-    On a CPU the sum is that of autograd bit for bit; elsewhere it takes one pass over both.
+    On `ORDERED` devices the sum is that of autograd bit for bit; elsewhere it takes one pass over both.
     """
     part = part.to(weight.dtype)
-    if weight.grad is not None and factor is not None and not part.is_cpu:
+    if weight.grad is not None and factor is not None and part.device.type not in ORDERED:
         weight.grad.addcmul_(part, factor.to(part.dtype))
         return
     part = part if factor is None else part.mul_(factor)
@@ -233,7 +237,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_hidden, d_weight, d_bias, then = ctx.saved_tensors
         is_one = dy.device.type == "cpu" and dy.item() == 1.0  # reading it would synchronise on a GPU
         if d_weight is None:
-            assert is_one or dy.device.type != "cpu", "the weight's gradient was added as of a seed of 1"
+            if not is_one:  # the weight's gradient was added as of a seed of 1
+                torch._assert_async(dy == 1.0)
             return d_hidden, None, d_bias, None, None, None, None, None, None
         if not is_one:
             d_hidden, then = d_hidden.mul_(dy), dy if then is None else then * dy

@@ -84,6 +84,8 @@ class _Bucket:
         for p, view in zip(self.parameters, self.views, strict=True):
             if p.grad is None:
                 p.grad = view.zero_()
+            elif p.grad is not view:  # given past autograd
+                p.grad = view.copy_(p.grad)
         self.work = start_all_reduce(self.flat, dp)
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mlm.parallel.casts import Castable
+from mlm.parallel.casts import Castable, readable
 from mlm.parallel.collectives import reduce_from_tp, scatter_sequence
 from mlm.parallel.init import init_parameters
 from mlm.parallel.linear import Postponed, column_parallel_linear, linear, row_parallel_linear
@@ -68,9 +68,8 @@ class Split(Castable, nn.Module):
 
     def weight_in(self, dtype: torch.dtype) -> Tensor:
         """Return the weight in a dtype, without a gradient's way back."""
-        if self.cast is not None and self.cast.dtype == dtype:
-            return self.cast
-        return self.weight.to(dtype)
+        copy = readable(self.cast, dtype)
+        return self.weight.to(dtype) if copy is None else copy
 
     def leave(self, x: Tensor) -> Tensor:
         """g: sum the partial results `x` over tp."""
@@ -189,8 +188,9 @@ class RowParallelLinear(Split):
         else:
             y = self.leave(linear(x, self.weight, None, self.postponed, self.cast, self.fp8, self.total))
         bias: Tensor | None = self.bias
-        if self.cast_bias is not None and not torch.compiler.is_compiling():  # which fuses the cast
-            bias = self.cast_bias
+        copy = readable(self.cast_bias, x.dtype)
+        if copy is not None and not torch.compiler.is_compiling():  # which fuses the cast
+            bias = copy
         return y if bias is None else y + bias.to(x.dtype)
 
 

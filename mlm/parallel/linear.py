@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from mlm.parallel import fp8 as in_fp8
+from mlm.parallel.casts import readable
 from mlm.parallel.chunks import gathered_products, scattered_product, summed_product
 from mlm.parallel.collectives import (
     copy_to_tp,
@@ -72,6 +73,7 @@ class _Linear(torch.autograd.Function):
         parts: int,
     ) -> Tensor:
         # the weight as it is kept: a cast of our own is cheaper made twice than saved
+        cast = readable(cast, x.dtype)
         used = weight if cast is None else cast
         ctx.save_for_backward(x, used)
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
@@ -79,6 +81,7 @@ class _Linear(torch.autograd.Function):
         # recomputation hands a placeholder of the saved weight to backward, whose gradient would be lost
         ctx.leaf, ctx.total = None if postponed is None else weight, total
         multiply = in_fp8.product if fp8 else product
+        cast_bias = readable(cast_bias, x.dtype)
         offset = bias if cast_bias is None else cast_bias
         narrow, offset = used.to(x.dtype), None if offset is None else offset.to(x.dtype)
         if sequence_parallel and parts > 1:
@@ -131,6 +134,7 @@ class _RowParallel(torch.autograd.Function):
         total: Tensor | None,
         parts: int,
     ) -> Tensor:
+        cast = readable(cast, x.dtype)
         used = weight if cast is None else cast
         ctx.save_for_backward(x, used)
         ctx.weight_dtype, ctx.total, ctx.fp8 = weight.dtype, total, fp8

@@ -92,6 +92,12 @@ def choose_attention(kind: AttentionKernel, capability: tuple[int, int], *, one_
         set_order([backend.value for backend in order])
     if _attention_chosen() != before and "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+    _key_compiled_code()
+
+
+def _key_compiled_code() -> None:
+    """Keep code compiled for other kernels of attention apart in PyTorch's caches, which lie on disk, too."""
+    torch.compiler.config.cache_key_tag = repr(_attention_chosen())
 
 
 def _attention_chosen() -> tuple[object, ...]:
@@ -117,10 +123,12 @@ def attention_of_any_shape(device: torch.device) -> Iterator[None]:
         yield
         return
     cuda.enable_cudnn_sdp(False)
+    _key_compiled_code()
     try:
         yield
     finally:
         cuda.enable_cudnn_sdp(True)
+        _key_compiled_code()
 
 
 @contextmanager

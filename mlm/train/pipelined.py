@@ -152,7 +152,7 @@ class PipelinedModel:
             lambda chunk, batch, x: objective.output(chunk, batch, scale, stream(batch), x),
             hooks,
         )
-        with self.casts.held():
+        with self.casts.held(trains=True):
             return run_plan(stages, self.instructions(len(batches), train=True), batches)
 
     def evaluate(
@@ -165,7 +165,7 @@ class PipelinedModel:
         some = 1 if self.ctx.pp.size == 1 else EVAL_ROUNDS * self.ctx.pp.size
         remaining, stages = iter(batches), self._stages(forward)
         while group := list(islice(remaining, some)):
-            with self.casts.held(), attention_of_any_shape(self.ctx.device):
+            with self.casts.held(trains=False), attention_of_any_shape(self.ctx.device):
                 results = run_plan(stages, self.instructions(len(group), train=False), group)
             if self.is_last:
                 yield from zip(group, results, strict=True)

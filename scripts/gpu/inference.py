@@ -46,7 +46,7 @@ def random_model(shape: Shape, device: torch.device) -> tuple[Trained, ParallelC
     model = PipelinedModel(shape.model(), ParallelConfig(), precision, ctx)
     for chunk in model.chunks:
         init_on_device(chunk)
-    model.casts.hold()  # as load_trained does
+    model.casts.hold(trains=False)  # as load_trained does
     config = PretrainConfig(
         name="random",
         out="",

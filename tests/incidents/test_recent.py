@@ -2,12 +2,17 @@
 
 import math
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from mlm.incidents import findings
 from mlm.incidents.findings import beyond
 from mlm.incidents.recent import Recent, deviations, median
+from mlm.parallel.mesh import Axis
 
 
 def test_one_spike_among_the_others_hides_no_second() -> None:
@@ -73,3 +78,16 @@ def test_a_number_at_its_limit_or_not_finite_leaves_the_update_out(
 ) -> None:
     assert beyond(torch.tensor(numbers), (1.5, 3.0)).item() == flagged
     assert beyond(torch.tensor([1.0, math.inf]), (math.inf, math.inf)).item() == 1.0
+
+
+def test_numbers_that_groups_sum_in_other_orders_are_one_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU each axis has groups of its own, whose sums may round differently."""
+
+    def all_reduce(x: torch.Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+        return x.copy_(torch.tensor([5.0, 7.0])) if op == dist.ReduceOp.MAX else x.add_(torch.rand(2))
+
+    monkeypatch.setattr(findings, "all_reduce", all_reduce)
+    axes = {name: Axis(name) for name in ("tp", "replicas", "pp")}
+    ctx = SimpleNamespace(**axes, world_size=1, device=torch.device("cuda"))
+    trainer: Any = SimpleNamespace(ctx=ctx, objective=SimpleNamespace(losses=1))
+    assert findings.sum_numbers(trainer, torch.ones(1), torch.tensor(2.0)).tolist() == [5.0, 7.0]

@@ -6,7 +6,7 @@ import sys
 import torch
 from torch import nn
 
-from mlm.optim.adamw import applied_steps, build_optimizer, ensure_state, moment, set_lr
+from mlm.optim.adamw import adamw, applied_steps, build_optimizer, can_defer, ensure_state, moment, set_lr
 from mlm.optim.config import OptimizerConfig
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import parameter_shards
@@ -82,3 +82,14 @@ def test_training_imports_no_compiler_no_fsdp_and_no_matplotlib() -> None:
     """Each would add seconds to the start of every rank."""
     done = subprocess.run([sys.executable, "-c", TRAIN_STEP], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+def test_only_our_own_optimizer_may_be_asked_twice_about_a_step() -> None:
+    class Counting(torch.optim.AdamW):
+        pass
+
+    p = torch.nn.Parameter(torch.ones(2))
+    ours = adamw([{"params": [p], "weight_decay": 0.0}], OptimizerConfig())
+    assert can_defer(ours, torch.float32)
+    assert not can_defer(ours, torch.float64)
+    assert not can_defer(Counting([p], fused=True), torch.float32)

@@ -65,7 +65,7 @@ def check_equal(ctx: ParallelContext, sequence_parallel: bool) -> None:
         for held in (False, True):
             torch.manual_seed(1)
             inputs = [torch.randn(8, 2, 16, requires_grad=True) for _ in range(2)]
-            with casts.held() if held else nullcontext():
+            with casts.held(trains=True) if held else nullcontext():
                 outputs = [run(x) for x in inputs]
                 for y in outputs:
                     y.backward(torch.randn_like(y))
@@ -84,7 +84,7 @@ def test_layers_and_heads_cast_no_parameter_while_copies_are_held() -> None:
         run, casts = layers_of(model), Casts(model.modules(), torch.float32)
         counts = []
         for held in (False, True):
-            with casts.held() if held else nullcontext(), Operators() as seen:
+            with casts.held(trains=True) if held else nullcontext(), Operators() as seen:
                 run(torch.randn(8, 2, 16))
             counts.append(seen.names.count("aten._to_copy.default"))
         ends = 2 if family is GPT2 else 4
@@ -114,7 +114,7 @@ def test_a_norm_on_a_gpu_does_not_cast_its_parameters(norm: type[LayerNorm] | ty
         x = torch.randn(4, 16, dtype=torch.bfloat16)
         counts = []
         for held in (False, True):
-            with casts.held() if held else nullcontext(), Operators() as seen:
+            with casts.held(trains=True) if held else nullcontext(), Operators() as seen:
                 module(x)
             counts.append(seen.names.count("aten._to_copy.default"))
     assert counts[0] - counts[1] == len(list(module.parameters()))
@@ -123,7 +123,7 @@ def test_a_norm_on_a_gpu_does_not_cast_its_parameters(norm: type[LayerNorm] | ty
 def test_parameters_in_the_dtype_of_compute_are_not_copied() -> None:
     model = GPT2(MODEL, dtype=torch.float32)
     casts = Casts(model.modules(), torch.float32)
-    with casts.held():
+    with casts.held(trains=True):
         assert casts.copies == casts.layers == []
 
 
@@ -131,8 +131,38 @@ def test_no_copy_is_read_after_its_release() -> None:
     head = MaskedTokenHead(BERT_MODEL, tp=Axis("tp"))
     double(head)
     casts = Casts(head.modules(), torch.float32)
-    with casts.held():
+    with casts.held(trains=True):
         assert isinstance(head.transform, PlainLinear)
         assert head.transform.cast is not None
         assert head.norm.cast_bias is not None
     assert head.transform.cast is head.transform.cast_bias is head.norm.cast is head.norm.cast_bias is None
+
+
+def test_inputs_of_another_dtype_are_multiplied_by_the_parameter_itself() -> None:
+    layer = PlainLinear(4, 3, init_std=1.0)
+    init_parameters(layer, 1)
+    x = torch.randn(5, 4)
+    alone, casts = layer(x), Casts([layer], torch.bfloat16)
+    with casts.held(trains=True):
+        assert torch.equal(layer(x), alone)
+
+
+def test_copies_for_evaluation_have_no_way_back_for_gradients() -> None:
+    head = MaskedTokenHead(BERT_MODEL, tp=Axis("tp"))
+    double(head)
+    casts = Casts(head.modules(), torch.float32)
+    for trains in (False, True):
+        with casts.held(trains=trains):
+            assert head.norm.cast is not None
+            assert head.norm.cast.requires_grad is trains
+
+
+def test_parameters_are_cast_again_after_a_cast_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = PlainLinear(4, 3, init_std=1.0)
+    casts = Casts([layer], torch.bfloat16)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "_foreach_copy_", lambda *_: (_ for _ in ()).throw(MemoryError))
+        with pytest.raises(MemoryError), casts.held(trains=True):
+            pass
+    with casts.held(trains=True):
+        assert layer.cast is not None

@@ -20,6 +20,7 @@ from mlm.plan.dry_run_rank import META, batches_of, dry_run
 from mlm.train import trainer as of_trainer
 from mlm.train.config import PretrainConfig
 from mlm.train.trainer import Trainer
+from tests.operators import Operators
 from tests.plan.test_dry_run import config_of
 from tests.ranks import run_on_ranks
 from tests.train.test_trainer import SEQ, VOCAB, config
@@ -191,8 +192,20 @@ def test_a_gradient_once_added_for_a_seed_of_1_takes_no_other() -> None:
     made, hidden, labels = table()
     with sums_begun_early([made]):
         loss = linear_cross_entropy(hidden, labels, made, torch.tensor(1.0))
-    with pytest.raises(AssertionError, match="seed of 1"):
+    with pytest.raises(RuntimeError, match="nonzero"):
         (2 * loss).backward()
+
+
+def test_a_gpu_adds_both_factors_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cross_entropy, "ORDERED", ())
+    weight = torch.nn.Parameter(torch.zeros(3, 2))
+    first, second = torch.randn(3, 2), torch.randn(3, 2).bfloat16()
+    cross_entropy.add_to_grad(weight, first.clone(), torch.tensor(0.5))
+    with Operators() as seen:
+        cross_entropy.add_to_grad(weight, second, torch.tensor(0.25))
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad, 0.5 * first + 0.25 * second.float())
+    assert "aten.addcmul_.default" in seen.names
 
 
 def test_a_step_that_breaks_off_leaves_the_loss_to_autograd() -> None:

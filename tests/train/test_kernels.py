@@ -1,10 +1,14 @@
 """Choices of kernels that only a GPU runs, as far as a CPU can tell."""
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,6 +106,36 @@ def test_what_is_compiled_follows_a_later_choice_of_attention() -> None:
         choose_attention("auto", (8, 0))
 
 
+@pytest.mark.slow
+def test_code_compiled_for_other_kernels_of_attention_is_kept_apart_on_disk(tmp_path: Path) -> None:
+    """A process finds what earlier ones compiled by a key of PyTorch's, which holds no choice of kernels."""
+    program = """if True:
+        import sys, torch
+        from mlm.train.kernels import choose_attention
+        choose_attention(sys.argv[1], (8, 0))
+        names = []
+        attention = torch.compile(torch.nn.functional.scaled_dot_product_attention)
+        x = torch.randn(1, 2, 8, 16)
+        with torch.no_grad():
+            attention(x, x, x)
+            with torch.profiler.profile() as seen:
+                attention(x, x, x)
+        print(any("flash_attention" in event.name for event in seen.events()))
+    """
+    caches = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", program, kind],
+            env=os.environ | caches,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for kind in ("auto", "math")
+    ]
+    assert said == ["True\n", "False\n"]
+
+
 @pytest.mark.parametrize("named", [False, True])
 def test_blocks_of_any_shape_leave_cudnn_out_unless_it_is_named(named: bool) -> None:
     """PyTorch's own switches, which a CPU has too."""
@@ -112,7 +146,9 @@ def test_blocks_of_any_shape_leave_cudnn_out_unless_it_is_named(named: bool) -> 
         cuda.enable_flash_sdp(not named)
         with attention_of_any_shape(GPU):
             assert cuda.cudnn_sdp_enabled() is named
+            inside = torch.compiler.config.cache_key_tag
         assert cuda.cudnn_sdp_enabled()
+        assert named or torch.compiler.config.cache_key_tag != inside
     finally:
         cuda.enable_cudnn_sdp(before[0])
         cuda.enable_flash_sdp(before[1])

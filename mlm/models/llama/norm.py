@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mlm.parallel.casts import Castable
+from mlm.parallel.casts import Castable, readable
 
 
 class RMSNorm(Castable, nn.RMSNorm):
@@ -24,8 +24,9 @@ class RMSNorm(Castable, nn.RMSNorm):
         assert self.eps is not None
         if x.device.type == "cuda" or torch.compiler.is_compiling():
             weight: Tensor = self.weight
-            if self.cast is not None and not torch.compiler.is_compiling():  # which fuses the cast
-                weight = self.cast
+            copy = readable(self.cast, x.dtype)
+            if copy is not None and not torch.compiler.is_compiling():  # which fuses the cast
+                weight = copy
             y: Tensor = F.rms_norm(x, self.normalized_shape, weight.to(x.dtype), self.eps)
             return y
         y = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
