@@ -237,8 +237,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_hidden, d_weight, d_bias, then = ctx.saved_tensors
         is_one = dy.device.type == "cpu" and dy.item() == 1.0  # reading it would synchronise on a GPU
         if d_weight is None:
-            if not is_one:  # the weight's gradient was added as of a seed of 1
-                torch._assert_async(dy == 1.0)
+            if not is_one:
+                torch._assert_async(dy == 1.0, "the weight's gradient was added as of a seed of 1")
             return d_hidden, None, d_bias, None, None, None, None, None, None
         if not is_one:
             d_hidden, then = d_hidden.mul_(dy), dy if then is None else then * dy

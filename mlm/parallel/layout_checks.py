@@ -6,13 +6,13 @@ replica.
 """
 
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mlm.config.suggest import divisors
 from mlm.errors import show
+from mlm.host import host_memory
 
 MAX_CPU_RANKS = 64  # ranks one plain launch starts on a host without GPUs
 TRAINED_BYTES = 16  # a parameter with its gradient and two moments, in float32
@@ -288,8 +288,7 @@ def _weights_fit(values: Settings) -> bool:
     layers, hidden = (values.get(f"model.{key}") for key in ("num_layers", "hidden_size"))
     if not isinstance(layers, int) or not isinstance(hidden, int):
         return True
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return TRAINED_BYTES * 12 * layers * hidden**2 <= memory
+    return TRAINED_BYTES * 12 * layers * hidden**2 <= host_memory()
 
 
 def _start_of(ranks: int, most_per_node: int) -> str:

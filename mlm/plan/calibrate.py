@@ -14,6 +14,7 @@ from mlm.checkpoint.native.exchange import Ranks
 from mlm.errors import UserError
 from mlm.files.atomic import write_atomic
 from mlm.files.results import CALIBRATION_MARK, named, write_result
+from mlm.host import host_memory
 from mlm.launch.environment import read_place
 from mlm.launch.process import device_kind
 from mlm.launch.start import run_job
@@ -27,7 +28,6 @@ from mlm.plan.hardware import (
     PeakConfig,
     calibration_file,
     cpu_name,
-    host_memory,
     preset_of_gpu,
 )
 from mlm.report.peak import memory_bytes, table_peak

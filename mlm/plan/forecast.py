@@ -12,11 +12,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from mlm.errors import spelled
+from mlm.host import host_memory
 from mlm.launch.environment import read_place
 from mlm.launch.process import device_kind
 from mlm.launch.start import LaunchFacts, choose_world_size
 from mlm.models.family import SHIPPED
-from mlm.plan.hardware import HardwareConfig, calibrated, host_memory, preset_of_gpu
+from mlm.plan.hardware import HardwareConfig, calibrated, preset_of_gpu
 from mlm.plan.memory import GIB, MemoryModel, gib
 from mlm.plan.report import seconds
 from mlm.plan.search import Models, Query, layouts

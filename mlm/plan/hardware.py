@@ -138,16 +138,6 @@ def preset_of_gpu(gpu_name: str) -> HardwareConfig | None:
     return None
 
 
-def host_memory() -> int:
-    """Bytes of memory that this host's programs can have: the machine's, or less in a container."""
-    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text()
-    except OSError:
-        return most
-    return min(most, int(limit)) if limit.strip().isdecimal() else most
-
-
 def calibration_file() -> Path:
     """File in which `mlm plan calibrate` keeps what it measured on this host; `hardware=this` reads it."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

@@ -1,10 +1,9 @@
 """Rules of layouts: each problem names key, value and the nearest layout that works."""
 
-import os
-
 import pytest
 
 from mlm.cli.compose import load_config
+from mlm.parallel import layout_checks
 from mlm.train.checks import check_pretrain
 
 SOUND = ["model=gpt2_tiny", "model.num_layers=12", "data=synthetic"]  # 4 heads, 128 positions
@@ -184,9 +183,7 @@ def test_first_remedy_of_too_many_ranks_is_to_launch_them(local_devices: int | N
 
 
 def test_a_host_without_the_memory_for_the_weights_is_no_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 24 << 18}.__getitem__
-    )  # 24 GiB
+    monkeypatch.setattr(layout_checks, "host_memory", lambda: 24 << 30)
     large = ["model.num_layers=72", "model.hidden_size=3072", "model.num_heads=24", "tp=8", "dp=64"]
     (problem,) = problems_of(*large, "train.global_batch_size=512", "train.micro_batch_size=1")
     assert problem.endswith("scripts/slurm/pretrain.sbatch …)")
