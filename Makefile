@@ -10,7 +10,7 @@ JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 
-.PHONY: help demo test test-all lint docs docs-serve format clean
+.PHONY: help demo test test-slow lint docs docs-serve format clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -46,8 +46,8 @@ demo: $(VENV)/.installed  ## train a GPT-2 on Shakespeare, its layers split over
 test: $(VENV)/.installed-dev  ## the tests, seven minutes on two cores
 	$(PYTEST)
 
-test-all: $(VENV)/.installed-dev  ## the tests and the long ones
-	$(PYTEST) -m ''
+test-slow: $(VENV)/.installed-dev  ## the long tests that `make test` leaves out, ten minutes
+	$(PYTEST) -m slow
 
 lint: $(VENV)/.installed-dev  ## ruff, mypy, import-linter
 	$(BIN)/ruff check .

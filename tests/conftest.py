@@ -7,13 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import setuptools  # noqa: F401  # once pip is imported, setuptools fails if it comes later: Inductor needs it
 
 from mlm.files.atomic import write_atomic
 from mlm.launch import process
 from mlm.report import curves
 
 SLOW = Path(__file__).with_name("slow.txt")
-"""Tests that only `make test-all` runs, a line each; with a number n after it, all cases but every nth."""
+"""Tests that only `make test-slow` runs, a line each; with a number n after it, all cases but every nth."""
 
 
 def listed() -> dict[str, int]:

@@ -1,6 +1,6 @@
 """Run specs by name, and their composition by Hydra without a command line: for tests and scripts."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -89,6 +89,15 @@ def reword(error: Exception) -> Problem:
         first = f"{first.rstrip('.')}: {str(cause).splitlines()[0]}"
     fix = ""
     if isinstance(error, InterpolationResolutionError):  # an unknown key, or an unset variable
-        first = str(cause.args[0]) if isinstance(cause, KeyError) and cause.args else first
+        first = next(
+            (str(each.args[0]) for each in _causes(error) if isinstance(each, KeyError) and each.args), first
+        )
         fix = r"correct ${…}, or write \${…} for text"
     return Problem((key,), f"{key}: {first}", fix) if key else Problem((), first)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and those that led to it: OmegaConf chains them in either way."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

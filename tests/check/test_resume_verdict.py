@@ -77,6 +77,43 @@ def test_counters_of_a_step_are_exact_on_any_layout(changed: dict[str, Any]) -> 
     assert "of step 3" in verdict.sentence
 
 
+def remembered(**changed: Any) -> Runs:
+    """Runs whose second ends with another memory of incidents."""
+    memory = {"recent": [[6.0, 2.0], [5.9, 2.0]], "left_out_samples": [], "rewinds": 0}
+    first, second = (
+        Manifest(4, "id", {}, {}, {**COUNTERS, "incidents": incidents, "config": {}, "versions": {}})
+        for incidents in (memory, {**memory, **changed})
+    )
+    return runs(final=replace(runs().final, first=first, second=second))
+
+
+ROUNDED = {"recent": [[6.0 + 8e-6, 2.0], [5.9, 2.0 + FP32.norm]]}
+
+
+def test_remembered_losses_and_norms_are_exact_on_the_same_layout_and_rounded_on_another() -> None:
+    assert judge(remembered(**ROUNDED), OTHER).word == "EQUAL"
+    verdict = judge(remembered(**ROUNDED), SAME)
+    assert verdict.word == "DIFFERENT"
+    assert "incidents of the last checkpoint's state" in verdict.sentence
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"recent": [[6.2, 2.0], [5.9, 2.0]]},
+        {"recent": [[6.0, 2.0]]},
+        {"left_out_samples": [[0, 8]]},
+        {"rewinds": 1},
+        {"more": 0},
+    ],
+    ids=str,
+)
+def test_what_is_remembered_of_incidents_beyond_rounding_differs_on_any_layout(
+    changed: dict[str, Any],
+) -> None:
+    assert judge(remembered(**changed), OTHER).word == "DIFFERENT"
+
+
 def test_before_the_kill_nothing_may_differ_even_where_the_layout_changes_later() -> None:
     verdict = judge(resumed(2, loss=record(2)["loss"] + ULP), OTHER)
     assert "of step 2" in verdict.sentence

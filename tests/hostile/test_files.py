@@ -131,7 +131,7 @@ GENERATE = f"generate ckpt=@/{STEP} prompt=one max_new_tokens=1"
 RESUME = "pretrain resume=@/run data.path=@/corpus train.steps=3"
 COMMANDS = {
     "eval of a manifest": (f"{STEP}/manifest.json", EVAL, 1),
-    "generate from a manifest": (f"{STEP}/manifest.json", GENERATE, 2),
+    "generate from a manifest": (f"{STEP}/manifest.json", GENERATE, 1),
     "eval of a shard": (f"{STEP}/{SHARD}", EVAL, 1),
     "generate from a shard": (f"{STEP}/{SHARD}", GENERATE, 1),
     "resuming by latest": ("run/checkpoints/latest", RESUME, 0),
@@ -139,8 +139,8 @@ COMMANDS = {
     "resuming from a shard": (f"{STEP}/{SHARD}", RESUME, 0),
     "resuming with metrics": ("run/metrics.jsonl", RESUME, 0),
     "resuming with a config": ("run/config.yaml", RESUME, 2),
-    "training on tokens": ("corpus/train.bin", RESUME, 2),
-    "training on an index": ("corpus/train.idx", RESUME, 2),
+    "training on tokens": ("corpus/train.bin", RESUME, 1),
+    "training on an index": ("corpus/train.idx", RESUME, 1),
     "training by a receipt": ("corpus/corpus.json", RESUME, 2),
     "training with a tokenizer": ("corpus/tokenizer.json", RESUME, 1),
     "generating with a tokenizer": ("run/tokenizer.json", GENERATE, 1),

@@ -282,7 +282,7 @@ def gradients_of(model: GPT2, stream: DropoutStream | None, shift: int = 0) -> l
 
 
 @pytest.mark.slow
-def test_compiled_layers_give_the_same_and_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_layers_give_the_same_and_are_compiled_once() -> None:
     """Documents of other lengths make no new graph; equal but for float32 rounding."""
     model, _ = dropout_model()
     eager = [gradients_of(model, None, shift) for shift in range(3)]
@@ -290,7 +290,7 @@ def test_compiled_layers_give_the_same_and_are_compiled_once(monkeypatch: pytest
     for layer in model.layers.values():
         layer.compile()
     first = gradients_of(model, None)
-    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
-    compiled = [first, *(gradients_of(model, None, shift) for shift in (1, 2))]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        compiled = [first, *(gradients_of(model, None, shift) for shift in (1, 2))]
     for a, b in zip(chain(*eager), chain(*compiled), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -12,6 +12,7 @@ from mlm.checkpoint.native.compare import Comparison, TensorDifference
 from mlm.checkpoint.native.lineage import LINEAGE
 from mlm.optim.adamw import MOMENTS
 from mlm.report.history import read_records
+from mlm.train.state import INCIDENTS
 
 Records = Mapping[int, Mapping[str, Any]]
 """Step → its record of metrics.jsonl."""
@@ -63,6 +64,18 @@ class Allowed:
             return True
         return not abs(straight - resumed) <= limits[field]
 
+    def incidents_differ(self, straight: Any, resumed: Any) -> bool:
+        """True if the memories of incidents differ: losses and norms beyond the tolerance, counts at all."""
+        if isinstance(straight, Mapping) and isinstance(resumed, Mapping):
+            return straight.keys() != resumed.keys() or any(
+                self.incidents_differ(straight[key], resumed[key]) for key in straight
+            )
+        if isinstance(straight, list) and isinstance(resumed, list):
+            return len(straight) != len(resumed) or any(map(self.incidents_differ, straight, resumed))
+        if self.tolerance is None or not isinstance(straight, float) or not isinstance(resumed, float):
+            return bool(straight != resumed)
+        return not abs(straight - resumed) <= max(self.tolerance.loss, self.tolerance.norm * abs(straight))
+
     def tensor_limit(self, tensor: TensorDifference, moved: float, largest: Callable[[str], float]) -> float:
         """The largest difference that an element may have.
 
@@ -105,7 +118,7 @@ def judge(runs: Runs, may: Allowed) -> Verdict:
     finders: tuple[Callable[[], Verdict | None], ...] = (
         lambda: _of_starts(runs),
         lambda: _of_steps(runs, may),
-        lambda: _of_counters(runs),
+        lambda: _of_counters(runs, may),
         lambda: _of_tensors(runs, may),
     )
     found = (finder() for finder in finders)
@@ -161,11 +174,11 @@ def _hint_of_step(step: int, field: str, plan: KillPlan) -> str:
     return "the step after the kill is right: suspect the moments, or the position in the data"
 
 
-def _of_counters(runs: Runs) -> Verdict | None:
+def _of_counters(runs: Runs, may: Allowed) -> Verdict | None:
     first, second = runs.final.first.state, runs.final.second.state
     for key in sorted((first.keys() | second.keys()) - set(NO_COUNTERS)):
         a, b = first.get(key), second.get(key)
-        if a != b:
+        if may.incidents_differ(a, b) if key == INCIDENTS else a != b:
             return _different(
                 f"the first difference is in {key} of the last checkpoint's state: {a} straight, {b} resumed",
                 "every step was equal: suspect what is saved of this counter",
