@@ -1,17 +1,21 @@
 """Long tests, order of the test files, and runs that draw nothing and compute on one thread."""
 
 import gc
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import setuptools  # noqa: F401  # once pip is imported, setuptools fails if it comes later: Inductor needs it
 
 from mlm.files.atomic import write_atomic
 from mlm.launch import process
 from mlm.report import curves
+
+with warnings.catch_warnings():  # pytest has imported distutils
+    warnings.simplefilter("ignore")
+    import setuptools  # noqa: F401  # Inductor imports it, which fails once a test has imported pip
 
 SLOW = Path(__file__).with_name("slow.txt")
 """Tests that only `make test-slow` runs, a line each; with a number n after it, all cases but every nth."""

@@ -29,9 +29,10 @@ from mlm.cli.tasks import OWN
 from mlm.config.elsewhere import OWN_CONFIG, Typed, elsewhere, plain
 from mlm.config.fields import expand_home
 from mlm.config.paths import CONFIG_DIR, groups
+from mlm.config.plain_yaml import problem_of
 from mlm.config.suggest import nearest, nearest_key, unknown_key
 from mlm.config.tree import MISSING_VALUE, describe_values, flatten, leaves, other_names, sections
-from mlm.errors import Problem, show
+from mlm.errors import Problem, show, visible
 from mlm.train.config import PretrainConfig
 
 MOST_LISTED = 16  # choices that one line names
@@ -155,6 +156,13 @@ def _keys_of_file(command: Command, group: str, path: Path) -> list[str] | Probl
     flat = {f"{group}.{key}": value for key, value in flatten(values).items()}
     known = {key: leaf for key, leaf in leaves(command.spec).items() if key.startswith(f"{group}.")}
     missing = [key for key, leaf in known.items() if leaf.default == MISSING_VALUE and flat.get(key) is None]
+    for key in sorted(flat.keys() - known.keys()):
+        if below := [name for name in known if name.startswith(f"{key}.")]:
+            problem = f"{typed}: {key.removeprefix(f'{group}.')}={show(flat[key])} must hold keys"
+            return Problem((group,), problem, f"such as {below[0].rpartition('.')[2]}: …")
+    for key, value in flat.items():
+        if why := problem_of(value) or _not_printable(value):
+            return Problem((group,), f"{typed}: {key.removeprefix(f'{group}.')}: {why}")
     unknown = [key for key in flat if key not in known]
     if missing or unknown:
         short = [key.removeprefix(f"{group}.") for key in (missing or unknown)]
@@ -163,6 +171,13 @@ def _keys_of_file(command: Command, group: str, path: Path) -> list[str] | Probl
         fix = f"{'add' if missing else 'remove'} them, as in {example.relative_to(CONFIG_DIR.parent)}"
         return Problem((group,), f"{typed}: {has} {', '.join(short)}", fix)
     return [f"{key}={quote(v) if isinstance(v, str) else show(v)}" for key, v in flat.items()]
+
+
+def _not_printable(value: Any) -> str | None:
+    """The reason why a text cannot stand on a page: marks that turn or hide what follows."""
+    if not isinstance(value, str) or value.isprintable():
+        return None
+    return f"{visible(value)[:60]} holds characters that cannot be seen; write it without"
 
 
 def _own_choices(command: Command, typed: Sequence[str]) -> list[str]:

@@ -119,14 +119,14 @@ def missing(leaf: Leaf) -> Problem:
 
 
 def _problem_of_value(leaf: Leaf, value: Any) -> Problem | None:
-    numbers = [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, float)]
-    if not all(map(math.isfinite, numbers)):
+    if not _is_finite(value):
         return Problem((leaf.key,), f"{leaf.key}={show(value)} must be finite")
     # pydantic would read true as 1 and 1e3 as a whole number: the second is meant, the first is a slip
     number_wanted = any(kind in (int, float) for kind in alternatives(leaf.type))
     if not (isinstance(value, bool) and number_wanted):
         try:
-            _adapter(leaf.type).validate_python(value)
+            if not _is_finite(_adapter(leaf.type).validate_python(value)):  # of text: 1e400, Infinity
+                return Problem((leaf.key,), f"{leaf.key}={show(value)} must be finite")
             return None if leaf.role is None else path_problem(leaf.key, value, leaf.role)
         except ValidationError:
             pass
@@ -142,6 +142,12 @@ def _problem_of_value(leaf: Leaf, value: Any) -> Problem | None:
     found = nearest(str(value), [str(choice) for choice in choices(leaf.type)])
     hint = f"did you mean {leaf.key}={found}?" if found else ""
     return Problem((leaf.key,), f"{leaf.key}={show(value)} must be {describe_values(leaf)}", hint)
+
+
+def _is_finite(value: Any) -> bool:
+    """False for infinity or NaN, in a list too."""
+    each = value if isinstance(value, list | tuple) else [value]
+    return all(math.isfinite(number) for number in each if isinstance(number, float))
 
 
 def _is_list_of_texts(leaf: Leaf) -> bool:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import TypedDict
 
@@ -15,13 +15,14 @@ from mlm.errors import UserError
 from mlm.files.atomic import write_atomic
 from mlm.files.results import CALIBRATION_MARK, named, write_result
 from mlm.host import host_memory
+from mlm.launch.config import DistConfig
 from mlm.launch.environment import read_place
 from mlm.launch.process import device_kind
 from mlm.launch.start import run_job
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.plan.calibrate_config import CalibrationJob, Format, PlanCalibrateConfig
-from mlm.plan.calibrate_fit import Measured, Message, figures, fit, merged
+from mlm.plan.calibrate_fit import Measured, Message, figures, fit, implausible, merged
 from mlm.plan.calibrate_measure import Measurements, Sizes
 from mlm.plan.hardware import (
     HardwareConfig,
@@ -37,6 +38,7 @@ from mlm.train.memory import reuse_large_blocks
 GIB = 2**30
 MOST_RANKS = 8
 """Ranks that are started on a CPU host without `ranks`."""
+THREADS = "OMP_NUM_THREADS"
 RESERVED = 1.5
 """GiB that driver and libraries take on a GPU without a preset."""
 FIRST_STEP = 0.06
@@ -64,10 +66,21 @@ def run(config: PlanCalibrateConfig) -> int:
         name=config.name,
         out=config.out,
         dtype=config.dtype,
+        max_waiting=config.max_waiting,
         parallel=ParallelConfig(tp=local, dp=hosts),
-        dist=config.dist,
+        dist=config.dist if place else with_threads(config.dist, os.environ.get(THREADS, "")),
     )
     return run_job("mlm.plan.calibrate:on_rank", job, out=None)
+
+
+def with_threads(dist: DistConfig, typed: str) -> DistConfig:
+    """The settings with the threads of OMP_NUM_THREADS, as `typed`, unless dist.threads_per_rank is given."""
+    if dist.threads_per_rank is not None or not typed.isdecimal() or int(typed) == 0:
+        return dist
+    console().print(
+        f"{THREADS}={typed}: ranks have so many threads; dist.threads_per_rank sets another number"
+    )
+    return replace(dist, threads_per_rank=int(typed))
 
 
 def default_ranks(config: PlanCalibrateConfig) -> int:
@@ -83,15 +96,36 @@ def on_rank(config: CalibrationJob, ctx: ParallelContext, sizes: Sizes | None = 
         reuse_large_blocks()
     dtype: Format = config.dtype or ("bf16" if ctx.device.type == "cuda" else "fp32")
     base = memory_bytes(ctx.device) if ctx.device.type == "cpu" else 0
-    measurements = Measurements(ctx, dtype, sizes)
-    with count_progress("measuring", measurements.steps, shown=ctx.is_main) as advance:
-        own = measurements.run(advance)
-    each = Ranks.of(ctx).gather(asdict(own))
+    measured = measure(ctx, Measurements(ctx, dtype, sizes), config.max_waiting)
+    hardware = fit(measured, blank(config.name, ctx, base), dtype)
+    if sizes is None and (low := implausible(hardware)):
+        raise UserError(
+            f"measured {', '.join(low)}, which no working machine has: end other programs and start again"
+        )
     if ctx.is_main:
-        measured = merged([TypeAdapter(Measured).validate_python(found) for found in each])
-        hardware = fit(measured, blank(config.name, ctx, base), dtype)
         show(hardware, measured, dtype)
         write(hardware, config, ctx)
+
+
+def measure(ctx: ParallelContext, measurements: Measurements, most: float) -> Measured:
+    """The medians of all ranks, on every rank, measured once more if other programs took the processors.
+
+    Raises UserError if they still do.
+    """
+    for is_last in (False, True):
+        with count_progress("measuring", measurements.steps, shown=ctx.is_main) as advance:
+            own = measurements.run(advance)
+        each = Ranks.of(ctx).all_gather(asdict(own))
+        measured = merged([TypeAdapter(Measured).validate_python(found) for found in each])
+        if measured.waiting <= most:
+            return measured
+        busy = f"other programs had the processors for {measured.waiting:.0%} of the time"
+        if ctx.is_main and not is_last:
+            console().print(f"{busy}; measuring once more")
+    raise UserError(
+        f"max_waiting={most:g}: {busy}, so that nothing measured is this machine's own; end them and start "
+        "again, or start fewer ranks"
+    )
 
 
 class Unknown(TypedDict):
@@ -118,6 +152,7 @@ def blank(name: str | None, ctx: ParallelContext, base: int) -> HardwareConfig:
             devices_per_node=ctx.tp.size,
             memory_gib=figures(host_memory() / GIB / ctx.tp.size, 4),
             reserved_gib=figures(base / GIB + FIRST_STEP),
+            is_calibrated=True,
             **UNKNOWN,
         )
     gpu = torch.cuda.get_device_name(ctx.device)
@@ -130,6 +165,7 @@ def blank(name: str | None, ctx: ParallelContext, base: int) -> HardwareConfig:
         memory_gib=figures(torch.cuda.get_device_properties(ctx.device).total_memory / GIB, 4),
         reserved_gib=RESERVED if known is None else known.reserved_gib,
         power_w=None if known is None else known.power_w,
+        is_calibrated=True,
         peak_tflops=PeakConfig(**peaks),
         **UNKNOWN,
     )
@@ -138,7 +174,8 @@ def blank(name: str | None, ctx: ParallelContext, base: int) -> HardwareConfig:
 def show(hardware: HardwareConfig, measured: Measured, dtype: str) -> None:
     """Print what was measured, for people."""
     efficiency, out = hardware.efficiency, console()
-    rows = table(f"{hardware.name}: each of {hardware.devices_per_node} ranks", "measured", "#", "")
+    threads = f" of {torch.get_num_threads()} threads" if hardware.device == "cpu" else ""
+    rows = table(f"{hardware.name}: each of {hardware.devices_per_node} ranks{threads}", "measured", "#", "")
     add_row(rows, f"{dtype} products", f"{max(p.rate for p in measured.products) / 1e12:.3g}", "TFLOP/s")
     for other, rate in measured.peaks.items():
         add_row(rows, f"{other} products", f"{rate / 1e12:.3g}", "TFLOP/s") if other != dtype else None

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
-from mlm.config.fields import POSITIVE, Also, Forbid, ResultFile
+from mlm.config.fields import POSITIVE, PROBABILITY, Also, Forbid, ResultFile
 from mlm.launch.config import DistConfig
 from mlm.parallel.config import ParallelConfig
 
@@ -25,6 +25,9 @@ class PlanCalibrateConfig:
     ranks are taken as they are."""
     dtype: Annotated[Format | None, Also("precision")] = None
     """Format whose products are measured; null: bf16 on a GPU, fp32 on a CPU."""
+    max_waiting: Annotated[float, PROBABILITY] = 0.1
+    """Share of the time that a rank may wait for a processor which another program has. Above it the
+    measurement is repeated once, and then rejected."""
     dist: DistConfig = field(default_factory=DistConfig)
 
 
@@ -37,5 +40,6 @@ class CalibrationJob:
     name: str | None = None
     out: ResultFile | None = None
     dtype: Format | None = None
+    max_waiting: float = 0.1
     parallel: ParallelConfig
     dist: DistConfig = field(default_factory=DistConfig)

@@ -85,6 +85,8 @@ class Measured:
     """Seconds of a transformer layer, forward and backward, on micro-batches of two sizes."""
     optimizer: float
     """Seconds of the optimizer's step for each parameter."""
+    waiting: float = 0.0
+    """Share of the time in which a thread was ready and another program had its processor."""
     within: list[Message] = field(default_factory=list)
     across: list[Message] = field(default_factory=list)
 
@@ -119,6 +121,22 @@ def fit(measured: Measured, blank: HardwareConfig, dtype: str) -> HardwareConfig
         latency, rate = fit_link(across)
         found = replace(found, network_gbps=figures(rate / 1e9), network_latency_us=figures(latency * 1e6))
     return replace(found, efficiency=fit_rest(measured, found, dtype))
+
+
+LEAST = {"gpu": {"memory_gbps": 50.0}, "cpu": {"memory_gbps": 1.0}}
+"""Least numbers of real hardware by device; below them the measurement went wrong."""
+LEAST_SHARE = 0.03
+"""Least share of the peak that products and attention reach."""
+LEAST_LINK_GBPS = 1e-3
+
+
+def implausible(hardware: HardwareConfig) -> list[str]:
+    """Fitted numbers that no working machine has, as `key=value`."""
+    efficiency = hardware.efficiency
+    least = {"node_gbps": LEAST_LINK_GBPS, "network_gbps": LEAST_LINK_GBPS, **LEAST[hardware.device]}
+    low = [f"{key}={value:g}" for key, floor in least.items() if (value := getattr(hardware, key)) < floor]
+    shares = {"matmul": efficiency.matmul, "attention": efficiency.attention}
+    return low + [f"efficiency.{key}={value:g}" for key, value in shares.items() if value < LEAST_SHARE]
 
 
 def fit_products(products: Sequence[Product], known: float | None) -> tuple[float, float, float]:
@@ -202,6 +220,7 @@ def merged(each: Sequence[Measured]) -> Measured:
         copy=median(one.copy for one in each),
         layer={size: median(one.layer[size] for one in each) for size in first.layer},
         optimizer=median(one.optimizer for one in each),
+        waiting=max(one.waiting for one in each),
     )
 
 

@@ -1,10 +1,12 @@
 """The measurements of `mlm plan calibrate`, on one rank while all others do the same."""
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -115,6 +117,20 @@ def best_time(run: Callable[[], object], device: torch.device, least_s: float) -
     return best
 
 
+def processor_wait() -> float:
+    """Seconds that threads of this process were ready to run and had no processor, since each began.
+
+    Counted by Linux; 0 where it is not, as in some sandboxes.
+    """
+    total = 0
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            total += int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1])
+        except (OSError, IndexError, ValueError):  # the thread has ended, or nothing is counted
+            continue
+    return total / 1e9
+
+
 def synchronise(device: torch.device) -> None:
     """Wait for the device."""
     if device.type == "cuda":
@@ -148,10 +164,13 @@ class Measurements:
                 found.append(item)
             return found
 
+        begun, waited = time.perf_counter(), processor_wait()
         products, peaks = each(self.products()), each(self.peaks())
         fused = each(self.attention(self.fused))
         unfused = each(self.attention(self.unfused)) if self.device.type == "cpu" else []
         copy, first, second, optimizer = each(self.rest())
+        within, across = each(self.messages(self.ctx.tp)), each(self.messages(self.ctx.dp))
+        available = (time.perf_counter() - begun) * torch.get_num_threads()
         return Measured(
             products=products,
             peaks=dict(peaks),
@@ -161,8 +180,9 @@ class Measurements:
             layer_shape=Shape.of(self.model(1), self.sizes.seq),
             layer=dict(zip(self.sizes.micro_batches, (first, second), strict=True)),
             optimizer=optimizer,
-            within=each(self.messages(self.ctx.tp)),
-            across=each(self.messages(self.ctx.dp)),
+            waiting=max(processor_wait() - waited, 0.0) / available,
+            within=within,
+            across=across,
         )
 
     def time(self, run: Callable[[], object]) -> float:

@@ -7,12 +7,14 @@ from typing import Any
 
 WEIGHTS, CASTS, GRADIENTS, STATE = "weights", "weights in the compute dtype", "gradients", "optimizer state"
 ACTIVATIONS, AGAIN, VOCABULARY = "activations", "recomputed activations", "vocabulary projection"
+TABLES = "tables of modules"
 BUFFERS, TEMPORARIES = "communication buffers", "temporaries"
 PARTS = (
     WEIGHTS,
     CASTS,
     GRADIENTS,
     STATE,
+    TABLES,
     ACTIVATIONS,
     AGAIN,
     VOCABULARY,

@@ -29,11 +29,11 @@ from mlm.optim.precision import DTYPES
 from mlm.parallel.matmul import prepare_products
 from mlm.parallel.mesh import ParallelContext, build_mesh
 from mlm.parallel.pipeline.engine import SENDS_KEPT
-from mlm.plan.dry_run_memory import CASTS, GRADIENTS, STATE, WEIGHTS, Log
+from mlm.plan.dry_run_memory import CASTS, GRADIENTS, STATE, TABLES, WEIGHTS, Log
 from mlm.plan.dry_run_meter import BACKWARD, OPTIMIZER, Counts, Meter
 from mlm.train.config import AttentionKernel, PretrainConfig
 from mlm.train.corpora import train_dataset
-from mlm.train.trainer import Trainer
+from mlm.train.trainer import StopVote, Trainer
 
 META = torch.device("meta")
 Kernel = Callable[..., Tensor]
@@ -114,12 +114,14 @@ def run_steps(trainer: Trainer[MicroBatch], meter: Meter, attention: str, *, in_
 
 
 def step(trainer: Trainer[MicroBatch], meter: Meter, batches: Sequence[MicroBatch]) -> None:
-    """`Trainer.train_step` in its two halves."""
+    """`Trainer.train_step` in its two halves, and between them the ranks' vote on stopping."""
     parts = trainer.forward_backward(batches)
     meter.tag(trainer.model.casts.copies, CASTS)
     meter.tag([s.parameter.grad for s in trainer.shards if s.parameter.grad is not None], GRADIENTS)
+    vote = StopVote(trainer.ctx, lambda: False)
     with meter.during(OPTIMIZER):
         trainer.update(parts)
+    vote.result()
 
 
 def numbers_to_run(config: PretrainConfig, ctx: ParallelContext, whole: int) -> tuple[int, int]:
@@ -180,7 +182,7 @@ def tag_state(trainer: Trainer[MicroBatch], meter: Meter) -> None:
     ]
     meter.tag([x for x in state if isinstance(x, Tensor)], STATE)
     for chunk in trainer.model.chunks:
-        meter.tag(chunk.buffers(), WEIGHTS)
+        meter.tag(chunk.buffers(), TABLES)
     meter.tag([shard.parameter for shard in trainer.shards], WEIGHTS)
     for reducer in trainer.reducers:
         meter.tag([bucket.flat for bucket in getattr(reducer, "buckets", ())], GRADIENTS)

@@ -19,7 +19,7 @@ from mlm.launch.start import LaunchFacts, choose_world_size
 from mlm.models.family import SHIPPED
 from mlm.plan.hardware import HardwareConfig, calibrated, preset_of_gpu
 from mlm.plan.memory import GIB, MemoryModel, gib
-from mlm.plan.report import seconds
+from mlm.plan.report import seconds, spread
 from mlm.plan.search import Models, Query, layouts
 from mlm.plan.shape import Layout
 from mlm.report.summary import Predicted
@@ -223,6 +223,8 @@ def summary(found: Forecast) -> str:
     if found.step_s is None or found.mfu is None or machine.hardware is None:
         return words
     name = f"{machine.hardware.name}, {ranks} ranks" if ranks > 1 else machine.hardware.name
+    if expected := spread(machine.hardware, found.step_s):
+        name = f"{expected} by constants of other programs; {name}"
     return f"{words}; {seconds(found.step_s)} a step and {found.mfu:.0%} MFU expected ({name})"
 
 

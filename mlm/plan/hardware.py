@@ -92,6 +92,11 @@ class HardwareConfig:
     """Time of the smallest message between nodes, microseconds."""
     power_w: Annotated[float | None, POSITIVE] = None
     """Power of a node under load for each device, W, without cooling; null leaves out the energy."""
+    is_calibrated: bool = False
+    """True if `efficiency` was measured with this program, by `mlm plan calibrate`; else it is of others."""
+    time_error: Annotated[float | None, POSITIVE] = None
+    """Error of step times, as a fraction, on published runs that `efficiency` was not fitted on; null: never
+    compared."""
     peak_tflops: PeakConfig = field(default_factory=PeakConfig)
     efficiency: EfficiencyConfig = field(default_factory=EfficiencyConfig)
 

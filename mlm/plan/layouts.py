@@ -17,6 +17,7 @@ from mlm.plan.report import (
     amount,
     as_csv,
     label,
+    layout_cautions,
     numbers,
     records,
     say,
@@ -24,6 +25,7 @@ from mlm.plan.report import (
     show_memory,
     show_speed,
     show_time,
+    time_caution,
     wide,
 )
 from mlm.plan.search import Found, Models, Planned, Query, layouts, least_gpus, query_of, search
@@ -51,6 +53,8 @@ def run(config: PlanLayoutsConfig, console: Console | None = None) -> Found:
     rows = [(str(n), planned.peak) for n, planned in enumerate(found.best, start=1)]
     show_memory(rows, "#", query.memory_bytes, console)
     say(footnote(found), console)
+    for line in notes(query, found):
+        say(line, console)
     if config.why:
         for line in reasons(query, found):
             say(line, console)
@@ -84,6 +88,15 @@ def footnote(found: Found) -> str:
     if found.too_large:
         line += f"; {len(found.too_large):,} as fast as these do not fit"
     return f"{line}. MFU: model FLOPs over the dense peak. mb: micro-batch. sp: sequence parallelism."
+
+
+def notes(query: Query, found: Found) -> list[str]:
+    """Lines on how far the best layout's numbers can be trusted."""
+    best = found.best[0]
+    return [
+        *time_caution(query.hardware, best.step.total),
+        *layout_cautions(query.hardware, query.model, query.seq, best.layout),
+    ]
 
 
 def too_large(query: Query, found: Found) -> str:
@@ -181,7 +194,8 @@ def write(config: PlanLayoutsConfig, query: Query, found: Found, each: list[Numb
 
         words = title(config, query)
         picture = draw(found.best, words, query.memory_bytes, against_batches(query, found.best[0].layout))
-        lines = [footnote(found), *(reasons(query, found) if config.why else limits(found.best[0]))]
+        lines = [footnote(found), *notes(query, found)]
+        lines += reasons(query, found) if config.why else limits(found.best[0])
         lines += ["", command_line(config, found.best[0].layout)]
         write_result(config.out, picture if ending == ".png" else layouts_page(words, picture, rows, lines))
     else:
@@ -212,5 +226,7 @@ def record(
         "model_flops_per_step": shape.model_flops(query.global_batch),
         "memory_bytes_per_gpu": query.memory_bytes,
         "valid_layouts": found.candidates,
+        "time_error": query.hardware.time_error,
+        "notes": notes(query, found),
         "layouts": rows,
     }

@@ -7,7 +7,7 @@ from rich.console import Console
 from mlm.files.results import named, write_result
 from mlm.plan.config import PlanMemoryConfig
 from mlm.plan.memory import GIB, MemoryModel, Peak, gib, in_flight
-from mlm.plan.report import amount, as_csv, label, say, show_memory, wide
+from mlm.plan.report import amount, as_csv, label, layout_cautions, say, show_memory, wide
 from mlm.plan.shape import Layout
 from mlm.terminal import Screen
 
@@ -40,6 +40,8 @@ def run(config: PlanMemoryConfig, console: Console | None = None) -> dict[int, P
     for rank, peak in peaks.items():
         say(described(layout, rank, peak), console)
     say(verdict(peaks, capacity), console)
+    for line in layout_cautions(config.hardware, config.model, config.data.seq_length, layout):
+        say(line, console)
     if config.out is not None:
         write(config, layout, peaks)
         say(f"written to {named(config.out)}", console)

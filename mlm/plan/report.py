@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mlm.models.config import ModelConfig
+from mlm.plan.hardware import HardwareConfig
 from mlm.plan.memory import GIB, Peak
 from mlm.plan.memory import PARTS as MEMORY_PARTS
 from mlm.plan.search import Planned, Query
@@ -89,6 +91,41 @@ def amount(value: float) -> str:
         if value >= size:
             return f"{value / size:.3g}{unit}"
     return f"{value:.3g}"
+
+
+LONG_SEQUENCE = 8192
+"""Tokens from which on a length that was not typed is worth a line: a model's most positions."""
+
+
+def time_caution(hardware: HardwareConfig, step_s: float) -> list[str]:
+    """A line on a step's time that rests on constants of other programs; none where they were measured."""
+    if hardware.is_calibrated:
+        return []
+    known = (
+        f"expect {spread(hardware, step_s)} a step" if hardware.time_error else "never compared with a run"
+    )
+    fix = "`mlm plan calibrate` measures this one's"
+    return [f"times rest on constants of other programs, {known}; {fix}"]
+
+
+def layout_cautions(hardware: HardwareConfig, model: ModelConfig, seq: int, layout: Layout) -> list[str]:
+    """Lines on a sequence as long as the model's positions, and on tp across nodes."""
+    lines = []
+    if seq == model.max_positions > LONG_SEQUENCE:
+        fix = f"data.seq_length={LONG_SEQUENCE} plans shorter ones"
+        lines.append(f"sequences are as long as the model's positions, {seq:,}; {fix}")
+    if hardware.device == "gpu" and layout.tp > hardware.devices_per_node:
+        lines.append(
+            f"warning: tp={layout.tp} crosses nodes of {hardware.devices_per_node}: the network carries each "
+            f"layer's all-reduces (arXiv:2104.04473, section 3.2); use tp={hardware.devices_per_node} or less"
+        )
+    return lines
+
+
+def spread(hardware: HardwareConfig, step_s: float) -> str:
+    """`226 ms to 319 ms`: the range of a step's time by `time_error`; empty where none is known."""
+    error = None if hardware.is_calibrated else hardware.time_error
+    return f"{seconds(step_s / (1 + error))} to {seconds(step_s * (1 + error))}" if error else ""
 
 
 def new_table(title: str) -> Table:

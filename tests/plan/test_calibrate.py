@@ -1,5 +1,7 @@
 """`mlm plan calibrate`: constants are those of the measured times; its YAML is hardware that plans take."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -7,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from mlm.cli import main
+from mlm.errors import UserError
+from mlm.launch.config import DistConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
-from mlm.plan.calibrate import on_rank
+from mlm.plan.calibrate import measure, on_rank, with_threads
 from mlm.plan.calibrate_config import CalibrationJob, PlanCalibrateConfig
-from mlm.plan.calibrate_fit import Attention, Measured, Message, Product, fit, fit_link
+from mlm.plan.calibrate_fit import Attention, Measured, Message, Product, fit, fit_link, implausible
 from mlm.plan.calibrate_measure import Measurements, Sizes
 from mlm.plan.checks import check_plan_calibrate
 from mlm.plan.cost import FLASH_BACKWARD, UNFUSED_BACKWARD, CostModel
@@ -129,7 +133,9 @@ def test_a_calibration_is_hardware_of_plans(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert main([*PLAN, "hardware=this"]) == 2
     assert "hardware=this: this machine was not calibrated; run `mlm plan cal" in capsys.readouterr().err
-    job = CalibrationJob(out=str(tmp_path / "mine.yaml"), name="my: box", parallel=ParallelConfig())
+    job = CalibrationJob(
+        out=str(tmp_path / "mine.yaml"), name="my: box", parallel=ParallelConfig(), max_waiting=1.0
+    )
     for _ in range(2):
         on_rank(job, ParallelContext(), TINY)
     printed = capsys.readouterr().out
@@ -177,6 +183,48 @@ def test_more_ranks_than_a_host_is_started_with_are_rejected() -> None:
     assert problem.keys == ("ranks",)
     assert problem.fix.startswith("use ranks=64 or less")
     assert not check_plan_calibrate(PlanCalibrateConfig(ranks=64))
+
+
+def test_a_measurement_that_waited_for_processors_is_repeated_once_and_then_rejected(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waits, ctx = [0.5, 0.05, 0.4, 0.3], ParallelContext()
+    monkeypatch.setattr(Measurements, "run", lambda *_: replace(times_of(TRUE), waiting=waits.pop(0)))
+    measurements = Measurements(ctx, "fp32", TINY)
+    assert measure(ctx, measurements, 0.1).waiting == 0.05
+    assert "the processors for 50% of the time; measuring once more" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"max_waiting=0.1: other programs had the processors for 30%"):
+        measure(ctx, measurements, 0.1)
+
+
+def test_waiting_for_a_processor_is_counted() -> None:
+    """Two busy threads on one processor: each waits while the other runs."""
+    program = (
+        "import os, time; from threading import Thread\n"
+        "from mlm.plan.calibrate_measure import processor_wait\n"
+        "os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])\n"
+        "end, before = time.monotonic() + 0.3, processor_wait()\n"
+        "def work():\n    while time.monotonic() < end: pass\n"
+        "if os.fork() == 0:\n    work(); os._exit(0)\n"
+        "work(); os.wait(); print(processor_wait() - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    if not Path("/proc/self/schedstat").exists():
+        pytest.skip("this kernel does not count waits")
+    assert float(done.stdout) > 0.05
+
+
+def test_numbers_that_no_machine_has_are_named() -> None:
+    assert implausible(TRUE) == []
+    slow = replace(TRUE, memory_gbps=0.4, efficiency=replace(TRUE.efficiency, attention=0.02))
+    assert implausible(slow) == ["memory_gbps=0.4", "efficiency.attention=0.02"]
+
+
+def test_threads_of_the_environment_hold_unless_others_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert with_threads(DistConfig(), "3").threads_per_rank == 3
+    assert "OMP_NUM_THREADS=3" in capsys.readouterr().out
+    assert with_threads(DistConfig(threads_per_rank=2), "3").threads_per_rank == 2
+    assert with_threads(DistConfig(), "2,1").threads_per_rank is None
 
 
 def interrupted(_: Measurements) -> Iterator[Product]:

@@ -13,6 +13,7 @@ from mlm.plan import forecast as module
 from mlm.plan.forecast import GPU_RESERVED, Forecast, Machine, forecast, lines, nearest_fit, summary, warning
 from mlm.plan.hardware import preset
 from mlm.plan.memory import GIB, MemoryModel
+from mlm.plan.report import spread, time_caution
 from mlm.plan.search import settings
 from mlm.report.summary import Predicted, comparison
 from mlm.train.config import PretrainConfig
@@ -41,10 +42,22 @@ def of_8b(ranks: int, *words: str, gibs: float = 79.15) -> Forecast:
 def test_the_line_names_memory_and_mfu_of_the_layout() -> None:
     found = of_8b(512, "tp=8", "dp=64")
     assert found.fits
+    step = found.step_s or 0
     assert summary(found) == (
-        f"needs {found.memory / GIB:.1f} GiB of 79.2 GiB per GPU; {(found.step_s or 0) * 1e3:.0f} ms a step "
-        f"and {found.mfu:.0%} MFU expected (DGX A100 80GB, 512 ranks)"
+        f"needs {found.memory / GIB:.1f} GiB of 79.2 GiB per GPU; {step * 1e3:.0f} ms a step and "
+        f"{found.mfu:.0%} MFU expected ({spread(A100, step)} by constants of other programs; DGX A100 80GB, 512 ranks)"
     )
+
+
+def test_times_by_measured_constants_have_no_caution() -> None:
+    """Those of others state the range that their error on other runs gives, or that none is known."""
+    assert spread(replace(A100, time_error=0.25), 2.0) == "1.6 s to 2.5 s"
+    assert time_caution(replace(A100, time_error=0.25), 2.0)[0].endswith(
+        "other programs, expect 1.6 s to 2.5 s a step; `mlm plan calibrate` measures this one's"
+    )
+    assert "never compared with a run" in time_caution(replace(A100, time_error=None), 2.0)[0]
+    assert time_caution(replace(A100, is_calibrated=True), 2.0) == []
+    assert spread(replace(A100, is_calibrated=True), 2.0) == ""
 
 
 @pytest.mark.parametrize(

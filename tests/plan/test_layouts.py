@@ -189,3 +189,36 @@ def test_no_torch_is_imported() -> None:
         f"main({[*LAYOUTS, 'why=true']!r}); main({MEMORY!r}); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("memory_gbps", float("inf"), "hardware.memory_gbps=Infinity must be finite"),
+        ("memory_gbps", "1e400", "hardware.memory_gbps=1e400 must be finite"),
+        ("peak_tflops", {"bf16": float("inf")}, "hardware.peak_tflops.bf16=Infinity must be finite"),
+        ("peak_tflops", [312, 312], "peak_tflops=[312,312] must hold keys; such as bf16: …"),
+        ("name", "${oc.env:HOME}", "name: an interpolation (${…}) is not resolved here"),
+        ("name", "A100 \u202egpj.", "name: A100 \\u202egpj. holds characters that cannot be seen"),
+    ],
+)
+def test_hardware_that_cannot_be_is_one_line(
+    key: str, value: object, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = yaml.safe_load((CONFIG_DIR / "hardware/dgx_a100_80g.yaml").read_text())
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({**values, key: value}, allow_unicode=True))
+    assert main([*LAYOUTS, f"hardware={tmp_path / 'mine.yaml'}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_a_long_sequence_and_tp_across_nodes_are_worth_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model=llama3_70b", "tp=16", "hardware=dgx_h100", "train.global_batch_size=16"]
+    assert main(["plan", "memory", *words]) == 0
+    printed = capsys.readouterr().out
+    assert "as the model's positions, 131,072; data.seq_length=8192 plans shorter ones" in printed
+    assert "warning: tp=16 crosses nodes of 8" in printed
+    assert main(["plan", "memory", *words, "tp=8", "data.seq_length=8192"]) == 0
+    printed = capsys.readouterr().out
+    assert "positions" not in printed
+    assert "crosses" not in printed
