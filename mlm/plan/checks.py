@@ -99,8 +99,8 @@ def _dtype_has_units(config: PlanLayoutsConfig | PlanMemoryConfig) -> Problem | 
     known = [name for name in ("bf16", "fp16", "fp32", "fp64") if getattr(peaks, name) is not None]
     if not known:
         problem = f"hardware.peak_tflops of {config.hardware.name} are all null"
-        keys = ("hardware.peak_tflops", f"hardware.peak_tflops.{dtype}")
-        return Problem(keys, problem, f"add {keys[1]}=…")
+        section, key = "hardware.peak_tflops", f"hardware.peak_tflops.{dtype}"
+        return Problem((section, key), problem, f"add {key}=…")
     problem = f"precision={dtype}: {config.hardware.name} has no peak_tflops.{dtype}"
     keys = ("precision", "hardware", f"hardware.peak_tflops.{dtype}")
     return Problem(keys, problem, f"use {either('precision', known)}")

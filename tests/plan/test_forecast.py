@@ -45,7 +45,8 @@ def test_the_line_names_memory_and_mfu_of_the_layout() -> None:
     step = found.step_s or 0
     assert summary(found) == (
         f"needs {found.memory / GIB:.1f} GiB of 79.2 GiB per GPU; {step * 1e3:.0f} ms a step and "
-        f"{found.mfu:.0%} MFU expected ({spread(A100, step)} by constants of other programs; DGX A100 80GB, 512 ranks)"
+        f"{found.mfu:.0%} MFU expected ({spread(A100, step)} by constants of other programs; "
+        "DGX A100 80GB, 512 ranks)"
     )
 
 
