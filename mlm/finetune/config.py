@@ -77,7 +77,9 @@ class FinetuneTrainConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinetuneScheduleConfig:
-    """Learning rate over steps: linear warm-up to optimizer.lr, then decay to min_lr at the last step."""
+    """Learning rate over steps: linear warm-up to optimizer.lr, then decay to min_lr at the last step.
+
+    With min_lr=0 the last step repeats the rate of the step before."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 

@@ -296,3 +296,10 @@ def test_ranks_get_equally_many_micro_batches_and_each_conversation_once(folder:
     seen = sorted(n for batches in ranks for batch in batches for n in batch.examples)
     assert seen == list(range(len(examples)))
     assert all(batch.tokens.shape[1] % 4 == 0 for batches in ranks for batch in batches)
+
+
+def test_run_of_one_step_trains(folder: Path, tmp_path: Path) -> None:
+    """Its one step is the last, where a decay to 0 would leave the weights as they were."""
+    config = chatting(folder, out=str(tmp_path), train={"epochs": 1, "global_batch_size": 20})
+    finetune(config)
+    assert [record["lr"] for record in records(tmp_path, "step")] == [config.optimizer.lr]
