@@ -10,13 +10,13 @@ from typing import Any
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.format import CheckpointError
 from mlm.data.chat_template import ChatError
-from mlm.data.conversation import check_messages, encode_prompt
+from mlm.data.conversation import SHARE_GPT, check_messages, encode_prompt
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import UserError
 from mlm.generate.config import STDIN, GenerateConfig
 from mlm.parallel.mesh import ParallelContext
 
-MESSAGES = "messages"
+MESSAGES = ("messages", SHARE_GPT)
 KEYS = ("prompt", "text")
 """Keys of the prompt in a line of a .jsonl file; the first present counts."""
 REMEDY = 'give prompt="some text", prompt=- for standard input, or prompts=FILE'
@@ -135,8 +135,8 @@ def _prompt(said: Any) -> str | None:
 
 def _conversation(said: Any) -> str | None:
     """JSON of (messages, tools) of a line, or of the text of one message of the user."""
-    if isinstance(said, dict) and MESSAGES in said:
-        return json.dumps([said[MESSAGES], said.get("tools")])
+    if isinstance(said, dict) and (found := next((key for key in MESSAGES if key in said), None)):
+        return json.dumps([said[found], said.get("tools")])
     text = _prompt(said)
     return None if text is None else json.dumps([text, None])
 
