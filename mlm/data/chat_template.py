@@ -136,10 +136,9 @@ def without_marks(text: str) -> Rendered:
 
 
 def with_turn_end(source: str, name: str, tokenizer: Tokenizer) -> tuple[str, str]:
-    """Return a built-in template whose turns end with one special token, and a note on another than its own.
+    """Return a built-in template whose turns end with one token, and a note where that is not its own.
 
-    Marks that the vocabulary lacks are text of several tokens, after which no answer would end. Raises
-    UserError if the vocabulary has no special token for it.
+    After a mark that is text of several tokens no answer would end. Raises UserError without such a token.
     """
     if IM_END in tokenizer.special_names:
         return source, ""
@@ -175,10 +174,7 @@ def token_names(settings: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, 
 
 
 def find_template(folder: Path) -> tuple[str, str] | None:
-    """Return the template beside a tokenizer and its place; None if there is none.
-
-    Raises UserError, CorruptFileError.
-    """
+    """Return a folder's template and its place; None without one. Raises UserError, CorruptFileError."""
     path = folder / FILE
     if path.is_file():
         return read_template(path), str(path)

@@ -28,8 +28,6 @@ SHARE_GPT = "conversations"
 """Column of ShareGPT's messages."""
 SPEAKERS = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT}
 """Roles by ShareGPT's names, where these differ."""
-PROMPT_AND_ANSWER = {"prompt": "user", "completion": ASSISTANT}
-"""Columns of a row with one question and its answer, each a text or messages, and their roles."""
 
 AT_ONCE = 1 << 22
 """Letters that are tokenised at a time: meanwhile a token takes some hundred bytes."""
@@ -59,41 +57,33 @@ class Text:
 
 
 def messages_in(record: Mapping[str, Any], column: str) -> Any:
-    """Return the messages of a record: those in `column`, in `conversations`, or of prompt and completion.
-
-    Raises KeyError if it has none of these.
-    """
+    """Return the messages in `column`, in `conversations`, or of prompt and completion. Raises KeyError."""
     for name in (column, SHARE_GPT):
         if name in record:
             return record[name]
     messages = list[Any]()
-    for key, role in PROMPT_AND_ANSWER.items():
+    for key, role in (("prompt", "user"), ("completion", ASSISTANT)):
         said = record[key]
         messages += said if isinstance(said, list) else [{"role": role, "content": said}]
     return messages
 
 
 def check_messages(messages: Any) -> list[Message]:
-    """Return the messages of a conversation, each with a known role and a text as its content.
-
-    Reads ShareGPT's {"from": "human", "value": …}, and joins the texts of a list of parts. Raises ChatError.
-    """
+    """Return the messages of a conversation, ShareGPT's too, with a role and a text. Raises ChatError."""
     if not isinstance(messages, list) or not messages:
         raise ChatError('no list of messages: write [{"role": "user", "content": "…"}, …]')
     return [checked(message, number) for number, message in enumerate(messages, 1)]
 
 
 def checked(message: Any, number: int) -> Message:
-    """Return one message with a role and a text. Raises ChatError."""
+    """Return one message; a list of text parts as their text. Raises ChatError."""
     if not isinstance(message, dict):
         raise ChatError(f'message {number} is no object: write {{"role": "user", "content": "…"}}')
-    message = {
-        key: value for key, value in message.items() if value is not None
-    }  # as tables fill absent keys
+    # a table fills absent keys with null
+    message = {key: value for key, value in message.items() if value is not None}
     if "from" in message and "role" not in message:
-        rest = {key: value for key, value in message.items() if key not in ("from", "value")}
-        speaker = message["from"]
-        message = {**rest, "role": SPEAKERS.get(str(speaker), speaker), "content": message.get("value")}
+        speaker = message.pop("from")
+        message |= {"role": SPEAKERS.get(str(speaker), speaker), "content": message.pop("value", None)}
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise ChatError(f"message {number}: role={str(role)[:40]!r} is unknown: use {', '.join(ROLES)}")

@@ -51,6 +51,9 @@ def _tests_are_named(config: FinetuneConfig, _: Launch) -> Problem | None:
 
 
 def _rows_exist(config: Any, _: Launch) -> Problem | None:
+    if isinstance(config, FinetuneConfig) and config.data.path is None and config.task.hub is None:
+        why = f"task {config.task.name} has no data set on the Hub"
+        return Absent.at("data.path", None, why, "give data.path=… or task.hub=…")
     return present.folder("data.path", config.data.path)
 
 
@@ -62,13 +65,6 @@ def _model_exists(config: Any, _: Launch) -> Problem | None:
     return present.model(config.ckpt)
 
 
-def _rows_are_named(config: FinetuneConfig, _: Launch) -> Problem | None:
-    if config.data.path is not None or config.task.hub is not None:
-        return None
-    why = f"task {config.task.name} has no data set on the Hub"
-    return Absent.at("data.path", None, why, "give data.path=… or task.hub=…")
-
-
 def _chat_template_exists(config: Any, _: Launch) -> Problem | None:
     key, given = "data.chat_template", config.data.chat_template
     if given is not None or config.task.kind != "chat":
@@ -77,7 +73,7 @@ def _chat_template_exists(config: Any, _: Launch) -> Problem | None:
 
     try:
         return template_problem(config.data.tokenizer, Path(config.ckpt), key=key)
-    except UserError:
+    except (UserError, OSError):
         return None  # reported where they are read
 
 
@@ -97,16 +93,10 @@ EVAL_TASK_RULES = (
     _chat_template_exists,
 )
 FINETUNE_RULES = (
-    devices_exist,
     stages_exist,
     _own_code_works,
     _tests_are_named,
     _incidents_are_followed,
     lr_falls,
-    loss_scale_can_fall,
-    _model_exists,
-    _rows_are_named,
-    _rows_exist,
-    _tokenizer_exists,
-    _chat_template_exists,
+    *EVAL_TASK_RULES,
 )

@@ -134,15 +134,15 @@ def splits_of(config: FinetuneConfig) -> Splits:
     """Read the rows to train on, to validate on and to predict. Raises ConfigError for all unusable rows."""
     task, path, problems = config.task, config.data.path, list[str]()
 
-    def read(read_one: Callable[..., Split], names: Iterable[str]) -> list[Split]:
-        found = (attempt(problems, partial(read_one, task, name, path=path)) for name in names)
+    def read(one: Callable[..., Split], names: Iterable[str]) -> list[Split]:
+        found = [attempt(problems, partial(one, task, name, path=path)) for name in names]
         return [split for split in found if split is not None]
 
-    trained, validations = read(read_part, [task.train]), read(read_part, task.validations)
+    parts = read(read_part, (task.train, *task.validations))
     tests = read(read_split, task.tests) if config.data.predict_tests else []
     if problems:
         raise ConfigError(problems)
-    (train,) = trained
+    train, *validations = parts
     if config.data.train_rows is not None and config.data.train_rows > len(train):
         raise UserError(
             f"data.train_rows={config.data.train_rows} is more than the {len(train)} rows of {train.source}, "

@@ -168,7 +168,8 @@ class TaskType(ABC):
         values, labels = {prediction.value for prediction in predictions}, [row.label for row in rows]
         if not self.names_labels or len(values) != 1 or len(set(labels)) == 1:
             return []
-        name, share = task.labels[int(*values)], labels.count(*values) / len(labels)
+        (value,), share = values, labels.count(*values) / len(labels)
+        name = task.labels[value] if isinstance(value, int) else value
         return [
             f"warning: all {len(rows):,} rows of {split} are predicted {name}, the label of {share:.0%} of "
             "them; train longer, or with another optimizer.lr"

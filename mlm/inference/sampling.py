@@ -41,9 +41,8 @@ class Sampling:
 
     def problems(self) -> list[Problem]:
         """Return the problem of each value that is out of range, or no number."""
-        values = asdict(self)
-        if wrong := {key: value for key, value in values.items() if not isinstance(value, Real)}:
-            return [Problem.at(key, value, f"{type_of(value)}, not a number") for key, value in wrong.items()]
+        if wrong := [(key, value) for key, value in asdict(self).items() if not isinstance(value, Real)]:
+            return [Problem.at(key, value, f"{type_of(value)}, not a number") for key, value in wrong]
         most = self.max_new_tokens
         rules: tuple[tuple[str, bool, str], ...] = (
             ("max_new_tokens", most >= 1, "must be at least 1"),

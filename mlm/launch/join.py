@@ -39,8 +39,7 @@ def build_mesh(
     """
     for key, size in (("tp", tp), ("pp", pp)):
         if not isinstance(size, Integral):
-            problem = Problem.at(key, repr(size), f"{type_of(size)}, not an integer", "pass 1 or more")
-            raise ConfigError([problem])
+            raise UserError(f"{key}={size!r}: {type_of(size)}, not an integer; pass 1 or more")
     place = _place()
     ranks = tp * pp
     if min(tp, pp) < 1 or place.world_size % ranks:
