@@ -12,7 +12,7 @@ from mlm.checkpoint.native.format import CheckpointError
 from mlm.data.chat_template import ChatError
 from mlm.data.conversation import SHARE_GPT, check_messages, encode_prompt
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import UserError
+from mlm.errors import UserError, half_pair
 from mlm.generate.config import STDIN, GenerateConfig
 from mlm.parallel.mesh import ParallelContext
 
@@ -77,6 +77,8 @@ def _texts(config: GenerateConfig, of_json: "Callable[[Any], str | None]") -> li
         if not found[0].text:  # of a pipe: what should have written it failed
             raise UserError(f"standard input is empty: {REMEDY}")
         return found
+    if (half := half_pair(config.prompt)) is not None:
+        raise UserError(f"prompt: holds {half}, no UTF-8: correct it")
     return [Prompt("prompt", config.prompt)]
 
 

@@ -120,6 +120,7 @@ def test_ctrl_c_ends_an_answer_with_130_and_no_word(llama: Path) -> None:
     "settings, problem",
     [
         (["chat=true"], "chat=true: no message to answer"),
+        (["prompt=a\udcff"], "prompt: holds half a surrogate pair (U+DCFF), no UTF-8: correct it"),
         (["system=be brief", "prompt=a"], "system=be brief is of chat=true; set chat=true"),
         (["chat=true", "prompt=a", "special_tokens=true"], "special_tokens=true: in a message"),
         (["chat=true", "prompts=bad.jsonl"], "bad.jsonl:1: message 1: role='bot' is unknown"),
