@@ -3,11 +3,14 @@
 import json
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
+T = TypeVar("T")
 LONG_WORD = re.compile(r"\S{1000,}")
+HALF_PAIR = re.compile("[\ud800-\udfff]")
+TYPES = {"NoneType": "null", "int": "an integer", "str": "a text", "dict": "an object"}
 
 
 def visible(text: str) -> str:
@@ -24,6 +27,12 @@ def printed(line: str) -> str:
     return LONG_WORD.sub(lambda word: f"{word[0][:100]}…{word[0][-20:]}", visible(line))
 
 
+def half_pair(text: str) -> str | None:
+    """The first half of a surrogate pair in a text, in words, which no tokenizer takes; None without one."""
+    found = HALF_PAIR.search(text)
+    return None if found is None else f"half a surrogate pair (U+{ord(found[0]):X})"
+
+
 def has_controls(text: str) -> bool:
     """True if a text holds control characters other than newlines and tabs."""
     return any(unicodedata.category(c) == "Cc" for c in text if c not in "\n\t")
@@ -32,6 +41,12 @@ def has_controls(text: str) -> bool:
 def show(value: Any) -> str:
     """A value as it is typed: true, null, [1,2]."""
     return value if isinstance(value, str) else json.dumps(value, default=str, separators=(",", ":"))
+
+
+def type_of(value: Any) -> str:
+    """The type of a value in words, with its article: null, an integer; of other objects their class."""
+    name = type(value).__name__
+    return TYPES.get(name) or f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
 
 def spelled(settings: Mapping[str, Any]) -> str:
@@ -148,6 +163,15 @@ class CheckFailedError(UserError):
 
     exit_code = 1
     kind = Failed
+
+
+def attempt(problems: list[str], call: Callable[[], T]) -> T | None:
+    """Return what a call returns; None if it raises UserError, whose problems are then among `problems`."""
+    try:
+        return call()
+    except UserError as error:
+        problems += [problem for problem in error.problems if problem not in problems]
+        return None
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mlm.data.sampler import Batch
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import ConfigError, Problem, UserError
+from mlm.errors import ConfigError, Problem, UserError, half_pair, type_of
 from mlm.finetune.predict import predict
 from mlm.inference.generation import Sampling, before_stop, ends_at, generate
 from mlm.inference.scoring import rolling_windows, score
@@ -109,7 +109,7 @@ def _path(key: str, value: object) -> str:
         return str(value)
     fix = "save it with save_pretrained(FOLDER) and pass FOLDER" if hasattr(value, "save_pretrained") else ""
     wanted = f"pass {SOURCES}" if key == "ckpt" else "pass the path of a tokenizer.json, or of its folder"
-    raise TypeError(f"{key}: a {type(value).__name__}, not a path; {fix or wanted}")
+    raise TypeError(f"{key}: {type_of(value)}, not a path; {fix or wanted}")
 
 
 def _precision(value: object) -> str:
@@ -130,13 +130,16 @@ def _check_sampling(options: Sampling, stops: Sequence[str]) -> None:
 
 
 def _listed(key: str, value: object) -> list[str]:
-    """Return a text, or several, as a list. Raises TypeError."""
+    """Return a text, or several, as a list. Raises TypeError; UserError for what is no Unicode."""
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list | tuple):
-        raise TypeError(f"{key}: a {type(value).__name__}, not a str or a list of str")
+        raise TypeError(f"{key}: {type_of(value)}, not a str or a list of str")
     for number, text in enumerate(texts):
+        place = key if isinstance(value, str) else f"{key}[{number}]"
         if not isinstance(text, str):
-            raise TypeError(f"{key}[{number}]: a {type(text).__name__}, not a str")
+            raise TypeError(f"{place}: {type_of(text)}, not a str")
+        if (half := half_pair(text)) is not None:
+            raise UserError(f"{place}: holds {half}; delete it")
     return list(texts)
 
 
@@ -229,7 +232,7 @@ class Model:
             seed=seed,
             batch_size=batch_size,
         )
-        stops = [stop] if isinstance(stop, str) else list(stop)
+        stops = _listed("stop", stop)
         _check_sampling(options, stops)
         tokenizer = self.tokenizer
         encode = tokenizer.encode_special if special_tokens else tokenizer.encode
@@ -337,7 +340,7 @@ class Model:
             batch_size: Texts of task.max_length tokens per micro-batch; no answer depends on it.
         """
         if not isinstance(texts, str | tuple | list | Mapping):
-            raise TypeError(f"texts: a {type(texts).__name__}, not a text, a tuple, a dict or a list of them")
+            raise TypeError(f"texts: {type_of(texts)}, not a text, a tuple, a dict or a list of them")
         if batch_size < 1:
             raise ConfigError([Problem.at("batch_size", batch_size, "must be at least 1")])
         rows = texts if isinstance(texts, list) else [texts]

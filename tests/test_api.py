@@ -382,7 +382,7 @@ class TestErrors:
             make_bert(tmp_path, "bert", "ForSequenceClassification")
             add_word_pieces(tmp_path)
             model = mlm.load(tmp_path, device="cpu")
-        with pytest.raises(TypeError, match=r"^(texts|prompt)(\[1\])?: a (int|NoneType)") as caught:
+        with pytest.raises(TypeError, match=r"^(texts|prompt)(\[1\])?: (an integer|null)") as caught:
             getattr(model, use)(texts)
         assert "\n" not in str(caught.value)
 
@@ -415,6 +415,7 @@ class TestErrors:
             ("", "'': names nothing; give "),
             ("nothere", "'nothere': no such folder; give "),
             ("runs/nothere", "'runs/nothere': no such folder; give "),
+            ("s3://bucket/run", "'s3://bucket/run': remote stores are not read; give "),
             ("corpus", "'corpus': holds neither a checkpoint nor config.json; give "),
             ("corpus/train.bin", "'corpus/train.bin': is a file; give "),
         ],
@@ -443,12 +444,37 @@ class TestErrors:
         objects: list[tuple[str, dict[str, Any]]] = [
             (f"tokenizer: a .*, {saved}", {"ckpt": folder, "tokenizer": theirs}),
             (f"ckpt: a GPT2LMHeadModel, {saved}", {"ckpt": make_model(tmp_path)}),
-            ("ckpt: a int, not a path; pass a run or checkpoint folder", {"ckpt": 7}),
-            ("device: a int, not one of auto, cpu, cuda", {"ckpt": folder, "device": 0}),
+            ("ckpt: an integer, not a path; pass a run or checkpoint folder", {"ckpt": 7}),
+            ("device: an integer, not one of auto, cpu, cuda", {"ckpt": folder, "device": 0}),
         ]
         for problem, arguments in objects:
             with pytest.raises(TypeError, match=problem):
                 mlm.load(**arguments)
+
+    def test_sizes_and_samplings_that_are_no_numbers_are_named(self, folder: Path, model: mlm.Model) -> None:
+        cases: list[tuple[str, Callable[[], Any]]] = [
+            ("tp='2': a text, not an integer; pass 1 or more", lambda: mlm.load(folder, tp="2")),  # type: ignore[arg-type]
+            ("pp=None: null, not an integer; pass 1 or more", lambda: mlm.load(folder, pp=None)),  # type: ignore[arg-type]
+            ("top_k=2: a text, not a number", lambda: model.generate("To", top_k="2")),  # type: ignore[arg-type]
+            ("seed=null: null, not a number", lambda: model.generate("To", seed=None)),  # type: ignore[arg-type]
+        ]
+        for problem, call in cases:
+            with pytest.raises(ValueError) as caught:
+                call()
+            assert str(caught.value) == problem
+
+    def test_half_a_surrogate_pair_is_no_text(self, model: mlm.Model) -> None:
+        problem = "half a surrogate pair (U+D800); delete it"
+        cases: list[tuple[str, Callable[[], Any]]] = [
+            ("prompt", lambda: model.generate("a \ud800")),
+            ("prompt[1]", lambda: model.generate(["a", "\ud800"])),
+            ("stop", lambda: model.generate("a", stop="\ud800")),
+            ("texts", lambda: model.score("\ud800")),
+        ]
+        for place, call in cases:
+            with pytest.raises(ValueError) as caught:
+                call()
+            assert str(caught.value) == f"{place}: holds {problem}"
 
     def test_without_a_tokenizer_there_are_logits_and_no_text(self, tmp_path: Path) -> None:
         make_model(tmp_path)

@@ -6,6 +6,7 @@ looks at what exists at a path, and `suggest.py` knows the other names.
 """
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -22,6 +23,8 @@ Forbid: dict[str, str] = {"extra": "forbid"}
 Options = dict[str, bool | int | float | str]
 """Settings by name, of code that is not ours."""
 
+REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+"""s3://…, gs://…, https://…, hf://…"""
 LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, of Linux
 MOST = 2**31 - 1
 """Limit of whole numbers other than seeds and bytes: more is a slip of a finger."""
@@ -149,6 +152,9 @@ def path_problem(key: str, value: Any, role: Role) -> Problem | None:
         return Problem.at(
             key, value, f"{user} is no user's home folder", f"write the path in full, or ./{path}"
         )
+    if REMOTE.match(path):
+        fix = "copy it to this machine, or mount it, and name that path"
+        return Problem.at(key, value, "remote stores are neither read nor written", fix)
     if "\0" in path:
         return Problem((key,), f"{key}={value!r}: holds a null byte", "correct the path")
     return length_problem(key, path)

@@ -13,7 +13,7 @@ from mlm.corpus.read.read import read_shard
 from mlm.corpus.read.records import Rejected
 from mlm.corpus.read.shards import split_inputs
 from mlm.data.tokenizer import BERT_SPECIAL, CONTINUES, EOD, FILES, UNK, Tokenizer, byte_level, word_piece
-from mlm.errors import UserError
+from mlm.errors import Problem, UserError
 from mlm.files.results import is_stream, result_problems, write_result
 from mlm.terminal import Screen, byte_progress
 
@@ -60,6 +60,11 @@ def tokenizer_path(out: str) -> Path:
 def preflight(config: DataTokenizerConfig) -> list[str]:
     """Return the problem of a file at `out` that is not a tokenizer; called before the input is read."""
     path = tokenizer_path(config.out)
+    if Path(config.out).suffix in (".txt", ".model") and not Path(config.out).is_dir():
+        problem = "would be a folder of that name: a tokenizer is one tokenizer.json, its settings included"
+        return [
+            Problem.at("out", config.out, problem, f"use out={Path(config.out).with_name('tokenizer.json')}")
+        ]
     if path.is_file() and not is_stream(path):
         return (
             []

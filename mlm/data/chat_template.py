@@ -14,10 +14,11 @@ from typing import Any
 
 import jinja2
 
+from mlm.data.chat_builtin import BUILT_IN, IM_END, IM_START
 from mlm.data.chat_renderer import RenderError, renderer
 from mlm.data.chat_sandbox import BEGIN, END, environment
 from mlm.data.tokenizer import Tokenizer, read_config
-from mlm.errors import CorruptFileError, UserError
+from mlm.errors import CorruptFileError, UserError, half_pair
 from mlm.files.atomic import digest_bytes, write_atomic
 
 FILE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
@@ -51,12 +52,17 @@ class ChatTemplate:
     Attributes:
         marks_answers: True if it has {% generation %} blocks.
         digest: of the template and these names.
+        note: a line on what ends a turn of a built-in template; empty where that is its own token.
 
     Raises UserError if it is no Jinja.
     """
 
-    def __init__(self, source: str, tokens: Mapping[str, str], place: str = "chat template") -> None:
-        self.source, self.tokens, self.place = source, dict(tokens), place
+    def __init__(
+        self, source: str, tokens: Mapping[str, str], place: str = "chat template", note: str = ""
+    ) -> None:
+        self.source, self.tokens, self.place, self.note = source, dict(tokens), place, note
+        if (half := half_pair(source)) is not None:
+            raise UserError(f"{place}: holds {half}: correct the template")
         self.marks_answers = GENERATION.search(source) is not None
         self.digest = digest_bytes(json.dumps([source, sorted(self.tokens.items())]).encode())
         try:
@@ -72,16 +78,14 @@ class ChatTemplate:
     def find(cls, folder: Path, tokenizer: Tokenizer, file: str | None = None) -> "ChatTemplate | None":
         """Return the template in `file`, else the one of a folder's tokenizer; None if there is none.
 
-        Raises UserError, CorruptFileError.
+        `file` may be the name of one that is built in. Raises UserError, CorruptFileError.
         """
-        settings = read_config(folder / SETTINGS)
-        path = folder / FILE if file is None else Path(file)
-        if file is not None or path.is_file():
-            return cls(read_template(path), token_names(settings, tokenizer), str(path))
-        source = default_template(settings.get("chat_template"))
-        if source is None:
-            return None
-        return cls(source, token_names(settings, tokenizer), f"{folder / SETTINGS}: chat_template")
+        tokens = token_names(read_config(folder / SETTINGS), tokenizer)
+        if file in BUILT_IN:
+            source, note = with_turn_end(BUILT_IN[file], file, tokenizer)
+            return cls(source, tokens, f"chat template {file}", note)
+        found = find_template(folder) if file is None else (read_template(Path(file)), file)
+        return None if found is None else cls(found[0], tokens, found[1])
 
     def save(self, folder: Path) -> None:
         """Write the template and the names of its tokens beside a tokenizer.json. Raises OSError."""
@@ -108,23 +112,45 @@ class ChatTemplate:
             raise ChatError(
                 f"{self.place} fails ({error}): correct the conversation, or give another template"
             ) from error
+        if (half := half_pair(text)) is not None:
+            raise ChatError(f"{self.place} writes {half}: correct the conversation, or the template")
         return without_marks(text)
 
 
 def without_marks(text: str) -> Rendered:
-    """Return a rendered text without the marks of its blocks, and where these were."""
+    """Return a rendered text without the marks of its blocks, and where the outermost of these were."""
     if BEGIN not in text:
         return Rendered(text, ())
-    parts, answers, length, begin = list[str](), list[tuple[int, int]](), 0, 0
+    parts, answers, length, begins = list[str](), list[tuple[int, int]](), 0, list[int]()
     for part in re.split(f"([{BEGIN}{END}])", text):
         if part == BEGIN:
-            begin = length
+            begins.append(length)
         elif part == END:
-            answers.append((begin, length))
+            begin = begins.pop() if begins else length  # a template can write the mark itself
+            if not begins:
+                answers.append((begin, length))
         else:
             parts.append(part)
             length += len(part)
     return Rendered("".join(parts), tuple(answers))
+
+
+def with_turn_end(source: str, name: str, tokenizer: Tokenizer) -> tuple[str, str]:
+    """Return a built-in template whose turns end with one token, and a note where that is not its own.
+
+    After a mark that is text of several tokens no answer would end. Raises UserError without such a token.
+    """
+    if IM_END in tokenizer.special_names:
+        return source, ""
+    if tokenizer.eod_id not in tokenizer.special_ids:
+        raise UserError(
+            f"chat template {name}: the vocabulary has no special token that could end a turn: add {IM_END}, "
+            "or give another template"
+        )
+    end = tokenizer.name_of(tokenizer.eod_id)
+    started = "" if IM_START in tokenizer.special_names else f", and {IM_START} is text of several tokens"
+    note = f"chat template {name}: a turn ends with {end}, as the vocabulary has no {IM_END}{started}"
+    return source.replace(f"'{IM_END}'", json.dumps(end)), note
 
 
 def with_reasoning(message: Message) -> Message:
@@ -145,6 +171,15 @@ def token_names(settings: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, 
         if isinstance(value, str):
             found[name] = value
     return found
+
+
+def find_template(folder: Path) -> tuple[str, str] | None:
+    """Return a folder's template and its place; None without one. Raises UserError, CorruptFileError."""
+    path = folder / FILE
+    if path.is_file():
+        return read_template(path), str(path)
+    source = default_template(read_config(folder / SETTINGS).get("chat_template"))
+    return None if source is None else (source, f"{folder / SETTINGS}: chat_template")
 
 
 def default_template(value: Any) -> str | None:

@@ -24,6 +24,11 @@ MARKS = re.compile(f"[{BEGIN}{END}]")
 RESERVED = re.compile(f"[{BEGIN}{END}{chr(WRITTEN)}-\U0010fffd]")
 """Letters that messages may not hold; those for private use only if a message spells out a name."""
 
+SHARE_GPT = "conversations"
+"""Column of ShareGPT's messages."""
+SPEAKERS = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT}
+"""Roles by ShareGPT's names, where these differ."""
+
 AT_ONCE = 1 << 22
 """Letters that are tokenised at a time: meanwhile a token takes some hundred bytes."""
 
@@ -51,19 +56,51 @@ class Text:
     """True if names of special tokens in its messages are hidden in it."""
 
 
+def messages_in(record: Mapping[str, Any], column: str) -> Any:
+    """Return the messages in `column`, in `conversations`, or of prompt and completion. Raises KeyError."""
+    for name in (column, SHARE_GPT):
+        if name in record:
+            return record[name]
+    messages = list[Any]()
+    for key, role in (("prompt", "user"), ("completion", ASSISTANT)):
+        said = record[key]
+        messages += said if isinstance(said, list) else [{"role": role, "content": said}]
+    return messages
+
+
 def check_messages(messages: Any) -> list[Message]:
-    """Return the messages of a conversation. Raises ChatError unless each has a known role and a text."""
+    """Return the messages of a conversation, ShareGPT's too, with a role and a text. Raises ChatError."""
     if not isinstance(messages, list) or not messages:
         raise ChatError('no list of messages: write [{"role": "user", "content": "…"}, …]')
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict):
-            raise ChatError(f'message {number} is no object: write {{"role": "user", "content": "…"}}')
-        role, content = message.get("role"), message.get("content")
-        if role not in ROLES:
-            raise ChatError(f"message {number}: role={str(role)[:40]!r} is unknown: use {', '.join(ROLES)}")
-        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            raise ChatError(f"message {number}: its 'content' is no text: give one, or delete the message")
-    return messages
+    return [checked(message, number) for number, message in enumerate(messages, 1)]
+
+
+def checked(message: Any, number: int) -> Message:
+    """Return one message; a list of text parts as their text. Raises ChatError."""
+    if not isinstance(message, dict):
+        raise ChatError(f'message {number} is no object: write {{"role": "user", "content": "…"}}')
+    # a table fills absent keys with null
+    message = {key: value for key, value in message.items() if value is not None}
+    if "from" in message and "role" not in message:
+        speaker = message.pop("from")
+        message |= {"role": SPEAKERS.get(str(speaker), speaker), "content": message.pop("value", None)}
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        raise ChatError(f"message {number}: role={str(role)[:40]!r} is unknown: use {', '.join(ROLES)}")
+    if isinstance(content, list):
+        content = "".join(text_of_part(part, number) for part in content)
+    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        raise ChatError(f"message {number}: its 'content' is no text: give one, or delete the message")
+    return {**message, "content": content}
+
+
+def text_of_part(part: Any, number: int) -> str:
+    """Return the text of a part of a message: {"type": "text", "text": …}. Raises ChatError."""
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    raise ChatError(
+        f'message {number}: a part of its \'content\' is not {{"type": "text", "text": "…"}}: delete the row'
+    )
 
 
 def encode(

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from mlm.data.chat_builtin import BUILT_IN
 from mlm.data.config import DataConfig
 from mlm.errors import Absent, Problem
 
@@ -82,6 +83,11 @@ def folder(key: str, path: str | None) -> Problem | None:
     if path is None or Path(path).exists():
         return None
     return Absent.at(key, path, "no such folder", "correct the path")
+
+
+def chat_template(key: str, path: str | None) -> Problem | None:
+    """A template's file, or the name of one that is built in."""
+    return None if path in BUILT_IN else file(key, path)
 
 
 def tokenizer(key: str, path: str | None) -> Problem | None:

@@ -48,7 +48,6 @@ PRIVATE = 0x100000
 MAX_TOKENS = 1 << 24  # of a vocabulary: tables have a row for each
 MAX_BYTES = 1 << 28  # 256 MiB of tokenizer.json: the largest vocabularies in use need 40
 
-
 Placed = tuple[NDArray[np.int32], NDArray[np.int32]]
 """Token ids [n], and begin and end [n, 2] of each in letters of the text."""
 
@@ -108,8 +107,8 @@ class Tokenizer:
 
     @cached_property
     def _with_special(self) -> Backend:
-        """The library's tokenizer, which finds special tokens in a text."""
-        backend = parse(self._content, "tokenizer")
+        """The library's tokenizer, which finds special tokens in a text; no space is missing in offsets."""
+        backend = parse(json.dumps(json.loads(self._content) | {"post_processor": None}), "tokenizer")
         backend.encode_special_tokens = False
         return backend
 

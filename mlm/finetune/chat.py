@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from mlm.data.chat_template import ChatError
-from mlm.data.conversation import ASSISTANT, check_messages, encode
+from mlm.data.conversation import ASSISTANT, check_messages, encode, messages_in
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import Problem
 from mlm.finetune.examples import Example, Frame, Text
@@ -44,16 +44,12 @@ class Chat(TaskType):
         return 0
 
     def parse(self, task: TaskConfig, record: Mapping[str, Any], id: str) -> Row:
-        """Return the checked row of a record. Raises RowError."""
+        """Return the checked row of a record, in any form of `messages_in`. Raises RowError."""
         column = task.columns[0]
-        said = present(record, column)
-        if isinstance(said, list):  # a table fills absent keys with null
-            said = [
-                {key: value for key, value in message.items() if value is not None or key == "content"}
-                if isinstance(message, dict)
-                else message
-                for message in said
-            ]
+        try:
+            said = messages_in(record, column)
+        except KeyError:
+            said = present(record, column)  # the error of a record without it
         try:
             messages = check_messages(said)
         except ChatError as error:

@@ -1,10 +1,11 @@
 """Checks of the settings of `mlm finetune` and `mlm eval TASK`."""
 
+from pathlib import Path
 from typing import Any
 
 from mlm.config.imports import OwnCodeError
 from mlm.data import files_present as present
-from mlm.errors import Problem
+from mlm.errors import Absent, Problem, UserError
 from mlm.finetune.config import EvalTaskConfig, FinetuneConfig
 from mlm.finetune.task_checks import check_task
 from mlm.launch.checks import devices_exist, loss_scale_can_fall, lr_falls, problems_of, stages_exist
@@ -50,6 +51,9 @@ def _tests_are_named(config: FinetuneConfig, _: Launch) -> Problem | None:
 
 
 def _rows_exist(config: Any, _: Launch) -> Problem | None:
+    if isinstance(config, FinetuneConfig) and config.data.path is None and config.task.hub is None:
+        why = f"task {config.task.name} has no data set on the Hub"
+        return Absent.at("data.path", None, why, "give data.path=… or task.hub=…")
     return present.folder("data.path", config.data.path)
 
 
@@ -57,8 +61,20 @@ def _tokenizer_exists(config: Any, _: Launch) -> Problem | None:
     return present.tokenizer("data.tokenizer", config.data.tokenizer)
 
 
+def _model_exists(config: Any, _: Launch) -> Problem | None:
+    return present.model(config.ckpt)
+
+
 def _chat_template_exists(config: Any, _: Launch) -> Problem | None:
-    return present.file("data.chat_template", config.data.chat_template)
+    key, given = "data.chat_template", config.data.chat_template
+    if given is not None or config.task.kind != "chat":
+        return present.chat_template(key, given)
+    from mlm.inference.chat import template_problem  # imports torch, which `mlm --help` does without
+
+    try:
+        return template_problem(config.data.tokenizer, Path(config.ckpt), key=key)
+    except (UserError, OSError):
+        return None  # reported where they are read
 
 
 def _incidents_are_followed(config: FinetuneConfig, _: Launch) -> Problem | None:
@@ -71,19 +87,16 @@ def _incidents_are_followed(config: FinetuneConfig, _: Launch) -> Problem | None
 EVAL_TASK_RULES = (
     devices_exist,
     loss_scale_can_fall,
+    _model_exists,
     _rows_exist,
     _tokenizer_exists,
     _chat_template_exists,
 )
 FINETUNE_RULES = (
-    devices_exist,
     stages_exist,
     _own_code_works,
     _tests_are_named,
     _incidents_are_followed,
     lr_falls,
-    loss_scale_can_fall,
-    _rows_exist,
-    _tokenizer_exists,
-    _chat_template_exists,
+    *EVAL_TASK_RULES,
 )

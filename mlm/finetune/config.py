@@ -36,7 +36,8 @@ class TaskDataConfig:
     tokenizer: InputPath | None = None
     """tokenizer.json, or a folder that holds one; null takes the one saved with the checkpoint."""
     chat_template: InputPath | None = None
-    """Jinja file with the chat template of task.kind=chat; null takes the tokenizer's."""
+    """Jinja file with the chat template of task.kind=chat, or chatml, which is built in; null takes the
+    tokenizer's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +78,10 @@ class FinetuneTrainConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinetuneScheduleConfig:
-    """Learning rate over steps: linear warm-up to optimizer.lr, then decay to min_lr at the last step."""
+    """Learning rate over steps: linear warm-up to optimizer.lr, then decay to min_lr at the last step.
+
+    With min_lr=0 the last step repeats the rate of the step before.
+    """
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 

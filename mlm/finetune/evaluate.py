@@ -157,7 +157,11 @@ def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
         write_result(config.probabilities, probabilities(task, found).encode(), key="probabilities")
     aside = None if config.out is not None else set_aside(out, result, identity_of_result)
     write_result(out, result)
-    show_table(result, out, *([] if aside is None else [f"the result there before: {plain(aside)}"]))
+    notes = [] if aside is None else [f"the result there before: {plain(aside)}"]
+    for scored in found:
+        split = scored.evaluation.split
+        notes += map(plain, kind.warnings(task, split.name, split.rows, scored.predictions))
+    show_table(result, out, *notes)
 
 
 def receipt(

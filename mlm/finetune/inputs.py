@@ -3,8 +3,9 @@
 The scores of a run are a function of `depends_on`, but for rounding.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from mlm.config.build import to_dict
 from mlm.config.tree import flatten
 from mlm.data.chat_template import ChatTemplate
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import UserError, show
+from mlm.errors import ConfigError, UserError, attempt, show
 from mlm.files.atomic import digest_bytes
 from mlm.finetune.batches import chosen_rows
 from mlm.finetune.config import EvalTaskConfig, FinetuneConfig
@@ -130,19 +131,24 @@ def chat_template_of(
 
 
 def splits_of(config: FinetuneConfig) -> Splits:
-    """Read the rows to train on, to validate on and to predict. Raises UserError for unusable rows."""
-    task, path = config.task, config.data.path
-    train = read_part(task, task.train, path=path)
+    """Read the rows to train on, to validate on and to predict. Raises ConfigError for all unusable rows."""
+    task, path, problems = config.task, config.data.path, list[str]()
+
+    def read(one: Callable[..., Split], names: Iterable[str]) -> list[Split]:
+        found = [attempt(problems, partial(one, task, name, path=path)) for name in names]
+        return [split for split in found if split is not None]
+
+    parts = read(read_part, (task.train, *task.validations))
+    tests = read(read_split, task.tests) if config.data.predict_tests else []
+    if problems:
+        raise ConfigError(problems)
+    train, *validations = parts
     if config.data.train_rows is not None and config.data.train_rows > len(train):
         raise UserError(
             f"data.train_rows={config.data.train_rows} is more than the {len(train)} rows of {train.source}, "
             f"split {train.name}; use data.train_rows={len(train)} or less, or null for all"
         )
-    return Splits(
-        train=train,
-        validations=[read_part(task, name, path=path) for name in task.validations],
-        tests=[read_split(task, name, path=path) for name in task.tests] if config.data.predict_tests else (),
-    )
+    return Splits(train=train, validations=validations, tests=tests)
 
 
 def rows_trained_on(config: FinetuneConfig, split: Split) -> Split:

@@ -8,10 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from mlm.data.tokenizer import Tokenizer
+from mlm.errors import type_of
 from mlm.finetune import metrics
 from mlm.finetune.classification import best_label, cross_entropy, errors_of_labels
 from mlm.finetune.examples import Example, Frame, Text, encode
-from mlm.finetune.rows import Row, RowError, encodable, index_of_label, kind_of, present, sequence, texts_of
+from mlm.finetune.rows import Row, RowError, encodable, index_of_label, present, sequence, texts_of
 from mlm.finetune.task_config import TaskConfig
 from mlm.finetune.task_type import Made, Output, Prediction, TaskType
 
@@ -40,7 +41,7 @@ class MultipleChoice(TaskType):
         options = sequence(present(record, column))
         if options is None or not all(isinstance(option, str) for option in options):
             raise RowError(
-                f"'{column}' holds {kind_of(record[column])}, not a list of texts: fix or delete it"
+                f"'{column}' holds {type_of(record[column])}, not a list of texts: fix or delete it"
             )
         if len(options) != len(task.labels):
             raise RowError(

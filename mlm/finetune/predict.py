@@ -9,7 +9,7 @@ from mlm.checkpoint.native.format import RESTORE
 from mlm.checkpoint.native.run_state import texts as strings
 from mlm.config.build import from_dict
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import ConfigError, CorruptFileError, UserError
+from mlm.errors import ConfigError, CorruptFileError, UserError, type_of
 from mlm.finetune.batches import batcher_of
 from mlm.finetune.rows import Row, RowError
 from mlm.finetune.scoring import Finetuning, predictions_of, probabilities_of
@@ -126,7 +126,7 @@ def record_of(task: TaskConfig, row: Any, number: int) -> dict[str, Any]:
     values = (row,) if isinstance(row, str) else row
     if not isinstance(values, tuple):
         raise TypeError(
-            f"texts[{number}]: a {type(row).__name__}; give a text, a tuple of texts, or a dict by column"
+            f"texts[{number}]: {type_of(row)}; give a text, a tuple of texts, or a dict by column"
         )
     if len(values) != len(task.columns):
         raise UserError(

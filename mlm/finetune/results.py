@@ -54,6 +54,8 @@ class Result:
     """The settings, and digests of weights, tokenizer and rows (inputs.py)."""
     config_digest: str
     versions: dict[str, str]
+    warnings: tuple[str, ...] = ()
+    """Lines on the predictions of the best checkpoint."""
 
     @classmethod
     def of(
@@ -85,6 +87,7 @@ class Result:
             depends_on=settings,
             config_digest=config_digest(config),
             versions={"mlm": mlm.__version__, "torch": torch.__version__},
+            warnings=tuple(progress.warnings),
         )
 
     @classmethod
@@ -144,6 +147,8 @@ def report(config: FinetuneConfig, results: Sequence[Result], *, is_new: bool) -
     errors = task_type(config.task.kind).errors
     best = max(results, key=lambda result: merit(result.scores, errors))
     screen.print(f"best checkpoint: {plain(best.checkpoint)}")
+    for line in dict.fromkeys(line for result in results for line in result.warnings):
+        screen.print(plain(line))
     for result in results:
         for file in result.predictions:
             screen.print(f"predictions: {plain(file)}")

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mlm.errors import half_pair, type_of
 from mlm.finetune.task_config import TaskConfig
 from mlm.terminal import plain
 
@@ -64,14 +65,11 @@ def present(record: Mapping[str, Any], column: str) -> Any:
 def encodable(value: Any, column: str) -> str:
     """Return a text that UTF-8 can encode. Raises RowError."""
     if not isinstance(value, str):
-        raise RowError(f"'{column}' holds {kind_of(value)}, not a text: fix or delete it")
+        raise RowError(f"'{column}' holds {type_of(value)}, not a text: fix or delete it")
     if len(value) > MAX_TEXT:
         raise RowError(f"'{column}' has {len(value)} characters, {MAX_TEXT} is the limit: shorten it")
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:  # JSON can escape what UTF-8 cannot encode
-            raise RowError(f"'{column}' holds half a surrogate pair: fix or delete it") from error
+    if not value.isascii() and (half := half_pair(value)) is not None:  # JSON can escape it
+        raise RowError(f"'{column}' holds {half}: fix or delete it")
     return value
 
 
@@ -118,7 +116,7 @@ def identity_of(record: Mapping[str, Any], column: str | None, number: int) -> s
     if value is None:
         return str(number)
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise RowError(f"'{column}' holds {kind_of(value)}; an id is a text or a whole number: fix it")
+        raise RowError(f"'{column}' holds {type_of(value)}; an id is a text or a whole number: fix it")
     return encodable(str(value), column or "")
 
 
@@ -137,11 +135,6 @@ def whole_number(value: Any) -> int | None:
 def sequence(value: Any) -> list[Any] | None:
     """Return a list or tuple as a list; None for anything else."""
     return list(value) if isinstance(value, list | tuple) else None
-
-
-def kind_of(value: Any) -> str:
-    """Return the type of a value, in words."""
-    return "nothing" if value is None else f"a {type(value).__name__}"
 
 
 def shown(value: Any) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.save_load import CheckpointError
-from mlm.errors import UserError
+from mlm.errors import UserError, attempt
 from mlm.files.ownership import claim_problems
 from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.inputs import (
@@ -33,13 +33,14 @@ from mlm.train.resume import start_problems
 def preflight(config: FinetuneConfig) -> list[str]:
     """Return the problems that reading the named files shows; called before any rank starts."""
     problems = [*missing_extras(config.log), *checkpoint_problems(config.ckpt, config.parallel)]
-    if problems:
+    start = None if problems else attempt(problems, lambda: start_of(config))
+    attempt(problems, lambda: check_installed(config.task))
+    splits = attempt(problems, lambda: splits_of(config))
+    if problems or start is None or splits is None:
         return problems
     try:
-        check_installed(config.task)
         if config.seeds > 1:
             problems += claim_problems(config.out, "run", writes=(RESULT,))
-        start, splits = start_of(config), splits_of(config)
         check_texts(config.task, splits.train, start)
         problems += length_problems(config, start)
         for one in by_seed(config):

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import Problem
+from mlm.errors import Problem, type_of
 from mlm.extras import load_extra
 from mlm.finetune.examples import BATCH, Example, Frame, encode
 from mlm.finetune.metrics import EXTRA, error_of_mean
-from mlm.finetune.rows import Row, RowError, encodable, kind_of, sequence, shown, texts_of, whole_number
+from mlm.finetune.rows import Row, RowError, encodable, sequence, shown, texts_of, whole_number
 from mlm.finetune.task_config import TaskConfig
 from mlm.finetune.task_type import Candidate, Made, Output, Prediction, TaskType, as_json
 from mlm.parallel.labels import IGNORE
@@ -252,7 +252,7 @@ def answers_of(task: TaskConfig, value: Any) -> tuple[Answer, ...] | None:
         items = sequence(value)
         if items is None or not all(isinstance(item, Mapping) for item in items):
             raise RowError(
-                f"'{task.label}' holds {kind_of(value)}, not text and answer_start: fix or delete it"
+                f"'{task.label}' holds {type_of(value)}, not text and answer_start: fix or delete it"
             )
         pairs = [(item.get("text"), item.get("answer_start")) for item in items]
     answers = list[Answer]()

@@ -62,10 +62,9 @@ def read_split(task: TaskConfig, split: str, *, path: str | None, limit: int | N
             name = identity_of(record, task.id, len(places))
             seen[name] += 1
             row = kind.parse(task, record, kind.row_id(task, name, seen[name] - 1))
-        except MissingColumnError as error:
-            raise UserError(f"{place}: {error}") from error  # so do the other rows
         except RowError as error:
-            problems.add(f"{place}: {error}")
+            # a file without a column lacks it in every row: one line, beside those of other problems
+            problems.add(place, error, once=isinstance(error, MissingColumnError))
         else:
             rows.append(row)
         places.append(place)
@@ -134,20 +133,26 @@ class Problems:
     """Problems of rows, collected."""
 
     def __init__(self) -> None:
-        self.lines, self.count = list[str](), 0
+        self.lines, self.first, self.more = dict[str, int](), dict[str, str](), 0
 
-    def add(self, line: str) -> None:
-        """Note a problem."""
-        self.count += 1
-        if len(self.lines) < MAX_PROBLEMS:
-            self.lines.append(line)
+    def add(self, place: str, problem: object, *, once: bool = False) -> None:
+        """Note the problem of a row; with `once` list the first row with it, and count the others."""
+        line = f"{place}: {problem}"
+        if once and str(problem) in self.first:
+            self.lines[self.first[str(problem)]] += 1
+        elif len(self.lines) == MAX_PROBLEMS:
+            self.more += 1
+        else:
+            self.lines[line] = 0
+            self.first[str(problem)] = line
 
     def check(self) -> None:
         """Raise ConfigError if there were any."""
-        if self.count > len(self.lines):
-            self.lines.append(f"and {self.count - len(self.lines):,} more rows like these")
-        if self.lines:
-            raise ConfigError(self.lines)
+        lines = [f"{line} ({count:,} more rows)" if count else line for line, count in self.lines.items()]
+        if self.more:
+            lines.append(f"and {self.more:,} more rows like these")
+        if lines:
+            raise ConfigError(lines)
 
 
 def labels_are_there(
@@ -165,7 +170,7 @@ def labels_are_there(
         return False
     problems = Problems()
     for place in without:
-        problems.add(f"{place}: {kind.unlabelled_row(task)}, or delete the row")
+        problems.add(place, f"{kind.unlabelled_row(task)}, or delete the row")
     problems.check()
     return True
 

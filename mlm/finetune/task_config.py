@@ -32,7 +32,7 @@ class TaskConfig:
     package.module:NAME."""
     columns: tuple[str, ...]
     """Columns of the texts. classification, regression: one or two texts; choice: article, question, options;
-    span: context, question; chat: messages."""
+    span: context, question; chat: messages, or else conversations, or prompt and completion."""
     label: str = "label"
     """Column of the label: its number, its name in `labels`, a number in label_range; of kind span the
     answers: text and answer_start."""

@@ -161,6 +161,20 @@ class TaskType(ABC):
         with quietly():
             return {name: self.metrics[name](labels, values) for name in task.metrics}
 
+    def warnings(
+        self, task: TaskConfig, split: str, rows: Sequence[Row], predictions: Sequence[Prediction]
+    ) -> list[str]:
+        """Return a line on a classifier that predicts one label for all rows of a split with several."""
+        values, labels = {prediction.value for prediction in predictions}, [row.label for row in rows]
+        if not self.names_labels or len(values) != 1 or len(set(labels)) == 1:
+            return []
+        (value,), share = values, labels.count(*values) / len(labels)
+        name = task.labels[value] if isinstance(value, int) else value
+        return [
+            f"warning: all {len(rows):,} rows of {split} are predicted {name}, the label of {share:.0%} of "
+            "them; train longer, or with another optimizer.lr"
+        ]
+
     def standard_errors(
         self, task: TaskConfig, rows: Sequence[Row], predictions: Sequence[Prediction]
     ) -> dict[str, float]:

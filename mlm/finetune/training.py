@@ -132,15 +132,17 @@ class FinetuneLoop(Loop):
 
     def score(self) -> None:
         """Score every validation split, and keep the weights if they are the best."""
-        trainer, task = self.trainer, self.config.task
+        trainer, task, kind = self.trainer, self.config.task, task_type(self.config.task.kind)
         objective = cast(Objective, trainer.objective)
         shown = trainer.ctx.is_main and self.config.log.live == "off"  # a live panel has the terminal
-        scores: Scores = {}
+        scores, warnings = Scores(), list[str]()
         for each in self.validations:
-            metrics, _ = evaluate(trainer.model, objective, task, each, self.batcher, shown=shown)
+            metrics, predictions = evaluate(trainer.model, objective, task, each, self.batcher, shown=shown)
             scores[each.split.name] = metrics
-        is_best = self.progress.add(trainer.step, scores, task_type(task.kind).errors)
+            warnings += kind.warnings(task, each.split.name, each.split.rows, predictions)
+        is_best = self.progress.add(trainer.step, scores, kind.errors)
         if is_best:
+            self.progress.warnings = warnings
             self.record_progress()
             save_best(trainer, self.out)
             self.tidy()
@@ -179,9 +181,10 @@ class Material:
     """Predicted at the end."""
 
     def notes(self) -> list[str]:
-        """Return lines on the choice of rows, and for each split with truncated rows."""
-        splits = (self.train, *self.validations, *self.tests)
-        return [note for each in splits for note in (each.split.note, each.examples.note(each.split)) if note]
+        """Return lines on the template and the choice of rows, and for each split with truncated rows."""
+        splits, template = (self.train, *self.validations, *self.tests), self.start.tokenizer.chat_template
+        found = [note for each in splits for note in (each.split.note, each.examples.note(each.split))]
+        return [note for note in (template.note if template else "", *found) if note]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,7 +66,7 @@ def _chat_settings_serve(config: GenerateConfig, _: Launch) -> Problem | None:
 
 
 def _chat_template_exists(config: GenerateConfig, _: Launch) -> Problem | None:
-    return present.file("chat_template", config.chat_template)
+    return present.chat_template("chat_template", config.chat_template)
 
 
 GENERATE_RULES = (

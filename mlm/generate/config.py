@@ -66,7 +66,7 @@ class GenerateConfig:
     """Answer messages: prompt is the user's, or a line of prompts is {"messages": [{"role", "content"}, …]}.
     The tokenizer's chat template makes text of them; the token after an answer ends it."""
     chat_template: InputPath | None = None
-    """Jinja file with the chat template; null takes the tokenizer's."""
+    """Jinja file with the chat template, or chatml; null takes the tokenizer's."""
     system: str | None = None
     """With chat=true and a prompt: message of the system before it; null sends none."""
     special_tokens: bool = False

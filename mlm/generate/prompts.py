@@ -10,13 +10,13 @@ from typing import Any
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.format import CheckpointError
 from mlm.data.chat_template import ChatError
-from mlm.data.conversation import check_messages, encode_prompt
+from mlm.data.conversation import SHARE_GPT, check_messages, encode_prompt
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import UserError
+from mlm.errors import UserError, half_pair
 from mlm.generate.config import STDIN, GenerateConfig
 from mlm.parallel.mesh import ParallelContext
 
-MESSAGES = "messages"
+MESSAGES = ("messages", SHARE_GPT)
 KEYS = ("prompt", "text")
 """Keys of the prompt in a line of a .jsonl file; the first present counts."""
 REMEDY = 'give prompt="some text", prompt=- for standard input, or prompts=FILE'
@@ -77,6 +77,8 @@ def _texts(config: GenerateConfig, of_json: "Callable[[Any], str | None]") -> li
         if not found[0].text:  # of a pipe: what should have written it failed
             raise UserError(f"standard input is empty: {REMEDY}")
         return found
+    if (half := half_pair(config.prompt)) is not None:
+        raise UserError(f"prompt: holds {half}, no UTF-8: correct it")
     return [Prompt("prompt", config.prompt)]
 
 
@@ -135,8 +137,8 @@ def _prompt(said: Any) -> str | None:
 
 def _conversation(said: Any) -> str | None:
     """JSON of (messages, tools) of a line, or of the text of one message of the user."""
-    if isinstance(said, dict) and MESSAGES in said:
-        return json.dumps([said[MESSAGES], said.get("tools")])
+    if isinstance(said, dict) and (found := next((key for key in MESSAGES if key in said), None)):
+        return json.dumps([said[found], said.get("tools")])
     text = _prompt(said)
     return None if text is None else json.dumps([text, None])
 

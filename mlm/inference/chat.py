@@ -3,10 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from mlm.data.chat_template import ChatError, ChatTemplate
+from mlm.checkpoint.native.save_load import resolve
+from mlm.data.chat_builtin import BUILT_IN
+from mlm.data.chat_template import ChatError, ChatTemplate, find_template
 from mlm.data.conversation import ASSISTANT
 from mlm.data.tokenizer import GENERATION_CONFIG, Tokenizer, ids_of, read_config
-from mlm.errors import UserError
+from mlm.errors import Absent, ConfigError, Problem
 from mlm.inference.trained import is_model_folder, run_directory
 
 PROBE = "answer"
@@ -19,17 +21,29 @@ def load_chat_template(
 
     Raises UserError if there is none, CorruptFileError.
     """
-    folders = [path if is_model_folder(path) else run_directory(path)]
+    if file is None and (problem := template_problem(tokenizer_path, path, key=key)):
+        raise ConfigError([problem])
+    folders = template_folders(tokenizer_path, path)
+    found = (ChatTemplate.find(folder, tokenizer, file) for folder in folders)
+    return next(template for template in found if template is not None)
+
+
+def template_folders(tokenizer_path: str | None, path: Path) -> list[Path]:
+    """Return the folders that may hold a template: that of the named tokenizer, and the model's."""
+    folders = [path if is_model_folder(path) else run_directory(resolve(path))]
     if tokenizer_path is not None:
         named = Path(tokenizer_path)
         folders.insert(0, named if named.is_dir() else named.parent)
-    for folder in folders:
-        if (found := ChatTemplate.find(folder, tokenizer, file)) is not None:
-            return found
-    raise UserError(
-        f"{key}=null: {folders[0]} holds no chat template (chat_template.jinja, or in tokenizer_config.json)"
-        f": set {key}=FILE.jinja"
-    )
+    return folders
+
+
+def template_problem(tokenizer_path: str | None, path: Path, *, key: str) -> Problem | None:
+    """Return the problem of a model without a chat template. Raises UserError, CorruptFileError."""
+    folders = template_folders(tokenizer_path, path)
+    if any(map(find_template, folders)):
+        return None
+    why = f"{folders[0]} holds no chat template (chat_template.jinja, or in tokenizer_config.json)"
+    return Absent.at(key, None, why, f"set {key}={' or '.join(BUILT_IN)}, or to a FILE.jinja")
 
 
 def turn_ends(template: ChatTemplate, tokenizer: Tokenizer, path: Path) -> frozenset[int]:

@@ -8,14 +8,15 @@ Shapes: B texts, V vocabulary.
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from numbers import Real
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mlm.errors import Problem
+from mlm.errors import Problem, type_of
 from mlm.splitmix import draw, root, uniform
 
 NOT_FINITE = -1
@@ -39,7 +40,9 @@ class Sampling:
     """Sequences generated at a time. When one ends, the next takes its place."""
 
     def problems(self) -> list[Problem]:
-        """Return the problem of each value that is out of range."""
+        """Return the problem of each value that is out of range, or no number."""
+        if wrong := [(key, value) for key, value in asdict(self).items() if not isinstance(value, Real)]:
+            return [Problem.at(key, value, f"{type_of(value)}, not a number") for key, value in wrong]
         most = self.max_new_tokens
         rules: tuple[tuple[str, bool, str], ...] = (
             ("max_new_tokens", most >= 1, "must be at least 1"),

@@ -16,6 +16,7 @@ from mlm.checkpoint.native.format import MANIFEST
 from mlm.checkpoint.native.save_load import Manifest, read_manifest, resolve
 from mlm.checkpoint.native.tokenizer_digest import TOKENIZER, TokenizerDigest, check_beside
 from mlm.config.build import from_dict
+from mlm.config.fields import REMOTE
 from mlm.config.imports import OwnCodeError, is_path
 from mlm.data.files_present import hub_id
 from mlm.data.tokenizer import Tokenizer
@@ -112,6 +113,8 @@ def unnamed_problem(ckpt: str) -> str | None:
         return None
     if folder.name in (LATEST, MANIFEST) and folder.is_file():
         return None
+    if REMOTE.match(ckpt):
+        return "remote stores are not read"
     return None if hub_id(ckpt) else "is a file" if folder.exists() else "no such folder"
 
 

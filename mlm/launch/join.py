@@ -2,12 +2,13 @@
 
 import os
 from datetime import timedelta
+from numbers import Integral
 
 import torch
 import torch.distributed as distributed
 from torch.distributed import PrefixStore
 
-from mlm.errors import ConfigError, Problem, UserError
+from mlm.errors import ConfigError, Problem, UserError, type_of
 from mlm.launch.config import DistConfig
 from mlm.launch.environment import Place, place_variables, read_place
 from mlm.launch.process import ALONE, rank_device
@@ -36,6 +37,9 @@ def build_mesh(
     Raises:
         UserError: The layout does not divide the world size, or there is no such device.
     """
+    for key, size in (("tp", tp), ("pp", pp)):
+        if not isinstance(size, Integral):
+            raise UserError(f"{key}={size!r}: {type_of(size)}, not an integer; pass 1 or more")
     place = _place()
     ranks = tp * pp
     if min(tp, pp) < 1 or place.world_size % ranks:
@@ -58,7 +62,7 @@ def build_mesh(
 def _device_of(device: str | torch.device, place: Place) -> torch.device:
     """Return this rank's device. Raises UserError for one that is not there, or is another rank's."""
     if not isinstance(device, str | torch.device):
-        raise TypeError(f"device: a {type(device).__name__}, not one of {', '.join(DEVICES)}")
+        raise TypeError(f"device: {type_of(device)}, not one of {', '.join(DEVICES)}")
     name, index = (device, None) if isinstance(device, str) else (device.type, device.index)
     if name not in DEVICES:
         raise ConfigError([Problem.at("device", name, "no such device", f"use {', '.join(DEVICES)}")])

@@ -55,7 +55,8 @@ class ScheduleConfig:
     warmup: Annotated[float, FRACTION, Also("warmup_ratio", "warmup_fraction", "lr_warmup_fraction")] = 0.01
     """Share of train.steps that warms up where warmup_steps is null; a hundredth as in arXiv:1909.08053."""
     decay_steps: Annotated[int | None, POSITIVE, Also("lr_decay_iters", "decay_iters")] = None
-    """Step at which min_lr is reached; null means train.steps."""
+    """Step at which min_lr is reached; null means train.steps, whose last step repeats the rate of the step
+    before where min_lr=0."""
     min_lr: MinLearningRate = 1e-5
     """Learning rate at decay_steps and after."""
     options: Options = field(default_factory=dict)

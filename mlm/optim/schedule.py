@@ -31,16 +31,22 @@ def learning_rate(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfi
 
     Linear from 0 to optimizer.lr over warmup_steps (default: the share schedule.warmup of `steps`), then to
     min_lr at decay_steps (default: `steps`) along schedule.decay, then min_lr (arXiv:1909.08053, section 4.2:
-    cosine for GPT-2, linear for BERT).
+    cosine for GPT-2, linear for BERT). Where decay_steps is not given and that would be 0, the last step
+    takes the rate of the step before: it trains too.
     """
-    peak, warmup = optimizer.lr, schedule.warmup_end(steps)
+    peak, warmup, end = optimizer.lr, schedule.warmup_end(steps), schedule.decay_end(steps)
     if step <= warmup:
         return peak * step / warmup
     if schedule.decay == "constant":
         return peak
-    end = schedule.decay_end(steps)
-    progress = min(1.0, (step - warmup) / max(1, end - warmup))
-    return schedule.min_lr + (peak - schedule.min_lr) * share(schedule, progress)
+
+    def decayed(step: int) -> float:
+        progress = min(1.0, (step - warmup) / max(1, end - warmup))
+        return schedule.min_lr + (peak - schedule.min_lr) * share(schedule, progress)
+
+    rate = decayed(step)
+    trains_nothing = rate == 0 and step == steps and schedule.decay_steps is None
+    return decayed(step - 1) if trains_nothing else rate
 
 
 def warmup_warning(optimizer: OptimizerConfig, schedule: ScheduleConfig, steps: int) -> str | None:

@@ -10,7 +10,7 @@ import pytest
 from mlm.cli.commands import SPECS
 from mlm.config.build import build
 from mlm.config.command import no_problems
-from mlm.config.fields import FRACTION, POSITIVE, Also, InputPath, Role
+from mlm.config.fields import FRACTION, POSITIVE, Also, InputPath, Role, path_problem
 from mlm.config.suggest import nearest_key
 from mlm.config.tree import Leaf, choices, defaults, leaves
 from mlm.errors import ConfigError
@@ -114,3 +114,16 @@ def test_every_command_checks_the_bounds_of_its_fields(values: dict[str, Any], p
     with pytest.raises(ConfigError) as raised:
         build(Tower, defaults(Tower) | values, no_problems)
     assert raised.value.problems == (problem,)
+
+
+@pytest.mark.parametrize(
+    "path", ["s3://bucket/corpus", "https://host/a.jsonl", "gs://b", "hf://datasets/a/b"]
+)
+@pytest.mark.parametrize("role", [Role.INPUT, Role.RESULT, Role.FOLDER])
+def test_remote_stores_are_neither_read_nor_written(path: str, role: Role) -> None:
+    problem = path_problem("data.path", path, role)
+    assert problem == (
+        f"data.path={path}: remote stores are neither read nor written; copy it to this machine, or mount "
+        "it, and name that path"
+    )
+    assert path_problem("data.path", path.replace("://", ":"), role) is None

@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from mlm.corpus.build import run_build
+from mlm.corpus.stages.publish import reject_empty_parts
 from mlm.data.indexed import IndexedDataset
 from mlm.errors import UserError
 from mlm.files.atomic import digest_file
@@ -141,6 +143,24 @@ def test_empty_corpus_is_a_users_mistake(source: Path, content: str) -> None:
     (source / "train.jsonl").write_text(content)
     with pytest.raises(UserError, match="holds no text: the corpus is empty"):
         build(source)
+
+
+def test_empty_corpus_names_what_its_rules_removed() -> None:
+    """Of a rule that removed only pieces of cut documents, these; of one that removed nothing, nothing."""
+    removed = {
+        "min_words": {"documents": 1200, "bytes": 9},
+        "min_tokens": {"documents": 0, "bytes": 5, "pieces": 2},
+        "empty": {"documents": 1, "bytes": 0, "pieces": 3},
+        "near_duplicate": {"documents": 0, "bytes": 0},
+    }
+    facts = {"removed": removed, "splits": {"train": {"documents": 0}}}
+    plan = SimpleNamespace(
+        config=SimpleNamespace(input="text"), is_divided=True, shards=[SimpleNamespace(split=None)]
+    )
+    with pytest.raises(UserError) as caught:
+        reject_empty_parts(plan, facts)  # type: ignore[arg-type]
+    found = str(caught.value).partition("no document ")[2]
+    assert found.startswith("(min_words 1,200, min_tokens 2 pieces, empty 1 and 3 pieces): loosen")
 
 
 def test_full_disk_is_a_users_mistake(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,3 +114,15 @@ def test_another_tokenizer_is_not_overwritten(tmp_path: Path) -> None:
     made(tmp_path / "a.jsonl", tmp_path / "out")
     with pytest.raises(UserError, match="is another tokenizer"):
         made(tmp_path / "a.jsonl", tmp_path / "out", vocab_size=258)
+
+
+@pytest.mark.parametrize("name", ["vocab.txt", "bpe.model"])
+def test_name_of_another_kind_of_file_becomes_no_folder(tmp_path: Path, name: str) -> None:
+    write_lines(tmp_path / "a.jsonl", ["the cat sat"] * 9)
+    with pytest.raises(UserError) as caught:
+        made(tmp_path / "a.jsonl", tmp_path / name, kind="wordpiece")
+    assert str(caught.value) == (
+        f"out={tmp_path / name}: would be a folder of that name: a tokenizer is one tokenizer.json, its "
+        f"settings included; use out={tmp_path / 'tokenizer.json'}"
+    )
+    assert not (tmp_path / name).exists()

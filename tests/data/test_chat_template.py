@@ -1,5 +1,6 @@
 """Conversations as tokens: equal to those of `transformers`, and which of them are answers."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from mlm.data.chat_template import ChatError, ChatTemplate
 from mlm.data.conversation import Tokens, check_messages, encode, encode_prompt
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import UserError
+from mlm.inference.chat import turn_ends
 from tests.data.chats import CHATML, INST, MARKED, SPECIAL, TALK, TEMPLATES, theirs, write_tokenizer
 
 STYLES = tuple(TEMPLATES)
@@ -64,6 +66,121 @@ def test_marked_answers_equal_the_mask_of_transformers(tmp_path: Path) -> None:
     found = tokens_of(folder, ascii_talk)
     assert found.ids.tolist() == said["input_ids"]
     assert found.is_answer.tolist() == list(map(bool, said["assistant_masks"]))
+
+
+OUTSIDE = (
+    "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|eot_id|>"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("end", ["", " ", "   ", "\n", "\n\n", " \n "])
+@pytest.mark.parametrize("start", ["", " ", "\n"])
+def test_spaces_at_the_ends_of_an_answer_belong_to_it(tmp_path: Path, start: str, end: str) -> None:
+    """Also where the tokenizer leaves them out of its tokens' letters, and the end of the turn is outside."""
+    folder = write_tokenizer(tmp_path, "llama3", OUTSIDE)
+    talk = [TALK[0], {"role": "assistant", "content": f"{start}on the mat.{end}"}]
+    said = theirs(folder).apply_chat_template(talk, return_dict=True)["input_ids"]
+    found = tokens_of(folder, talk)
+    assert found.ids.tolist() == said
+    assert Tokenizer.load(folder).decode(found.ids[found.is_answer].tolist()) == talk[1]["content"]
+
+
+def test_nested_blocks_are_one_answer(tmp_path: Path) -> None:
+    inner = "{% generation %}{{ m.content }}{% endgeneration %}"
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}"
+        f"{{% generation %}}<think>{inner}</think>{{% endgeneration %}}"
+        "{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
+    )
+    folder = write_tokenizer(tmp_path, "qwen2", template)
+    found = tokens_of(folder, TALK[2:])
+    text = Tokenizer.load(folder).decode(found.ids[found.is_answer].tolist())
+    assert text == "<think>on the mat.</think>"
+
+
+def test_half_a_surrogate_pair_is_an_error_of_one_line(tmp_path: Path) -> None:
+    """A template can write one, and its file in JSON can hold one."""
+    folder = write_tokenizer(tmp_path / "a", "qwen2", "{{ '\\ud800' }}" + CHATML)
+    (problem,) = encode([(TALK, None)], *load(folder))
+    assert isinstance(problem, ChatError)
+    assert "chat_template writes half a surrogate pair (U+D800): correct the conversation, or" in str(problem)
+    folder = write_tokenizer(tmp_path / "b", "qwen2", CHATML + "{# \udfff #}")
+    with pytest.raises(UserError, match=r"chat_template: holds half a surrogate pair \(U\+DFFF\): correct"):
+        load(folder)
+
+
+SPEAKERS = {"user": "human", "assistant": "gpt"}
+FORMS: dict[str, Callable[[dict[str, str]], dict[str, Any]]] = {
+    "ShareGPT": lambda m: {"from": SPEAKERS[m["role"]], "value": m["content"]},
+    "parts": lambda m: {
+        **m,
+        "content": [{"type": "text", "text": part} for part in m["content"].partition(" ")],
+    },
+    "table": lambda m: {**m, "tool_calls": None, "from": None},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_other_forms_of_messages_are_the_equal_conversation(tmp_path: Path, form: str, template: str) -> None:
+    """Ids, and the mask of answers where the template marks them, of `transformers` on role and content."""
+    folder = write_tokenizer(tmp_path, "qwen2", template)
+    talk = [{**m, "content": m["content"].replace("é漢", "")} for m in TALK]
+    found = tokens_of(folder, check_messages(list(map(FORMS[form], talk))))
+    said = theirs(folder).apply_chat_template(
+        talk, return_dict=True, return_assistant_tokens_mask=template == MARKED
+    )
+    assert found.ids.tolist() == said["input_ids"]
+    if template == MARKED:
+        assert found.is_answer.tolist() == list(map(bool, said["assistant_masks"]))
+
+
+@pytest.mark.parametrize("part", ["text", {"type": "image"}, {"type": "text"}, {"text": "a"}])
+def test_part_of_a_message_that_is_no_text_is_an_error(part: Any) -> None:
+    with pytest.raises(ChatError, match="message 2: a part of its 'content' is not"):
+        check_messages([TALK[0], {"role": "assistant", "content": [{"type": "text", "text": "a"}, part]}])
+
+
+def test_built_in_chatml_equals_that_of_transformers(tmp_path: Path) -> None:
+    """Tokens those of the common template, and answers up to the end of their turn."""
+    folder = write_tokenizer(tmp_path / "a", "qwen2", None)
+    tokenizer = Tokenizer.load(folder)
+    template = ChatTemplate.find(folder, tokenizer, "chatml")
+    assert template is not None
+    assert template.note == ""
+    (found,) = encode([(TALK, None)], tokenizer, template)
+    assert isinstance(found, Tokens)
+    other = theirs(write_tokenizer(tmp_path / "b", "qwen2", CHATML))
+    assert found.ids.tolist() == other.apply_chat_template(TALK, return_dict=False)
+    assert encode_prompt(TALK[:3], tokenizer, template) == other.apply_chat_template(
+        TALK[:3], add_generation_prompt=True, return_dict=False
+    )
+    text = tokenizer.decode(found.ids[found.is_answer].tolist())
+    assert text == "".join(m["content"] + "<|im_end|>" for m in TALK[1::2])
+
+
+@pytest.mark.parametrize("style", ["llama3", "llama2"])
+def test_built_in_chatml_ends_turns_with_a_token_that_the_vocabulary_has(tmp_path: Path, style: str) -> None:
+    """One token, learnt with the answer, at which generation ends; what is saved says so to others."""
+    folder = write_tokenizer(tmp_path / "a", style, None)
+    tokenizer = Tokenizer.load(folder)
+    template = ChatTemplate.find(folder, tokenizer, "chatml")
+    assert template is not None
+    end = tokenizer.name_of(tokenizer.eod_id)
+    assert template.note == (
+        f"chat template chatml: a turn ends with {end}, as the vocabulary has no <|im_end|>, and "
+        "<|im_start|> is text of several tokens"
+    )
+    (found,) = encode([(TALK, None)], tokenizer, template)
+    assert isinstance(found, Tokens)
+    ends = found.ids == tokenizer.eod_id
+    assert ends.sum() == len(TALK)
+    assert (ends & found.is_answer).sum() == 2
+    assert turn_ends(template, tokenizer, tmp_path) == {tokenizer.eod_id}
+    template.save(folder)
+    assert theirs(folder).apply_chat_template(TALK, return_dict=False) == found.ids.tolist()
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])

@@ -32,7 +32,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "true for a label": ("mine", PAIR | {"label": True}, "label=True is no label"),
     "fraction for a label": ("mine", PAIR | {"label": 0.5}, "label=0.5 is no label"),
     "empty text": ("mine", PAIR | {"second": " \n"}, "'second' is empty"),
-    "number for a text": ("mine", PAIR | {"first": 3}, "'first' holds a int, not a text"),
+    "number for a text": ("mine", PAIR | {"first": 3}, "'first' holds an integer, not a text"),
     "half a surrogate": ("mine", PAIR | {"first": "\ud800"}, "'first' holds half a surrogate pair"),
     "a list for an id": ("mine", PAIR | {"idx": [1]}, "'idx' holds a list"),
     "score too high": ("stsb", STS | {"label": 5.1}, "label=5.1 is not in 0 to 5"),
@@ -43,7 +43,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "no score": ("stsb", STS | {"label": -1}, "no label"),
     "five options": ("race", RACE | {"options": list("abcde")}, "'options' holds 5 options, task.labels 4"),
     "three options": ("race", RACE | {"options": list("abc")}, "'options' holds 3 options, task.labels 4"),
-    "a text for options": ("race", RACE | {"options": "abcd"}, "'options' holds a str, not a list of texts"),
+    "a text for options": ("race", RACE | {"options": "abcd"}, "'options' holds a text, not a list of texts"),
     "empty question": ("race", RACE | {"question": ""}, "'question' is empty"),
     "unknown answer": ("race", RACE | {"answer": "E"}, r"answer='E' is no label: .*\(A, B, C, D\)"),
     "empty question on a context": ("squad", SQUAD | {"question": " "}, "'question' is empty"),
@@ -61,7 +61,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "answers without starts": (
         "squad", SQUAD | {"answers": {"text": ["cat"], "answer_start": []}}, "not as many text as",
     ),
-    "text for answers": ("squad", SQUAD | {"answers": "cat"}, "'answers' holds a str"),
+    "text for answers": ("squad", SQUAD | {"answers": "cat"}, "'answers' holds a text"),
     "SQuAD 2.0 of the Hub as 1.1": (
         "squad", SQUAD | {"answers": {"text": [], "answer_start": []}}, "use task=squad_v2, .* delete",
     ),
@@ -100,7 +100,24 @@ def test_missing_column_names_those_there_once(tmp_path: Path) -> None:
     rows = [{"text": "a", "label": 0}] * 30
     with pytest.raises(UserError, match=r"no column 'first' \(those there: text, label\)") as caught:
         split_of(tmp_path, pairs(), rows)
-    assert len(str(caught.value).splitlines()) == 1
+    (line,) = str(caught.value).splitlines()
+    assert line.endswith("(29 more rows)")
+
+
+def test_missing_column_does_not_hide_other_bad_rows(tmp_path: Path) -> None:
+    rows = [
+        PAIR | {"label": 7},
+        {"text": "a", "label": 0},
+        PAIR | {"second": None},
+        {"text": "b", "label": 0},
+    ]
+    with pytest.raises(UserError) as caught:
+        split_of(tmp_path, pairs(), rows)
+    lines = [line.partition("train.jsonl:")[2] for line in str(caught.value).splitlines()]
+    assert [line[:2] for line in lines] == ["1:", "2:", "3:"]
+    assert "no column 'first'" in lines[1]
+    assert lines[1].endswith("(1 more rows)")
+    assert "'second' holds null, not a text" in lines[2]
 
 
 def test_empty_text_is_taken_when_the_task_says_so(tmp_path: Path) -> None:

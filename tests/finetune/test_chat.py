@@ -27,7 +27,7 @@ from mlm.train.pipelined import PipelinedModel
 from tests.data.chats import CHATML, theirs
 from tests.finetune.chats import POSITIONS, chat_task, chatting, write_chats, write_llama
 from tests.finetune.material import write_rows
-from tests.finetune.runs import finetune, losses, read, records, score, weights, write_model
+from tests.finetune.runs import GPT2, finetune, losses, read, records, score, weights, write_model
 from tests.ranks import command, run_on_ranks
 
 TALK = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat on the mat"}]
@@ -226,6 +226,8 @@ def problem_of(config: FinetuneConfig) -> str:
     [
         (TALK[:1], "'messages' has no message of the assistant: add the answer, or delete the row"),
         ([{"role": "human", "content": "a"}, TALK[1]], "message 1: role='human' is unknown"),
+        ([{"from": ["human"], "value": "a"}, TALK[1]], "message 1: role=\"['human']\" is unknown"),
+        ([{"from": "human"}, TALK[1]], "message 1: its 'content' is no text"),
         ([TALK[0], {"role": "assistant", "content": 1}], "message 2: its 'content' is no text"),
         ([{**TALK[0], "role": "tool"}, TALK[1]], "chat_template fails (no tools)"),
         ([TALK[0], {**TALK[1], "content": ""}], "renders its answers as no text"),
@@ -244,6 +246,81 @@ def test_bad_conversation_is_named_by_file_and_line(tmp_path: Path, messages: An
     found = problem_of(chatting(tmp_path))
     assert found.startswith(f"{tmp_path / 'chat' / 'train.jsonl'}:2: ")
     assert problem in found
+
+
+def test_rows_of_other_forms_train_on_the_equal_conversation(folder: Path, tmp_path: Path) -> None:
+    question, answer = (message["content"] for message in TALK)
+    forms: list[dict[str, Any]] = [
+        {"messages": TALK},
+        {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]},
+        {"conversations": TALK},
+        {"prompt": question, "completion": answer},
+        {"prompt": TALK[:1], "completion": TALK[1:]},
+        {"messages": [{**said, "content": [{"type": "text", "text": said["content"]}]} for said in TALK]},
+    ]
+    write_rows(tmp_path / "train.jsonl", forms)
+    write_rows(tmp_path / "validation.jsonl", forms)
+    examples = evaluation(chatting(folder, data={"path": str(tmp_path)})).examples
+    said = theirs(folder / "llama").apply_chat_template(
+        TALK, return_dict=True, return_assistant_tokens_mask=True
+    )
+    ids, masks = said["input_ids"], said["assistant_masks"]
+    scored = [id if wanted else -100 for id, wanted in zip(ids, masks, strict=True)]
+    for example in examples:
+        assert example.texts[0].tokens.tolist() == ids
+        assert list(example.label) == [*scored[1:], -100]
+
+
+def test_problems_of_model_rows_and_template_are_reported_together(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = write_llama(tmp_path / "llama", None)
+    words = ["finetune", "chat", f"out={tmp_path / 'out'}", "dist.device=cpu"]
+    cases: list[tuple[list[str], list[str]]] = [
+        ([f"ckpt={bare}"], ["data.path=null: task chat has no data", "data.chat_template=null: "]),
+        (
+            [f"ckpt={tmp_path / 'none'}", f"data={tmp_path / 'none.jsonl'}", "data.chat_template=none.jinja"],
+            ["ckpt=", "data.path=", "data.chat_template=none.jinja: no such file"],
+        ),
+        ([f"ckpt={bare}", f"data={tmp_path / 'none.jsonl'}"], ["data.path=", "data.chat_template=null: "]),
+    ]
+    capsys.readouterr()
+    for settings, problems in cases:
+        assert main([*words, *settings]) == 2
+        lines = [line.removeprefix("mlm finetune: ") for line in capsys.readouterr().err.splitlines()]
+        assert len(lines) == len(problems), lines
+        assert all(line.startswith(start) for line, start in zip(lines, problems, strict=True)), lines
+
+
+def test_problems_in_files_are_reported_together(folder: Path, tmp_path: Path) -> None:
+    """A model that reads both ways, and bad rows of both splits."""
+    write_model(tmp_path / "bert")
+    for name in ("train", "validation"):
+        write_rows(tmp_path / f"{name}.jsonl", [{"messages": TALK}, {"messages": TALK[:1]}])
+    given = {"ckpt": str(tmp_path / "bert"), "out": str(tmp_path / "out"), "data": {"path": str(tmp_path)}}
+    problems = run.preflight(chatting(folder, **given))
+    assert [str(problem).partition(" ")[0] for problem in problems] == [
+        f"ckpt={tmp_path / 'bert'}",
+        f"{tmp_path / 'train.jsonl'}:2:",
+        f"{tmp_path / 'validation.jsonl'}:2:",
+    ]
+
+
+def test_base_without_a_template_trains_with_the_built_in_one(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_llama(tmp_path / "llama", None)
+    given = {"ckpt": str(tmp_path / "llama"), "out": str(tmp_path / "out"), "train": SHORT}
+    config = chatting(folder, data={"chat_template": "chatml"}, **given)
+    finetune(config)
+    saved = theirs(tmp_path / "out/best").apply_chat_template(TALK, tokenize=False)
+    assert saved == "<|im_start|>user\nthe cat<|im_end|>\n<|im_start|>assistant\nsat on the mat<|im_end|>\n"
+    assert "chat template chatml" not in capsys.readouterr().out  # its own token ends a turn
+    write_model(tmp_path / "gpt2", GPT2)
+    config = replace(config, ckpt=str(tmp_path / "gpt2"), out=str(tmp_path / "other"))
+    finetune(config)
+    line = "chat template chatml: a turn ends with <|endoftext|>, as the vocabulary has no <|im_end|>"
+    assert line in capsys.readouterr().out
 
 
 def test_conversations_that_are_all_too_long_are_an_error(folder: Path, tmp_path: Path) -> None:
@@ -296,3 +373,10 @@ def test_ranks_get_equally_many_micro_batches_and_each_conversation_once(folder:
     seen = sorted(n for batches in ranks for batch in batches for n in batch.examples)
     assert seen == list(range(len(examples)))
     assert all(batch.tokens.shape[1] % 4 == 0 for batches in ranks for batch in batches)
+
+
+def test_run_of_one_step_trains(folder: Path, tmp_path: Path) -> None:
+    """Its one step is the last, where a decay to 0 would leave the weights as they were."""
+    config = chatting(folder, out=str(tmp_path), train={"epochs": 1, "global_batch_size": 20})
+    finetune(config)
+    assert [record["lr"] for record in records(tmp_path, "step")] == [config.optimizer.lr]

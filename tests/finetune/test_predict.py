@@ -142,7 +142,7 @@ def test_one_text_has_one_answer_and_none_has_none(folder: Path) -> None:
     [
         ("a cat", r"texts\[0\]: 1 of the task's columns; give a tuple or a dict of first, second"),
         ([("a", "b"), {"first": "a"}], r"texts\[1\]: no column 'second' \(those there: first\)"),
-        ([("a", 7)], r"texts\[0\]: 'second' holds a int, not a text"),
+        ([("a", 7)], r"texts\[0\]: 'second' holds an integer, not a text"),
     ],
 )
 def test_a_row_of_other_columns_is_named(folder: Path, texts: Any, problem: str) -> None:

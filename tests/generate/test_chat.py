@@ -55,10 +55,11 @@ def test_answers_equal_those_of_transformers(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     question, system = {"role": "user", "content": "sat?"}, {"role": "system", "content": "a cat"}
-    lines = [{"messages": TALK[:3]}, {"prompt": "sat?"}]
+    said = [{"from": "human", "value": "sat?"}]
+    lines = [{"messages": TALK[:3]}, {"prompt": "sat?"}, {"conversations": said}]
     Path("talks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     several = [each["tokens"] for each in answers(llama, "prompts=talks.jsonl")]
-    assert several == [their_answer(llama, TALK[:3]), their_answer(llama, [question])]
+    assert several == [their_answer(llama, TALK[:3]), *2 * [their_answer(llama, [question])]]
     (one,) = answers(llama, "prompt=sat?", "system=a cat")
     assert one["prompt"] == "sat?"
     assert one["tokens"] == their_answer(llama, [system, question])
@@ -119,6 +120,7 @@ def test_ctrl_c_ends_an_answer_with_130_and_no_word(llama: Path) -> None:
     "settings, problem",
     [
         (["chat=true"], "chat=true: no message to answer"),
+        (["prompt=a\udcff"], "prompt: holds half a surrogate pair (U+DCFF), no UTF-8: correct it"),
         (["system=be brief", "prompt=a"], "system=be brief is of chat=true; set chat=true"),
         (["chat=true", "prompt=a", "special_tokens=true"], "special_tokens=true: in a message"),
         (["chat=true", "prompts=bad.jsonl"], "bad.jsonl:1: message 1: role='bot' is unknown"),

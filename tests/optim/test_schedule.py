@@ -1,5 +1,7 @@
 """Learning rates at the points the papers name."""
 
+from dataclasses import replace
+
 import pytest
 
 from mlm.optim.config import OptimizerConfig, ScheduleConfig
@@ -38,6 +40,18 @@ def test_constant_schedule_stays_at_the_peak_after_warm_up() -> None:
 def test_decay_ends_with_the_run_by_default() -> None:
     schedule = ScheduleConfig(warmup_steps=0, min_lr=1e-5)
     assert learning_rate(200, ADAM, schedule, 200) == pytest.approx(1e-5)
+
+
+@pytest.mark.parametrize("decay", ["cosine", "linear"])
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (2, 1), (5, 0), (100, 6)])
+def test_last_step_trains_where_the_decay_ends_at_0_with_the_run(decay: str, steps: int, warmup: int) -> None:
+    """It repeats the last positive rate; no other step changes."""
+    schedule = ScheduleConfig(decay=decay, warmup_steps=warmup, min_lr=0.0)
+    rates = [learning_rate(step, ADAM, schedule, steps) for step in range(1, steps + 1)]
+    given = replace(schedule, decay_steps=steps)
+    assert rates[-1] == (rates[-2] if steps > 1 else ADAM.lr) > 0
+    assert rates[:-1] == [learning_rate(step, ADAM, given, steps) for step in range(1, steps)]
+    assert learning_rate(steps, ADAM, given, steps) == 0  # as the papers' presets ask for
 
 
 @pytest.mark.parametrize("steps", [100, 1000, 300_000])

@@ -32,6 +32,7 @@ from mlm.corpus.read.records import (
 from mlm.corpus.read.shards import TEXT_END
 from mlm.corpus.read.streams import DamagedError, blocks, first_line, lines
 from mlm.corpus.read.tables import read_hub, read_parquet
+from mlm.errors import type_of
 
 INSIDE = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
 HELD = 1 << 12
@@ -202,7 +203,7 @@ def json_document(line: bytes | bytearray | None, intake: Intake, place: Place) 
     except (ValueError, RecursionError) as error:  # a number of too many digits, lists in lists without end
         raise BadRecordError("not_json", f"not a line of JSON ({type(error).__name__})") from error
     if not isinstance(record, dict):
-        raise BadRecordError("not_object", f"a JSON {type(record).__name__}, not an object")
+        raise BadRecordError("not_object", f"{type_of(record)}, not a JSON object")
     return intake.document(record, place)
 
 
@@ -210,7 +211,7 @@ def long_json_document(line: bytes | bytearray, intake: Intake, place: Place) ->
     """Make the document of a long line. Raises BadRecordError."""
     found = LongLine(line)
     if not isinstance(found.record, dict):
-        raise BadRecordError("not_object", f"a JSON {type(found.record).__name__}, not an object")
+        raise BadRecordError("not_object", f"{type_of(found.record)}, not a JSON object")
     text = found.value(intake.text_key) if intake.text_key in found.record else None
     record: dict[str, Any] = {}
     for key in {intake.id_key or ID, ID} & found.record.keys():

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from mlm.corpus.read.long_text import LONG, LongText, StringText
-from mlm.errors import UserError
+from mlm.errors import UserError, type_of
 
 ID = "id"
 LONGEST_ID = 1000  # letters of an id that is kept
@@ -185,9 +185,7 @@ class Intake:
             raise self.without_text(record)
         text = record[self.text_key]
         if not isinstance(text, str):
-            raise BadRecordError(
-                "text_type", f'"{self.text_key}" holds a {type(text).__name__}, not a string'
-            )
+            raise BadRecordError("text_type", f'"{self.text_key}" holds {type_of(text)}, not a text')
         size = self.measure(text)
         content = text if size <= LONG else StringText(text)
         return Document(content, size, place, self.identity(record))
@@ -234,7 +232,7 @@ class Intake:
         if value is None:
             raise self.without_id()
         if isinstance(value, bool) or not isinstance(value, str | int):
-            detail = f'"{self.id_key}" holds a {type(value).__name__}; an id is a string or a whole number'
+            detail = f'"{self.id_key}" holds {type_of(value)}; an id is a text or an integer'
             raise BadRecordError("id_type", detail)
         self.measure(str(value))
         return str(value)

@@ -136,12 +136,13 @@ def total(counts: Iterable[dict[str, int]]) -> dict[str, int]:
 def reject_empty_parts(plan: Plan, facts: Facts) -> None:
     """Raise UserError if a part of the corpus received no document."""
     kept = sum(counts["documents"] for counts in facts["splits"].values())
+    removed = {rule: words for rule, gone in facts["removed"].items() if (words := in_words(gone))}
     for part, counts in facts["splits"].items():
         if counts["documents"]:
             continue
         config, divided = plan.config, plan.is_divided
-        if facts["removed"] and plan.shards[0].split and divided:
-            rules = ", ".join(facts["removed"])
+        if removed and plan.shards[0].split and divided:
+            rules = ", ".join(removed)
             raise UserError(
                 f"input={config.input} is one text, and {rules} removed its part for {part}: loosen the "
                 f"rule, or set recipe=plain"
@@ -152,12 +153,18 @@ def reject_empty_parts(plan: Plan, facts: Facts) -> None:
                 f"give it a larger share, or 0 to leave it out"
             )
         where = config.input if divided else f"{config.input}, its part {part},"
-        if not facts["removed"] or set(facts["removed"]) == {"empty"}:
+        if removed.keys() <= {"empty"}:
             raise UserError(f"input={where} holds no text: the corpus is empty; name a file with documents")
-        rules = ", ".join(f"{rule} {count['documents']:,}" for rule, count in facts["removed"].items())
+        rules = ", ".join(f"{rule} {words}" for rule, words in removed.items())
         raise UserError(
             f"input={where}: the rules left no document ({rules}): loosen them, or set recipe=plain"
         )
+
+
+def in_words(gone: dict[str, int]) -> str:
+    """Return the numbers of documents, and of pieces of others, that a rule removed; empty for none."""
+    documents, pieces = gone["documents"], gone.get("pieces", 0)
+    return " and ".join([f"{documents:,}"] * (documents > 0) + [f"{pieces:,} pieces"] * (pieces > 0))
 
 
 def write_rejected(plan: Plan, out: Path) -> list[str]:
@@ -190,8 +197,7 @@ def summary(out: Path, receipt: Facts) -> Group:
         for heading in ("removed by", "documents", "bytes"):
             gone.add_column(heading, justify="left" if heading == "removed by" else "right")
         for rule, count in receipt["removed"].items():
-            pieces = f" and {count['pieces']:,} pieces" if "pieces" in count else ""
-            gone.add_row(rule, f"{count['documents']:,}{pieces}", f"{count['bytes']:,}")
+            gone.add_row(rule, in_words(count) or "0", f"{count['bytes']:,}")
         if (cut := receipt["cut"]) is not None:
             gone.add_row("cut to pieces", f"{cut['documents']:,}", f"{cut['bytes']:,}")
         for rule, documents in receipt["rejected"].items():

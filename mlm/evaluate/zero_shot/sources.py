@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mlm.corpus.benchmarks import is_title
-from mlm.errors import CorruptFileError, UserError
+from mlm.errors import CorruptFileError, UserError, half_pair
 from mlm.extras import load_extra
 from mlm.files.atomic import digest_bytes
 
@@ -179,11 +179,8 @@ def rows_of(path: str, content: bytes, keys: Sequence[str]) -> Iterator[tuple[st
         key = next((key for key in keys if isinstance(record.get(key), str)), None)
         if key is None:
             raise UserError(f"{place}: no text under {' or '.join(map(repr, keys))}: fix or delete it")
-        if not record[key].isascii():
-            try:
-                record[key].encode()
-            except UnicodeEncodeError as error:
-                raise UserError(f"{place}: holds half a surrogate pair: fix or delete it") from error
+        if not record[key].isascii() and (half := half_pair(record[key])) is not None:
+            raise UserError(f"{place}: holds {half}: fix or delete it")
         yield place, key, record[key]
 
 

@@ -74,11 +74,11 @@ def test_cut_file_has_no_shard_beyond_its_end(tmp_path: Path) -> None:
         ('{"text": "x"}'.encode("utf-16"), "not_utf8", "byte 1"),
         (b"[" * 100_000, "not_json", "RecursionError"),
         (b'{"text": ' + b"1" * 5000 + b"}", "not_json", "ValueError"),
-        (b"[1]", "not_object", "a JSON list"),
+        (b"[1]", "not_object", "a list, not a JSON object"),
         (b'{"body": "x", "id": 1}', "no_text", "its keys: body, id; text_key"),
         (b"{}", "no_text", "its keys: none"),
-        (b'{"text": 3}', "text_type", "holds a int"),
-        (b'{"text": null}', "text_type", "holds a NoneType"),
+        (b'{"text": 3}', "text_type", "holds an integer, not a text"),
+        (b'{"text": null}', "text_type", "holds null, not a text"),
         (b'{"text": "a\\ud800"}', "surrogate", "letter 2"),
         (b'{"text": "' + b"x" * (1 << 20) + b'"}', "too_long", "max_document_bytes=1048576"),
     ],
@@ -103,7 +103,7 @@ def test_error_ends_the_reading_if_the_callback_raises(tmp_path: Path) -> None:
     [shard] = split_inputs(search(str(jsonl(tmp_path, GOOD + b"[]\n" + GOOD))).inputs, 1000)
     found = read_shard(shard, text_key="text", id_key=None, max_bytes=99, reject=refuse, advance=print)
     assert next(found).text == "x"
-    with pytest.raises(UserError, match=r"a\.jsonl:2: a JSON list"):
+    with pytest.raises(UserError, match=r"a\.jsonl:2: a list, not a JSON object"):
         next(found)
 
 
