@@ -205,9 +205,12 @@ class Probe:
         return None
 
     def heaviest_sample(self) -> dict[str, Any] | None:
-        """Return the sample with the largest gradient, where backward leaves the layers of this rank."""
+        """Return the sample with the largest gradient, where backward leaves the layers of this rank.
+
+        None if that gradient is zero or not finite: then it says nothing about samples.
+        """
         rows = [row for row in self.ordered() if row.what == GRADIENT and row.norms]
-        if not rows:
+        if not rows or rows[-1].bad:
             return None
         sample, norm = max(rows[-1].norms.items(), key=lambda item: item[1])
-        return {"name": rows[-1].name, "sample": sample, "norm": norm}
+        return {"name": rows[-1].name, "sample": sample, "norm": norm} if norm else None
