@@ -34,7 +34,6 @@ from mlm.train.memory import reuse_large_blocks
 from mlm.train.state import is_weights_only, load
 from mlm.train.trainer import Trainer
 
-
 SAME = 0.1
 """Share by which numbers of another layout or precision may differ from those of the incident."""
 
