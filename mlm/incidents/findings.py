@@ -14,7 +14,6 @@ from mlm.incidents.probe import Probe
 from mlm.parallel.collectives import all_reduce
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.watch import name_ranks
-from mlm.train.config import IncidentConfig
 from mlm.train.trainer import Trainer
 
 
@@ -95,13 +94,9 @@ class Findings:
         ]
 
 
-def gather(probe: Probe, ctx: ParallelContext, threshold: float) -> Findings:
+def gather(probe: Probe, ctx: ParallelContext) -> Findings:
     """Compare what each rank's probe saw. Collective over all ranks."""
-    mine = [
-        probe.first_bad(),
-        probe.first_outlier(threshold or IncidentConfig().threshold),
-        probe.heaviest_sample(),
-    ]
+    mine = [probe.first_bad(), probe.first_outlier(), probe.heaviest_sample()]
     found = Ranks.of(ctx).all_gather(mine)
     bad, outliers, heaviest = ([each[n] for each in found] for n in range(3))
     heavy = [one for one in heaviest if one is not None]

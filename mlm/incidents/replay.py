@@ -172,7 +172,7 @@ def compute(trainer: Trainer, batches: Sequence[Any], *, probing: bool = False) 
     parts = trainer.forward_backward(batches) if probe is None else probe.run(batches)
     norm = gradient_norm(trainer.shards, ctx) / trainer.scaler.scale
     found = shared_numbers(trainer, parts, norm)
-    findings = gather(probe, ctx, trainer.config.incident.threshold) if probe is not None else None
+    findings = gather(probe, ctx) if probe is not None else None
     return Outcome(found.loss, found.norm, findings)
 
 
@@ -198,9 +198,7 @@ def compared(record: dict[str, Any], outcome: Outcome, is_again: bool) -> list[s
     if is_again:
         return [*lines, *(outcome.findings.lines() if outcome.findings else ())]
     second = record.get("second_pass")
-    advice = (
-        second["advice"] if second else "suspect the hardware, or versions other than those of the record"
-    )
+    advice = second["advice"] if second else "suspect the hardware, or versions that changed"
     return [*lines, f"the data do not reproduce it: no sample is to blame; {advice}"]
 
 

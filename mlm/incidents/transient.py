@@ -38,9 +38,10 @@ class SecondPass:
     def line(self, *, was_finite: bool) -> str:
         """Return what it says about the first pass, and what to do."""
         seen = f"first seen on {self.where()}" if self.ranks else "no rank is known to be the first"
+        state, values = "normal" if was_finite else "finite", self.numbers
         return (
-            f"computed again: {'normal' if was_finite else 'finite'} (loss {self.numbers.loss:.6g}, gradient norm "
-            f"{self.numbers.norm:.6g}); not in the data; {seen}; {self.advice()}"
+            f"computed again: {state} (loss {values.loss:.6g}, gradient norm {values.norm:.6g}); "
+            f"not in the data; {seen}; {self.advice()}"
         )
 
     def where(self) -> str:
@@ -50,10 +51,9 @@ class SecondPass:
 
     def advice(self) -> str:
         """Return what to do if it happens again."""
-        which = f"the memory and the processor of {self.where()}" if self.ranks else "memory and processors"
-        return (
-            f"if it comes back, test {which}, or run without {'it' if self.ranks else 'one host at a time'}"
-        )
+        if not self.ranks:
+            return "if it comes back, test memory and processors, or leave out one host at a time"
+        return f"if it comes back, test the memory and the processor of {self.where()}, or run without it"
 
     def encode(self) -> dict[str, Any]:
         """As JSON values."""

@@ -37,6 +37,8 @@ from mlm.train.trainer import Doubt, Trainer
 
 DEFERRING = ("cuda",)
 """Devices that apply an update while the host reads the step's numbers."""
+MILD = frozenset(("loss_outlier", "gradient_outlier", "slow_rank"))
+"""Incidents that chance or load may cause."""
 REPEATED = 16
 """Tensors that a repeated step that differs names at most."""
 
@@ -169,12 +171,12 @@ class Incidents(Hooks):
             if not math.isfinite(numbers.norm):
                 verdict.add("gradient_not_finite", f"gradient norm {numbers.norm}")
         elif settings.threshold:
-            far = self.memory.recent.deviations(numbers.loss, numbers.norm)
+            limits = self.memory.recent.limits(settings.threshold)
             values = {"loss": numbers.loss, "gradient norm": numbers.norm}
-            for (what, value), deviation in zip(values.items(), far, strict=True):
-                if deviation >= settings.threshold:
-                    line = f"{what} {value:.6g} is {deviation:.1f} robust standard deviations above"
-                    verdict.add(f"{what.split()[0]}_outlier", f"{line} the last {settings.window} steps")
+            for (what, value), limit in zip(values.items(), limits, strict=True):
+                if value >= limit:
+                    line = f"{what} {value:.6g} is at least {limit:.6g}, which chance reaches once in"
+                    verdict.add(f"{what.split()[0]}_outlier", f"{line} {settings.threshold:,.0f} steps")
         return verdict
 
     def repeats_now(self) -> bool:
@@ -218,11 +220,11 @@ class Incidents(Hooks):
             verdict.kinds.append("transient")
             lines.append(again.line(was_finite=is_finite(numbers)))
             action = "stop" if self.settings.action == "stop" else "computed again"
-        if self.count < self.settings.keep:
+        if self.has_place(verdict):
             findings, probe = None, Probe(self.trainer)
             if again is None:
                 probe.run(self.batches)
-                findings = gather(probe, self.trainer.ctx, self.settings.threshold)
+                findings = gather(probe, self.trainer.ctx)
                 lines += findings.lines()
             more = {"second_pass": again.encode()} if again is not None else None
             place = self.write(verdict, numbers, lines, findings, probe, more)
@@ -249,6 +251,11 @@ class Incidents(Hooks):
         if not Ranks.of(self.trainer.ctx).any_of([found])[0]:
             return "skip"
         return "rewind" if self.memory.rewinds < self.settings.rewinds else "stop"
+
+    def has_place(self, verdict: Verdict) -> bool:
+        """Return True if a folder is left for an incident of this severity."""
+        is_mild = MILD.issuperset(verdict.kinds)
+        return self.count < (self.settings.keep // 2 if is_mild else self.settings.keep)
 
     def note(self, verdict: Verdict, numbers: Numbers, action: str, place: Path | None) -> None:
         """Add a record to metrics.jsonl."""
@@ -353,7 +360,7 @@ class Incidents(Hooks):
     def report(self, verdict: Verdict, more: dict[str, Any] | None = None) -> str:
         """Record an incident of the state after a step, and return its line. Collective."""
         step, place = self.trainer.step, None
-        if self.count < self.settings.keep:
+        if self.has_place(verdict):
             place = self.write(verdict, None, verdict.lines, None, None, more)
         text = f"step {step}: incident: {'; '.join(verdict.lines)}" + (f"; see {place}" if place else "")
         self.reporter.problem(text)

@@ -117,8 +117,8 @@ class Watch:
     followed: deque[Wait] = field(default_factory=lambda: deque(maxlen=FOLLOWED))
     """Waits of the device, the oldest first."""
     traffic: list[tuple[bool, Any]] | None = None
-    """In order, of each message: True if this rank sent it, and its largest magnitude (0-d tensor); None records
-    nothing."""
+    """Of each message in order: True if this rank sent it, and its largest magnitude (0-d tensor); None: no
+    record."""
 
     def waiting(self, op: str, axis: str, ranks: tuple[int, ...], limit_s: float | None = None) -> Wait:
         """Context manager around a wait for `op` over the axis named `axis`, of these global ranks.
