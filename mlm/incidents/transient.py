@@ -19,8 +19,6 @@ from mlm.optim.clip import gradient_norm
 from mlm.parallel.watch import name_ranks
 from mlm.train.trainer import Trainer
 
-Traffic = Sequence[tuple[bool, Tensor]]
-"""`Watch.traffic` of a pass."""
 ALIKE = 0.5
 """Share by which the largest magnitudes of two passes may differ: far above rounding."""
 
@@ -32,33 +30,29 @@ class SecondPass:
     numbers: Numbers
     ranks: list[int]
     """Ranks on which the first pass began to differ; none where no message shows it."""
-    hosts: list[str]
-    """Theirs."""
+    where: str
+    """They and their hosts, in words."""
 
-    def line(self, *, was_finite: bool) -> str:
-        """Return what it says about the first pass, and what to do."""
-        seen = f"first seen on {self.where()}" if self.ranks else "no rank is known to be the first"
-        state, values = "normal" if was_finite else "finite", self.numbers
-        return (
-            f"computed again: {state} (loss {values.loss:.6g}, gradient norm {values.norm:.6g}); "
-            f"not in the data; {seen}; {self.advice()}"
-        )
-
-    def where(self) -> str:
-        """Return the ranks in words: rank 1 (host a)."""
-        hosts = sorted(set(self.hosts))
-        return f"{name_ranks(self.ranks)} (host{'s' * (len(hosts) > 1)} {', '.join(hosts)})"
-
+    @property
     def advice(self) -> str:
-        """Return what to do if it happens again."""
-        if not self.ranks:
-            return "if it comes back, test memory and processors, or leave out one host at a time"
-        return f"if it comes back, test the memory and the processor of {self.where()}, or run without it"
+        """What to do if it happens again."""
+        suspect = f"the memory and the processor of {self.where}" if self.ranks else "memory and processors"
+        return f"if it comes back, test {suspect}"
+
+    def line(self, state: str) -> str:
+        """Return what it says about the first pass, and what to do; `state` says what the second is."""
+        seen = f"first seen on {self.where}" if self.ranks else "no message shows on which rank"
+        numbers = f"loss {self.numbers.loss:.6g}, gradient norm {self.numbers.norm:.6g}"
+        return f"computed again: {state} ({numbers}); not in the data; {seen}; {self.advice}"
 
     def encode(self) -> dict[str, Any]:
         """As JSON values."""
-        values = {"loss": self.numbers.loss, "grad_norm": self.numbers.norm}
-        return {**values, "ranks": self.ranks, "hosts": self.hosts, "advice": self.advice()}
+        return {
+            "loss": self.numbers.loss,
+            "grad_norm": self.numbers.norm,
+            "ranks": self.ranks,
+            "advice": self.advice,
+        }
 
 
 def compute_again(trainer: Trainer, batches: Sequence[Any], parts: Tensor, norm: Tensor) -> SecondPass:
@@ -70,12 +64,16 @@ def compute_again(trainer: Trainer, batches: Sequence[Any], parts: Tensor, norm:
     numbers = shared_numbers(trainer, parts, norm)
     begins = ctx.world_size == 1 or begins_here(first, watch.traffic)
     found = Ranks.of(ctx).all_gather([socket.gethostname(), begins])
-    ranks = [rank for rank, (_, is_first) in enumerate(found) if is_first]
-    return SecondPass(numbers, ranks, [found[rank][0] for rank in ranks])
+    hosts = {rank: host for rank, (host, is_first) in enumerate(found) if is_first}
+    where = f"{name_ranks(list(hosts))} (host {', '.join(sorted(set(hosts.values())))})" if hosts else ""
+    return SecondPass(numbers, list(hosts), where)
 
 
-def begins_here(first: Traffic, second: Traffic) -> bool:
-    """Return True if the first message in which two passes differ is one that this rank sent."""
+def begins_here(first: Sequence[tuple[bool, Tensor]], second: Sequence[tuple[bool, Tensor]]) -> bool:
+    """Return True if the first message in which two passes differ is one that this rank sent.
+
+    Both are `Watch.traffic` of a pass.
+    """
     count = min(len(first), len(second))
     if not count:
         return False

@@ -218,7 +218,7 @@ class Incidents(Hooks):
         action, lines, place = self.action(), list(verdict.lines), None
         if again is not None:
             verdict.kinds.append("transient")
-            lines.append(again.line(was_finite=is_finite(numbers)))
+            lines.append(again.line("normal" if is_finite(numbers) else "finite"))
             action = "stop" if self.settings.action == "stop" else "computed again"
         if self.has_place(verdict):
             findings, probe = None, Probe(self.trainer)

@@ -20,7 +20,7 @@ from mlm.parallel.watch import Wait
 gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """Their names since torch 2.13, and the ones before."""
-STRIDE, WHOLE = 61, 1 << 16
+STRIDE, WHOLE = 61, 1 << 12
 """Of messages of more than WHOLE elements `record` reads each STRIDE-th: some of every row."""
 MAX_RECORDS = 1 << 15
 

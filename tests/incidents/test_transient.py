@@ -73,7 +73,7 @@ FAULTS = {"activation": spoil_activation, "backward": spoil_backward, "sum": spo
 def usual() -> Recent:
     """Numbers of a run of this size."""
     draw = random.Random(0)
-    return Recent(512, [(4.1 + draw.gauss(0, 0.05), math.exp(draw.gauss(0, 0.2))) for _ in range(128)])
+    return Recent(512, [(4.1 + draw.gauss(0, 0.05), math.exp(draw.gauss(0, 0.2))) for _ in range(600)])
 
 
 def faulty_step(ctx: ParallelContext, spec: PretrainConfig, out: Path) -> list[tuple[Any, ...]]:
