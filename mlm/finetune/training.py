@@ -252,8 +252,8 @@ def finetune(
     )
     spec = spec_of(config, material.start, config.train.epochs * order.steps_per_epoch)
     objective = objective_of(kind, ctx, DTYPES[config.precision.dtype])
-    remedy = "set recompute=selective or full, or raise tp or pp"
-    with out_of_memory_as_user_error(config.train.micro_batch_size, remedy), ExitStack() as stack:
+    size, length = config.train.micro_batch_size, "task.max_length"
+    with out_of_memory_as_user_error(size, config.parallel, length), ExitStack() as stack:
         stack.enter_context(missing_kernel_as_user_error(spec))
         claim(spec, ctx, stack)
         check_start(config.out, ctx)

@@ -14,7 +14,6 @@ from mlm.incidents.probe import Probe
 from mlm.parallel.collectives import all_reduce
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.watch import name_ranks
-from mlm.train.config import IncidentConfig
 from mlm.train.trainer import Trainer
 
 
@@ -90,18 +89,12 @@ class Findings:
             found.append(
                 f"sample {one['sample']} has the largest gradient, {one['norm']:.3g} at {one['name']}"
             )
-        return found or [
-            "all numbers are finite and alike when the step is repeated: the cause was transient"
-        ]
+        return found
 
 
-def gather(probe: Probe, ctx: ParallelContext, threshold: float) -> Findings:
+def gather(probe: Probe, ctx: ParallelContext) -> Findings:
     """Compare what each rank's probe saw. Collective over all ranks."""
-    mine = [
-        probe.first_bad(),
-        probe.first_outlier(threshold or IncidentConfig().threshold),
-        probe.heaviest_sample(),
-    ]
+    mine = [probe.first_bad(), probe.first_outlier(), probe.heaviest_sample()]
     found = Ranks.of(ctx).all_gather(mine)
     bad, outliers, heaviest = ([each[n] for each in found] for n in range(3))
     heavy = [one for one in heaviest if one is not None]

@@ -21,6 +21,8 @@ from mlm.train.trainer import Trainer
 WEIGHT, INPUT, OUTPUT, GRADIENT, WEIGHT_GRADIENT = "weight", "input", "output", "gradient", "weight gradient"
 FEWEST_SAMPLES = 4
 """Samples of a rank from which one of them can be an outlier."""
+FAR = 10.0
+"""Robust standard deviations from the others that make a sample an outlier of its step."""
 
 
 @dataclass
@@ -193,21 +195,24 @@ class Probe:
         """Return the first place with a number that is not finite on this rank."""
         return next((row.place() for row in self.ordered() if row.bad), None)
 
-    def first_outlier(self, threshold: float) -> dict[str, Any] | None:
+    def first_outlier(self) -> dict[str, Any] | None:
         """Return the first activation or gradient in which one sample is far from this rank's others."""
         for row in self.ordered():
             if len(row.norms) < FEWEST_SAMPLES:
                 continue
             sample, norm = max(row.norms.items(), key=lambda item: item[1])
             others = [other for number, other in row.norms.items() if number != sample]
-            if (far := deviations(norm, others)) >= threshold:
+            if (far := deviations(norm, others)) >= FAR:
                 return {**row.place(), "sample": sample, "deviations": round(far, 1)}
         return None
 
     def heaviest_sample(self) -> dict[str, Any] | None:
-        """Return the sample with the largest gradient, where backward leaves the layers of this rank."""
+        """Return the sample with the largest gradient, where backward leaves the layers of this rank.
+
+        None if that gradient is zero or not finite: then it says nothing about samples.
+        """
         rows = [row for row in self.ordered() if row.what == GRADIENT and row.norms]
-        if not rows:
+        if not rows or rows[-1].bad:
             return None
         sample, norm = max(rows[-1].norms.items(), key=lambda item: item[1])
-        return {"name": rows[-1].name, "sample": sample, "norm": norm}
+        return {"name": rows[-1].name, "sample": sample, "norm": norm} if norm else None

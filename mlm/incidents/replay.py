@@ -34,6 +34,9 @@ from mlm.train.memory import reuse_large_blocks
 from mlm.train.state import is_weights_only, load
 from mlm.train.trainer import Trainer
 
+SAME = 0.1
+"""Share by which numbers of another layout or precision may differ from those of the incident."""
+
 
 def run(config: ReplayConfig) -> None:
     """Replay an incident on its ranks. Raises UserError."""
@@ -109,13 +112,14 @@ def replay(config: ReplayRun, ctx: ParallelContext) -> None:
             trainer.train_step(next(batches_of_steps))
         batches = next(batches_of_steps)
     outcome = compute(trainer, batches, probing=True)
-    for line in compared(record, outcome):
+    is_again = comes_back(record, outcome)
+    for line in compared(record, outcome, is_again):
         say(line)
     clip = trainer.config.optimizer.clip_grad_norm
     if clip and math.isfinite(outcome.norm):
         factor = float(clip_factor(torch.tensor(outcome.norm), clip))
         say(f"clipping: optimizer.clip_grad_norm={clip:g} scales the gradient by {factor:.3g}")
-    if config.bisect and all(isinstance(batch, Batch) for batch in batches):
+    if config.bisect and is_again and all(isinstance(batch, Batch) for batch in batches):
         say(bisected(trainer, batches))  # type: ignore[arg-type]  # all are
     if config.beside.dtype != config.precision.dtype:
         other = compute(at_precision(trainer, config), batches, probing=True)
@@ -168,11 +172,20 @@ def compute(trainer: Trainer, batches: Sequence[Any], *, probing: bool = False) 
     parts = trainer.forward_backward(batches) if probe is None else probe.run(batches)
     norm = gradient_norm(trainer.shards, ctx) / trainer.scaler.scale
     found = shared_numbers(trainer, parts, norm)
-    findings = gather(probe, ctx, trainer.config.incident.threshold) if probe is not None else None
+    findings = gather(probe, ctx) if probe is not None else None
     return Outcome(found.loss, found.norm, findings)
 
 
-def compared(record: dict[str, Any], outcome: Outcome) -> list[str]:
+def comes_back(record: dict[str, Any], outcome: Outcome) -> bool:
+    """Return True if the replay has the numbers of the incident, to rounding, or has none either."""
+    pairs = zip(recorded(record), (outcome.loss, outcome.norm), strict=True)
+    return all(
+        math.isclose(then, now, rel_tol=SAME) if math.isfinite(then) else not math.isfinite(now)
+        for then, now in pairs
+    )
+
+
+def compared(record: dict[str, Any], outcome: Outcome, is_again: bool) -> list[str]:
     """Return the replayed numbers beside the recorded ones, and the places that were found."""
     then = recorded(record)
     now = (outcome.loss, outcome.norm)
@@ -182,7 +195,11 @@ def compared(record: dict[str, Any], outcome: Outcome) -> list[str]:
         f"then: loss {then[0]:.8g}, gradient norm {then[1]:.8g}",
         f"now:  {numbers(outcome)} ({verdict})",
     ]
-    return [*lines, *(outcome.findings.lines() if outcome.findings else ())]
+    if is_again:
+        return [*lines, *(outcome.findings.lines() if outcome.findings else ())]
+    second = record.get("second_pass")
+    advice = second["advice"] if second else "suspect the hardware, or versions that changed"
+    return [*lines, f"the data do not reproduce it: no sample is to blame; {advice}"]
 
 
 def recorded(record: dict[str, Any]) -> tuple[float, float]:

@@ -23,6 +23,7 @@ from mlm.incidents.profiler import Profiler
 from mlm.incidents.record import FOLDER, free_name, rows_of, write_rank, write_record, write_samples
 from mlm.incidents.replicas import differences, digests
 from mlm.incidents.timeline import Timeline
+from mlm.incidents.transient import SecondPass, compute_again
 from mlm.launch.versions import versions
 from mlm.optim.adamw import can_defer
 from mlm.parallel.transfer import ToHost
@@ -36,6 +37,8 @@ from mlm.train.trainer import Doubt, Trainer
 
 DEFERRING = ("cuda",)
 """Devices that apply an update while the host reads the step's numbers."""
+MILD = frozenset(("loss_outlier", "gradient_outlier", "slow_rank"))
+"""Incidents that chance or load may cause."""
 REPEATED = 16
 """Tensors that a repeated step that differs names at most."""
 
@@ -103,6 +106,7 @@ class Incidents(Hooks):
     def begin(self, batches: Sequence[Any]) -> None:
         """Take note of the micro-batches of the step that begins."""
         self.batches, self.is_bad = batches, False
+        self.trainer.ctx.watch.traffic = []
         if self.profiler is not None:
             self.profiler.begin()
         self.timeline.begin(len(batches))
@@ -129,39 +133,51 @@ class Incidents(Hooks):
         return Doubt(flag, holds)
 
     def judge(self, parts: Tensor, norm: Tensor) -> bool:
-        """Decide on a step before its update; True leaves the update out. Collective."""
-        numbers, verdict = shared_numbers(self.trainer, parts, norm), Verdict()
-        self.judge_numbers(numbers, verdict)
+        """Decide on a step before its update; True leaves the update out. Collective.
+
+        The first step of an incident is computed again. Where that is no incident, the update is the second
+        pass's, whose numbers `parts` and `norm` then hold.
+        """
+        numbers, again = shared_numbers(self.trainer, parts, norm), None
+        verdict = self.judge_numbers(numbers)
         if self.repeats_now():
             self.judge_repetition(parts, verdict)
-        self.memory.recent.add(numbers.loss, numbers.norm)
-        return bool(verdict.kinds) and self.act(verdict, numbers)
+        if verdict.kinds and not self.memory.streak:
+            again = compute_again(self.trainer, self.batches, parts, norm)
+            if not is_finite(again.numbers) or self.judge_numbers(again.numbers).kinds:
+                again = None
+        kept = numbers if again is None else again.numbers
+        if is_finite(kept):
+            self.memory.streak = 0
+        elif verdict.kinds:
+            self.is_bad, self.memory.streak = True, self.memory.streak + 1
+            if self.memory.streak == self.settings.patience:
+                line = f"{self.settings.patience} steps in a row without finite gradients"
+                verdict.add("exhausted", line)
+        self.memory.recent.add(kept.loss, kept.norm)
+        return bool(verdict.kinds) and self.act(verdict, numbers, again)
 
-    def judge_numbers(self, numbers: Numbers, verdict: Verdict) -> None:
-        """Find numbers that are not finite or far from recent ones."""
-        scaler, settings = self.trainer.scaler, self.settings
+    def judge_numbers(self, numbers: Numbers) -> Verdict:
+        """Return what is not finite or far from recent numbers."""
+        scaler, settings, verdict = self.trainer.scaler, self.settings, Verdict()
         floor = self.trainer.config.precision.min_loss_scale
         if not math.isfinite(numbers.norm) and scaler.dynamic and numbers.scale > floor:
-            return  # the loss scale is halved, as usual
-        if not (math.isfinite(numbers.loss) and math.isfinite(numbers.norm)):
-            self.is_bad, self.memory.streak = True, self.memory.streak + 1
+            return verdict  # the loss scale is halved, as usual
+        if not is_finite(numbers):
             if scaler.dynamic:
                 verdict.add("loss_scale_at_floor", f"overflow at the smallest loss scale, {floor:g}")
             if not math.isfinite(numbers.loss):
                 verdict.add("loss_not_finite", f"loss {numbers.loss}")
             if not math.isfinite(numbers.norm):
                 verdict.add("gradient_not_finite", f"gradient norm {numbers.norm}")
-            if self.memory.streak == settings.patience:
-                verdict.add("exhausted", f"{settings.patience} steps in a row without finite gradients")
-            return
-        self.memory.streak = 0
-        if settings.threshold:
-            far = self.memory.recent.deviations(numbers.loss, numbers.norm)
+        elif settings.threshold:
+            limits = self.memory.recent.limits(settings.threshold)
             values = {"loss": numbers.loss, "gradient norm": numbers.norm}
-            for (what, value), deviation in zip(values.items(), far, strict=True):
-                if deviation >= settings.threshold:
-                    line = f"{what} {value:.6g} is {deviation:.1f} robust standard deviations above"
-                    verdict.add(f"{what.split()[0]}_outlier", f"{line} the last {settings.window} steps")
+            for (what, value), limit in zip(values.items(), limits, strict=True):
+                if value >= limit:
+                    line = f"{what} {value:.6g} is at least {limit:.6g}, which chance reaches once in"
+                    verdict.add(f"{what.split()[0]}_outlier", f"{line} {settings.threshold:,.0f} steps")
+        return verdict
 
     def repeats_now(self) -> bool:
         """Return True if the step is to be computed twice."""
@@ -194,17 +210,24 @@ class Incidents(Hooks):
             "repetition_differs", f"computed twice, the step differs in {where}: {', '.join(torn[:4])}"
         )
 
-    def act(self, verdict: Verdict, numbers: Numbers) -> bool:
-        """Record an incident and follow incident.action; return True to leave the update out."""
-        action, lines, findings = self.action(), list(verdict.lines), None
-        if self.count < self.settings.keep:
-            probe = Probe(self.trainer)
-            probe.run(self.batches)
-            findings = gather(probe, self.trainer.ctx, self.settings.threshold)
-            lines += findings.lines()
-            place = self.write(verdict, numbers, lines, findings, probe)
-        else:
-            place = None
+    def act(self, verdict: Verdict, numbers: Numbers, again: SecondPass | None) -> bool:
+        """Record an incident and follow incident.action; return True to leave the update out.
+
+        `again` is a second pass that is no incident: then no sample is to blame, and none is left out.
+        """
+        action, lines, place = self.action(), list(verdict.lines), None
+        if again is not None:
+            verdict.kinds.append("transient")
+            lines.append(again.line("normal" if is_finite(numbers) else "finite"))
+            action = "stop" if self.settings.action == "stop" else "computed again"
+        if self.has_place(verdict):
+            findings, probe = None, Probe(self.trainer)
+            if again is None:
+                probe.run(self.batches)
+                findings = gather(probe, self.trainer.ctx)
+                lines += findings.lines()
+            more = {"second_pass": again.encode()} if again is not None else None
+            place = self.write(verdict, numbers, lines, findings, probe, more)
         step = self.trainer.step + 1
         where = f"; see {place}" if place is not None else ""
         text = f"step {step}: incident: {'; '.join(lines)}{where}"
@@ -217,7 +240,7 @@ class Incidents(Hooks):
             self.note(verdict, numbers, action, place)
         if action == "skip":
             self.memory.steps.append(step)
-        return action != "log"
+        return action not in ("log", "computed again")
 
     def action(self) -> str:
         """Return what is done: as asked, or as far as it can be."""
@@ -228,6 +251,11 @@ class Incidents(Hooks):
         if not Ranks.of(self.trainer.ctx).any_of([found])[0]:
             return "skip"
         return "rewind" if self.memory.rewinds < self.settings.rewinds else "stop"
+
+    def has_place(self, verdict: Verdict) -> bool:
+        """Return True if a folder is left for an incident of this severity."""
+        is_mild = MILD.issuperset(verdict.kinds)
+        return self.count < (self.settings.keep // 2 if is_mild else self.settings.keep)
 
     def note(self, verdict: Verdict, numbers: Numbers, action: str, place: Path | None) -> None:
         """Add a record to metrics.jsonl."""
@@ -307,6 +335,7 @@ class Incidents(Hooks):
         ):
             self.compare_times(self.clock.gather(step))
         self.timeline.end()
+        self.trainer.ctx.watch.traffic = None
         if self.profiler is not None and self.profiler.end():
             self.profiler = None
 
@@ -331,7 +360,7 @@ class Incidents(Hooks):
     def report(self, verdict: Verdict, more: dict[str, Any] | None = None) -> str:
         """Record an incident of the state after a step, and return its line. Collective."""
         step, place = self.trainer.step, None
-        if self.count < self.settings.keep:
+        if self.has_place(verdict):
             place = self.write(verdict, None, verdict.lines, None, None, more)
         text = f"step {step}: incident: {'; '.join(verdict.lines)}" + (f"; see {place}" if place else "")
         self.reporter.problem(text)
@@ -373,6 +402,11 @@ class Incidents(Hooks):
         self.reporter.event("rewound", {"step": trainer.step, "from": failed, "left_out": [first, size]})
 
 
+def is_finite(numbers: Numbers) -> bool:
+    """Return True if loss and gradient norm are finite."""
+    return math.isfinite(numbers.loss) and math.isfinite(numbers.norm)
+
+
 def done_about_it(action: str) -> str:
     """Return an action as a participle."""
     return {
@@ -380,4 +414,5 @@ def done_about_it(action: str) -> str:
         "skip": "its update is left out",
         "rewind": "training returns to the last checkpoint",
         "stop": "training stops",
+        "computed again": "the update is that of the second pass",
     }[action]

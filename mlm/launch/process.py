@@ -3,8 +3,8 @@
 import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -181,9 +181,24 @@ def _speaks(failure: Failure, store: Store | None, place: Place) -> bool:
         return not failure.lost_peer or place.local_rank == 0  # rank 0 did not answer: a line per host
     answer: list[bool] = []
     asking = Thread(target=lambda: answer.append(_is_first(failure, store)), daemon=True)
-    asking.start()
-    asking.join(2 * LAST_WORDS_S)  # a store whose process is stopped never answers
+    with _quiet_stderr():  # torch prints C++ frames where the store is gone
+        asking.start()
+        asking.join(2 * LAST_WORDS_S)  # a store whose process is stopped never answers
     return answer[0] if answer else True
+
+
+@contextmanager
+def _quiet_stderr() -> Iterator[None]:
+    """Drop what any code writes to stderr, C++ included."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def _is_first(failure: Failure, store: Store) -> bool:

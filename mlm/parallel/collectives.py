@@ -6,6 +6,7 @@ all-gather along the sequence in f's place and a reduce-scatter in g's: `gather_
 `scatter_sequence`. On an axis of one rank all of them are nothing.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,9 @@ from mlm.parallel.watch import Wait
 gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """Their names since torch 2.13, and the ones before."""
+STRIDE, WHOLE = 61, 1 << 12
+"""Of messages of more than WHOLE elements `record` reads each STRIDE-th: some of every row."""
+MAX_RECORDS = 1 << 15
 
 
 @dataclass(slots=True)
@@ -46,6 +50,8 @@ class Pending:
             if self.held is not None and self.held is not self.out:
                 self.out.copy_(self.held)
                 self.held = None
+            if not self.op.startswith("send"):
+                record(self.out, self.axis, is_sent=False)
             if self.out.is_cuda:  # the stream waits, not this thread: only an event shows when it is over
                 event = torch.cuda.Event()
                 event.record()
@@ -60,6 +66,17 @@ def _watched(op: str, axis: Axis, ranks: tuple[int, ...] = ()) -> Wait:
 
 
 @torch.no_grad()
+def record(x: Tensor, axis: Axis, *, is_sent: bool) -> None:
+    """Add a message to `Watch.traffic`, which tells later where a number came from. Reads nothing back."""
+    traffic = axis.watch.traffic
+    if traffic is None or len(traffic) >= MAX_RECORDS or torch.compiler.is_compiling():
+        return
+    if x.is_floating_point() and x.element_size() > 1 and x.numel():
+        some = x if x.numel() <= WHOLE else x.reshape(-1)[::STRIDE]
+        traffic.append((is_sent, torch.linalg.vector_norm(some, math.inf)))
+
+
+@torch.no_grad()
 def for_transport(x: Tensor, axis: Axis) -> Tensor:
     """`x`, or a copy of it in host memory where the axis's transport reads no other."""
     return x.to("cpu", copy=True) if axis.through_host else x
@@ -69,6 +86,7 @@ def start_all_reduce(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.R
     """Begin to reduce `x` over the axis in place."""
     if axis.group is None:
         return Pending("all_reduce", axis, x, None)
+    record(x, axis, is_sent=True)
     held = for_transport(x, axis)
     with _watched("all_reduce", axis):
         work = dist.all_reduce(held, op=op, group=axis.group, async_op=True)
@@ -80,6 +98,7 @@ def start_all_gather(x: Tensor, axis: Axis) -> Pending:
     out = x.new_empty((axis.size, *x.shape))
     if axis.group is None:
         return Pending("all_gather", axis, out.copy_(x), None)
+    record(x, axis, is_sent=True)
     held, given = for_transport(out, axis), for_transport(x.contiguous(), axis)
     with _watched("all_gather", axis):
         work = gather_flat(held.view(-1), given.view(-1), group=axis.group, async_op=True)
@@ -92,6 +111,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
     if axis.group is None:
         return Pending("reduce_scatter", axis, out.copy_(x[: len(out)]), None)
+    record(x, axis, is_sent=True)
     held, given = for_transport(out, axis), for_transport(x.contiguous(), axis)
     with _watched("reduce_scatter", axis):
         work = scatter_flat(held.view(-1), given.view(-1), group=axis.group, async_op=True)
@@ -103,6 +123,7 @@ def start_send(x: Tensor, axis: Axis, peer: int) -> Pending:
     assert axis.group is not None
     assert x.is_contiguous()
     op, ranks = f"send to rank {axis.ranks[peer]}", _pair(axis, peer)
+    record(x, axis, is_sent=True)
     x = for_transport(x, axis)
     with _watched(op, axis, ranks):
         work = dist.isend(x, group=axis.group, group_dst=peer)

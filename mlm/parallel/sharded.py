@@ -32,7 +32,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from mlm.parallel.collectives import Pending, for_transport, gather_flat, scatter_flat
+from mlm.parallel.collectives import Pending, for_transport, gather_flat, record, scatter_flat
 from mlm.parallel.gradients import ReduceWhen
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import DP_SLICES, DataParallelSlice
@@ -185,6 +185,7 @@ class _Collective:
     def complete(
         self, name: str, out: Tensor, x: Tensor, begin: Callable[[Tensor, Tensor], dist.Work]
     ) -> None:
+        record(x, self.dp, is_sent=True)
         held, given = for_transport(out, self.dp), for_transport(x, self.dp)
         with self.dp.watch.waiting(name, self.dp.name, self.dp.ranks):
             work = begin(held, given)

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any
 
 TRANSPORT = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "broken pipe")
 SHOWN = 8  # ranks of a group that are listed in full
@@ -115,6 +116,9 @@ class Watch:
     """Seconds that this process has waited, by axis. A GPU's waits are its own, and not among them."""
     followed: deque[Wait] = field(default_factory=lambda: deque(maxlen=FOLLOWED))
     """Waits of the device, the oldest first."""
+    traffic: list[tuple[bool, Any]] | None = None
+    """Of each message in order: True if this rank sent it, and its largest magnitude (0-d tensor); None: no
+    record."""
 
     def waiting(self, op: str, axis: str, ranks: tuple[int, ...], limit_s: float | None = None) -> Wait:
         """Context manager around a wait for `op` over the axis named `axis`, of these global ranks.

@@ -71,8 +71,8 @@ def run(config: PretrainConfig, ctx: ParallelContext) -> int:
     if ctx.device.type == "cpu":
         reuse_large_blocks()
     out = Path(config.out)
-    remedy = "set recompute=selective or full, sequence_parallel=true or zero=2, or raise tp or pp"
-    with out_of_memory_as_user_error(config.train.micro_batch_size, remedy), ExitStack() as stack:
+    size, length = config.train.micro_batch_size, "data.seq_length"
+    with out_of_memory_as_user_error(size, config.parallel, length), ExitStack() as stack:
         stack.enter_context(missing_kernel_as_user_error(config))
         claim(config, ctx, stack)
         check_start(config.out, ctx)

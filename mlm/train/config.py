@@ -76,15 +76,16 @@ class IncidentConfig:
     """Action after an incident: log only reports it; skip leaves out the update; rewind returns to the last
     checkpoint and leaves out the samples of the step; stop ends the run. Updates by gradients that are not
     finite are always left out."""
-    threshold: Annotated[float, NOT_NEGATIVE] = 10.0
-    """Robust standard deviations (from the median absolute deviation) above the median of recent steps, from
-    which a loss or gradient norm is an incident; 0 looks for numbers that are not finite only."""
-    window: Annotated[int, POSITIVE] = 128
-    """Recent steps that a loss and gradient norm are compared with; at least a quarter must be there."""
+    threshold: Annotated[float, NOT_NEGATIVE] = 1e6
+    """Steps in which a clean run reaches a loss or gradient norm once, by the tail of recent steps: such a
+    number is an incident. 0 looks for numbers that are not finite only."""
+    window: Annotated[int, POSITIVE] = 512
+    """Recent steps from which that tail is estimated; the first 32 are not judged."""
     patience: Annotated[int, NOT_NEGATIVE] = 8
     """Steps in a row without finite gradients after which the run has diverged and ends; 0 never ends it."""
     keep: Annotated[int, NOT_NEGATIVE] = 16
-    """Most incidents recorded in a run folder; later ones are a line in the log."""
+    """Most incidents recorded in a run folder; later ones are a line in the log. Outliers and slow ranks may
+    take half of the places: the others are left to numbers that are not finite and bits that differ."""
     rewinds: Annotated[int, NOT_NEGATIVE] = 8
     """Most returns to a checkpoint; further incidents end the run."""
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from mlm.errors import UserError
+from mlm.parallel.config import ParallelConfig
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
@@ -44,8 +45,22 @@ def trim_memory() -> bool:
         return False
 
 
+def memory_remedies(micro_batch_size: int, parallel: ParallelConfig, length: str) -> str:
+    """Return what still saves memory beside these settings; `length` is the setting of a sample's length."""
+    remedies = {
+        "lower it": micro_batch_size > 1,
+        "set recompute=full": parallel.recompute != "full",
+        "set sequence_parallel=true": parallel.tp > 1 and not parallel.sequence_parallel,
+        "set zero=3 and raise dp": parallel.zero < 3,
+    }
+    helping = [remedy for remedy, helps in remedies.items() if helps]
+    return ", ".join([*helping, "raise tp or pp", f"or lower {length}"])
+
+
 @contextmanager
-def out_of_memory_as_user_error(micro_batch_size: int, remedy: str) -> Iterator[None]:
+def out_of_memory_as_user_error(
+    micro_batch_size: int, parallel: ParallelConfig, length: str
+) -> Iterator[None]:
     """Turn the errors that PyTorch and Python raise for lack of memory into a UserError with a fix."""
     try:
         yield
@@ -56,5 +71,6 @@ def out_of_memory_as_user_error(micro_batch_size: int, remedy: str) -> Iterator[
         reason = f" ({str(error).splitlines()[0]})" if str(error) else ""
         raise UserError(
             f"train.micro_batch_size={micro_batch_size} is too much for the memory of "
-            f"{'the GPU' if on_gpu else 'this host'}: lower it, {remedy}{reason}"
+            f"{'the GPU' if on_gpu else 'this host'}: "
+            f"{memory_remedies(micro_batch_size, parallel, length)}{reason}"
         ) from error

@@ -104,7 +104,8 @@ class Trainer(Generic[B]):
         consumed_samples: samples read so far by the whole job.
         history: of which corpora; empty for synthetic data.
         left_out: sample numbers that the run leaves out, as incidents asked.
-        judge: called with a step's parts and gradient norm before the update; True leaves the update out.
+        judge: called with a step's parts and gradient norm before the update; True leaves the update out. It
+            may compute the step again and overwrite both.
         doubt: called before `judge`, with the same; what it returns decides if `judge` is called, and when.
         before_change: called before weights and moments change: a checkpoint may still be copying them.
         split_parts: whose attention masks this process draws where kernels draw them (`DropoutStream`).
@@ -171,13 +172,12 @@ class Trainer(Generic[B]):
     def update(self, parts: Tensor) -> StepOutcome:
         """Clip and apply the gradients that `forward_backward` left, which returned `parts`."""
         norm = gradient_norm(self.shards, self.ctx) / self.scaler.scale
-        overflow = (~norm.isfinite()).float()
-        unwanted, doubt = overflow, self.doubt(parts, norm)
+        doubt = self.doubt(parts, norm)
+        is_unwanted = doubt is None and self.judge(parts, norm)
+        overflow, factor = self.overflow_and_factor(norm)
+        unwanted = torch.ones_like(overflow) if is_unwanted else overflow
         if doubt is not None:
             unwanted = torch.maximum(overflow, doubt.flag)
-        elif self.judge(parts, norm):
-            unwanted = torch.ones_like(overflow)
-        factor = clip_factor(norm, self.config.optimizer.clip_grad_norm) / self.scaler.scale
         lr = learning_rate(
             self.step + 1, self.config.optimizer, self.config.schedule, self.config.train.steps
         )
@@ -186,11 +186,17 @@ class Trainer(Generic[B]):
         with self.phase("optimizer"):
             apply(self.optimizer, self.shards, factor, unwanted)
         if doubt is not None and doubt.holds() and not self.judge(parts, norm):
+            overflow, factor = self.overflow_and_factor(norm)
             apply(self.optimizer, self.shards, factor, overflow)
         self.scaler.update(overflow)
         self.step += 1
         self.consumed_samples = self.first_sample + self.config.train.global_batch_size
         return StepOutcome(parts, norm, lr)
+
+    def overflow_and_factor(self, norm: Tensor) -> tuple[Tensor, Tensor]:
+        """Return 1.0 if a gradient norm is not finite, else 0.0, and the factor that clips and unscales."""
+        factor = clip_factor(norm, self.config.optimizer.clip_grad_norm) / self.scaler.scale
+        return (~norm.isfinite()).float(), factor
 
     @property
     def first_sample(self) -> int:

@@ -12,7 +12,7 @@ RUN = [
     *("train.micro_batch_size=2", "train.validate_every=0", "schedule.warmup_steps=1", "optimizer.lr=1e-2"),
     *("dist.device=cpu", "dist.threads_per_rank=1", "dist.peak_tflops=1", "log.every=1", "log.live=off"),
     *("checkpoint.save_every=4", "checkpoint.keep_every=2", "checkpoint.asynchronous=false"),
-    *("incident.window=8", "incident.threshold=4"),
+    *("incident.window=8", "incident.threshold=1000"),
 ]
 STEP = 11
 """The step that reads sample 41."""

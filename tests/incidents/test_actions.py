@@ -1,6 +1,7 @@
 """Runs with a bad sample: what an incident records, and what each action does to the run."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,14 @@ import pytest
 
 from mlm.data.sampler import first_of_step
 from mlm.incidents import watcher
+from mlm.parallel.mesh import shape_context
 from mlm.parallel.transfer import ToHost
 from mlm.train import trainer
+from mlm.train.config import IncidentConfig
 from tests.incidents.bad_data import BAD
 from tests.incidents.runs import STEP, folder, incident, losses, pretrain, records
+from tests.incidents.test_replicas import watcher as watcher_of
+from tests.train.test_trainer import config
 
 
 @pytest.fixture(autouse=True)
@@ -158,6 +163,18 @@ def test_no_more_incidents_are_kept_than_asked_for(tmp_path: Path) -> None:
     assert pretrain(tmp_path / "run", "incident.keep=0") == 0
     assert not (tmp_path / "run" / "incidents").exists()
     assert [record["folder"] for record in records(tmp_path / "run", "incident")] == [None]
+
+
+def test_outliers_leave_half_of_the_places_to_what_is_worse(tmp_path: Path) -> None:
+    spec = replace(config(), incident=IncidentConfig(keep=4))
+    incidents = watcher_of(trainer.Trainer(spec, shape_context()), tmp_path)
+    for kind in ["gradient_outlier"] * 5 + ["slow_rank", "replicas_differ", "gradient_not_finite"]:
+        verdict = watcher.Verdict()
+        verdict.add(kind, "a line")
+        incidents.report(verdict)
+    kept = sorted((tmp_path / "incidents").glob("*/incident.json"))
+    kinds = [json.loads(path.read_text())["kinds"][0] for path in kept]
+    assert sorted(kinds) == ["gradient_not_finite", "gradient_outlier", "gradient_outlier", "replicas_differ"]
 
 
 def test_a_full_disk_does_not_end_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 
 from mlm.generate.config import GenerateConfig
 from mlm.launch import failure as failures
@@ -205,6 +206,17 @@ def test_deadlock_shows_the_waits_of_all(tmp_path: Path) -> None:
 
 def test_lost_peer_is_a_line_and_no_traceback() -> None:
     assert LOST.text == f"mlm: {LOST.message}"
+
+
+def test_a_rank_that_wakes_when_the_store_is_gone_reports_without_frames_of_torch(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    del server
+    assert process._speaks(LOST, store, ALONE)
+    print("here", file=sys.stderr)
+    assert capfd.readouterr().err == "here\n"
 
 
 def test_flight_recorder_writes_beside_the_logs(tmp_path: Path) -> None:

@@ -326,14 +326,32 @@ def test_ctrl_c_while_a_run_starts_is_obeyed_after_its_first_step(
     assert "stopped by Ctrl-C after step 1, saved" in said.out
 
 
-def test_too_little_memory_of_the_host_is_one_line(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "size, words, remedies",
+    [
+        (
+            4,
+            [],
+            "lower it, set recompute=full, set zero=3 and raise dp, raise tp or pp, or lower data.seq_length",
+        ),
+        (1, ["recompute=full"], "set zero=3 and raise dp, raise tp or pp, or lower data.seq_length"),
+    ],
+)
+def test_too_little_memory_of_the_host_is_one_line_with_what_still_helps(
+    size: int,
+    words: list[str],
+    remedies: str,
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """PyTorch's own error, of a tensor of 2^52 bytes."""
     monkeypatch.setattr("mlm.pretrain.run.Trainer", lambda config, ctx: torch.empty(1 << 50))
-    assert main(["pretrain", *TINY, f"data.path={corpus}", f"out={tmp_path / 'run'}"]) == 2
+    words = [*TINY, f"train.micro_batch_size={size}", *words]
+    assert main(["pretrain", *words, f"data.path={corpus}", f"out={tmp_path / 'run'}"]) == 2
     forecast, line = capsys.readouterr().err.splitlines()
     assert forecast.startswith("mlm pretrain: needs ")
     assert line.startswith(
-        "mlm pretrain: train.micro_batch_size=4 is too much for the memory of this host: lower it, set "
+        f"mlm pretrain: train.micro_batch_size={size} is too much for the memory of this host: {remedies}"
     )
