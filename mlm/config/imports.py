@@ -37,7 +37,8 @@ def imported(key: str, path: str, shipped: Collection[str], kind: Any = object) 
     if path in shipped:
         return None
     if not is_path(path):
-        near = nearest(path, shipped)
+        package, _, name = path.rpartition(".")
+        near = f"{package}:{name}" if is_path(f"{package}:{name}") else nearest(path, shipped)
         hint = f"did you mean {key}={near}?" if near else f"use {', '.join(shipped)} or package.module:NAME"
         raise OwnCodeError(f"{key}={path}: no such choice; {hint}")
     module, _, name = path.partition(":")

@@ -10,6 +10,7 @@ from mlm.finetune.task_checks import check_task
 from mlm.launch.checks import devices_exist, loss_scale_can_fall, lr_falls, problems_of, stages_exist
 from mlm.optim.own import check_own_code
 from mlm.parallel.layout_checks import FINETUNE_LAYOUT_RULES, READER_RULES, Launch
+from mlm.train.checks import optimizer_fits_layout
 
 
 def check_finetune(
@@ -79,6 +80,7 @@ FINETUNE_RULES = (
     devices_exist,
     stages_exist,
     _own_code_works,
+    optimizer_fits_layout,
     _tests_are_named,
     _incidents_are_followed,
     lr_falls,

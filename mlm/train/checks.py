@@ -1,6 +1,7 @@
 """Checks of the settings of a training run."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from mlm.config.imports import OwnCodeError, imported, is_path
 from mlm.config.tree import MISSING_VALUE, leaves, out_of_range, values_of
@@ -11,7 +12,7 @@ from mlm.errors import Problem, has_controls, show, visible
 from mlm.launch.checks import devices_exist, loss_scale_can_fall, lr_falls, problems_of, stages_exist
 from mlm.models.checks import data_problem, model_problem, pretraining_problem
 from mlm.models.config import ModelConfig
-from mlm.optim.own import check_own_code
+from mlm.optim.own import check_own_code, layout_problem
 from mlm.parallel.layout_checks import TRAIN_RULES, Launch
 from mlm.train.config import PretrainConfig
 
@@ -80,6 +81,14 @@ def _own_code_exists(config: PretrainConfig, _: Launch) -> Problem | None:
     except OwnCodeError as error:
         return error.problems[0]
     return None
+
+
+def optimizer_fits_layout(config: Any, _: Launch) -> Problem | None:
+    """The problem of a layout at which the user's own optimizer would train otherwise."""
+    try:
+        return layout_problem(config.optimizer, config.parallel)
+    except OwnCodeError:
+        return None  # reported by the check of the code
 
 
 def _warmup_ends(config: PretrainConfig, _: Launch) -> Problem | None:
@@ -236,6 +245,7 @@ SETTINGS_RULES = (
     loss_scale_can_fall,
     _model_is_sound,
     _own_code_exists,
+    optimizer_fits_layout,
     _head_is_pretrained,
     _data_fits_model,
     _attention_serves,

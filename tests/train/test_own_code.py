@@ -32,6 +32,9 @@ class Sgd(torch.optim.SGD):
     def __init__(self, params, lr, momentum):
         super().__init__(params, lr=lr, momentum=momentum)
 
+class Signed(torch.optim.SGD):
+    pass
+
 def build_of_one(groups): ...
 def build_nothing(groups, config): ...
 def build_badly(groups, config):
@@ -159,9 +162,8 @@ def test_optimizer_class_and_options_train_as_the_function_that_sets_them(tmp_pa
         ("schedule.decay=mine:decay_to_nothing", "decay(0) is None; return a number from 0 to 1"),
         ("schedule.decay=mine:decay_below", "decay(1) is -5.0"),
         ("schedule.decay=mine:decay_raises", "decay(0.5) fails (ZeroDivisionError"),
-        # only a model's parameters, and a run's steps, show these
-        ("optimizer.kind=mine:build_nothing", "returned a NoneType"),
-        ("optimizer.kind=mine:build_badly", "building the optimizer fails (ValueError: Invalid learning"),
+        ("schedule.decay=mine.decay", "did you mean schedule.decay=mine:decay?"),
+        # only a run's steps show it
         ("schedule.decay=mine:decay_between", "is 7.0; return"),
     ],
 )
@@ -173,6 +175,34 @@ def test_problem_of_own_code_is_one_line(
     *_, line = capsys.readouterr().err.splitlines()  # behind the forecast
     assert line.startswith(f"mlm pretrain: {typed.partition('=')[0]}")
     assert words in line
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("optimizer.kind=torch.optim.SGD", "did you mean optimizer.kind=torch.optim:SGD?"),
+        (
+            "optimizer.kind=torch.optim:LBFGS",
+            "it computes the loss several times a step; use adamw, or of",
+        ),
+        ("optimizer.kind=mine:build_nothing", "returned None"),
+        ("optimizer.kind=mine:build_badly", "building the optimizer fails (ValueError: Invalid learning"),
+        (
+            "optimizer.kind=mine:Signed tp=2",
+            "tp=2 gives each rank a part; use tp=1, or set elementwise = True",
+        ),
+        ("optimizer.kind=mine:Signed zero=3", "zero=3 gives each rank a part; use zero=0, or set"),
+    ],
+)
+def test_problem_of_an_optimizer_comes_before_the_forecast(
+    typed: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert main(["pretrain", "model=gpt2_tiny", "data=synthetic", *SHORT, *typed.split(), f"out={out}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"mlm pretrain: {typed.split()[0]}: ")
+    assert words in line
+    assert not out.exists()
 
 
 def test_class_of_a_trusted_module_cannot_name_another_module(monkeypatch: pytest.MonkeyPatch) -> None:
