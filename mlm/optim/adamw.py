@@ -124,7 +124,7 @@ def apply(
     if is_fused:
         optimizer.found_inf = overflow  # type: ignore[attr-defined]
         optimizer.step()
-    elif not overflow.item():
+    elif overflow.is_meta or not overflow.item():  # a dry run has no numbers
         optimizer.step()
 
 
