@@ -99,7 +99,7 @@ def run(job: Job, composed: DictConfig) -> int:
     _take_model(job, composed)
     values = job.values(composed)
     job.place(values)
-    with trusting(job.typed_imports(composed)):
+    with trusting(job.typed_imports(composed), job.typed.paths_of_run):
         if job.dry is not None:
             return _check(job, job.dry, values)
         config = _build(job, values)

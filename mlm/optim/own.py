@@ -86,16 +86,18 @@ def layout_problem(optimizer: OptimizerConfig, parallel: ParallelConfig) -> Prob
     either (undeclared). Raises OwnCodeError.
     """
     build = own_optimizer(optimizer)
-    declared = True if build is None else _elementwise(optimizer, build)
+    if build is None:
+        return None
+    declared = _declared(imported("optimizer.kind", optimizer.kind, OPTIMIZERS.shipped, Callable))
+    if declared is None:
+        declared = _declared(type(_built_small(optimizer, build)))
     if declared:
         return None
     whole = {"tp": 1, "zero": 0} if declared is False else {"tp": 1, "pp": 1, "zero": 0}
     split = {key: size for key in whole if (size := getattr(parallel, key)) != whole[key]}
     if not split:
         return None
-    reads = (
-        "reads whole parameters (elementwise = False)" if declared is False else "declares no `elementwise`"
-    )
+    reads = "declares no `elementwise`" if declared is None else "reads whole parameters"
     fix = f"use {spelled({key: whole[key] for key in split})}"
     if declared is None:
         fix += (
@@ -104,12 +106,6 @@ def layout_problem(optimizer: OptimizerConfig, parallel: ParallelConfig) -> Prob
         )
     problem = f"optimizer.kind={optimizer.kind}: {reads}, and {spelled(split)} gives each rank a part"
     return Problem(("optimizer.kind", *split), problem, fix)
-
-
-def _elementwise(config: OptimizerConfig, build: Callable[[Groups], Any]) -> bool | None:
-    """Return what the import path, or the class of what it builds, declares; None if nothing."""
-    declared = _declared(imported("optimizer.kind", config.kind, OPTIMIZERS.shipped, Callable))
-    return _declared(type(_built_small(config, build))) if declared is None else declared
 
 
 def _declared(found: object) -> bool | None:
@@ -158,13 +154,17 @@ def share_of(schedule: ScheduleConfig, decay: Callable[[float], Any], progress: 
     return min(1.0, max(0.0, value))
 
 
-def check_own_code(optimizer: OptimizerConfig, schedule: ScheduleConfig | None = None) -> None:
-    """Raise OwnCodeError for an optimizer that cannot be called, or a decay that yields no learning rate."""
+def check_optimizer(optimizer: OptimizerConfig) -> None:
+    """Raise OwnCodeError for an optimizer that cannot be built."""
     build = own_optimizer(optimizer)
     if build is not None:
         _built_small(optimizer, build)
-    decay = None if schedule is None else own_decay(schedule)
-    if schedule is not None and decay is not None:
+
+
+def check_decay(schedule: ScheduleConfig) -> None:
+    """Raise OwnCodeError for a decay that cannot be called, or yields no learning rate."""
+    decay = own_decay(schedule)
+    if decay is not None:
         for progress in PROBED:
             share_of(schedule, decay, progress)
 

@@ -13,7 +13,7 @@ from mlm.data.sampler import as_batch
 from mlm.data.synthetic import SyntheticDataset
 from mlm.errors import spelled
 from mlm.optim.config import OptimizerConfig
-from mlm.optim.own import TORCH_ELEMENTWISE, TORCH_REJECTED, check_own_code, layout_problem, parameter_groups
+from mlm.optim.own import TORCH_ELEMENTWISE, TORCH_REJECTED, check_optimizer, layout_problem, parameter_groups
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.train.trainer import Trainer
@@ -79,7 +79,7 @@ def test_each_optimizer_of_torch_is_known() -> None:
 @pytest.mark.parametrize("name", sorted({*IN_TORCH} - {*TORCH_ELEMENTWISE}))
 def test_optimizer_of_torch_that_cannot_train_is_rejected_with_its_reason(name: str) -> None:
     with pytest.raises(OwnCodeError) as error:
-        check_own_code(OptimizerConfig(kind=f"torch.optim:{name}"))
+        check_optimizer(OptimizerConfig(kind=f"torch.optim:{name}"))
     reason = TORCH_REJECTED.get(name, "missing a required argument: 'defaults'")
     assert f"optimizer.kind=torch.optim:{name}: " in str(error.value)
     assert reason in str(error.value)

@@ -255,6 +255,25 @@ def test_parameters_of_own_family_are_those_of_its_modules(
             check_stored(manifest, other, named.path)
 
 
+def test_commands_that_read_a_run_take_the_key_of_its_family(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the error of an import path that is not trusted says."""
+    run, kind = tmp_path / "run", "model.kind=mine:FAMILY"
+    assert (
+        main(["pretrain", "model=gpt2_tiny", "data=synthetic", kind, *SHORT, "train.steps=1", f"out={run}"])
+        == 0
+    )
+    words = ["export", "hf", str(run), f"out={tmp_path / 'hf'}"]
+    for typed in ([], ["model.kind=mine:OTHER"]):
+        assert main([*words, *typed]) == 2
+        assert f"if you trust it, type {kind} or" in capsys.readouterr().err
+    assert main([*words, kind]) == 2
+    assert "has no counterpart in transformers" in capsys.readouterr().err
+    assert main([*words, "data.sort=mine:FAMILY"]) == 2
+    assert "unknown key 'data.sort'" in capsys.readouterr().err
+
+
 def test_plan_to_see_for_own_family_is_the_dry_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
