@@ -75,12 +75,12 @@ def test_a_replay_checks_the_runs_own_code_before_ranks_start(
         "optimizer.kind=torch.optim:SGD",
         "schedule.decay=mine:decay",
     ]
-    (tmp_path / "mine.py").write_text("import torch\nclass Undeclared(torch.optim.SGD): pass\n")
+    (tmp_path / "undeclared.py").write_text("import torch\nclass Sgd(torch.optim.SGD): pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    record["config"]["optimizer"]["kind"] = "mine:Undeclared"
+    record["config"]["optimizer"]["kind"] = "undeclared:Sgd"
     record["config"]["schedule"]["decay"] = "cosine"
     (copy / "incident.json").write_text(json.dumps(record))
-    assert main(["replay", str(copy), "tp=2", "optimizer.kind=mine:Undeclared"]) == 2
+    assert main(["replay", str(copy), "tp=2", "optimizer.kind=undeclared:Sgd"]) == 2
     assert "tp=2 gives each rank a part" in capfd.readouterr().err
 
 

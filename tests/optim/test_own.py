@@ -168,12 +168,12 @@ def test_elementwise_optimizer_may_have_any_layout(kind: str) -> None:
 
 
 def whole_losses(ctx: ParallelContext, folder: str) -> list[float]:
-    os.environ[TRUST] = "mine"
+    os.environ[TRUST] = "optimizer_of_whole"
     sys.path.insert(0, folder)
     try:
         spec = config()
         parallel = replace(spec.parallel, pp=ctx.pp.size)
-        optimizer = replace(spec.optimizer, kind="mine:Whole")
+        optimizer = replace(spec.optimizer, kind="optimizer_of_whole:Whole")
         return steps_of(Trainer(replace(spec, parallel=parallel, optimizer=optimizer), ctx), 3)
     finally:
         sys.path.remove(folder)
@@ -184,7 +184,7 @@ def test_optimizer_of_whole_parameters_trains_alike_over_stages_and_replicas(
     tmp_path: Path, layout: dict[str, int]
 ) -> None:
     """The tied token table, a copy in each of the two stages, among them."""
-    (tmp_path / "mine.py").write_text(OWN)
+    (tmp_path / "optimizer_of_whole.py").write_text(OWN)
     alone = run_on_ranks(whole_losses, str(tmp_path))[0]
     split = run_on_ranks(whole_losses, str(tmp_path), **layout)[0]
     assert split == pytest.approx(alone, rel=1e-9)  # float64
