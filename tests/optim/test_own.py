@@ -1,6 +1,5 @@
 """Optimizers of torch.optim and of the user's own: those that train alike at each layout, and the others."""
 
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mlm.config.imports import TRUST, OwnCodeError
+from mlm.config.imports import TRUST, OwnCodeError, trusting
 from mlm.data.sampler import as_batch
 from mlm.data.synthetic import SyntheticDataset
 from mlm.errors import spelled
@@ -87,8 +86,8 @@ def test_optimizer_of_torch_that_cannot_train_is_rejected_with_its_reason(name: 
 
 def losses(ctx: ParallelContext, zero: int) -> dict[str, list[float]]:
     """Losses of three steps by each optimizer of torch that works."""
-    os.environ[TRUST] = "torch.optim"
-    return {name: steps_of(trainer_of(name, ctx, zero), 3) for name in TORCH_ELEMENTWISE}
+    with trusting(["torch.optim:SGD"]):
+        return {name: steps_of(trainer_of(name, ctx, zero), 3) for name in TORCH_ELEMENTWISE}
 
 
 def trainer_of(name: str, ctx: ParallelContext, zero: int = 0) -> Trainer:
@@ -168,13 +167,12 @@ def test_elementwise_optimizer_may_have_any_layout(kind: str) -> None:
 
 
 def whole_losses(ctx: ParallelContext, folder: str) -> list[float]:
-    os.environ[TRUST] = "optimizer_of_whole"
+    spec, kind = config(), "optimizer_of_whole:Whole"
+    spec = replace(spec, parallel=replace(spec.parallel, pp=ctx.pp.size))
     sys.path.insert(0, folder)
     try:
-        spec = config()
-        parallel = replace(spec.parallel, pp=ctx.pp.size)
-        optimizer = replace(spec.optimizer, kind="optimizer_of_whole:Whole")
-        return steps_of(Trainer(replace(spec, parallel=parallel, optimizer=optimizer), ctx), 3)
+        with trusting([kind]):
+            return steps_of(Trainer(replace(spec, optimizer=replace(spec.optimizer, kind=kind)), ctx), 3)
     finally:
         sys.path.remove(folder)
 
