@@ -28,6 +28,7 @@ from mlm.cli.tasks import GROUP as TASKS
 from mlm.cli.tasks import OWN
 from mlm.config.elsewhere import OWN_CONFIG, Typed, elsewhere, plain
 from mlm.config.fields import expand_home
+from mlm.config.imports import is_path
 from mlm.config.paths import CONFIG_DIR, groups
 from mlm.config.plain_yaml import problem_of
 from mlm.config.suggest import nearest, nearest_key, unknown_key
@@ -41,6 +42,10 @@ OF_OWN_CODE = tuple(
     f"{section}.options{end}" for section in ("model", "optimizer", "schedule") for end in "=."
 )
 """Settings whose names only the user's own code knows: Hydra needs ++ to add them."""
+PATHS_OF_RUN = tuple(key for key, leaf in leaves(PretrainConfig).items() if leaf.shipped)
+"""Keys of a run that take import paths."""
+RUNS = ("ckpt", "incident")
+"""Keys that name something of a run."""
 GROUP_SETS = {
     "parallel": {"tp", "cp", "pp", "vp", "dp", "sequence_parallel", "zero", "recompute", "train"},
     "cluster": {"dist"},
@@ -59,6 +64,8 @@ class Prepared:
     doubtful: set[str] = field(default_factory=set)
     """Keys and sections that the rejected overrides were meant for: the rest of the config does not have the
     values that the user asked for, so further problems of these keys are no news."""
+    paths_of_run: list[str] = field(default_factory=list)
+    """Import paths of the run that the command reads: saved ones are followed only if typed."""
 
     def swept(self, overrides: Iterable[str]) -> list[str]:
         """Those of a job's overrides that the sweep varies, sorted: what its folder is named by."""
@@ -102,6 +109,9 @@ def prepare(
     parser = OverridesParser.create()
     values = {plain(key): value for key, _, value in (text.partition("=") for text in typed)}
     for text in typed:
+        if path := _path_of_run(command, text):
+            prepared.paths_of_run.append(path)
+            continue
         problem = _spelling(command, text, options, values)
         if problem is None:
             text = literal(command, text, multirun=multirun)
@@ -115,6 +125,14 @@ def prepare(
             prepared.problems.append(problem)
             prepared.doubtful |= _meant(command, text, options)
     return prepared
+
+
+def _path_of_run(command: Command, text: str) -> str | None:
+    """The import path of `data.kind=my_module:build`, for a command that reads runs and has no such key."""
+    key, _, value = text.partition("=")
+    known, path = leaves(command.spec), value.strip("'\"")
+    of_run = key in PATHS_OF_RUN and key not in known and any(name in known for name in RUNS)
+    return path if of_run and is_path(path) else None
 
 
 def with_files(command: Command, typed: Sequence[str]) -> tuple[list[str], list[Problem]]:

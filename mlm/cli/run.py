@@ -20,7 +20,7 @@ from mlm.cli.overrides import Prepared, command_groups
 from mlm.cli.reporting import OK, speaks_for_host
 from mlm.cli.saved import Saved
 from mlm.config.build import build
-from mlm.config.imports import trusting
+from mlm.config.imports import is_path, trusting
 from mlm.config.path_errors import path_problems, streams_for
 from mlm.config.tree import MISSING_VALUE, flatten, leaves
 from mlm.errors import ConfigError, Problem, TooManyRanks, UserError
@@ -99,7 +99,7 @@ def run(job: Job, composed: DictConfig) -> int:
     _take_model(job, composed)
     values = job.values(composed)
     job.place(values)
-    with trusting(job.typed_imports(composed)):
+    with trusting(job.typed_imports(composed), job.typed.paths_of_run):
         if job.dry is not None:
             return _check(job, job.dry, values)
         config = _build(job, values)
@@ -184,13 +184,14 @@ def _build(job: Job, values: dict[str, Any]) -> Any:
         config = build(command.spec, values, check if command.check else command.local_check)
     except ConfigError as error:
         found = job.typed.all_problems(error.problems)
-        raise ConfigError([_with_plan(job, problem) for problem in found]) from None
+        kind = values.get("model", {}).get("kind")
+        raise ConfigError([_with_plan(job, problem, kind) for problem in found]) from None
     if job.typed.problems:
         raise ConfigError(job.typed.problems)
     return config
 
 
-def _with_plan(job: Job, problem: Problem) -> Problem:
+def _with_plan(job: Job, problem: Problem, kind: object) -> Problem:
     """A problem of too few devices here, with the plan that shows what the layout needs."""
     if not isinstance(problem, TooManyRanks) or job.command.forecast is None:
         return problem
@@ -198,7 +199,7 @@ def _with_plan(job: Job, problem: Problem) -> Problem:
     known = {*leaves(memory.spec), *command_groups(memory)} - {"name", "out"}
     typed = {text: text.partition("=")[0] for text in job.typed.overrides}
     words = ["memory", *(text for text, key in typed.items() if key in known)]
-    if "experiment" in typed.values():  # no group of `mlm plan memory`
+    if "experiment" in typed.values() or is_path(kind):  # of which `mlm plan memory` knows nothing
         words = ["dry-run", *(text for text, key in typed.items() if key in known | {"experiment"})]
     line = shlex.join(["mlm", "plan", *words])
     return TooManyRanks(problem.keys, problem.problem, f"{problem.fix}; `{line}` shows what it needs")

@@ -37,11 +37,12 @@ def imported(key: str, path: str, shipped: Collection[str], kind: Any = object) 
     if path in shipped:
         return None
     if not is_path(path):
-        near = nearest(path, shipped)
+        package, _, name = path.rpartition(".")
+        near = f"{package}:{name}" if is_path(f"{package}:{name}") else nearest(path, shipped)
         hint = f"did you mean {key}={near}?" if near else f"use {', '.join(shipped)} or package.module:NAME"
         raise OwnCodeError(f"{key}={path}: no such choice; {hint}")
     module, _, name = path.partition(":")
-    if not is_trusted(module):
+    if not is_trusted(module) and not is_trusted(path):
         raise OwnCodeError(
             f"{key}={path}: named in a saved file, whose code is not run unasked; if you trust it, type "
             f"{key}={path} or set {TRUST}={module}"
@@ -61,23 +62,23 @@ def imported(key: str, path: str, shipped: Collection[str], kind: Any = object) 
     return found
 
 
-def is_trusted(module: str) -> bool:
-    """True if MLM_TRUST names a module, or a package that holds it."""
+def is_trusted(name: str) -> bool:
+    """True if MLM_TRUST names a module or an import path, or a package that holds the module."""
     named = filter(None, os.environ.get(TRUST, "").replace(" ", "").split(","))
-    return any(module == name or module.startswith(f"{name}.") for name in named)
+    return any(name == each or name.startswith(f"{each}.") for each in named)
 
 
 def trust(*modules: str) -> None:
-    """Let import paths lead into these modules, in this process and those that it starts."""
+    """Let import paths lead into these modules, or be these, in this process and those that it starts."""
     known = os.environ.get(TRUST)
     os.environ[TRUST] = ",".join([*([known] if known else []), *modules])
 
 
 @contextmanager
-def trusting(typed: Iterable[object]) -> Iterator[None]:
-    """Trust the modules of the import paths among values that the user typed, for a while."""
+def trusting(typed: Iterable[object], paths: Iterable[str] = ()) -> Iterator[None]:
+    """Trust the modules of the import paths among values that the user typed, and `paths`, for a while."""
     before = os.environ.get(TRUST)
-    trust(*(str(value).partition(":")[0] for value in typed if is_path(value)))
+    trust(*(str(value).partition(":")[0] for value in typed if is_path(value)), *paths)
     try:
         yield
     finally:

@@ -42,7 +42,8 @@ class DataConfig:
     kind: Annotated[str, SOURCES] = "indexed"
     """indexed reads Megatron's .bin/.idx; synthetic draws random tokens, for throughput runs; or a function
     of your own by its import path, my_package.my_module:dataset, which is called as dataset(data,
-    vocab_size=…, num_samples=…, seed=…, validation=…) and returns a Dataset (mlm/data/sampler.py)."""
+    vocab_size=…, num_samples=…, seed=…, validation=…) and returns a Dataset (mlm/data/sampler.py): ids
+    from 0 to vocab_size - 1, or -100 where there is no token."""
     path: DataPath | None = None
     """Corpus folder written by `mlm data build`: train.bin/.idx, validation.bin/.idx, tokenizer.json; or the
     prefix of another .bin/.idx pair, which is then the training part."""

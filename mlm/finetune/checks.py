@@ -3,14 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-from mlm.config.imports import OwnCodeError
 from mlm.data import files_present as present
 from mlm.errors import Absent, Problem, UserError
 from mlm.finetune.config import EvalTaskConfig, FinetuneConfig
 from mlm.finetune.task_checks import check_task
 from mlm.launch.checks import devices_exist, loss_scale_can_fall, lr_falls, problems_of, stages_exist
-from mlm.optim.own import check_own_code
 from mlm.parallel.layout_checks import FINETUNE_LAYOUT_RULES, READER_RULES, Launch
+from mlm.train.checks import optimizer_fits_layout, optimizer_works
 
 
 def check_finetune(
@@ -30,14 +29,6 @@ def check_eval_task(
     """Problems of `mlm eval TASK` that are visible without reading the checkpoint or the rows."""
     launch = Launch(world_size, local_devices)
     return [*problems_of(config, launch, READER_RULES, EVAL_TASK_RULES), *check_task(config.task)]
-
-
-def _own_code_works(config: FinetuneConfig, _: Launch) -> Problem | None:
-    try:
-        check_own_code(config.optimizer)
-    except OwnCodeError as error:
-        return error.problems[0]
-    return None
 
 
 def _tests_are_named(config: FinetuneConfig, _: Launch) -> Problem | None:
@@ -94,7 +85,8 @@ EVAL_TASK_RULES = (
 )
 FINETUNE_RULES = (
     stages_exist,
-    _own_code_works,
+    optimizer_works,
+    optimizer_fits_layout,
     _tests_are_named,
     _incidents_are_followed,
     lr_falls,

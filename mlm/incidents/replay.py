@@ -27,7 +27,7 @@ from mlm.launch.start import run_job
 from mlm.optim.clip import clip_factor, gradient_norm
 from mlm.parallel.layout_checks import TRAIN_RULES, Launch
 from mlm.parallel.mesh import ParallelContext
-from mlm.train.checks import saved_problems
+from mlm.train.checks import OWN_CODE_RULES, saved_problems
 from mlm.train.config import PretrainConfig
 from mlm.train.corpora import train_dataset
 from mlm.train.memory import reuse_large_blocks
@@ -42,7 +42,7 @@ def run(config: ReplayConfig) -> None:
     """Replay an incident on its ranks. Raises UserError."""
     folder, record = read_incident(config.incident)
     spec = replayed(config, folder, record)
-    if problems := problems_of(spec, Launch(None, None), TRAIN_RULES, ()):
+    if problems := problems_of(spec, Launch(None, None), TRAIN_RULES, OWN_CODE_RULES):
         raise ConfigError(problems)
     code = run_job("mlm.incidents.replay:replay", spec, out=None)
     if code:

@@ -24,7 +24,7 @@ from mlm.errors import CorruptFileError, UserError
 from mlm.inference.hf_source import find_model, load_model_folder, model_name, open_tensors, run_spec
 from mlm.models.config import ModelConfig
 from mlm.models.documents import Boundaries
-from mlm.models.family import family_of
+from mlm.models.family import SHIPPED, family_of
 from mlm.models.huggingface import Note
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
@@ -146,11 +146,12 @@ def check_stored(manifest: Manifest, model: ModelConfig, path: Path) -> None:
     Asked before the model is built: then it takes the memory of tensors that are there, and no more.
     """
     stored = [entry for name, entry in manifest.tensors.items() if name.startswith("model.")]
-    held, needed = sum(prod(entry.shape) for entry in stored), model.num_parameters()
-    last = f"model.layers.{model.num_layers - 1}.attention.out.weight"
-    if held != needed or last not in manifest.tensors or len(stored) < model.num_layers:
+    held, last = sum(prod(entry.shape) for entry in stored), f"model.layers.{model.num_layers - 1}."
+    is_deep = len(stored) >= model.num_layers and any(name.startswith(last) for name in manifest.tensors)
+    if not is_deep or held != model.num_parameters():
+        made = f"{model.num_parameters():,} parameters in " if is_deep or model.kind in SHIPPED else ""
         raise CorruptFileError(
-            f"{path}: its configuration makes {needed:,} parameters in {model.num_layers:,} layers, "
+            f"{path}: its configuration makes {made}{model.num_layers:,} layers, "
             f"other than the {held:,} stored: restore it from a copy, or load another"
         )
 

@@ -1,10 +1,10 @@
 """Settings of a model: shape, regularisation and head of a transformer."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from mlm.config.fields import FRACTION, NOT_NEGATIVE, POSITIVE, Also, Forbid, ImportPath, Options
-from mlm.models.family import SHIPPED, ModelFamily, family_of, sizes_of
+from mlm.models.family import SHIPPED, ModelFamily, count_parameters, family_of, sizes_of
 from mlm.models.sizes import Sizes
 
 if TYPE_CHECKING:
@@ -104,6 +104,8 @@ class ModelConfig:
 
     def num_parameters(self) -> int:
         """Parameters of the unpadded model; an output layer tied to the token embedding counts once."""
+        if self.kind not in SHIPPED:
+            return count_parameters(replace(self, vocab_multiple=1))
         h, sizes = self.hidden_size, self.sizes
         qkv = sizes.head_dim * (self.num_heads + 2 * sizes.kv_heads)
         biases = (qkv if sizes.qkv_bias else 0) + (2 * h + self.ffn_size if sizes.bias else 0)

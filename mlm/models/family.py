@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from mlm.config.imports import imported
 from mlm.errors import Problem
@@ -144,6 +144,17 @@ def shipped(kind: str) -> "ModelFamily[Transformer, MicroBatch]":
     """Return a family of SHIPPED."""
     family: ModelFamily[Transformer, MicroBatch] = import_module(SHIPPED[kind]).FAMILY
     return family
+
+
+def count_parameters(model: "ModelConfig") -> int:
+    """Parameters of a model, counted in its modules: no formula knows those of the user's own family.
+
+    `model` has no padding (vocab_multiple=1). Raises OwnCodeError (a UserError) if there is no such family.
+    """
+    family = family_of(model.kind)
+    with import_module("torch").device("meta"):
+        whole: Any = family.model(model)
+    return sum(parameter.numel() for parameter in whole.parameters())
 
 
 def sizes_of(model: "ModelConfig") -> Sizes:

@@ -6,7 +6,6 @@ before the first step.
 
 from collections.abc import Sequence
 from inspect import unwrap
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch import Tensor
 from mlm.config.imports import OwnCodeError
 from mlm.optim.clip import scale_gradients
 from mlm.optim.config import OptimizerConfig
-from mlm.optim.own import own_optimizer
+from mlm.optim.own import Groups, own_optimizer, parameter_groups
 from mlm.parallel.sharding import ParameterShard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -29,11 +28,12 @@ def is_decayed(shard: ParameterShard) -> bool:
 class AdamW(torch.optim.AdamW):
     """PyTorch's AdamW without what it does for torch.compile: 1.6 s of imports in every rank's start."""
 
+    elementwise = True
     add_param_group = unwrap(torch.optim.AdamW.add_param_group)
     step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
 
 
-def adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+def adamw(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
     """AdamW, its fused kernel on any device."""
     return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
@@ -42,24 +42,8 @@ def build_optimizer(shards: Sequence[ParameterShard], config: OptimizerConfig) -
     """Build the optimizer of a model's parameters. Raises OwnCodeError (a UserError)."""
     decayed = [s.parameter for s in shards if is_decayed(s)]
     plain = [s.parameter for s in shards if not is_decayed(s)]
-    groups = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": plain, "weight_decay": 0.0},
-    ]
-    own = own_optimizer(config)
-    try:
-        optimizer = (own or adamw)(groups, config)
-    except Exception as error:
-        if own is None:
-            raise
-        problem = f"building the optimizer fails ({type(error).__name__}: {error})"
-        raise OwnCodeError(f"optimizer.kind={config.kind}: {problem}; correct it") from error
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise OwnCodeError(
-            f"optimizer.kind={config.kind}: returned a {type(optimizer).__name__}; "
-            "return a torch.optim.Optimizer"
-        )
-    return optimizer
+    groups, own = parameter_groups(decayed, plain, config), own_optimizer(config)
+    return adamw(groups, config) if own is None else own(groups)
 
 
 def ensure_state(
@@ -69,12 +53,12 @@ def ensure_state(
 
     PyTorch makes it in the first `step()`, which would change the weights.
     """
-    if not isinstance(optimizer, torch.optim.AdamW) and not optimizer.state:
+    if not isinstance(optimizer, AdamW) and not optimizer.state:
         _first_state(optimizer, shards)
     for shard in shards:
         p = shard.parameter
         state = optimizer.state[p]
-        if isinstance(optimizer, torch.optim.AdamW):
+        if isinstance(optimizer, AdamW):
             state["step"] = torch.tensor(step, dtype=torch.float32, device=p.device)
             for moment in MOMENTS:
                 state.setdefault(moment, torch.zeros_like(p))
@@ -93,7 +77,11 @@ def _first_state(optimizer: torch.optim.Optimizer, shards: Sequence[ParameterSha
     before = [shard.parameter.clone() for shard in shards]
     for shard in shards:
         shard.parameter.grad = torch.zeros_like(shard.parameter)
-    optimizer.step()
+    try:
+        optimizer.step()
+    except Exception as error:
+        problem = f"its step() fails with gradients of 0 ({type(error).__name__}: {error})"
+        raise OwnCodeError(f"optimizer.kind: {problem}; correct it") from error
     for shard, values in zip(shards, before, strict=True):
         p = shard.parameter
         p.copy_(values)
@@ -110,7 +98,7 @@ def _first_state(optimizer: torch.optim.Optimizer, shards: Sequence[ParameterSha
 
 def moments(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     """Names of the state that is shaped like the parameters."""
-    if isinstance(optimizer, torch.optim.AdamW):
+    if isinstance(optimizer, AdamW):
         return MOMENTS
     names = {
         name: None
@@ -136,7 +124,7 @@ def apply(
     if is_fused:
         optimizer.found_inf = overflow  # type: ignore[attr-defined]
         optimizer.step()
-    elif not overflow.item():
+    elif overflow.is_meta or not overflow.item():  # a dry run has no numbers
         optimizer.step()
 
 

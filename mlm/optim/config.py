@@ -20,7 +20,8 @@ class OptimizerConfig:
 
     kind: Annotated[str, OPTIMIZERS] = "adamw"
     """adamw; or your own by its import path: a class derived from torch.optim.Optimizer, called as
-    Lion(groups, lr=lr, **options), or a function, called as build(groups, config), that returns one."""
+    Lion(groups, lr=lr, **options), or a function, called as build(groups, config), that returns one. Either
+    declares elementwise = True if the update of an element reads no other; else tp=1 pp=1 zero=0."""
     lr: Annotated[float, POSITIVE, Also("learning_rate", "max_lr", "base_lr", "peak_lr")] = 1.5e-4
     """Peak learning rate."""
     betas: Annotated[tuple[float, float], FRACTION, Also("beta1", "beta2")] = (

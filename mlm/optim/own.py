@@ -1,40 +1,125 @@
 """The user's own optimizers and decays: how they are called, and their problems before a rank starts.
 
-This module imports no torch, so that commands check their settings without it.
+This module imports torch where the user's own code has, so that commands check other settings without it.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from inspect import signature
 from numbers import Real
 from typing import Any
 
 from mlm.config.imports import OwnCodeError, imported
+from mlm.errors import Problem, spelled
 from mlm.optim.config import DECAYS, OPTIMIZERS, OptimizerConfig, ScheduleConfig
+from mlm.parallel.config import ParallelConfig
 
+Groups = list[dict[str, Any]]
+"""Parameters with their settings, as torch.optim takes them."""
+
+TORCH_ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "SGD")
+"""Classes of torch.optim that work at every layout: the update of an element reads that element alone."""
+TORCH_REJECTED = {
+    "ASGD": "checkpoints cannot hold its averaging counts",
+    "Adafactor": "checkpoints cannot hold its sums over rows and columns",
+    "LBFGS": "it computes the loss several times a step",
+    "Muon": "it takes matrices alone, and models have biases and norms",
+    "NAdam": "checkpoints cannot hold its product of momenta",
+    "Rprop": "its step sizes do not begin at 0, as state does here",
+    "SparseAdam": "it takes sparse gradients alone, and those here are dense",
+}
+"""Classes of torch.optim that do not work, and why."""
+PROBED_SHAPES = ((256, 128), (128,))
+"""Shapes of a matrix and a bias that an optimizer is built for before training starts."""
 PROBED = (0.0, 0.5, 1.0)
 """Progress at which a decay is evaluated before training starts."""
 ROUNDING = 1e-6
 """Distance from 0 to 1 that is rounding in a decay of the user's own."""
 
 
-def own_optimizer(config: OptimizerConfig) -> Callable[..., Any] | None:
-    """Return what builds an optimizer from (groups, config), None for a shipped kind. Raises OwnCodeError."""
+def own_optimizer(config: OptimizerConfig) -> Callable[[Groups], Any] | None:
+    """Return what builds an optimizer of groups, None for a shipped kind. Both raise OwnCodeError."""
     found = imported("optimizer.kind", config.kind, OPTIMIZERS.shipped, Callable)
     if found is None:
         _no_options("optimizer.kind", config.kind, "optimizer", config.options)
         return None
     name = f"optimizer.kind={config.kind}"
-    if not _is_optimizer_class(found):
-        _bind(found, name, "build(groups, config)", "let it take these two arguments", [], config)
-        own: Callable[..., Any] = found
-        return own
-    settings = {"lr": config.lr, **config.options}
-    shown = ", ".join(f"{key}=…" for key in settings)
-    fix = "set what it takes by optimizer.options.NAME"
-    _bind(found, name, f"{found.__name__}(groups, {shown})", fix, [], **settings)
-    return lambda groups, config: found(groups, **settings)
+    if _is_optimizer_class(found):
+        _check_torch_class(found, name)
+        settings = {"lr": config.lr, **config.options}
+        shown = ", ".join(f"{key}=…" for key in settings)
+        fix = "set what it takes by optimizer.options.NAME"
+        _bind(found, name, f"{found.__name__}(groups, {shown})", fix, [], **settings)
+        return partial(_build, name, partial(found, **settings))
+    _bind(found, name, "build(groups, config)", "let it take these two arguments", [], config)
+    return partial(_build, name, lambda groups: found(groups, config))
+
+
+def _build(name: str, build: Callable[[Groups], Any], groups: Groups) -> Any:
+    try:
+        optimizer = build(groups)
+    except Exception as error:
+        problem = f"building the optimizer fails ({type(error).__name__}: {error})"
+        raise OwnCodeError(f"{name}: {problem}; correct it") from error
+    if not _is_optimizer_class(type(optimizer)):
+        returned = "None" if optimizer is None else f"an object of {type(optimizer).__name__}"
+        raise OwnCodeError(f"{name}: returned {returned}; return a torch.optim.Optimizer")
+    _check_torch_class(type(optimizer), name)
+    return optimizer
+
+
+def parameter_groups(decayed: Sequence[Any], plain: Sequence[Any], config: OptimizerConfig) -> Groups:
+    """Return the groups that an optimizer is built of: parameters with weight decay, and those without."""
+    return [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
+
+
+def layout_problem(optimizer: OptimizerConfig, parallel: ParallelConfig) -> Problem | None:
+    """Return the problem of a layout that splits what the user's own optimizer reads as a whole.
+
+    An update of elements one by one is the same at every layout (`elementwise = True`), one of whole
+    parameters where tp and zero split none (False), and one that may read all of them where pp does not
+    either (undeclared). Raises OwnCodeError.
+    """
+    build = own_optimizer(optimizer)
+    if build is None:
+        return None
+    declared = _declared(imported("optimizer.kind", optimizer.kind, OPTIMIZERS.shipped, Callable))
+    if declared is None:
+        declared = _declared(type(_built_small(optimizer, build)))
+    if declared:
+        return None
+    whole = {"tp": 1, "zero": 0} if declared is False else {"tp": 1, "pp": 1, "zero": 0}
+    split = {key: size for key in whole if (size := getattr(parallel, key)) != whole[key]}
+    if not split:
+        return None
+    reads = "declares no `elementwise`" if declared is None else "reads whole parameters"
+    fix = f"use {spelled({key: whole[key] for key in split})}"
+    if declared is None:
+        fix += (
+            ", or set elementwise = True on it if the update of an element reads no other element, False if "
+            "it reads no other parameter"
+        )
+    problem = f"optimizer.kind={optimizer.kind}: {reads}, and {spelled(split)} gives each rank a part"
+    return Problem(("optimizer.kind", *split), problem, fix)
+
+
+def _declared(found: object) -> bool | None:
+    if _torch_name(found) in TORCH_ELEMENTWISE:
+        return True
+    value = getattr(found, "elementwise", None)
+    return value if isinstance(value, bool) else None
+
+
+def _built_small(config: OptimizerConfig, build: Callable[[Groups], Any]) -> Any:
+    """Return the optimizer of two small parameters. Raises OwnCodeError."""
+    torch = import_module("torch")
+    matrix, bias = (torch.nn.Parameter(torch.zeros(shape)) for shape in PROBED_SHAPES)
+    return build(parameter_groups([matrix], [bias], config))
 
 
 def own_decay(schedule: ScheduleConfig) -> Callable[[float], Any] | None:
@@ -69,11 +154,17 @@ def share_of(schedule: ScheduleConfig, decay: Callable[[float], Any], progress: 
     return min(1.0, max(0.0, value))
 
 
-def check_own_code(optimizer: OptimizerConfig, schedule: ScheduleConfig | None = None) -> None:
-    """Raise OwnCodeError for an optimizer that cannot be called, or a decay that yields no learning rate."""
-    own_optimizer(optimizer)
-    decay = None if schedule is None else own_decay(schedule)
-    if schedule is not None and decay is not None:
+def check_optimizer(optimizer: OptimizerConfig) -> None:
+    """Raise OwnCodeError for an optimizer that cannot be built."""
+    build = own_optimizer(optimizer)
+    if build is not None:
+        _built_small(optimizer, build)
+
+
+def check_decay(schedule: ScheduleConfig) -> None:
+    """Raise OwnCodeError for a decay that cannot be called, or yields no learning rate."""
+    decay = own_decay(schedule)
+    if decay is not None:
         for progress in PROBED:
             share_of(schedule, decay, progress)
 
@@ -82,6 +173,18 @@ def _is_optimizer_class(found: object) -> bool:
     """True for a class derived from torch.optim.Optimizer."""
     bases = found.__mro__ if isinstance(found, type) else ()
     return any((b.__module__, b.__name__) == ("torch.optim.optimizer", "Optimizer") for b in bases)
+
+
+def _torch_name(found: object) -> str | None:
+    """Return the name of a class of torch.optim; None for anything else."""
+    module, name = getattr(found, "__module__", None), getattr(found, "__name__", None)
+    return name if isinstance(found, type) and f"{module}.".startswith("torch.optim.") else None
+
+
+def _check_torch_class(found: type, name: str) -> None:
+    if (torch_name := _torch_name(found)) in TORCH_REJECTED:
+        fix = f"use adamw, or of torch.optim {', '.join(TORCH_ELEMENTWISE)}"
+        raise OwnCodeError(f"{name}: {TORCH_REJECTED[str(torch_name)]}; {fix}")
 
 
 def _no_options(key: str, kind: str, section: str, options: Mapping[str, object]) -> None:

@@ -3,10 +3,13 @@
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from mlm.config.imports import is_path
 from mlm.config.suggest import around, divisors, either, multiples_around, nearest
 from mlm.config.tree import out_of_range, values_of
 from mlm.errors import Problem
 from mlm.files.results import folder_problem, is_stream, result_problems
+from mlm.models.checks import model_problem
+from mlm.models.family import SHIPPED
 from mlm.parallel.layout_checks import MAX_CPU_RANKS, TRAIN_RULES, Breach, Launch, LayoutRule, Settings
 from mlm.parallel.nearest_layout import layout_problems
 from mlm.plan.calibrate_config import PlanCalibrateConfig
@@ -50,7 +53,8 @@ def check_plan_layouts(config: PlanLayoutsConfig) -> list[Problem]:
     outside = out_of_range(config)
     query = query_of(config)
     values = settings(query, {"sequence_parallel": False, "tp": 1})
-    found = [_dtype_has_units(config), _out_ends_in(config.out, LAYOUT_ENDINGS, "plan")]
+    found = [_family_is_planned(config), _dtype_has_units(config)]
+    found.append(_out_ends_in(config.out, LAYOUT_ENDINGS, "plan"))
     found += layout_problems(values, Launch(None, None), MODEL_RULES, outside)
     if not outside and not any(found):
         found.append(_some_layout_is_valid(query))
@@ -62,7 +66,8 @@ def check_plan_memory(config: PlanMemoryConfig) -> list[Problem]:
     outside = out_of_range(config)
     parallel = config.parallel
     ranks = parallel.replica * (parallel.dp or 1)
-    found = [_dtype_has_units(config), _out_ends_in(config.out, MEMORY_ENDINGS, "memory")]
+    found = [_family_is_planned(config), _dtype_has_units(config)]
+    found.append(_out_ends_in(config.out, MEMORY_ENDINGS, "memory"))
     found += layout_problems(values_of(config), Launch(max(ranks, 1), None), MEMORY_RULES, outside)
     if config.rank is not None and not outside and config.rank >= ranks:
         found.append(
@@ -90,6 +95,16 @@ def _ranks_fit(config: PlanCalibrateConfig) -> Problem | None:
 def _found(outside: Mapping[str, Problem], found: Iterable[Problem | None]) -> list[Problem]:
     """Problems without those that follow from a number out of range."""
     return [*outside.values(), *(each for each in found if each and not each.concerns(outside))]
+
+
+def _family_is_planned(config: PlanLayoutsConfig | PlanMemoryConfig) -> Problem | None:
+    kind = config.model.kind
+    if kind in SHIPPED:
+        return None
+    if not is_path(kind):
+        return model_problem(config.model)
+    problem = f"model.kind={kind}: plans by formulas know {', '.join(SHIPPED)} and no family of your own"
+    return Problem(("model.kind",), problem, "use `mlm plan dry-run`, which runs the family's own modules")
 
 
 def _dtype_has_units(config: PlanLayoutsConfig | PlanMemoryConfig) -> Problem | None:

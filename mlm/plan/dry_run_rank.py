@@ -176,7 +176,7 @@ def batches_of(config: PretrainConfig, ctx: ParallelContext, count: int) -> list
 def tag_state(trainer: Trainer[MicroBatch], meter: Meter) -> None:
     """Name the memory that stays from step to step."""
     state = [
-        trainer.optimizer.state[shard.parameter][name]
+        trainer.optimizer.state[shard.parameter].get(name)
         for shard in trainer.shards
         for name in (*moments(trainer.optimizer), "step")
     ]

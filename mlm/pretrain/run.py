@@ -13,6 +13,7 @@ from mlm.config.build import config_digest
 from mlm.config.imports import is_path
 from mlm.data.blend import BlendedDataset
 from mlm.data.blend_history import trained_on
+from mlm.data.own_dataset import CheckedDataset
 from mlm.data.sampler import Dataset, FromCorpus, MicroBatch
 from mlm.doctor.quick import check_start
 from mlm.errors import show, writing_to
@@ -196,7 +197,8 @@ def data_line(trainer: Trainer, samples: Dataset) -> str:
 def epochs_of(samples: Dataset) -> list[float]:
     """Passes over each corpus in a run; empty for samples of no corpus."""
     parts = samples.datasets if isinstance(samples, BlendedDataset) else [samples]
-    return [part.epochs for part in parts if isinstance(part, FromCorpus)]
+    own = [part.dataset if isinstance(part, CheckedDataset) else part for part in parts]
+    return [part.epochs for part in own if isinstance(part, FromCorpus)]
 
 
 def epochs_warning(samples: Dataset, steps: int) -> str | None:

@@ -1,6 +1,7 @@
 """Checks of the settings of a training run."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from mlm.config.imports import OwnCodeError, imported, is_path
 from mlm.config.tree import MISSING_VALUE, leaves, out_of_range, values_of
@@ -11,7 +12,7 @@ from mlm.errors import Problem, has_controls, show, visible
 from mlm.launch.checks import devices_exist, loss_scale_can_fall, lr_falls, problems_of, stages_exist
 from mlm.models.checks import data_problem, model_problem, pretraining_problem
 from mlm.models.config import ModelConfig
-from mlm.optim.own import check_own_code
+from mlm.optim.own import check_decay, check_optimizer, layout_problem
 from mlm.parallel.layout_checks import TRAIN_RULES, Launch
 from mlm.train.config import PretrainConfig
 
@@ -73,10 +74,30 @@ def _is_no_value(text: str) -> bool:
     return "${" in text or text == MISSING_VALUE or has_controls(text)
 
 
-def _own_code_exists(config: PretrainConfig, _: Launch) -> Problem | None:
+def optimizer_works(config: Any, _: Launch) -> Problem | None:
+    """The problem of an optimizer that cannot be built."""
+    return _own_code_problem(check_optimizer, config.optimizer)
+
+
+def optimizer_fits_layout(config: Any, _: Launch) -> Problem | None:
+    """The problem of a layout at which the user's own optimizer would train otherwise."""
     try:
-        check_own_code(config.optimizer, config.schedule)
-        imported("data.kind", config.data.kind, SOURCES.shipped, Callable)
+        return layout_problem(config.optimizer, config.parallel)
+    except OwnCodeError:
+        return None  # reported by `optimizer_works`
+
+
+def _decay_works(config: PretrainConfig, _: Launch) -> Problem | None:
+    return _own_code_problem(check_decay, config.schedule)
+
+
+def _dataset_exists(config: PretrainConfig, _: Launch) -> Problem | None:
+    return _own_code_problem(imported, "data.kind", config.data.kind, SOURCES.shipped, Callable)
+
+
+def _own_code_problem(check: Callable[..., object], *arguments: object) -> Problem | None:
+    try:
+        check(*arguments)
     except OwnCodeError as error:
         return error.problems[0]
     return None
@@ -230,12 +251,14 @@ def _checkpoint_exists(config: PretrainConfig, _: Launch) -> Problem | None:
     return present.checkpoint(config.ckpt)
 
 
+OWN_CODE_RULES = (optimizer_works, optimizer_fits_layout, _decay_works, _dataset_exists)
+"""Conditions of the user's own code beside the model's family."""
 SETTINGS_RULES = (
     _warmup_ends,
     lr_falls,
     loss_scale_can_fall,
     _model_is_sound,
-    _own_code_exists,
+    *OWN_CODE_RULES,
     _head_is_pretrained,
     _data_fits_model,
     _attention_serves,

@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mlm.config.imports import imported
+from mlm.config.imports import OwnCodeError, imported
 from mlm.data.blend import BlendedDataset
 from mlm.data.blend_checks import entry, names, shares
 from mlm.data.blend_history import History, Segment, Source, continue_history, known_digest, needed, seed_of
 from mlm.data.config import SOURCES, DataConfig
 from mlm.data.files_present import training_prefix
 from mlm.data.indexed import IndexedDataset, bin_path, idx_path
+from mlm.data.own_dataset import CheckedDataset
 from mlm.data.receipt import RECEIPT, check_corpus, read_receipt
 from mlm.data.sampler import Dataset
 from mlm.data.tokenizer import Tokenizer
@@ -221,10 +222,14 @@ def dataset_without_corpus(
     data, vocab_size = config.data, config.model.vocab_size
     if data.kind == "synthetic":
         return config.model.family.samples.synthetic(data, vocab_size, num_samples, seed)
-    dataset: Dataset = own_dataset(data)(
+    dataset = own_dataset(data)(
         data, vocab_size=vocab_size, num_samples=num_samples, seed=seed, validation=validation
     )
-    return dataset
+    if not (hasattr(dataset, "gather") and hasattr(dataset, "__len__")):
+        returned = "returned " + ("None" if dataset is None else f"a {type(dataset).__name__}")
+        raise OwnCodeError(f"data.kind={data.kind}: {returned}; return a Dataset (mlm/data/sampler.py)")
+    noun = "validation sample" if validation else "sample"
+    return CheckedDataset(dataset, data.kind, vocab_size, data.seq_length, noun)
 
 
 def own_dataset(data: DataConfig) -> Callable[..., Dataset]:

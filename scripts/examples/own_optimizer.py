@@ -17,6 +17,8 @@ class Lion(torch.optim.Optimizer):
     optimizer.weight_decay, and biases and norms, with 0; what stands in a group wins over the defaults.
     """
 
+    elementwise = True  # the update of an element reads that element alone: right at every layout
+
     def __init__(self, groups, lr: float, beta1: float = 0.9, beta2: float = 0.99) -> None:
         super().__init__(groups, {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": 0.0})
 

@@ -23,7 +23,8 @@ def step(number: int = 1, *, loss: float = 4.0, norm: float = 1.0, **off: float)
 
 
 def report(*steps: StepReport, weight: float = 0.0, torn: tuple[str, ...] = ()) -> Report:
-    return Report(steps, (gradient("token.weight", weight),), 2, torn)
+    weights = (gradient("token.weight", weight),)
+    return Report((*steps[:-1], replace(steps[-1], weights=weights)), weights, 2, torn)
 
 
 def test_equal_numbers_are_equal() -> None:
@@ -92,6 +93,17 @@ def test_weights_are_judged_in_units_of_the_learning_rate() -> None:
     assert judge(report(step(1), step(2), weight=0.2 * 0.9e-5), "fp64").equal
     verdict = judge(report(step(1), step(2), weight=0.2), "fp64")
     assert "1 times what the learning rate moved them" in verdict.sentence
+
+
+def test_an_update_that_differs_is_told_from_samples_that_differ() -> None:
+    """Both show in the loss of the next step; weights are compared before."""
+    off = replace(step(1), weights=(gradient("token.weight", 0.1),))
+    verdict = judge(report(off, step(2, loss=4.1)), "fp64", "mine:Muon")
+    assert "token.weight differ by 0.1 after step 1" in verdict.sentence
+    assert (
+        verdict.hint == "suspect optimizer.kind=mine:Muon: an update of an element that reads other elements"
+    )
+    assert judge(report(step(1), step(2, loss=4.1)), "fp64").hint.endswith("suspect the samples of this step")
 
 
 def test_unequal_copies_are_a_difference() -> None:

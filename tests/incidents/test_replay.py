@@ -47,6 +47,43 @@ def test_a_replay_on_the_same_layout_has_the_same_bits_and_finds_the_sample(
     assert "precision=" not in said
 
 
+def test_the_runs_own_dataset_is_followed_as_its_error_says(
+    logged: Path, capfd: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLM_TRUST")
+    words = ["replay", str(folder(logged)), "dist.threads_per_rank=1", "bisect=false"]
+    kind = "data.kind=tests.incidents.bad_data:build"
+    assert main([*words, "data.kind=tests.incidents.bad_data:other"]) == 2
+    assert f"if you trust it, type {kind} or" in capfd.readouterr().err
+    assert main([*words, kind]) == 0
+    assert "(equal bit for bit)" in capfd.readouterr().out
+
+
+def test_a_replay_checks_the_runs_own_code_before_ranks_start(
+    logged: Path, tmp_path: Path, capfd: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it in one go: code that is not trusted, and an optimizer that the layout would split."""
+    record = incident(logged)
+    record["config"]["optimizer"]["kind"] = "torch.optim:SGD"
+    record["config"]["schedule"]["decay"] = "mine:decay"
+    copy = tmp_path / "run/incidents/step-00000011"
+    copy.mkdir(parents=True)
+    (copy / "incident.json").write_text(json.dumps(record))
+    assert main(["replay", str(copy)]) == 2
+    lines = capfd.readouterr().err.splitlines()
+    assert [line.split()[2].rstrip(":") for line in lines] == [
+        "optimizer.kind=torch.optim:SGD",
+        "schedule.decay=mine:decay",
+    ]
+    (tmp_path / "undeclared.py").write_text("import torch\nclass Sgd(torch.optim.SGD): pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    record["config"]["optimizer"]["kind"] = "undeclared:Sgd"
+    record["config"]["schedule"]["decay"] = "cosine"
+    (copy / "incident.json").write_text(json.dumps(record))
+    assert main(["replay", str(copy), "tp=2", "optimizer.kind=undeclared:Sgd"]) == 2
+    assert "tp=2 gives each rank a part" in capfd.readouterr().err
+
+
 def test_a_replay_on_other_ranks_finds_the_same_sample(logged: Path, capfd: Said) -> None:
     assert main(["replay", str(folder(logged)), "tp=2", "dist.device=cpu", "precision=fp64"]) == 0
     said = capfd.readouterr().out

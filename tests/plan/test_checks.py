@@ -1,11 +1,18 @@
-"""Problems of `mlm plan schedule`: key, value, remedy."""
+"""Problems of `mlm plan`: key, value, remedy."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from mlm.cli.compose import load_config
-from mlm.plan.checks import MAX_COMPUTATIONS, check_plan_schedule
+from mlm.errors import Problem
+from mlm.plan.checks import (
+    MAX_COMPUTATIONS,
+    check_plan_layouts,
+    check_plan_memory,
+    check_plan_schedule,
+)
 
 
 def problems_of(*overrides: str) -> list[str]:
@@ -109,3 +116,18 @@ def test_folder_in_the_place_of_the_file_is_named(tmp_path: Path) -> None:
 def test_problems_come_together() -> None:
     problems = problems_of("pp=0", "vp=2", "pipeline=zb_h1", "transfer_cost=-1", "out=a")
     assert [problem.split("=")[0] for problem in problems] == ["pp", "transfer_cost", "vp", "out"]
+
+
+@pytest.mark.parametrize(
+    ("command", "check"), [("plan_memory", check_plan_memory), ("plan_layouts", check_plan_layouts)]
+)
+def test_formulas_plan_no_family_of_the_users_own(command: str, check: Callable[..., list[Problem]]) -> None:
+    """Nor is its module imported."""
+    (problem,) = check(load_config(command, ["model.kind=not_there:FAMILY"]))
+    assert problem.keys == ("model.kind",)
+    assert problem.problem == (
+        "model.kind=not_there:FAMILY: plans by formulas know gpt2, bert, llama and no family of your own"
+    )
+    assert "mlm plan dry-run" in problem.fix
+    (problem,) = check(load_config(command, ["model.kind=gtp2"]))
+    assert problem == "model.kind=gtp2: no such choice; did you mean model.kind=gpt2?"

@@ -227,6 +227,15 @@ def test_state_is_that_of_a_built_rank(layout: str) -> None:
     assert parts[STATE] == sum(x.nbytes for x in state)
 
 
+@pytest.mark.parametrize(("kind", "moments"), [("SGD", 0), ("Adagrad", 1), ("Adam", 2)])
+def test_state_of_another_optimizer_is_counted(
+    kind: str, moments: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLM_TRUST", "torch.optim")
+    found = dry(f"tp=2 optimizer.kind=torch.optim:{kind}")
+    assert found.log.peak().parts.get(STATE, 0) == pytest.approx(4 * moments * found.parameters, abs=4096)
+
+
 def test_sharding_divides_weights_and_state() -> None:
     whole, sharded = dry("dp=2"), dry("dp=2 zero=3")
     assert sharded.parameters * 2 == whole.parameters

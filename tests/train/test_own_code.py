@@ -3,13 +3,16 @@
 import json
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from mlm.checkpoint.native.save_load import read_manifest
 from mlm.cli import main
 from mlm.config.imports import TRUST, OwnCodeError, imported
-from mlm.inference.trained import named_checkpoint
+from mlm.errors import CorruptFileError
+from mlm.inference.trained import check_stored, named_checkpoint
 
 EXAMPLES = Path(__file__).parents[2] / "scripts/examples"
 KIND = "own_family:FAMILY"
@@ -19,8 +22,14 @@ SHORT = [
     *("log.every=1", "checkpoint.save_every=2", "dist.device=cpu", "precision.dtype=fp64"),
 ]
 OWN_CODE = """
+from dataclasses import replace
+
 import torch
+from torch import nn
 from mlm.data.synthetic import SyntheticDataset
+from mlm.models.gpt2 import family as gpt2
+from mlm.models.gpt2.model import GPT2
+from mlm.models.transformer import MLP, TransformerLayer
 
 def build(groups, config):
     return torch.optim.SGD(groups, lr=config.lr, momentum=0.9)
@@ -31,6 +40,25 @@ def decay(progress):
 class Sgd(torch.optim.SGD):
     def __init__(self, params, lr, momentum):
         super().__init__(params, lr=lr, momentum=momentum)
+
+class Signed(torch.optim.SGD):
+    pass
+
+class Experts(nn.Module):
+    def __init__(self, config, *, tp, sequence_parallel=False):
+        super().__init__()
+        self.all = nn.ModuleList(MLP(config, tp=tp) for _ in range(config.option("experts")))
+
+    def forward(self, x):
+        return sum(expert(x) for expert in self.all)
+
+class Layer(TransformerLayer):
+    mlp_type = Experts
+
+class Model(GPT2):
+    layer_type = Layer
+
+FAMILY = replace(gpt2.FAMILY, model=Model, options={"experts": 4}, huggingface=None, megatron=None)
 
 def build_of_one(groups): ...
 def build_nothing(groups, config): ...
@@ -159,9 +187,8 @@ def test_optimizer_class_and_options_train_as_the_function_that_sets_them(tmp_pa
         ("schedule.decay=mine:decay_to_nothing", "decay(0) is None; return a number from 0 to 1"),
         ("schedule.decay=mine:decay_below", "decay(1) is -5.0"),
         ("schedule.decay=mine:decay_raises", "decay(0.5) fails (ZeroDivisionError"),
-        # only a model's parameters, and a run's steps, show these
-        ("optimizer.kind=mine:build_nothing", "returned a NoneType"),
-        ("optimizer.kind=mine:build_badly", "building the optimizer fails (ValueError: Invalid learning"),
+        ("schedule.decay=mine.decay", "did you mean schedule.decay=mine:decay?"),
+        # only a run's steps show it
         ("schedule.decay=mine:decay_between", "is 7.0; return"),
     ],
 )
@@ -175,11 +202,85 @@ def test_problem_of_own_code_is_one_line(
     assert words in line
 
 
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("optimizer.kind=torch.optim.SGD", "did you mean optimizer.kind=torch.optim:SGD?"),
+        (
+            "optimizer.kind=torch.optim:LBFGS",
+            "it computes the loss several times a step; use adamw, or of",
+        ),
+        ("optimizer.kind=mine:build_nothing", "returned None"),
+        ("optimizer.kind=mine:build_badly", "building the optimizer fails (ValueError: Invalid learning"),
+        (
+            "optimizer.kind=mine:Signed tp=2",
+            "tp=2 gives each rank a part; use tp=1, or set elementwise = True",
+        ),
+        ("optimizer.kind=mine:Signed zero=3", "zero=3 gives each rank a part; use zero=0, or set"),
+    ],
+)
+def test_problem_of_an_optimizer_comes_before_the_forecast(
+    typed: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert main(["pretrain", "model=gpt2_tiny", "data=synthetic", *SHORT, *typed.split(), f"out={out}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"mlm pretrain: {typed.split()[0]}: ")
+    assert words in line
+    assert not out.exists()
+
+
 def test_class_of_a_trusted_module_cannot_name_another_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TRUST, "mine")
     assert imported("optimizer.kind", "mine:build", ("adamw",)).__name__ == "build"
     with pytest.raises(OwnCodeError):
         imported("optimizer.kind", "mineral:build", ("adamw",))
+
+
+def test_parameters_of_own_family_are_those_of_its_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that its checkpoints are not taken for damaged ones."""
+    monkeypatch.setenv(TRUST, "mine")
+    own = ["model=gpt2_tiny", "data=synthetic", "model.kind=mine:FAMILY", "model.options.experts=3"]
+    assert main(["pretrain", *own, *SHORT, "train.steps=1", f"out={tmp_path / 'run'}"]) == 0
+    named = named_checkpoint(str(tmp_path / "run"))
+    model, plain = named.config.model, replace(named.config.model, kind="gpt2", options={})
+    mlp = 2 * 32 * 128 + 128 + 32  # of one layer of width 32
+    assert model.num_parameters() == plain.num_parameters() + 2 * mlp
+    manifest = read_manifest(named.path)
+    check_stored(manifest, model, named.path)
+    for other in (replace(model, options={"experts": 4}), replace(model, num_layers=10**9)):
+        with pytest.raises(CorruptFileError, match="other than the"):
+            check_stored(manifest, other, named.path)
+
+
+def test_commands_that_read_a_run_take_the_key_of_its_family(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the error of an import path that is not trusted says."""
+    run, kind = tmp_path / "run", "model.kind=mine:FAMILY"
+    assert (
+        main(["pretrain", "model=gpt2_tiny", "data=synthetic", kind, *SHORT, "train.steps=1", f"out={run}"])
+        == 0
+    )
+    words = ["export", "hf", str(run), f"out={tmp_path / 'hf'}"]
+    for typed in ([], ["model.kind=mine:OTHER"]):
+        assert main([*words, *typed]) == 2
+        assert f"if you trust it, type {kind} or" in capsys.readouterr().err
+    assert main([*words, kind]) == 2
+    assert "has no counterpart in transformers" in capsys.readouterr().err
+    assert main([*words, "data.sort=mine:FAMILY"]) == 2
+    assert "unknown key 'data.sort'" in capsys.readouterr().err
+
+
+def test_plan_to_see_for_own_family_is_the_dry_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["model=gpt2_tiny", "model.kind=mine:FAMILY", "data=synthetic", "dist.device=cpu", "dp=128"]
+    assert main(["pretrain", *words, f"out={tmp_path / 'run'}"]) == 2
+    line = next(line for line in capsys.readouterr().err.splitlines() if "ranks, but a CPU host" in line)
+    assert "; `mlm plan dry-run model=gpt2_tiny " in line
 
 
 def test_the_command_that_a_run_prints_names_own_code_however_it_was_started(tmp_path: Path) -> None:

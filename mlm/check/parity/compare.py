@@ -85,6 +85,8 @@ class StepReport:
     lr: float
     gradients: tuple[Difference, ...]
     """Of every parameter, in the order of the model."""
+    weights: tuple[Difference, ...] = ()
+    """Of every parameter, after the update."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +123,8 @@ def compare(config: ParityConfig, ctx: ParallelContext, on_step: Callable[[], No
         for _, batches, all_batches in zip(range(config.steps), own, whole, strict=False):
             steps.append(_step(comparison, batches, all_batches))
             on_step()
-    weights = comparison.differences(lambda _, shard: shard.parameter.detach(), skip_rounding=True)
     replicated, torn = comparison.torn_replicas()
-    return Report(tuple(steps), weights, replicated, torn, comparison.count_rounding())
+    return Report(tuple(steps), steps[-1].weights, replicated, torn, comparison.count_rounding())
 
 
 def one_process(config: ParityConfig, ctx: ParallelContext) -> Trainer:
@@ -165,7 +166,8 @@ def _step(
         expected = [alone.mean_loss(expected_outcome), float(expected_outcome.grad_norm.item())]
     expected = broadcast(torch.tensor(expected, dtype=torch.float64), comparison.everyone, 0).tolist()
     loss_pair, norm_pair = map(Pair, expected, numbers)
-    return StepReport(layout.step, loss_pair, norm_pair, outcome.lr, gradients)
+    weights = comparison.differences(lambda _, shard: shard.parameter.detach(), skip_rounding=True)
+    return StepReport(layout.step, loss_pair, norm_pair, outcome.lr, gradients, weights)
 
 
 def _gradient(trainer: Trainer, shard: ParameterShard) -> Tensor:

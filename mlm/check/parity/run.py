@@ -114,7 +114,7 @@ def run(config: ParityConfig, ctx: ParallelContext) -> None:
                 pass
     with progress(config.steps, ctx.is_main) as advance:
         report = compare(config, ctx, advance)
-    verdict = judge(report, config.precision.dtype)
+    verdict = judge(report, config.precision.dtype, config.optimizer.kind)
     if ctx.is_main:
         with writing_to(config.out):
             write_result(out, result_json(config, ctx, report, verdict).encode())

@@ -68,9 +68,9 @@ class Verdict:
         return self.word == "EQUAL"
 
 
-def judge(report: Report, precision: str) -> Verdict:
-    """The verdict on a comparison in the format `precision`."""
-    tolerance = TOLERANCES[precision]
+def judge(report: Report, precision: str, optimizer: str = "adamw") -> Verdict:
+    """The verdict on a comparison in the format `precision`, of runs with this optimizer.kind."""
+    tolerance, moved = TOLERANCES[precision], 0.0
     if all(skipped(step) for step in report.steps):
         return Verdict(
             "UNDECIDED", "nothing could be compared: on both sides every step's gradients overflow"
@@ -78,16 +78,18 @@ def judge(report: Report, precision: str) -> Verdict:
     for step in report.steps:
         if (verdict := _of_step(step, tolerance)) is not None:
             return verdict
-    moved = sum(step.lr for step in report.steps)
-    worst = max(report.weights, key=lambda weight: weight.difference)
-    if not worst.difference <= tolerance.weight * moved:
-        return Verdict(
-            "DIFFERENT",
-            f"the weights of {worst.name} differ by {worst.difference:.2g} after the last step, "
-            f"{of_moved(worst.difference, moved):.2g} times what the learning rate moved them; gradients are "
-            "equal",
-            "suspect the optimizer: its state, weight decay, or which parameters it holds",
-        )
+        moved += step.lr
+        worst = max(step.weights, key=lambda weight: weight.difference, default=None)
+        if worst is not None and not worst.difference <= tolerance.weight * moved:
+            return Verdict(
+                "DIFFERENT",
+                f"the weights of {worst.name} differ by {worst.difference:.2g} after step {step.step}, "
+                f"{of_moved(worst.difference, moved):.2g} times what the learning rate moved them; gradients "
+                "are equal",
+                "suspect the optimizer: its state, weight decay, or which parameters it holds"
+                if optimizer == "adamw"
+                else f"suspect optimizer.kind={optimizer}: an update of an element that reads other elements",
+            )
     if report.torn:
         return Verdict(
             "DIFFERENT",
@@ -159,7 +161,7 @@ def _wrong(step: StepReport, tolerance: Tolerance) -> list[Difference]:
 
 def _hint_of_loss(step: StepReport, tolerance: Tolerance) -> str:
     if step.step > 1:
-        return "the gradients of the steps before are equal: suspect the update, or the samples of this step"
+        return "gradients and weights of the steps before are equal: suspect the samples of this step"
     factor = common_factor(step.gradients)
     if factor is not None and _wrong(step, tolerance):
         return (

@@ -1,0 +1,188 @@
+"""Optimizers of torch.optim and of the user's own: those that train alike at each layout, and the others."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from mlm.config.imports import TRUST, OwnCodeError, trusting
+from mlm.data.sampler import as_batch
+from mlm.data.synthetic import SyntheticDataset
+from mlm.errors import spelled
+from mlm.optim.config import OptimizerConfig
+from mlm.optim.own import TORCH_ELEMENTWISE, TORCH_REJECTED, check_optimizer, layout_problem, parameter_groups
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.mesh import ParallelContext, shape_context
+from mlm.train.trainer import Trainer
+from tests.ranks import run_on_ranks
+from tests.train.test_trainer import SEQ, VOCAB, config, steps_of
+
+IN_TORCH = sorted(
+    name
+    for name, found in vars(torch.optim).items()
+    if isinstance(found, type) and issubclass(found, torch.optim.Optimizer)
+)
+OWN = """
+import torch
+
+class Normed(torch.optim.Optimizer):
+    "A step of length lr for each parameter, as LAMB's and Muon's: it reads whole matrices."
+    def __init__(self, groups, lr):
+        super().__init__(groups, {"lr": lr})
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad / (p.grad.norm() + 1e-12), alpha=group["lr"])
+
+class Whole(Normed):
+    elementwise = False
+
+class Elementwise(Normed):
+    elementwise = True
+
+def build(groups, config):
+    return Normed(groups, config.lr)
+
+def build_whole(groups, config):
+    return Whole(groups, config.lr)
+
+def build_sgd(groups, config):
+    return torch.optim.SGD(groups, lr=config.lr)
+
+def build_declared(groups, config):
+    return Normed(groups, config.lr)
+build_declared.elementwise = True
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TRUST, "mine,torch.optim")
+
+
+def test_each_optimizer_of_torch_is_known() -> None:
+    assert sorted([*TORCH_ELEMENTWISE, *TORCH_REJECTED, "Optimizer"]) == IN_TORCH
+
+
+@pytest.mark.parametrize("name", sorted({*IN_TORCH} - {*TORCH_ELEMENTWISE}))
+def test_optimizer_of_torch_that_cannot_train_is_rejected_with_its_reason(name: str) -> None:
+    with pytest.raises(OwnCodeError) as error:
+        check_optimizer(OptimizerConfig(kind=f"torch.optim:{name}"))
+    reason = TORCH_REJECTED.get(name, "missing a required argument: 'defaults'")
+    assert f"optimizer.kind=torch.optim:{name}: " in str(error.value)
+    assert reason in str(error.value)
+
+
+def losses(ctx: ParallelContext, zero: int) -> dict[str, list[float]]:
+    """Losses of three steps by each optimizer of torch that works."""
+    with trusting(["torch.optim:SGD"]):
+        return {name: steps_of(trainer_of(name, ctx, zero), 3) for name in TORCH_ELEMENTWISE}
+
+
+def trainer_of(name: str, ctx: ParallelContext, zero: int = 0) -> Trainer:
+    spec = config()
+    parallel = replace(spec.parallel, tp=ctx.tp.size, zero=zero)
+    optimizer = replace(spec.optimizer, kind=f"torch.optim:{name}", clip_grad_norm=0.0)
+    return Trainer(replace(spec, parallel=parallel, optimizer=optimizer), ctx)
+
+
+@pytest.fixture(scope="module")
+def one_process() -> dict[str, list[float]]:
+    return run_on_ranks(losses, 0)[0]
+
+
+@pytest.mark.parametrize(("layout", "zero"), [({"tp": 2}, 0), ({"dp": 2}, 3)])
+def test_optimizers_of_torch_train_alike_at_each_layout(
+    one_process: dict[str, list[float]], layout: dict[str, int], zero: int
+) -> None:
+    split = run_on_ranks(losses, zero, **layout)[0]
+    for name, alone in one_process.items():
+        # float64: sums over ranks are of two parts in another order
+        assert split[name] == pytest.approx(alone, rel=1e-9), name
+
+
+@pytest.mark.parametrize("name", TORCH_ELEMENTWISE)
+def test_optimizer_of_torch_steps_as_torch_steps_it(name: str) -> None:
+    """Its state begins as torch's does, although it is made before the first step."""
+    trainer = trainer_of(name, shape_context())
+    copies = [shard.parameter.detach().clone() for shard in trainer.shards]
+    decayed, plain = ([p for p in copies if (p.dim() > 1) is matrix] for matrix in (True, False))
+    groups = parameter_groups(decayed, plain, trainer.config.optimizer)
+    reference = vars(torch.optim)[name](groups, lr=trainer.config.optimizer.lr)
+    samples = SyntheticDataset(VOCAB, SEQ, 16, seed=3)
+    for step in range(2):
+        parts = trainer.forward_backward([as_batch(samples.gather(range(8 * step, 8 * step + 8)), 8 * step)])
+        for copy, shard in zip(copies, trainer.shards, strict=True):
+            copy.grad = shard.parameter.grad.clone()
+        lr = trainer.update(parts).lr
+        for group in reference.param_groups:
+            group["lr"] = lr
+        reference.step()
+    for copy, shard in zip(copies, trainer.shards, strict=True):
+        torch.testing.assert_close(shard.parameter.detach(), copy, rtol=0, atol=1e-15)
+
+
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize(
+    "layout", [{"tp": 2}, {"zero": 2}, {"zero": 3}, {"pp": 2}, {"tp": 2, "zero": 3, "pp": 2}]
+)
+@pytest.mark.parametrize("kind", ["Normed", "build"])
+def test_optimizer_that_declares_nothing_is_rejected_where_a_rank_holds_a_part(
+    kind: str, layout: dict[str, int]
+) -> None:
+    problem = layout_problem(OptimizerConfig(kind=f"mine:{kind}"), ParallelConfig(**layout))
+    assert problem is not None
+    assert problem.keys == ("optimizer.kind", *(key for key in ("tp", "pp", "zero") if key in layout))
+    whole = {"tp": 1, "pp": 1, "zero": 0}
+    assert problem.fix.startswith(f"use {spelled({key: whole[key] for key in problem.keys[1:]})}, or set")
+
+
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize("kind", ["Whole", "build_whole"])
+def test_optimizer_of_whole_parameters_may_have_stages(kind: str) -> None:
+    optimizer = OptimizerConfig(kind=f"mine:{kind}")
+    assert layout_problem(optimizer, ParallelConfig(pp=2, cp=2, dp=2)) is None
+    problem = layout_problem(optimizer, ParallelConfig(pp=2, tp=2))
+    assert problem is not None
+    assert (problem.keys, problem.fix) == (("optimizer.kind", "tp"), "use tp=1")
+
+
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize(
+    "kind", ["mine:Elementwise", "mine:build_declared", "mine:build_sgd", "torch.optim:SGD"]
+)
+def test_elementwise_optimizer_may_have_any_layout(kind: str) -> None:
+    assert layout_problem(OptimizerConfig(kind=kind), ParallelConfig(tp=2, pp=2, zero=2)) is None
+
+
+def whole_losses(ctx: ParallelContext, folder: str) -> list[float]:
+    spec, kind = config(), "optimizer_of_whole:Whole"
+    spec = replace(spec, parallel=replace(spec.parallel, pp=ctx.pp.size))
+    sys.path.insert(0, folder)
+    try:
+        with trusting([kind]):
+            return steps_of(Trainer(replace(spec, optimizer=replace(spec.optimizer, kind=kind)), ctx), 3)
+    finally:
+        sys.path.remove(folder)
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"dp": 2}])
+def test_optimizer_of_whole_parameters_trains_alike_over_stages_and_replicas(
+    tmp_path: Path, layout: dict[str, int]
+) -> None:
+    """The tied token table, a copy in each of the two stages, among them."""
+    (tmp_path / "optimizer_of_whole.py").write_text(OWN)
+    alone = run_on_ranks(whole_losses, str(tmp_path))[0]
+    split = run_on_ranks(whole_losses, str(tmp_path), **layout)[0]
+    assert split == pytest.approx(alone, rel=1e-9)  # float64
