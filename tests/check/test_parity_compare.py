@@ -155,8 +155,8 @@ def test_rounding_that_adam_amplifies_is_compared_by_gradient(layout: Layout) ->
     """At eps=1e-30 the biases of keys, whose gradient is zero but for rounding, move by whole steps."""
     for report, verdict in run_on_ranks(compare_with_tiny_eps, layout, **layout.sizes):
         assert verdict.equal, verdict.sentence
-        # of each layer the keys' 16; hardly any other
-        assert 4 * 16 <= report.by_gradient <= 4 * 16 + 20
+        # of each layer the keys' 16, but for those whose sum happens to round to 0; hardly any other
+        assert 4 * 16 - 4 <= report.by_gradient <= 4 * 16 + 20
         assert f"{report.by_gradient} elements compared by gradient" in verdict.sentence
 
 
