@@ -67,6 +67,32 @@ def test_a_folder_is_a_checkpoint(tmp_path: Path) -> None:
     assert (loaded.logits(torch.tensor([ids])) - want).abs().max() <= 1e-5
 
 
+ROPE: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama3, its context beside it": ("llama3", {"original_max_position_embeddings": 30}),
+    "yarn, its context beside it": ("yarn", {"original_max_position_embeddings": 30}),
+    "yarn of no factor": ("yarn", {"rope_parameters": {**YARN, "factor": None}}),
+    "yarn whose ramp ends before it begins": (
+        "yarn",
+        {"rope_parameters": {**YARN, "original_max_position_embeddings": 2}},
+    ),
+    "yarn of two weights": ("yarn", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 2}}),
+}
+
+
+@pytest.mark.parametrize("case", ROPE)
+def test_rotary_settings_mean_what_they_mean_to_transformers(tmp_path: Path, case: str) -> None:
+    """Loaded as it is, and imported, which compares logits itself."""
+    name, changed = ROPE[case]
+    folder_of(name, tmp_path / "model")
+    edit_config(tmp_path / "model", **changed)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tokens = torch.arange(30)[None]
+    want = theirs(tokens).logits
+    run = import_model(tmp_path / "model", tmp_path / "run")
+    for folder in (tmp_path / "model", run):
+        assert (mlm.load(folder, device="cpu").logits(tokens) - want).abs().max() <= 1e-5
+
+
 @pytest.mark.parametrize(
     ("name", "tp", "pp"),
     [("mistral", 2, 2), ("qwen3 with a window", 2, 2), ("yarn", 2, 2), ("llama3", 4, 1), ("linear", 4, 1)],
@@ -101,7 +127,7 @@ REJECTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "dynamic": ("yarn", {"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "rope_type=dynamic"),
     "longrope": ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type=longrope"),
     "a factor missing": ("linear", {"rope_parameters": {"rope_type": "linear"}}, "factor is missing"),
-    "unknown yarn key": ("yarn", {"rope_parameters": {**YARN, "mscale": 0.7}}, "mscale=0.7"),
+    "unknown yarn key": ("yarn", {"rope_parameters": {**YARN, "finetuned": True}}, "finetuned=true"),
     "biases everywhere": ("llama", {"attention_bias": True}, "attention_bias=true"),
     "MLP biases": ("llama", {"mlp_bias": True}, "mlp_bias=true"),
     "experts": ("mistral", {"num_local_experts": 8}, "num_local_experts=8"),

@@ -146,7 +146,9 @@ def read_config(config: Mapping[str, JSON], path: str) -> tuple[ModelConfig, lis
         found = _KEYS[kind].read(config, path, NAMES[kind])
     except ConfigError as error:
         problems += error.problems
-    options, wrong = read_rope(config, path, found)
+    positions = config.get("max_position_embeddings", _KEYS[kind].sizes["max_position_embeddings"][0])
+    is_size = type(positions) is int and positions > 0  # else it is among the problems
+    options, wrong = read_rope(config, path, positions if is_size else 1)
     more, also = _window(config, kind, path)
     problems += [*wrong, *also]
     if problems:
