@@ -252,12 +252,9 @@ class TestRefusals:
         with pytest.raises(CorruptFileError, match=said):
             mlm.load(tmp_path / "model", device="cpu")
 
-    @pytest.mark.parametrize("changed", [{"id2label": ["no", "yes"]}, {"initializer_range": 1}], ids=str)
-    def test_what_transformers_alone_rejects_is_one_line(
-        self, folder: Path, tmp_path: Path, changed: dict[str, Any]
-    ) -> None:
+    def test_what_transformers_alone_rejects_is_one_line(self, folder: Path, tmp_path: Path) -> None:
         """Its errors are of its own classes."""
-        edit_config(folder, **changed)
+        edit_config(folder, initializer_range=1)
         with pytest.raises(CheckFailedError, match="does not load it") as caught:
             import_model(folder, tmp_path / "run")
         assert "\n" not in str(caught.value)

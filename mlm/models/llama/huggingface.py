@@ -53,8 +53,12 @@ _FIXED = NOWHERE_SUPPORTED | {
     "logit_scale": (None, 1.0),
     "attention_multiplier": (None,),
 }
-_TYPES = TYPES | {"rope_parameters": (dict, NULL), "sliding_window": (int, NULL)}
-_QWEN_TYPES = _TYPES | {"use_sliding_window": (bool,), "max_window_layers": (int,)}
+_TYPES = TYPES | {
+    "rope_parameters": (dict, NULL),
+    "sliding_window": (int, NULL),
+    "use_sliding_window": (bool,),
+    "max_window_layers": (int,),
+}
 _NUMBERS = {
     "rms_norm_eps": (1e-6, 0.0, 1.0),
     "initializer_range": (0.02, 0.0, 1e3),
@@ -63,12 +67,7 @@ _NUMBERS = {
 
 
 def _keys(
-    ffn: int,
-    kv_heads: int | None,
-    positions: int,
-    vocabulary: int,
-    head_dim: int | None,
-    types: Mapping[str, tuple[type, ...]] = _TYPES,
+    ffn: int, kv_heads: int | None, positions: int, vocabulary: int, head_dim: int | None
 ) -> ConfigKeys:
     """Keys of config.json with the defaults of one of the model types."""
     return ConfigKeys(
@@ -85,15 +84,15 @@ def _keys(
         },
         numbers=_NUMBERS,
         heads=("hidden_size", "num_attention_heads"),
-        types=types,
+        types=_TYPES,
     )
 
 
 _KEYS = {
     "llama": _keys(11008, None, 2048, 32000, None),
     "mistral": _keys(14336, 8, 4096 * 32, 32000, None),
-    "qwen2": _keys(22016, 32, 32768, 151936, None, _QWEN_TYPES),
-    "qwen3": _keys(22016, 32, 32768, 151936, 128, _QWEN_TYPES),
+    "qwen2": _keys(22016, 32, 32768, 151936, None),
+    "qwen3": _keys(22016, 32, 32768, 151936, 128),
 }
 
 
@@ -159,9 +158,8 @@ def read_config(config: Mapping[str, JSON], path: str) -> tuple[ModelConfig, lis
         found = _KEYS[kind].read(config, path, NAMES[kind])
     except ConfigError as error:
         problems += error.problems
-    positions = config.get("max_position_embeddings", _KEYS[kind].sizes["max_position_embeddings"][0])
-    is_size = type(positions) is int and positions > 0  # else it is among the problems
-    options, wrong = read_rope(config, path, positions if is_size else 1)
+    positions = found.get("max_position_embeddings", 1 << 30)  # of a file with problems none of rope's
+    options, wrong = read_rope(config, path, positions)
     more, also = _window(config, kind, path)
     problems += [*wrong, *also]
     if problems:
