@@ -220,7 +220,7 @@ def _window(config: Mapping[str, JSON], kind: str, path: str) -> tuple[dict[str,
     is_sliding = "sliding_attention" in kinds
     if (is_sliding and size is None) or (types != usual and not is_qwen):
         return {}, [f"{path}: layer_types={listed} does not go with sliding_window={show(size)}; fix one"]
-    return ({"window": size} if is_sliding else {}), []
+    return ({} if size is None or not is_sliding else {"window": size}), []
 
 
 def write_config(model: ModelConfig, ids: TokenIds) -> dict[str, JSON]:

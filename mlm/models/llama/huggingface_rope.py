@@ -80,12 +80,13 @@ def _resolved(
     found = dict(given)
     if _ORIGINAL in _THEIRS[scaling]:
         found[_ORIGINAL] = config.get(_ORIGINAL, given.get(_ORIGINAL, positions))
-    original = found.get(_ORIGINAL)
+    original: Any = found.get(_ORIGINAL)
     if scaling != "yarn" or not _is_number(original):
         return found
     if "factor" in found and found["factor"] is None:
         found["factor"] = positions / original
-    scales, factor = [found.get(key) or 0 for key in _MSCALES], found.get("factor")
+    factor: Any = found.get("factor")
+    scales = [found.get(key) or 0 for key in _MSCALES]
     if all(_is_number(scale) or scale == 0 for scale in scales) and _is_number(factor):
         found = {key: value for key, value in found.items() if key not in _MSCALES}
         if all(scales) and found.get("attention_factor") is None:
