@@ -253,11 +253,14 @@ class TestRefusals:
             mlm.load(tmp_path / "model", device="cpu")
 
     def test_what_transformers_alone_rejects_is_one_line(self, folder: Path, tmp_path: Path) -> None:
-        """Its errors are of its own classes."""
-        edit_config(folder, initializer_range=1)
-        with pytest.raises(CheckFailedError, match="does not load it") as caught:
-            import_model(folder, tmp_path / "run")
-        assert "\n" not in str(caught.value)
+        """When it reads the settings, whose errors are of its own classes, and when it computes with them."""
+        for key, value, said in (("initializer_range", 1, "load"), ("output_hidden_states", 0.5, "run")):
+            kept = (folder / "config.json").read_text()
+            edit_config(folder, **{key: value})
+            with pytest.raises(CheckFailedError, match=f"does not {said} it") as caught:
+                import_model(folder, tmp_path / "run")
+            assert "\n" not in str(caught.value)
+            (folder / "config.json").write_text(kept)
 
     def test_of_two_names_of_a_setting_the_one_that_transformers_takes_counts(self, folder: Path) -> None:
         edit_config(folder, num_attention_heads=2)

@@ -79,7 +79,8 @@ def _resolved(
     """Return the settings of a scaling with those that `transformers` takes from elsewhere."""
     found = dict(given)
     if _ORIGINAL in _THEIRS[scaling]:
-        found[_ORIGINAL] = config.get(_ORIGINAL, given.get(_ORIGINAL, positions))
+        inside = given.get(_ORIGINAL, positions)
+        found[_ORIGINAL] = config.get(_ORIGINAL, inside) if _is_number(inside) else inside
     original: Any = found.get(_ORIGINAL)
     if scaling != "yarn" or not _is_number(original):
         return found

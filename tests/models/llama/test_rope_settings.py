@@ -161,3 +161,10 @@ def test_what_has_no_meaning_is_rejected_by_name(rope: dict[str, Any], named: st
         with pytest.raises(ConfigError) as caught:
             our_table(config_of(**{spelling: rope}))
         assert f"{spelling}.{named}" in str(caught.value)
+
+
+def test_a_context_that_is_none_is_rejected_where_another_counts() -> None:
+    """As by `transformers`, which checks it first."""
+    rope = {**YARN, ORIGINAL: None}
+    with pytest.raises(ConfigError, match="original_max_position_embeddings=null"):
+        our_table(config_of(rope_scaling=rope, original_max_position_embeddings=2048))
