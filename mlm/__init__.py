@@ -26,8 +26,15 @@ if TYPE_CHECKING:
     from mlm.optim.clip import clip_factor, gradient_norm, scale_gradients
     from mlm.optim.config import OptimizerConfig, ScheduleConfig
     from mlm.optim.schedule import learning_rate
-    from mlm.parallel.collectives import copy_to_tp, gather_sequence, reduce_from_tp, scatter_sequence
+    from mlm.parallel.collectives import (
+        all_reduce,
+        copy_to_tp,
+        gather_sequence,
+        reduce_from_tp,
+        scatter_sequence,
+    )
     from mlm.parallel.cross_entropy import linear_cross_entropy
+    from mlm.parallel.gradients import GradientReducer, sum_replicated_gradients
     from mlm.parallel.init import init_parameters
     from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
     from mlm.parallel.mesh import ParallelContext
@@ -39,6 +46,7 @@ __all__ = [
     "BERT",
     "GPT2",
     "ColumnParallelLinear",
+    "GradientReducer",
     "Model",
     "ModelConfig",
     "ModelFamily",
@@ -47,6 +55,7 @@ __all__ = [
     "RowParallelLinear",
     "ScheduleConfig",
     "VocabParallelEmbedding",
+    "all_reduce",
     "build_mesh",
     "build_optimizer",
     "clip_factor",
@@ -64,6 +73,7 @@ __all__ = [
     "scale_gradients",
     "scatter_sequence",
     "set_lr",
+    "sum_replicated_gradients",
     "trust",
 ]
 
@@ -74,7 +84,9 @@ _MODULES = {
     "mlm.launch.join": ("build_mesh",),
     "mlm.loaded": ("Model", "load"),
     "mlm.models": ("BERT", "GPT2", "ModelConfig", "ModelFamily"),
-    "mlm.parallel.collectives": ("copy_to_tp", "gather_sequence", "reduce_from_tp", "scatter_sequence"),
+    "mlm.parallel.collectives": (
+        *("all_reduce", "copy_to_tp", "gather_sequence", "reduce_from_tp", "scatter_sequence"),
+    ),
     "mlm.parallel.cross_entropy": ("linear_cross_entropy",),
     "mlm.parallel.layers": ("ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"),
     "mlm.parallel.mesh": ("ParallelContext",),
@@ -82,6 +94,7 @@ _MODULES = {
     "mlm.optim.clip": ("clip_factor", "gradient_norm", "scale_gradients"),
     "mlm.optim.config": ("OptimizerConfig", "ScheduleConfig"),
     "mlm.optim.schedule": ("learning_rate",),
+    "mlm.parallel.gradients": ("GradientReducer", "sum_replicated_gradients"),
     "mlm.parallel.init": ("init_parameters",),
     "mlm.parallel.sharding": ("parameter_shards",),
 }

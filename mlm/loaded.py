@@ -5,7 +5,7 @@ Shapes: B sequences, S tokens, V vocabulary.
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar, cast, overload
@@ -13,10 +13,13 @@ from typing import Any, TypeVar, cast, overload
 import torch
 from torch import Tensor, nn
 
+from mlm.data.chat_template import ChatError
+from mlm.data.conversation import check_messages, encode_prompt
 from mlm.data.sampler import Batch
 from mlm.data.tokenizer import Tokenizer
 from mlm.errors import ConfigError, Problem, UserError, half_pair, type_of
 from mlm.finetune.predict import predict
+from mlm.inference.chat import load_chat_template, turn_ends
 from mlm.inference.generation import Sampling, before_stop, ends_at, generate
 from mlm.inference.scoring import rolling_windows, score
 from mlm.inference.trained import (
@@ -77,7 +80,7 @@ def load(
         precision: Number format of weights and activations: fp32, bf16, fp16, fp64, or torch's names.
         device: auto, cpu or cuda.
         tokenizer: tokenizer.json, or a folder with a tokenizer; None takes the one saved with the model.
-        ctx: Process groups of `build_mesh`, in place of tp, pp and device.
+        ctx: Process groups of `build_mesh` with cp=1, in place of tp, pp and device.
 
     Raises:
         UserError: There is no such checkpoint, it is damaged, or it cannot be split so.
@@ -90,6 +93,8 @@ def load(
         raise UserError(f"{name!r}: {problem}; give {SOURCES}")
     if ctx is None:
         ctx = build_mesh(tp=tp, pp=pp, device=device)
+    if ctx.cp.size > 1:
+        raise UserError(f"ctx: cp={ctx.cp.size}: loaded models read whole sequences; build a mesh with cp=1")
     layout = ParallelConfig(tp=ctx.tp.size, pp=ctx.pp.size)
     if problems := checkpoint_problems(name, layout):
         raise ConfigError(line.removeprefix("ckpt=") for line in problems)
@@ -121,12 +126,14 @@ def _precision(value: object) -> str:
         raise UserError(f"precision={value}: no such number format", keys=("precision",), fix=known) from None
 
 
-def _check_sampling(options: Sampling, stops: Sequence[str]) -> None:
-    problems = options.problems()
+def _stops(options: Sampling, stop: str | Sequence[str]) -> list[str]:
+    """Return the strings that end a continuation. Raises ConfigError for them or for the options."""
+    problems, stops = options.problems(), _listed("stop", stop)
     if "" in stops:
         problems.append(Problem.at("stop", '""', "would end every continuation at once", "omit it"))
     if problems:
         raise ConfigError(problems)
+    return stops
 
 
 def _listed(key: str, value: object) -> list[str]:
@@ -232,20 +239,71 @@ class Model:
             seed=seed,
             batch_size=batch_size,
         )
-        stops = _listed("stop", stop)
-        _check_sampling(options, stops)
+        stops = _stops(options, stop)
         tokenizer = self.tokenizer
         encode = tokenizer.encode_special if special_tokens else tokenizer.encode
-        new = generate(
-            self.trained,
-            [encode(text) or [tokenizer.eod_id] for text in prompts],
-            options,
-            ctx=self.ctx,
-            eod_id=tokenizer.eod_id,
-            until=ends_at(tokenizer, stops),
-        )
-        texts = [before_stop(tokenizer.decode(tokens), stops) for tokens in new]
+        ids = [encode(text) or [tokenizer.eod_id] for text in prompts]
+        texts = self._continue(ids, options, stops, frozenset({tokenizer.eod_id}))
         return texts[0] if isinstance(prompt, str) else texts
+
+    def chat(
+        self,
+        messages: Any,
+        *,
+        tools: Sequence[Any] | None = None,
+        chat_template: str | Path | None = None,
+        max_new_tokens: int = USUAL.max_new_tokens,
+        min_new_tokens: int = USUAL.min_new_tokens,
+        temperature: float = USUAL.temperature,
+        top_k: int = USUAL.top_k,
+        top_p: float = USUAL.top_p,
+        repetition_penalty: float = USUAL.repetition_penalty,
+        stop: str | Sequence[str] = (),
+        seed: int = USUAL.seed,
+        batch_size: int = USUAL.batch_size,
+    ) -> Any:
+        """Return the answer to a conversation, or to each of several, as `mlm generate chat=true` does.
+
+        `messages` is the text of one message of the user, or a list of messages such as {"role": "user",
+        "content": "…"}; of several conversations a list of those. The tokenizer's chat template, or the Jinja
+        file `chat_template`, makes text of them and of `tools`, descriptions of functions; the token that
+        ends an answer in it, or in a model folder's generation_config.json, ends this one. Names of special
+        tokens in messages are letters. The other options are those of `generate`.
+
+        Raises:
+            UserError: There is no template, or it cannot render the messages.
+        """
+        self._check_causal()
+        options = Sampling(
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=min_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+            batch_size=batch_size,
+        )
+        stops, tokenizer = _stops(options, stop), self.tokenizer
+        file = None if chat_template is None else _path("chat_template", chat_template)
+        template = load_chat_template(file, self._named_tokenizer, self.path, tokenizer, key="chat_template")
+        several = isinstance(messages, list) and bool(messages) and not isinstance(messages[0], Mapping)
+        said = messages if several else [messages]
+        try:
+            asked = [[{"role": "user", "content": one}] if isinstance(one, str) else one for one in said]
+            ids = [encode_prompt(check_messages(one), tokenizer, template, tools) for one in asked]
+        except ChatError as error:
+            raise UserError(f"messages: {error}") from error
+        answers = self._continue(ids, options, stops, turn_ends(template, tokenizer, self.path))
+        return answers if several else answers[0]
+
+    def _continue(
+        self, ids: Sequence[list[int]], options: Sampling, stops: Sequence[str], ends: Collection[int]
+    ) -> list[str]:
+        """Return the text after each sequence of tokens, up to one of `ends` or before one of `stops`."""
+        tokenizer = self.tokenizer
+        new = generate(self.trained, ids, options, ctx=self.ctx, eod_id=ends, until=ends_at(tokenizer, stops))
+        return [before_stop(tokenizer.decode(tokens), stops) for tokens in new]
 
     def logits(self, tokens: Tensor | Sequence[Sequence[int]]) -> Tensor:
         """Return the logits at each token: int64 [B, S] -> [B, S, V], on every rank.

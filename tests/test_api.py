@@ -17,6 +17,7 @@ import pytest
 import torch
 from hatchling.builders.wheel import WheelBuilder
 from torch import Tensor
+from torch.distributed import ReduceOp
 from transformers import PreTrainedTokenizerFast
 
 import mlm
@@ -26,6 +27,8 @@ from mlm.loaded import SOURCES
 from mlm.parallel.mesh import ParallelContext
 from tests.convert.hf_berts import add_word_pieces, make_bert
 from tests.convert.hf_models import TEXT, add_tokenizer, make_model
+from tests.data.chats import TALK
+from tests.finetune.chats import write_llama
 from tests.ranks import run_on_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,7 +41,12 @@ SURFACE = {
     "BERT": STAGE,
     "GPT2": STAGE,
     "ColumnParallelLinear": f"{LINEAR}, replicas=1)",
+    "GradientReducer": ("(parameters, dp, bucket_bytes=None, late=(), keep_buffers=False, joined=())"),
     "Model": "(trained, ctx, tokenizer=None)",
+    "Model.chat": (
+        "(self, messages, *, tools=None, chat_template=None, max_new_tokens=128, min_new_tokens=0, "
+        "temperature=0.8, top_k=0, top_p=1.0, repetition_penalty=1.0, stop=(), seed=1234, batch_size=8)"
+    ),
     "Model.generate": (
         "(self, prompt, *, max_new_tokens=128, min_new_tokens=0, temperature=0.8, top_k=0, top_p=1.0, "
         "repetition_penalty=1.0, stop=(), special_tokens=False, seed=1234, batch_size=8)"
@@ -56,7 +64,8 @@ SURFACE = {
         "(vocab_size, padded_vocab_size, hidden_size, *, tp, is_tied_copy=False, sequence_parallel=False, "
         "init_std=0.02, init_seed=0)"
     ),
-    "build_mesh": "(*, tp=1, pp=1, device='auto', timeout_s=600.0)",
+    "all_reduce": f"(x, axis, op={ReduceOp.SUM!r})",
+    "build_mesh": "(*, tp=1, pp=1, cp=1, device='auto', timeout_s=600.0)",
     "build_optimizer": "(shards, config)",
     "clip_factor": "(norm, max_norm)",
     "copy_to_tp": "(x, axis)",
@@ -73,6 +82,7 @@ SURFACE = {
     "load": ("(ckpt, *, tp=1, pp=1, precision='fp32', device='auto', tokenizer=None, ctx=None)"),
     "reduce_from_tp": "(x, axis)",
     "scatter_sequence": "(x, axis)",
+    "sum_replicated_gradients": "(shards, tp, *, sequence_parallel=True)",
     "trust": "(*modules)",
 }
 """Parameters with their defaults; of settings and families, the fields that must be given."""
@@ -485,6 +495,83 @@ class TestErrors:
         )
         with pytest.raises(ValueError, match=problem):
             model.generate("To be")
+
+
+class TestChat:
+    """Answers to conversations, which are those of `mlm generate chat=true`."""
+
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return write_llama(tmp_path_factory.mktemp("chat") / "llama")
+
+    def test_answers_are_those_of_the_command(self, llama: Path, tmp_path: Path) -> None:
+        talks = [TALK[:3], [{"role": "system", "content": "a cat"}, *TALK[:1]]]
+        (tmp_path / "talks.jsonl").write_text("".join(json.dumps({"messages": t}) + "\n" for t in talks))
+        files = [f"prompts={tmp_path}/talks.jsonl", f"out={tmp_path}/out.jsonl", "dist.device=cpu"]
+        command = ["generate", f"ckpt={llama}", "chat=true", "max_new_tokens=8", "top_k=5", *files]
+        assert main([*command, "dist.threads_per_rank=1"]) == 0
+        lines = (tmp_path / "out.jsonl").read_text().splitlines()
+        want = [json.loads(line)["continuation"] for line in lines]
+        assert mlm.load(llama, device="cpu").chat(talks, max_new_tokens=8, top_k=5) == want
+
+    def test_a_text_is_a_message_of_the_user_and_a_list_of_messages_one_conversation(
+        self, llama: Path
+    ) -> None:
+        model, talk = mlm.load(llama, device="cpu"), [{"role": "user", "content": "sat?"}]
+        answer = model.chat("sat?", max_new_tokens=8)
+        assert isinstance(answer, str)
+        assert model.chat(talk, max_new_tokens=8) == answer
+        assert model.chat([talk], max_new_tokens=8) == [answer] == model.chat(["sat?"], max_new_tokens=8)
+        assert answer != model.generate("sat?", max_new_tokens=8)
+
+    def test_answers_are_equal_on_every_rank(self, llama: Path) -> None:
+        want = mlm.load(llama, device="cpu", precision="fp64").chat(TALK[:3], max_new_tokens=8)
+        assert run_on_ranks(answer_on_rank, llama, tp=2) == [want] * 2
+
+    @pytest.mark.parametrize(
+        ("messages", "problem"),
+        [
+            ([], "messages: no list of messages"),
+            (7, "messages: no list of messages"),
+            ([{"role": "robot", "content": "sat?"}], "messages: message 1: role='robot' is unknown"),
+            ([[{"role": "user"}]], "messages: message 1: its 'content' is no text"),
+        ],
+    )
+    def test_what_is_no_conversation_is_one_line(self, llama: Path, messages: Any, problem: str) -> None:
+        with pytest.raises(ValueError, match=problem) as caught:
+            mlm.load(llama, device="cpu").chat(messages)
+        assert "\n" not in str(caught.value)
+
+    def test_a_model_without_a_template_takes_one_from_a_file(self, model: mlm.Model, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="holds no chat template"):
+            model.chat("To be")
+        file = tmp_path / "plain.jinja"
+        file.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+        want = model.generate("To be", max_new_tokens=5)
+        assert model.chat("To be", chat_template=file, max_new_tokens=5) == want
+
+
+def answer_on_rank(ctx: ParallelContext, folder: Path) -> str:
+    answer: str = mlm.load(folder, ctx=ctx, precision="fp64").chat(TALK[:3], max_new_tokens=8)
+    return answer
+
+
+def mesh_on_rank(ctx: ParallelContext, folder: Path) -> str:
+    """The error of loading on ranks that share sequences."""
+    assert (ctx.cp.size, ctx.replicas.size) == (2, 2)
+    mesh = mlm.build_mesh(cp=2, device="cpu")
+    assert (mesh.cp.rank, mesh.cp.size, mesh.dp.size) == (ctx.cp.rank, 2, 1)
+    with pytest.raises(ValueError, match="tp=1 pp=1 cp=4: does not divide world_size=2; start 4 ranks"):
+        mlm.build_mesh(cp=4)
+    with pytest.raises(ValueError) as caught:
+        mlm.load(folder, ctx=mesh)
+    return str(caught.value)
+
+
+def test_a_mesh_may_split_sequences_and_a_loaded_model_reads_whole_ones(folder: Path) -> None:
+    said = "ctx: cp=2: loaded models read whole sequences; build a mesh with cp=1"
+    assert run_on_ranks(mesh_on_rank, folder, cp=2) == [said] * 2
 
 
 def test_import_and_export_keep_the_logits_and_print_nothing(

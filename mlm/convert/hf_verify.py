@@ -146,7 +146,8 @@ def reference_outputs(model: HFModel) -> Outputs:
     Raises CheckFailedError, UserError.
     """
     theirs = _load(model)
-    found = model.mapping.their_outputs(theirs, Probe.of(model.config), model.content)
+    with _blames_folder(model, "run"):
+        found = model.mapping.their_outputs(theirs, Probe.of(model.config), model.content)
     del theirs
     gc.collect()
     return found
@@ -156,26 +157,32 @@ def _load(model: HFModel) -> Any:
     """Load the folder's model by `transformers`."""
     transformers = _transformers()
     labels = {"num_labels": model.config.num_labels} if model.config.head == "classification" else {}
-    with _quiet(transformers):
-        try:
-            return (
-                getattr(transformers, model.architecture)
-                .from_pretrained(
-                    model.folder,
-                    dtype=torch.float32,
-                    use_safetensors=True,
-                    local_files_only=True,
-                    attn_implementation="eager",
-                    **labels,
-                )
-                .eval()
+    with _quiet(transformers), _blames_folder(model, "load"):
+        return (
+            getattr(transformers, model.architecture)
+            .from_pretrained(
+                model.folder,
+                dtype=torch.float32,
+                use_safetensors=True,
+                local_files_only=True,
+                attn_implementation="eager",
+                **labels,
             )
-        except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise CheckFailedError(
-                f"{model.folder}: transformers {transformers.__version__} does not load it ({reason}). "
-                f"Fix it, or set verify=false"
-            ) from error
+            .eval()
+        )
+
+
+@contextmanager
+def _blames_folder(model: HFModel, action: str) -> Iterator[None]:
+    """Turn an error of `transformers` within into a CheckFailedError of one line."""
+    try:
+        yield
+    except Exception as error:  # its own classes, too: StrictDataclassError is none of Python's
+        reason, version = " ".join(str(error).split()), _transformers().__version__
+        raise CheckFailedError(
+            f"{model.folder}: transformers {version} does not {action} it ({reason}). Fix it, or set "
+            "verify=false"
+        ) from error
 
 
 def _transformers() -> Any:

@@ -20,7 +20,12 @@ DEVICES = ("auto", "cpu", "cuda")
 
 
 def build_mesh(
-    *, tp: int = 1, pp: int = 1, device: str | torch.device = "auto", timeout_s: float = 600.0
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    device: str | torch.device = "auto",
+    timeout_s: float = 600.0,
 ) -> ParallelContext:
     """Make the process groups of a layout. Collective over all ranks.
 
@@ -29,7 +34,8 @@ def build_mesh(
 
     Args:
         tp: Tensor-parallel size.
-        pp: Pipeline-parallel size. The data-parallel size is world size / (tp * pp).
+        pp: Pipeline-parallel size.
+        cp: Context-parallel size. The data-parallel size is world size / (tp * pp * cp).
         device: auto, cpu or cuda, or a torch.device of these; auto takes a GPU if there is one and the
             ranks' backend serves it.
         timeout_s: Seconds after which a collective that has not finished counts as hung.
@@ -37,15 +43,15 @@ def build_mesh(
     Raises:
         UserError: The layout does not divide the world size, or there is no such device.
     """
-    for key, size in (("tp", tp), ("pp", pp)):
+    for key, size in (("tp", tp), ("pp", pp), ("cp", cp)):
         if not isinstance(size, Integral):
             raise UserError(f"{key}={size!r}: {type_of(size)}, not an integer; pass 1 or more")
     place = _place()
-    ranks = tp * pp
-    if min(tp, pp) < 1 or place.world_size % ranks:
+    ranks = tp * pp * cp
+    if min(tp, pp, cp) < 1 or place.world_size % ranks:
         raise UserError(
-            f"tp={tp} pp={pp}: does not divide world_size={place.world_size}",
-            keys=("tp", "pp"),
+            f"tp={tp} pp={pp}{'' if cp == 1 else f' cp={cp}'}: does not divide world_size={place.world_size}",
+            keys=("tp", "pp", "cp"),
             fix=f"start {ranks} ranks (torchrun --nproc-per-node {ranks} …), or use tp=1 pp=1"
             if ranks > 1
             else "use tp=1 pp=1",
@@ -56,7 +62,7 @@ def build_mesh(
     if not distributed.is_initialized():
         _join(place, {"cuda": "nccl", "cpu": "gloo"}[own.type], timeout_s)
     dp = place.world_size // ranks
-    return build_groups(tp=tp, pp=pp, dp=dp, device=own, timeout_s=timeout_s)
+    return build_groups(tp=tp, pp=pp, dp=dp, cp=cp, device=own, timeout_s=timeout_s)
 
 
 def _device_of(device: str | torch.device, place: Place) -> torch.device:

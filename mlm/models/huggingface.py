@@ -7,7 +7,7 @@ parameter is stored, keys of config.json and what they may be, and the names of 
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -36,8 +36,22 @@ NOWHERE_SUPPORTED: dict[str, tuple[JSON, ...]] = {
     "pruned_heads": ({}, None),
     "quantization_config": (None,),
     "transformers_weights": (None,),  # another file of weights than those we read
+    "per_layer_config": (None, {}),
+    "text_config": (None,),
+    "attention_chunk_size": (None,),
 }
 """Features that no family has, for `ConfigKeys.fixed`."""
+NULL = type(None)
+TYPES: dict[str, tuple[type, ...]] = {
+    "architectures": (list, NULL),
+    "tie_word_embeddings": (bool,),
+    "use_cache": (bool,),
+    "bos_token_id": (int, NULL),
+    "eos_token_id": (int, list, NULL),
+    "pad_token_id": (int, NULL),
+}
+"""Types of keys of every family, for `ConfigKeys.types`: `transformers` rejects others."""
+_WORDS = {bool: "true or false", int: "a whole number", list: "a list", dict: "an object", NULL: "null"}
 
 
 @dataclass(frozen=True)
@@ -277,6 +291,8 @@ class ConfigKeys:
     """Key -> (default, least, below)."""
     heads: tuple[str, str]
     """Keys of the width and of the number of heads that must divide it."""
+    types: Mapping[str, tuple[type, ...]] = field(default_factory=lambda: TYPES)
+    """Key -> types of its value, if it is there, for keys that are read elsewhere."""
 
     def read(self, config: Mapping[str, JSON], path: str, name: str) -> dict[str, Any]:
         """Return the value of every key. Raises ConfigError with a line for each that is not supported."""
@@ -293,6 +309,10 @@ class ConfigKeys:
             if (value is None and default is None) or (type(value) is int and 0 < value <= most):
                 continue
             problems.append(f"{path}: {key}={show(value)} must be a whole number from 1 to {most}")
+        for key, types in self.types.items():
+            if key in config and type(config[key]) not in types:
+                wanted = " or ".join(_WORDS[kind] for kind in types)
+                problems.append(f"{path}: {key}={show(config[key])} must be {wanted}")
         for key, (standard, least, below) in self.numbers.items():
             value = found[key] = config.get(key, standard)
             if type(value) not in (int, float) or not least <= value < below:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mlm.parallel.collectives import all_gather
+from mlm.parallel.collectives import all_gather, copy_to_tp, gather_sequence
 from mlm.parallel.fused_loss import Gradient, LogSum, compiled
 from mlm.parallel.labels import IGNORE
 from mlm.parallel.layers import VocabParallelEmbedding
@@ -30,6 +30,11 @@ larger falls out of the cache."""
 
 ORDERED = ("cpu",)
 """Devices on which gradients are added in autograd's order, whatever that costs."""
+
+
+ENTERED = {"_CopyToTPBackward": "copy_to_tp", "_GatherSequenceBackward": "gather_sequence"}
+"""Operators that sum the gradients of hidden states over tp, by their nodes of autograd's graph."""
+VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "TransposeBackward0")
 
 
 def chunk_rows(rows: int, columns: int, device: torch.device, chunk_bytes: int | None = None) -> int:
@@ -257,8 +262,10 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return scale * sum of the losses of scored rows, logits = hidden @ table.weight^T. Differentiable once.
 
+    The gradient of `hidden` is summed over tp here: no `copy_to_tp` or `gather_sequence` goes before it.
+
     Args:
-        hidden: [R, H] replicated over tp, after `copy_to_tp`: its gradient here is this shard's part.
+        hidden: [R, H] replicated over tp; [R/t, H], this rank's rows, if the table is sequence-parallel.
         labels: [R] int64, IGNORE where not scored.
         table: the (tied) vocabulary-parallel weight [V/t, H].
         scale: 0-d float tensor, for instance loss_scale / tokens of the global batch.
@@ -266,7 +273,11 @@ def linear_cross_entropy(
 
     Returns:
         0-d float32 (float64 for float64 input).
+
+    Raises:
+        ValueError: `hidden` has entered the region before, or has not as many rows as there are labels.
     """
+    hidden = _enter(hidden, labels, table)
     loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, table.weight, None, labels, scale, table, chunk_bytes, False, adds_early(table)
     )[0]
@@ -285,10 +296,26 @@ def cross_entropy_and_hits(
 
     A hit is a scored row whose label is the most probable token. Hits have no gradient.
     """
+    hidden = _enter(hidden, labels, table)
     result: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, table.weight, bias, labels, scale, table, chunk_bytes, True, adds_early(table)
     )
     return result
+
+
+def _enter(hidden: Tensor, labels: Tensor, table: VocabParallelEmbedding) -> Tensor:
+    """Return the hidden states of all rows, whose gradients are summed over tp. Raises ValueError."""
+    node = hidden.grad_fn
+    while node is not None and node.name() in VIEWS:
+        node = node.next_functions[0][0]
+    if node is not None and node.name() in ENTERED:
+        name = ENTERED[node.name()]
+        raise ValueError(f"hidden: its gradient would be summed over tp twice; omit {name} before the loss")
+    enter = gather_sequence if table.sequence_parallel else copy_to_tp
+    hidden = enter(hidden, table.tp)
+    if len(hidden) != len(labels):
+        raise ValueError(f"hidden: {len(hidden)} rows over tp for {len(labels)} labels; give one to each")
+    return hidden
 
 
 @torch.no_grad()

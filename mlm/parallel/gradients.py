@@ -90,11 +90,23 @@ class _Bucket:
 
 
 class GradientReducer:
-    """The Reducer of replicated parameters (zero=0); on an axis of one rank it communicates nothing."""
+    """The Reducer of replicated parameters (zero=0): sums their gradients over the replicas of a model.
+
+    On an axis of one rank it communicates nothing. In a training loop of your own:
+
+        reducer = GradientReducer(model.parameters(), ctx.replicas)
+        reducer.start_step()  # clears the gradients, in place of optimizer.zero_grad()
+        for n, batch in enumerate(batches, 1):
+            reducer.sync = n == len(batches)  # the last backward pass overlaps with the sums
+            loss(batch).backward()
+        reducer.finish()
+
+    `bucket_bytes` is the size of a message; what follows it is for the trainer, by `build_reducer`.
+    """
 
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter],
+        parameters: Iterable[nn.Parameter],
         dp: Axis,
         bucket_bytes: int | None = None,
         late: Iterable[nn.Parameter] = (),
@@ -158,6 +170,7 @@ class GradientReducer:
         for bucket in self.buckets:
             assert bucket.work is not None
             bucket.work.wait()
+            bucket.missing, bucket.work = len(bucket.parameters), None  # a loop may clear gradients itself
 
 
 def sum_replicated_gradients(

@@ -11,9 +11,10 @@ import pytest
 import torch
 from tokenizers import Tokenizer as Backend
 from torch import Tensor
-from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import mlm
+from mlm.checkpoint.huggingface.folder import read_model
 from mlm.checkpoint.huggingface.tensors import HFTensors
 from mlm.checkpoint.native.format import read_manifest
 from mlm.cli import main
@@ -21,7 +22,7 @@ from mlm.convert import import_hf
 from mlm.convert.config import ImportHFConfig
 from mlm.convert.hf_verify import our_outputs
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import CheckFailedError, UserError
+from mlm.errors import CheckFailedError, CorruptFileError, UserError
 from mlm.inference.trained import trained_config
 from mlm.models.huggingface import Location
 from mlm.models.probe import Probe
@@ -235,14 +236,35 @@ class TestRefusals:
             import_model(folder, tmp_path / "run")
         assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
-    def test_weights_that_are_no_numbers_are_found_out(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+    @pytest.mark.parametrize("name", ["transformer.ln_f.bias", "transformer.h.1.attn.c_attn.weight"])
+    def test_weights_that_are_not_finite_are_named(self, tmp_path: Path, name: str, value: float) -> None:
+        """On import, compared or not, and on load, at each layout."""
         model = make_model(tmp_path / "model")
         with torch.no_grad():
-            model.transformer.ln_f.bias[0] = torch.nan
+            model.get_parameter(name).view(-1)[-1] = value
         model.save_pretrained(tmp_path / "model")
-        with pytest.raises(CheckFailedError, match="not all finite"):
-            import_model(tmp_path / "model", tmp_path / "run")
+        said = rf"model\.safetensors: {name.removeprefix('transformer.')} is not finite"
+        for verify in (True, False):
+            with pytest.raises(CorruptFileError, match=said):
+                import_model(tmp_path / "model", tmp_path / "run", verify=verify)
         assert not (tmp_path / "run").exists()
+        with pytest.raises(CorruptFileError, match=said):
+            mlm.load(tmp_path / "model", device="cpu")
+
+    def test_what_transformers_alone_rejects_is_one_line(self, folder: Path, tmp_path: Path) -> None:
+        """When it reads the settings, whose errors are of its own classes, and when it computes with them."""
+        for key, value, said in (("initializer_range", 1, "load"), ("output_hidden_states", 0.5, "run")):
+            kept = (folder / "config.json").read_text()
+            edit_config(folder, **{key: value})
+            with pytest.raises(CheckFailedError, match=f"does not {said} it") as caught:
+                import_model(folder, tmp_path / "run")
+            assert "\n" not in str(caught.value)
+            (folder / "config.json").write_text(kept)
+
+    def test_of_two_names_of_a_setting_the_one_that_transformers_takes_counts(self, folder: Path) -> None:
+        edit_config(folder, num_attention_heads=2)
+        assert read_model(folder).config.num_heads == GPT2Config.from_pretrained(folder).n_head == 2
 
     def test_interrupt_leaves_nothing(
         self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

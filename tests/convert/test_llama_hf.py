@@ -16,9 +16,10 @@ from mlm.checkpoint.huggingface.folder import read_model
 from mlm.checkpoint.huggingface.tensors import HFTensors
 from mlm.convert import import_hf
 from mlm.convert.config import ImportHFConfig
+from mlm.errors import UserError
 from mlm.models.llama.huggingface import MAPPING
 from mlm.models.llama.settings import LlamaSettings
-from tests.convert.hf_models import add_tokenizer, edit_config, export_model, import_model
+from tests.convert.hf_models import add_tokenizer, edit_config, edit_tensors, export_model, import_model
 from tests.models.llama.on_ranks import greedy
 from tests.models.llama.references import YARN, our_config, their_model
 from tests.ranks import run_on_ranks
@@ -67,6 +68,32 @@ def test_a_folder_is_a_checkpoint(tmp_path: Path) -> None:
     assert (loaded.logits(torch.tensor([ids])) - want).abs().max() <= 1e-5
 
 
+ROPE: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama3, its context beside it": ("llama3", {"original_max_position_embeddings": 30}),
+    "yarn, its context beside it": ("yarn", {"original_max_position_embeddings": 30}),
+    "yarn of no factor": ("yarn", {"rope_parameters": {**YARN, "factor": None}}),
+    "yarn whose ramp ends before it begins": (
+        "yarn",
+        {"rope_parameters": {**YARN, "original_max_position_embeddings": 2}},
+    ),
+    "yarn of two weights": ("yarn", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 2}}),
+}
+
+
+@pytest.mark.parametrize("case", ROPE)
+def test_rotary_settings_mean_what_they_mean_to_transformers(tmp_path: Path, case: str) -> None:
+    """Loaded as it is, and imported, which compares logits itself."""
+    name, changed = ROPE[case]
+    folder_of(name, tmp_path / "model")
+    edit_config(tmp_path / "model", **changed)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tokens = torch.arange(30)[None]
+    want = theirs(tokens).logits
+    run = import_model(tmp_path / "model", tmp_path / "run")
+    for folder in (tmp_path / "model", run):
+        assert (mlm.load(folder, device="cpu").logits(tokens) - want).abs().max() <= 1e-5
+
+
 @pytest.mark.parametrize(
     ("name", "tp", "pp"),
     [("mistral", 2, 2), ("qwen3 with a window", 2, 2), ("yarn", 2, 2), ("llama3", 4, 1), ("linear", 4, 1)],
@@ -101,7 +128,7 @@ REJECTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "dynamic": ("yarn", {"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "rope_type=dynamic"),
     "longrope": ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type=longrope"),
     "a factor missing": ("linear", {"rope_parameters": {"rope_type": "linear"}}, "factor is missing"),
-    "unknown yarn key": ("yarn", {"rope_parameters": {**YARN, "mscale": 0.7}}, "mscale=0.7"),
+    "unknown yarn key": ("yarn", {"rope_parameters": {**YARN, "finetuned": True}}, "finetuned=true"),
     "biases everywhere": ("llama", {"attention_bias": True}, "attention_bias=true"),
     "MLP biases": ("llama", {"mlp_bias": True}, "mlp_bias=true"),
     "experts": ("mistral", {"num_local_experts": 8}, "num_local_experts=8"),
@@ -109,6 +136,25 @@ REJECTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "partial rotary": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     "mixed attention": ("qwen3", WINDOWS, "layer_types=full_attention, sliding_attention"),
     "heads of odd sharing": ("llama", {"num_key_value_heads": 3}, "num_kv_heads=3"),
+    "a type for too few layers": ("qwen3", {"layer_types": ["full_attention"]}, "layer_types=1 types"),
+    "no list of types": ("qwen3", {"layer_types": "full_attention"}, "layer_types=full_attention must be"),
+    "a type for too many layers": ("llama", {"layer_types": ["full_attention"] * 3}, "layer_types=3 types"),
+    "sliding layers without a window": (
+        "qwen3",
+        {"layer_types": ["sliding_attention"] * 2},
+        "layer_types=sliding_attention does not go with sliding_window=null",
+    ),
+    "full layers beside a window": (
+        "mistral",
+        {"layer_types": ["full_attention"] * 2},
+        "layer_types=full_attention does not go with sliding_window=5",
+    ),
+    "ties null": ("qwen2", {"tie_word_embeddings": None}, "tie_word_embeddings=null must be true or false"),
+    "ties in words": ("llama", {"tie_word_embeddings": "true"}, "tie_word_embeddings=true must be true or"),
+    "a window in words": ("qwen3", {"use_sliding_window": "yes"}, "use_sliding_window=yes must be"),
+    "half a layer": ("qwen3", {"max_window_layers": 0.5}, "max_window_layers=0.5 must be a whole number"),
+    "settings of one layer": ("llama", {"per_layer_config": {"1": {"head_dim": 4}}}, "per_layer_config="),
+    "chunks": ("llama", {"attention_chunk_size": 4}, "attention_chunk_size=4"),
     "another family": ("llama", {"model_type": "mixtral"}, "model_type=mixtral"),
 }
 """Model, changes of its config.json, what the error names."""
@@ -123,6 +169,26 @@ def test_what_is_not_computed_is_rejected_by_name(tmp_path: Path, case: str) -> 
     (problem,) = import_hf.preflight(config)
     assert named in str(problem)
     assert "\n" not in str(problem)
+    with pytest.raises(UserError) as caught:
+        mlm.load(tmp_path, device="cpu")
+    assert caught.value.problems == (problem,)
+
+
+def test_an_untied_model_without_its_output_layer_is_rejected(tmp_path: Path) -> None:
+    """`transformers` would draw one; a folder of the layers alone has none, and a note says so."""
+    model = folder_of("llama", tmp_path / "model")
+    model.save_pretrained(tmp_path / "model", max_shard_size="1GB")
+    edit_tensors(tmp_path / "model", lambda tensors: tensors.pop("lm_head.weight"))
+    (tmp_path / "model" / "model.safetensors.index.json").unlink(missing_ok=True)
+    said = "holds no lm_head.weight, which LlamaForCausalLM has"
+    with pytest.raises(UserError, match=said):
+        mlm.load(tmp_path / "model", device="cpu")
+    config = ImportHFConfig(source=str(tmp_path / "model"), out=str(tmp_path / "run"))
+    (problem,) = import_hf.preflight(config)
+    assert said in str(problem)
+    model.model.save_pretrained(tmp_path / "layers")
+    (note,) = read_model(tmp_path / "layers").notes
+    assert "without output" in note
 
 
 def test_a_model_that_no_class_computes_is_not_exported() -> None:

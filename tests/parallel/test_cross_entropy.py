@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mlm.parallel import fused_loss, matmul
-from mlm.parallel.collectives import copy_to_tp
+from mlm.parallel.collectives import copy_to_tp, gather_sequence
 from mlm.parallel.cross_entropy import (
     CHUNK_BYTES,
     IGNORE,
@@ -58,7 +58,7 @@ def check_loss_and_gradients(ctx: ParallelContext, chunk_bytes: int) -> None:
     table = table_of(weight, ctx.tp)
     x = hidden.detach().clone().requires_grad_()
     scale = torch.tensor(0.25, dtype=torch.float64)
-    loss = linear_cross_entropy(copy_to_tp(x, ctx.tp), labels, table, scale, chunk_bytes)
+    loss = linear_cross_entropy(x, labels, table, scale, chunk_bytes)
     (3 * loss).backward()
 
     torch.testing.assert_close(loss, expected)
@@ -85,13 +85,39 @@ def check_hits_and_bias(ctx: ParallelContext, chunk_bytes: int) -> None:
     mine = shard_of(torch.cat([bias.detach(), padding]), ctx.tp, 0).requires_grad_()
     x = hidden.detach().clone().requires_grad_()
     scale = torch.tensor(0.25, dtype=torch.float64)
-    loss, hits = cross_entropy_and_hits(copy_to_tp(x, ctx.tp), labels, table, mine, scale, chunk_bytes)
+    loss, hits = cross_entropy_and_hits(x, labels, table, mine, scale, chunk_bytes)
     loss.backward()
 
     torch.testing.assert_close(loss, expected)
     assert hits.item() == 0.25 * int((logits.argmax(-1) == labels).sum()) >= 0.75
     torch.testing.assert_close(x.grad, hidden.grad)
     torch.testing.assert_close(mine.grad, shard_of(torch.cat([bias.grad, padding]), ctx.tp, 0))
+
+
+def test_hidden_states_that_entered_tp_before_are_rejected() -> None:
+    """Their gradients would be summed twice; so would those of too few rows be another batch's."""
+    run_on_ranks(check_entered_twice, tp=2)
+
+
+def check_entered_twice(ctx: ParallelContext) -> None:
+    hidden, weight, labels = problem()
+    hidden, labels = hidden[:10].detach().requires_grad_(), labels[:10]  # a multiple of tp
+    table, scale = table_of(weight, ctx.tp), torch.tensor(0.25, dtype=torch.float64)
+    x = hidden.detach().requires_grad_()
+    for name, entered in (
+        ("copy_to_tp", copy_to_tp(x, ctx.tp).view(1, *x.shape).flatten(0, 1)),
+        ("gather_sequence", gather_sequence(shard_of(x, ctx.tp, 0), ctx.tp)),
+    ):
+        with pytest.raises(ValueError, match=f"summed over tp twice; omit {name}"):
+            linear_cross_entropy(entered, labels, table, scale)
+    table.sequence_parallel = True
+    with pytest.raises(ValueError, match=f"{2 * len(x)} rows over tp for {len(x)} labels"):
+        linear_cross_entropy(x, labels, table, scale)
+    mine = shard_of(hidden.detach(), ctx.tp, 0).requires_grad_()
+    linear_cross_entropy(mine, labels, table, scale).backward()
+    expected = F.cross_entropy(hidden @ weight.t(), labels, ignore_index=IGNORE, reduction="sum") * 0.25
+    expected.backward()
+    torch.testing.assert_close(mine.grad, shard_of(hidden.grad, ctx.tp, 0))
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -161,9 +187,7 @@ def check_two_passes(ctx: ParallelContext, chunk_bytes: int, compile_them: bool 
             table, x = table_of(weight.float(), ctx.tp), hidden.detach().to(dtype).requires_grad_()
             table.compiled = True
             with patch("mlm.parallel.cross_entropy.compiled", lambda device, fused=fused: fused):
-                loss = linear_cross_entropy(
-                    copy_to_tp(x, ctx.tp), labels, table, torch.tensor(0.23), chunk_bytes
-                )
+                loss = linear_cross_entropy(x, labels, table, torch.tensor(0.23), chunk_bytes)
             loss.backward()
             assert x.grad is not None
             assert table.weight.grad is not None

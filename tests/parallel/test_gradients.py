@@ -209,3 +209,19 @@ def test_gradients_of_graphs_are_added_to_zeros() -> None:
     counts = Counter(seen.names)
     assert counts["aten.copy_.default"] == counts["aten.clone.default"] == 0
     assert counts["aten.add_.Tensor"] == len(list(model.parameters()))
+
+
+def test_a_loop_may_clear_the_gradients_itself() -> None:
+    """By `optimizer.zero_grad()`, in place of `start_step`: each step's sums are of its own gradients."""
+    run_on_ranks(check_cleared_outside, dp=2)
+
+
+def check_cleared_outside(ctx: ParallelContext) -> None:
+    x = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    reducer = GradientReducer([x], ctx.dp)
+    for factor in (2.0, 5.0):
+        x.grad = None
+        reducer.sync = True
+        (x.sum() * factor * (ctx.dp.rank + 1)).backward()
+        reducer.finish()
+        assert x.grad.tolist() == [3 * factor] * 3

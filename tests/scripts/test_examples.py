@@ -60,16 +60,18 @@ def test_toy_pipeline_equals_one_process() -> None:
     assert (silent, "as in one process; bubble 0.25" in printed) == ("", True)
 
 
-def test_training_loop_learns_alike_at_tp_1_and_tp_2(tmp_path: Path) -> None:
+def test_training_loop_learns_alike_at_every_layout(tmp_path: Path) -> None:
+    """At tp=2, and at cp=2 dp=2."""
     (tmp_path / "text").write_text(TEXT * 20)
     path = str(tmp_path / "text")
     printed = run_example("training_loop.py", path)
     losses = [float(line.split()[-1]) for line in printed.splitlines()]
     assert len(losses) == 3
     assert losses[-1] < losses[0] / 2
-    split, _ = run_on_ranks(run_on_rank, "training_loop.py", path, 2, tp=2)
-    # Adam's first steps are sign-like, so float32 rounding in another order shows
-    assert [float(line.split()[-1]) for line in split.splitlines()] == pytest.approx(losses, rel=0.02)
+    for sizes, given in (({"tp": 2}, (2,)), ({"cp": 2, "dp": 2}, (1, 2))):
+        split = run_on_ranks(run_on_rank, "training_loop.py", path, *given, **sizes)[0]
+        # Adam's first steps are sign-like, so float32 rounding in another order shows
+        assert [float(line.split()[-1]) for line in split.splitlines()] == pytest.approx(losses, rel=0.02)
 
 
 def test_own_optimizer_and_decay_train_alike_at_tp_1_and_tp_2(

@@ -186,7 +186,14 @@ def read_model(folder: Path) -> HFModel:
     files = weight_files(folder)
     stored = _headers(settings, files)
     shapes = {name: layout.shape for name, (_, layout) in stored.items()}
-    return HFModel(settings, settings.mapping.content(settings.config, shapes, str(folder)), files, stored)
+    content = settings.mapping.content(settings.config, shapes, str(folder))
+    named = settings.raw.get("architectures") or ("",)
+    if content.config.head == "none" and str(named[0]).endswith("ForCausalLM"):
+        raise UserError(
+            f"{folder}: holds no lm_head.weight, which {show(named[0])} has. Save the model again, or set "
+            f"tie_word_embeddings=true in {CONFIG} if the token table is its output layer"
+        )
+    return HFModel(settings, content, files, stored)
 
 
 def _headers(settings: HFSettings, files: Mapping[str, Path]) -> dict[str, tuple[str, Stored]]:

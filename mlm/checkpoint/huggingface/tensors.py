@@ -18,7 +18,7 @@ from mlm.checkpoint.native.format import DTYPE_NAMES
 from mlm.checkpoint.native.shard_file import copy_region
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.parameters import parameters
-from mlm.errors import UserError
+from mlm.errors import CorruptFileError, UserError
 from mlm.files.atomic import digest_file
 from mlm.models.huggingface import Location, show
 
@@ -102,6 +102,8 @@ class HFTensors:
         if region.volume:
             with reading(self.model.folder / file), open(self.model.files[file], "rb") as f:
                 copy_region(f, stored, region, whole, target)
+            if not torch.stack(target.aminmax()).isfinite().all():  # without a copy of the tensor's size
+                raise CorruptFileError(f"{self.model.folder / file}: {theirs} is not finite. {AGAIN}")
         return target
 
     def _check_names(self) -> dict[str, Location]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mlm.models.backbone import Inputs, Transformer
 from mlm.models.heads import MaskedTokenHead, PlainLinear
-from mlm.parallel.collectives import copy_to_tp, gather_rows, gather_sequence
+from mlm.parallel.collectives import gather_rows
 from mlm.parallel.cross_entropy import cross_entropy_and_hits, full_logits, token_scores, wide
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.labels import IGNORE
@@ -81,7 +81,6 @@ class BERT(Transformer):
         if not self.stage.is_last:
             return h
         masked = self.mlm_head(h.flatten(0, 1)[targets.places])  # [R, H]
-        masked = gather_sequence(masked, self.tp) if self.sequence_parallel else copy_to_tp(masked, self.tp)
         bias = self.mlm_head.vocabulary.bias
         loss, hits = cross_entropy_and_hits(masked, targets.labels, self.token, bias, scale[0])
         order, right = self._order(h, targets.is_swapped)

@@ -56,6 +56,8 @@ _KEYS = ConfigKeys(
         "activation_function": (*TANH_GELU, *EXACT_GELU),
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
+        "sliding_window": (None,),  # the cache of `transformers` would take it
+        "layer_types": (None,),
         # any reorder_and_upcast_attn: it chooses the precision and order of products, not the function
     },
     sizes={
@@ -75,7 +77,7 @@ _KEYS = ConfigKeys(
     },
     heads=("n_embd", "n_head"),
 )
-_ALIASES = {  # other names that GPT2Config accepts
+_ALIASES = {  # other names that GPT2Config accepts, and takes where both are given
     "max_position_embeddings": "n_positions",
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",
@@ -104,7 +106,7 @@ def locations(model: ModelConfig) -> Iterator[tuple[str, Location]]:
 
 def read_config(config: Mapping[str, JSON], path: str) -> tuple[ModelConfig, list[str]]:
     """Return our settings for a GPT2Config, and notes on differences. Raises ConfigError."""
-    config = {_ALIASES[k]: v for k, v in config.items() if k in _ALIASES} | dict(config)
+    config = dict(config) | {_ALIASES[k]: v for k, v in config.items() if k in _ALIASES}
     found = _KEYS.read(config, path, "GPT-2")
     notes = []
     if found["embd_pdrop"] != found["resid_pdrop"]:

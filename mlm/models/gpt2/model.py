@@ -11,7 +11,7 @@ from torch import Tensor
 from mlm.models.backbone import Transformer
 from mlm.models.cache import Reading
 from mlm.models.documents import Documents
-from mlm.parallel.collectives import all_reduce, copy_to_tp, gather_rows, gather_sequence
+from mlm.parallel.collectives import all_reduce, gather_rows
 from mlm.parallel.cross_entropy import full_logits, linear_cross_entropy, token_losses, token_scores, wide
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.labels import IGNORE
@@ -67,7 +67,6 @@ class GPT2(Transformer):
         h = self.hidden_states(tokens, stream, x, documents)
         if not self.stage.is_last:
             return h
-        h = gather_sequence(h, self.tp) if self.sequence_parallel else copy_to_tp(h, self.tp)
         if scale is None:
             scale = 1 / (labels != IGNORE).sum().clamp(min=1).to(wide(h.dtype))
         labels = own_tokens(labels, self.cp, 1)

@@ -20,13 +20,17 @@ from mlm.models.huggingface import (
     GELU_NAMES,
     JSON,
     NOWHERE_SUPPORTED,
+    NULL,
     TANH_GELU,
+    TYPES,
     ConfigKeys,
     FolderContent,
     HuggingFaceMapping,
     Location,
+    Note,
     TokenIds,
     activation,
+    show,
 )
 from mlm.models.llama.huggingface_rope import read_rope, write_rope
 from mlm.models.llama.model import Llama
@@ -38,6 +42,7 @@ PREFIX = "model."
 NAMES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 """model_type -> prefix of its classes."""
 SILU = ("silu", "swish")
+MOST_LAYERS = 10_000
 
 _NO_BIASES = {"attention_bias": (False,), "mlp_bias": (False,)}
 _FIXED = NOWHERE_SUPPORTED | {
@@ -47,6 +52,12 @@ _FIXED = NOWHERE_SUPPORTED | {
     "n_routed_experts": (None, 0),
     "logit_scale": (None, 1.0),
     "attention_multiplier": (None,),
+}
+_TYPES = TYPES | {
+    "rope_parameters": (dict, NULL),
+    "sliding_window": (int, NULL),
+    "use_sliding_window": (bool,),
+    "max_window_layers": (int,),
 }
 _NUMBERS = {
     "rms_norm_eps": (1e-6, 0.0, 1.0),
@@ -64,7 +75,7 @@ def _keys(
         sizes={
             "vocab_size": (vocabulary, 1 << 24),
             "hidden_size": (4096, 1 << 20),
-            "num_hidden_layers": (32, 10_000),
+            "num_hidden_layers": (32, MOST_LAYERS),
             "num_attention_heads": (32, 1 << 20),
             "num_key_value_heads": (kv_heads, 1 << 20),
             "intermediate_size": (ffn, 1 << 24),
@@ -73,6 +84,7 @@ def _keys(
         },
         numbers=_NUMBERS,
         heads=("hidden_size", "num_attention_heads"),
+        types=_TYPES,
     )
 
 
@@ -146,7 +158,8 @@ def read_config(config: Mapping[str, JSON], path: str) -> tuple[ModelConfig, lis
         found = _KEYS[kind].read(config, path, NAMES[kind])
     except ConfigError as error:
         problems += error.problems
-    options, wrong = read_rope(config, path, found)
+    positions = found.get("max_position_embeddings", 1 << 30)  # of a file with problems none of rope's
+    options, wrong = read_rope(config, path, positions)
     more, also = _window(config, kind, path)
     problems += [*wrong, *also]
     if problems:
@@ -183,29 +196,31 @@ def read_config(config: Mapping[str, JSON], path: str) -> tuple[ModelConfig, lis
 
 def _window(config: Mapping[str, JSON], kind: str, path: str) -> tuple[dict[str, int], list[str]]:
     """Return the sliding window of all layers, and what is wrong with it."""
-    size, layers = config.get("sliding_window", 4096), config.get("num_hidden_layers", 32)
+    is_qwen = kind.startswith("qwen")
+    size = config.get("sliding_window", None if kind == "llama" else 4096)
+    if is_qwen and not config.get("use_sliding_window", False):
+        size = None
+    if size is not None and (type(size) is not int or not 0 < size < 1 << 31 or kind == "llama"):
+        name = NAMES[kind]
+        return {}, [f"{path}: sliding_window={show(size)} is not what our {name} computes; supported: null"]
+    layers, full = config.get("num_hidden_layers", 32), config.get("max_window_layers", 28) if is_qwen else 0
+    if type(layers) is not int or not 0 < layers <= MOST_LAYERS or type(full) is not int:
+        return {}, []  # among the problems of sizes and types
+    sliding = 0 if size is None else max(layers - max(full, 0), 0)
+    usual = ["full_attention"] * (layers - sliding) + ["sliding_attention"] * sliding
     types = config.get("layer_types")
-    if kind == "llama":
-        size = config.get("sliding_window")
-    elif kind != "mistral":
-        if config.get("use_sliding_window", False) is not True:
-            size = None
-        elif types is None and type(layers) is int:
-            full = config.get("max_window_layers", 28)
-            full = min(full, layers) if type(full) is int and full >= 0 else 0
-            types = ["full_attention"] * full + ["sliding_attention"] * (layers - full)
-    if types is not None:
-        kinds = set(types) if isinstance(types, list) and all(isinstance(t, str) for t in types) else {"?"}
-        if kinds == {"full_attention"}:
-            size = None
-        elif kinds != {"sliding_attention"}:
-            listed = ", ".join(sorted(kinds))
-            return {}, [f"{path}: layer_types={listed}: supported: one type of attention for all layers"]
-    if size is None:
-        return {}, []
-    if type(size) is not int or not 0 < size < 1 << 31 or kind == "llama":
-        return {}, [f"{path}: sliding_window={size} is not what our {NAMES[kind]} computes; supported: null"]
-    return {"window": size}, []
+    types = usual if types is None else types
+    if not isinstance(types, list) or len(types) != layers:
+        found = f"{len(types)} types" if isinstance(types, list) else show(types)
+        return {}, [f"{path}: layer_types={found} must be a list of num_hidden_layers={layers} types"]
+    kinds = {one if isinstance(one, str) else show(one) for one in types}
+    listed = show(", ".join(sorted(kinds)))
+    if kinds not in ({"full_attention"}, {"sliding_attention"}):
+        return {}, [f"{path}: layer_types={listed}: supported: one type of attention for all layers"]
+    is_sliding = "sliding_attention" in kinds
+    if (is_sliding and size is None) or (types != usual and not is_qwen):
+        return {}, [f"{path}: layer_types={listed} does not go with sliding_window={show(size)}; fix one"]
+    return ({} if size is None or not is_sliding else {"window": size}), []
 
 
 def write_config(model: ModelConfig, ids: TokenIds) -> dict[str, JSON]:
@@ -254,8 +269,10 @@ def content(model: ModelConfig, found: Mapping[str, tuple[int, ...]], path: str)
     other = next((name for name in found if name.startswith(("score.", "qa_outputs."))), None)
     if other is not None:
         raise UserError(f"{path}: holds {other}, a head that is not supported. Save the model with lm_head")
-    has_output = "lm_head.weight" in found or LlamaSettings.of(model).tied
-    return FolderContent(model if has_output else replace(model, head="none"))
+    if "lm_head.weight" in found or LlamaSettings.of(model).tied:
+        return FolderContent(model)
+    note = Note("no lm_head.weight is there, nor tie_word_embeddings=true: the layers alone, without output")
+    return FolderContent(replace(model, head="none"), notes=(note,))
 
 
 def special_tokens(tokenizer: Tokenizer, model: ModelConfig, ids: TokenIds) -> dict[str, JSON]:

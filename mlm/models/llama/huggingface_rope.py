@@ -1,5 +1,10 @@
-"""Rotary settings in a config.json: rope_theta and rope_scaling, in newer versions rope_parameters."""
+"""Rotary settings in a config.json: rope_theta and rope_scaling, in newer versions rope_parameters.
 
+Of several places where a setting may be, and for one left out or null, that of `transformers` counts
+(modeling_rope_utils.py, standardize_rope_params).
+"""
+
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,17 +15,18 @@ from mlm.models.llama.settings import ROPE_TYPES, LlamaSettings
 Options = dict[str, bool | int | float | str]
 
 _COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+_ORIGINAL = "original_max_position_embeddings"
 _THEIRS = {
     "linear": {"factor": "rope_factor"},
     "llama3": {
         "factor": "rope_factor",
         "low_freq_factor": "rope_low_freq_factor",
         "high_freq_factor": "rope_high_freq_factor",
-        "original_max_position_embeddings": "rope_original_positions",
+        _ORIGINAL: "rope_original_positions",
     },
     "yarn": {
         "factor": "rope_factor",
-        "original_max_position_embeddings": "rope_original_positions",
+        _ORIGINAL: "rope_original_positions",
         "beta_fast": "rope_beta_fast",
         "beta_slow": "rope_beta_slow",
         "attention_factor": "rope_attention_factor",
@@ -28,21 +34,21 @@ _THEIRS = {
     },
 }
 """Scaling -> key of `transformers` -> our setting."""
-_WHOLE = ("rope_original_positions",)
-_REQUIRED = {
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings"),
-}
+_REQUIRED = ("factor", "low_freq_factor", "high_freq_factor")
+_BETAS = ("beta_fast", "beta_slow")
+_MSCALES = ("mscale", "mscale_all_dim")
+"""Of yarn: weights of the temperature's logarithm, whose ratio is an attention_factor (DeepSeek-V2)."""
 
 
-def read_rope(config: Mapping[str, JSON], path: str, found: Mapping[str, Any]) -> tuple[Options, list[str]]:
-    """Return our settings, and a line for each that is not supported."""
+def read_rope(config: Mapping[str, JSON], path: str, positions: int) -> tuple[Options, list[str]]:
+    """Return our settings, and a line for each that is not supported. `positions`: of the whole context."""
     names = ("rope_scaling", "rope_parameters")  # of both the first counts in `transformers` too
     name = next((key for key in names if config.get(key)), names[0])
     given = config.get(name) or {}
     if not isinstance(given, dict):
         return {}, [f"{path}: {name}={show(given)} is no object of settings"]
+    if nested := [key for key, value in given.items() if isinstance(value, dict)]:
+        return {}, [f"{path}: {name}.{show(nested[0])}: settings of some layers alone are not supported"]
     scaling = given.get("rope_type", given.get("type", "default"))
     if scaling not in ROPE_TYPES:
         return {}, [
@@ -58,33 +64,67 @@ def read_rope(config: Mapping[str, JSON], path: str, found: Mapping[str, Any]) -
             f"{path}: partial_rotary_factor={show(fraction)} is not what theirs computes; supported: 1"
         )
     out: Options = {"rope_scaling": scaling}
-    known = _THEIRS.get(scaling, {})
-    for key in sorted(given.keys() - known.keys() - set(_COMMON)):
-        if scaling != "default" and given[key] is not None:
-            problems.append(
-                f"{path}: {name}.{key}={show(given[key])} is not supported with {scaling}; remove it"
-            )
-    for key in _REQUIRED.get(scaling, ()):
-        if key not in given:
-            problems.append(f"{path}: {name}.{key} is missing, which {scaling} needs")
-    for key, ours in known.items():
-        value: Any = given.get(key)
-        if value is None:
-            continue
-        if type(value) is bool and ours == "rope_truncate":
-            out[ours] = value
-        elif (
-            type(value) not in (int, float)
-            or not 0 < value < 1 << 31
-            or (ours in _WHOLE and value != int(value))
-        ):
-            problems.append(f"{path}: {name}.{key}={show(value)} must be a number above 0")
-        else:
-            out[ours] = int(value) if ours in _WHOLE else float(value)
+    if scaling != "default":
+        more, wrong = _read_scaling(scaling, _resolved(scaling, given, config, positions), f"{path}: {name}")
+        out, problems = out | more, problems + wrong
     if problems:
         return {}, problems
     out["rope_theta"] = float(theta)
     return out, []
+
+
+def _resolved(
+    scaling: str, given: Mapping[str, JSON], config: Mapping[str, JSON], positions: int
+) -> dict[str, JSON]:
+    """Return the settings of a scaling with those that `transformers` takes from elsewhere."""
+    found = dict(given)
+    if _ORIGINAL in _THEIRS[scaling]:
+        inside = given.get(_ORIGINAL, positions)
+        found[_ORIGINAL] = config.get(_ORIGINAL, inside) if _is_number(inside) else inside
+    original: Any = found.get(_ORIGINAL)
+    if scaling != "yarn" or not _is_number(original):
+        return found
+    if "factor" in found and found["factor"] is None:
+        found["factor"] = positions / original
+    factor: Any = found.get("factor")
+    scales = [found.get(key) or 0 for key in _MSCALES]
+    if all(_is_number(scale) or scale == 0 for scale in scales) and _is_number(factor):
+        found = {key: value for key, value in found.items() if key not in _MSCALES}
+        if all(scales) and found.get("attention_factor") is None:
+            log = 0.1 * math.log(max(factor, 1.0))
+            found["attention_factor"] = (scales[0] * log + 1.0) / (scales[1] * log + 1.0)
+    return found
+
+
+def _read_scaling(scaling: str, given: Mapping[str, JSON], place: str) -> tuple[Options, list[str]]:
+    """Return our settings of a scaling, and a line for each of theirs that is not supported."""
+    known, out = _THEIRS[scaling], Options()
+    problems = [
+        f"{place}.{key}={show(given[key])} is not supported with {scaling}; remove it"
+        for key in sorted(given.keys() - known.keys() - set(_COMMON))
+        if given[key] is not None
+    ]
+    for key, ours in known.items():
+        value: Any = given.get(key)
+        is_left_out = key not in given or (key in _BETAS and not value)
+        if key == "truncate" and (is_left_out or value is None or type(value) is bool):
+            out[ours] = is_left_out or value is True  # null is false in `transformers`
+        elif is_left_out or (key == "attention_factor" and value is None):
+            if key in _REQUIRED:
+                problems.append(f"{place}.{key} is missing, which {scaling} needs")
+        elif not _is_number(value) or (key == _ORIGINAL and value != int(value)):
+            kind = "a whole number" if key == _ORIGINAL else "a number"
+            problems.append(f"{place}.{key}={show(value)} must be {kind} above 0")
+        elif key == "factor" and value < 1:
+            problems.append(f"{place}.{key}={show(value)} must be 1 or more")
+        else:
+            out[ours] = int(value) if key == _ORIGINAL else float(value)
+    return out, problems
+
+
+def _is_number(value: JSON) -> bool:
+    """Return True for a number above 0 that a setting may be."""
+    return type(value) in (int, float) and 0 < value < 1 << 31
 
 
 def write_rope(model: ModelConfig, settings: LlamaSettings) -> dict[str, JSON]:

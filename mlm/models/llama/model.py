@@ -41,6 +41,7 @@ class Llama(GPT2):
                 config.padded_vocab_size(self.tp.size),
                 config.hidden_size,
                 tp=self.tp,
+                sequence_parallel=self.sequence_parallel,
                 init_std=config.init_std,
                 init_seed=None,
             )

@@ -52,8 +52,9 @@ def _by_turns(plain: Tensor, settings: LlamaSettings) -> Tensor:
     if settings.rope_truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, settings.rotary_dim - 1)
+    last += 1e-3 if first == last else 0.0  # of a small context last < first: as in `transformers`, a step
     places = torch.arange(len(plain), dtype=plain.dtype, device=plain.device)
-    scaled = ((places - first) / max(last - first, 1e-3)).clamp(0, 1)
+    scaled = ((places - first) / (last - first)).clamp(0, 1)
     return (1 - scaled) * plain + scaled * plain / settings.rope_factor
 
 
