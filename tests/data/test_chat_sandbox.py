@@ -229,3 +229,13 @@ def test_process_ends_with_its_renderer() -> None:
     assert process is not None
     renderer.close()
     assert process.returncode is not None
+
+
+def test_text_after_an_error_is_of_its_own_template() -> None:
+    """The process has compiled the template that failed; the one before must be sent to it again."""
+    good = ChatTemplate("{{ messages[0].content }}", {})
+    assert good.render(TALK).text == TALK[0]["content"]
+    assert "no such talk" in problem_of(
+        "b{% if messages | length > 1 %}{{ raise_exception('no such talk') }}{% endif %}"
+    )
+    assert good.render(TALK).text == good.render(TALK).text == TALK[0]["content"]

@@ -92,3 +92,40 @@ def reports(ctx: ParallelContext, out: Path, keep: int = 16) -> list[str]:
     for _ in range(2):
         incidents.compare_times(times)
     return incidents.said  # type: ignore[attr-defined,no-any-return]
+
+
+class Time:
+    """A clock that is moved by hand."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def waited(ctx: ParallelContext, axis: str, seconds: float, time: Time) -> None:
+    """Wait for others over an axis."""
+    time.now += seconds
+    ctx.watch.spent[axis] = ctx.watch.spent.get(axis, 0.0) + seconds
+
+
+def test_seconds_of_a_step_are_work_or_waiting_never_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saving waits for other ranks, which is no work; what was spent before the report is not in it."""
+    now, ctx = Time(), ParallelContext()
+    monkeypatch.setattr("mlm.incidents.clock.time", now)
+    waited(ctx, "dp", 50.0, now)
+    clock = Clock(ctx)
+    clock.start(4)
+    now.now += 6.0
+    waited(ctx, "dp", 2.0, now)
+    with clock.timed("saving"):
+        now.now += 1.0
+        waited(ctx, "dp", 4.0, now)
+        waited(ctx, "world", 8.0, now)
+    with clock.timed("data"):
+        now.now += 3.0
+    assert clock.shares(6) == {
+        **{"computing": 3.0, "reading data": 1.5, "saving": 0.5, "validation": 0.0},
+        **{"waiting over dp": 3.0, "waiting for all": 4.0},
+    }
