@@ -129,3 +129,47 @@ def test_seconds_of_a_step_are_work_or_waiting_never_both(monkeypatch: pytest.Mo
         **{"computing": 3.0, "reading data": 1.5, "saving": 0.5, "validation": 0.0},
         **{"waiting over dp": 3.0, "waiting for all": 4.0},
     }
+
+
+def test_a_report_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one has the time since the first, by the steps since then."""
+    now, ctx = Time(), ParallelContext()
+    monkeypatch.setattr("mlm.incidents.clock.time", now)
+    clock = Clock(ctx)
+    now.now += 10.0
+    waited(ctx, "dp", 2.0, now)
+    first = clock.shares(2)
+    clock.start(2)
+    now.now += 3.0
+    assert (first["computing"], first["waiting over dp"]) == (5.0, 1.0)
+    assert (clock.shares(3)["computing"], clock.shares(3)["waiting over dp"]) == (3.0, 0.0)
+
+
+def test_a_rank_is_compared_with_the_others_alone() -> None:
+    """Not with a median that it moves itself."""
+    assert Times(["a", "b"], [{"computing": 1.0}, {"computing": 3.0}]).factor == pytest.approx(3.0)
+    slow = {"computing": 5.0, "reading data": 2.0}
+    assert Times(["a", "b", "c"], [{"computing": 0.0}, slow, {"computing": 4.0}]).cause == "computing"
+
+
+def test_a_rank_that_is_slow_again_is_reported_again(tmp_path: Path) -> None:
+    """From check.slow_factor times on; a second slow rank at once."""
+    said = run_on_ranks(reports_of_a_rank_that_recovers, tmp_path, dp=3)[0]
+    assert [line.split(" (")[0].rpartition(" ")[2] for line in said if "incident: slowest" in line] == [
+        *("1", "2", "1")
+    ]
+
+
+def reports_of_a_rank_that_recovers(ctx: ParallelContext, out: Path) -> list[str]:
+    from mlm.train.trainer import Trainer
+    from tests.incidents.test_replicas import watcher
+    from tests.train.test_trainer import config
+
+    incidents = watcher(Trainer(config(), ctx), out)
+    incidents.settings = replace(incidents.settings, keep=0)
+    factor = incidents.checks.slow_factor
+    even, slow = {"computing": 1.0}, {"computing": factor}
+    nearly = {"computing": factor * 0.99}
+    for shares in ([even, slow, even], [even, even, slow], [even, nearly, even], [even, slow, even]):
+        incidents.compare_times(Times(["h0", "h1", "h2"], shares))
+    return incidents.said  # type: ignore[attr-defined,no-any-return]
