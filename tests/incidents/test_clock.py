@@ -173,3 +173,17 @@ def reports_of_a_rank_that_recovers(ctx: ParallelContext, out: Path) -> list[str
     for shares in ([even, slow, even], [even, even, slow], [even, nearly, even], [even, slow, even]):
         incidents.compare_times(Times(["h0", "h1", "h2"], shares))
     return incidents.said  # type: ignore[attr-defined,no-any-return]
+
+
+def test_ranks_that_compare_their_times_begin_anew() -> None:
+    for step, spent in run_on_ranks(after_a_comparison, dp=2):
+        assert step == 4
+        assert set(spent.values()) == {0.0}
+
+
+def after_a_comparison(ctx: ParallelContext) -> tuple[int, dict[str, float]]:
+    clock = Clock(ctx)
+    with clock.timed("data"):
+        time.sleep(0.001)
+    clock.gather(4)
+    return clock.step, clock.spent
