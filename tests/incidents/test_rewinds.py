@@ -1,5 +1,6 @@
 """A run that returns to one checkpoint again and again."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -32,3 +33,15 @@ def test_rewinds_to_a_checkpoint_from_before_them_are_counted(
     assert pretrain(out, kind, "incident.action=rewind", "incident.rewinds=2") == 1
     assert [record["left_out"] for record in records(out, "rewound")] == [[40, 4], [44, 4]]
     assert max(losses(out)) == STEP - 1
+
+
+def test_each_rewind_leaves_out_the_samples_of_those_before_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What earlier ones left out is not in the checkpoint that the run returns to."""
+    monkeypatch.setenv("MLM_TRUST", "tests")
+    out, kind = tmp_path / "run", f"data.kind={__name__}:build"
+    assert pretrain(out, kind, "incident.action=rewind") == 0
+    state = json.loads((out / "checkpoints" / "step-00000014" / "manifest.json").read_text())["state"]
+    assert state["incidents"]["left_out_samples"] == [[40, 4], [44, 4], [48, 4]]
+    assert state["consumed_samples"] == 14 * 4 + 3 * 4
