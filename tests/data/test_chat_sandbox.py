@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mlm.data import chat_template
-from mlm.data.chat_renderer import STOPS, Renderer, RendererError
+from mlm.data.chat_renderer import STOPS, Renderer, RendererError, RenderError
 from mlm.data.chat_template import ChatError, ChatTemplate
 from mlm.data.conversation import encode
 from mlm.data.tokenizer import Tokenizer
@@ -229,3 +229,73 @@ def test_process_ends_with_its_renderer() -> None:
     assert process is not None
     renderer.close()
     assert process.returncode is not None
+
+
+def test_text_after_an_error_is_of_its_own_template() -> None:
+    """The process has compiled the template that failed; the one before must be sent to it again."""
+    good = ChatTemplate("{{ messages[0].content }}", {})
+    assert good.render(TALK).text == TALK[0]["content"]
+    assert "no such talk" in problem_of(
+        "b{% if messages | length > 1 %}{{ raise_exception('no such talk') }}{% endif %}"
+    )
+    assert good.render(TALK).text == good.render(TALK).text == TALK[0]["content"]
+
+
+def test_a_long_template_may_write_itself_each_time(renderer: Renderer) -> None:
+    """Of the second text the process receives the values alone."""
+    for _ in range(2):
+        assert renderer.render("a" * 5000, {}) == "a" * 5000
+
+
+@pytest.mark.parametrize(
+    ("signal_", "kind"),
+    [(signal.SIGKILL, RendererError), (signal.SIGQUIT, RendererError), (signal.SIGSEGV, RenderError)],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_an_end_that_no_template_causes_blames_none(signal_: signal.Signals, kind: type[Exception]) -> None:
+    found = Renderer()
+    found._process = subprocess.Popen([sys.executable, "-c", f"import os; os.kill(os.getpid(), {signal_:d})"])
+    assert type(found._ended()) is kind
+
+
+def test_a_fork_renders_in_a_process_of_its_own_and_ends_no_other() -> None:
+    """Known by its number, which is another than that of what started the process."""
+    found = Renderer()
+    process = found._running()
+    found._owner += 1  # as a fork finds it
+    found.close()
+    assert process.poll() is None
+    found._process, found._source = process, "{{ x }}"
+    assert found.render("{{ x }}", {"x": "b"}) == "b"
+    assert found._process is not process
+    found.close()
+    process.kill()
+    process.communicate()
+
+
+class Interrupted:
+    """An output of which the first read ends by Ctrl-C."""
+
+    def __init__(self, output: Any) -> None:
+        self.output, self.is_new = output, True
+
+    def readline(self) -> str:
+        if self.is_new:
+            self.is_new = False
+            raise KeyboardInterrupt
+        line: str = self.output.readline()
+        return line
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.output, name)
+
+
+def test_text_after_an_interrupted_one_is_its_own() -> None:
+    """The answer that nobody waited for is no answer to the next request."""
+    found = Renderer()
+    process = found._running()
+    process.stdout = Interrupted(process.stdout)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        found.render("{{ x }}", {"x": "a"})
+    assert found.render("{{ x }}", {"x": "b"}) == "b"
+    found.close()

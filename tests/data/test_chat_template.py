@@ -6,10 +6,18 @@ from typing import Any
 
 import pytest
 
-from mlm.data.chat_template import ChatError, ChatTemplate
+from mlm.data.chat_template import (
+    MAX_BYTES,
+    ChatError,
+    ChatTemplate,
+    default_template,
+    read_template,
+    token_names,
+    with_reasoning,
+)
 from mlm.data.conversation import Tokens, check_messages, encode, encode_prompt
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import UserError
+from mlm.errors import CorruptFileError, UserError
 from mlm.inference.chat import turn_ends
 from tests.data.chats import CHATML, INST, MARKED, SPECIAL, TALK, TEMPLATES, theirs, write_tokenizer
 
@@ -266,3 +274,64 @@ def test_template_that_rejects_a_conversation_says_why() -> None:
     template = ChatTemplate(INST, {"bos_token": "<s>", "eos_token": "</s>"}, "chat.jinja")
     with pytest.raises(ChatError, match=r"chat\.jinja fails \(roles must alternate\)"):
         template.render(TALK[1:])
+
+
+def test_digest_is_of_the_template_and_of_its_tokens() -> None:
+    digests = {
+        ChatTemplate(source, tokens).digest
+        for source in ("a", "b")
+        for tokens in ({}, {"eos_token": "</s>"}, {"eos_token": "<|end|>"}, {"bos_token": "</s>"})
+    }
+    assert len(digests) == 8
+
+
+def test_reasoning_is_under_each_name_that_templates_read() -> None:
+    """Under both where a message has it under any; what it has under these already stays."""
+    message = {"role": "assistant", "content": "c"}
+    for name in ("reasoning_content", "thinking", "reasoning"):
+        found = with_reasoning({**message, name: "r"})
+        assert (found["reasoning_content"], found["thinking"]) == ("r", "r")
+    assert with_reasoning({**message, "thinking": None}) == {**message, "thinking": None}
+    both = with_reasoning({**message, "reasoning_content": "r", "thinking": "t"})
+    assert (both["reasoning_content"], both["thinking"]) == ("r", "t")
+
+
+def test_json_keeps_the_order_of_keys() -> None:
+    tools = [{"name": "f", "arguments": {"b": 1, "a": 2}}]
+    text = ChatTemplate("{{ tools | tojson }}", {}).render(TALK, tools).text
+    assert text == '[{"name": "f", "arguments": {"b": 1, "a": 2}}]'
+    assert ChatTemplate("{{ tools | tojson(sort_keys=true) }}", {}).render(TALK, tools).text != text
+
+
+def test_template_of_a_file_beside_the_config_counts_first(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path, "qwen2")
+    (folder / "chat_template.jinja").write_text("of the file")
+    assert load(folder)[1].source == "of the file"
+
+
+@pytest.mark.parametrize(
+    ("value", "source"),
+    [
+        ("a", "a"),
+        ([{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}], "d"),
+        ([{"name": "tool_use", "template": "t"}], None),
+        (["default"], None),
+        ({"default": "d"}, None),
+    ],
+)
+def test_of_several_templates_the_default_counts(value: Any, source: str | None) -> None:
+    assert default_template(value) == source
+
+
+def test_names_of_tokens_are_texts_or_have_a_content(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path, "qwen2"))
+    settings = {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>", "pad_token": None}
+    assert token_names(settings, tokenizer) == {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def test_template_of_more_than_a_mebibyte_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jinja").write_text("a" * MAX_BYTES)
+    assert len(read_template(tmp_path / "a.jinja")) == MAX_BYTES
+    (tmp_path / "a.jinja").write_text("a" * (MAX_BYTES + 1))
+    with pytest.raises(CorruptFileError, match="1048577 bytes, 1048576 is the limit"):
+        read_template(tmp_path / "a.jinja")

@@ -92,3 +92,98 @@ def reports(ctx: ParallelContext, out: Path, keep: int = 16) -> list[str]:
     for _ in range(2):
         incidents.compare_times(times)
     return incidents.said  # type: ignore[attr-defined,no-any-return]
+
+
+class Time:
+    """A clock that is moved by hand."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def waited(ctx: ParallelContext, axis: str, seconds: float, time: Time) -> None:
+    """Wait for others over an axis."""
+    time.now += seconds
+    ctx.watch.spent[axis] = ctx.watch.spent.get(axis, 0.0) + seconds
+
+
+def test_seconds_of_a_step_are_work_or_waiting_never_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saving waits for other ranks, which is no work; what was spent before the report is not in it."""
+    now, ctx = Time(), ParallelContext()
+    monkeypatch.setattr("mlm.incidents.clock.time", now)
+    waited(ctx, "dp", 50.0, now)
+    clock = Clock(ctx)
+    clock.start(4)
+    now.now += 6.0
+    waited(ctx, "dp", 2.0, now)
+    with clock.timed("saving"):
+        now.now += 1.0
+        waited(ctx, "dp", 4.0, now)
+        waited(ctx, "world", 8.0, now)
+    with clock.timed("data"):
+        now.now += 3.0
+    assert clock.shares(6) == {
+        **{"computing": 3.0, "reading data": 1.5, "saving": 0.5, "validation": 0.0},
+        **{"waiting over dp": 3.0, "waiting for all": 4.0},
+    }
+
+
+def test_a_report_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one has the time since the first, by the steps since then."""
+    now, ctx = Time(), ParallelContext()
+    monkeypatch.setattr("mlm.incidents.clock.time", now)
+    clock = Clock(ctx)
+    now.now += 10.0
+    waited(ctx, "dp", 2.0, now)
+    first = clock.shares(2)
+    clock.start(2)
+    now.now += 3.0
+    assert (first["computing"], first["waiting over dp"]) == (5.0, 1.0)
+    assert (clock.shares(3)["computing"], clock.shares(3)["waiting over dp"]) == (3.0, 0.0)
+
+
+def test_a_rank_is_compared_with_the_others_alone() -> None:
+    """Not with a median that it moves itself."""
+    assert Times(["a", "b"], [{"computing": 1.0}, {"computing": 3.0}]).factor == pytest.approx(3.0)
+    slow = {"computing": 5.0, "reading data": 2.0}
+    assert Times(["a", "b", "c"], [{"computing": 0.0}, slow, {"computing": 4.0}]).cause == "computing"
+
+
+def test_a_rank_that_is_slow_again_is_reported_again(tmp_path: Path) -> None:
+    """From check.slow_factor times on; a second slow rank at once."""
+    said = run_on_ranks(reports_of_a_rank_that_recovers, tmp_path, dp=3)[0]
+    assert [line.split(" (")[0].rpartition(" ")[2] for line in said if "incident: slowest" in line] == [
+        *("1", "2", "1")
+    ]
+
+
+def reports_of_a_rank_that_recovers(ctx: ParallelContext, out: Path) -> list[str]:
+    from mlm.train.trainer import Trainer
+    from tests.incidents.test_replicas import watcher
+    from tests.train.test_trainer import config
+
+    incidents = watcher(Trainer(config(), ctx), out)
+    incidents.settings = replace(incidents.settings, keep=0)
+    factor = incidents.checks.slow_factor
+    even, slow = {"computing": 1.0}, {"computing": factor}
+    nearly = {"computing": factor * 0.99}
+    for shares in ([even, slow, even], [even, even, slow], [even, nearly, even], [even, slow, even]):
+        incidents.compare_times(Times(["h0", "h1", "h2"], shares))
+    return incidents.said  # type: ignore[attr-defined,no-any-return]
+
+
+def test_ranks_that_compare_their_times_begin_anew() -> None:
+    for step, spent in run_on_ranks(after_a_comparison, dp=2):
+        assert step == 4
+        assert set(spent.values()) == {0.0}
+
+
+def after_a_comparison(ctx: ParallelContext) -> tuple[int, dict[str, float]]:
+    clock = Clock(ctx)
+    with clock.timed("data"):
+        time.sleep(0.001)
+    clock.gather(4)
+    return clock.step, clock.spent

@@ -29,3 +29,21 @@ def test_a_restored_scale_doubles_when_the_saved_one_would_have() -> None:
     restored.load_state(saved.state())
     restored.update(torch.tensor(0.0))
     assert restored.scale.item() == 16.0
+
+
+def test_a_run_that_continues_in_float16_begins_with_its_own_scale() -> None:
+    """The scale 1 of another precision is none; the counts are those of the run."""
+    other, continued = LossScaler(PrecisionConfig(dtype="bf16"), torch.device("cpu")), scaler()
+    other.update(torch.tensor(1.0))
+    continued.load_state(other.state())
+    assert continued.scale.item() == 8.0
+    assert continued.skipped.item() == 1
+
+
+def test_without_a_scale_to_lower_an_overflow_ends_the_run() -> None:
+    fixed = LossScaler(PrecisionConfig(dtype="bf16"), torch.device("cpu"))
+    fixed.update(torch.tensor(0.0))
+    assert not fixed.exhausted
+    fixed.update(torch.tensor(1.0))
+    assert fixed.exhausted
+    assert (fixed.scale.item(), fixed.skipped.item()) == (1.0, 1)

@@ -86,3 +86,8 @@ def test_a_warm_up_of_more_than_a_third_of_the_run_is_warned_of(
 ) -> None:
     warning = warmup_warning(ADAM, ScheduleConfig(warmup_steps=warmup, decay_steps=300_000), steps)
     assert (warning is None) if words is None else (warning is not None and words in warning)
+
+
+def test_a_warm_up_of_just_a_third_is_no_warning() -> None:
+    assert warmup_warning(ADAM, ScheduleConfig(warmup_steps=100), 300) is None
+    assert warmup_warning(ADAM, ScheduleConfig(warmup_steps=101), 300) is not None

@@ -86,3 +86,30 @@ def test_fix_of_too_many_ranks_is_a_layout_that_fits_here(
     assume(too_many)
     change = data.draw(st.sampled_from(fixes(too_many[0])))
     assert layout_problems({**layout, **change}, launch, TRAIN_RULES) == []
+
+
+LAYOUT = {
+    **{"tp": 1, "cp": 1, "pp": 1, "vp": 1, "dp": None, "sequence_parallel": False, "tp_overlap": 1},
+    **{"pipeline": "1f1b", "zero": 0, "model.num_layers": 12, "model.num_heads": 12},
+    **{"model.hidden_size": 24, "model.ffn_hidden_size": None, "model.max_positions": 64},
+    **{"data.seq_length": 64, "train.global_batch_size": 64, "train.micro_batch_size": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("typed", "started", "nearest"),
+    [
+        # a third more of each, not a third of one and nearly three times the other
+        ({"tp": 3, "train.global_batch_size": 6}, 16, {"tp": 4, "train.global_batch_size": 8}),
+        # a number before null, and the nearer multiple of 8
+        ({"dp": 3, "train.global_batch_size": 14}, 8, {"dp": 8, "train.global_batch_size": 16}),
+        # three keys, though four would each be nearer
+        ({"cp": 10, "pp": 16, "vp": 13}, 12, {"cp": 2, "pp": 6, "vp": 1}),
+    ],
+    ids=str,
+)
+def test_the_nearest_layout_changes_few_keys_and_each_by_little(
+    typed: dict[str, Any], started: int, nearest: dict[str, Any]
+) -> None:
+    problems = layout_problems({**LAYOUT, **typed}, Launch(started, None), TRAIN_RULES)
+    assert {key: value for p in problems for fix in fixes(p) for key, value in fix.items()} == nearest

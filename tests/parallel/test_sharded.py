@@ -10,6 +10,7 @@ from torch.autograd.graph import get_gradient_edge
 from mlm.models.stage import Stage
 from mlm.optim.clip import gradient_norm
 from mlm.parallel.collectives import all_reduce
+from mlm.parallel.gradients import ReduceWhen
 from mlm.parallel.linear import Postponed
 from mlm.parallel.mesh import ParallelContext
 from tests.parallel.sharded_rank import (
@@ -153,3 +154,28 @@ def forward_through(chunks: list[Rank], sample: Tensor) -> list[tuple[Tensor | N
 def test_a_rank_of_one_is_not_cut() -> None:
     mine = Rank(ParallelContext(), zero=3)
     assert all(s.dp_slice is None for s in mine.shards)
+
+
+@pytest.mark.parametrize("reduce", ["last", "every"])
+def test_gradients_that_settle_after_the_last_pass_are_not_left_out(reduce: ReduceWhen) -> None:
+    """Weight gradients come when all backward passes are over: the last of these must not end the step."""
+    run_on_ranks(check_late_weights, reduce, dp=2)
+
+
+def check_late_weights(ctx: ParallelContext, reduce: ReduceWhen) -> None:
+    one, mine = Rank(ParallelContext()), Rank(ctx, 2, reduce=reduce, late_weights=True)
+    postponed = postpone_weights(mine.model)
+    for step in range(2):
+        one.accumulate(all_samples(ctx, step))
+        samples = samples_of(step, ctx.dp.rank)
+        mine.reducer.start_step()
+        for i, sample in enumerate(samples):
+            mine.reducer.sync = i == len(samples) - 1
+            mine.loss(sample).backward()
+        for job in postponed.take():
+            job()
+            mine.reducer.settle()
+        mine.reducer.finish()
+        assert_gradients_equal(mine, one)
+        one.optimizer.step()
+        mine.optimizer.step()

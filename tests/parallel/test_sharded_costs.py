@@ -292,3 +292,23 @@ def check_half(ctx: ParallelContext, zero: int) -> None:
         assert s.parameter.grad is not None
         error = s.without_padding(s.parameter.grad) - rectangle(s, expected[s.name])
         assert not error.numel() or error.abs().max() <= 2**-6 * expected[s.name].abs().max(), s.name
+
+
+def test_passes_whose_weight_gradients_come_later_send_nothing() -> None:
+    """One reduction once these have come, and none for the little that is there before."""
+    run_on_ranks(check_late_reductions, dp=2)
+
+
+def check_late_reductions(ctx: ParallelContext) -> None:
+    mine = Rank(ctx, 2, reduce="every", late_weights=True)
+    postponed = postpone_weights(mine.model)
+    with collectives() as seen:
+        mine.reducer.start_step()
+        for sample in samples_of(0, ctx.dp.rank):
+            mine.loss(sample).backward()
+        assert seen["scatter_flat"] == []
+        for job in postponed.take():
+            job()
+        mine.reducer.settle()
+        mine.reducer.finish()
+        assert len(seen["scatter_flat"]) >= LAYERS + 1

@@ -97,3 +97,38 @@ def test_shards_keep_their_parameter_from_call_to_call() -> None:
     model = cut(model_of(Axis("tp")), Axis("dp", 1, 2))
     first, again = (list(parameter_shards(model, Axis("tp"))) for _ in range(2))
     assert all(a.parameter is b.parameter for a, b in zip(first, again, strict=True))
+
+
+class SharedHeads(nn.Module):
+    """Rows of which two neighbouring ranks hold the same part, and columns beside padded rows."""
+
+    tp_dims = {"weight": 0, "columns": 1}  # noqa: RUF012
+    replicas = 2
+    true_rows = 5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3, 4))
+        self.columns = nn.Parameter(torch.zeros(3, 4))
+        self.bias = nn.Parameter(torch.zeros(3))
+
+
+def test_neighbours_that_hold_the_same_part_count_it_once() -> None:
+    """Two parts of three rows over tp=4, the sixth row being padding; what is not split has one owner."""
+    shards = [list(parameter_shards(SharedHeads(), Axis("tp", rank, 4))) for rank in range(4)]
+    weights, columns, biases = zip(*shards, strict=True)
+    assert [s.offset for s in weights] == [(0, 0), (0, 0), (3, 0), (3, 0)]
+    assert {s.global_shape for s in weights} == {(5, 4)}
+    assert [len(s.without_padding(s.parameter)) for s in weights] == [3, 3, 2, 2]
+    assert [s.is_owner for s in weights] == [True, False, True, False]
+    assert [s.offset for s in columns] == [(0, 0), (0, 0), (0, 4), (0, 4)]
+    assert {s.global_shape for s in columns} == {(3, 8)}  # true_rows is of rows
+    assert [s.is_owner for s in biases] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_padding_is_zero_after_whole_tensors_are_loaded(rank: int) -> None:
+    table = VocabParallelEmbedding(VOCAB, PADDED, HIDDEN, tp=Axis("tp", rank, 2))
+    nn.init.constant_(table.weight, torch.nan)
+    load_whole(table, {"weight": torch.ones(VOCAB, HIDDEN)}, Axis("tp", rank, 2))
+    assert table.weight.sum(1).tolist() == [HIDDEN] * (12 - 11 * rank) + [0] * 11 * rank

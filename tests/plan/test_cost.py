@@ -133,3 +133,15 @@ def test_overlap_hides_communication_on_gpus_and_not_on_cpus() -> None:
     assert cpu.layer(layout).tp_backward == pytest.approx(cpu.layer(layout).tp)
     assert gpu.layer(layout).tp_backward < gpu.layer(layout).tp
     assert gpu.step(layout).parts["dp"] < cpu.step(layout).parts["dp"]
+
+
+@pytest.mark.parametrize(("zero", "reduce"), [(3, "last"), (3, "every"), (2, "last"), (2, "every")])
+def test_sharded_weights_are_gathered_as_often_as_they_are_used(zero: int, reduce: str) -> None:
+    """Where nothing hides it: with zero=3 twice a micro-batch, with zero=2 once a step."""
+    model, m = CostModel(SHAPE, replace(hardware(), device="cpu")), 4
+    layout = Layout(dp=4, zero=zero, zero_reduce=reduce, global_batch=4 * m)  # type: ignore[arg-type]
+    elements = SHAPE.layers * SHAPE.layer_weights + SHAPE.vocab * SHAPE.hidden
+    gather = model.gather(layout, model.element * elements, 4, 1)
+    scatter = model.gather(layout, model.software.gradient_bytes * elements, 4, 1)
+    gathers, scatters = 2 * m if zero == 3 else 1, m if reduce == "every" else 1
+    assert model.step(layout).parts["dp"] == pytest.approx(gathers * gather + scatters * scatter)

@@ -192,3 +192,14 @@ def test_recomputation_and_sequence_parallelism_save_memory() -> None:
     ]
     assert sizes == sorted(sizes)
     assert memory.worst(plain).parts["weights"] == memory.held(plain, 0).parameters * 4
+
+
+def test_both_ends_of_a_pipeline_exchange_the_gradient_of_a_tied_table() -> None:
+    """In float32, as large as the tensor-parallel part of the table; no other stage, nor an untied model."""
+    layout = Layout(tp=2, pp=3, global_batch=4)
+    for model, sizes in ((GPT2, [True, False, True]), (LLAMA, [False] * 3)):
+        memory, table = MemoryModel(model, 32), 4 * model.padded_vocab_size(2) // 2 * 48
+        found = [
+            Moving(memory, layout, rank, memory.held(layout, rank)).optimizer_steps() for rank in range(3)
+        ]
+        assert [parts["communication"] for parts in found] == [table * size for size in sizes]

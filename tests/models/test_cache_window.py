@@ -1,0 +1,63 @@
+"""Attention of a cached step, with rows of different lengths and a window."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from mlm.models.cache import FIRST_COLUMNS, Fill, KeyValueCache, Step, causal_attention, joined
+
+HEADS, KV_HEADS, D, LONGEST = 4, 2, 6, 12
+CPU = torch.device("cpu")
+
+
+def heads(count: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(3, count, LONGEST, D, dtype=torch.float64, generator=generator)
+
+
+@pytest.mark.parametrize("lengths", [(9, 2, 5), (7, 7, 7), (11, 1, 1)], ids=str)
+@pytest.mark.parametrize("window", [0, 1, 3, 7, 8, LONGEST])
+def test_a_step_attends_to_what_reading_everything_again_does(
+    lengths: tuple[int, int, int], window: int
+) -> None:
+    q, k, v = heads(HEADS, 0), heads(KV_HEADS, 1), heads(KV_HEADS, 2)
+    cache = KeyValueCache(3, LONGEST)
+    for row, n in enumerate(lengths):
+        Fill(cache, (row,)).attend(0, *(x[row : row + 1, :, :n] for x in (q, k, v)), window=window)
+    last = [torch.stack([x[row, :, n : n + 1] for row, n in enumerate(lengths)]) for x in (q, k, v)]
+    found = Step(cache, lengths, dtype=torch.float64, device=CPU).attend(0, *last, window=window)
+    for row, n in enumerate(lengths):
+        whole = (x[row : row + 1, :, : n + 1] for x in (q, k, v))
+        want = joined(causal_attention(*whole, window=window))[-1:]
+        torch.testing.assert_close(found[:, row : row + 1], want, rtol=0, atol=1e-12)
+
+
+def test_the_mask_of_a_window_shows_that_many_tokens_of_each_row() -> None:
+    """The row's own last token among them."""
+    step = Step(KeyValueCache(2, 8), (5, 1), dtype=torch.float64, device=CPU)
+    bias = step.bias(3)
+    assert bias is not None
+    seen = [[column for column, b in enumerate(row[0, 0]) if b == 0] for row in bias]
+    assert seen == [[3, 4, 5], [0, 1]]
+    assert set(bias.flatten().tolist()) == {0.0, -math.inf}
+
+
+def test_a_cache_is_as_large_as_its_columns_and_keeps_them_as_it_grows() -> None:
+    cache, like = KeyValueCache(2, 10 * FIRST_COLUMNS), torch.zeros(1, 1, 1, 1)
+    keys, values = cache.layer(0, like, FIRST_COLUMNS)
+    assert cache.layer(0, like, FIRST_COLUMNS)[0] is keys
+    keys[1], values[1] = 2.0, 3.0
+    keys, values = cache.layer(0, like, FIRST_COLUMNS + 1)
+    assert keys.shape[2] == 2 * FIRST_COLUMNS
+    assert (keys.sum(), values.sum()) == (2 * FIRST_COLUMNS, 3 * FIRST_COLUMNS)
+
+
+def test_a_moved_row_has_the_keys_and_the_values_of_its_source() -> None:
+    cache = KeyValueCache(2, 4)
+    pair = cache.layer(0, torch.zeros(1, 1, 1, 1), 4)
+    for number, held in enumerate(pair):
+        held[1, 0, :, 0] = torch.arange(1.0, 5.0) + 10 * number
+    cache.move(1, 0, 3)
+    assert [held[0, 0, :, 0].tolist() for held in pair] == [[1, 2, 3, 0], [11, 12, 13, 0]]
