@@ -33,6 +33,16 @@ from mlm.errors import ConfigError, Problem
 CONFIG_FLAGS = {*CONFIG_DIR_FLAGS, *CONFIG_NAME_FLAGS, *CONFIG_PATH_FLAGS}
 """Flags that bring in configs of the user's own."""
 
+UNCOMPOSED = (
+    HydraException,
+    OmegaConfBaseException,
+    yaml.YAMLError,
+    ValueError,
+    OSError,
+    RecursionError,
+)
+"""Exceptions of Hydra where it cannot compose a config."""
+
 
 class JobFailedError(Exception):
     """A job of a sweep ended with an exit code that is not 0; Hydra carries it past its launcher."""
@@ -104,8 +114,8 @@ def call_hydra(
 
 def _explained(command: Command, flags: Sequence[str], typed: Prepared, error: Exception) -> Problem:
     if isinstance(error, ConfigCompositionException) and not isinstance(error, MissingConfigException):
-        if ours := rejected_override(command, typed.overrides, _options(command, flags), str(error)):
-            return ours
+        ours = rejected_override(command, typed.overrides, _options(command, flags), str(error))
+        return ours or reword(error)
     return reword(error)
 
 

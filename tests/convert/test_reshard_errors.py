@@ -74,7 +74,7 @@ class TestRefusals:
         path = tmp_path / "run" / "checkpoints" / STEP
         edit_manifest(path, lambda body: body["state"]["config"]["model"].update(edit))
         monkeypatch.setattr(reshard, "stage_ranks_of", lambda *sizes: pytest.fail("made a table of layers"))
-        with pytest.raises(CorruptFileError, match=r"other than the [\d,]+ stored"):
+        with pytest.raises(UserError, match=r"other than the [\d,]+ stored"):
             to(tmp_path / "run", tmp_path / "out", 2)
         assert not (tmp_path / "out").exists()
 
