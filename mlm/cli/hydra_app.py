@@ -33,14 +33,7 @@ from mlm.errors import ConfigError, Problem
 CONFIG_FLAGS = {*CONFIG_DIR_FLAGS, *CONFIG_NAME_FLAGS, *CONFIG_PATH_FLAGS}
 """Flags that bring in configs of the user's own."""
 
-UNCOMPOSED = (
-    HydraException,
-    OmegaConfBaseException,
-    yaml.YAMLError,
-    ValueError,
-    OSError,
-    RecursionError,
-)
+UNCOMPOSED = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError, RecursionError)
 """Exceptions of Hydra where it cannot compose a config."""
 
 
