@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 
 T = TypeVar("T")
-LONG_WORD = re.compile(r"\S{1000,}")
+LONG_WORD = re.compile(r"\S{300,}")
+LONG_LINE = 600
+"""Characters of an error's line: no fix and no path that a terminal is read for needs more."""
 HALF_PAIR = re.compile("[\ud800-\udfff]")
 TYPES = {"NoneType": "null", "int": "an integer", "str": "a text", "dict": "an object"}
 
@@ -20,11 +22,12 @@ def visible(text: str) -> str:
 
 
 def printed(line: str) -> str:
-    """An error's line as it is printed: without control characters, and with a long word shortened.
+    """An error's line as it is printed: without control characters, and with long words and text shortened.
 
-    Words are those of the user's: the rest of the line would be lost beside one of thousands of letters.
+    Those are the user's: the problem, which begins the line, and the fix, which ends it, would be lost.
     """
-    return LONG_WORD.sub(lambda word: f"{word[0][:100]}…{word[0][-20:]}", visible(line))
+    line = LONG_WORD.sub(lambda word: f"{word[0][:100]}…{word[0][-20:]}", visible(line))
+    return line if len(line) < LONG_LINE else f"{line[: LONG_LINE // 2]} … {line[-LONG_LINE // 3 :]}"
 
 
 def half_pair(text: str) -> str | None:

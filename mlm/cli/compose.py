@@ -78,10 +78,15 @@ def reword(error: Exception) -> Problem:
         return Problem((), f"cannot read YAML: {' '.join(str(error).split())}")
     if isinstance(error, RecursionError):
         return Problem((), "cannot read YAML: it nests too deeply")
+    if isinstance(error, OSError) and not isinstance(error, HydraException):
+        return Problem((), f"{error.filename}: {error.strerror}")
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first = lines[0] if lines else type(error).__name__
     if isinstance(error, MissingConfigException) and error.options:
-        wanted = (error.missing_cfg_file or "").rpartition("/")[2]
+        group, _, wanted = (error.missing_cfg_file or "").rpartition("/")
+        if group.startswith("hydra/"):
+            fix = f"choose {', '.join(error.options)}, or leave it out"
+            return Problem.at(group, wanted, "no such choice", fix)
         return Problem((), f"{first}{did_you_mean(wanted, error.options)}")
     key = getattr(error, "full_key", None)
     cause = error.__cause__

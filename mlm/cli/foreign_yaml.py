@@ -8,13 +8,15 @@ without the folder: where something could be called, it must be what mlm ships, 
 """
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob, Override
 
 from mlm.errors import ConfigError
 
@@ -38,13 +40,17 @@ Print = Callable[[str | None, Sequence[str]], None]
 
 
 def check_foreign_yaml(
-    command_config: str, flags: Sequence[str], overrides: Sequence[str], show: Print
+    command_config: str,
+    flags: Sequence[str],
+    overrides: Sequence[str],
+    options: Mapping[str, Sequence[str]],
+    show: Print,
 ) -> None:
     """Reject a folder whose YAML would make Hydra call something, or would not fit into memory.
 
-    `command_config` names the shipped primary config, `flags` are Hydra's as typed. `show(config, argv)` lets
-    Hydra print, of a primary config or of none, what `--cfg` in argv asks for. Raises ConfigError, and
-    whatever Hydra raises for YAML it cannot compose.
+    `command_config` names the shipped primary config, `flags` are Hydra's as typed, `options` the choices of
+    each group. `show(config, argv)` lets Hydra print, of a primary config or of none, what `--cfg` in argv
+    asks for. Raises ConfigError, and whatever Hydra raises for YAML it cannot compose.
     """
     folder_flags = list(_pairs(flags))
     typed = [text for text in overrides if text.lstrip("+~").startswith("hydra")]
@@ -54,17 +60,38 @@ def check_foreign_yaml(
     for name, value in folder_flags:
         if name not in ("--config-name", "-cn"):
             check_sizes(Path(value))
-    given = _hydra_part(show, command_config, [*(part for pair in folder_flags for part in pair), *overrides])
+    words = [part for pair in folder_flags for part in pair]
     plain = [text for text in typed if text not in elsewhere]
     shipped, bare = (_hydra_part(show, name, plain) for name in (command_config, None))
-    problems = [
-        f"hydra.{'.'.join(keys)} is set by the YAML of {_where(folder_flags)}: Hydra would run what it "
-        "names. Delete it there, and type it if it is meant"
-        for keys in GUARDED
-        if _at(given, keys) not in (_at(shipped, keys), _at(bare, keys))
-    ]
-    if problems:
-        raise ConfigError(problems)
+    for chosen in _compositions(overrides, options):
+        given = _hydra_part(show, command_config, [*words, *chosen])
+        problems = [
+            f"hydra.{'.'.join(keys)} is set by the YAML of {_where(folder_flags)}: Hydra would run what it "
+            "names. Delete it there, and type it if it is meant"
+            for keys in GUARDED
+            if _at(given, keys) not in (_at(shipped, keys), _at(bare, keys))
+        ]
+        if problems:
+            raise ConfigError(problems)
+
+
+def _compositions(overrides: Sequence[str], options: Mapping[str, Sequence[str]]) -> Iterator[list[str]]:
+    """The overrides of each combination of swept choices.
+
+    --cfg takes no sweep. A swept value is left out: it chooses no YAML.
+    """
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    fixed = [override.input_line or "" for override in parsed if not override.is_sweep_override()]
+    swept = [o for o in parsed if o.is_discrete_sweep() and o.key_or_group in options]
+    for choices in product(*(_choices(override, options[override.key_or_group]) for override in swept)):
+        yield [*fixed, *choices]
+
+
+def _choices(override: Override, options: Sequence[str]) -> list[str]:
+    """The overrides that a sweep over a group stands for."""
+    value = override.value()
+    each = value.filter(list(options)) if isinstance(value, Glob) else override.sweep_string_iterator()
+    return [f"{override.get_key_element()}={choice}" for choice in each]
 
 
 def _pairs(flags: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -33,6 +33,9 @@ from mlm.errors import ConfigError, Problem
 CONFIG_FLAGS = {*CONFIG_DIR_FLAGS, *CONFIG_NAME_FLAGS, *CONFIG_PATH_FLAGS}
 """Flags that bring in configs of the user's own."""
 
+UNCOMPOSED = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError, RecursionError)
+"""Exceptions of Hydra where it cannot compose a config."""
+
 
 class JobFailedError(Exception):
     """A job of a sweep ended with an exit code that is not 0; Hydra carries it past its launcher."""
@@ -75,7 +78,10 @@ def call_hydra(
             sys.exit(code)
 
     try:
-        check_foreign_yaml(config, flags, typed.overrides, lambda name, argv: _main(name, argv, task))
+        options = _options(command, flags)
+        check_foreign_yaml(
+            config, flags, typed.overrides, options, lambda name, argv: _main(name, argv, task)
+        )
         _main(config, [*flags, *typed.overrides], task)
     except JobFailedError as failed:
         return failed.code
@@ -83,7 +89,14 @@ def call_hydra(
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except ConfigError as error:
         raise ConfigError(typed.all_problems(error.problems)) from None
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
+    except (
+        HydraException,
+        OmegaConfBaseException,
+        yaml.YAMLError,
+        ValueError,
+        OSError,
+        RecursionError,
+    ) as error:
         if started:
             raise
         raise ConfigError(typed.all_problems([_explained(command, flags, typed, error)])) from None
@@ -94,11 +107,15 @@ def call_hydra(
 
 def _explained(command: Command, flags: Sequence[str], typed: Prepared, error: Exception) -> Problem:
     if isinstance(error, ConfigCompositionException) and not isinstance(error, MissingConfigException):
-        at = next((n for n, flag in enumerate(flags) if flag in CONFIG_DIR_FLAGS), None)
-        groups = command_groups(command, None if at is None else flags[at + 1])
-        if ours := rejected_override(command, typed.overrides, groups, str(error)):
-            return ours
+        ours = rejected_override(command, typed.overrides, _options(command, flags), str(error))
+        return ours or reword(error)
     return reword(error)
+
+
+def _options(command: Command, flags: Sequence[str]) -> dict[str, list[str]]:
+    """The config groups of the command and their options, those of --config-dir too."""
+    at = next((n for n, flag in enumerate(flags) if flag in CONFIG_DIR_FLAGS), None)
+    return command_groups(command, None if at is None else flags[at + 1])
 
 
 def without_show(flags: Sequence[str]) -> list[str]:

@@ -27,7 +27,7 @@ from mlm.cli.commands import Command
 from mlm.cli.tasks import GROUP as TASKS
 from mlm.cli.tasks import OWN
 from mlm.config.elsewhere import OWN_CONFIG, Typed, elsewhere, plain
-from mlm.config.fields import expand_home
+from mlm.config.fields import expand_home, length_problem
 from mlm.config.imports import is_path
 from mlm.config.paths import CONFIG_DIR, groups
 from mlm.config.plain_yaml import problem_of
@@ -278,6 +278,8 @@ def _choice(
     command: Command, override: Override, options: dict[str, list[str]], config_dir: str | None
 ) -> Problem | None:
     group = override.key_or_group
+    if group.startswith("hydra/"):
+        return _hydra_choice(override)
     if group not in options:
         return None
     for choice in _chosen(override, is_section=group in sections(command.spec)):
@@ -293,6 +295,17 @@ def _choice(
                 hint = _listed(command, options[group]) + own
             group = f"~{group}" if override.is_delete() else group
             return Problem((override.key_or_group,), f"{group}={typed}: no such choice", hint)
+    return None
+
+
+def _hydra_choice(override: Override) -> Problem | None:
+    """The problem of a choice among Hydra's own groups that is no name; Hydra knows the names."""
+    group = override.key_or_group
+    for choice in _chosen(override, is_section=False):
+        if not isinstance(choice, str):
+            return Problem.at(group, choice, "no such choice", "name one of Hydra's, or leave it out")
+        if problem := length_problem(group, f"{choice}.yaml"):
+            return problem
     return None
 
 

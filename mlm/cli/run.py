@@ -22,7 +22,7 @@ from mlm.cli.saved import Saved
 from mlm.config.build import build
 from mlm.config.imports import is_path, trusting
 from mlm.config.path_errors import path_problems, streams_for
-from mlm.config.tree import MISSING_VALUE, flatten, leaves
+from mlm.config.tree import MISSING_VALUE, flatten, leaves, sections
 from mlm.errors import ConfigError, Problem, TooManyRanks, UserError
 from mlm.files.ownership import STDOUT
 from mlm.launch.typed import note_job
@@ -193,7 +193,8 @@ def _build(job: Job, values: dict[str, Any]) -> Any:
 
 def _with_plan(job: Job, problem: Problem, kind: object) -> Problem:
     """A problem of too few devices here, with the plan that shows what the layout needs."""
-    if not isinstance(problem, TooManyRanks) or job.command.forecast is None:
+    has_model = "model" in sections(job.command.spec)
+    if not isinstance(problem, TooManyRanks) or job.command.forecast is None or not has_model:
         return problem
     memory = next(command for command in COMMANDS if command.words == ("plan", "memory"))
     known = {*leaves(memory.spec), *command_groups(memory)} - {"name", "out"}

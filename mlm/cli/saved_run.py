@@ -6,7 +6,7 @@ from mlm.cli.arguments import CONFIG_DIR_FLAGS, CONFIG_NAME_FLAGS, CONFIG_PATH_F
 from mlm.cli.commands import Command
 from mlm.cli.saved import CONFIG, CONFIG_NAMES, Saved, read_run, read_values
 from mlm.cli.tasks import GROUP, OWN, run_config, task_names
-from mlm.config.fields import expand_home, length_problem
+from mlm.config.fields import expand_home, length_problem, permission_problem
 from mlm.config.suggest import did_you_mean
 from mlm.errors import UserError
 
@@ -22,7 +22,7 @@ def take_saved(command: Command, arguments: Arguments) -> Saved | None:
     file, resume = take_file(arguments), take_resume(command, arguments)
     if resume is None:
         return None if file is None else Saved(read_values(file, command.config))
-    if problem := length_problem(RESUME, resume):
+    if problem := length_problem(RESUME, resume) or permission_problem(RESUME, expand_home(resume)):
         raise UserError(problem)
     if file is not None or arguments.has(*CONFIG_NAME_FLAGS):
         raise UserError(f"resume={resume}: the run's own settings are read; leave --config-name out")

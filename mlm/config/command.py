@@ -64,7 +64,7 @@ class Command:
     """Choices of file groups that stand for a file of the user's: {"hardware=this": function of its path}."""
     forecast: str | None = None
     """module:function(config, launch facts) -> lines about what a run needs, printed before it starts; it
-    never raises. Of such a command `mlm plan memory` and `mlm plan dry-run` take the settings."""
+    never raises. Of one with a model, `mlm plan memory` and `mlm plan dry-run` take the settings."""
     also: tuple[str, ...] = ()
     """Names that other programs have for it, in lower case, with underscores."""
     keys: tuple[str, ...] = ()

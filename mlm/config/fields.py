@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
 from mlm.errors import Problem, show
+from mlm.files.access import unreadable
 
 M = TypeVar("M")
 
@@ -95,6 +96,9 @@ class Role(Enum):
     CACHE = "a folder to keep files in that can be made again"
 
 
+READ = (Role.INPUT, Role.BLEND)
+
+
 OUT_NAMES = Also("out_dir", "output_dir", "save", "save_dir")
 """Of the first path that a command writes."""
 
@@ -139,7 +143,7 @@ def expand_home(path: str) -> str:
 
 
 def path_problem(key: str, value: Any, role: Role) -> Problem | None:
-    """The problem of an expanded path itself: it is empty, too long, or of an unknown user."""
+    """The problem of an expanded path itself: it is empty, too long, of no user, or not to be read."""
     if isinstance(value, list | tuple):
         return next((problem for item in value if (problem := path_problem(key, item, role))), None)
     if not isinstance(value, str):
@@ -157,7 +161,13 @@ def path_problem(key: str, value: Any, role: Role) -> Problem | None:
         return Problem.at(key, value, "remote stores are neither read nor written", fix)
     if "\0" in path:
         return Problem((key,), f"{key}={value!r}: holds a null byte", "correct the path")
-    return length_problem(key, path)
+    return length_problem(key, path) or (permission_problem(key, path) if role in READ else None)
+
+
+def permission_problem(key: str, path: str) -> Problem | None:
+    """The problem of a path that is there and that this user may not read."""
+    reason = unreadable(path)
+    return Problem.at(key, path, reason, "ask for the right to read it, or name another") if reason else None
 
 
 def length_problem(key: str, path: str) -> Problem | None:

@@ -7,7 +7,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
-from mlm.config.fields import Role, split_weight
+from mlm.config.fields import READ, Role, split_weight
 from mlm.config.tree import leaves, values_of
 from mlm.errors import Problem
 from mlm.files.ownership import STDOUT, described, kind_of_folder, rejected_place
@@ -57,7 +57,7 @@ def paths_of(config: Any) -> Iterator[tuple[str, str, Role]]:
 
 def inputs_of(config: Any) -> list[str]:
     """Every path that a command reads."""
-    return [path for _, path, role in paths_of(config) if role in (Role.INPUT, Role.BLEND)]
+    return [path for _, path, role in paths_of(config) if role in READ]
 
 
 def protected_from(config: Any) -> list[str]:
@@ -65,8 +65,7 @@ def protected_from(config: Any) -> list[str]:
 
     A tokenizer may: `mlm data tokenizer out=corpus`, then `mlm data build tokenizer=corpus out=corpus`.
     """
-    read = (Role.INPUT, Role.BLEND)
-    return [path for key, path, role in paths_of(config) if role in read and not key.endswith("tokenizer")]
+    return [path for key, path, role in paths_of(config) if role in READ and not key.endswith("tokenizer")]
 
 
 def streams_for(config: Any) -> AbstractContextManager[None]:

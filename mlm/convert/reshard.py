@@ -33,7 +33,7 @@ from mlm.files.atomic import digest_file, write_atomic
 from mlm.files.bounded import read_bounded
 from mlm.files.lock import sole_writer
 from mlm.files.ownership import claim_folder, claim_problems
-from mlm.inference.trained import run_directory, split_problems, trained_config
+from mlm.inference.trained import check_stored, run_directory, split_problems, trained_config
 from mlm.models.stage import split_layers
 from mlm.parallel.config import ParallelConfig
 from mlm.terminal import Advance, Screen, byte_progress, size
@@ -100,6 +100,7 @@ def make_plan(config: ReshardConfig) -> Plan:
     path = resolve(config.ckpt)
     manifest = read_manifest(path)
     trained = trained_config(manifest, path)
+    check_stored(manifest, trained.model, path)
     model, layout = trained.model, ParallelConfig(tp=config.tp, pp=config.pp, vp=config.vp)
     if problems := split_problems(model, layout):
         raise ConfigError(problems)

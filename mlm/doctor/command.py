@@ -11,6 +11,7 @@ COMMANDS = (
         spec=DoctorConfig,
         target="mlm.doctor.run:run",
         check=check_doctor,
+        forecast="mlm.doctor.run:lines",
         tidy="mlm.doctor.trial:tidy",
         summary="check hosts, disks, GPUs and the network of a layout before a run",
         about=(

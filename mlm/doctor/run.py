@@ -1,6 +1,7 @@
 """`mlm doctor`: every check on every rank, one table."""
 
 import os
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,28 @@ from mlm.errors import CheckFailedError, UserError
 from mlm.files.results import named, write_result
 from mlm.launch.environment import Place, read_place
 from mlm.launch.network import LOOPBACK, interfaces
+from mlm.launch.start import LaunchFacts, choose_world_size
 from mlm.launch.versions import SAME_VERSIONS, different_versions, versions
 from mlm.parallel.mesh import ParallelContext
 from mlm.terminal import add_row, console, table
+
+START_S = 1.4
+"""Seconds of a core that the start of a rank takes: imports, most of all."""
+
+
+def lines(config: DoctorConfig, facts: LaunchFacts) -> list[str]:
+    """Line to print before this host's ranks are started; none for one rank, or for a launcher's."""
+    ranks, cores = choose_world_size(config.parallel, facts), len(os.sched_getaffinity(0))
+    if facts.joined or ranks == 1:
+        return []
+    took = f", more than its {cores} cores: about {START_S * ranks / cores:.0f} s if idle"
+    return [f"starting {ranks} ranks on this host{took if ranks > cores else ''}"]
+
+
+def note(ctx: ParallelContext, text: str) -> None:
+    """Say on rank 0 what is examined next, where others are waited for."""
+    if ctx.is_main and ctx.world_size > 1:
+        print(f"mlm doctor: {text}", file=sys.stderr, flush=True)
 
 
 def run(config: DoctorConfig, ctx: ParallelContext) -> None:
@@ -41,10 +61,12 @@ def run(config: DoctorConfig, ctx: ParallelContext) -> None:
     place = read_place(os.environ) if ctx.world_size > 1 else None
     control = Control.of(ctx, place.master_addr if place is not None else LOOPBACK, config.timeout_s)
     folder = folder_of(config)
+    note(ctx, f"{ctx.world_size} ranks are connected; looking at hosts and {folder}")
     found = [*check_host(ctx, place, folder), *check_folder(folder, control)]
     facts = {"versions": versions(), "device": device_name(ctx.device)}
     each = control.all_gather("the host", [facts, [asdict(finding) for finding in found]])
     skews = control.all_gather("the clock", control.skew())
+    note(ctx, "comparing and timing collectives over each axis")
     traffic = check_traffic(ctx, control, config.timeout_s)
     findings = [
         [*(Finding(**one) for one in mine), clock(skew), *communication]

@@ -69,6 +69,18 @@ class Lock:
                 return False
             time.sleep(POLL_S)
 
+    def is_held(self) -> bool:
+        """True if a process holds the lock; False if the file is absent, unreadable or not to be locked."""
+        with suppress(OSError):
+            descriptor = open_regular(self.path, os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError as error:
+                return error.errno in TAKEN
+            finally:
+                os.close(descriptor)
+        return False
+
     def release(self, *, delete: bool = False) -> None:
         """Release the lock, if it is held; with `delete` first remove the file."""
         if self._descriptor is None:

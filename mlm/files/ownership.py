@@ -50,6 +50,8 @@ __all__ = [
 ]
 
 STDOUT = "-"
+SEALED = {"run": ("checkpoints", "incidents", "profile"), "exported-model": ("*",)}
+"""Names in folders of ours in which no other command may make a folder."""
 HUB = "hub:"
 
 
@@ -235,12 +237,24 @@ def rejected_place(
         reason = "is your home folder" if place == home else "holds your home folder"
     elif deletes and os.path.ismount(place):  # as `out`, containers receive a mounted volume
         reason = "is the root of a file system"
+    elif not deletes and (sealed := _sealed_by(place)) is not None:
+        reason = f"is in {sealed}, where mlm keeps its own files"
     if reason is None:
         for given in inputs:
             if (read := place_of(given)) is not None and (place == read or place in read.parents):
                 reason = f"is the input {given}" if place == read else f"holds the input {given}"
                 break
     return [] if reason is None else [f"{what}: {reason}; name a new folder"]
+
+
+def _sealed_by(place: Path) -> Path | None:
+    """Return the folder around a place, or the place itself, that only its own command writes to."""
+    for folder in (place, *place.parents):
+        if any(
+            matches(folder.name, names) and is_ours(folder.parent, kind) for kind, names in SEALED.items()
+        ):
+            return folder
+    return None
 
 
 def place_of(given: str | Path | None) -> Path | None:

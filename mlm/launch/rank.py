@@ -70,7 +70,7 @@ def tell(folder: Path, failure: Failure) -> None:
 
 def write_to(log: Path) -> None:
     """Send stdout and stderr of this process, C++ included, to a file."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)

@@ -17,6 +17,7 @@ from mlm.report.panel import duration
 from mlm.report.summary import MOST_ATTEMPTS
 
 MISSING = "–"
+MOST_DIGITS = 1e6  # from here on a loss is shown with an exponent
 MOST_DIFFERENT = 200
 MOST_SHOWN = 200
 """Rows of a table of incidents, checkpoints or scores, of all runs together."""
@@ -32,6 +33,8 @@ MOST_PROBLEMS = 5
 
 def figure(value: float, form: str = "{:.4f}") -> str:
     """Return a number, or a dash for none."""
+    if abs(value) >= MOST_DIGITS and form == "{:.4f}":
+        form = "{:.4g}"
     return form.format(value) if value == value else MISSING
 
 
@@ -40,6 +43,7 @@ def overview(runs: Sequence[Run]) -> Html:
     rows = [
         [
             named(index, run),
+            state(run),
             progress(run),
             figure(last(run, "step", "loss")),
             figure(last(run, "validation", "loss")),
@@ -52,10 +56,12 @@ def overview(runs: Sequence[Run]) -> Html:
         ]
         for index, run in enumerate(runs)
     ]
-    headings = ["run", "steps", "loss", "validation", "best", "tokens", "tokens/s", "MFU", "GiB", "time"]
+    numbers = ["steps", "loss", "validation", "best", "tokens", "tokens/s", "MFU", "GiB", "time"]
     notes = [note for run in runs for note in notes_on(run)]
     listed = Html(f"<ul>{join(Html(f'<li>{text(note)}</li>') for note in notes)}</ul>") if notes else Html()
-    return join([table(headings, rows), Html('<p class="small">' + text(UNITS) + "</p>"), listed])
+    return join(
+        [table(["run", "state", *numbers], rows), Html('<p class="small">' + text(UNITS) + "</p>"), listed]
+    )
 
 
 UNITS = (
@@ -69,6 +75,8 @@ def notes_on(run: Run) -> list[str]:
     found = [f"{run.name}: {problem}" for problem in run.problems[:MOST_PROBLEMS]]
     if len(run.problems) > MOST_PROBLEMS:
         found.append(f"{run.name}: {len(run.problems) - MOST_PROBLEMS} further files are damaged")
+    if run.failure:
+        found.append(f"{run.name}: failed at step {run.done:,}: {run.failure}")
     if run.damaged:
         found.append(f"{run.name}: {run.damaged:,} damaged lines of metrics.jsonl are left out")
     if not len(run.column("step", "step")):
@@ -86,6 +94,20 @@ def notes_on(run: Run) -> list[str]:
 def progress(run: Run) -> str:
     """Return the steps done, of those to take."""
     return f"{run.done:,}" + (f" of {run.total:,}" if run.total else "")
+
+
+def state(run: Run) -> str:
+    """Return failed, finished, running since a time, stopped, or not started.
+
+    A run that a signal or a lost host ended is stopped, as one that was asked to stop.
+    """
+    if run.failure:
+        return "failed"
+    if run.is_finished:
+        return "finished"
+    if run.is_held:
+        return f"running since {when(run.latest.get('time'))[:16]}"
+    return "stopped" if run.attempts or run.done else "not started"
 
 
 def last(run: Run, kind: str, name: str) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from mlm.page.parts import MISSING, figure, last, lowest, middle, notes_on, progress
+from mlm.page.parts import MISSING, figure, last, lowest, middle, notes_on, progress, state
 from mlm.report.html.rows import Column
 from mlm.report.html.runs import Run
 from mlm.report.panel import duration
@@ -20,12 +20,13 @@ WIDTH = 24  # characters of a curve
 
 def overview(runs: Sequence[Run], *, ascii_only: bool = False) -> RenderableType:
     """Return a table of the runs with their newest numbers, and lines on what is missing."""
-    columns = ("run", "step#", "loss#", "curve", "validation#", "best#", "tokens/s#", "left#", "last record#")
-    made = table("", *columns)
+    numbers = ("step#", "loss#", "curve", "validation#", "best#", "tokens/s#", "left#", "last record#")
+    made = table("", "run", "state", *numbers)
     for run in runs:
         add_row(
             made,
             run.name,
+            state(run),
             progress(run),
             figure(last(run, "step", "loss")),
             sparkline(run.column("step", "loss"), LEVELS if ascii_only else BLOCKS),
@@ -40,7 +41,8 @@ def overview(runs: Sequence[Run], *, ascii_only: bool = False) -> RenderableType
 
 def line(run: Run) -> str:
     """Return the newest numbers of a run as names and values."""
-    found = [plain(run.name), f"step {progress(run)}", f"loss {figure(last(run, 'step', 'loss'))}"]
+    found = [plain(run.name), state(run), f"step {progress(run)}"]
+    found.append(f"loss {figure(last(run, 'step', 'loss'))}")
     if len(run.column("validation", "loss")):
         found.append(f"validation {figure(last(run, 'validation', 'loss'))}")
     return "  ".join(
@@ -50,10 +52,12 @@ def line(run: Run) -> str:
 
 def left(run: Run) -> str:
     """Return the time that the rest of a run takes at its median speed."""
-    if run.is_finished:
-        return "finished"
     step_s = middle(run, "step_time_s")
-    return MISSING if run.total is None or step_s != step_s else duration((run.total - run.done) * step_s)
+    return (
+        MISSING
+        if run.is_finished or run.total is None or step_s != step_s
+        else duration((run.total - run.done) * step_s)
+    )
 
 
 def since_last(run: Run) -> str:

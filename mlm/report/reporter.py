@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 
 import mlm
+from mlm.errors import UserError
 from mlm.report.config import LogConfig
 from mlm.report.history import FILE_NAME, History
 from mlm.report.metrics import NO_PARTS, Parts, Sink, StepMetrics
@@ -47,6 +48,7 @@ class Reporter:
     ) -> None:
         self.sinks: list[Sink] = []
         self.stack = ExitStack()
+        self.done = start_step
         if not is_main:
             return
         versions = {"mlm": mlm.__version__, "torch": torch.__version__, "python": platform.python_version()}
@@ -72,7 +74,10 @@ class Reporter:
             self.stack = stack.pop_all()
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            name = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+            self.event("failed", {"step": self.done, "error": f"{name}{error}".partition("\n")[0]})
         self.stack.close()
 
     def step(self, metrics: StepMetrics) -> None:
@@ -126,6 +131,7 @@ class Reporter:
 
     def advance(self, step: int) -> None:
         """Move the progress bar to `step` issued steps; reads nothing from the device."""
+        self.done = step
         for sink in self.sinks:
             sink.advance(step)
 

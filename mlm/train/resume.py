@@ -15,10 +15,12 @@ from mlm.config.build import to_dict
 from mlm.config.path_errors import protected_from
 from mlm.data.blend_history import change, changed_corpus_problem, continue_history, decode, encode
 from mlm.errors import ConfigError, CorruptFileError, UserError, show
+from mlm.files.access import other_owners, user_name
 from mlm.files.lock import WAIT_S, sole_writer
 from mlm.files.ownership import claim_folder, claim_problems
 from mlm.launch.environment import read_place
 from mlm.parallel.mesh import ParallelContext
+from mlm.report.history import FILE_NAME
 from mlm.train.config import PretrainConfig
 from mlm.train.corpora import sources
 from mlm.train.identity import function_errors
@@ -122,8 +124,22 @@ def claim(config: PretrainConfig, ctx: ParallelContext, stack: ExitStack) -> Non
         if ctx.is_main:
             claim_folder(config.out, "run", inputs=protected_from(config))
             stack.enter_context(sole_writer(folder(config), wait_s=wait_s))
+            warn_of_owners(config)
 
     Ranks.of(ctx).together(take, lambda error: UserError(f"out={config.out}: {error}: set another out=…"))
+
+
+def warn_of_owners(config: PretrainConfig) -> None:
+    """Warn that a run's folder will hold files of several users."""
+    if others := other_owners([Path(config.out, FILE_NAME), *folder(config).glob("step-*")]):
+        log.warning(
+            "out=%s: holds files of %s, and this process writes as %s: checkpoints that it may not delete "
+            "stay whole. Continue as %s, or share the folder with a group (chmod g+rws, umask 002)",
+            config.out,
+            ", ".join(others),
+            user_name(os.geteuid()),
+            others[0],
+        )
 
 
 def resume(trainer: Trainer) -> Path | None:

@@ -68,6 +68,14 @@ def main(arguments: list[str] | None = None) -> int:
     if not lock.take():
         print("rehearse.sh: another rehearsal runs on this machine: wait for its end", file=sys.stderr)
         return 2
+    try:
+        return rehearse(args)
+    finally:
+        lock.release(delete=True)
+
+
+def rehearse(args: argparse.Namespace) -> int:
+    """Bring the cluster up, run the cases and take all down; the exit code."""
     folder = Path(tempfile.mkdtemp(prefix="mlm-rehearsal-"))
     cluster = Cluster(find_network(folder, loopback=args.loopback), folder)
     try:

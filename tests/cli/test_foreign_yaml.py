@@ -48,6 +48,20 @@ def test_yaml_of_others_runs_nothing(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["theirs"]
 
 
+@pytest.mark.parametrize("chosen", ["gpt2_tiny,theirs", "glob(t*)"])
+def test_every_choice_of_a_sweep_is_checked(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], chosen: str
+) -> None:
+    """Hydra composes each job again, and makes its logging handlers."""
+    (tmp_path / "model").mkdir()
+    hostile = HOSTILE_YAML["logging handler"].replace("@", str(tmp_path / "marker"))
+    (tmp_path / "model/theirs.yaml").write_text(f"# @package _global_\n{hostile}\n")
+    words = ["--config-dir", str(tmp_path), "-m", f"model={chosen}", "optimizer.lr=1e-4,1e-3"]
+    assert main(["pretrain", "data=synthetic", f"out={tmp_path / 'out'}", *words]) == 2
+    assert "hydra.job_logging is set by the YAML" in capfd.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 def test_yaml_of_ones_own_may_set_values(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "my_model.yaml").write_text("hidden_size: 32\nnum_heads: 2\nnum_layers: 1\n")

@@ -58,7 +58,10 @@ PRECISIONS = "choose bf16, fp16, fp32, fp64, fp8 or tf32"
         ("-m 'model=range(1,3)'", "model=range(1,3): no such choice; list: mlm pretrain --help"),
         ("tp={}", "tp={} must be a whole number"),
         ("optimizer.lr={}", "optimizer.lr={} must be a number"),
-        (f"model={'x' * 300}", f"model={'x' * 300}: no such choice; list: mlm pretrain --help"),
+        (
+            f"model={'x' * 300}",
+            f"model={'x' * 94}…{'x' * 19}: no such choice; list: mlm pretrain --help",
+        ),
         (
             f"data.path={'x' * 300}",
             f"data.path={'x' * 40}…: a name of 300 bytes is too long for a file system; shorten it",

@@ -109,6 +109,22 @@ class TestMistakes:
                 "+schedule=cosine: schedule has a value, and + adds what has none; use schedule=cosine",
             ),
             ("++tp=7 +pp=2", "+pp=2: pp has a value, and + adds what has none; use pp=2"),
+            *(
+                (
+                    f"hydra/launcher={choice}",
+                    f"hydra/launcher={choice}: no such choice; name one of Hydra's, or leave it out",
+                )
+                for choice in ("0", "null")
+            ),
+            ("hydra/launcher=x", "hydra/launcher=x: no such choice; choose basic, or leave it out"),
+            *(
+                (
+                    f"{group}={'x' * 300}",
+                    f"{group}={'x' * 40}…: a name of 305 bytes is too long for a file system; shorten it",
+                )
+                for group in ("hydra/job_logging", "hydra/launcher")
+            ),
+            (f"hydra.run.dir={'x' * 299}", f"{'x' * 299}: File name too long"),
             ("--resolve", "The --resolve flag can only be used in conjunction with --cfg or --help"),
         ],
     )
@@ -116,6 +132,16 @@ class TestMistakes:
         assert cli(f"{SOUND} {words}") == 2
         assert cli.err == f"mlm pretrain: {message}\n"
         assert cli.launched.configs == []
+
+    @pytest.mark.parametrize("key", ["tp", "precision", "optimizer.lr", "hydra/env", "++hydra.run"])
+    @pytest.mark.parametrize("value", ["9" * 600, "'" + "a b " * 150 + "'"], ids=["word", "words"])
+    def test_long_value_is_shortened(self, cli: Cli, key: str, value: str) -> None:
+        """The problem, which stands first, and the fix, which stands last, stay legible."""
+        assert cli(f'{SOUND} "{key}={value}"') == 2
+        assert cli.err.count("\n") == 1
+        assert "…" in cli.err
+        assert value not in cli.err
+        assert len(cli.err) < 650
 
     @pytest.mark.parametrize(
         "line",

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlm.cli import main
+from mlm.config.paths import CONFIG_DIR
 from mlm.errors import CorruptFileError, UserError
 from tests.cli.doubles import Cli, make_cli, write
 
@@ -119,6 +120,24 @@ class TestSweeps:
             "o/tp=1",
             "o/tp=2",
         ]
+
+    @pytest.mark.parametrize(
+        "flags", ["-m --config-dir own", "--config-dir=own --multirun", "hydra.mode=MULTIRUN -cd own"]
+    )
+    def test_own_yaml_is_swept(self, cli: Cli, tmp_path: Path, flags: str) -> None:
+        """Values, and choices that only the user's folder has; the folder's name is relative."""
+        write(tmp_path / "own/model/mine.yaml", "num_layers: 1\nhidden_size: 32\nnum_heads: 2\n")
+        assert cli(f"pretrain data=synthetic {flags} optimizer.lr=1e-4,1e-3 model=mine,gpt2_tiny") == 0
+        assert cli.err.count("job ") == 4
+        runs = [(c.optimizer.lr, c.model.hidden_size) for c in cli.launched.configs]
+        assert runs == [(1e-4, 32), (1e-4, 64), (1e-3, 32), (1e-3, 64)]
+
+    @pytest.mark.parametrize("tasks", ["own_a,own_b", "task=glob(own_*)"])
+    def test_own_tasks_are_swept(self, cli: Cli, tmp_path: Path, tasks: str) -> None:
+        for name in ("own_a", "own_b"):
+            write(tmp_path / f"own/task/{name}.yaml", (CONFIG_DIR / "task/race.yaml").read_text())
+        assert cli(f"finetune {tasks} -m --config-dir own ckpt={tmp_path} optimizer.lr=1e-4,1e-3") == 0
+        assert cli.err.count("job ") == len(cli.launched.configs) == 4
 
     def test_slashes_and_long_names_stay_one_folder_each(self, cli: Cli) -> None:
         names = ",".join("x" * 200 + end for end in "ab")

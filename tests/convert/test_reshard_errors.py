@@ -65,6 +65,19 @@ class TestRefusals:
         with pytest.raises(UserError, match="Restore it from a copy"):
             to(tmp_path / "run", tmp_path / "out", 2)
 
+    @pytest.mark.parametrize("edit", [{"num_layers": 10**9}, {"hidden_size": 4194304}], ids=str)
+    def test_model_other_than_the_tensors(
+        self, tmp_path: Path, edit: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Compared as loading does, before a table of its layers is made."""
+        trained(shape_context(), tmp_path / "run", spec())
+        path = tmp_path / "run" / "checkpoints" / STEP
+        edit_manifest(path, lambda body: body["state"]["config"]["model"].update(edit))
+        monkeypatch.setattr(reshard, "stage_ranks_of", lambda *sizes: pytest.fail("made a table of layers"))
+        with pytest.raises(UserError, match=r"other than the [\d,]+ stored"):
+            to(tmp_path / "run", tmp_path / "out", 2)
+        assert not (tmp_path / "out").exists()
+
     def test_disk_too_small_before_a_byte_is_written(
         self, tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

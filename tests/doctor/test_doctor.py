@@ -13,7 +13,10 @@ import pytest
 
 from mlm.cli import main
 from mlm.doctor import run as doctor
+from mlm.doctor.config import DoctorConfig
 from mlm.doctor.finding import Finding
+from mlm.launch.start import LaunchFacts
+from mlm.parallel.config import ParallelConfig
 from tests.launch.conftest import ROOT
 
 Said = pytest.CaptureFixture[str]
@@ -31,6 +34,15 @@ def test_one_rank_gets_a_table_and_a_result(tmp_path: Path, capsys: Said) -> Non
     assert found["ok"] is True
     assert found["versions"]["mlm"]
     assert list(tmp_path.iterdir()) == [out]
+
+
+def test_starting_more_ranks_than_cores_says_how_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    config, here = DoctorConfig(parallel=ParallelConfig(tp=7, dp=9)), LaunchFacts(False, None, None)
+    (line,) = doctor.lines(config, here)
+    assert line == "starting 63 ranks on this host, more than its 2 cores: about 44 s if idle"
+    assert doctor.lines(DoctorConfig(), here) == []
+    assert doctor.lines(config, LaunchFacts(True, 63, None)) == []
 
 
 def test_a_failed_check_ends_with_1_and_a_remedy(
@@ -143,5 +155,6 @@ def test_a_reader_that_leaves_early_ends_no_rank(tmp_path: Path) -> None:
         )
     finally:
         os.close(writer)
-    assert (job.returncode, job.stderr) == (0, b"")
+    assert job.returncode == 0, job.stderr
+    assert all(line.startswith(b"mlm doctor: ") for line in job.stderr.splitlines()), job.stderr
     assert json.loads((tmp_path / "doctor.json").read_text())["ok"] is True

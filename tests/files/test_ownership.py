@@ -47,6 +47,34 @@ def test_claim_adopts_a_folder_with_nothing_in_the_way(elsewhere: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "kind, sealed, below",
+    [
+        ("run", "checkpoints", "step-00000002"),
+        ("run", "checkpoints", "new"),
+        ("run", "checkpoints", ""),
+        ("run", "incidents", "step-00000002-rank-0/work"),
+        ("exported-model", "onnx", "work"),
+    ],
+)
+def test_claim_rejects_what_lies_in_files_of_ours(
+    elsewhere: Path, kind: str, sealed: str, below: str
+) -> None:
+    """As in `mlm data build work=RUN/checkpoints/step-…`, whose files no build would replace."""
+    inside = claim_folder(elsewhere / "ours", kind) / sealed
+    inside.mkdir()
+    (inside / "manifest.json").write_text("{}")
+    (problem,) = claim_problems(inside / below, "corpus-work", key="work")
+    assert problem == (
+        f"work={inside / below}: is in {inside}, where mlm keeps its own files; name a new folder"
+    )
+
+
+@pytest.mark.parametrize("name", ["predictions", "best", "seed-1"])
+def test_claim_takes_a_run_s_other_folders(elsewhere: Path, name: str) -> None:
+    assert claim_problems(claim_folder(elsewhere / "ours", "run") / name, "predictions") == []
+
+
+@pytest.mark.parametrize(
     "name", ["README.md", "config.yaml", "tokenizer.json", "metrics.jsonl", "checkpoints/a"]
 )
 def test_claim_rejects_a_folder_whose_files_it_would_replace(elsewhere: Path, name: str) -> None:

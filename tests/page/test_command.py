@@ -172,7 +172,8 @@ def test_watching_writes_again_until_the_run_is_finished(desk: Path) -> None:
     assert pages == [5.0, 5.0]
     assert reload_of(desk / "page.html") is None
     lines = console.export_text().splitlines()
-    assert [line.split()[:3] for line in lines[:3]] == [["a", "step", n] for n in ("20", "30", "100")]
+    expected = [("stopped", "20"), ("stopped", "30"), ("finished", "100")]
+    assert [line.split()[:4] for line in lines[:3]] == [["a", state, "step", n] for state, n in expected]
     assert lines[3].startswith("all runs are finished; written to ")
 
 

@@ -7,10 +7,17 @@ from typing import Any
 
 import pytest
 
-from mlm.errors import CorruptFileError
+from mlm.errors import CorruptFileError, UserError
+from mlm.files.lock import sole_writer
+from mlm.page.parts import notes_on, state
 from mlm.report.html import runs
 from mlm.report.html.runs import Run, RunReader, names_of, read_run
 from tests.page.made import some_run, started, stepped, validated, write_run
+
+FAILED = {
+    **{"kind": "failed", "time": 1011.0, "step": 10},
+    "error": "out of memory; lower train.micro_batch_size",
+}
 
 
 def test_a_damaged_file_shows_what_is_whole(tmp_path: Path) -> None:
@@ -68,6 +75,33 @@ def test_a_run_that_patience_ended_is_finished(tmp_path: Path, steps: int, is_fi
     run = write_run(tmp_path / "a", started(), stepped(40))  # of 100 steps
     (run / "result.json").write_text(json.dumps({"task": "rte", "steps": steps}))
     assert read_run(run, "a").is_finished is is_finished
+
+
+@pytest.mark.parametrize(
+    ("records", "expected"),
+    [
+        ([], "not started"),
+        ([started(), stepped(10)], "stopped"),
+        ([started(), stepped(10), FAILED], "failed"),
+        ([started(), stepped(10), FAILED, started(10, time=4000.0), stepped(11)], "stopped"),
+        ([started(), stepped(100)], "finished"),
+    ],
+)
+def test_a_run_has_its_state(tmp_path: Path, records: list[dict[str, Any]], expected: str) -> None:
+    run = read_run(write_run(tmp_path / "a", *records), "a")
+    assert state(run) == expected
+    lines = [line for line in notes_on(run) if "failed" in line]
+    error = "a: failed at step 10: out of memory; lower train.micro_batch_size"
+    assert lines == ([error] if expected == "failed" else [])
+
+
+def test_a_run_whose_checkpoints_are_locked_is_running(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", started(time=1.8e9), stepped(10))
+    with sole_writer(folder / "checkpoints"):
+        assert state(read_run(folder, "a")) == "running since 2027-01-15 08:00"
+        with pytest.raises(UserError, match="in use by"), sole_writer(folder / "checkpoints", wait_s=0):
+            pass
+    assert state(read_run(folder, "a")) == "stopped"
 
 
 def test_a_folder_of_finished_seeds_is_finished(tmp_path: Path) -> None:

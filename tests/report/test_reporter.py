@@ -78,6 +78,35 @@ def test_a_record_is_in_the_file_before_the_next(tmp_path: Path) -> None:
         assert read_metrics(tmp_path)[-1]["step"] == 10
 
 
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (UserError("tp=3: too many; use tp=2"), "tp=3: too many; use tp=2"),
+        (RuntimeError("shape [3]\nexpected [4]"), "RuntimeError: shape [3]"),
+        (KeyboardInterrupt(), None),
+    ],
+)
+def test_the_error_that_ends_a_run_is_its_last_record(
+    tmp_path: Path, error: BaseException, line: str | None
+) -> None:
+    """Other programs, and `mlm report`, read from it that the run failed, after which step and why."""
+
+    def train() -> None:
+        with reporter(tmp_path) as report:
+            report.advance(10)
+            report.step(step_metrics(10))
+            report.advance(13)
+            raise error
+
+    with pytest.raises(type(error)):
+        train()
+    last = read_metrics(tmp_path)[-1]
+    if line is None:
+        assert last["kind"] == "step"
+    else:
+        assert (last["kind"], last["step"], last["error"]) == ("failed", 13, line)
+
+
 def test_other_ranks_write_and_say_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
     with reporter(out, is_main=False, console=None) as report:

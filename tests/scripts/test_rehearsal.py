@@ -115,3 +115,24 @@ def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setattr(rehearse.os, "geteuid", lambda: 1000)
     assert rehearse.main([]) == 2
     assert "need root" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ends, code", [(Failed("no daemon"), 2), (KeyboardInterrupt(), 130)])
+def test_no_lock_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: BaseException, code: int
+) -> None:
+    """Held while it runs, so that a second one is refused; gone at its end."""
+    seen = []
+
+    class Network:
+        def up(self) -> None:
+            seen.append(rehearse.main([]))
+            raise ends
+
+        def down(self) -> None: ...
+
+    monkeypatch.setattr(rehearse, "LOCK", tmp_path / "rehearsal.lock")
+    monkeypatch.setattr(rehearse, "find_network", lambda *_, **__: Network())
+    monkeypatch.setattr(rehearse.os, "geteuid", lambda: 0)
+    assert rehearse.main([]) == code
+    assert (seen, list(tmp_path.iterdir())) == ([2], [])

@@ -1,6 +1,7 @@
 """The start of a run: its newest whole checkpoint, passing over damaged ones; a lock; weights alone."""
 
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -13,6 +14,7 @@ import torch
 
 from mlm.checkpoint.native.save_load import read_manifest, save_checkpoint
 from mlm.errors import CorruptFileError, UserError
+from mlm.files.access import owner_of
 from mlm.files.lock import sole_writer
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.train.config import CheckpointConfig, PretrainConfig
@@ -232,6 +234,20 @@ def test_ranks_of_a_launcher_do_not_meet_themselves(out: Path, monkeypatch: pyte
     monkeypatch.setenv("MASTER_PORT", "1")
     with sole_writer(out / "checkpoints"):
         assert start_problems(spec(out)) == []
+
+
+def test_files_of_another_user_are_named_once(
+    out: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ExitStack() as stack:
+        claim(spec(out), shape_context(), stack)
+    assert caplog.text == ""
+    owner = owner_of(out)
+    monkeypatch.setattr(os, "geteuid", lambda: 4_000_000_000)
+    with ExitStack() as stack:
+        claim(spec(out), shape_context(), stack)
+    (line,) = caplog.messages
+    assert f"out={out}: holds files of {owner}, and this process writes as user 4000000000" in line
 
 
 def claim_on(ctx: ParallelContext, out: Path) -> str:

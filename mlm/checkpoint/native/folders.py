@@ -34,6 +34,7 @@ from mlm.checkpoint.native.lineage import (
     encode_pointer,
 )
 from mlm.errors import CorruptFileError, UserError
+from mlm.files.access import owner_of
 from mlm.files.atomic import fsync_directory
 
 log = logging.getLogger(__name__)
@@ -445,14 +446,14 @@ def outdated(
         elif (keep_every and step % keep_every == 0) or path == head:
             continue
         elif head is None or not is_of_another_branch(path, head):
-            old += [path] if _is_ours(path) else []
+            old += [path] if _is_deletable(path) else []
     return old[::-1]
 
 
-def _is_ours(path: Path) -> bool:
-    """True if nothing in a checkpoint's directory is the user's."""
+def _is_deletable(path: Path) -> bool:
+    """True if nothing in a checkpoint's directory is the user's, and this process may delete all of it."""
     try:
-        return foreign_in(path) is None
+        return foreign_in(path) is None and os.access(path, os.R_OK | os.W_OK | os.X_OK)
     except OSError:
         return False
 
@@ -467,6 +468,9 @@ def discard(path: Path) -> bool:
     try:
         if os.path.lexists(path) and (foreign := foreign_in(path)) is not None:
             log.warning("%s: not deleted: holds %s, which mlm did not write", path, foreign)
+            return False
+        if os.path.lexists(path) and not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+            log.warning("%s: not deleted: it belongs to %s, and this user may not", path, owner_of(path))
             return False
         if trash != path and os.path.lexists(trash) and foreign_in(trash) is not None:
             trash = trash.with_name(f"{trash.name}-{os.urandom(4).hex()}")  # that one is the user's

@@ -116,7 +116,7 @@ class StagedFile:
         assert self._memory is not None
         size, digester = self._size, Digester()
         padded = -(-size // ALIGNMENT) * ALIGNMENT
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | flags, 0o644)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | flags, 0o666)
         try:
             with memoryview(self._memory) as content:
                 for start in range(0, size, BLOCK):

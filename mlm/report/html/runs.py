@@ -14,6 +14,7 @@ from mlm.config.plain_yaml import read_text
 from mlm.config.tree import flatten
 from mlm.errors import UserError, visible
 from mlm.files.bounded import open_bounded, parse_json, read_bounded
+from mlm.files.lock import LOCK, Lock
 from mlm.report.history import FILE_NAME, MAX_BYTES, MAX_LINE, MOVE, parse, step_of
 from mlm.report.html.rows import LARGEST, Column, Rows, number
 
@@ -21,6 +22,7 @@ CONFIG = "config.yaml"
 RESULT = "result.json"  # of finetuning
 MOST_LISTED = 500
 """Incidents, checkpoints, samples and attempts of a run that are kept; the newest."""
+LONGEST_FAILURE = 500  # characters
 MOST_TIMELINES = 3  # each may take megabytes
 MOST_SCORES = 100
 MAX_SCORES = 1 << 22  # bytes of one result
@@ -57,6 +59,10 @@ class Run:
     """Times of a pipeline's computations; the newest."""
     samples: "deque[dict[str, Any]]" = field(default_factory=newest)
     """Continuations of prompts at validations."""
+    failure: str = ""
+    """The error that ended the newest attempt."""
+    is_held: bool = False
+    """True if a process writes checkpoints to it now."""
     scores: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     """Results of evaluations by file name."""
     kept: frozenset[str] = frozenset()
@@ -143,6 +149,7 @@ class RunReader:
             run = self._read_metrics()
             read_settings(run)
             read_scores(run)
+            run.is_held = Lock(self.folder / "checkpoints" / LOCK).is_held()
             run.kept = frozenset(path.name for path in (self.folder / "checkpoints").glob("step-*"))
         except OSError as error:
             path = error.filename or self.folder
@@ -246,6 +253,9 @@ def take(run: Run, record: dict[str, Any]) -> None:
     kind = record["kind"]
     if kind == "run":
         run.attempts.append(record)
+        run.failure = ""
+    if kind == "failed":
+        run.failure = visible(str(record.get("error")))[:LONGEST_FAILURE]
     if kind in ("run", "rewound"):
         for rows in run.rows.values():
             rows.return_to(step_of(record))

@@ -1,16 +1,22 @@
 """Search for the checkpoint to continue from, and retention."""
 
 import logging
+import os
 import shutil
+import stat
 from pathlib import Path
 
 import pytest
+import torch
 
-from mlm.checkpoint.native.folders import LATEST, clear_up, leftovers, locate, outdated
+from mlm.checkpoint.native.folders import LATEST, clear_up, discard, leftovers, locate, outdated, prune
 from mlm.checkpoint.native.format import MANIFEST
 from mlm.checkpoint.native.save_load import latest_checkpoint, resolve
+from mlm.checkpoint.native.staging import StagedFile
 from mlm.errors import CorruptFileError, UserError
+from mlm.files.lock import sole_writer
 from tests.checkpoint.native.helpers import load, save, weights
+from tests.files.as_nobody import NOBODY, as_nobody, open_folder
 
 
 def steps(root: Path) -> list[int]:
@@ -200,3 +206,47 @@ def test_locate_tells_a_checkpoint_from_a_folder_of_them(tmp_path: Path, checkpo
 def test_resolve_names_the_setting_it_is_asked_for(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^second=.*absent: no such directory. Set second=… to"):
         resolve(tmp_path / "absent", "second")
+
+
+def test_a_checkpoint_of_another_user_is_pruned_whole_or_not_at_all(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its folder may be renamed, and nothing in it deleted: it keeps its name and its files."""
+    with open_folder() as root:
+        for step in (1, 2, 3):
+            save(root, step, weights(), keep_last=9)
+        if os.geteuid() == 0:
+            os.chown(root, NOBODY, NOBODY)
+            os.chown(root / "step-00000001", NOBODY, NOBODY)
+        else:
+            (root / "step-00000002").chmod(0o555)
+        before = sorted(path.name for path in (root / "step-00000002").iterdir())
+
+        def work() -> int:
+            prune(root, 3, keep_last=1, keep_every=0)
+            deleted = discard(root / "step-00000002")
+            return int(deleted or "not deleted: it belongs to " not in caplog.text)
+
+        assert as_nobody(work) == 0
+        assert steps(root) == [2, 3]
+        assert sorted(path.name for path in (root / "step-00000002").iterdir()) == before
+        assert not list(root.glob(".trash*"))
+
+
+def test_a_group_keeps_its_rights(tmp_path: Path) -> None:
+    """In a shared folder (chmod g+rws) with umask 002, whatever a save writes is the group's to change."""
+    tmp_path.chmod(0o2775)
+    group = max(os.getgroups() or [os.getgid()])
+    os.chown(tmp_path, -1, group)
+    before = os.umask(0o002)
+    try:
+        with sole_writer(tmp_path / "checkpoints"):
+            path = save(tmp_path / "checkpoints", 1, weights())
+        staged = StagedFile()
+        staged.fill({"a": torch.zeros(3)}, "b" * 32)
+        staged.write(path / "rank-00001.safetensors")
+    finally:
+        os.umask(before)
+    for each in (path.parent, *path.parent.rglob("*")):
+        assert each.stat().st_gid == group
+        assert each.stat().st_mode & stat.S_IWGRP, each

@@ -27,6 +27,7 @@
 
   const UNITS = [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "k"]];
   const short = (value) => {
+    if (Math.abs(value) >= 1e15) return (+value.toPrecision(4)).toExponential();
     const unit = UNITS.find(([size]) => Math.abs(value) >= size);
     return unit ? +(value / unit[0]).toPrecision(4) + unit[1] : String(+value.toPrecision(4));
   };
