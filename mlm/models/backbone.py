@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,7 +19,7 @@ from mlm.models.rotary import Rotary
 from mlm.models.stage import Stage, split_layers
 from mlm.models.transformer import TransformerLayer
 from mlm.parallel.dropout import DropoutStream, keys_of_places
-from mlm.parallel.layers import VocabParallelEmbedding
+from mlm.parallel.layers import VocabParallelEmbedding, lookup
 from mlm.parallel.mesh import Axis
 from mlm.parallel.zigzag import own_places, own_tokens
 
@@ -50,7 +49,7 @@ class Table(nn.Module):
     def forward(self, rows: range | Tensor) -> Tensor:
         """[len(rows), 1, H]; of rows int64 [S, B], each sample's own, [S, B, H]."""
         if isinstance(rows, Tensor):
-            return F.embedding(rows, self.weight)
+            return lookup(rows, self.weight)
         return self.weight[rows.start : rows.stop].unsqueeze(1)
 
 

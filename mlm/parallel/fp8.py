@@ -20,9 +20,12 @@ TINY = 1e-12
 
 
 def quantised(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`x` in an 8-bit format, and the float32 scale [] that it has to be multiplied with."""
+    """`x` in an 8-bit format, and the float32 scale [] that it has to be multiplied with.
+
+    Rounded once: the quotient is float32 where x is bfloat16, as a scale of one dimension makes it.
+    """
     scale = x.abs().amax().float().clamp(min=TINY) / torch.finfo(dtype).max
-    return (x / scale).to(dtype), scale
+    return (x / scale.view(1)).to(dtype), scale
 
 
 def _multiply(

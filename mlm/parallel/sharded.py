@@ -118,16 +118,22 @@ class ShardedReducer:
     def settle(self) -> None:
         """Take in gradients that arrived outside a backward pass."""
         assert not self._reduced, "the step's gradients are already reduced"
-        self._set_passes(reduce=self.every, last=False)
-        _run_post_backward(self.root)
+        self._take_in(reduce=self.every, last=False)
         self.sync = False
+
+    def _take_in(self, *, reduce: bool, last: bool) -> None:
+        """Add gradients to the sums of the rows' dtype, then reduce those: FSDP2 takes one dtype only."""
+        self._set_passes(reduce=False, last=False)
+        _run_post_backward(self.root)
+        if reduce:
+            self._set_passes(reduce=True, last=last)
+            _run_post_backward(self.root)
 
     def finish(self) -> None:
         """Reduce if no backward pass did, and assign the sums to the parameters of `ParameterShard`."""
         if not self._reduced:
-            self._set_passes(reduce=True, last=True)
+            self._take_in(reduce=True, last=True)
             self._reduced = True
-            _run_post_backward(self.root)
         for rows, dp_slice in self.slices:
             dp_slice.parameter.grad = None if rows.grad is None else _local(rows.grad)
 

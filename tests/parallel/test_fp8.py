@@ -34,6 +34,14 @@ def test_an_operand_is_rounded_to_its_mantissa(dtype: torch.dtype, bits: int) ->
     assert found.abs().max() == pytest.approx(float(x.abs().max()), rel=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [NARROW, WIDE])
+def test_an_operand_in_bfloat16_is_rounded_once(dtype: torch.dtype) -> None:
+    """Each code is that of the exact quotient; through bfloat16 2 % are its neighbours."""
+    x = operand(4096)
+    found, scale = quantised(x, dtype)
+    assert torch.equal(found.float(), (x.double() / scale.double()).to(dtype).float())
+
+
 def test_the_three_products_are_those_of_the_quantised_operands() -> None:
     x, weight, dy, bias = operand(R, IN), operand(OUT, IN, seed=1), operand(R, OUT, seed=2), operand(OUT)
     found = (

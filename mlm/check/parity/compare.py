@@ -71,6 +71,10 @@ class Difference:
     """The layout's is this many times that of one process, by least squares."""
     cosine: float
     """1 where the two have the same direction."""
+    norm: float = 0.0
+    """Length of the vector of all elements on one process."""
+    distance: float = 0.0
+    """Length of the vector of all differences, replicas counted once."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +204,7 @@ class Comparison:
         `note_rounding` remembers elements that hold rounding, `skip_rounding` leaves them out of the result.
         """
         maxima = torch.zeros(len(self.whole), 2, dtype=torch.float64)
-        sums = torch.zeros(len(self.whole), 4, dtype=torch.float64)
+        sums = torch.zeros(len(self.whole), 5, dtype=torch.float64)
         for row, (name, shards) in enumerate(self.held.items()):
             expected = self._expected(name, value)
             maxima[row, 0] = expected.abs().amax()
@@ -216,8 +220,8 @@ class Comparison:
                     off = off.masked_fill(self.rounding[shard] & off.isfinite(), 0)
                 maxima[row, 1] = maxima[row, 1].maximum(off.amax())
                 if is_stored(shard, self.layout.ctx):
-                    x, y = mine.flatten(), part.flatten()
-                    sums[row] += torch.stack([torch.tensor(float(x.numel())), x @ y, x @ x, y @ y])
+                    x, y, z = mine.flatten(), part.flatten(), off.flatten()
+                    sums[row] += torch.stack([torch.tensor(float(x.numel())), x @ y, x @ x, y @ y, z @ z])
         all_reduce(maxima, self.everyone, dist.ReduceOp.MAX)
         all_reduce(sums, self.everyone)
         rows = zip(self.whole.values(), maxima.tolist(), sums.tolist(), strict=True)
@@ -285,7 +289,7 @@ def shared_over_tp(config: PretrainConfig, tp: int) -> set[str]:
 
 
 def _difference(whole: ParameterShard, maxima: list[float], sums: list[float], *, shared: bool) -> Difference:
-    (largest, difference), (count, product, square, expected) = maxima, sums
+    (largest, difference), (count, product, square, expected, off) = maxima, sums
     size = math.prod(whole.global_shape)
     lengths = (square * expected) ** 0.5
     return Difference(
@@ -295,6 +299,8 @@ def _difference(whole: ParameterShard, maxima: list[float], sums: list[float], *
         difference=difference if count == size else torch.inf,
         factor=product / expected if expected else torch.nan,
         cosine=product / lengths if lengths else torch.nan,
+        norm=expected**0.5,
+        distance=off**0.5,
     )
 
 

@@ -49,7 +49,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
         needs_weight = ctx.needs_input_grad[1]
-        if x.dtype == weight.dtype:
+        if x.dtype == weight.dtype == scale.dtype:
             # layer norm's, as if the mean were 0; it takes the mean of the gradient out, which is put back
             dy, zero, outputs = dy.contiguous(), torch.zeros_like(scale), [True, needs_weight, False]
             dx, dw, _ = torch.ops.aten.native_layer_norm_backward(

@@ -1,0 +1,56 @@
+"""Modules whose parameters are gathered in half precision, as sharded data parallelism hands them over."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mlm.models.backbone import Table
+from mlm.models.layer_norm import LayerNorm
+from mlm.models.llama.norm import RMSNorm
+from mlm.parallel.layers import VocabParallelEmbedding
+from mlm.parallel.mesh import Axis
+
+ROWS, WIDTH = 8192, 24
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "layer norm": lambda: LayerNorm(WIDTH, eps=1e-5),
+    "rms norm": lambda: RMSNorm(WIDTH, eps=1e-5),
+    "token table": lambda: VocabParallelEmbedding(3, 3, WIDTH, tp=Axis("tp")),
+    "table": lambda: Table(3, WIDTH, init_std=0.02),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", MODULES)
+def test_gradients_of_half_parameters_are_rounded_once(name: str, dtype: torch.dtype) -> None:
+    """Sums over 8,192 rows are those of float64 to the rounding of their last cast, half an ulp."""
+    torch.manual_seed(0)
+    module = MODULES[name]()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(1 + torch.rand(parameter.shape))
+    module.to(dtype)
+    dy = (torch.randn(ROWS, WIDTH) + 0.5).to(dtype)
+    is_table = "table" in name
+    x = torch.randint(0, 3, (ROWS,)) if is_table else torch.randn(ROWS, WIDTH).to(dtype).requires_grad_()
+    y = module(x)
+    y.backward(dy)
+    exact = MODULES[name]().double()
+    exact.load_state_dict({key: value.double() for key, value in module.state_dict().items()})
+    wide = x if is_table else x.detach().double().requires_grad_()
+    wanted = exact(wide)
+    wanted.backward(dy.double())
+
+    def differs(found: Tensor | None, expected: Tensor | None) -> float:
+        assert found is not None
+        assert expected is not None
+        assert found.dtype == dtype
+        return float((found.detach().double() - expected.detach()).norm() / expected.detach().norm())
+
+    half_an_ulp = torch.finfo(dtype).eps / 2
+    assert differs(y, wanted) <= half_an_ulp
+    if not is_table:
+        assert differs(x.grad, wide.grad) <= half_an_ulp
+    for mine, theirs in zip(module.parameters(), exact.parameters(), strict=True):
+        assert differs(mine.grad, theirs.grad) <= half_an_ulp
