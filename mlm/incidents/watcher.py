@@ -28,8 +28,9 @@ from mlm.optim.adamw import can_defer
 from mlm.parallel.transfer import ToHost
 from mlm.parallel.watch import name_ranks
 from mlm.report.reporter import Reporter
+from mlm.train.diagnose import DivergedError, diagnosis
 from mlm.train.hooks import Hooks
-from mlm.train.resume import folder, rewind
+from mlm.train.resume import folder, returns, rewind
 from mlm.train.saver import Saver
 from mlm.train.state import FINETUNING, INCIDENTS
 from mlm.train.trainer import Doubt, Trainer
@@ -75,7 +76,6 @@ class Incidents(Hooks):
         self.remembered()
         self.batches: Sequence[Any] = ()
         self.rewinds, self.slow = False, set[int]()
-        self.is_bad = False
         existing = len(list(self.root.glob("step-*"))) if trainer.ctx.is_main else 0
         self.count = int(Ranks.of(trainer.ctx).broadcast(existing))
         self.clock = Clock(trainer.ctx)
@@ -83,6 +83,7 @@ class Incidents(Hooks):
         self.profiler = Profiler(trainer, out, reporter) if trainer.config.profile else None
         self.timeline = Timeline(trainer, reporter)
         trainer.judge, trainer.doubt = self.judge, self.doubt
+        saver.is_sound = self.is_finite
         self.defers = trainer.ctx.device.type in DEFERRING and can_defer(
             trainer.optimizer, trainer.shards[0].parameter.dtype
         )
@@ -102,7 +103,7 @@ class Incidents(Hooks):
 
     def begin(self, batches: Sequence[Any]) -> None:
         """Take note of the micro-batches of the step that begins."""
-        self.batches, self.is_bad = batches, False
+        self.batches = batches
         if self.profiler is not None:
             self.profiler.begin()
         self.timeline.begin(len(batches))
@@ -122,7 +123,7 @@ class Incidents(Hooks):
         def holds() -> bool:
             loss, gradient, is_flagged = arriving.read()
             if not is_flagged:
-                self.memory.streak = 0
+                self.memory.streak = self.memory.since = 0
                 self.memory.recent.add(loss, gradient)
             return bool(is_flagged)
 
@@ -139,22 +140,24 @@ class Incidents(Hooks):
 
     def judge_numbers(self, numbers: Numbers, verdict: Verdict) -> None:
         """Find numbers that are not finite or far from recent ones."""
-        scaler, settings = self.trainer.scaler, self.settings
+        scaler, settings, memory = self.trainer.scaler, self.settings, self.memory
+        is_finite = math.isfinite(numbers.loss) and math.isfinite(numbers.norm)
+        memory.since = 0 if is_finite else memory.since or self.trainer.step + 1
         floor = self.trainer.config.precision.min_loss_scale
         if not math.isfinite(numbers.norm) and scaler.dynamic and numbers.scale > floor:
             return  # the loss scale is halved, as usual
-        if not (math.isfinite(numbers.loss) and math.isfinite(numbers.norm)):
-            self.is_bad, self.memory.streak = True, self.memory.streak + 1
+        if not is_finite:
+            memory.streak += 1
             if scaler.dynamic:
                 verdict.add("loss_scale_at_floor", f"overflow at the smallest loss scale, {floor:g}")
             if not math.isfinite(numbers.loss):
                 verdict.add("loss_not_finite", f"loss {numbers.loss}")
             if not math.isfinite(numbers.norm):
                 verdict.add("gradient_not_finite", f"gradient norm {numbers.norm}")
-            if self.memory.streak == settings.patience:
+            if memory.streak == settings.patience:
                 verdict.add("exhausted", f"{settings.patience} steps in a row without finite gradients")
             return
-        self.memory.streak = 0
+        memory.streak = 0
         if settings.threshold:
             far = self.memory.recent.deviations(numbers.loss, numbers.norm)
             values = {"loss": numbers.loss, "gradient norm": numbers.norm}
@@ -224,9 +227,10 @@ class Incidents(Hooks):
         asked = self.settings.action
         if asked != "rewind":
             return asked
-        found = bool(checkpoints(folder(self.trainer.config))) if self.trainer.ctx.is_main else False
-        if not Ranks.of(self.trainer.ctx).any_of([found])[0]:
-            return "skip"
+        trainer, before = self.trainer, self.memory.limit(self.trainer.step + 1)
+        found = bool(returns(trainer.config, before)) if trainer.ctx.is_main else False
+        if not Ranks.of(trainer.ctx).any_of([found])[0]:
+            return "skip" if before is None else "stop"
         return "rewind" if self.memory.rewinds < self.settings.rewinds else "stop"
 
     def note(self, verdict: Verdict, numbers: Numbers, action: str, place: Path | None) -> None:
@@ -293,10 +297,22 @@ class Incidents(Hooks):
             "config": to_dict(config),
         }
 
+    def is_finite(self) -> bool:
+        """Return True if the numbers of the newest step are finite."""
+        return not self.memory.since
+
+    def stop_if_diverged(self, warmup_key: str) -> None:
+        """Raise DivergedError once incident.patience steps in a row were not finite. Collective."""
+        memory = self.memory
+        if not memory.since or not 0 < self.settings.patience <= memory.streak:
+            return
+        text, good = diagnosis(self.trainer, list(self.batches), memory.since, warmup_key)
+        record = {"step": self.trainer.step, "since": memory.since, "good": good and good.name}
+        self.reporter.event("diverged", record)
+        raise DivergedError(text)
+
     def end(self) -> None:
         """Look at the state after the update: compare replicas, and ranks' times, where due."""
-        if self.is_bad and (not self.settings.patience or self.memory.streak < self.settings.patience):
-            self.trainer.scaler.exhausted.zero_()  # one bad step is no diverged run
         step = self.trainer.step
         if self.checks.every and step % self.checks.every == 0:
             self.compare_replicas()
@@ -351,21 +367,23 @@ class Incidents(Hooks):
         self.slow = {times.slowest} if is_slow else set()
 
     def rewind(self) -> None:
-        """Return to the last checkpoint and leave out the samples of the incident. Collective."""
+        """Return to the last good checkpoint and leave out the samples of the incident. Collective.
+
+        From the same incident it goes one checkpoint further back.
+        """
         trainer, memory, size = self.trainer, self.memory, self.trainer.config.train.global_batch_size
         first = trainer.consumed_samples - size  # the step was counted
         failed, self.rewinds = trainer.step, False
         with suppress(CheckpointError):  # a failed save was reported
             self.saver.finish()
-        path = rewind(trainer)
+        path = rewind(trainer, memory.limit(failed))
         assert path is not None, "action() has looked"
         self.remembered()
         for range_ in memory.ranges:
             self.memory.leave_out(*range_)
         self.memory.leave_out(first, size)
-        self.memory.rewinds = memory.rewinds + 1
+        self.memory.rewinds, self.memory.returned = memory.rewinds + 1, (failed, trainer.step)
         trainer.left_out = self.memory.ranges
-        trainer.scaler.exhausted.zero_()
         self.reporter.rewound(trainer.step)
         self.clock.start(trainer.step)
         line = f"returned from step {failed} to {path}; samples {first} to {first + size - 1} are left out"
@@ -378,6 +396,6 @@ def done_about_it(action: str) -> str:
     return {
         "log": "training continues",
         "skip": "its update is left out",
-        "rewind": "training returns to the last checkpoint",
+        "rewind": "training returns to a checkpoint",
         "stop": "training stops",
     }[action]

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mlm.checkpoint.native.folders import LATEST, clear_up, leftovers, locate, outdated
+from mlm.checkpoint.native.folders import LATEST, clear_up, leftovers, locate
 from mlm.checkpoint.native.format import MANIFEST
+from mlm.checkpoint.native.retention import outdated
 from mlm.checkpoint.native.save_load import latest_checkpoint, resolve
 from mlm.errors import CorruptFileError, UserError
 from tests.checkpoint.native.helpers import load, save, weights

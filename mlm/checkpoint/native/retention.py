@@ -1,0 +1,105 @@
+"""Retention: which checkpoints of a run are good, which are kept, and which are deleted."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from mlm.checkpoint.native.folders import (
+    candidates,
+    checkpoints,
+    discard,
+    foreign_in,
+    is_of_another_branch,
+    named_latest,
+    plain_name,
+    problem_of,
+)
+from mlm.checkpoint.native.format import CheckpointError, read_summary
+from mlm.checkpoint.native.norms import largest_jump
+from mlm.checkpoint.native.run_state import not_finite_since
+from mlm.errors import UserError
+
+log = logging.getLogger(__name__)
+
+
+def prune(root: Path, step: int, *, keep_last: int, keep_every: int) -> None:
+    """Delete old checkpoints after `step` was saved. Never raises: a leftover is no failed save.
+
+    Steps after `step` are kept: they belong to a run that was rolled back, and deleting is the user's call.
+    """
+    try:
+        old = outdated(root, keep_last=keep_last, keep_every=keep_every, upto=step)
+    except CheckpointError as e:
+        log.warning("old checkpoints were not pruned: %s", e)
+        return
+    for path in old:
+        discard(path)
+
+
+def outdated(
+    root: Path,
+    *,
+    keep_last: int,
+    keep_every: int,
+    upto: int | None = None,
+    problem: Callable[[Path], str | None] = problem_of,
+) -> list[Path]:
+    """The checkpoints up to step `upto` (None: all) that retention deletes, oldest first.
+
+    Kept: the `keep_last` newest good ones, at least one, and whatever is newer; multiples of `keep_every`
+    (0: none); the one `latest` names; and those of another branch than that one, which count for nothing: a
+    user rolled back, and deleting what was abandoned is theirs. Good are whole ones that are not doubtful. A
+    damaged one, of which `problem(directory)` says why, never counts as kept: it is deleted when `keep_last`
+    good ones are newer, so where none is good nothing is. Of doubtful ones `keep_last` are kept besides.
+    `problem` is called from the newest on, as long as it matters. Raises CheckpointError when `root` cannot
+    be read.
+    """
+    named, found, old = named_latest(root), checkpoints(root), list[Path]()
+    most, good, doubtful = max(keep_last, 1), 0, 0
+    head = next((path for path in found.values() if plain_name(path) == named), None)
+    for step, path in reversed(found.items()):
+        if (upto is not None and step > upto) or (head and is_of_another_branch(path, head)):
+            continue
+        if good < most:
+            if doubt_of(path) is None:
+                good += problem(path) is None
+                continue
+            doubtful += 1
+            if doubtful <= most:
+                continue
+        if not (keep_every and step % keep_every == 0) and path != head and _is_ours(path):
+            old.append(path)
+    return old[::-1]
+
+
+def doubt_of(directory: Path) -> str | None:
+    """Why a checkpoint may be of a run that has gone wrong; None if its manifest does not say so."""
+    try:
+        summary = read_summary(directory)
+    except (UserError, OSError):
+        return None
+    if since := not_finite_since(summary.state):
+        return f"steps are not finite since step {since}"
+    jump = largest_jump(summary.tensors)
+    return jump and f"the norm of {jump[0]} is {jump[1]:.3g} times what it was"
+
+
+def newest_good(root: Path, since: int | None = None) -> Path | None:
+    """The newest checkpoint to continue from that is whole and not doubtful; None if there is none.
+
+    If no step from `since` on was finite, the weights after step `since` - 1 are not good: an older one is
+    taken. Of the branch that `latest` names. Raises CheckpointError when `root` cannot be read.
+    """
+    for path in candidates(root):
+        step = int(plain_name(path).removeprefix("step-"))
+        if (since is None or step < since - 1) and problem_of(path) is None and doubt_of(path) is None:
+            return path
+    return None
+
+
+def _is_ours(path: Path) -> bool:
+    """True if nothing in a checkpoint's directory is the user's."""
+    try:
+        return foreign_in(path) is None
+    except OSError:
+        return False
