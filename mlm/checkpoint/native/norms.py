@@ -1,6 +1,7 @@
 """Norms of saved tensors: they show numbers that are not finite, and weights that a wrong step blew up."""
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ JUMP = 100.0
 """Growth of a weight's norm since the checkpoint before, from which the new one is doubtful."""
 LEAST_RMS = 0.01
 """Root mean square of a weight that can jump: biases begin at zero, and grow by any factor."""
-NOT_FINITE = math.nan
+NOT_FINITE, LARGEST = math.nan, sys.float_info.max
 
 
 class NormSums:
@@ -24,40 +25,53 @@ class NormSums:
     """
 
     def __init__(self, places: Sequence[tuple[str, torch.dtype, int, int]]) -> None:
-        self._left = [place for place in places if place[1].is_floating_point and place[2] < place[3]]
-        self.norms = {name: 0.0 for name, *_ in self._left}
+        self._places = [place for place in places if place[1].is_floating_point and place[2] < place[3]]
+        self._next = 0
+        self._squares = [0.0] * len(self._places)
 
     def update(self, start: int, block: memoryview | bytearray) -> None:
         """Take the next bytes of the file, from byte `start` on. No element lies in two blocks."""
         end = start + len(block)
-        for name, dtype, begin, stop in self._left:
+        for number in range(self._next, len(self._places)):
+            _, dtype, begin, stop = self._places[number]
             if begin >= end:
                 break
             first, last = max(begin, start), min(stop, end)
-            x = torch.frombuffer(block, dtype=torch.uint8, count=last - first, offset=first - start)
-            self.norms[name] = joint_norm([self.norms[name], norm(x.view(dtype))])
-        self._left = [place for place in self._left if place[3] > end]
+            count = (last - first) // dtype.itemsize
+            self._squares[number] += square(
+                torch.frombuffer(block, dtype=dtype, count=count, offset=first - start)
+            )
+            self._next += stop <= end
+
+    @property
+    def norms(self) -> dict[str, float]:
+        """Norm of each tensor of what was taken."""
+        return {place[0]: _root(value) for place, value in zip(self._places, self._squares, strict=True)}
 
 
 def norm(x: Tensor) -> float:
     """L2 norm; NaN if an element is not finite, whatever the size of those that are."""
-    flat = x.detach().reshape(-1)
-    values = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
-    square = float(torch.dot(values, values))
-    if math.isfinite(square):
-        return math.sqrt(square)
-    wide = flat.double()  # squares beyond the range of the dtype, or an element that is not finite
-    largest = float(wide.abs().max())
-    if not math.isfinite(largest):
-        return NOT_FINITE
-    return min(largest * float(torch.linalg.vector_norm(wide / largest)), torch.finfo(torch.float64).max)
+    return _root(square(x.detach().reshape(-1)))
+
+
+def square(x: Tensor) -> float:
+    """Sum of squares of [n] numbers; NaN if one is not finite, infinite if the sum of finite ones is."""
+    if x.dtype in (torch.float32, torch.float64) and math.isfinite(found := torch.dot(x, x).item()):
+        return found
+    wide = x.double()  # squares beyond the range of the dtype, or an element that is not finite
+    return torch.dot(wide, wide).item() if wide.isfinite().all() else NOT_FINITE
+
+
+def _root(square: float) -> float:
+    """Finite of finite numbers: infinite sums are of float64 alone."""
+    return min(math.sqrt(square), LARGEST) if square == square else NOT_FINITE
 
 
 def joint_norm(norms: Sequence[float]) -> float:
     """Norm of a tensor from those of its parts; NaN if one is."""
     if any(math.isnan(part) for part in norms):
         return NOT_FINITE
-    return min(math.hypot(*norms), torch.finfo(torch.float64).max)
+    return min(math.hypot(*norms), LARGEST)
 
 
 def with_norms(
@@ -90,8 +104,8 @@ def largest_jump(tensors: Mapping[str, TensorEntry]) -> tuple[str, float] | None
         least = LEAST_RMS * math.sqrt(math.prod(entry.shape))
         if name.startswith("model.") and entry.norm is not None and (entry.norm_before or 0.0) > least:
             grown[name] = entry.norm / (entry.norm_before or 1.0)
-    name = max(grown, key=lambda each: grown[each], default=None)
-    return (name, grown[name]) if name is not None and grown[name] >= JUMP else None
+    most = max(grown.items(), key=lambda each: each[1], default=("", 0.0))
+    return most if most[1] >= JUMP else None
 
 
 def describe_not_finite(name: str) -> str:

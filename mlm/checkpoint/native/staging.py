@@ -22,6 +22,7 @@ from mlm.checkpoint.native.shard_file import header_bytes, in_order
 
 ALIGNMENT = 4096  # of address, offset and length under O_DIRECT
 BLOCK = 1 << 24  # bytes per write: 16 MiB
+PIECE = 1 << 18  # bytes digested and summed while they are in the processor's cache
 
 
 def _lock_pages(address: int, size: int) -> bool:
@@ -125,9 +126,10 @@ class StagedFile:
         try:
             with memoryview(self._memory) as content:
                 for start in range(0, size, BLOCK):
-                    block = content[start : min(start + BLOCK, size)]
-                    digester.update(block)
-                    sums.update(start, block)
+                    for begin in range(start, min(start + BLOCK, size), PIECE):
+                        piece = content[begin : min(begin + PIECE, start + BLOCK, size)]
+                        digester.update(piece)
+                        sums.update(begin, piece)
                     done, end = start, min(start + BLOCK, padded)
                     while done < end:
                         done += os.write(descriptor, content[done:end])

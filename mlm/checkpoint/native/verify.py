@@ -75,9 +75,9 @@ def verify_checkpoint(directory: Path, progress: Callable[[int], None] = lambda 
     named = STEP_NAME.fullmatch(directory.name.removeprefix(REPLACED))
     if named and int(named[1]) != manifest.step:
         warnings.append(f"{directory.name} holds step {manifest.step}: it was renamed")
-    name = None if problems else first_not_finite(with_norms(manifest.tensors, norms, {}))
-    if name is not None:
-        problems.append(NotFinite(next(f for f in held if name in held[f]), describe_not_finite(name)))
+    bad = None if problems else first_not_finite(with_norms(manifest.tensors, norms, {}))
+    if bad is not None:
+        problems.append(NotFinite(next(f for f in held if bad in held[f]), describe_not_finite(bad)))
     return Verified(directory, manifest, (*problems, *strays), tuple(warnings), loads=not problems)
 
 
