@@ -80,21 +80,32 @@ def doubt_of(directory: Path) -> str | None:
         return None
     if since := not_finite_since(summary.state):
         return f"steps are not finite since step {since}"
-    jump = largest_jump(summary.tensors)
+    jump = jump_of(directory)
     return jump and f"the norm of {jump[0]} is {jump[1]:.3g} times what it was"
+
+
+def jump_of(directory: Path) -> tuple[str, float] | None:
+    """The weight that grew most since the checkpoint before, and its factor; None if none jumped."""
+    return largest_jump(read_summary(directory).tensors)
 
 
 def newest_good(root: Path, since: int | None = None) -> Path | None:
     """The newest checkpoint to continue from that is whole and not doubtful; None if there is none.
 
+    Where all are doubtful, the newest one whose weights have not jumped.
+
     If no step from `since` on was finite, the weights after step `since` - 1 are not good: an older one is
     taken. Of the branch that `latest` names. Raises CheckpointError when `root` cannot be read.
     """
-    for path in candidates(root):
-        step = int(plain_name(path).removeprefix("step-"))
-        if (since is None or step < since - 1) and problem_of(path) is None and doubt_of(path) is None:
-            return path
-    return None
+    found = [
+        path
+        for path in candidates(root)
+        if since is None or int(plain_name(path).removeprefix("step-")) < since - 1
+    ]
+    whole = [path for path in found if problem_of(path) is None]
+    good = [path for path in whole if doubt_of(path) is None]
+    # steps that are not finite change no weight: where all else is lacking, those before them may do
+    return next(iter([*good, *(path for path in whole if jump_of(path) is None)]), None)
 
 
 def _is_ours(path: Path) -> bool:

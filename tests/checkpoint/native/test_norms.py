@@ -166,6 +166,12 @@ def test_a_checkpoint_of_steps_that_are_not_finite_pushes_out_nothing(tmp_path: 
     assert newest_good(tmp_path) == tmp_path / step_name(1)
 
 
+def test_a_run_that_only_overflowed_has_a_checkpoint_to_go_back_to(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, model(), state={INCIDENTS: {NOT_FINITE_SINCE: 1}})
+    save(tmp_path, 2, model(1e30))
+    assert newest_good(tmp_path) == path
+
+
 def test_weights_before_steps_that_were_never_finite_are_not_good(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step, model(), keep_last=9)
