@@ -1,7 +1,13 @@
 """The commands `mlm ckpt …`, which maintain checkpoints. They run in this process, on files."""
 
 from mlm.checkpoints.checks import check_out_file
-from mlm.checkpoints.config import CkptDiffConfig, CkptInspectConfig, CkptPruneConfig, CkptVerifyConfig
+from mlm.checkpoints.config import (
+    CkptDiffConfig,
+    CkptInspectConfig,
+    CkptPruneConfig,
+    CkptRollbackConfig,
+    CkptVerifyConfig,
+)
 from mlm.config.command import Command
 
 COMMANDS = (
@@ -66,6 +72,24 @@ COMMANDS = (
             ),
             ("Every ten thousandth, and the last", "mlm ckpt prune runs/longer keep_last=1 keep_every=10000"),
             ("Every byte of the two it keeps is read first", "mlm ckpt prune runs/shakespeare --verify"),
+        ),
+    ),
+    Command(
+        words=("ckpt", "rollback"),
+        config="ckpt_rollback",
+        spec=CkptRollbackConfig,
+        target="mlm.checkpoints.rollback:run",
+        positional=("ckpt", "step"),
+        summary="continue a run from an earlier checkpoint; newer ones are set aside",
+        about=(
+            "Points `latest` at a checkpoint, by default the newest good one: whole, finite, and older than "
+            "the steps that were not finite. Newer ones are renamed aside-step-…, not deleted; until "
+            "training continues, the same command with a newer step goes forward again. Rejected while a "
+            "run uses the folder."
+        ),
+        examples=(
+            ("Back to the newest good checkpoint", "mlm ckpt rollback runs/shakespeare"),
+            ("Back to that of step 900", "mlm ckpt rollback runs/shakespeare 900"),
         ),
     ),
 )

@@ -62,3 +62,15 @@ class CkptPruneConfig:
     """Read every byte of the newest until keep_last are found whole; false checks names and sizes only."""
     dry_run: bool = False
     """Only list what would be deleted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CkptRollbackConfig:
+    """The run spec of `mlm ckpt rollback`: continue a run from an earlier checkpoint."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    ckpt: CheckpointPath
+    """Run directory, or folder of checkpoints."""
+    step: Annotated[int, NOT_NEGATIVE] | None = None
+    """Step of the checkpoint to continue from; null takes the newest good one."""

@@ -22,11 +22,11 @@ from mlm.checkpoint.native.folders import (
     leftovers,
     locate,
     named_latest,
-    outdated,
     plain_name,
     problem_of,
 )
 from mlm.checkpoint.native.format import RESTORE, CheckpointError
+from mlm.checkpoint.native.retention import doubt_of, outdated
 from mlm.checkpoint.native.verify import shard_bytes, verify_checkpoint
 from mlm.checkpoints.config import CkptPruneConfig
 from mlm.errors import UserError
@@ -84,6 +84,8 @@ def look(root: Path, config: CkptPruneConfig) -> list[Item]:
     for path in found:
         why = problems[path] if path in problems else problem_of(path)
         what = "whole" if why is None else f"damaged: {said_shortly(path, why)}"
+        if why is None and (doubt := doubt_of(path)):
+            what += f", doubtful: {doubt}"
         if head is not None and is_of_another_branch(path, head):
             what += ", of another branch than latest: kept and not counted"
         items.append(Item(path, bytes_of(path), what, path in old))

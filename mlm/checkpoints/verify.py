@@ -13,7 +13,7 @@ from mlm.checkpoint.native.folders import (
     locate,
     read_pointer,
 )
-from mlm.checkpoint.native.verify import Verified, shard_bytes, verify_checkpoint
+from mlm.checkpoint.native.verify import FileProblem, NotFinite, Verified, shard_bytes, verify_checkpoint
 from mlm.checkpoints.config import CkptVerifyConfig
 from mlm.checkpoints.report import versions, write_result
 from mlm.errors import CorruptFileError
@@ -21,7 +21,7 @@ from mlm.terminal import add_row, byte_progress, console, plain, size, table
 
 
 def run(config: CkptVerifyConfig) -> None:
-    """Verify, print a table, write out. Raises CorruptFileError when a checkpoint is damaged."""
+    """Verify, print a table, write out. Raises CorruptFileError for one damaged or not finite."""
     place, alone = locate(config.ckpt)
     paths = [place] if alone else [*checkpoints(place).values(), *best_of(place)]
     with byte_progress("verifying", sum(map(shard_bytes, paths))) as advance:
@@ -30,16 +30,24 @@ def run(config: CkptVerifyConfig) -> None:
     if config.out is not None:
         write_result(config.out, result_of(config.ckpt, found, start))
     show(config.ckpt, found, start, in_run=not alone)
-    damaged = [each for each in found if not each.whole]
-    if damaged:
-        first = damaged[0].problems[0]
+    bad = [each for each in found if not each.whole]
+    if bad:
+        first, verb = bad[0].problems[0], "is" if len(bad) == 1 else "are"
+        remedy = "Restore it from a copy, or delete it"
+        if isinstance(first, NotFinite):
+            remedy = "Go back to one that is whole with mlm ckpt rollback, or delete it"
         raise CorruptFileError(
-            f"{len(damaged)} of {len(found)} checkpoints {'is' if len(damaged) == 1 else 'are'} damaged: "
-            f"{damaged[0].path / plain(first.file)}: {plain(first.why)}. Restore it from a copy, or delete it"
+            f"{len(bad)} of {len(found)} checkpoints {verb} {word_of(first)}: "
+            f"{bad[0].path / plain(first.file)}: {plain(first.why)}. {remedy}"
         )
     problem = None if alone else read_pointer(place).problem
     if problem:
         raise CorruptFileError(f"{place / LATEST}: {problem}. Write the name of a step-… there, or delete it")
+
+
+def word_of(problem: FileProblem) -> str:
+    """Return what a checkpoint with a problem is."""
+    return "not usable" if isinstance(problem, NotFinite) else "damaged"
 
 
 def best_of(place: Path) -> list[Path]:
@@ -87,7 +95,7 @@ def show(ckpt: str, found: list[Verified], start: Path | None, *, in_run: bool) 
         if manifest is not None:
             total = sum(file.bytes for file in manifest.files.values())
             cells = (manifest.step, len(manifest.files), size(total))
-        first, *others = [f"damaged: {f.file}: {f.why}" for f in each.problems] or ["whole"]
+        first, *others = [f"{word_of(f)}: {f.file}: {f.why}" for f in each.problems] or ["whole"]
         is_best = each.path.parent.parent.name == BEST
         add_row(made, f"{BEST}: {each.path.name}" if is_best else each.path.name, *cells, first)
         for line in others:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlm.checkpoint.native.run_state import NOT_FINITE_SINCE
 from mlm.data.sampler import Ranges
 from mlm.errors import CorruptFileError
 from mlm.incidents.recent import Recent
@@ -25,6 +26,18 @@ class Memory:
     rewinds: int = 0
     streak: int = 0
     """Steps in a row without finite gradients."""
+    returned: tuple[int, int] = (0, 0)
+    """Step of the incident that training last returned from, and that of the checkpoint it returned to."""
+    since: int = 0
+    """First of the newest steps that are not finite, overflows of float16 too; 0 if the newest is finite."""
+
+    def limit(self, step: int) -> int | None:
+        """Return the step that an incident at `step` returns to one below of, None for any.
+
+        Training that gets no further than the last time goes further back.
+        """
+        failed, target = self.returned
+        return target if step <= failed else None
 
     def leave_out(self, first: int, count: int) -> None:
         """Leave out samples from now on."""
@@ -38,6 +51,8 @@ class Memory:
             "left_out_steps": self.steps[-MOST_STEPS:],
             "rewinds": self.rewinds,
             "streak": self.streak,
+            "returned": list(self.returned),
+            NOT_FINITE_SINCE: self.since,
         }
 
 
@@ -52,7 +67,11 @@ def decode(saved: Any, window: int) -> Memory:
         if len(ranges) > MOST_RANGES or len(steps) > MOST_STEPS:
             raise ValueError("too many entries")
         recent = Recent(window, saved["recent"])
-        return Memory(recent, ranges, steps, _whole(saved["rewinds"]), _whole(saved["streak"]))
+        failed, target = map(_whole, saved.get("returned", (0, 0)))
+        since = _whole(saved.get(NOT_FINITE_SINCE, 0))
+        return Memory(
+            recent, ranges, steps, _whole(saved["rewinds"]), _whole(saved["streak"]), (failed, target), since
+        )
     except (AssertionError, KeyError, TypeError, ValueError) as error:
         raise CorruptFileError(
             f"its state of incidents is damaged ({error!r}); take another checkpoint"

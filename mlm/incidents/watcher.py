@@ -29,8 +29,9 @@ from mlm.optim.adamw import can_defer
 from mlm.parallel.transfer import ToHost
 from mlm.parallel.watch import name_ranks
 from mlm.report.reporter import Reporter
+from mlm.train.diagnose import DivergedError, diagnosis
 from mlm.train.hooks import Hooks
-from mlm.train.resume import folder, rewind
+from mlm.train.resume import folder, returns, rewind
 from mlm.train.saver import Saver
 from mlm.train.state import FINETUNING, INCIDENTS
 from mlm.train.trainer import Doubt, Trainer
@@ -78,7 +79,6 @@ class Incidents(Hooks):
         self.remembered()
         self.batches: Sequence[Any] = ()
         self.rewinds, self.slow = False, set[int]()
-        self.is_bad = False
         existing = len(list(self.root.glob("step-*"))) if trainer.ctx.is_main else 0
         self.count = int(Ranks.of(trainer.ctx).broadcast(existing))
         self.clock = Clock(trainer.ctx)
@@ -86,6 +86,7 @@ class Incidents(Hooks):
         self.profiler = Profiler(trainer, out, reporter) if trainer.config.profile else None
         self.timeline = Timeline(trainer, reporter)
         trainer.judge, trainer.doubt = self.judge, self.doubt
+        saver.is_sound = self.is_finite
         self.defers = trainer.ctx.device.type in DEFERRING and can_defer(
             trainer.optimizer, trainer.shards[0].parameter.dtype
         )
@@ -105,7 +106,7 @@ class Incidents(Hooks):
 
     def begin(self, batches: Sequence[Any]) -> None:
         """Take note of the micro-batches of the step that begins."""
-        self.batches, self.is_bad = batches, False
+        self.batches = batches
         self.trainer.ctx.watch.traffic = []
         if self.profiler is not None:
             self.profiler.begin()
@@ -126,7 +127,7 @@ class Incidents(Hooks):
         def holds() -> bool:
             loss, gradient, is_flagged = arriving.read()
             if not is_flagged:
-                self.memory.streak = 0
+                self.memory.streak = self.memory.since = 0
                 self.memory.recent.add(loss, gradient)
             return bool(is_flagged)
 
@@ -147,15 +148,21 @@ class Incidents(Hooks):
             if not is_finite(again.numbers) or self.judge_numbers(again.numbers).kinds:
                 again = None
         kept = numbers if again is None else again.numbers
-        if is_finite(kept):
-            self.memory.streak = 0
-        elif verdict.kinds:
-            self.is_bad, self.memory.streak = True, self.memory.streak + 1
-            if self.memory.streak == self.settings.patience:
-                line = f"{self.settings.patience} steps in a row without finite gradients"
-                verdict.add("exhausted", line)
+        self.count_bad_steps(kept, verdict)
         self.memory.recent.add(kept.loss, kept.norm)
         return bool(verdict.kinds) and self.act(verdict, numbers, again)
+
+    def count_bad_steps(self, numbers: Numbers, verdict: Verdict) -> None:
+        """Count steps in a row that are not finite; an overflow that halves the loss scale is none."""
+        memory, patience = self.memory, self.settings.patience
+        if is_finite(numbers):
+            memory.since = memory.streak = 0
+            return
+        memory.since = memory.since or self.trainer.step + 1
+        if verdict.kinds:
+            memory.streak += 1
+            if memory.streak == patience:
+                verdict.add("exhausted", f"{patience} steps in a row without finite gradients")
 
     def judge_numbers(self, numbers: Numbers) -> Verdict:
         """Return what is not finite or far from recent numbers."""
@@ -247,9 +254,10 @@ class Incidents(Hooks):
         asked = self.settings.action
         if asked != "rewind":
             return asked
-        found = bool(checkpoints(folder(self.trainer.config))) if self.trainer.ctx.is_main else False
-        if not Ranks.of(self.trainer.ctx).any_of([found])[0]:
-            return "skip"
+        trainer, before = self.trainer, self.memory.limit(self.trainer.step + 1)
+        found = bool(returns(trainer.config, before)) if trainer.ctx.is_main else False
+        if not Ranks.of(trainer.ctx).any_of([found])[0]:
+            return "skip" if before is None else "stop"
         return "rewind" if self.memory.rewinds < self.settings.rewinds else "stop"
 
     def has_place(self, verdict: Verdict) -> bool:
@@ -321,10 +329,22 @@ class Incidents(Hooks):
             "config": to_dict(config),
         }
 
+    def is_finite(self) -> bool:
+        """Return True if the numbers of the newest step are finite."""
+        return not self.memory.since
+
+    def stop_if_diverged(self, warmup_key: str) -> None:
+        """Raise DivergedError once incident.patience steps in a row were not finite. Collective."""
+        memory = self.memory
+        if not memory.since or not 0 < self.settings.patience <= memory.streak:
+            return
+        text, good = diagnosis(self.trainer, list(self.batches), memory.since, warmup_key)
+        record = {"step": self.trainer.step, "since": memory.since, "good": good and good.name}
+        self.reporter.event("diverged", record)
+        raise DivergedError(text)
+
     def end(self) -> None:
         """Look at the state after the update: compare replicas, and ranks' times, where due."""
-        if self.is_bad and (not self.settings.patience or self.memory.streak < self.settings.patience):
-            self.trainer.scaler.exhausted.zero_()  # one bad step is no diverged run
         step = self.trainer.step
         if self.checks.every and step % self.checks.every == 0:
             self.compare_replicas()
@@ -380,21 +400,23 @@ class Incidents(Hooks):
         self.slow = {times.slowest} if is_slow else set()
 
     def rewind(self) -> None:
-        """Return to the last checkpoint and leave out the samples of the incident. Collective."""
+        """Return to the last good checkpoint and leave out the samples of the incident. Collective.
+
+        From the same incident it goes one checkpoint further back.
+        """
         trainer, memory, size = self.trainer, self.memory, self.trainer.config.train.global_batch_size
         first = trainer.consumed_samples - size  # the step was counted
         failed, self.rewinds = trainer.step, False
         with suppress(CheckpointError):  # a failed save was reported
             self.saver.finish()
-        path = rewind(trainer)
+        path = rewind(trainer, memory.limit(failed))
         assert path is not None, "action() has looked"
         self.remembered()
         for range_ in memory.ranges:
             self.memory.leave_out(*range_)
         self.memory.leave_out(first, size)
-        self.memory.rewinds = memory.rewinds + 1
+        self.memory.rewinds, self.memory.returned = memory.rewinds + 1, (failed, trainer.step)
         trainer.left_out = self.memory.ranges
-        trainer.scaler.exhausted.zero_()
         self.reporter.rewound(trainer.step)
         self.clock.start(trainer.step)
         line = f"returned from step {failed} to {path}; samples {first} to {first + size - 1} are left out"
@@ -412,7 +434,7 @@ def done_about_it(action: str) -> str:
     return {
         "log": "training continues",
         "skip": "its update is left out",
-        "rewind": "training returns to the last checkpoint",
+        "rewind": "training returns to a checkpoint",
         "stop": "training stops",
         "computed again": "the update is that of the second pass",
     }[action]

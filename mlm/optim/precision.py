@@ -33,7 +33,6 @@ class LossScaler:
     Attributes:
         scale: 0-d float32 tensor on the device.
         skipped: 0-d int64 tensor: steps skipped for non-finite gradients.
-        exhausted: 0-d bool tensor: an overflow occurred at the smallest scale; training cannot continue.
     """
 
     def __init__(self, config: PrecisionConfig, device: torch.device) -> None:
@@ -42,16 +41,13 @@ class LossScaler:
         self.scale = torch.tensor(config.initial_loss_scale if self.dynamic else 1.0, device=device)
         self.clean_steps = torch.zeros((), dtype=torch.int32, device=device)
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
-        self.exhausted = torch.zeros((), dtype=torch.bool, device=device)
 
     @torch.no_grad()
     def update(self, overflow: Tensor) -> None:
         """Take note of a step: `overflow` is 0-d, 1.0 if its gradients were not finite. No sync."""
         self.skipped += overflow.to(torch.int64)
         if not self.dynamic:
-            self.exhausted |= overflow > 0  # there is no scale to lower: the numbers themselves are bad
             return
-        self.exhausted |= (overflow > 0) & (self.scale <= self.config.min_loss_scale)
         torch._amp_update_scale_(
             self.scale, self.clean_steps, overflow, 2.0, 0.5, self.config.loss_scale_window
         )

@@ -2,12 +2,17 @@
 
 import logging
 import operator
-from contextlib import ExitStack
+import shlex
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.text import Text
 
+from mlm.checkpoint.native.exchange import Ranks
+from mlm.checkpoint.native.folders import named_latest, plain_name
+from mlm.checkpoint.native.retention import newest_good
 from mlm.checkpoint.native.tokenizer_digest import KEY as TOKENIZER
 from mlm.config.build import config_digest
 from mlm.config.imports import is_path
@@ -16,16 +21,18 @@ from mlm.data.blend_history import trained_on
 from mlm.data.own_dataset import CheckedDataset
 from mlm.data.sampler import Dataset, FromCorpus, MicroBatch
 from mlm.doctor.quick import check_start
-from mlm.errors import show, writing_to
+from mlm.errors import UserError, show, writing_to
 from mlm.files.atomic import write_atomic
 from mlm.incidents.memory import spare_samples
-from mlm.incidents.watcher import Incidents
+from mlm.incidents.watcher import IncidentError, Incidents
 from mlm.inference.hf_source import load_model_folder
+from mlm.launch.typed import program
 from mlm.optim.schedule import warmup_warning
 from mlm.parallel.mesh import ParallelContext
 from mlm.plan.forecast import predicted
 from mlm.pretrain.loop import PretrainLoop
 from mlm.pretrain.samples import PromptSampler, prompt_problems
+from mlm.report.history import FILE_NAME, diverged_since
 from mlm.report.peak import Peak, peak_flops
 from mlm.report.reporter import Reporter, training_console
 from mlm.report.summary import write_summary
@@ -37,11 +44,13 @@ from mlm.train.corpora import (
     validation_prefixes,
     validation_sets,
 )
+from mlm.train.diagnose import DivergedError
 from mlm.train.identity import changes_line
 from mlm.train.kernels import missing_kernel_as_user_error
 from mlm.train.memory import out_of_memory_as_user_error, reuse_large_blocks
 from mlm.train.resume import claim, continue_data, model_folder, resume, start_problems
 from mlm.train.run_tokenizer import corpus_tokenizer_errors, tokenizer_now, tokenizer_of
+from mlm.train.saver import SaveFailedError
 from mlm.train.session import (
     CONFIG,
     composed_yaml,
@@ -52,6 +61,7 @@ from mlm.train.session import (
     run_row,
     training_session,
 )
+from mlm.train.state import CHECKPOINTS
 from mlm.train.trainer import Trainer
 
 SUMMARY, CURVES = "README.md", "loss.png"
@@ -111,23 +121,26 @@ def train(trainer: Trainer, out: Path, start: Path | None) -> int:
         note_tokenizer(trainer)
         if left > 0:  # last, when all is checked and loaded: what is rejected, or has nothing to do, stays
             prepare_directory(config, out)
-    with training_session(
-        trainer,
-        out,
-        header=rows,
-        record={
-            "config_digest": config_digest(config),
-            "layout": {**asdict(config.parallel), "dp": ctx.dp.size},
-            "resumed_from": start and str(start),
-            "corpora": trained_on(trainer.history),
-        },
-        notes=notes(trainer, start, changed),
-        warnings=[warning for warning in warnings if warning is not None],
-        peak=peak,
-        tokens_per_step=config.train.global_batch_size * config.data.seq_length,
-        seq_length=config.data.seq_length,
-        loss_unit=config.model.family.loss_unit,
-    ) as session:
+    with (
+        failure_summarised(trainer, out, rows),
+        training_session(
+            trainer,
+            out,
+            header=rows,
+            record={
+                "config_digest": config_digest(config),
+                "layout": {**asdict(config.parallel), "dp": ctx.dp.size},
+                "resumed_from": start and str(start),
+                "corpora": trained_on(trainer.history),
+            },
+            notes=notes(trainer, start, changed),
+            warnings=[warning for warning in warnings if warning is not None],
+            peak=peak,
+            tokens_per_step=config.train.global_batch_size * config.data.seq_length,
+            seq_length=config.data.seq_length,
+            loss_unit=config.model.family.loss_unit,
+        ) as session,
+    ):
         validation = validation_sets(config, trainer.history)
         loop, code = PretrainLoop(*session, samples, validation, sampler_of(trainer, session.reporter)), 0
         loop.hooks = Incidents(trainer, out, session.reporter, session.saver)
@@ -232,7 +245,38 @@ def header(trainer: Trainer, out: Path, peak: Peak | None, samples: Dataset) -> 
     ]
 
 
-def finish_directory(trainer: Trainer, out: Path, rows: list[tuple[str, str]]) -> None:
+@contextmanager
+def failure_summarised(trainer: Trainer, out: Path, rows: list[tuple[str, str]]) -> Iterator[None]:
+    """Write the summary of a run that ends with an error of all ranks; they wait for the one that writes."""
+    try:
+        yield
+    except (DivergedError, IncidentError, SaveFailedError) as error:
+        text = str(error)
+
+        def write() -> None:
+            if trainer.ctx.is_main:
+                finish_directory(trainer, out, rows, text)
+
+        with suppress(UserError):  # what ended the run comes first
+            Ranks.of(trainer.ctx).together(write, lambda problem: UserError(str(problem)))
+        raise
+
+
+def newest_rows(out: Path) -> list[tuple[str, str]]:
+    """Rows of the summary on the newest good checkpoint, and on one that is newer. Raises OSError."""
+    root = out / CHECKPOINTS
+    good, newest = newest_good(root, diverged_since(out / FILE_NAME)), named_latest(root)
+    rows = [("newest good checkpoint", f"`{good}`" if good else "none")]
+    if good is not None and newest is not None and plain_name(good) != newest:
+        step = str(int(plain_name(good).removeprefix("step-")))
+        command = shlex.join([*program(), "ckpt", "rollback", str(out), step])
+        rows.append((f"newer, and not good: {newest}", f"go back with `{command}`"))
+    return rows
+
+
+def finish_directory(
+    trainer: Trainer, out: Path, rows: list[tuple[str, str]], failure: str | None = None
+) -> None:
     """Plot the losses and write the run's summary. A full disk then is no failed training."""
     config = trainer.config
     generates = config.model.family.causal and (out / "tokenizer.json").exists()
@@ -251,6 +295,8 @@ def finish_directory(trainer: Trainer, out: Path, rows: list[tuple[str, str]]) -
             trusted=kind.partition(":")[0] if is_path(kind) else None,
             validation=[str(prefix) for prefix in validation_prefixes(config.data).values()],
             predicted=predicted(config, trainer.ctx.world_size),
+            failure=failure,
+            checkpoint=newest_rows(out),
         )
     except OSError as error:
         log.warning("%s: %s: the run is saved, its summary is not", error.filename or out, error.strerror)

@@ -1,7 +1,7 @@
 """metrics.jsonl: one history of a run over all its attempts.
 
 One JSON object per line, each with `kind` (run, step, validation, sample, scores, saved, save_failed,
-failed, incident, rewound, ranks, timeline) and `time` (Unix seconds). Numbers that are not finite are null:
+failed, incident, rewound, diverged, ranks, timeline) and `time` (Unix seconds). Numbers that are not finite are null:
 JSON has no NaN.
 """
 
@@ -155,6 +155,15 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
         record = parse(line)
         if step_of(record) >= 0:
             yield record
+
+
+def diverged_since(path: Path) -> int | None:
+    """Return the first step that was not finite of a run that ended for it; None of any other.
+
+    Raises OSError.
+    """
+    since = [r.get("since") for r in read_records(path) if r["kind"] == "diverged"] if path.is_file() else []
+    return since[-1] if since and type(since[-1]) is int else None
 
 
 def read_lines(path: Path) -> Iterator[bytes]:

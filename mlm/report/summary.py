@@ -55,6 +55,8 @@ def write_summary(
     validation: Sequence[str] = (),
     trusted: str | None = None,
     predicted: Predicted | None = None,
+    failure: str | None = None,
+    checkpoint: Rows = (),
 ) -> Path:
     """Write `out`/README.md from `out`/metrics.jsonl and return its path (README.mlm.md beside a user's own).
 
@@ -68,6 +70,8 @@ def write_summary(
         validation: the validation sets, of a blend one each; without any `mlm eval loss` is left out.
         trusted: module of the user's own model family, which other commands load only if it is trusted.
         predicted: numbers to show beside the measured ones.
+        failure: the error that ended the run.
+        checkpoint: rows on the newest good checkpoint, and the way back to it.
 
     Raises:
         OSError: metrics.jsonl cannot be read, or the summary written.
@@ -75,18 +79,20 @@ def write_summary(
     records = list(read_records(out / FILE_NAME))
     steps = [r for r in records if r["kind"] == "step"]
     done = max((r["step"] for r in records if r["kind"] in PROGRESS), default=0)
-    state = "Finished" if done >= total_steps else "Stopped early"
+    state = "Failed" if failure else "Finished" if done >= total_steps else "Stopped early"
     curve = next(iter(sorted(out.glob("*.png"))), None)
     parts = [
         SUMMARY_MARK,
         f"# {out.resolve().name}",
         f"{state}: {done:,} of {total_steps:,} steps.",
+        escaped(failure or ""),
         f"![Training and validation loss over steps]({curve.name})" if curve else "",
         "## What ran",
         table([*started(records), *header, *ran(records)]),
         "## Results",
         table(results(steps, [r for r in records if r["kind"] == "validation"], unit))
         or "Nothing was logged.",
+        table(checkpoint),
         comparison(steps, predicted),
         "## Files",
         table(present(out)),

@@ -74,8 +74,8 @@ class IncidentConfig:
 
     action: Literal["log", "skip", "rewind", "stop"] = "log"
     """Action after an incident: log only reports it; skip leaves out the update; rewind returns to the last
-    checkpoint and leaves out the samples of the step; stop ends the run. Updates by gradients that are not
-    finite are always left out."""
+    good checkpoint, from the same incident to the one before, and leaves out the samples of the step; stop
+    ends the run. Updates by gradients that are not finite are always left out."""
     threshold: Annotated[float, NOT_NEGATIVE] = 1e6
     """Steps in which a clean run reaches a loss or gradient norm once, by the tail of recent steps: such a
     number is an incident. 0 looks for numbers that are not finite only."""

@@ -1,14 +1,36 @@
-"""Search for the first non-finite numbers: a replay of the step that failed."""
+"""Diagnosis of a run that has diverged: where numbers are not finite, since when, and the way back."""
 
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mlm.checkpoint.native.exchange import Ranks
+from mlm.checkpoint.native.folders import plain_name
+from mlm.checkpoint.native.format import TensorEntry, read_summary
+from mlm.checkpoint.native.norms import (
+    describe_not_finite,
+    first_not_finite,
+    largest_jump,
+    norm,
+    with_norms,
+)
+from mlm.checkpoint.native.retention import newest_good
+from mlm.checkpoint.native.save_load import stored_tensors
 from mlm.errors import UserError
+from mlm.launch.typed import program
+from mlm.optim.schedule import learning_rate
 from mlm.parallel.collectives import all_reduce
+from mlm.train.state import CHECKPOINTS, owned_shards
 from mlm.train.trainer import Trainer
+
+
+class DivergedError(UserError):
+    """Steps have not been finite for too long: the run ends."""
 
 
 def first_non_finite(trainer: Trainer, batches: list[Any]) -> str:
@@ -47,24 +69,57 @@ def first_non_finite(trainer: Trainer, batches: list[Any]) -> str:
     return "all activations and gradients of this step are finite when it is repeated"
 
 
-def refuse_exhausted(trainer: Trainer, batches: list[Any], warmup: str) -> None:
-    """Abort, with a diagnosis, a run that cannot be helped; `warmup` is its setting of the warm-up.
+def diagnosis(trainer: Trainer, batches: list[Any], since: int, warmup: str) -> tuple[str, Path | None]:
+    """Why the steps from `since` on are not finite and the way back, in a line; the newest good checkpoint.
 
-    Collective over all ranks, and the same verdict on every one. Raises UserError.
+    `batches` are those of the newest step, `warmup` is the setting of the warm-up. Collective over all ranks,
+    and the same on every one.
     """
-    scaler, precision = trainer.scaler, trainer.config.precision
-    if not scaler.exhausted.item():
-        return
-    where = first_non_finite(trainer, batches)
+    config, ranks, root = trainer.config, Ranks.of(trainer.ctx), Path(trainer.config.out, CHECKPOINTS)
+    precision, where = config.precision, first_non_finite(trainer, batches)
+    lr = learning_rate(since, config.optimizer, config.schedule, config.train.steps)
     cause = (
         f"gradients still overflow at precision.min_loss_scale={precision.min_loss_scale:g}"
-        if scaler.dynamic
-        else f"gradients are not finite in precision={precision.dtype}"
+        if trainer.scaler.dynamic
+        else f"loss or gradients are not finite in precision={precision.dtype}"
     )
-    raise UserError(
-        f"step {trainer.step}: {cause}; {where}. Lower optimizer.lr, raise {warmup} or "
-        "use precision=bf16 or fp32; the bad steps touched no weight and the last checkpoint is intact"
-    )
+    parts = ranks.gather({name: norm(x) for name, x in stored_tensors(owned_shards(trainer)).items()})
+    text, good = "", None
+    if ranks.is_main:
+        with suppress(UserError, OSError):
+            good = newest_good(root, since)
+        advice = f"a lower optimizer.lr, a higher {warmup}" + (
+            " or precision=bf16" if trainer.scaler.dynamic else ""
+        )
+        text = f"step {trainer.step}: {cause} since step {since}, where the learning rate was {lr:.4g}; "
+        text += f"{state_of(parts, good)}; {where}. {way_back(config.out, good, advice)}"
+    text, name = ranks.broadcast([text, good and str(good)])
+    return text, name and Path(name)
+
+
+def state_of(parts: Sequence[Mapping[str, float]], good: Path | None) -> str:
+    """Whether weights and moments are finite, and what has grown since a good checkpoint, in words."""
+    try:
+        then = {} if good is None else read_summary(good).tensors
+    except (UserError, OSError):
+        then = {}
+    names = sorted({name for part in parts for name in part})
+    blank = TensorEntry((), torch.float32, ())
+    before = {name: entry.norm for name, entry in then.items()}
+    now = with_norms({name: then.get(name, blank) for name in names}, parts, before)
+    if (name := first_not_finite(now)) is not None:
+        return describe_not_finite(name)
+    jump = largest_jump(now)
+    grown = f", but the norm of {jump[0]} is {jump[1]:.3g} times that in {good and good.name}" if jump else ""
+    return f"the weights are finite{grown}"
+
+
+def way_back(out: str, good: Path | None, advice: str) -> str:
+    """The newest good checkpoint and the command that goes back to it, in words."""
+    if good is None:
+        return f"No good checkpoint is left: start again with another out=… and {advice}"
+    command = [*program(), "ckpt", "rollback", out, str(int(plain_name(good).removeprefix("step-")))]
+    return f"Newest good checkpoint: {good}. Go back with `{shlex.join(command)}`, then resume with {advice}"
 
 
 def _anywhere(bad: Tensor, trainer: Trainer) -> list[float]:

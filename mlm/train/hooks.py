@@ -19,6 +19,16 @@ class Hooks:
         """Return True on all ranks if training is to return to a checkpoint, after an update left out."""
         return False
 
+    def is_finite(self) -> bool:
+        """Return True if the numbers of the newest step are finite: only such a state is worth a save."""
+        return True
+
+    def stop_if_diverged(self, warmup_key: str) -> None:
+        """Raise DivergedError if steps have not been finite for too long. Collective.
+
+        `warmup_key` is the setting of the warm-up, which the error names.
+        """
+
     def end(self) -> None:
         """Look at the state after the update."""
 

@@ -12,7 +12,6 @@ from mlm.launch.stop import StopRequest
 from mlm.report.metrics import Parts, Rates, StepMetrics, Throughput
 from mlm.report.peak import memory_bytes
 from mlm.report.reporter import Reporter
-from mlm.train.diagnose import refuse_exhausted
 from mlm.train.hooks import Hooks
 from mlm.train.saver import Saver
 from mlm.train.trainer import StepOutcome, StopVote, Trainer
@@ -61,6 +60,7 @@ class Loop(ABC):
     def run_steps(self) -> bool | None:
         """Train until done, stopped (False), or to return to a checkpoint (None)."""
         trainer, hooks, every = self.trainer, self.hooks, self.trainer.config.log.every
+        save_due = False
         with self.batches() as batches_of_steps:
             self.throughput.start()
             while not self.is_done():
@@ -80,13 +80,16 @@ class Loop(ABC):
                 self.saver.poll()
                 if last or self.is_stopping or trainer.step == 1 or is_due(trainer.step, every):
                     self.log(outcome, batches)
+                hooks.stop_if_diverged(self.warmup_key)
                 validated = self.is_validation_due(last)
                 if validated:
                     self.validate(batches)
                     last, self.is_stopping = self.is_done(), self.is_stopping or vote.asked_since()
                 self.stops_after = trainer.step + 1
-                if last or self.is_stopping or self.is_save_due(validated):
+                save_due |= self.is_save_due(validated)  # waits for a step that is finite
+                if last or self.is_stopping or (save_due and hooks.is_finite()):
                     self.save(batches, awaited=last or self.is_stopping)
+                    save_due = False
                 if self.is_stopping and not last:
                     return False
         return True
@@ -138,7 +141,7 @@ class Loop(ABC):
         self.reporter.advance(self.trainer.step)
 
     def log(self, outcome: StepOutcome, batches: Batches) -> None:
-        """Read the step's numbers from the device and report them; abort if they are not finite."""
+        """Read the step's numbers from the device and report them."""
         trainer = self.trainer
         means = trainer.mean_parts(outcome)  # waits for the device, so the clock may be read now
         rates, scaler = self.throughput.lap(), trainer.scaler
@@ -160,19 +163,16 @@ class Loop(ABC):
                 parts=self.parts(means, rates),
             )
         )
-        self.abort_if_diverged(batches)
 
     def validate(self, batches: Batches) -> None:
-        """Validate with the clock stopped, unless the run has diverged."""
-        self.abort_if_diverged(batches)
+        """Validate with the clock stopped."""
         self.throughput.pause()
         with self.hooks.timed("validation"):
             self.score()
         self.throughput.start()
 
     def save(self, batches: Batches, *, awaited: bool) -> None:
-        """Begin a checkpoint, unless the run has diverged; wait for it if it is the last."""
-        self.abort_if_diverged(batches)
+        """Begin a checkpoint; wait for it if it is the last."""
         self.throughput.pause()
         self.hooks.remember()
         with self.hooks.timed("saving"):
@@ -180,10 +180,6 @@ class Loop(ABC):
             if awaited:
                 self.saver.finish()
         self.throughput.start()
-
-    def abort_if_diverged(self, batches: Batches) -> None:
-        """Raise UserError with a diagnosis if gradients are no longer finite. Waits for the device."""
-        refuse_exhausted(self.trainer, batches, self.warmup_key)
 
 
 def roughly(seconds: float) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 from mlm.checkpoint.huggingface.folder import CONFIG, read_model
 from mlm.checkpoint.huggingface.tensors import HFTensors
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.checkpoint.native.folders import candidates, locate
+from mlm.checkpoint.native.folders import candidates, locate, plain_name, problem_of
+from mlm.checkpoint.native.retention import doubt_of
 from mlm.checkpoint.native.save_load import CheckpointError, latest_checkpoint, read_manifest, resolve
 from mlm.config.build import to_dict
 from mlm.config.path_errors import protected_from
@@ -161,14 +162,24 @@ def resume(trainer: Trainer) -> Path | None:
     return load_first_whole(trainer, ranks.broadcast(ranks.together(look, explain)))
 
 
-def rewind(trainer: Trainer) -> Path | None:
-    """Load the run's newest whole checkpoint into a trainer that has taken steps since, and return its path.
+def rewind(trainer: Trainer, before: int | None = None) -> Path | None:
+    """Load the run's newest good checkpoint into a trainer that has taken steps since, and return its path.
 
-    None without one. Collective. Raises as `resume`.
+    None without one of a step below `before`. Collective. Raises as `resume`.
     """
-    root, ranks = folder(trainer.config), Ranks.of(trainer.ctx)
-    found = [[str(path), False] for path in candidates(root)] if ranks.is_main else []
+    ranks = Ranks.of(trainer.ctx)
+    found = [[str(path), False] for path in returns(trainer.config, before)] if ranks.is_main else []
     return load_first_whole(trainer, ranks.broadcast(found))
+
+
+def returns(config: PretrainConfig, before: int | None) -> list[Path]:
+    """Return the run's checkpoints of steps below `before` (None: all), the best first; good ones if any."""
+    found = [
+        path
+        for path in candidates(folder(config))
+        if before is None or int(plain_name(path).removeprefix("step-")) < before
+    ]
+    return [path for path in found if problem_of(path) is None and doubt_of(path) is None] or found
 
 
 def load_first_whole(trainer: Trainer, found: list[list[Any]]) -> Path | None:

@@ -53,7 +53,12 @@ class Job:
     begun: float = field(default_factory=time.perf_counter)
     waited: float = 0.0
     """Seconds that training has waited for it."""
+    judged: threading.Event = field(default_factory=threading.Event)
+    """Set when a later step, or the end of training, has shown what its weights are worth."""
+    is_sound: bool = True
+    """True if the numbers of that step are finite; set before `judged`."""
     seconds: float = 0.0
+    """Seconds until it was written; 0 before."""
     path: Path | None = None
     error: BaseException | None = None
 
@@ -72,11 +77,15 @@ class Saver:
     At most one save is in flight: `begin` waits for the one before. A failed one is reported loudly and
     leaves the training and the previous checkpoint as they are; the next is due as usual. Leaving the context
     waits for a save in flight, unless ranks are lost or the user interrupts.
+
+    A save deletes older checkpoints only when the step after it is finite too, as its own weights may be what
+    ruins the next: `is_sound` says so of the newest step.
     """
 
     def __init__(self, trainer: Trainer, out: Path, reporter: Reporter) -> None:
         self.trainer, self.out, self.reporter = trainer, out, reporter
         self._job: Job | None = None
+        self.is_sound: Callable[[], bool] = lambda: True
         self._failed: BaseException | None = None
         """Error of a save that training waited for."""
         self._asynchronous = trainer.config.checkpoint.asynchronous
@@ -107,7 +116,7 @@ class Saver:
         self._collect()
         self._job = job = Job(self.trainer.step)
         if not self._asynchronous:
-            _run(job, lambda: save(self.trainer, self.out))
+            _run(job, lambda: save(self.trainer, self.out, self.is_sound))
             job.waited = job.seconds
             self._failed = self._collect()
             return
@@ -135,7 +144,9 @@ class Saver:
             self._job.waited += time.perf_counter() - begin
 
     def poll(self) -> None:
-        """Report the save in flight if it has ended. Raises LostPeer if a rank is gone."""
+        """Judge the save in flight by the step that has ended; report it if written. Raises LostPeer."""
+        if self._job is not None and self.trainer.step > self._job.step:
+            self._judge(self._job)
         if self._job is not None and self._job.thread is not None and not self._job.thread.is_alive():
             self._collect()
 
@@ -152,6 +163,7 @@ class Saver:
         job, self._job = self._job, None
         if job is None:
             return None
+        self._judge(job)
         if job.thread is not None and job.thread.is_alive():
             begin = time.perf_counter()
             job.thread.join()
@@ -166,6 +178,12 @@ class Saver:
             assert job.error is not None
             raise job.error  # a rank is lost, or a bug: no disk can be blamed
         return job.error
+
+    def _judge(self, job: Job) -> None:
+        """Let a save delete older checkpoints if the newest step is finite."""
+        if not job.judged.is_set():
+            job.is_sound = self.is_sound()
+            job.judged.set()
 
     def _copy(
         self, job: Job, shards: dict[str, Shard], save_id: str, ready: "torch.cuda.Event | None"
@@ -202,6 +220,7 @@ class Saver:
             keep_every=settings.keep_every,
             save_id=save_id,
             staged=self._file,
+            may_prune=lambda: _await_judgement(job),
         )
 
 
@@ -211,8 +230,15 @@ def _run(job: Job, work: Callable[[], Path]) -> None:
     except BaseException as error:
         job.error = error
     finally:
-        job.seconds = time.perf_counter() - job.begun
+        job.seconds = job.seconds or time.perf_counter() - job.begun
         job.staged.set()
+
+
+def _await_judgement(job: Job) -> bool:
+    """Wait until a save that is written is judged; return the judgement."""
+    job.seconds = time.perf_counter() - job.begun
+    job.judged.wait()
+    return job.is_sound
 
 
 def shared_id(ctx: ParallelContext) -> str:

@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from mlm.checkpoint.native import folders, run_state
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import checkpoints
 from mlm.checkpoint.native.lineage import LINEAGE, Lineage, Save
+from mlm.checkpoint.native.rollback import set_aside
 from mlm.checkpoint.native.run_state import check_run_state
 from mlm.checkpoint.native.save_load import (
     CheckpointError,
@@ -47,7 +48,7 @@ from mlm.train.trainer import Trainer
 
 CHECKPOINTS = folders.CHECKPOINTS
 """Folder of a run directory that holds its checkpoints."""
-INCIDENTS = "incidents"
+INCIDENTS = run_state.INCIDENTS
 """Key of what a run remembers of its incidents, which decides on later ones."""
 FINETUNING = run_state.FINETUNING
 """Key of what a finetuning run adds to the state of its checkpoints."""
@@ -97,7 +98,7 @@ def counters(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def save(trainer: Trainer, out: Path) -> Path:
+def save(trainer: Trainer, out: Path, may_prune: Callable[[], bool] = lambda: True) -> Path:
     """Write `out/checkpoints/step-…`. Collective over all ranks; raises CheckpointError on all."""
     ctx, config, save_id = trainer.ctx, trainer.config, uuid.uuid4().hex
     path = save_checkpoint(
@@ -112,6 +113,7 @@ def save(trainer: Trainer, out: Path) -> Path:
         keep_last=config.checkpoint.keep_last,
         keep_every=config.checkpoint.keep_every,
         save_id=save_id,  # of rank 0, whose state is saved
+        may_prune=may_prune,
     )
     trainer.past = trainer.past.after(Save(trainer.step, save_id))
     return path
@@ -225,6 +227,8 @@ def past_of(config: PretrainConfig, path: Path, manifest: Manifest) -> Past:
     if lineage is None:
         lineage = Lineage(tuple(older_saves(path.parent, manifest.step)))
     since = changes_since(config, manifest.state["config"], manifest.step)
+    if later := set_aside(path.parent, path):
+        since += ({"step": manifest.step, "key": "rollback", "from": max(later), "to": manifest.step},)
     changes = (*recorded_changes(manifest.state), *since)[-MAX_CHANGES:]
     return Past(lineage, changes).after(Save(manifest.step, manifest.save_id))
 

@@ -6,7 +6,17 @@ import pytest
 
 from mlm.checkpoint.native.folders import LATEST
 from mlm.train.state import CHECKPOINTS
-from tests.checkpoints_on_disk import checkpoint, damage, mlm, read, shorten, write_run
+from tests.checkpoint.native.helpers import save_as_older
+from tests.checkpoints_on_disk import (
+    checkpoint,
+    damage,
+    mlm,
+    read,
+    shorten,
+    tensors,
+    training_state,
+    write_run,
+)
 
 Output = pytest.CaptureFixture[str]
 
@@ -44,6 +54,21 @@ def test_all_of_a_run_are_verified_and_the_first_damaged_is_named(tmp_path: Path
         f"mlm ckpt verify: 2 of 4 checkpoints are damaged: {checkpoint(run, 2)}/rank-00000.safetensors: "
     )
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["model.w", "optimizer.exp_avg.w"])
+def test_weights_of_an_older_version_that_are_not_finite_are_named(
+    tmp_path: Path, capsys: Output, name: str
+) -> None:
+    run = write_run(tmp_path / "run", steps=(1,))
+    bad = tensors()
+    bad[name][2, 1] = float("nan")
+    save_as_older(run / CHECKPOINTS, 2, bad, state=training_state(2), keep_last=9)
+    assert mlm("ckpt", "verify", run, f"out={tmp_path}/x.json") == 1
+    said = capsys.readouterr()
+    assert f"not finite: {name}. Go back to one that is whole with mlm ckpt rollback" in said.err
+    assert said.out.count("whole") == 1
+    assert read(tmp_path / "x.json")["continues_from"] == str(checkpoint(run, 1))
 
 
 def test_the_best_checkpoint_of_a_finetuned_run_is_verified_too(tmp_path: Path, capsys: Output) -> None:

@@ -42,6 +42,7 @@ class TestSurface:
             "ckpt verify",
             "ckpt diff",
             "ckpt prune",
+            "ckpt rollback",
             "data tokenizer",
             "data build",
             "data inspect",

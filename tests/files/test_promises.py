@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from mlm.checkpoint.native.folders import clear_up, discard, prune
+from mlm.checkpoint.native.folders import clear_up, discard
+from mlm.checkpoint.native.retention import prune
 from mlm.cli import main
 from mlm.cli.commands import SPECS
 from mlm.config.build import build

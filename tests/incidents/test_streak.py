@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mlm.incidents.findings import Numbers
-from mlm.incidents.watcher import Incidents, Verdict
+from mlm.incidents.watcher import Incidents
 from mlm.parallel.mesh import shape_context
 from mlm.train.trainer import Trainer
 from tests.incidents.test_replicas import watcher
@@ -22,8 +22,8 @@ def kinds_of(incidents: Incidents, *numbers: Numbers) -> list[list[str]]:
     """Why each step of a run with these numbers is an incident."""
     found = []
     for each in numbers:
-        verdict = Verdict()
-        incidents.judge_numbers(each, verdict)
+        verdict = incidents.judge_numbers(each)
+        incidents.count_bad_steps(each, verdict)
         found.append(verdict.kinds)
     return found
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mlm.checkpoint.native.folders import LATEST, latest_checkpoint, outdated, step_name
+from mlm.checkpoint.native.folders import LATEST, latest_checkpoint, step_name
+from mlm.checkpoint.native.retention import outdated
 from mlm.checkpoint.native.save_load import read_manifest
 from mlm.errors import CorruptFileError
 from mlm.parallel.mesh import shape_context

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from mlm.data.config import DataConfig
 from mlm.parallel.mesh import ParallelContext
@@ -38,7 +37,6 @@ class Quiet(PretrainLoop):
             step=0,
             config=config,
             ctx=ParallelContext(),
-            scaler=SimpleNamespace(exhausted=torch.tensor(False)),
             objective=SimpleNamespace(losses=1, parts=("loss",)),
             forward_backward=lambda batches: None,
             update=self.take_step,

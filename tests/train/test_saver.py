@@ -163,12 +163,35 @@ def test_poll_reports_a_save_that_is_over(tmp_path: Path) -> None:
     saver, told = saver_of(trainer, tmp_path)
     with saver:
         saver.begin()
-        assert saver._job is not None
-        assert saver._job.thread is not None
-        saver._job.thread.join()
-        assert told.saved_steps == []
+        steps_of(trainer, 1)
+        job = saver._job
+        assert job is not None
+        assert job.thread is not None
+        saver.poll()
+        job.thread.join()
         saver.poll()
         assert told.saved_steps == [0]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize(
+    ("sound", "kept"), [(True, ["step-00000001"]), (False, ["step-00000000", "step-00000001"])]
+)
+def test_a_save_deletes_older_ones_only_if_the_next_step_is_finite(
+    tmp_path: Path, asynchronous: bool, sound: bool, kept: list[str]
+) -> None:
+    """Its own weights may be what ruins that step."""
+    trainer = Trainer(spec(asynchronous=asynchronous, keep_last=1), shape_context())
+    saver, _ = saver_of(trainer, tmp_path)
+    with saver:
+        saver.begin()
+        steps_of(trainer, 1)
+        saver.poll()
+        saver.is_sound = lambda: sound or trainer.step < 1 + asynchronous
+        saver.begin()
+        steps_of(trainer, 1)
+        saver.poll()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == kept
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

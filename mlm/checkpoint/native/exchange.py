@@ -10,14 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mlm.checkpoint.native.format import JSON, CheckpointError
+from mlm.checkpoint.native.format import JSON, CheckpointError, NotFiniteError
 from mlm.errors import CorruptFileError, UserError
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.watch import Wait, Watch
 
 T = TypeVar("T")
 
-KINDS: dict[str, type[UserError]] = {kind.__name__: kind for kind in (CheckpointError, CorruptFileError)}
+KINDS: dict[str, type[UserError]] = {
+    kind.__name__: kind for kind in (CheckpointError, CorruptFileError, NotFiniteError)
+}
 MAX_MESSAGE = 2000  # characters of an error that travel
 
 
@@ -101,9 +103,9 @@ class Ranks:
     def together(self, work: Callable[[], T], explain: Callable[[Exception], UserError]) -> T:
         """Run `work` on every rank; if it raises on any, raise the first failing rank's error on all.
 
-        `explain` turns what is not a UserError into one. The exception keeps its class if that is
-        CheckpointError or CorruptFileError, else it is a UserError; on a failing rank it has the original
-        as its cause. `work` must not communicate.
+        `explain` turns what is not a UserError into one. The exception keeps its class if that is in KINDS,
+        else it is a UserError; on a failing rank it has the original as its cause. `work` must not
+        communicate.
         """
         cause: Exception | None = None
         shared: UserError | None = None

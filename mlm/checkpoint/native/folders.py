@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -33,6 +33,7 @@ from mlm.checkpoint.native.lineage import (
     decode_pointer,
     encode_pointer,
 )
+from mlm.checkpoint.native.norms import describe_not_finite, first_not_finite
 from mlm.errors import CorruptFileError, UserError
 from mlm.files.access import owner_of
 from mlm.files.atomic import fsync_directory
@@ -44,6 +45,8 @@ CHECKPOINTS = "checkpoints"
 LATEST = "latest"
 BEST = "best"
 """Folder of a finetuned run with the weights that scored best; it holds its own checkpoints and tokenizer."""
+EVIDENCE = "not-finite-"
+"""Begins the name of a state that was not finite: evidence, which nothing loads, counts or deletes."""
 SAVING, REPLACED, TRASH, NEW_LATEST = ".saving-", ".replaced-", ".trash-", ".latest-"
 _STEP = r"step-\d{8,18}"
 LEFT = re.compile(rf"\.(saving-{_STEP}-[\w-]+|replaced-{_STEP}|trash-(saving-|replaced-)?{_STEP}(-[\w-]+)?)")
@@ -226,6 +229,8 @@ def problem_of(directory: Path) -> str | None:
         manifest = read_summary(directory)
         if is_of_another_step(manifest, directory):
             return f"{directory / MANIFEST}: of step {manifest.step}, copied here from another checkpoint"
+        if (name := first_not_finite(manifest.tensors)) is not None:
+            return f"{directory}: {describe_not_finite(name)}"
         if manifest.chunks is not None:
             read_chunks(directory / CHUNKS, manifest.chunks)
         for name, entry in manifest.files.items():
@@ -402,60 +407,6 @@ def _write_pointer(pointer: Path, manifest: Manifest) -> None:
         f.write(content)
         f.flush()
         os.fsync(f.fileno())
-
-
-def prune(root: Path, step: int, *, keep_last: int, keep_every: int) -> None:
-    """Delete old checkpoints after `step` was saved. Never raises: a leftover is no failed save.
-
-    Steps after `step` are kept: they belong to a run that was rolled back, and deleting is the user's call.
-    """
-    try:
-        old = outdated(root, keep_last=keep_last, keep_every=keep_every, upto=step)
-    except CheckpointError as e:
-        log.warning("old checkpoints were not pruned: %s", e)
-        return
-    for path in old:
-        discard(path)
-
-
-def outdated(
-    root: Path,
-    *,
-    keep_last: int,
-    keep_every: int,
-    upto: int | None = None,
-    problem: Callable[[Path], str | None] = problem_of,
-) -> list[Path]:
-    """The checkpoints up to step `upto` (None: all) that retention deletes, oldest first.
-
-    Kept: the `keep_last` newest whole ones, at least one, and whatever is newer; multiples of `keep_every`
-    (0: none); the one `latest` names; and those of another branch than that one, which count for nothing: a
-    user rolled back, and deleting what was abandoned is theirs. A damaged one, of which `problem(directory)`
-    says why, never counts as kept: it is deleted when `keep_last` whole ones are newer, so where none is
-    whole nothing is. `problem` is called from the newest on, as long as it matters. Raises CheckpointError
-    when `root` cannot be read.
-    """
-    named, found, whole, old = named_latest(root), checkpoints(root), 0, []
-    head = next((path for path in found.values() if plain_name(path) == named), None)
-    for step, path in reversed(found.items()):
-        if upto is not None and step > upto:
-            continue
-        if whole < max(keep_last, 1):
-            if head is None or not is_of_another_branch(path, head):
-                whole += problem(path) is None
-        elif (keep_every and step % keep_every == 0) or path == head:
-            continue
-        elif head is None or not is_of_another_branch(path, head):
-            old += [path] if _is_deletable(path) else []
-    return old[::-1]
-
-
-def _is_deletable(path: Path) -> bool:
-    """True if nothing in a checkpoint's directory is the user's, and this process may delete all of it."""
-    try:
-        return foreign_in(path) is None and os.access(path, os.R_OK | os.W_OK | os.X_OK)
-    except OSError:
-        return False
 
 
 def discard(path: Path) -> bool:

@@ -6,11 +6,13 @@ executed, that sizes are bounded before anything is read, and that file names ca
 """
 
 import json
+import math
 import re
 import stat
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -77,6 +79,10 @@ class CheckpointError(UserError):
     """A checkpoint could not be written or read: disk full, no permission, a rank that failed."""
 
 
+class NotFiniteError(CheckpointError):
+    """A state that holds NaN or infinity was not saved."""
+
+
 @dataclass(frozen=True)
 class TensorEntry:
     """A global tensor and the chunks that tile it."""
@@ -86,6 +92,10 @@ class TensorEntry:
     chunks: Sequence[Chunk]
     split: Split | None = None
     """Split over layouts, if the writer knew it."""
+    norm: float | None = field(default=None, compare=False)
+    """L2 norm, NaN if an element is not finite; None from older versions, or of a dtype without it."""
+    norm_before: float | None = field(default=None, compare=False)
+    """Norm in the checkpoint before, or in the last one before weights jumped."""
 
     def overlapping(self, wanted: Region) -> Iterable[Chunk]:
         """The chunks that hold an element of `wanted`, and perhaps others."""
@@ -119,7 +129,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Summary:
-    """A manifest without its tensors. Reading it costs little, however many chunks there are."""
+    """A manifest without the chunks of CHUNKS. Reading it costs little, however many there are."""
 
     step: int
     save_id: str
@@ -127,6 +137,8 @@ class Summary:
     state: Mapping[str, JSON]
     chunks: FileEntry | None
     """The file CHUNKS; None of version 1."""
+    tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
+    """Without chunks in version 2: shapes and norms."""
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
@@ -166,6 +178,11 @@ def _encode(manifest: Manifest, content: bytes | None) -> bytes:
             "dtype": DTYPE_NAMES[entry.dtype],
             **({"chunks": _encode_chunks(entry.chunks)} if content is None else {}),
             **({"split": asdict(entry.split)} if entry.split else {}),
+            **(
+                {}
+                if entry.norm is None
+                else {"norms": [_encode_norm(entry.norm_before), _encode_norm(entry.norm)]}
+            ),
         }
         for name, entry in manifest.tensors.items()
     }
@@ -186,6 +203,11 @@ def _encode(manifest: Manifest, content: bytes | None) -> bytes:
     if len(encoded) > MAX_MANIFEST_BYTES:
         raise ValueError(f"the manifest needs {len(encoded)} bytes, {MAX_MANIFEST_BYTES} is the limit")
     return encoded
+
+
+def _encode_norm(norm: float | None) -> float | str | None:
+    """Six digits of a norm; JSON has no NaN."""
+    return norm if norm is None else "not finite" if math.isnan(norm) else float(f"{norm:.6g}")
 
 
 def _encode_chunks(chunks: Sequence[Chunk]) -> list[JSON]:
@@ -220,7 +242,7 @@ def read_summary(directory: Path) -> Summary:
     body, digest = _parse(_read(directory), path := directory / MANIFEST)
     with _damage_named(path):
         manifest, chunks = _build(body, digest)
-    return Summary(manifest.step, manifest.save_id, manifest.files, manifest.state, chunks)
+    return Summary(manifest.step, manifest.save_id, manifest.files, manifest.state, chunks, manifest.tensors)
 
 
 def read_chunks(path: Path, entry: FileEntry) -> bytes:
@@ -376,7 +398,16 @@ def _build_tensor(name: str, entry: JSON, files: Mapping[str, FileEntry] | None)
         raise ValueError(f"{name} has unknown dtype {entry['dtype']!r}")
     chunks = () if files is None else _build_listed(name, entry["chunks"], shape, files)
     split = build_split(name, entry["split"], shape) if "split" in entry else None
-    return TensorEntry(shape, DTYPES[entry["dtype"]], chunks, split)
+    before, norm = map(_build_norm, entry.get("norms", (None, None)))
+    return TensorEntry(shape, DTYPES[entry["dtype"]], chunks, split, norm, before)
+
+
+def _build_norm(said: JSON) -> float | None:
+    if said is None or said == "not finite":
+        return said and math.nan
+    if type(said) not in (int, float) or not 0 <= said <= sys.float_info.max:
+        raise ValueError(f"{str(said)[:40]} is no norm")
+    return float(said)
 
 
 def _build_listed(

@@ -9,6 +9,10 @@ from mlm.errors import CorruptFileError
 
 FINETUNING = "finetuning"
 """Key of the state of a finetuning run."""
+INCIDENTS = "incidents"
+"""Key of what a run remembers of its incidents, which decides on later ones."""
+NOT_FINITE_SINCE = "not_finite_since"
+"""Key of a run's incidents: the first of the newest steps that are not finite; 0 if the newest is finite."""
 MOST = 1 << 62  # steps, samples
 MOST_COUNTED = (1 << 31) - 1  # of the loss scaler's counters: i32 on the device
 
@@ -41,6 +45,13 @@ def _out_of_range(state: Mapping[str, JSON], key: str, most: float) -> str | Non
     if type(value) in kinds and 0 <= value <= most and math.isfinite(value):
         return None
     return f"its {key}={str(value)[:40]} is out of range"
+
+
+def not_finite_since(state: Mapping[str, JSON]) -> int:
+    """Return the first of the newest steps whose numbers are not finite; 0 if the newest is finite."""
+    incidents = state.get(INCIDENTS)
+    since = incidents.get(NOT_FINITE_SINCE) if isinstance(incidents, dict) else 0
+    return since if type(since) is int else 0
 
 
 def label_names(state: Mapping[str, JSON]) -> tuple[str, ...]:

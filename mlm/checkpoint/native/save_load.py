@@ -4,6 +4,7 @@ All ranks call together, and all raise what one finds wrong. README.md specifies
 """
 
 import errno
+import logging
 import os
 import uuid
 from collections.abc import Callable, Mapping
@@ -19,11 +20,11 @@ from mlm.checkpoint.native.declaration import declare_shards, file_name, merge_d
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.fit import Reading, check_fit, plan_reading
 from mlm.checkpoint.native.folders import (
+    EVIDENCE,
     discard,
     latest_checkpoint,
     named_latest,
     open_staging,
-    prune,
     publish,
     resolve,
     staging_path,
@@ -35,16 +36,28 @@ from mlm.checkpoint.native.format import (
     CheckpointError,
     FileEntry,
     Manifest,
+    NotFiniteError,
     TensorEntry,
     read_manifest,
+    read_summary,
     write_manifest,
 )
+from mlm.checkpoint.native.norms import (
+    describe_not_finite,
+    first_not_finite,
+    largest_jump,
+    norm,
+    with_norms,
+)
+from mlm.checkpoint.native.retention import prune
 from mlm.checkpoint.native.shard_file import copy_region, header_of, write_shard_file
 from mlm.checkpoint.native.slices import Shard
 from mlm.checkpoint.native.staging import StagedFile
 from mlm.errors import CorruptFileError, UserError
 from mlm.files.atomic import digest_file
 from mlm.parallel.watch import Watch
+
+log = logging.getLogger(__name__)
 
 __all__ = [
     "CheckpointError",
@@ -81,6 +94,7 @@ def save_checkpoint(
     watch: Watch | None = None,
     save_id: str | None = None,
     staged: StagedFile | None = None,
+    may_prune: Callable[[], bool] = lambda: True,
 ) -> Path:
     """Write `root/step-…` from the shards of all ranks, point `latest` at it and prune old ones.
 
@@ -88,10 +102,12 @@ def save_checkpoint(
     element of each tensor exactly once: a replicated one is passed by one of its owners. `state` is taken
     from rank 0. Returns the new directory. A kill at any instant leaves the previous checkpoint intact.
     `watch` receives what is waited for. `staged` holds a copy of `shards` filled under `save_id`, the same on
-    all ranks: it is written, and of `shards` only the shapes count.
+    all ranks: it is written, and of `shards` only the shapes count. `may_prune` is asked on rank 0 when all
+    is written: False keeps the old ones until the next save.
 
     Raises CheckpointError on every rank, leaving no files, if any rank cannot write or the shards
-    do not tile their tensors; LostPeer if a rank does not take part.
+    do not tile their tensors; NotFiniteError on every rank if a tensor holds NaN or infinity, leaving the
+    first such state of a run as `not-finite-step-…`; LostPeer if a rank does not take part.
     """
     ranks = Ranks(rank, world_size, group, watch or Watch(rank))
     explain = partial(_explain_save, root, rank, named_latest(root))
@@ -107,21 +123,37 @@ def save_checkpoint(
             lambda: _prepare(root, step, save_id, declared) if ranks.is_main else {}, explain
         )
         written = ranks.together(lambda: write_shards(staging, rank, shards, save_id, staged), explain)
-        files = {file_name(r): file_entry(entry) for r, entry in enumerate(ranks.gather(written)) if entry}
-        manifest = Manifest(step, save_id, tensors, files, state)
-        ranks.together(lambda: publish_manifest(staging, root, manifest) if ranks.is_main else None, explain)
+        parts = {file_name(r): entry for r, entry in enumerate(ranks.gather(written)) if entry}
+        files = {name: file_entry(entry) for name, entry in parts.items()}
+
+        def complete() -> None:
+            if ranks.is_main:
+                found = with_norms(tensors, [norms for *_, norms in parts.values()], _norms_before(root))
+                publish_manifest(staging, root, Manifest(step, save_id, found, files, state))
+
+        ranks.together(complete, explain)
     except BaseException:
         if ranks.is_main:
             discard(staging)
         raise
-    if ranks.is_main:
+    if ranks.is_main and may_prune():
         prune(root, step, keep_last=keep_last, keep_every=keep_every)
     return root / step_name(step)
 
 
+def _norms_before(root: Path) -> Mapping[str, float | None]:
+    """Norms in the checkpoint that `latest` names, or before its weights jumped; empty if unreadable."""
+    try:
+        tensors = read_summary(root / (named_latest(root) or "")).tensors
+    except (UserError, OSError):
+        return {}
+    jumped = largest_jump(tensors) is not None
+    return {name: entry.norm_before if jumped else entry.norm for name, entry in tensors.items()}
+
+
 def file_entry(said: JSON) -> FileEntry:
     """Return a file entry from what `write_shards` returns."""
-    size, digest, blocks = said
+    size, digest, blocks, _ = said
     return FileEntry(size, digest, tuple(blocks))
 
 
@@ -139,17 +171,39 @@ def stored_tensors(shards: Mapping[str, Shard]) -> dict[str, Tensor]:
 def write_shards(
     staging: Path, rank: int, shards: Mapping[str, Shard], save_id: str, staged: StagedFile | None = None
 ) -> list[JSON] | None:
-    """Write this rank's file; return its [bytes, digest, block digests], or None if it holds no element."""
+    """Write this rank's file; return its [bytes, digest, block digests, norms], None without any element."""
     tensors, path = stored_tensors(shards), staging / file_name(rank)
     if not tensors:
         return None
-    entry = write_shard_file(path, tensors, save_id) if staged is None else staged.write(path)
-    return [entry.bytes, entry.digest, entry.blocks]
+    if staged is not None:
+        entry, norms = staged.write(path), staged.norms
+    else:
+        entry = write_shard_file(path, tensors, save_id)
+        norms = {name: norm(x) for name, x in tensors.items() if x.dtype.is_floating_point}
+    return [entry.bytes, entry.digest, entry.blocks, norms]
 
 
 def publish_manifest(staging: Path, root: Path, manifest: Manifest) -> None:
-    """Complete a directory of shards by its manifest, and make it the latest checkpoint of `root`."""
+    """Complete a directory of shards by its manifest, and make it the latest checkpoint of `root`.
+
+    Raises NotFiniteError for a state that is not finite, of which the first is kept aside as evidence.
+    """
     write_manifest(staging, manifest)
+    if (name := first_not_finite(manifest.tensors)) is not None:
+        kept = next(root.glob(f"{EVIDENCE}*"), None)
+        if kept is None:
+            kept = root / f"{EVIDENCE}{step_name(manifest.step)}"
+            os.rename(staging, kept)
+        raise NotFiniteError(
+            f"step {manifest.step}: not saved: {describe_not_finite(name)}; {kept} is kept to look at, and "
+            "no checkpoint was replaced or deleted"
+        )
+    if jump := largest_jump(manifest.tensors):
+        log.warning(
+            "step %d: the norm of %s is %.3g times what it was: too high a learning rate? No older "
+            "checkpoint is deleted for this one",
+            *(manifest.step, *jump),
+        )
     publish(staging, root, manifest)
 
 
@@ -192,7 +246,7 @@ def load_checkpoint(
     """
     path, ranks = Path(path), Ranks(rank, world_size, group, watch or Watch(rank))
     explain = partial(_explain_load, path, rank)
-    manifest = ranks.together(lambda: read_manifest(path), explain)
+    manifest = ranks.together(lambda: _read_finite(path), explain)
     if len(set(ranks.all_gather(manifest.digest))) > 1:
         raise CheckpointError(f"{path}: ranks see different checkpoints there. Load it from a shared disk")
     claimed = ranks.any_of([name in wanted for name in manifest.tensors])
@@ -206,6 +260,14 @@ def load_checkpoint(
     readings = ranks.together(plan, explain)
     known = ranks.together(lambda: _verify(path, manifest, readings, ranks), explain)
     ranks.together(lambda: _fill(path, manifest, readings, known, ranks), explain)
+    return manifest
+
+
+def _read_finite(path: Path) -> Manifest:
+    """The manifest. Raises CorruptFileError too if its norms say that a tensor is not finite."""
+    manifest = read_manifest(path)
+    if (name := first_not_finite(manifest.tensors)) is not None:
+        raise CorruptFileError(f"{path}: {describe_not_finite(name)}. Load another checkpoint with ckpt=…")
     return manifest
 
 

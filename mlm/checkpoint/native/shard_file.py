@@ -44,6 +44,11 @@ class Stored:
     shape: tuple[int, ...]
     begin: int
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        return prod(self.shape) * self.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class Form:

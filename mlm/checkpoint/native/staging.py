@@ -17,10 +17,12 @@ from torch import Tensor
 
 from mlm.checkpoint.native.checked_file import Digester
 from mlm.checkpoint.native.format import FileEntry
+from mlm.checkpoint.native.norms import NormSums
 from mlm.checkpoint.native.shard_file import header_bytes, in_order
 
 ALIGNMENT = 4096  # of address, offset and length under O_DIRECT
 BLOCK = 1 << 24  # bytes per write: 16 MiB
+PIECE = 1 << 18  # bytes digested and summed while they are in the processor's cache
 
 
 def _lock_pages(address: int, size: int) -> bool:
@@ -48,6 +50,9 @@ class StagedFile:
         self._size = 0
         """Bytes of the file that is staged; 0 when none is."""
         self._failure: Exception | None = None
+        self._places: list[tuple[str, torch.dtype, int, int]] = []
+        self.norms: dict[str, float] = {}
+        """Norm of each tensor, once the file is written."""
         self._locked: int | None = None
         """Address of the memory, if CUDA knows it as page-locked."""
 
@@ -70,10 +75,11 @@ class StagedFile:
         size = len(header) + sum(x.numel() * x.element_size() for _, x in ordered)
         memory = self._allocate(size, page_locked=any(x.is_cuda for _, x in ordered))
         memory[: len(header)] = np.frombuffer(header, np.uint8)
-        begin = len(header)
-        for _, x in ordered:
+        begin, self._places = len(header), []
+        for name, x in ordered:
             end = begin + x.numel() * x.element_size()
             torch.from_numpy(memory[begin:end]).view(x.dtype).view(x.shape).copy_(x.detach())
+            self._places.append((name, x.dtype, begin, end))
             begin = end
         self._size = size
 
@@ -114,13 +120,16 @@ class StagedFile:
 
     def _write(self, path: Path, flags: int) -> FileEntry:
         assert self._memory is not None
-        size, digester = self._size, Digester()
+        size, digester, sums = self._size, Digester(), NormSums(self._places)
         padded = -(-size // ALIGNMENT) * ALIGNMENT
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | flags, 0o666)
         try:
             with memoryview(self._memory) as content:
                 for start in range(0, size, BLOCK):
-                    digester.update(content[start : min(start + BLOCK, size)])
+                    for begin in range(start, min(start + BLOCK, size), PIECE):
+                        piece = content[begin : min(begin + PIECE, start + BLOCK, size)]
+                        digester.update(piece)
+                        sums.update(begin, piece)
                     done, end = start, min(start + BLOCK, padded)
                     while done < end:
                         done += os.write(descriptor, content[done:end])
@@ -128,4 +137,5 @@ class StagedFile:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+        self.norms = sums.norms
         return digester.entry()

@@ -10,6 +10,7 @@ import torch
 from mlm.checkpoint.native.folders import REPLACED
 from mlm.checkpoint.native.format import CHUNKS, MANIFEST, RESTORE, Manifest, read_manifest
 from mlm.checkpoint.native.lineage import STEP_NAME
+from mlm.checkpoint.native.norms import NormSums, describe_not_finite, first_not_finite, with_norms
 from mlm.checkpoint.native.shard_file import read_header
 from mlm.checkpoint.native.tokenizer_digest import TOKENIZER, check_beside, file_beside
 from mlm.errors import CorruptFileError, UserError
@@ -27,6 +28,10 @@ class FileProblem:
     why: str
 
 
+class NotFinite(FileProblem):
+    """A file as it was saved, with a tensor that holds NaN or infinity."""
+
+
 @dataclass(frozen=True)
 class Verified:
     """Findings in one step-… directory."""
@@ -38,11 +43,11 @@ class Verified:
     warnings: tuple[str, ...]
     """Harmless oddities, a line each."""
     loads: bool
-    """True if all that is listed is present, bit for bit; other shards do not affect loading."""
+    """True if all that is listed is present, bit for bit, and finite; other shards do not affect loading."""
 
     @property
     def whole(self) -> bool:
-        """True if it holds what was saved, bit for bit, and no other shard."""
+        """True if it holds what was saved, bit for bit, finite, and no other shard."""
         return not self.problems
 
 
@@ -59,9 +64,9 @@ def verify_checkpoint(directory: Path, progress: Callable[[int], None] = lambda 
         path = directory / (CHUNKS if _is_about(directory / CHUNKS, error) else MANIFEST)
         return Verified(directory, None, (_problem(path, error),), (), loads=False)
     problems: list[FileProblem] = []
-    held = _held(manifest)
+    held, norms = _held(manifest), list[dict[str, float]]()
     for name in sorted(manifest.files):
-        problems += _file_problems(directory / name, manifest, held[name], progress)
+        problems += _file_problems(directory / name, manifest, held[name], norms, progress)
     strays, warnings = _strays(directory, manifest)
     try:
         check_beside(directory, manifest.state)
@@ -70,6 +75,9 @@ def verify_checkpoint(directory: Path, progress: Callable[[int], None] = lambda 
     named = STEP_NAME.fullmatch(directory.name.removeprefix(REPLACED))
     if named and int(named[1]) != manifest.step:
         warnings.append(f"{directory.name} holds step {manifest.step}: it was renamed")
+    bad = None if problems else first_not_finite(with_norms(manifest.tensors, norms, {}))
+    if bad is not None:
+        problems.append(NotFinite(next(f for f in held if bad in held[f]), describe_not_finite(bad)))
     return Verified(directory, manifest, (*problems, *strays), tuple(warnings), loads=not problems)
 
 
@@ -99,12 +107,20 @@ def _held(manifest: Manifest) -> dict[str, Forms]:
 
 
 def _file_problems(
-    path: Path, manifest: Manifest, held: Forms, progress: Callable[[int], None]
+    path: Path,
+    manifest: Manifest,
+    held: Forms,
+    norms: list[dict[str, float]],
+    progress: Callable[[int], None],
 ) -> list[FileProblem]:
+    """Return the problems of a file, and add the norms of its tensors to `norms`."""
     entry = manifest.files[path.name]
     try:
         stored = read_header(path, entry, manifest.save_id)
-        digest = digest_file(path, progress)
+        places = [(name, s.dtype, s.begin, s.begin + s.num_bytes) for name, s in stored.items()]
+        sums = NormSums(places)
+        digest = digest_file(path, progress, lambda start, block: sums.update(start, bytearray(block)))
+        norms.append(sums.norms)
     except (UserError, OSError) as error:
         return [_problem(path, error)]
     if digest != entry.digest:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -35,6 +36,12 @@ def save(root: Path, step: int, tensors: Mapping[str, Tensor], **settings: Any) 
 def load(path: Path, tensors: Mapping[str, Tensor], **settings: Any) -> Manifest:
     """One rank loads whole tensors in place."""
     return load_checkpoint(path, {n: Shard.whole(t) for n, t in tensors.items()}, **(ALONE | settings))
+
+
+def save_as_older(root: Path, step: int, tensors: Mapping[str, Tensor], **settings: Any) -> Path:
+    """Save as versions before norms did, which looked at no number."""
+    with mock.patch.object(save_load, "with_norms", lambda entries, parts, before: entries):
+        return save(root, step, tensors, **settings)
 
 
 def save_pieces(root: Path, step: int, ranks: Sequence[Mapping[str, Shard]]) -> Path:

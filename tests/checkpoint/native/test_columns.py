@@ -19,8 +19,9 @@ from mlm.checkpoint.native.columns import Chunk, Chunks, columns_problem, decode
 from mlm.checkpoint.native.compare import compare_checkpoints
 from mlm.checkpoint.native.declaration import declare_shards, merge_declared
 from mlm.checkpoint.native.fit import plan_reading
-from mlm.checkpoint.native.folders import latest_checkpoint, problem_of, prune
+from mlm.checkpoint.native.folders import latest_checkpoint, problem_of
 from mlm.checkpoint.native.format import CHUNKS, MANIFEST, read_manifest, read_summary
+from mlm.checkpoint.native.retention import prune
 from mlm.checkpoint.native.save_load import load_checkpoint
 from mlm.checkpoint.native.slices import Region, Shard, tiling_problem
 from mlm.checkpoint.native.verify import verify_checkpoint

@@ -25,7 +25,8 @@ def random_bits(dtype: torch.dtype, *shape: int) -> Tensor:
     if dtype == torch.bool:
         return torch.rand(shape) < 0.5
     size = torch.Size(shape).numel() * dtype.itemsize
-    return torch.randint(0, 256, (size,), dtype=torch.uint8).view(dtype).view(shape)
+    bits = torch.randint(0, 256, (size,), dtype=torch.uint8).view(dtype).view(shape)
+    return torch.where(bits.isfinite(), bits, 1) if dtype.is_floating_point else bits
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

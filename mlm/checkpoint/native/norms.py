@@ -1,0 +1,114 @@
+"""Norms of saved tensors: they show numbers that are not finite, and weights that a wrong step blew up."""
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from mlm.checkpoint.native.format import TensorEntry
+
+JUMP = 100.0
+"""Growth of a weight's norm since the checkpoint before, from which the new one is doubtful."""
+LEAST_RMS = 0.01
+"""Root mean square of a weight that can jump: biases begin at zero, and grow by any factor."""
+NOT_FINITE, LARGEST = math.nan, sys.float_info.max
+
+
+class NormSums:
+    """Norms of the tensors of a file, summed block by block while it is digested, in the processor's cache.
+
+    Args:
+        places: name, dtype, first byte and end of each tensor in the file.
+    """
+
+    def __init__(self, places: Sequence[tuple[str, torch.dtype, int, int]]) -> None:
+        self._places = [place for place in places if place[1].is_floating_point and place[2] < place[3]]
+        self._next = 0
+        self._squares = [0.0] * len(self._places)
+
+    def update(self, start: int, block: memoryview | bytearray) -> None:
+        """Take the next bytes of the file, from byte `start` on. No element lies in two blocks."""
+        end = start + len(block)
+        for number in range(self._next, len(self._places)):
+            _, dtype, begin, stop = self._places[number]
+            if begin >= end:
+                break
+            first, last = max(begin, start), min(stop, end)
+            count = (last - first) // dtype.itemsize
+            self._squares[number] += square(
+                torch.frombuffer(block, dtype=dtype, count=count, offset=first - start)
+            )
+            self._next += stop <= end
+
+    @property
+    def norms(self) -> dict[str, float]:
+        """Norm of each tensor of what was taken."""
+        return {place[0]: _root(value) for place, value in zip(self._places, self._squares, strict=True)}
+
+
+def norm(x: Tensor) -> float:
+    """L2 norm; NaN if an element is not finite, whatever the size of those that are."""
+    return _root(square(x.detach().reshape(-1)))
+
+
+def square(x: Tensor) -> float:
+    """Sum of squares of [n] numbers; NaN if one is not finite, infinite if the sum of finite ones is."""
+    if x.dtype in (torch.float32, torch.float64) and math.isfinite(found := torch.dot(x, x).item()):
+        return found
+    wide = x.double()  # squares beyond the range of the dtype, or an element that is not finite
+    return torch.dot(wide, wide).item() if wide.isfinite().all() else NOT_FINITE
+
+
+def _root(square: float) -> float:
+    """Finite of finite numbers: infinite sums are of float64 alone."""
+    return min(math.sqrt(square), LARGEST) if square == square else NOT_FINITE
+
+
+def joint_norm(norms: Sequence[float]) -> float:
+    """Norm of a tensor from those of its parts; NaN if one is."""
+    if any(math.isnan(part) for part in norms):
+        return NOT_FINITE
+    return min(math.hypot(*norms), LARGEST)
+
+
+def with_norms(
+    tensors: Mapping[str, TensorEntry],
+    parts: Sequence[Mapping[str, float]],
+    before: Mapping[str, float | None],
+) -> dict[str, TensorEntry]:
+    """Add to entries the norms of their parts on all ranks, and those of the checkpoint before."""
+    found: dict[str, list[float]] = {}
+    for part in parts:
+        for name, value in part.items():
+            found.setdefault(name, []).append(value)
+    norms = {name: joint_norm(values) for name, values in found.items()}
+    return {
+        name: replace(entry, norm=norms.get(name), norm_before=before.get(name))
+        for name, entry in tensors.items()
+    }
+
+
+def first_not_finite(tensors: Mapping[str, TensorEntry]) -> str | None:
+    """Name of a tensor with an element that is not finite, a weight if there is one; by its norm."""
+    bad = [name for name, entry in tensors.items() if entry.norm is not None and math.isnan(entry.norm)]
+    return min(bad, key=lambda name: not name.startswith("model."), default=None)
+
+
+def largest_jump(tensors: Mapping[str, TensorEntry]) -> tuple[str, float] | None:
+    """The weight that grew most since the checkpoint before, and its factor; None if none reached JUMP."""
+    grown = {}
+    for name, entry in tensors.items():
+        least = LEAST_RMS * math.sqrt(math.prod(entry.shape))
+        if name.startswith("model.") and entry.norm is not None and (entry.norm_before or 0.0) > least:
+            grown[name] = entry.norm / (entry.norm_before or 1.0)
+    most = max(grown.items(), key=lambda each: each[1], default=("", 0.0))
+    return most if most[1] >= JUMP else None
+
+
+def describe_not_finite(name: str) -> str:
+    """The finding in words: `weights not finite: model.token.weight`."""
+    what = "weights" if name.startswith("model.") else "optimizer state"
+    return f"{what} not finite: {name}"

@@ -1,0 +1,188 @@
+"""Norms of saved tensors, and what a save does with a state that is not finite or has blown up."""
+
+import json
+import logging
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mlm.checkpoint.native import staging
+from mlm.checkpoint.native.folders import EVIDENCE, latest_checkpoint, step_name
+from mlm.checkpoint.native.format import NotFiniteError, read_manifest
+from mlm.checkpoint.native.norms import joint_norm, norm
+from mlm.checkpoint.native.retention import doubt_of, newest_good, outdated
+from mlm.checkpoint.native.run_state import INCIDENTS, NOT_FINITE_SINCE
+from mlm.checkpoint.native.save_load import load_checkpoint
+from mlm.checkpoint.native.slices import Shard
+from mlm.checkpoint.native.staging import StagedFile
+from mlm.errors import CorruptFileError
+from tests.checkpoint.native.helpers import load, save
+from tests.ranks import run_on_ranks
+
+SAVE_ID = "0123456789abcdef0123456789abcdef"
+NAN, INF = float("nan"), float("inf")
+
+
+def model(value: float = 1.0, moment: float = 1e-9) -> dict[str, Tensor]:
+    return {"model.w": torch.full((6, 4), value), "optimizer.exp_avg_sq.w": torch.full((6, 4), moment)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_norm_is_the_l2_norm_in_every_dtype(dtype: torch.dtype) -> None:
+    x = torch.randn(37, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert norm(x.t()) == pytest.approx(float(x.double().norm()), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("x", "expected"),
+    [
+        (torch.full((4,), 1e30), 2e30),
+        (torch.full((4,), 3e38), 6e38),
+        (torch.full((4,), 1e150, dtype=torch.float64), 2e150),
+        (torch.full((4,), 1.7e308, dtype=torch.float64), torch.finfo(torch.float64).max),
+    ],
+    ids=["1e30", "3e38", "1e150", "1.7e308"],
+)
+def test_large_finite_numbers_are_finite(x: Tensor, expected: float) -> None:
+    """Their squares are not."""
+    assert norm(x) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_one_number_that_is_not_finite_shows(bad: float, dtype: torch.dtype) -> None:
+    x = torch.zeros(1000, dtype=dtype)
+    x[777] = bad
+    assert math.isnan(norm(x))
+    assert math.isnan(joint_norm([1.0, norm(x)]))
+
+
+def test_a_staged_file_sums_norms_over_its_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor of many blocks, and many tensors in a block, whatever their order and dtype."""
+    monkeypatch.setattr(staging, "BLOCK", 4096)
+    draw = torch.Generator().manual_seed(0)
+    held = {f"t{n}": torch.randn(n * 97 + 1, 3, generator=draw) for n in range(30)}
+    held |= {
+        "half": held["t3"].half(),
+        "wide": held["t5"].double(),
+        "whole": torch.arange(9),
+        "empty": held["t1"][:0],
+    }
+    file = StagedFile()
+    file.fill(held, SAVE_ID)
+    file.write(tmp_path / "file")
+    floats = {name: x for name, x in held.items() if x.is_floating_point() and x.numel()}
+    assert file.norms == pytest.approx(
+        {name: float(x.double().norm()) for name, x in floats.items()}, rel=1e-5
+    )
+
+
+def test_the_manifest_has_norms_beside_those_of_the_checkpoint_before(tmp_path: Path) -> None:
+    save(tmp_path, 1, model(1.0))
+    path = save(tmp_path, 2, model(2.0))
+    entry = read_manifest(path).tensors["model.w"]
+    assert (entry.norm, entry.norm_before) == (pytest.approx(2 * math.sqrt(24)), pytest.approx(math.sqrt(24)))
+
+
+@pytest.mark.parametrize("name", ["model.w", "optimizer.exp_avg_sq.w"])
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_a_state_that_is_not_finite_is_kept_aside_once_and_replaces_nothing(
+    tmp_path: Path, name: str, bad: float
+) -> None:
+    save(tmp_path, 1, model(), keep_last=1)
+    for step in (2, 3):
+        tensors = model()
+        tensors[name][3, 1] = bad
+        with pytest.raises(NotFiniteError, match=rf"not finite: {name}"):
+            save(tmp_path, step, tensors, keep_last=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        ["latest", step_name(1), f"{EVIDENCE}{step_name(2)}"]
+    )
+    assert latest_checkpoint(tmp_path) == tmp_path / step_name(1)
+    save(tmp_path, 4, model(), keep_last=1)
+    assert latest_checkpoint(tmp_path) == tmp_path / step_name(4)
+    assert (tmp_path / f"{EVIDENCE}{step_name(2)}").is_dir()
+
+
+def test_what_is_kept_aside_is_loaded_by_nobody(tmp_path: Path) -> None:
+    with pytest.raises(NotFiniteError):
+        save(tmp_path, 2, model(NAN))
+    with pytest.raises(CorruptFileError, match=r"weights not finite: model\.w\. Load another"):
+        load(tmp_path / f"{EVIDENCE}{step_name(2)}", model())
+
+
+def test_all_ranks_hear_of_what_one_rank_holds(tmp_path: Path) -> None:
+    assert run_on_ranks(save_half_not_finite, str(tmp_path), dp=2) == ["model.w"] * 2
+
+
+def save_half_not_finite(ctx: object, root: str) -> str:
+    from mlm.checkpoint.native.save_load import save_checkpoint
+    from mlm.parallel.mesh import ParallelContext
+
+    assert isinstance(ctx, ParallelContext)
+    rows = torch.full((3, 4), NAN if ctx.rank else 1.0)
+    shards = {"model.w": Shard(rows, (6, 4), (3 * ctx.rank, 0))}
+    with pytest.raises(NotFiniteError) as caught:
+        save_checkpoint(
+            Path(root),
+            *(1, shards),
+            **{"state": {}, "rank": ctx.rank, "world_size": 2, "group": ctx.host_group},
+            **{"keep_last": 1, "keep_every": 0},
+        )
+    return "model.w" if "weights not finite: model.w" in str(caught.value) else str(caught.value)
+
+
+def test_weights_that_jump_are_saved_with_a_warning_and_push_out_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 1, model(1.0), keep_last=1)
+    with caplog.at_level(logging.WARNING):
+        save(tmp_path, 2, model(1e30), keep_last=1)
+    assert "the norm of model.w is 1e+30 times what it was" in caplog.text
+    assert latest_checkpoint(tmp_path) == tmp_path / step_name(2)
+    assert newest_good(tmp_path) == tmp_path / step_name(1)
+    for step in (3, 4):  # as far from the last good one as before
+        save(tmp_path, step, model(1e30), keep_last=1)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == [step_name(1), step_name(4)]
+    save(tmp_path, 5, model(1.1), keep_last=1)
+    assert newest_good(tmp_path) == tmp_path / step_name(5)
+    assert [path.name for path in tmp_path.glob("step-*")] == [step_name(5)]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1.0, 90.0), (1e-4, 1.0), (1.0, 0.0)])
+def test_growth_of_training_is_no_jump(tmp_path: Path, before: float, after: float) -> None:
+    save(tmp_path, 1, model(before))
+    assert doubt_of(save(tmp_path, 2, model(after, moment=1e-2))) is None
+
+
+def test_a_checkpoint_of_steps_that_are_not_finite_pushes_out_nothing(tmp_path: Path) -> None:
+    save(tmp_path, 1, model(), keep_last=1)
+    path = save(tmp_path, 2, model(), keep_last=1, state={INCIDENTS: {NOT_FINITE_SINCE: 2}})
+    assert doubt_of(path) == "steps are not finite since step 2"
+    assert outdated(tmp_path, keep_last=1, keep_every=0) == []
+    assert newest_good(tmp_path) == tmp_path / step_name(1)
+
+
+def test_a_run_that_only_overflowed_has_a_checkpoint_to_go_back_to(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, model(), state={INCIDENTS: {NOT_FINITE_SINCE: 1}})
+    save(tmp_path, 2, model(1e30))
+    assert newest_good(tmp_path) == path
+
+
+def test_weights_before_steps_that_were_never_finite_are_not_good(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step, model(), keep_last=9)
+    assert newest_good(tmp_path, since=4) == tmp_path / step_name(2)
+    assert newest_good(tmp_path, since=2) is None
+
+
+def test_a_checkpoint_without_norms_loads(tmp_path: Path) -> None:
+    path, target = save(tmp_path, 1, model(3.0)), model(0.0)
+    body = json.loads((path / "manifest.json").read_bytes())
+    assert body["tensors"]["model.w"]["norms"] == [None, 14.6969]
+    shards = {name: Shard.whole(x) for name, x in target.items()}
+    load_checkpoint(path, shards, rank=0, world_size=1, group=None)
+    assert target["model.w"].eq(3.0).all()
