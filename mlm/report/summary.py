@@ -84,15 +84,13 @@ def write_summary(
     parts = [
         SUMMARY_MARK,
         f"# {out.resolve().name}",
-        f"{state}: {done:,} of {total_steps:,} steps.",
-        escaped(failure or ""),
+        f"{state}: {done:,} of {total_steps:,} steps." + (f"\n\n{escaped(failure)}" if failure else ""),
         f"![Training and validation loss over steps]({curve.name})" if curve else "",
         "## What ran",
         table([*started(records), *header, *ran(records)]),
         "## Results",
-        table(results(steps, [r for r in records if r["kind"] == "validation"], unit))
+        table([*results(steps, [r for r in records if r["kind"] == "validation"], unit), *checkpoint])
         or "Nothing was logged.",
-        table(checkpoint),
         comparison(steps, predicted),
         "## Files",
         table(present(out)),
