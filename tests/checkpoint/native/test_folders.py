@@ -11,7 +11,7 @@ import torch
 
 from mlm.checkpoint.native.folders import LATEST, clear_up, discard, leftovers, locate
 from mlm.checkpoint.native.format import MANIFEST
-from mlm.checkpoint.native.retention import outdated
+from mlm.checkpoint.native.retention import outdated, prune
 from mlm.checkpoint.native.save_load import latest_checkpoint, resolve
 from mlm.checkpoint.native.staging import StagedFile
 from mlm.errors import CorruptFileError, UserError
