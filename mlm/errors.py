@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 T = TypeVar("T")
 LONG_WORD = re.compile(r"\S{300,}")
 LONG_LINE = 600
-"""Characters of an error's line: no fix and no path that a terminal is read for needs more."""
+"""Characters of a line on settings: no problem and no fix needs more."""
 HALF_PAIR = re.compile("[\ud800-\udfff]")
 TYPES = {"NoneType": "null", "int": "an integer", "str": "a text", "dict": "an object"}
 
@@ -22,11 +22,15 @@ def visible(text: str) -> str:
 
 
 def printed(line: str) -> str:
-    """An error's line as it is printed: without control characters, and with long words and text shortened.
+    """An error's line as it is printed: without control characters, and with a long word shortened.
 
-    Those are the user's: the problem, which begins the line, and the fix, which ends it, would be lost.
+    Words are those of the user's: the rest of the line would be lost beside one of hundreds of letters.
     """
-    line = LONG_WORD.sub(lambda word: f"{word[0][:100]}…{word[0][-20:]}", visible(line))
+    return LONG_WORD.sub(lambda word: f"{word[0][:100]}…{word[0][-20:]}", visible(line))
+
+
+def shortened(line: str) -> str:
+    """The line of a setting whose value is long: the problem, which begins it, and the fix, which ends it."""
     return line if len(line) < LONG_LINE else f"{line[: LONG_LINE // 2]} … {line[-LONG_LINE // 3 :]}"
 
 
@@ -151,7 +155,7 @@ class ConfigError(UserError):
 
     def lines(self) -> list[str]:
         """One line for each problem, whatever its value holds."""
-        return [printed(line) for line in self.problems]
+        return [shortened(printed(line)) for line in self.problems]
 
 
 class CorruptFileError(UserError):

@@ -21,7 +21,7 @@ from mlm.checkpoint.native.compare import Reader
 from mlm.checkpoint.native.folders import best_note, staging_path
 from mlm.checkpoint.native.format import JSON, RESTORE, CheckpointError, Manifest
 from mlm.checkpoint.native.lineage import LINEAGE
-from mlm.checkpoint.native.save_load import read_manifest, resolve
+from mlm.checkpoint.native.save_load import read_finite, read_manifest, resolve
 from mlm.checkpoint.native.shard_file import read_header
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.stream import GlobalTensor, derived_id, published, write_streamed
@@ -98,7 +98,7 @@ def preflight(config: ReshardConfig) -> list[str]:
 def make_plan(config: ReshardConfig) -> Plan:
     """Read the manifest and assign its tensors to the layout. Raises UserError."""
     path = resolve(config.ckpt)
-    manifest = read_manifest(path)
+    manifest = read_finite(path)
     trained = trained_config(manifest, path)
     check_stored(manifest, trained.model, path)
     model, layout = trained.model, ParallelConfig(tp=config.tp, pp=config.pp, vp=config.vp)
@@ -118,7 +118,7 @@ def make_plan(config: ReshardConfig) -> Plan:
             raise CorruptFileError(
                 f"{path}: {name} is of layer {entry.split.stage}, the model has {model.num_layers}. {RESTORE}"
             )
-        tensors[name] = GlobalTensor(entry.shape, entry.dtype, entry.split)
+        tensors[name] = GlobalTensor(entry.shape, entry.dtype, entry.split, entry.norm, entry.norm_before)
     origin, layout_before = history(path, manifest, trained)
     state = new_state(manifest, origin, config)
     save_id = derived_id({"reshard": state["reshard"], "weights_only": state.get("weights_only", False)})

@@ -10,6 +10,8 @@ ALLOWED = {
     "files/ownership.py": "decides, and deletes",
     "files/atomic.py": "write_atomic",
     "checkpoint/native/folders.py": "publishes and prunes checkpoints, after foreign_in",
+    "checkpoint/native/rollback.py": "renames checkpoints of a run, by their names",
+    "checkpoint/native/save_load.py": "names the first state that is not finite, out of its staging folder",
     "checkpoint/native/staging.py": "files of a staging folder",
     "checkpoint/native/stream.py": "files of a staging folder",
     "corpus/build.py": ".building and the locks of folders it claimed",
@@ -29,6 +31,7 @@ ALLOWED = {
 WRITERS = {
     "streams.py": "/dev/null, where a standard stream is closed",
     "launch/agent.py": "job.json in a temporary folder",
+    "launch/process.py": "/dev/null, while torch says that a store is gone",
     "launch/job_folder.py": "the exit code, in the temporary folder of a launch",
     "evaluate/lm_eval/ranks.py": "config.json in a temporary folder",
     "corpus/stages/markers.py": "progress in the work folder",

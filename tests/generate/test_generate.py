@@ -219,14 +219,14 @@ class TestResults:
         generated(model, f"prompt='{'to be ' * SHAPE['n_positions']}'")
         assert f"the last {SHAPE['n_positions']} are read" in capsys.readouterr().err
 
-    def test_weights_that_are_no_numbers_name_the_step(
+    def test_weights_that_are_no_numbers_are_named(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         make_model(tmp_path / "nan")
         add_tokenizer(tmp_path / "nan")
         edit_tensors(tmp_path / "nan", lambda tensors: tensors["transformer.ln_f.bias"].fill_(float("nan")))
-        assert main([*COMMAND, f"ckpt={tmp_path / 'nan'}", "prompt=a", "out=x.jsonl"]) == 2
-        assert "new token 1 of text 1 are not finite" in capsys.readouterr().err
+        assert main([*COMMAND, f"ckpt={tmp_path / 'nan'}", "prompt=a", "out=x.jsonl"]) == 1
+        assert "model.safetensors: ln_f.bias is not finite" in capsys.readouterr().err
         assert not Path("x.jsonl").exists()
 
     def test_a_tokenizer_with_tokens_the_model_lacks_is_rejected(

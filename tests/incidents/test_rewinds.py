@@ -41,7 +41,8 @@ def test_each_rewind_leaves_out_the_samples_of_those_before_too(
     """What earlier ones left out is not in the checkpoint that the run returns to."""
     monkeypatch.setenv("MLM_TRUST", "tests")
     out, kind = tmp_path / "run", f"data.kind={__name__}:build"
-    assert pretrain(out, kind, "incident.action=rewind") == 0
+    often = ("checkpoint.save_every=2", "checkpoint.keep_last=4")  # each rewind goes one further back
+    assert pretrain(out, kind, "incident.action=rewind", *often) == 0
     state = json.loads((out / "checkpoints" / "step-00000014" / "manifest.json").read_text())["state"]
     assert state["incidents"]["left_out_samples"] == [[40, 4], [44, 4], [48, 4]]
     assert state["consumed_samples"] == 14 * 4 + 3 * 4

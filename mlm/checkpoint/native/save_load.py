@@ -246,7 +246,7 @@ def load_checkpoint(
     """
     path, ranks = Path(path), Ranks(rank, world_size, group, watch or Watch(rank))
     explain = partial(_explain_load, path, rank)
-    manifest = ranks.together(lambda: _read_finite(path), explain)
+    manifest = ranks.together(lambda: read_finite(path), explain)
     if len(set(ranks.all_gather(manifest.digest))) > 1:
         raise CheckpointError(f"{path}: ranks see different checkpoints there. Load it from a shared disk")
     claimed = ranks.any_of([name in wanted for name in manifest.tensors])
@@ -263,7 +263,7 @@ def load_checkpoint(
     return manifest
 
 
-def _read_finite(path: Path) -> Manifest:
+def read_finite(path: Path) -> Manifest:
     """The manifest. Raises CorruptFileError too if its norms say that a tensor is not finite."""
     manifest = read_manifest(path)
     if (name := first_not_finite(manifest.tensors)) is not None:

@@ -61,6 +61,8 @@ class GlobalTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     split: Split
+    norm: float | None = None
+    norm_before: float | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -169,7 +171,7 @@ def _entry(name: str, tensor: GlobalTensor, pieces: Pieces) -> TensorEntry:
     chunks = tuple(Chunk(file, held[name]) for file, held in pieces.items() if name in held)
     problem = tiling_problem(tensor.shape, [chunk.region for chunk in chunks])
     assert problem is None, f"{name}: {problem}"
-    return TensorEntry(tensor.shape, tensor.dtype, chunks, tensor.split)
+    return TensorEntry(tensor.shape, tensor.dtype, chunks, tensor.split, tensor.norm, tensor.norm_before)
 
 
 def _check_same(path: Path, meant: Manifest) -> None:

@@ -24,13 +24,15 @@ from mlm.checkpoint.native.format import DTYPES
 from mlm.checkpoint.native.save_load import read_manifest
 from mlm.checkpoint.native.slices import Region, tiling_problem
 from mlm.errors import CorruptFileError, UserError
-from tests.checkpoint.native.helpers import edit_manifest, pieces, save, save_pieces, weights
+from tests.checkpoint.native.helpers import edit_manifest, pieces, save, save_as_older, save_pieces, weights
 
 SHARD = "rank-00000.safetensors"
 
 
 def compared(folder: Path, first: dict[str, Tensor], second: dict[str, Tensor]) -> Comparison:
-    return compare_checkpoints(save(folder / "first", 1, first), save(folder / "second", 1, second))
+    """Of numbers that need not be finite."""
+    one, other = (save_as_older(folder / name, 1, x) for name, x in (("first", first), ("second", second)))
+    return compare_checkpoints(one, other)
 
 
 def difference(folder: Path, first: Tensor, second: Tensor) -> TensorDifference:
