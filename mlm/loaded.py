@@ -3,6 +3,7 @@
 Shapes: B sequences, S tokens, V vocabulary.
 """
 
+import logging
 import math
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -41,6 +42,8 @@ from mlm.parallel.collectives import broadcast
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.cross_entropy import wide
 from mlm.parallel.mesh import ParallelContext
+
+log = logging.getLogger(__name__)
 
 Text = TypeVar("Text", str, list[str])
 USUAL = Sampling()
@@ -301,7 +304,10 @@ class Model:
         self, ids: Sequence[list[int]], options: Sampling, stops: Sequence[str], ends: Collection[int]
     ) -> list[str]:
         """Return the text after each sequence of tokens, up to one of `ends` or before one of `stops`."""
-        tokenizer = self.tokenizer
+        tokenizer, most = self.tokenizer, self.config.max_positions
+        for number, tokens in enumerate(ids):
+            if len(tokens) > most:
+                log.warning("prompt %d: of its %d tokens the last %d are read", number, len(tokens), most)
         new = generate(self.trained, ids, options, ctx=self.ctx, eod_id=ends, until=ends_at(tokenizer, stops))
         return [before_stop(tokenizer.decode(tokens), stops) for tokens in new]
 

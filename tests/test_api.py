@@ -466,6 +466,8 @@ class TestErrors:
             ("tp='2': a text, not an integer; pass 1 or more", lambda: mlm.load(folder, tp="2")),  # type: ignore[arg-type]
             ("pp=None: null, not an integer; pass 1 or more", lambda: mlm.load(folder, pp=None)),  # type: ignore[arg-type]
             ("top_k=2: a text, not a number", lambda: model.generate("To", top_k="2")),  # type: ignore[arg-type]
+            ("max_new_tokens=2.5: not a whole number", lambda: model.generate("To", max_new_tokens=2.5)),  # type: ignore[arg-type]
+            ("top_k=true: not a whole number", lambda: model.generate("To", top_k=True)),
             ("seed=null: null, not a number", lambda: model.generate("To", seed=None)),  # type: ignore[arg-type]
         ]
         for problem, call in cases:

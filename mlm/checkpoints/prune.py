@@ -31,6 +31,7 @@ from mlm.checkpoint.native.verify import shard_bytes, verify_checkpoint
 from mlm.checkpoints.config import CkptPruneConfig
 from mlm.errors import UserError
 from mlm.files.lock import sole_writer
+from mlm.report.history import FILE_NAME, diverged_since
 from mlm.terminal import add_row, byte_progress, console, plain, size, table
 
 
@@ -69,7 +70,7 @@ def run(config: CkptPruneConfig) -> None:
 
 def look(root: Path, config: CkptPruneConfig) -> list[Item]:
     """All items of the folder, checkpoints first, to keep or delete. Raises OSError and CheckpointError."""
-    found = list(checkpoints(root).values())
+    found, since = list(checkpoints(root).values()), diverged_since(root.parent / FILE_NAME)
     problems: dict[Path, str | None] = {}
     with byte_progress("verifying", sum(map(shard_bytes, found))) as advance:
 
@@ -78,13 +79,14 @@ def look(root: Path, config: CkptPruneConfig) -> list[Item]:
                 problems[path] = read_all(path, advance) if config.verify else problem_of(path)
             return problems[path]
 
-        old = set(outdated(root, keep_last=config.keep_last, keep_every=config.keep_every, problem=problem))
+        most, every = config.keep_last, config.keep_every
+        old = set(outdated(root, keep_last=most, keep_every=every, since=since, problem=problem))
     head = next((path for path in found if plain_name(path) == named_latest(root)), None)
     items = []
     for path in found:
         why = problems[path] if path in problems else problem_of(path)
         what = "whole" if why is None else f"damaged: {said_shortly(path, why)}"
-        if why is None and (doubt := doubt_of(path)):
+        if why is None and (doubt := doubt_of(path, since)):
             what += f", doubtful: {doubt}"
         if head is not None and is_of_another_branch(path, head):
             what += ", of another branch than latest: kept and not counted"

@@ -59,7 +59,7 @@ class Text:
 def messages_in(record: Mapping[str, Any], column: str) -> Any:
     """Return the messages in `column`, in `conversations`, or of prompt and completion. Raises KeyError."""
     for name in (column, SHARE_GPT):
-        if name in record:
+        if record.get(name) is not None:  # a table of several forms fills absent columns with null
             return record[name]
     messages = list[Any]()
     for key, role in (("prompt", "user"), ("completion", ASSISTANT)):

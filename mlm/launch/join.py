@@ -49,12 +49,14 @@ def build_mesh(
     place = _place()
     ranks = tp * pp * cp
     if min(tp, pp, cp) < 1 or place.world_size % ranks:
+        more = "" if cp == 1 else f" cp={cp}"
+        plain = f"use tp=1 pp=1{' cp=1' if more else ''}"
         raise UserError(
-            f"tp={tp} pp={pp}{'' if cp == 1 else f' cp={cp}'}: does not divide world_size={place.world_size}",
+            f"tp={tp} pp={pp}{more}: does not divide world_size={place.world_size}",
             keys=("tp", "pp", "cp"),
-            fix=f"start {ranks} ranks (torchrun --nproc-per-node {ranks} …), or use tp=1 pp=1"
+            fix=f"start {ranks} ranks (torchrun --nproc-per-node {ranks} …), or {plain}"
             if ranks > 1
-            else "use tp=1 pp=1",
+            else plain,
         )
     own = _device_of(device, place)
     if place.world_size == 1:

@@ -10,10 +10,9 @@ from inspect import unwrap
 import torch
 from torch import Tensor
 
-from mlm.config.imports import OwnCodeError
 from mlm.optim.clip import scale_gradients
 from mlm.optim.config import OptimizerConfig
-from mlm.optim.own import Groups, own_optimizer, parameter_groups
+from mlm.optim.own import Groups, check_state, check_step, own_optimizer, parameter_groups
 from mlm.parallel.sharding import ParameterShard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -53,8 +52,10 @@ def ensure_state(
 
     PyTorch makes it in the first `step()`, which would change the weights.
     """
-    if not isinstance(optimizer, AdamW) and not optimizer.state:
-        _first_state(optimizer, shards)
+    if not isinstance(optimizer, AdamW):
+        check_state(optimizer)
+        if not optimizer.state:
+            _first_state(optimizer, shards)
     for shard in shards:
         p = shard.parameter
         state = optimizer.state[p]
@@ -77,23 +78,14 @@ def _first_state(optimizer: torch.optim.Optimizer, shards: Sequence[ParameterSha
     before = [shard.parameter.clone() for shard in shards]
     for shard in shards:
         shard.parameter.grad = torch.zeros_like(shard.parameter)
-    try:
-        optimizer.step()
-    except Exception as error:
-        problem = f"its step() fails with gradients of 0 ({type(error).__name__}: {error})"
-        raise OwnCodeError(f"optimizer.kind: {problem}; correct it") from error
+    check_step(optimizer)
     for shard, values in zip(shards, before, strict=True):
         p = shard.parameter
         p.copy_(values)
         p.grad = None
-        for name, value in optimizer.state[p].items():
-            if isinstance(value, Tensor) and (value.shape == p.shape or name == "step"):
+        for _name, value in optimizer.state[p].items():
+            if isinstance(value, Tensor):
                 value.zero_()
-            elif value is not None and name != "step":
-                raise OwnCodeError(
-                    f"optimizer.kind: checkpoints cannot hold its state {name}; keep tensors shaped like the "
-                    "parameter, and a count `step`"
-                )
 
 
 def moments(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:

@@ -31,8 +31,13 @@ TORCH_REJECTED = {
     "SparseAdam": "it takes sparse gradients alone, and those here are dense",
 }
 """Classes of torch.optim that do not work, and why."""
+OURS = {"lr", "weight_decay"}
+"""Settings of an optimizer that the schedule and the groups set."""
+MORE = ("betas", "eps")
+"""Settings that a class receives where they are not the default."""
 PROBED_SHAPES = ((256, 128), (128,))
 """Shapes of a matrix and a bias that an optimizer is built for before training starts."""
+KEPT = "keep tensors shaped like the parameter, and a count `step`"
 PROBED = (0.0, 0.5, 1.0)
 """Progress at which a decay is evaluated before training starts."""
 ROUNDING = 1e-6
@@ -48,7 +53,11 @@ def own_optimizer(config: OptimizerConfig) -> Callable[[Groups], Any] | None:
     name = f"optimizer.kind={config.kind}"
     if _is_optimizer_class(found):
         _check_torch_class(found, name)
-        settings = {"lr": config.lr, **config.options}
+        for key in OURS & config.options.keys():
+            raise OwnCodeError(f"optimizer.options.{key}: has no effect; set optimizer.{key}")
+        usual = OptimizerConfig()
+        typed = {key: value for key in MORE if (value := getattr(config, key)) != getattr(usual, key)}
+        settings = {"lr": config.lr, **typed, **config.options}
         shown = ", ".join(f"{key}=…" for key in settings)
         fix = "set what it takes by optimizer.options.NAME"
         _bind(found, name, f"{found.__name__}(groups, {shown})", fix, [], **settings)
@@ -108,6 +117,47 @@ def layout_problem(optimizer: OptimizerConfig, parallel: ParallelConfig) -> Prob
     return Problem(("optimizer.kind", *split), problem, fix)
 
 
+def check_step(optimizer: Any) -> None:
+    """Raise OwnCodeError if a step with gradients of 0 fails, or leaves what checkpoints do not hold."""
+    before = _numbers(optimizer)
+    try:
+        optimizer.step()
+    except Exception as error:
+        problem = f"its step() fails with gradients of 0 ({type(error).__name__}: {error})"
+        raise OwnCodeError(f"optimizer.kind: {problem}; correct it, or optimizer.options") from error
+    after = _numbers(optimizer)
+    for name in after:
+        if name not in before or not bool(after[name] == before[name]):
+            raise OwnCodeError(
+                f"optimizer.kind: its step() changes {name}, which checkpoints do not hold; keep a count as "
+                "self.state[p]['step'] of each parameter"
+            )
+    check_state(optimizer)
+
+
+def _numbers(optimizer: Any) -> dict[str, Any]:
+    """Return the numbers of an optimizer outside its state: of its groups and its attributes."""
+    groups = enumerate(optimizer.param_groups)
+    named = {f"param_groups[{n}]['{key}']": value for n, group in groups for key, value in group.items()}
+    named |= {f"self.{name}": value for name, value in vars(optimizer).items()}
+    copies = {name: value.clone() if hasattr(value, "clone") else value for name, value in named.items()}
+    is_number = {name: isinstance(value, Real) or hasattr(value, "item") for name, value in copies.items()}
+    return {name: value for name, value in copies.items() if is_number[name] and not isinstance(value, bool)}
+
+
+def check_state(optimizer: Any) -> None:
+    """Raise OwnCodeError for state that checkpoints cannot hold."""
+    shapes = {id(p): p.shape for group in optimizer.param_groups for p in group["params"]}
+    for p, state in optimizer.state.items():
+        if id(p) not in shapes:
+            raise OwnCodeError(
+                f"optimizer.kind: checkpoints cannot hold its state {p!r} of no parameter; {KEPT}"
+            )
+        for name, value in state.items():
+            if name != "step" and value is not None and getattr(value, "shape", None) != shapes[id(p)]:
+                raise OwnCodeError(f"optimizer.kind: checkpoints cannot hold its state {name}; {KEPT}")
+
+
 def _declared(found: object) -> bool | None:
     if _torch_name(found) in TORCH_ELEMENTWISE:
         return True
@@ -158,7 +208,11 @@ def check_optimizer(optimizer: OptimizerConfig) -> None:
     """Raise OwnCodeError for an optimizer that cannot be built."""
     build = own_optimizer(optimizer)
     if build is not None:
-        _built_small(optimizer, build)
+        small = _built_small(optimizer, build)
+        for group in small.param_groups:
+            for p in group["params"]:
+                p.grad = p.detach().clone()  # zeros
+        check_step(small)
 
 
 def check_decay(schedule: ScheduleConfig) -> None:

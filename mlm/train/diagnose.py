@@ -23,6 +23,7 @@ from mlm.checkpoint.native.retention import newest_good
 from mlm.checkpoint.native.save_load import stored_tensors
 from mlm.errors import UserError
 from mlm.launch.typed import program
+from mlm.optim.clip import gradient_norm
 from mlm.optim.schedule import learning_rate
 from mlm.parallel.collectives import all_reduce
 from mlm.train.state import CHECKPOINTS, owned_shards
@@ -66,6 +67,8 @@ def first_non_finite(trainer: Trainer, batches: list[Any]) -> str:
     where = _first(backward, _anywhere(bad, trainer))
     if where is not None:
         return f"activations are finite; the first non-finite gradient is that of {where}"
+    if not gradient_norm(trainer.shards, trainer.ctx).isfinite():
+        return "activations and gradients are finite, but the sum of the gradients' squares overflows"
     return "all activations and gradients of this step are finite when it is repeated"
 
 

@@ -77,6 +77,15 @@ def test_a_run_that_diverged_goes_back_beyond_the_weights_that_gave_no_finite_nu
     assert named_latest(run / CHECKPOINTS) == step_name(3)
 
 
+def test_pruning_keeps_the_checkpoint_that_a_diverged_run_goes_back_to(run: Path) -> None:
+    record = {"kind": "diverged", "time": 0, "step": 12, "since": 5, "good": None}
+    (run / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    assert mlm("ckpt", "prune", run, "keep_last=1") == 0
+    assert step_name(3) in names(run)
+    assert mlm("ckpt", "rollback", run) == 0
+    assert named_latest(run / CHECKPOINTS) == step_name(3)
+
+
 def test_roll_back_to_where_it_is_does_nothing(run: Path, capsys: Output) -> None:
     assert mlm("ckpt", "rollback", run) == 0
     assert "nothing to do" in capsys.readouterr().out

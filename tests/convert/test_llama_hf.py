@@ -136,6 +136,7 @@ REJECTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "partial rotary": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     "mixed attention": ("qwen3", WINDOWS, "layer_types=full_attention, sliding_attention"),
     "heads of odd sharing": ("llama", {"num_key_value_heads": 3}, "num_kv_heads=3"),
+    "every token read": ("llama", {"is_causal": False}, "is_causal=false"),
     "a type for too few layers": ("qwen3", {"layer_types": ["full_attention"]}, "layer_types=1 types"),
     "no list of types": ("qwen3", {"layer_types": "full_attention"}, "layer_types=full_attention must be"),
     "a type for too many layers": ("llama", {"layer_types": ["full_attention"] * 3}, "layer_types=3 types"),

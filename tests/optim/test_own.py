@@ -12,7 +12,14 @@ from mlm.data.sampler import as_batch
 from mlm.data.synthetic import SyntheticDataset
 from mlm.errors import spelled
 from mlm.optim.config import OptimizerConfig
-from mlm.optim.own import TORCH_ELEMENTWISE, TORCH_REJECTED, check_optimizer, layout_problem, parameter_groups
+from mlm.optim.own import (
+    TORCH_ELEMENTWISE,
+    TORCH_REJECTED,
+    check_optimizer,
+    layout_problem,
+    own_optimizer,
+    parameter_groups,
+)
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.train.trainer import Trainer
@@ -56,6 +63,28 @@ def build_sgd(groups, config):
 def build_declared(groups, config):
     return Normed(groups, config.lr)
 build_declared.elementwise = True
+
+class CountsInGroup(Elementwise):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+
+class CountsInSelf(Elementwise):
+    steps = 0
+    def step(self, closure=None):
+        self.steps = self.steps + 1
+
+class RowsFromTheStart(Elementwise):
+    def __init__(self, groups, lr):
+        super().__init__(groups, lr)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["row"] = torch.zeros(p.shape[:1] + (2,))
+
+class StateOfAll(Elementwise):
+    def __init__(self, groups, lr):
+        super().__init__(groups, lr)
+        self.state["k"] = {"sum": torch.zeros(1)}
 """
 
 
@@ -186,3 +215,35 @@ def test_optimizer_of_whole_parameters_trains_alike_over_stages_and_replicas(
     alone = run_on_ranks(whole_losses, str(tmp_path))[0]
     split = run_on_ranks(whole_losses, str(tmp_path), **layout)[0]
     assert split == pytest.approx(alone, rel=1e-9)  # float64
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("CountsInGroup", "changes param_groups[0]['step'], which checkpoints do not hold"),
+        ("CountsInSelf", "changes self.steps, which checkpoints do not hold"),
+        ("RowsFromTheStart", "checkpoints cannot hold its state row"),
+        ("StateOfAll", "checkpoints cannot hold its state 'k' of no parameter"),
+    ],
+)
+def test_what_a_checkpoint_would_lose_is_rejected_before_training(own: None, name: str, problem: str) -> None:
+    """A count elsewhere would also have counted the step that makes the state."""
+    with pytest.raises(OwnCodeError) as error:
+        check_optimizer(OptimizerConfig(kind=f"mine:{name}"))
+    assert problem in str(error.value)
+
+
+def test_betas_and_eps_reach_classes_that_take_them_and_are_errors_for_others(own: None) -> None:
+    typed = OptimizerConfig(kind="torch.optim:Adam", betas=(0.5, 0.6), eps=1e-3)
+    build = own_optimizer(typed)
+    assert build is not None
+    (group, _) = build(parameter_groups([torch.nn.Parameter(torch.zeros(2))], [], typed)).param_groups
+    assert (group["betas"], group["eps"]) == ((0.5, 0.6), 1e-3)
+    with pytest.raises(OwnCodeError, match="betas"):
+        check_optimizer(OptimizerConfig(kind="mine:Elementwise", betas=(0.5, 0.6)))
+
+
+@pytest.mark.parametrize("key", ["lr", "weight_decay"])
+def test_an_option_that_would_have_no_effect_is_rejected(key: str) -> None:
+    with pytest.raises(OwnCodeError, match=rf"optimizer.options.{key}: has no effect; set optimizer.{key}"):
+        check_optimizer(OptimizerConfig(kind="torch.optim:Adam", options={key: 0.5}))

@@ -43,6 +43,7 @@ def outdated(
     keep_last: int,
     keep_every: int,
     upto: int | None = None,
+    since: int | None = None,
     problem: Callable[[Path], str | None] = problem_of,
 ) -> list[Path]:
     """The checkpoints up to step `upto` (None: all) that retention deletes, oldest first.
@@ -51,7 +52,8 @@ def outdated(
     (0: none); the one `latest` names; and those of another branch than that one, which count for nothing: a
     user rolled back, and deleting what was abandoned is theirs. Good are whole ones that are not doubtful. A
     damaged one, of which `problem(directory)` says why, never counts as kept: it is deleted when `keep_last`
-    good ones are newer, so where none is good nothing is. Of doubtful ones `keep_last` are kept besides.
+    good ones are newer, so where none is good nothing is. Of doubtful ones `keep_last` are kept besides;
+    where no step from `since` on was finite, the weights before it are doubtful too.
     `problem` is called from the newest on, as long as it matters. Raises CheckpointError when `root` cannot
     be read.
     """
@@ -62,7 +64,7 @@ def outdated(
         if (upto is not None and step > upto) or (head and is_of_another_branch(path, head)):
             continue
         if good < most:
-            if doubt_of(path) is None:
+            if doubt_of(path, since) is None:
                 good += problem(path) is None
                 continue
             doubtful += 1
@@ -73,8 +75,13 @@ def outdated(
     return old[::-1]
 
 
-def doubt_of(directory: Path) -> str | None:
-    """Why a checkpoint may be of a run that has gone wrong; None if its manifest does not say so."""
+def doubt_of(directory: Path, since: int | None = None) -> str | None:
+    """Why a checkpoint may be of a run that has gone wrong; None if its manifest does not say so.
+
+    `since` is the first of the run's steps that were not finite, if it has diverged.
+    """
+    if since is not None and _step_of(directory) >= since - 1:
+        return f"no step after it was finite since step {since}"
     try:
         summary = read_summary(directory)
     except (UserError, OSError):
@@ -98,15 +105,15 @@ def newest_good(root: Path, since: int | None = None) -> Path | None:
     If no step from `since` on was finite, the weights after step `since` - 1 are not good: an older one is
     taken. Of the branch that `latest` names. Raises CheckpointError when `root` cannot be read.
     """
-    found = [
-        path
-        for path in candidates(root)
-        if since is None or int(plain_name(path).removeprefix("step-")) < since - 1
-    ]
+    found = [path for path in candidates(root) if since is None or _step_of(path) < since - 1]
     whole = [path for path in found if problem_of(path) is None]
     good = [path for path in whole if doubt_of(path) is None]
     # steps that are not finite change no weight: where all else is lacking, those before them may do
     return next(iter([*good, *(path for path in whole if jump_of(path) is None)]), None)
+
+
+def _step_of(directory: Path) -> int:
+    return int(plain_name(directory).removeprefix("step-"))
 
 
 def _is_deletable(path: Path) -> bool:

@@ -201,7 +201,7 @@ def publish_manifest(staging: Path, root: Path, manifest: Manifest) -> None:
     if jump := largest_jump(manifest.tensors):
         log.warning(
             "step %d: the norm of %s is %.3g times what it was: too high a learning rate? No older "
-            "checkpoint is deleted for this one",
+            "good checkpoint is deleted for this one",
             *(manifest.step, *jump),
         )
     publish(staging, root, manifest)

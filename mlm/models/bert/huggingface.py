@@ -119,6 +119,7 @@ def _keys(vocabulary: int, width: int, layers: int, heads: int) -> ConfigKeys:
             "hidden_act": (*EXACT_GELU, *TANH_GELU),
             "position_embedding_type": ("absolute",),
             "is_decoder": (False,),
+            "is_causal": (False,),
         },
         sizes={
             "vocab_size": (vocabulary, 1 << 24),

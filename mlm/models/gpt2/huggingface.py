@@ -55,6 +55,7 @@ _KEYS = ConfigKeys(
     | {
         "activation_function": (*TANH_GELU, *EXACT_GELU),
         "scale_attn_weights": (True,),
+        "is_causal": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
         "sliding_window": (None,),  # the cache of `transformers` would take it
         "layer_types": (None,),

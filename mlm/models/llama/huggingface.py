@@ -46,6 +46,7 @@ MOST_LAYERS = 10_000
 
 _NO_BIASES = {"attention_bias": (False,), "mlp_bias": (False,)}
 _FIXED = NOWHERE_SUPPORTED | {
+    "is_causal": (True,),
     "hidden_act": (*SILU, *EXACT_GELU, *TANH_GELU),
     "num_experts": (None, 0, 1),
     "num_local_experts": (None, 0, 1),

@@ -91,6 +91,7 @@ def test_dropout_of_embeddings_that_differs_is_noted() -> None:
         ("scale_attn_by_inverse_layer_idx", True),
         ("add_cross_attention", True),
         ("pruned_heads", {"0": [1]}),
+        ("is_causal", False),
         ("quantization_config", {"bits": 4}),
         ("transformers_weights", "../other.safetensors"),
         ("n_layer", 0),

@@ -192,6 +192,7 @@ def test_dropout_of_the_classifier_that_differs_is_noted() -> None:
         ("is_decoder", True),
         ("add_cross_attention", True),
         ("pruned_heads", {"0": [1]}),
+        ("is_causal", True),
         ("quantization_config", {"bits": 4}),
         ("num_hidden_layers", 10**15),
         ("hidden_size", True),
