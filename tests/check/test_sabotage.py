@@ -174,7 +174,7 @@ CASES = {
         "f, its sum over tp",
     ),
     "no f before the head": Sabotage(
-        "mlm.models.gpt2.model.copy_to_tp", same, TP, "gradient of final_norm.bias", "the head"
+        "mlm.parallel.cross_entropy.copy_to_tp", same, TP, "gradient of final_norm.bias", "the head"
     ),
     "tied embedding not summed": Sabotage(
         "mlm.train.trainer.sum_tied_gradients",
@@ -191,7 +191,7 @@ CASES = {
         "every tp rank holds",
     ),
     "no f before a BERT's head": Sabotage(
-        "mlm.models.bert.model.copy_to_tp",
+        "mlm.parallel.cross_entropy.copy_to_tp",
         same,
         Layout(tp=2, bert="pre"),
         "gradient of mlm_head.norm.bias",
@@ -317,7 +317,7 @@ CASES = {
         "mlm.optim.clip.all_reduce", same, TP, "gradient norm of step 1", "counts in the norm"
     ),
     "weight decay on one stage only": Sabotage(
-        "mlm.train.trainer.Trainer.update", decay_on_first_rank_only, PP, "loss of step 2", "the update"
+        "mlm.train.trainer.Trainer.update", decay_on_first_rank_only, PP, "after step 1", "suspect the optimizer"
     ),
 }
 

@@ -124,7 +124,7 @@ class TestMistakes:
                 )
                 for group in ("hydra/job_logging", "hydra/launcher")
             ),
-            (f"hydra.run.dir={'x' * 299}", f"{'x' * 299}: File name too long"),
+            (f"hydra.run.dir={'x' * 299}", f"{'x' * 100}…{'x' * 19}: File name too long"),
             ("--resolve", "The --resolve flag can only be used in conjunction with --cfg or --help"),
         ],
     )
