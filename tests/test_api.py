@@ -6,6 +6,7 @@ import inspect
 import itertools
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -474,6 +475,13 @@ class TestErrors:
             with pytest.raises(ValueError) as caught:
                 call()
             assert str(caught.value) == problem
+
+    def test_a_prompt_of_which_only_the_end_is_read_is_named(
+        self, model: mlm.Model, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        model.generate(["a", "be or not to " * 200], max_new_tokens=1)
+        assert re.search(r"prompt 1: of its \d+ tokens the last \d+ are read", caplog.text)
+        assert "prompt 0" not in caplog.text
 
     def test_half_a_surrogate_pair_is_no_text(self, model: mlm.Model) -> None:
         problem = "half a surrogate pair (U+D800); delete it"

@@ -317,7 +317,11 @@ CASES = {
         "mlm.optim.clip.all_reduce", same, TP, "gradient norm of step 1", "counts in the norm"
     ),
     "weight decay on one stage only": Sabotage(
-        "mlm.train.trainer.Trainer.update", decay_on_first_rank_only, PP, "after step 1", "suspect the optimizer"
+        "mlm.train.trainer.Trainer.update",
+        decay_on_first_rank_only,
+        PP,
+        "after step 1",
+        "suspect the optimizer",
     ),
 }
 
