@@ -31,7 +31,7 @@ def other_owners(paths: Iterable[Path]) -> list[str]:
 
 
 def unreadable(path: str) -> str | None:
-    """What keeps this user from reading a path, in words; None if they may, or nothing is there."""
+    """The obstacle to reading a path for this user, in words; None if they may, or nothing is there."""
     place = Path(path)
     for folder in (*reversed(place.absolute().parents), place):
         try:

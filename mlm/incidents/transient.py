@@ -35,7 +35,7 @@ class SecondPass:
 
     @property
     def advice(self) -> str:
-        """What to do if it happens again."""
+        """Advice for the case that it happens again."""
         suspect = f"the memory and the processor of {self.where}" if self.ranks else "memory and processors"
         return f"if it comes back, test {suspect}"
 

@@ -101,7 +101,7 @@ def diagnosis(trainer: Trainer, batches: list[Any], since: int, warmup: str) -> 
 
 
 def state_of(parts: Sequence[Mapping[str, float]], good: Path | None) -> str:
-    """Whether weights and moments are finite, and what has grown since a good checkpoint, in words."""
+    """State of weights and moments in words: what is not finite, or has grown since a good checkpoint."""
     try:
         then = {} if good is None else read_summary(good).tensors
     except (UserError, OSError):
