@@ -16,6 +16,12 @@ TEMPERATURE = Bound(lambda x: 0 <= x <= 100, "0 to 100")
 AttentionKernel = Literal["auto", "cudnn", "flash", "efficient", "math"]
 
 
+FALSE_ALARM = Bound(
+    lambda x: 0 <= x < 1 or x >= 1000, "1000 or more clean steps for a false alarm, or 0 for no outliers"
+)
+"""A number such as 10 is one of deviations, as other programs count: it would be an alarm every ten steps."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
     """Length of training, batch sizes and validation."""
@@ -76,9 +82,10 @@ class IncidentConfig:
     """Action after an incident: log only reports it; skip leaves out the update; rewind returns to the last
     good checkpoint, from the same incident to the one before, and leaves out the samples of the step; stop
     ends the run. Updates by gradients that are not finite are always left out."""
-    threshold: Annotated[float, NOT_NEGATIVE] = 1e6
+    threshold: Annotated[float, FALSE_ALARM] = 1e6
     """Steps in which a clean run reaches a loss or gradient norm once, by the tail of recent steps: such a
-    number is an incident. 0 looks for numbers that are not finite only."""
+    number is an incident. 0 looks for numbers that are not finite only; between 0 and 1 each high number is
+    one, for trials."""
     window: Annotated[int, POSITIVE] = 512
     """Recent steps from which that tail is estimated; the first 32 are not judged."""
     patience: Annotated[int, NOT_NEGATIVE] = 8

@@ -125,6 +125,11 @@ class TestMistakes:
                 for group in ("hydra/job_logging", "hydra/launcher")
             ),
             (f"hydra.run.dir={'x' * 299}", f"{'x' * 100}…{'x' * 19}: File name too long"),
+            (
+                "incident.threshold=10",
+                "incident.threshold=10.0 must be 1000 or more clean steps for a false alarm, or 0 for no "
+                "outliers",
+            ),
             ("--resolve", "The --resolve flag can only be used in conjunction with --cfg or --help"),
         ],
     )
