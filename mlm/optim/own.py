@@ -127,7 +127,7 @@ def check_step(optimizer: Any) -> None:
         raise OwnCodeError(f"optimizer.kind: {problem}; correct it, or optimizer.options") from error
     after = _numbers(optimizer)
     for name in after:
-        if name not in before or not bool(after[name] == before[name]):
+        if name not in before or not _is_same(after[name], before[name]):
             raise OwnCodeError(
                 f"optimizer.kind: its step() changes {name}, which checkpoints do not hold; keep a count as "
                 "self.state[p]['step'] of each parameter"
@@ -143,6 +143,14 @@ def _numbers(optimizer: Any) -> dict[str, Any]:
     copies = {name: value.clone() if hasattr(value, "clone") else value for name, value in named.items()}
     is_number = {name: isinstance(value, Real) or hasattr(value, "item") for name, value in copies.items()}
     return {name: value for name, value in copies.items() if is_number[name] and not isinstance(value, bool)}
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Return True for equal numbers, or tensors of equal shape and numbers."""
+    if getattr(one, "shape", None) != getattr(other, "shape", None):
+        return False
+    equal = one == other
+    return bool(equal.all() if hasattr(equal, "all") else equal)
 
 
 def check_state(optimizer: Any) -> None:

@@ -74,6 +74,13 @@ class CountsInSelf(Elementwise):
     def step(self, closure=None):
         self.steps = self.steps + 1
 
+class SumsInSelf(Elementwise):
+    def __init__(self, groups, lr):
+        super().__init__(groups, lr)
+        self.kept, self.sums = torch.arange(3.0), torch.zeros(3)
+    def step(self, closure=None):
+        self.sums += 1
+
 class RowsFromTheStart(Elementwise):
     def __init__(self, groups, lr):
         super().__init__(groups, lr)
@@ -222,6 +229,7 @@ def test_optimizer_of_whole_parameters_trains_alike_over_stages_and_replicas(
     [
         ("CountsInGroup", "changes param_groups[0]['step'], which checkpoints do not hold"),
         ("CountsInSelf", "changes self.steps, which checkpoints do not hold"),
+        ("SumsInSelf", "changes self.sums, which checkpoints do not hold"),
         ("RowsFromTheStart", "checkpoints cannot hold its state row"),
         ("StateOfAll", "checkpoints cannot hold its state 'k' of no parameter"),
     ],
