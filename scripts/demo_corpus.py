@@ -10,8 +10,8 @@ OUT gets train.jsonl, validation.jsonl and test.jsonl. mlm/reproduce/plays.py na
 import argparse
 from pathlib import Path
 
-from mlm.errors import UserError
 from mlm.reproduce.plays import PACKAGE, read_plays, write_plays
+from mlm.util.errors import UserError
 
 
 def main() -> None:

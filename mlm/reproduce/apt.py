@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from mlm.errors import UserError
+from mlm.util.errors import UserError
 
 __all__ = ["PROGRAMS", "download", "missing_programs"]
 

@@ -2,8 +2,8 @@
 
 import os
 
-from mlm.errors import Problem
 from mlm.reproduce.config import ReproduceConfig
+from mlm.util.errors import Problem
 
 
 def check_reproduce(config: ReproduceConfig) -> list[Problem]:

@@ -13,11 +13,11 @@ from pathlib import Path
 from mlm.config.fields import expand_home
 from mlm.data.corpus_files import SPLITS
 from mlm.data.receipt import RECEIPT, Receipt, read_receipt
-from mlm.errors import Problem, UserError
-from mlm.extras import load_extra
 from mlm.reproduce.config import ReproduceConfig
 from mlm.reproduce.experiment import Step
 from mlm.reproduce.text import SOURCES, source_problem
+from mlm.util.errors import Problem, UserError
+from mlm.util.extras import load_extra
 
 __all__ = [
     "BERT_CORPUS",

@@ -10,7 +10,7 @@ from mlm.models.config import ModelConfig
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.plan.dry_run_config import PlanDryRunConfig
-from mlm.train.config import TrainConfig
+from mlm.training.config import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)

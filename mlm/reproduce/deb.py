@@ -10,7 +10,7 @@ from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import IO, NamedTuple
 
-from mlm.errors import UserError
+from mlm.util.errors import UserError
 
 __all__ = ["Package", "read_files", "read_package"]
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlm.data.corpus_files import SPLITS
-from mlm.errors import UserError
-from mlm.files.atomic import write_atomic
 from mlm.reproduce.deb import Package, read_files, read_package
 from mlm.reproduce.documents import Document, write_documents
 from mlm.reproduce.prose import READERS, Paragraph, paragraphs
+from mlm.util.atomic import write_atomic
+from mlm.util.errors import UserError
 
 __all__ = ["CHOICES", "LICENCES", "find_debs", "write_text"]
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mlm.files.atomic import write_atomic
+from mlm.util.atomic import write_atomic
 
 __all__ = ["Document", "write_documents"]
 

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from mlm.report.history import parse, step_of
+from mlm.tracking.history import parse, step_of
 
 TAIL = 1 << 14  # bytes of a history in which its newest step is looked for
 

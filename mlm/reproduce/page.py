@@ -5,12 +5,12 @@ from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlm.report.html.curves import curves_of, named
-from mlm.report.html.elements import Html, block, details, join, paragraph, table, text
-from mlm.report.html.shell import page
 from mlm.reproduce.conclusion import Cell, Conclusion
 from mlm.reproduce.experiment import Experiment
 from mlm.reproduce.results import Results
+from mlm.tracking.html.curves import curves_of, named
+from mlm.tracking.html.elements import Html, block, details, join, paragraph, table, text
+from mlm.tracking.html.shell import page
 
 MOST_CURVES = 20
 

@@ -8,8 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
-from mlm.files.results import CREATOR
 from mlm.reproduce.conclusion import Chart, Series
+from mlm.util.results import CREATOR
 
 INK, GRID = "#333333", "#dddddd"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")

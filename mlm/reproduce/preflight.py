@@ -7,9 +7,7 @@ from pathlib import Path
 import torch
 
 from mlm.config.suggest import did_you_mean
-from mlm.errors import Problem, UserError
 from mlm.evaluate.zero_shot import sources
-from mlm.files.ownership import claim_problems
 from mlm.finetune.sources import find_files
 from mlm.reproduce.catalogue import EXPERIMENTS
 from mlm.reproduce.config import ReproduceConfig
@@ -18,6 +16,8 @@ from mlm.reproduce.experiment import Step
 from mlm.reproduce.logged import steps_of
 from mlm.reproduce.nanogpt import shakespeare
 from mlm.reproduce.v1 import table5
+from mlm.util.errors import Problem, UserError
+from mlm.util.ownership import claim_problems
 
 KIND = "reproduce"
 ALL = "all"

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from mlm.errors import CorruptFileError, UserError
-from mlm.files.atomic import write_atomic
-from mlm.files.bounded import as_json
 from mlm.reproduce.experiment import Step
 from mlm.reproduce.results import REMOVE, Record, read_object
+from mlm.util.atomic import write_atomic
+from mlm.util.bounded import as_json
+from mlm.util.errors import CorruptFileError, UserError
 
 STEPS = "steps"
 LARGEST = 1 << 20  # bytes of a record

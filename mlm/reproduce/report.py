@@ -6,11 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from mlm.errors import UserError
-from mlm.files.atomic import write_atomic
-from mlm.files.bounded import as_json
 from mlm.launch.versions import versions
-from mlm.report.history import finite
 from mlm.reproduce.conclusion import Conclusion, Table
 from mlm.reproduce.corpus import DOCUMENTS, TEXT
 from mlm.reproduce.experiment import Experiment
@@ -19,6 +15,10 @@ from mlm.reproduce.page import page_of, shown
 from mlm.reproduce.pictures import draw
 from mlm.reproduce.results import Results
 from mlm.reproduce.text import LICENCES, packages
+from mlm.tracking.history import finite
+from mlm.util.atomic import write_atomic
+from mlm.util.bounded import as_json
+from mlm.util.errors import UserError
 
 PAGE = "report.html"
 MADE = "<!-- Written by mlm reproduce, which replaces this file. -->"

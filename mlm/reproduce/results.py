@@ -8,12 +8,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlm.errors import CorruptFileError
-from mlm.files.bounded import parse_json, read_bounded
-from mlm.report.history import FILE_NAME
-from mlm.report.html.runs import Run, read_run
 from mlm.reproduce.config import ReproduceConfig
 from mlm.reproduce.logged import steps_of
+from mlm.tracking.history import FILE_NAME
+from mlm.tracking.html.runs import Run, read_run
+from mlm.util.bounded import parse_json, read_bounded
+from mlm.util.errors import CorruptFileError
 
 if TYPE_CHECKING:
     from mlm.reproduce.experiment import Step

@@ -10,9 +10,6 @@ from pathlib import Path
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from mlm.errors import UserError, writing_to
-from mlm.files.lock import Lock
-from mlm.files.ownership import claim_folder
 from mlm.launch.stop import Stopped, requests_raised
 from mlm.reproduce.catalogue import EXPERIMENTS
 from mlm.reproduce.cluster import with_places
@@ -26,7 +23,10 @@ from mlm.reproduce.records import STEPS, read_records
 from mlm.reproduce.report import write_report
 from mlm.reproduce.results import Results
 from mlm.reproduce.runner import Runner, Tell
-from mlm.terminal import LINE_S, Screen, add_row, console, table
+from mlm.util.errors import UserError, writing_to
+from mlm.util.lock import Lock
+from mlm.util.ownership import claim_folder
+from mlm.util.terminal import LINE_S, Screen, add_row, console, table
 
 LOCK = ".lock"
 

@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlm.errors import CheckFailedError, UserError, writing_to
 from mlm.launch.child_run import failure_of, kill, started
-from mlm.report.history import FILE_NAME
 from mlm.reproduce.experiment import ALL_CORES, Step
 from mlm.reproduce.host import hardware_here, versions_here
 from mlm.reproduce.logged import last_step, steps_of
 from mlm.reproduce.records import log_path, remember
 from mlm.reproduce.results import Record
+from mlm.tracking.history import FILE_NAME
+from mlm.util.errors import CheckFailedError, UserError, writing_to
 
 POLL_S = 0.5
 SAVE_S = 120.0

@@ -10,11 +10,11 @@ from importlib.metadata import distribution
 from itertools import pairwise
 from pathlib import Path
 
-from mlm.errors import UserError
-from mlm.files.atomic import write_atomic
 from mlm.reproduce.apt import download, missing_programs
 from mlm.reproduce.debian_text import CHOICES, LICENCES, write_text
 from mlm.reproduce.plays import INSTALL, PACKAGE, VERSION, installed_plays, read_plays, write_plays
+from mlm.util.atomic import write_atomic
+from mlm.util.errors import UserError
 
 __all__ = ["LICENCES", "SOURCES", "packages", "source_problem"]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from mlm.errors import UserError
 from mlm.reproduce.plays import read_plays, scenes
+from mlm.util.errors import UserError
 
 MEAN_WORDS = 600  # of a document; web text has some hundred
 HELD_OUT = 50  # every so many passages one is an evaluation text, and in no document

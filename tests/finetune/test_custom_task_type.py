@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from mlm.cli import main
+from mlm.config.cli import main
 from mlm.config.imports import TRUST
-from mlm.errors import UserError
 from mlm.finetune.task_type import task_type
+from mlm.util.errors import UserError
 from tests.finetune.material import write_rows
 from tests.finetune.runs import read, words, write_model
 from tests.pages import blocks

@@ -6,14 +6,14 @@ from typing import Any, get_args
 
 import pytest
 
-from mlm.cli.commands import COMMANDS
-from mlm.cli.compose import load_config
-from mlm.files.folder_types import KINDS, matches
+from mlm.config.cli.commands import COMMANDS
+from mlm.config.cli.compose import load_config
 from mlm.reproduce import run
 from mlm.reproduce.catalogue import EXPERIMENTS
 from mlm.reproduce.config import ReproduceConfig, Scale
 from mlm.reproduce.experiment import ALL_CORES, Experiment, Step
-from mlm.train.checks import check_pretrain
+from mlm.training.checks import check_pretrain
+from mlm.util.folder_types import KINDS, matches
 
 SCALES = get_args(Scale)
 PAIRS = [(experiment, scale) for experiment in EXPERIMENTS for scale in SCALES]
@@ -60,7 +60,7 @@ def test_steps_need_steps_that_there_are(experiment: Experiment, scale: Scale) -
 
 
 def test_results_are_in_folders_that_are_not_taken_from_the_user() -> None:
-    """A folder of the user's with one of these names is in the way (mlm/files/folder_types.py)."""
+    """A folder of the user's with one of these names is in the way (mlm/util/folder_types.py)."""
     found = {experiment.name for experiment in EXPERIMENTS}
     for experiment, scale in PAIRS:
         config = ReproduceConfig(name=experiment.name, scale=scale)

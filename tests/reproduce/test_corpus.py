@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mlm.cli.compose import load_config
+from mlm.config.cli.compose import load_config
 from mlm.corpus.checks import check_build
 from mlm.data.receipt import RECEIPT
-from mlm.errors import UserError
 from mlm.reproduce import apt, corpus, text
 from mlm.reproduce.config import ReproduceConfig
 from mlm.reproduce.corpus import (
@@ -25,6 +24,7 @@ from mlm.reproduce.corpus import (
 )
 from mlm.reproduce.experiment import Step
 from mlm.reproduce.plays import HELD_OUT
+from mlm.util.errors import UserError
 from tests.reproduce.made_debs import NEEDS_DPKG, make_deb
 
 PLAY = "# {0}\n\n## ACT I\n\n### SCENE I. A room.\n\n**ANNE**\nA word of {0}.\n"

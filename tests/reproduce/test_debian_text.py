@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from mlm.errors import UserError
 from mlm.reproduce import deb, debian_text
 from mlm.reproduce.debian_text import part_of, source_of, write_text
+from mlm.util.errors import UserError
 from tests.reproduce.made_debs import NEEDS_DPKG, make_deb, make_hostile_deb, regular
 
 pytestmark = NEEDS_DPKG

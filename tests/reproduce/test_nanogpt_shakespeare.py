@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from mlm.cli import main
-from mlm.cli.compose import load_config
+from mlm.config.cli import main
+from mlm.config.cli.compose import load_config
 from mlm.data.gpt import EvalWindows
 from mlm.data.indexed import IndexedDataset
 from mlm.data.tokenizer import Tokenizer

@@ -12,13 +12,13 @@ from types import FrameType
 
 import pytest
 
-from mlm.cli import main
-from mlm.files.lock import Lock
+from mlm.config.cli import main
 from mlm.reproduce import preflight, run, runner
 from mlm.reproduce.catalogue import EXPERIMENTS
 from mlm.reproduce.conclusion import Conclusion, Table, Verdict
 from mlm.reproduce.experiment import Experiment, Step
 from mlm.reproduce.results import Results
+from mlm.util.lock import Lock
 from tests.reproduce.made import experiment, writing
 
 

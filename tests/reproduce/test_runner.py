@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from mlm.errors import CheckFailedError, CorruptFileError, UserError
 from mlm.reproduce import runner
 from mlm.reproduce.config import ReproduceConfig
 from mlm.reproduce.experiment import ALL_CORES, Step
 from mlm.reproduce.records import STEPS, log_path, read_records, record_path
 from mlm.reproduce.results import Record, Results
 from mlm.reproduce.runner import Runner
+from mlm.util.errors import CheckFailedError, CorruptFileError, UserError
 from tests.reproduce.made import writing
 
 

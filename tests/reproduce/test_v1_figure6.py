@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlm.cli import main
+from mlm.config.cli import main
 from mlm.reproduce.conclusion import Conclusion, Verdict
 from mlm.reproduce.config import ReproduceConfig
 from mlm.reproduce.v1 import figure6, table3

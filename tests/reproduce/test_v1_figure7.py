@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlm.cli.compose import load_config
+from mlm.config.cli.compose import load_config
 from mlm.corpus.train_tokenizer import train_wordpiece
 from mlm.data.config import DataConfig
 from mlm.data.indexed import IndexedWriter, token_dtype

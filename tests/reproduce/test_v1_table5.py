@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mlm.cli import main
+from mlm.config.cli import main
 from mlm.reproduce.conclusion import Conclusion, Verdict
 from mlm.reproduce.config import ReproduceConfig
 from mlm.reproduce.v1 import table5

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from mlm.report.html.runs import Run
 from mlm.reproduce.config import ReproduceConfig
 from mlm.reproduce.experiment import Experiment
 from mlm.reproduce.results import Record, Results, Times
+from mlm.tracking.html.runs import Run
 
 ROUNDS = 3
 

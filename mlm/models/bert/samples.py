@@ -18,11 +18,11 @@ from torch import Tensor
 
 from mlm.data.epochs import CACHE_FROM, EpochCache, permutation
 from mlm.data.indexed import IndexedDataset
-from mlm.errors import UserError
 from mlm.models.bert.masking import BERTVocab, mask_tokens
 from mlm.models.bert.pairs import Pairs, Targets, find_spans, make_pairs
 from mlm.parallel.labels import IGNORE
-from mlm.splitmix import draw, root
+from mlm.util.errors import UserError
+from mlm.util.splitmix import draw, root
 
 SPECIAL = 3
 """Tokens of a sample that are no text: [CLS] and two [SEP]."""

@@ -19,7 +19,7 @@ from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 
 from mlm.data.tokenizer import EOD
-from mlm.files.atomic import write_atomic
+from mlm.util.atomic import write_atomic
 
 CHARACTERS = "".join(sorted("\n !$&',-.3:;?" + string.ascii_letters))
 """The 65 of tiny-shakespeare."""

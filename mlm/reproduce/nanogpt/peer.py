@@ -29,8 +29,8 @@ import torch
 from numpy.typing import NDArray
 
 from mlm.data.tokenizer import Tokenizer
-from mlm.files.atomic import write_atomic
-from mlm.files.bounded import as_json
+from mlm.util.atomic import write_atomic
+from mlm.util.bounded import as_json
 
 ITERATION = re.compile(r"iter (\d+): loss (\S+), time (\S+)ms")
 ESTIMATE = re.compile(r"step (\d+): train loss (\S+), val loss (\S+)")
