@@ -15,7 +15,7 @@ from tests.finetune.material import write_rows
 from tests.finetune.runs import read, words, write_model
 from tests.pages import blocks
 
-GUIDE = Path(__file__).parents[2] / "mlm/finetune/README.md"
+GUIDE = Path(__file__).parents[2] / "scripts/docs/pages/guides/finetuning.md"
 (MODULE,) = (block.code for block in blocks(GUIDE.read_text(), GUIDE.name) if "TaskType" in block.code)
 """The example of the guide."""
 YAML = """

@@ -3,10 +3,9 @@
 from dataclasses import fields
 from pathlib import Path
 
-import mlm.tracking
 from mlm.tracking.metrics import StepMetrics
 
-GUIDE = (Path(mlm.tracking.__file__).parent / "README.md").read_text()
+GUIDE = (Path(__file__).parents[2] / "scripts/docs/pages/guides/runs.md").read_text()
 
 
 def test_every_field_of_a_step_has_a_row() -> None:

@@ -1,4 +1,4 @@
-"""mlm/util/README.md, sentence by sentence: folders, files, devices, pipes, links and inputs."""
+"""The guide file-safety.md, sentence by sentence: folders, files, devices, pipes, links and inputs."""
 
 import json
 import os
@@ -32,7 +32,7 @@ from tests.config.test_fields import PATHS, values_with
 from tests.corpus.texts import plain, quiet, write_jsonl
 from tests.data.corpora import counting_corpus
 
-PAGE = Path(__file__).resolve().parents[2] / "mlm" / "util" / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "scripts/docs/pages/guides/file-safety.md"
 OURS = json.dumps({"task": "loss", "versions": {"mlm": "0.1"}}).encode()
 KIND = {
     **dict.fromkeys(("pretrain", "finetune", "reshard", "import_hf", "import_megatron"), "run"),
@@ -109,7 +109,7 @@ def test_every_sentence_of_the_page_names_tests_of_this_file() -> None:
 
 
 def test_the_page_is_linked_from_the_readme() -> None:
-    assert "(mlm/util/README.md)" in (PAGE.parents[2] / "README.md").read_text()
+    assert "(scripts/docs/pages/guides/file-safety.md)" in (PAGE.parents[4] / "README.md").read_text()
 
 
 # ---- every path key of every command, pointed at what is the user's
