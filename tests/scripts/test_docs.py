@@ -56,13 +56,16 @@ def test_pages_of_the_site_have_paths_of_their_own() -> None:
 
 
 def test_links_are_rewritten_to_pages_paths_or_the_code_host() -> None:
-    text = "[data](pages/guides/data.md#input) [layers](../../mlm/parallel/layers.py) [one](loop.py) [x.py](x.py)"
+    text = (
+        "[data](pages/guides/data.md#input) [layers](../../mlm/parallel/layers.py) [one](one.py) [x.py](x.py)"
+    )
     plain = rewrite(text, "scripts/docs/design.md")
     assert plain == (
-        "[data](../guides/data.md#input) [layers](../api/layers.md) one (`scripts/docs/loop.py`) `scripts/docs/x.py`"
+        "[data](../guides/data.md#input) [layers](../api/layers.md) "
+        "one (`scripts/docs/one.py`) `scripts/docs/x.py`"
     )
     hosted = rewrite(text, "scripts/docs/design.md", "https://host/mlm/")
-    assert "[one](https://host/mlm/blob/main/scripts/docs/loop.py)" in hosted
+    assert "[one](https://host/mlm/blob/main/scripts/docs/one.py)" in hosted
 
 
 def test_code_blocks_keep_what_looks_like_a_link() -> None:
