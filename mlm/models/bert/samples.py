@@ -1,7 +1,7 @@
 """BERT samples: [CLS] A [SEP] B [SEP], for sentence-order prediction and masked-word prediction.
 
-Sources: arXiv:1909.08053 (v1) and Megatron-LM's BERT dataset; the guide Data lists what differs. The corpus holds
-one sequence per sentence.
+Sources: arXiv:1909.08053 (v1) and Megatron-LM's BERT dataset; the guide Data lists what differs. The corpus
+holds a sequence for each sentence.
 
 One pass over the corpus is an epoch: every sentence of every document of two sentences or more lies in
 exactly one of its samples (pairs.py), which are served in an order shuffled within the epoch. Sample i
