@@ -34,7 +34,7 @@ from mlm.optim.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from mlm.parallel.labels import IGNORE
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.config import IncidentConfig, PretrainConfig, TrainConfig
-from mlm.training.incidents.recent import LEAST_SPREAD, NORMAL, TINY, Recent, median
+from mlm.training.incidents.numbers import LEAST_SPREAD, NORMAL, TINY, Recent, median
 from mlm.training.trainer import Trainer
 from mlm.util.atomic import write_atomic
 from mlm.util.errors import UserError

@@ -34,6 +34,7 @@ from mlm.data.synthetic import SyntheticDataset
 from mlm.parallel.mesh import shape_context
 from mlm.training.config import PretrainConfig
 from mlm.training.memory import reuse_large_blocks
+from mlm.training.observer import Observers
 from mlm.training.saver import Saver
 from mlm.training.trainer import Trainer
 from mlm.util.atomic import write_atomic
@@ -84,7 +85,7 @@ def windows(
         for _ in range(steps):
             outcome = trainer.train_step(next(batches))
             float(outcome.parts.item())
-            saver.poll()
+            saver.after_step(outcome)
         seconds, done = time.perf_counter() - begin, saver._job is None
         saver.finish()
         kind = yield {"seconds": seconds, "done": done, "save_s": told.seconds, "waited_s": told.waited}
@@ -106,6 +107,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir=args.folder))
     told, rounds = Told(), []
     saver = Saver(trainer, folder, told)  # type: ignore[arg-type]
+    trainer.observers = Observers([saver])
     try:
         with loader as batches:
             run_window = windows(trainer, saver, told, batches, args.steps)

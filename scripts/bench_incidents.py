@@ -3,7 +3,7 @@
     python scripts/bench_incidents.py --out scripts/results/bench_incidents-cpu.json
 
 Two trainers of one process with the same weights take steps in turn; one is watched: their ratio shows costs
-above the noise of a step. The hooks of a step are timed alone too, and so are the comparisons that are due
+above the noise of a step. The observer of a step is timed alone too, and so are the comparisons that are due
 every `check.every` steps (a step computed twice, digests of all weights and moments), divided by that number:
 these two are the share. Seconds are of processor time. The exchange between ranks is not in it.
 Exit code: 0 within 1 %, 1 above, 2 a mistake.
@@ -33,9 +33,10 @@ from mlm.data.sampler import Batch
 from mlm.models.config import ModelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.config import PretrainConfig, TrainConfig
-from mlm.training.incidents.replicas import digests, state_of
+from mlm.training.incidents.comparisons import digests, state_of
 from mlm.training.incidents.watcher import Incidents
-from mlm.training.trainer import Trainer
+from mlm.training.observer import Observers
+from mlm.training.trainer import StepOutcome, Trainer
 from mlm.util.atomic import write_atomic
 from mlm.util.errors import UserError
 
@@ -66,7 +67,7 @@ def config_of(args: argparse.Namespace) -> PretrainConfig:
 
 
 class Watched:
-    """A trainer, with the hooks of the training loop or without."""
+    """A trainer, with the observers of the training loop or without."""
 
     def __init__(self, config: PretrainConfig, folder: Path | None) -> None:
         self.trainer: Trainer[Batch] = Trainer(config, ParallelContext())
@@ -74,32 +75,28 @@ class Watched:
             config.model.vocab_size, (config.train.micro_batch_size, config.data.seq_length)
         )
         self.batches = [Batch(tokens, tokens.roll(-1, 1), 0)]
-        self.hooks = None
+        self.incidents = None
         if folder is not None:
             quiet: Callable[..., None] = lambda *_: None  # noqa: E731
             reporter = SimpleNamespace(problem=quiet, note=quiet, event=quiet, rewound=quiet)
-            self.hooks = Incidents(self.trainer, folder, reporter, SimpleNamespace())  # type: ignore[arg-type]
+            incidents = Incidents(self.trainer, folder, reporter, SimpleNamespace())  # type: ignore[arg-type]
+            self.trainer.observers, self.incidents = Observers([incidents]), incidents
 
     def step(self) -> None:
         """Take a step as `Loop.run_steps` does."""
-        if self.hooks is None:
-            self.trainer.train_step(self.batches)
-            return
-        with self.hooks.timed("data"):
+        observers = self.trainer.observers
+        with observers.phase("data"):
             batches = self.batches
-        self.hooks.begin(batches)
-        self.trainer.train_step(batches)
-        self.hooks.must_rewind()
-        self.hooks.end()
+        observers.on_step_start(batches)
+        observers.after_step(self.trainer.train_step(batches))
 
 
 def watch(each: Watched) -> None:
     """Do all that watching adds to a step."""
-    assert each.hooks is not None
-    each.hooks.begin(each.batches)
-    each.trainer.judge(torch.tensor([7.0]), torch.tensor(1.0))
-    each.hooks.must_rewind()
-    each.hooks.end()
+    assert each.incidents is not None
+    each.incidents.on_step_start(each.batches)
+    each.incidents.judge(torch.tensor([7.0]), torch.tensor(1.0))
+    each.incidents.after_step(StepOutcome(torch.tensor([7.0]), torch.tensor(1.0), 0.0))
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -124,7 +121,7 @@ def measure(args: argparse.Namespace, folder: Path, console: Console) -> dict[st
             times[name].append(seconds(contenders[name].step))
     console.print(f"{args.rounds} rounds", highlight=False)
     trainer = contenders["with"].trainer
-    again = min(seconds(lambda: trainer.forward_backward(contenders["with"].batches)) for _ in range(3))
+    again = min(seconds(lambda: trainer.compute_gradients(contenders["with"].batches)) for _ in range(3))
     digest = min(
         seconds(lambda: digests(state_of(trainer, trainer.shards), torch.device("cpu"))) for _ in range(3)
     )

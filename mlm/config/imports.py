@@ -29,6 +29,12 @@ def is_path(value: object) -> bool:
     return isinstance(value, str) and PATH.fullmatch(value) is not None
 
 
+def paths_in(value: object) -> list[str]:
+    """Return the import paths that a value of a key is, or lists."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return [str(each) for each in values if is_path(each)]
+
+
 def imported(key: str, path: str, shipped: Collection[str], kind: Any = object) -> Any:
     """Return what the import path of a key names, of class `kind`; None for one of the `shipped` values.
 
@@ -78,7 +84,7 @@ def trust(*modules: str) -> None:
 def trusting(typed: Iterable[object], paths: Iterable[str] = ()) -> Iterator[None]:
     """Trust the modules of the import paths among values that the user typed, and `paths`, for a while."""
     before = os.environ.get(TRUST)
-    trust(*(str(value).partition(":")[0] for value in typed if is_path(value)), *paths)
+    trust(*(path.partition(":")[0] for value in typed for path in paths_in(value)), *paths)
     try:
         yield
     finally:

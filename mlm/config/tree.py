@@ -150,9 +150,7 @@ _PLURALS = {int: "whole numbers", float: "numbers", str: "texts"}
 
 def describe_values(leaf: Leaf) -> str:
     """The values of a key: its type's, or the shipped ones of a key that takes an import path too."""
-    return (
-        describe_type(leaf.type) if leaf.shipped is None else f"{', '.join(leaf.shipped)} or an import path"
-    )
+    return f"{', '.join(leaf.shipped)} or an import path" if leaf.shipped else describe_type(leaf.type)
 
 
 def alternatives(kind: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from mlm.finetune.inputs import Start
 from mlm.finetune.scoring import Scored
 from mlm.finetune.task_type import task_type
 from mlm.inference.trained import is_model_folder
-from mlm.training.session import layout_row, model_row, run_row
+from mlm.training.loop import layout_row, model_row, run_row
 from mlm.training.trainer import Trainer
 from mlm.util.atomic import write_atomic
 from mlm.util.bounded import as_json, parse_json

@@ -40,13 +40,11 @@ from mlm.parallel.mesh import ParallelContext
 from mlm.tracking.metrics import Parts, Rates
 from mlm.tracking.peak import peak_flops
 from mlm.training.config import CheckpointConfig, PretrainConfig, TrainConfig
-from mlm.training.incidents.watcher import Incidents
 from mlm.training.kernels import missing_kernel_as_user_error
-from mlm.training.loop import Loop, is_due
+from mlm.training.loop import CONFIG, Loop, composed_yaml, is_due, training_session
 from mlm.training.memory import out_of_memory_as_user_error, trim_memory
 from mlm.training.resume import claim, resume
 from mlm.training.run_tokenizer import digest_of
-from mlm.training.session import CONFIG, composed_yaml, training_session
 from mlm.training.state import FINETUNING, load_weights
 from mlm.training.trainer import Trainer
 from mlm.util.atomic import write_atomic
@@ -116,7 +114,6 @@ class FinetuneLoop(Loop):
         self.throughput.count(tokens)
         if self.trainer.ctx.device.type == "cpu" and is_due(self.trainer.step, TRIM_EVERY):
             trim_memory()
-        self.reporter.advance(self.trainer.step)
 
     def tokens(self) -> int:
         """Tokens trained on so far."""
@@ -149,10 +146,10 @@ class FinetuneLoop(Loop):
         for name, metrics in scores.items():
             self.reporter.scores(trainer.step, name, metrics, is_best=is_best)
 
-    def save(self, batches: list[TaskBatch], *, awaited: bool) -> None:
+    def save(self, *, awaited: bool) -> None:
         """Save, and remember which best checkpoint is named."""
         self.record_progress()
-        super().save(batches, awaited=awaited)
+        super().save(awaited=awaited)
         self.saved_best = self.progress.best_step
         if awaited:
             self.tidy()
@@ -309,7 +306,6 @@ def train(run: Run) -> tuple[Result | None, int | None]:
             validations=material.validations,
             progress=progress,
         )
-        loop.hooks = Incidents(trainer, run.out, session.reporter, session.saver)
         if not loop.run():
             return None, session.note_stopped("\nRun the same command again to continue.")
     return finish(run, progress), session.stop.exit_code if loop.is_stopping else None

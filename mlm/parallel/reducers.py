@@ -1,4 +1,4 @@
-"""Choice of a reducer: replicated gradients, or shards."""
+"""Choice of a reducer, replicated gradients or shards, and its calls around the actions of a step."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,7 +7,54 @@ from torch import nn
 
 from mlm.parallel.gradients import GradientReducer, Reducer, ReduceWhen
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from mlm.parallel.linear import Postponed
 from mlm.parallel.mesh import Axis
+from mlm.parallel.pipeline.engine import ChunkGradients
+from mlm.parallel.totals import Totals
+
+
+class ReducedGradients(ChunkGradients):
+    """Gradients of a chunk that are summed over micro-batches, and over dp in the last one.
+
+    Args:
+        reducer: sums them over dp.
+        totals: linear layers that add their weight gradients inside their products; None for none.
+        postponed: where weight gradients go that a zero-bubble schedule computes later.
+        defers_weights: True for such a schedule.
+    """
+
+    def __init__(
+        self, reducer: Reducer, totals: Totals | None, postponed: Postponed, *, defers_weights: bool
+    ) -> None:
+        super().__init__(postponed)
+        self.reducer, self.totals, self.defers_weights = reducer, totals, defers_weights
+
+    def before_forward(self, *, is_last: bool) -> None:
+        """Choose if weight gradients join the sums inside their products."""
+        if self.totals is None:
+            return
+        if is_last and self.defers_weights:  # a reduction waits for what autograd adds
+            self.totals.leave()
+        else:
+            self.totals.join()
+
+    def before_backward(self, *, is_last: bool) -> None:
+        """Reduce in the last one."""
+        self.reducer.sync = is_last
+
+    def before_weights(self, *, is_last: bool) -> None:
+        """Reduce in the last ones."""
+        self.reducer.sync_late = is_last
+
+    def after_weights(self) -> None:
+        """Take them in."""
+        self.reducer.settle()
+
+    def finish(self) -> None:
+        """Reduce what is not yet reduced, and wait for it."""
+        if self.totals is not None:
+            self.totals.leave()
+        self.reducer.finish()
 
 
 def build_reducer(

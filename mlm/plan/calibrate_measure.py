@@ -248,13 +248,13 @@ class Measurements:
         yield 2 * self.sizes.copy / self.time(partial(torch.empty_like(source).copy_, source))
         for size in self.sizes.micro_batches:
             batch, trainers = self.batch(size), (self.trainer(1, size), self.trainer(3, size))
-            passes = (partial(each.forward_backward, [batch]) for each in trainers)
+            passes = (partial(each.compute_gradients, [batch]) for each in trainers)
             times = [best_time(run, self.device, LAYER_S) for run in passes]  # a difference needs care
             yield max(times[1] - times[0], 0.1 * times[1]) / 2
         trainer = trainers[1]
-        outcome = trainer.forward_backward([batch])
+        outcome = trainer.compute_gradients([batch])
         parameters = sum(shard.parameter.numel() for shard in trainer.shards)
-        yield self.time(partial(trainer.update, outcome)) / parameters
+        yield self.time(partial(trainer.clip_and_update, outcome)) / parameters
 
     def model(self, layers: int) -> ModelConfig:
         """A small GPT-2 without dropout."""

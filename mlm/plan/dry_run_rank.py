@@ -115,12 +115,12 @@ def run_steps(trainer: Trainer[MicroBatch], meter: Meter, attention: str, *, in_
 
 def step(trainer: Trainer[MicroBatch], meter: Meter, batches: Sequence[MicroBatch]) -> None:
     """`Trainer.train_step` in its two halves, and between them the ranks' vote on stopping."""
-    parts = trainer.forward_backward(batches)
+    parts = trainer.compute_gradients(batches)
     meter.tag(trainer.model.casts.copies, CASTS)
     meter.tag([s.parameter.grad for s in trainer.shards if s.parameter.grad is not None], GRADIENTS)
     vote = StopVote(trainer.ctx, lambda: False)
     with meter.during(OPTIMIZER):
-        trainer.update(parts)
+        trainer.clip_and_update(parts)
     vote.result()
 
 

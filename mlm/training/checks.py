@@ -14,6 +14,7 @@ from mlm.models.config import ModelConfig
 from mlm.optim.own import check_decay, check_optimizer, layout_problem
 from mlm.parallel.layout_checks import TRAIN_RULES, Launch
 from mlm.training.config import PretrainConfig
+from mlm.training.observer import own_observers
 from mlm.util.errors import Problem, has_controls, show, visible
 
 MOST_PROMPTS = 64
@@ -89,6 +90,10 @@ def optimizer_fits_layout(config: Any, _: Launch) -> Problem | None:
 
 def _decay_works(config: PretrainConfig, _: Launch) -> Problem | None:
     return _own_code_problem(check_decay, config.schedule)
+
+
+def _observers_exist(config: PretrainConfig, _: Launch) -> Problem | None:
+    return _own_code_problem(own_observers, config.train.observers)
 
 
 def _dataset_exists(config: PretrainConfig, _: Launch) -> Problem | None:
@@ -272,6 +277,7 @@ PRETRAIN_RULES = (
     devices_exist,
     stages_exist,
     *SETTINGS_RULES,
+    _observers_exist,
     _corpus_exists,
     _corpus_extras_exist,
     _checkpoint_exists,

@@ -3,7 +3,17 @@
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
-from mlm.config.fields import NOT_NEGATIVE, POSITIVE, SEED, Also, Bound, CheckpointPath, Forbid, OutFolder
+from mlm.config.fields import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    SEED,
+    Also,
+    Bound,
+    CheckpointPath,
+    Forbid,
+    ImportPath,
+    OutFolder,
+)
 from mlm.data.config import DataConfig, MicroBatchSize
 from mlm.launch.config import DistConfig
 from mlm.models.config import ModelConfig
@@ -52,6 +62,9 @@ class TrainConfig:
     sample_temperature: Annotated[float, TEMPERATURE] = 0.0
     """Draws below 1 prefer the probable tokens, above 1 the improbable; 0 takes the most probable one. Draws
     are a function of `seed`, and do not change the training."""
+    observers: Annotated[tuple[str, ...], ImportPath()] = ()
+    """Observers of your own, by import path: observers=[my_module:GradNorm]. Each is called without arguments
+    and returns an `Observer` (mlm/training/observer.py), whose methods see each step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from mlm.config.build import to_dict
 from mlm.config.tree import HOISTED, flatten
 from mlm.models.config import ModelConfig
 from mlm.training.config import PretrainConfig
-from mlm.training.documents import SWITCHES, with_eod
+from mlm.training.corpora import SWITCHES, with_eod
 from mlm.util.errors import Problem, show, spelled
 
 MAX_CHANGES = 1000
@@ -64,7 +64,7 @@ KINDS: dict[str, Kind] = {
     **_keys(Kind.FREE, "every repeat ranks_every slow_factor", "check."),
     **_keys(Kind.FREE, "name out ckpt data.validation data.cache data.change"),
     **_keys(Kind.FREE, "validate_every validate_batches", "train."),
-    **_keys(Kind.FREE, "sample_prompts sample_tokens sample_temperature", "train."),
+    **_keys(Kind.FREE, "sample_prompts sample_tokens sample_temperature observers", "train."),
     **_keys(Kind.FREE, "save_every keep_last keep_every resume asynchronous", "checkpoint."),
     **_keys(Kind.FREE, "every live timeline_every tensorboard wandb_project", "log."),
     **_keys(

@@ -1,21 +1,39 @@
-"""The training loop, with hooks for what pretraining and finetuning do differently."""
+"""The training loop, with what reports and saves around it, and the list of its observers.
+
+What pretraining and finetuning do differently is in their subclasses of `Loop`.
+"""
 
 import math
+import shlex
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
+from omegaconf import OmegaConf
+
+from mlm.config.build import to_dict
+from mlm.config.imports import paths_in
+from mlm.config.tree import leaves, values_of
 from mlm.launch.stop import StopRequest
+from mlm.launch.typed import origin, program
 from mlm.tracking.metrics import Parts, Rates, StepMetrics, Throughput
-from mlm.tracking.peak import memory_bytes
+from mlm.tracking.peak import Peak, memory_bytes
 from mlm.tracking.reporter import Reporter
-from mlm.training.hooks import Hooks
+from mlm.training.incidents.divergence import DivergenceStop
+from mlm.training.incidents.timing import Profiler, SlowRanks, Timeline
+from mlm.training.incidents.watcher import Incidents
+from mlm.training.observer import Observer, Observers, RewindRequested, own_observers
 from mlm.training.saver import Saver
 from mlm.training.trainer import StepOutcome, StopVote, Trainer
+from mlm.util.errors import show
 
+CONFIG = "config.yaml"
+"""File of a run directory with its composed configuration."""
 SOON_S = 5.0
 """Seconds that are not worth an estimate."""
 Batches = list[Any]
@@ -42,57 +60,82 @@ class Loop(ABC):
     """The step in progress, and the time at which it began."""
     step_time: float | None = field(default=None, init=False)
     """Seconds of a step, as last logged."""
-    hooks: Hooks = field(default_factory=Hooks, init=False)
-    """Hooks that watch the steps."""
 
     warmup_key: ClassVar[str]
     """Setting of the warm-up, which the error of a diverged run names."""
 
     def run(self) -> bool:
         """Train until done; return False if a stop was requested before."""
+        trainer = self.trainer
         self.stop.last_step = self.last_step
-        while (is_finished := self.run_steps()) is None:
-            self.throughput.pause()
-            self.hooks.rewind()
-        self.hooks.close()
+        trainer.observers = observers = Observers(self.observers())
+        try:
+            while True:
+                observers.on_run_start(trainer, self.reporter)
+                try:
+                    is_finished = self.run_steps()
+                    break
+                except RewindRequested as request:
+                    self.throughput.pause()
+                    request.rewind()
+            observers.on_run_end()
+        finally:
+            trainer.observers = Observers()
         return is_finished
 
-    def run_steps(self) -> bool | None:
-        """Train until done, stopped (False), or to return to a checkpoint (None)."""
-        trainer, hooks, every = self.trainer, self.hooks, self.trainer.config.log.every
-        save_due = False
+    def run_steps(self) -> bool:
+        """Train until done, or stopped (False)."""
+        trainer, observers, save_due = self.trainer, self.trainer.observers, False
         with self.batches() as batches_of_steps:
             self.throughput.start()
             while not self.is_done():
                 self.begun, self.stops_after = (trainer.step + 1, time.monotonic()), trainer.step + 1
-                with hooks.timed("data"):
+                with observers.phase("data"):
                     batches = next(batches_of_steps)
-                hooks.begin(batches)
-                parts = trainer.forward_backward(batches)
-                vote = StopVote(trainer.ctx, lambda: self.stop.requested)
-                self.stops_after += not vote.is_open
-                outcome = trainer.update(parts)
-                self.is_stopping, last = vote.result(), self.is_done()
-                if hooks.must_rewind():
-                    return None
-                hooks.end()
-                self.count()
-                self.saver.poll()
-                if last or self.is_stopping or trainer.step == 1 or is_due(trainer.step, every):
-                    self.log(outcome, batches)
-                hooks.stop_if_diverged(self.warmup_key)
-                validated = self.is_validation_due(last)
+                observers.on_step_start(batches)
+                outcome = trainer.train_step(batches)
+                self.is_stopping = self.voting.result()
+                observers.after_step(outcome)
+                validated = self.is_validation_due()
                 if validated:
-                    self.validate(batches)
-                    last, self.is_stopping = self.is_done(), self.is_stopping or vote.asked_since()
+                    self.validate()
+                    self.is_stopping = self.is_stopping or self.voting.asked_since()
                 self.stops_after = trainer.step + 1
+                is_last = self.is_done() or self.is_stopping
                 save_due |= self.is_save_due(validated)  # waits for a step that is finite
-                if last or self.is_stopping or (save_due and hooks.is_finite()):
-                    self.save(batches, awaited=last or self.is_stopping)
+                if is_last or (save_due and trainer.is_sound):
+                    self.save(awaited=is_last)
                     save_due = False
-                if self.is_stopping and not last:
+                if self.is_stopping and not self.is_done():
                     return False
         return True
+
+    def observers(self) -> list[Observer]:
+        """What watches the run, in the order in which it is called."""
+        trainer, reporter, saver = self.trainer, self.reporter, self.saver
+        config, out = trainer.config, saver.out
+        incidents = Incidents(trainer, out, reporter, saver)
+        return [
+            incidents,  # first, as a step that it returns from is not reported
+            self.voting,
+            *([SlowRanks(trainer, incidents.report)] if trainer.ctx.world_size > 1 else []),
+            *([Timeline(trainer, reporter)] if config.log.timeline_every else []),
+            *([Profiler(trainer, out, reporter)] if config.profile else []),
+            saver,
+            StepLogger(self),
+            DivergenceStop(incidents, self.warmup_key),
+            *self.further_observers(),
+            *own_observers(config.train.observers),
+        ]
+
+    @cached_property
+    def voting(self) -> "StopVoting":
+        """The ranks' vote on stopping."""
+        return StopVoting(self)
+
+    def further_observers(self) -> list[Observer]:
+        """Those of this type of run."""
+        return []
 
     @property
     @abstractmethod
@@ -127,9 +170,9 @@ class Loop(ABC):
         """True if training is over."""
         return self.trainer.step >= self.trainer.config.train.steps
 
-    def is_validation_due(self, last: bool) -> bool:
+    def is_validation_due(self) -> bool:
         """True if a validation is due; the last step is always validated."""
-        return self.validate_every > 0 and (last or is_due(self.trainer.step, self.validate_every))
+        return self.validate_every > 0 and (self.is_done() or is_due(self.trainer.step, self.validate_every))
 
     def is_save_due(self, validated: bool) -> bool:
         """True if a checkpoint is due; the last step is always saved."""
@@ -138,15 +181,74 @@ class Loop(ABC):
     def count(self) -> None:
         """Count the step that was just taken."""
         self.throughput.count()
-        self.reporter.advance(self.trainer.step)
 
-    def log(self, outcome: StepOutcome, batches: Batches) -> None:
+    def validate(self) -> None:
+        """Validate with the clock stopped."""
+        self.throughput.pause()
+        with self.trainer.observers.phase("validation"):
+            self.score()
+            self.trainer.observers.after_validation()
+        self.throughput.start()
+
+    def save(self, *, awaited: bool) -> None:
+        """Begin a checkpoint; wait for it if it is the last."""
+        self.throughput.pause()
+        self.trainer.observers.before_save()
+        with self.trainer.observers.phase("saving"):
+            self.saver.begin()
+            if awaited:
+                self.saver.finish()
+        self.throughput.start()
+
+
+class StopVoting(Observer):
+    """Lets all ranks vote on stopping while the weights are updated."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop = loop
+        self.vote: StopVote | None = None
+
+    def before_update(self, parts: object, grad_norm: object) -> None:
+        """Begin a vote."""
+        loop = self.loop
+        self.vote = StopVote(loop.trainer.ctx, lambda: loop.stop.requested)
+        loop.stops_after += not self.vote.is_open
+
+    def result(self) -> bool:
+        """True on every rank if one was asked to stop."""
+        return self.vote is not None and self.vote.result()
+
+    def asked_since(self) -> bool:
+        """True if one process alone was asked to stop since the vote."""
+        return self.vote is not None and self.vote.asked_since()
+
+
+class StepLogger(Observer):
+    """Counts steps, and reports the first, the last and every log.every-th."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop = loop
+
+    def on_micro_batch(self, number: int, count: int) -> None:
+        """Show progress within the step."""
+        self.loop.reporter.micro_batch(number, count)
+
+    def after_step(self, outcome: StepOutcome) -> None:
+        """Count the step, and report it if due."""
+        loop, step = self.loop, self.loop.trainer.step
+        loop.count()
+        loop.reporter.advance(step)
+        is_last = loop.is_done() or loop.is_stopping
+        if is_last or step == 1 or is_due(step, loop.trainer.config.log.every):
+            self.log(outcome)
+
+    def log(self, outcome: StepOutcome) -> None:
         """Read the step's numbers from the device and report them."""
-        trainer = self.trainer
+        loop, trainer = self.loop, self.loop.trainer
         means = trainer.mean_parts(outcome)  # waits for the device, so the clock may be read now
-        rates, scaler = self.throughput.lap(), trainer.scaler
-        self.step_time = rates.step_time_s
-        self.reporter.step(
+        rates, scaler = loop.throughput.lap(), trainer.scaler
+        loop.step_time = rates.step_time_s
+        loop.reporter.step(
             StepMetrics(
                 step=trainer.step,
                 loss=math.fsum(means[: trainer.objective.losses]),
@@ -154,32 +256,15 @@ class Loop(ABC):
                 grad_norm=float(outcome.grad_norm.item()),
                 loss_scale=float(scaler.scale.item()) if scaler.dynamic else None,
                 skipped_steps=int(scaler.skipped.item()),
-                tokens=self.tokens(),
+                tokens=loop.tokens(),
                 tokens_per_s=rates.tokens_per_s,
                 step_time_s=rates.step_time_s,
                 tflops=rates.tflops,
                 mfu=rates.mfu,
                 memory_bytes=memory_bytes(trainer.ctx.device),
-                parts=self.parts(means, rates),
+                parts=loop.parts(means, rates),
             )
         )
-
-    def validate(self, batches: Batches) -> None:
-        """Validate with the clock stopped."""
-        self.throughput.pause()
-        with self.hooks.timed("validation"):
-            self.score()
-        self.throughput.start()
-
-    def save(self, batches: Batches, *, awaited: bool) -> None:
-        """Begin a checkpoint; wait for it if it is the last."""
-        self.throughput.pause()
-        self.hooks.remember()
-        with self.hooks.timed("saving"):
-            self.saver.begin()
-            if awaited:
-                self.saver.finish()
-        self.throughput.start()
 
 
 def roughly(seconds: float) -> str:
@@ -192,3 +277,131 @@ def roughly(seconds: float) -> str:
 def is_due(step: int, every: int) -> bool:
     """True if something done every `every` steps (0: never) is due after `step`."""
     return every > 0 and step % every == 0
+
+
+class Session(NamedTuple):
+    """The first arguments of `Loop`."""
+
+    trainer: Trainer
+    reporter: Reporter
+    throughput: Throughput
+    stop: StopRequest
+    saver: Saver
+
+    def note_stopped(self, how_to_resume: str) -> int:
+        """Report that a run was stopped and saved; return the exit code of its command."""
+        reason, step = self.stop.reason or "another rank", self.trainer.step
+        self.reporter.note(f"stopped by {reason} after step {step}, saved.{how_to_resume}")
+        return self.stop.exit_code
+
+
+@contextmanager
+def training_session(
+    trainer: Trainer,
+    out: Path,
+    *,
+    header: Sequence[tuple[str, str]],
+    record: Mapping[str, object],
+    notes: Sequence[str],
+    warnings: Sequence[str] = (),
+    peak: Peak | None,
+    tokens_per_step: int,
+    seq_length: int,
+    loss_unit: str,
+) -> Iterator[Session]:
+    """Report, listen to signals and save until the block ends.
+
+    Args:
+        trainer: its state is reported and saved.
+        out: the run directory.
+        header: rows shown above the numbers.
+        record: JSON values of the record of kind "run" in metrics.jsonl.
+        notes: lines shown before training begins.
+        warnings: problems shown with them.
+        peak: peak of the device that MFU is stated against.
+        tokens_per_step: tokens of the global batch; 0 if the loop counts them.
+        seq_length: tokens of a sequence, or their mean, for FLOP/s.
+        loss_unit: unit of the loss, in words.
+    """
+    config, ctx = trainer.config, trainer.ctx
+    throughput = Throughput(
+        tokens_per_step=tokens_per_step,
+        flops_per_token=config.model.flops_per_token(seq_length, ctx.tp.size),
+        devices=ctx.world_size,
+        peak=peak.flops if peak else None,
+    )
+    reporter = Reporter(
+        out,
+        total_steps=config.train.steps,
+        start_step=trainer.step,
+        config=config.log,
+        is_main=ctx.is_main,
+        header=header,
+        run={**record, **origin(), "loss_unit": loss_unit},
+    )
+    with StopRequest(announce=ctx.is_main) as stop, reporter, Saver(trainer, out, reporter) as saver:
+        stop.show = reporter.announce
+        for note in notes:
+            reporter.note(note)
+        for warning in warnings:
+            reporter.problem(warning)
+        yield Session(trainer, reporter, throughput, stop, saver)
+
+
+def composed_yaml(config: Any, command: str) -> str:
+    """The configuration of a run of `command`, as `resume={out}` reads it back (mlm/config/cli/saved.py)."""
+    values = to_dict(config)
+    values.update(values.pop("parallel"))
+    return OmegaConf.to_yaml({"defaults": ["hydra_quiet", f"{command}_defaults", "_self_"], **values})
+
+
+def resume_command(command: str, out: Path, config: Any) -> list[str]:
+    """The words to type to resume a run, started as this one was."""
+    return [*program(), command, f"resume={out}", *own_code(config)]
+
+
+def own_code(config: Any) -> list[str]:
+    """The settings that name the user's own code: a saved import path is followed only if typed again."""
+    spec: type = type(config)
+    values = values_of(config)
+    named = {key: values[key] for key, leaf in leaves(spec).items() if leaf.shipped is not None}
+    return [f"{key}={show(value)}" for key, value in named.items() if paths_in(value)]
+
+
+def resume_with(command: str, out: Path, config: Any) -> str:
+    """Return how to resume a stopped run, in two lines."""
+    return f" Resume with:\n  {shlex.join(resume_command(command, out, config))}"
+
+
+def run_row(name: str, out: Path) -> tuple[str, str]:
+    """Name of the run, and its folder if that is another than runs/{name}: jobs of a sweep share the name."""
+    return "run", name if out == Path("runs", name) else f"{name} in {out}"
+
+
+def model_row(trainer: Trainer, origin: str = "") -> tuple[str, str]:
+    """Family, size and shape of the model."""
+    model = trainer.config.model
+    shape = f"{model.num_layers} layers × {model.hidden_size} × {model.num_heads} heads"
+    return "model", f"{model.kind} {model.num_parameters() / 1e6:,.1f}M ({shape}){origin}"
+
+
+def layout_row(trainer: Trainer, *, even_batches: bool = True) -> tuple[str, str]:
+    """Sizes and options of the parallel layout. The bubble is stated only if all batches are alike."""
+    config, ctx, p = trainer.config, trainer.ctx, trainer.config.parallel
+    schedule: str = p.pipeline
+    if ctx.pp.size > 1 and even_batches:
+        micro_batches = config.train.global_batch_size // (ctx.dp.size * config.train.micro_batch_size)
+        schedule += f", bubble {trainer.model.bubble(micro_batches):.1%}"
+    over_context = f"cp={ctx.cp.size} × " if ctx.cp.size > 1 else ""
+    sizes = f"tp={ctx.tp.size} × {over_context}pp={ctx.pp.size} × dp={ctx.dp.size}"
+    ranks = f"{ctx.world_size} {ctx.device.type} rank{'s' * (ctx.world_size > 1)}"
+    options = [
+        f"vp={p.vp}" if p.vp > 1 else "",
+        "sequence parallel" if p.sequence_parallel and ctx.tp.size > 1 else "",
+        f"tp_overlap={p.tp_overlap}" if p.tp_overlap > 1 and ctx.tp.size > 1 else "",
+        f"zero={p.zero}" if p.zero and ctx.replicas.size > 1 else "",
+        "reduced every micro-batch" if p.zero and ctx.replicas.size > 1 and p.zero_reduce == "every" else "",
+        f"recompute={p.recompute}" if p.recompute != "none" else "",
+        schedule if ctx.pp.size > 1 else "",
+    ]
+    return "layout", ", ".join([f"{sizes} on {ranks}", *filter(None, options)])

@@ -22,7 +22,7 @@ from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mlm.parallel.linear import Postponed
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.pipeline.actions import Instruction
-from mlm.parallel.pipeline.engine import NO_HOOKS, Hooks, Phase, Stages, run_plan, unnamed, unnoted
+from mlm.parallel.pipeline.engine import ChunkGradients, PlanObserver, Stages, run_plan
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule, forward_only
 from mlm.parallel.transfer import on_device
@@ -50,12 +50,7 @@ class PipelinedModel:
 
     Attributes:
         chunks: one module per virtual stage; the whole model when pp = vp = 1.
-        phase: names the actions of a step, in a profile.
-        on_input: called in an action when its input from another rank has arrived.
     """
-
-    phase: Phase = staticmethod(unnamed)
-    on_input: Callable[[], None] = staticmethod(unnoted)
 
     def __init__(
         self,
@@ -81,7 +76,7 @@ class PipelinedModel:
                 for stage in stages[ctx.pp.rank :: ctx.pp.size]
             ]
         self.postponed = [Postponed() for _ in self.chunks]
-        if self.puts_off:
+        if self.defers_weights:
             for chunk, postponed in zip(self.chunks, self.postponed, strict=True):
                 for module in chunk.modules():
                     if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
@@ -104,7 +99,7 @@ class PipelinedModel:
         self.replays = self.casts.stay = True
 
     @property
-    def puts_off(self) -> bool:
+    def defers_weights(self) -> bool:
         """True if weight gradients arrive after the backward pass they belong to."""
         return self.pipeline == "zb_h1"
 
@@ -141,17 +136,19 @@ class PipelinedModel:
         objective: Objective[Transformer, B],
         scale: Tensor,
         stream: Callable[[B], DropoutStream | None],
-        hooks: Hooks,
+        gradients: Sequence[ChunkGradients] = (),
+        observer: PlanObserver | None = None,
     ) -> list[Tensor]:
         """Run forward and backward of a step's micro-batches.
 
         Returns the last stage's outputs, `scale` times each part of the objective; nothing on other ranks.
-        `stream` gives a micro-batch's dropout.
+        `stream` gives a micro-batch's dropout, `gradients` accumulate those of each chunk.
         """
-        stages: Stages[B] = self._stages(
-            lambda chunk, batch, x: objective.output(chunk, batch, scale, stream(batch), x),
-            hooks,
-        )
+
+        def forward(chunk: Transformer, batch: B, x: Tensor | None) -> Tensor:
+            return objective.output(chunk, batch, scale, stream(batch), x)
+
+        stages: Stages[B] = self._stages(forward, gradients, observer)
         with self.casts.held(trains=True):
             return run_plan(stages, self.instructions(len(batches), train=True), batches)
 
@@ -173,7 +170,8 @@ class PipelinedModel:
     def _stages(
         self,
         forward: Callable[[Transformer, T, Tensor | None], Tensor],
-        hooks: Hooks = NO_HOOKS,
+        gradients: Sequence[ChunkGradients] = (),
+        observer: PlanObserver | None = None,
     ) -> Stages[T]:
         def run(chunk: int, batch: T, x: Tensor | None) -> Tensor:
             if self.replays:  # what earlier micro-batches left in the graphs' memory may be overwritten
@@ -187,10 +185,8 @@ class PipelinedModel:
             boundary_shape=lambda batch: self.chunks[0].boundary_shape(batch.tokens),
             dtype=self.dtype,
             device=self.ctx.device,
-            hooks=hooks,
-            postponed=self.postponed,
-            phase=self.phase,
-            on_input=self.on_input,
+            gradients=gradients,
+            observer=observer or PlanObserver(),
         )
 
 

@@ -10,8 +10,7 @@ from mlm.data.config import DataConfig
 from mlm.data.corpus_files import tokenizer_beside
 from mlm.data.receipt import read_receipt
 from mlm.data.tokenizer import Tokenizer
-from mlm.training.corpora import Corpus, corpora, source_facts, tokenizer_path
-from mlm.training.documents import recorded_eod
+from mlm.training.corpora import Corpus, corpora, recorded_eod, source_facts, tokenizer_path
 from mlm.util.errors import UserError
 
 

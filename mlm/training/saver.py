@@ -5,7 +5,7 @@ other ranks over a separate group, and publishes.
 
 On a CPU the copy is made at once, by all cores: a thread beside those that compute would cost them more. On a
 GPU the thread makes it: weights and moments change only in the optimizer's step, so the copy overlaps the
-forward and backward pass of the next step, and `settle` waits for the rest of it.
+forward and backward pass of the next step, and `before_weights_change` waits for the rest of it.
 """
 
 import os
@@ -27,6 +27,7 @@ from mlm.checkpoint.native.staging import StagedFile
 from mlm.parallel.mesh import ParallelContext, host_group
 from mlm.parallel.watch import LostPeer, Watch
 from mlm.tracking.reporter import Reporter
+from mlm.training.observer import Observer
 from mlm.training.state import CHECKPOINTS, counters, owned_shards, save
 from mlm.training.trainer import Trainer
 from mlm.util.atomic import digest_bytes
@@ -63,13 +64,14 @@ class Job:
     error: BaseException | None = None
 
 
-class Saver:
+class Saver(Observer):
     """Saves a trainer's state, in the background if checkpoint.asynchronous. Every rank has one.
+
+    As an observer of the trainer it lets weights change only when they are copied.
 
         with Saver(trainer, out, reporter) as saver:
             while …:
-                trainer.train_step(…)  # waits for the copy before weights change
-                saver.poll()
+                trainer.train_step(…)
                 if …: saver.begin()
             saver.begin()
             saver.finish()  # the last one is awaited, and its failure raised
@@ -79,18 +81,16 @@ class Saver:
     waits for a save in flight, unless ranks are lost or the user interrupts.
 
     A save deletes older checkpoints only when the step after it is finite too, as its own weights may be what
-    ruins the next: `is_sound` says so of the newest step.
+    ruins the next (`Trainer.is_sound`).
     """
 
     def __init__(self, trainer: Trainer, out: Path, reporter: Reporter) -> None:
         self.trainer, self.out, self.reporter = trainer, out, reporter
         self._job: Job | None = None
-        self.is_sound: Callable[[], bool] = lambda: True
         self._failed: BaseException | None = None
         """Error of a save that training waited for."""
         self._asynchronous = trainer.config.checkpoint.asynchronous
         if self._asynchronous:
-            trainer.before_change = self.settle
             ctx, limit_s = trainer.ctx, trainer.config.dist.checkpoint_timeout_s
             self._watch = Watch(ctx.rank, limit_s, setting="dist.checkpoint_timeout_s")
             self._group = host_group(ctx.world_size, limit_s)
@@ -104,7 +104,6 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.trainer.before_change = lambda: None
         if error is None:
             self._collect()
         elif not isinstance(error, (LostPeer, KeyboardInterrupt)):
@@ -116,7 +115,7 @@ class Saver:
         self._collect()
         self._job = job = Job(self.trainer.step)
         if not self._asynchronous:
-            _run(job, lambda: save(self.trainer, self.out, self.is_sound))
+            _run(job, lambda: save(self.trainer, self.out, lambda: self.trainer.is_sound))
             job.waited = job.seconds
             self._failed = self._collect()
             return
@@ -136,14 +135,14 @@ class Saver:
         job.thread.start()
         job.waited = time.perf_counter() - job.begun
 
-    def settle(self) -> None:
+    def before_weights_change(self) -> None:
         """Wait until the state of the save in flight has been copied: it may change then."""
         if self._job is not None and not self._job.staged.is_set():
             begin = time.perf_counter()
             self._job.staged.wait()
             self._job.waited += time.perf_counter() - begin
 
-    def poll(self) -> None:
+    def after_step(self, outcome: object) -> None:
         """Judge the save in flight by the step that has ended; report it if written. Raises LostPeer."""
         if self._job is not None and self.trainer.step > self._job.step:
             self._judge(self._job)
@@ -182,7 +181,7 @@ class Saver:
     def _judge(self, job: Job) -> None:
         """Let a save delete older checkpoints if the newest step is finite."""
         if not job.judged.is_set():
-            job.is_sound = self.is_sound()
+            job.is_sound = self.trainer.is_sound
             job.judged.set()
 
     def _copy(

@@ -1,8 +1,8 @@
 """The training state of one rank and one step of it."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -25,15 +25,15 @@ from mlm.parallel.gradients import GradientReducer, Reducer, sum_replicated_grad
 from mlm.parallel.init import init_parameters
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import CPU, ParallelContext
-from mlm.parallel.pipeline.engine import Hooks, Phase, unnamed
-from mlm.parallel.reducers import build_reducer
+from mlm.parallel.reducers import ReducedGradients, build_reducer
 from mlm.parallel.sharding import ParameterShard, parameter_shards, shard_of
 from mlm.parallel.totals import Totals, sums_begun_early
 from mlm.parallel.transfer import on_device
 from mlm.training.config import PretrainConfig
-from mlm.training.documents import with_eod
+from mlm.training.corpora import with_eod
 from mlm.training.identity import Past
 from mlm.training.kernels import choose_kernels, compile_layers, compiles
+from mlm.training.observer import Observers
 from mlm.training.pipelined import PipelinedModel, evaluate
 
 B = TypeVar("B", bound=MicroBatch)
@@ -49,16 +49,6 @@ class StepOutcome:
     """0-d: global gradient norm before clipping."""
     lr: float
     """Learning rate used."""
-
-
-@dataclass(frozen=True)
-class Doubt:
-    """A judgement of a step whose numbers travel to the host while the device applies the update."""
-
-    flag: Tensor
-    """0-d on the device: 1.0 leaves the update out until the step is judged."""
-    holds: Callable[[], bool]
-    """Waits for the numbers; True where `flag` is 1.0."""
 
 
 def build_model(config: PretrainConfig, ctx: ParallelContext, *, one_shape: bool = True) -> PipelinedModel:
@@ -104,19 +94,13 @@ class Trainer(Generic[B]):
         consumed_samples: samples read so far by the whole job.
         history: of which corpora; empty for synthetic data.
         left_out: sample numbers that the run leaves out, as incidents asked.
-        judge: called with a step's parts and gradient norm before the update; True leaves the update out. It
-            may compute the step again and overwrite both.
-        doubt: called before `judge`, with the same; what it returns decides if `judge` is called, and when.
-        before_change: called before weights and moments change: a checkpoint may still be copying them.
+        is_sound: False if the newest step was not finite: its state is not worth a checkpoint.
+        observers: called at each point of a step.
         split_parts: whose attention masks this process draws where kernels draw them (`DropoutStream`).
         objective: what the model is trained for; None means what it is pretrained for.
         past: saves that the run descends from and changes of its settings; of rank 0, which writes them.
-        on_micro_batch: called at each backward pass of a step with its number and the number of all.
         extra_state: further state of checkpoints, as JSON values.
-        phase: names the parts of a step, in a profile.
     """
-
-    phase: Phase = staticmethod(unnamed)
 
     def __init__(
         self,
@@ -141,13 +125,23 @@ class Trainer(Generic[B]):
                 units=chunk.layers.values(),
                 methods=self.objective.methods,
                 reduce=config.parallel.zero_reduce,
-                late_weights=self.model.puts_off,
+                late_weights=self.model.defers_weights,
                 keep_buffers=config.cuda_graphs,
                 fuse_accumulation=config.fuse_accumulation,
             )
             for chunk in self.model.chunks
         ]
-        self.totals = [Totals(chunk.modules()) for chunk in self.model.chunks if config.fuse_accumulation]
+        self.gradients = [
+            ReducedGradients(
+                reducer,
+                Totals(chunk.modules()) if config.fuse_accumulation else None,
+                postponed,
+                defers_weights=self.model.defers_weights,
+            )
+            for chunk, reducer, postponed in zip(
+                self.model.chunks, self.reducers, self.model.postponed, strict=True
+            )
+        ]
         self.early_tables = early_tables(self.model, self.reducers)
         self.shards: Sequence[ParameterShard] = tuple(
             shard for chunk in self.model.chunks for shard in parameter_shards(chunk, ctx.tp)
@@ -160,98 +154,94 @@ class Trainer(Generic[B]):
         self.consumed_samples = 0
         self.history: History = ()
         self.left_out: Ranges = ()
-        self.judge: Callable[[Tensor, Tensor], bool] = lambda parts, norm: False
-        self.doubt: Callable[[Tensor, Tensor], Doubt | None] = lambda parts, norm: None
-        self.before_change: Callable[[], None] = lambda: None
-        self.on_micro_batch: Callable[[int, int], None] = lambda number, count: None
+        self.is_sound = True
+        self.observers = Observers()
 
     def train_step(self, batches: Sequence[B]) -> StepOutcome:
         """One optimizer step over this rank's micro-batches. Reads nothing back from the device."""
-        return self.update(self.forward_backward(batches))
+        parts = self.forward_backward(batches)
+        self.reduce_gradients()
+        return self.clip_and_update(parts)
 
-    def update(self, parts: Tensor) -> StepOutcome:
-        """Clip and apply the gradients that `forward_backward` left, which returned `parts`."""
+    def forward_backward(self, batches: Sequence[B]) -> Tensor:
+        """Accumulate the gradients of the mean loss over the global batch, times the loss scale.
+
+        Their reduction over dp begins in the last backward pass. Returns this rank's share of each part of
+        the objective, [k]; 0 where the last pipeline stage is elsewhere.
+        """
+        self.ctx.watch.step = self.step + 1
+        scale = self.scaler.scale / self.global_counts(batches)
+        for reducer in self.reducers:
+            reducer.start_step()
+        with sums_begun_early(self.early_tables):
+            outputs = self.model.train(
+                batches, self.objective, scale, self.dropout, self.gradients, self.observers
+            )
+        total = torch.stack(outputs).sum(0) if outputs else torch.zeros_like(scale)
+        return total / self.scaler.scale
+
+    def reduce_gradients(self) -> None:
+        """Finish the sum of gradients over dp, and over tp and the tied tables' stages where they need it."""
+        with self.observers.phase("reduce"):
+            for gradients in self.gradients:
+                gradients.finish()
+            sequence_parallel = self.model.chunks[0].sequence_parallel
+            sum_replicated_gradients(self.shards, self.ctx.tp, sequence_parallel=sequence_parallel)
+            if self.config.model.is_tied:
+                sum_tied_gradients(self.shards, self.ctx.tied)
+
+    def clip_and_update(self, parts: Tensor) -> StepOutcome:
+        """Clip the global gradient norm and update the weights, unless it overflows or an observer skips.
+
+        `parts` is what `forward_backward` returned.
+        """
         norm = gradient_norm(self.shards, self.ctx) / self.scaler.scale
-        doubt = self.doubt(parts, norm)
-        is_unwanted = doubt is None and self.judge(parts, norm)
-        overflow, factor = self.overflow_and_factor(norm)
-        unwanted = torch.ones_like(overflow) if is_unwanted else overflow
-        if doubt is not None:
-            unwanted = torch.maximum(overflow, doubt.flag)
+        check = self.observers.before_update(parts, norm)
         lr = learning_rate(
             self.step + 1, self.config.optimizer, self.config.schedule, self.config.train.steps
         )
         set_lr(self.optimizer, lr)
-        self.before_change()
-        with self.phase("optimizer"):
-            apply(self.optimizer, self.shards, factor, unwanted)
-        if doubt is not None and doubt.holds() and not self.judge(parts, norm):
-            overflow, factor = self.overflow_and_factor(norm)
-            apply(self.optimizer, self.shards, factor, overflow)
+        self.observers.before_weights_change()
+        with self.observers.phase("optimizer"):
+            overflow = self.apply(norm, None if check is None else check.hold)
+        if check is not None and check.decide():
+            overflow = self.apply(norm)
         self.scaler.update(overflow)
         self.step += 1
         self.consumed_samples = self.first_sample + self.config.train.global_batch_size
         return StepOutcome(parts, norm, lr)
 
-    def overflow_and_factor(self, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """Return 1.0 if a gradient norm is not finite, else 0.0, and the factor that clips and unscales."""
+    def apply(self, norm: Tensor, hold: Tensor | None = None) -> Tensor:
+        """Step the optimizer with clipped gradients, unless they overflow or `hold` is 1.0.
+
+        Returns 1.0 if `norm` is not finite, else 0.0: 0-d.
+        """
         factor = clip_factor(norm, self.config.optimizer.clip_grad_norm) / self.scaler.scale
-        return (~norm.isfinite()).float(), factor
+        overflow = (~norm.isfinite()).float()
+        skip = overflow if hold is None else torch.maximum(overflow, hold.to(overflow.dtype))
+        apply(self.optimizer, self.shards, factor, skip)
+        return overflow
+
+    def compute_gradients(self, batches: Sequence[B]) -> Tensor:
+        """`forward_backward` and `reduce_gradients`, for those who look at gradients and update nothing."""
+        parts = self.forward_backward(batches)
+        self.reduce_gradients()
+        return parts
+
+    @contextmanager
+    def unobserved(self) -> Iterator[None]:
+        """Let no observer see what is computed in the block: a step's gradients once more, for example."""
+        observers, self.observers = self.observers, Observers()
+        try:
+            yield
+        finally:
+            self.observers = observers
 
     @property
     def first_sample(self) -> int:
         """Number of the first sample of the next step."""
         size = self.config.train.global_batch_size
         return first_of_step(self.consumed_samples, 0, size, self.left_out)
-
-    def forward_backward(self, batches: Sequence[B]) -> Tensor:
-        """Accumulate the gradients of the mean loss over the global batch, reduced over all axes.
-
-        Returns this rank's share of each part of the objective, [k]; 0 where the last pipeline stage is
-        elsewhere.
-        """
-        self.ctx.watch.step = self.step + 1
-        scale = self.scaler.scale / self.global_counts(batches)
-        for reducer in self.reducers:
-            reducer.start_step()
-
-        numbers = count(1)
-
-        def before_forward(chunk: int, last: bool) -> None:
-            if self.totals and last and self.model.puts_off:  # a reduction waits for what autograd adds
-                self.totals[chunk].leave()
-            elif self.totals:
-                self.totals[chunk].join()
-
-        def before_backward(chunk: int, last: bool) -> None:
-            if chunk == 0:
-                self.on_micro_batch(next(numbers), len(batches))
-            self.reducers[chunk].sync = last
-
-        def before_weights(chunk: int, last: bool) -> None:
-            self.reducers[chunk].sync_late = last
-
-        def after_weights(chunk: int) -> None:
-            self.reducers[chunk].settle()
-
-        hooks = Hooks(before_forward, before_backward, before_weights, after_weights)
-        with sums_begun_early(self.early_tables):
-            outputs = self.model.train(batches, self.objective, scale, self.dropout, hooks)
-        for totals in self.totals:
-            totals.leave()
-        with self.phase("reduce"):
-            self.reduce()
-        total = torch.stack(outputs).sum(0) if outputs else torch.zeros_like(scale)
-        return total / self.scaler.scale
-
-    def reduce(self) -> None:
-        """Finish the reduction of gradients over dp, and over tp and tied tables where they need it."""
-        for reducer in self.reducers:
-            reducer.finish()
-        sequence_parallel = self.model.chunks[0].sequence_parallel
-        sum_replicated_gradients(self.shards, self.ctx.tp, sequence_parallel=sequence_parallel)
-        if self.config.model.is_tied:
-            sum_tied_gradients(self.shards, self.ctx.tied)
 
     def dropout(self, batch: B) -> DropoutStream | None:
         """The dropout masks of a micro-batch; None where the model has no dropout."""

@@ -44,7 +44,7 @@ class MlmBert(MlmTrainee):
 
     def loss_and_gradients(self) -> tuple[float, dict[str, Tensor]]:
         with self._library(), without_dropout(self.trainer):
-            parts = self.trainer.forward_backward(self.batches[:1])
+            parts = self.trainer.compute_gradients(self.batches[:1])
         gradients = {}
         for shard in self.trainer.shards:
             assert shard.parameter.grad is not None

@@ -125,7 +125,7 @@ class MlmTrainee(Trainee):
 
     def loss_and_gradients(self) -> tuple[float, dict[str, Tensor]]:
         with self._library():
-            loss = self.trainer.forward_backward(self.batches[:1]).item()
+            loss = self.trainer.compute_gradients(self.batches[:1]).item()
         gradients = {}
         for shard in self.trainer.shards:
             assert shard.parameter.grad is not None

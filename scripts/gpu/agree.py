@@ -102,7 +102,7 @@ def train(config: PretrainConfig, device: str) -> tuple[Reference, list[float]]:
     trainer: Trainer[MicroBatch] = Trainer(config, ParallelContext(device=torch.device(device, index)))
     losses, first = [], None
     for batches in batches_of(config):
-        parts = trainer.forward_backward(batches)
+        parts = trainer.compute_gradients(batches)
         if first is None:
             scale = trainer.scaler.scale
             gradients = {
@@ -111,7 +111,7 @@ def train(config: PretrainConfig, device: str) -> tuple[Reference, list[float]]:
                 if (grad := shard.parameter.grad) is not None
             }
             first = Reference(float(parts[: trainer.objective.losses].sum()), gradients)
-        losses.append(trainer.mean_loss(trainer.update(parts)))
+        losses.append(trainer.mean_loss(trainer.clip_and_update(parts)))
     assert first is not None
     return first, losses
 

@@ -106,7 +106,7 @@ def train_sharded(case: Case, axis: Axis, device: torch.device, zero: int, preci
     for dp in (Axis("dp"), axis):
         trainer: Trainer[MicroBatch] = Trainer(config, ParallelContext(dp=dp, device=device))
         batches = batches_of(config)[0]
-        parts = trainer.forward_backward(batches)
+        parts = trainer.compute_gradients(batches)
         gradients.append(
             {
                 shard.name: shard.without_padding(grad).double().cpu()
@@ -114,7 +114,7 @@ def train_sharded(case: Case, axis: Axis, device: torch.device, zero: int, preci
                 if (grad := shard.parameter.grad) is not None
             }
         )
-        loss = trainer.mean_loss(trainer.update(parts))
+        loss = trainer.mean_loss(trainer.clip_and_update(parts))
     by = max(d.difference / max(d.largest, 1e-12) for d in differences_of(gradients[1], gradients[0]))
     allowed = TOLERANCES[precision].gradient
     values = {"worst gradient by": by, "allowed": allowed}

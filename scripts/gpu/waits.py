@@ -18,6 +18,7 @@ from gpu.shapes import SpeedTrainee, gpt2, spec_of
 from mlm.data.sampler import MicroBatch
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.incidents.watcher import Incidents
+from mlm.training.observer import Observers
 from mlm.training.trainer import Trainer
 
 WARM_UP = 3
@@ -40,29 +41,30 @@ def steady(case: Case, kind: str, precision: str) -> None:
     config = config_of(kind, precision, quick=case.quick)
     device = torch.device(case.device, 0 if case.is_cuda else None)
     trainer: Trainer[MicroBatch] = Trainer(config, ParallelContext(device=device))
-    steps, hooks = batches_of(config, pin_memory=case.is_cuda), watcher_of(case, trainer)
+    steps, incidents = batches_of(config, pin_memory=case.is_cuda), watcher_of(case, trainer)
     for batches in steps[:WARM_UP]:
-        step(trainer, hooks, batches)
+        step(trainer, incidents, batches)
     with noted_waits(case.is_cuda) as places:
-        step(trainer, hooks, steps[WARM_UP])
+        step(trainer, incidents, steps[WARM_UP])
     for place, count in places.most_common():
         case.row("waits for the device", model=kind, precision=precision, place=place, times=count)
     case.row("waits in a steady step", model=kind, precision=precision, waits=sum(places.values()))
 
 
 def watcher_of(case: Case, trainer: Trainer[MicroBatch]) -> Incidents:
-    """The hooks of `mlm pretrain`, which judge each step; nobody reads what they report."""
+    """The observer of `mlm pretrain` that judges each step; nobody reads what it reports."""
     quiet: Callable[..., None] = lambda *_: None  # noqa: E731
     reporter = SimpleNamespace(problem=quiet, note=quiet, event=quiet, rewound=quiet)
-    return Incidents(trainer, case.scratch / "watched", reporter, SimpleNamespace())  # type: ignore[arg-type]
+    watched = case.scratch / "watched"
+    incidents = Incidents(trainer, watched, reporter, SimpleNamespace())  # type: ignore[arg-type]
+    trainer.observers = Observers([incidents])
+    return incidents
 
 
-def step(trainer: Trainer[MicroBatch], hooks: Incidents, batches: Sequence[MicroBatch]) -> None:
+def step(trainer: Trainer[MicroBatch], incidents: Incidents, batches: Sequence[MicroBatch]) -> None:
     """Take a step as the training loop does."""
-    hooks.begin(batches)
-    trainer.train_step(batches)
-    hooks.must_rewind()
-    hooks.end()
+    incidents.on_step_start(batches)
+    incidents.after_step(trainer.train_step(batches))
 
 
 @contextmanager

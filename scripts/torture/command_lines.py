@@ -51,7 +51,7 @@ LINES: tuple[tuple[str, ...], ...] = (
     ("pretrain", "--multirun", "--check", "optimizer.lr=1e-3,1e-4", f"data.path={CORPUS}"),
     ("pretrain", "model=gpt2_8b", "tp=8", "dp=64", "--cfg", "job"),
     ("parity", f"ckpt={RUN}", "steps=1", "out=parity", "--check"),
-    ("replay", f"{RUN}/incidents/step-00000001", "bisect=true"),
+    ("replay", f"{RUN}/incidents/step-00000001", "zero=0"),
     ("report", str(RUN), "out=page.html"),
     ("reproduce", "v1-table1", "scale=laptop", "out=repeated", "seeds=1", "--check"),
     ("plan", "layouts", "model=gpt2_tiny", "gpus=4", "hardware=rtx_4090", "tokens=1e9", "out=layouts.json"),

@@ -158,10 +158,10 @@ def test_optimizer_of_torch_steps_as_torch_steps_it(name: str) -> None:
     reference = vars(torch.optim)[name](groups, lr=trainer.config.optimizer.lr)
     samples = SyntheticDataset(VOCAB, SEQ, 16, seed=3)
     for step in range(2):
-        parts = trainer.forward_backward([as_batch(samples.gather(range(8 * step, 8 * step + 8)), 8 * step)])
+        parts = trainer.compute_gradients([as_batch(samples.gather(range(8 * step, 8 * step + 8)), 8 * step)])
         for copy, shard in zip(copies, trainer.shards, strict=True):
             copy.grad = shard.parameter.grad.clone()
-        lr = trainer.update(parts).lr
+        lr = trainer.clip_and_update(parts).lr
         for group in reference.param_groups:
             group["lr"] = lr
         reference.step()

@@ -29,11 +29,11 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_each_micro_batch_is_announced_in_training_and_validation(begun: list[str]) -> None:
     trainer: Trainer[Batch] = Trainer(GRAPHS, ParallelContext())
-    trainer.forward_backward(batches(0, 1))
+    trainer.compute_gradients(batches(0, 1))
     assert len(begun) == MICRO_BATCHES
     trainer.validate(batches(0, 1))
     assert len(begun) == 2 * MICRO_BATCHES
-    Trainer(SPEC, ParallelContext()).forward_backward(batches(0, 1))
+    Trainer(SPEC, ParallelContext()).compute_gradients(batches(0, 1))
     assert len(begun) == 2 * MICRO_BATCHES
 
 
@@ -44,7 +44,7 @@ def test_gradients_stay_in_buffers_that_no_graph_overwrites(begun: list[str]) ->
     places = set()
     for _ in range(2):
         for each in (trainer, plain):
-            each.forward_backward(batches(0, 1))
+            each.compute_gradients(batches(0, 1))
         places.add(weight.grad.data_ptr())  # type: ignore[union-attr]
     assert len(places) == 1
     for a, b in zip(trainer.shards, plain.shards, strict=True):
@@ -57,7 +57,7 @@ def test_cast_weights_are_marked_as_staying_where_they_are(begun: list[str]) -> 
     spec = replace(config(dtype="bf16"), train=SPEC.train)
     for on in (True, False):
         trainer: Trainer[Batch] = Trainer(replace(spec, cuda_graphs=on), ParallelContext())
-        trainer.forward_backward(batches(0, 1))
+        trainer.compute_gradients(batches(0, 1))
         marks = {getattr(copy, "_dynamo_static_input_type", None) for copy in trainer.model.casts.copies}
         assert marks == ({"unguarded"} if on else {None})
 

@@ -15,8 +15,7 @@ from mlm.data.sampler import Batch, eval_batches
 from mlm.data.synthetic import SyntheticDataset
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.config import PretrainConfig
-from mlm.training.corpora import corpus_problems
-from mlm.training.documents import with_eod
+from mlm.training.corpora import corpus_problems, with_eod
 from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError
 from tests.data.corpora import write_corpus

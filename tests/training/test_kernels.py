@@ -28,7 +28,7 @@ from mlm.parallel import matmul, mesh
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.training import pipelined
-from mlm.training.incidents.findings import beyond
+from mlm.training.incidents.numbers import beyond
 from mlm.training.kernels import (
     MISSING,
     attention_of_any_shape,
@@ -168,7 +168,7 @@ def test_passes_without_gradients_and_tasks_have_any_shape(monkeypatch: pytest.M
         "mlm.training.trainer.choose_kernels", lambda config, device, one_shape: told.append(one_shape)
     )
     plain: Trainer[Batch] = Trainer(SPEC, ParallelContext())
-    plain.forward_backward(batches(0, 1))
+    plain.compute_gradients(batches(0, 1))
     assert not blocks
     plain.validate(batches(0, 1))
     assert len(blocks) == MICRO_BATCHES
@@ -212,7 +212,7 @@ def test_a_run_without_a_compiler_takes_no_compiled_loss(monkeypatch: pytest.Mon
     monkeypatch.setattr("mlm.training.trainer.compile_layers", lambda *_, **__: None)
     spec = replace(SPEC, precision=PrecisionConfig(dtype="bf16"))
     for choice in (True, False):
-        Trainer[Batch](replace(spec, compile=choice), ParallelContext()).forward_backward(batches(0, 1))
+        Trainer[Batch](replace(spec, compile=choice), ParallelContext()).compute_gradients(batches(0, 1))
         assert len(asked) == MICRO_BATCHES
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from mlm.data.config import DataConfig
 from mlm.parallel.mesh import ParallelContext
@@ -13,7 +14,9 @@ from mlm.tracking.config import LogConfig
 from mlm.tracking.metrics import Throughput
 from mlm.training.config import CheckpointConfig, TrainConfig
 from mlm.training.corpora import ValidationSet
-from mlm.training.pretrain.loop import PretrainLoop
+from mlm.training.loop import StepLogger
+from mlm.training.observer import Observer
+from mlm.training.pretrain.run import PretrainLoop
 from tests.tracking.reporting import Clock
 
 Event = tuple[str, int]
@@ -38,12 +41,13 @@ class Quiet(PretrainLoop):
             config=config,
             ctx=ParallelContext(),
             objective=SimpleNamespace(losses=1, parts=("loss",)),
-            forward_backward=lambda batches: None,
-            update=self.take_step,
+            train_step=self.take_step,
+            is_sound=True,
             validate=lambda batches: self.spend(10.0, [next(losses)]),
         )
         reporter = SimpleNamespace(
             advance=lambda step: None,
+            micro_batch=lambda number, count: None,
             validation=lambda step, loss, perplexity, parts: self.events.append(("validate", step)),
         )
         saver = SimpleNamespace(poll=lambda: None, begin=lambda: self.spend(20.0), finish=lambda: None)
@@ -61,13 +65,30 @@ class Quiet(PretrainLoop):
 
     events: list[Event]
 
+    def log(self, outcome: object) -> None:
+        self.events.append(("log", self.trainer.step))
+
     def spend(self, seconds: float, result: Any = None) -> Any:
         self.clock.now += seconds
         return result
 
-    def take_step(self, parts: object) -> None:
+    def observers(self) -> list[Observer]:
+        logger = StepLogger(self)
+        logger.log = self.log  # type: ignore[method-assign]
+        return [self.voting, logger]
+
+    def take_step(self, batches: object) -> None:
+        self.forward_backward()
+        self.trainer.observers.before_update(torch.zeros(1), torch.ones(()))
         self.clock.now += 1.0
+        self.update()
         self.trainer.step += 1
+
+    def forward_backward(self) -> None:
+        """Before the vote."""
+
+    def update(self) -> None:
+        """After it."""
 
     def batches(self) -> AbstractContextManager[Iterator[list[Any]]]:  # type: ignore[override]
         return nullcontext(iter(lambda: [], None))
@@ -75,10 +96,7 @@ class Quiet(PretrainLoop):
     def validation_batches(self, part: ValidationSet) -> Iterator[Any]:
         return iter(())
 
-    def log(self, outcome: object, batches: object) -> None:
-        self.events.append(("log", self.trainer.step))
-
-    def save(self, batches: object, *, awaited: bool) -> None:
+    def save(self, *, awaited: bool) -> None:
         self.events.append(("save and wait" if awaited else "save", self.trainer.step))
 
     def steps_of(self, *names: str) -> list[int]:
@@ -98,14 +116,15 @@ def test_the_first_and_the_last_step_are_logged_and_the_last_is_validated_and_sa
 @pytest.mark.parametrize("phase", ["forward_backward", "update", "validate"])
 def test_one_process_stops_after_the_step_in_progress(asked_at: int, phase: str) -> None:
     loop = Quiet(validate=1)
-    work = getattr(loop.trainer, phase)
+    place = loop.trainer if phase == "validate" else loop
+    work = getattr(place, phase)
 
-    def interrupted(argument: object) -> object:
+    def interrupted(*arguments: object) -> object:
         if loop.stops_after == asked_at:
             loop.stop.requested = True  # type: ignore[misc]
-        return work(argument)
+        return work(*arguments)
 
-    setattr(loop.trainer, phase, interrupted)
+    setattr(place, phase, interrupted)
     assert not loop.run()
     assert loop.events[-1] == ("save and wait", asked_at)
 
@@ -117,8 +136,7 @@ def test_one_of_several_processes_says_which_step_is_the_last(monkeypatch: pytes
     loop = Quiet(steps=1)
     loop.step_time, said = 60.0, list[str]()
     monkeypatch.setattr("mlm.training.loop.StopVote", Several)
-    loop.trainer.forward_backward = lambda batches: said.append(loop.last_step())  # type: ignore[assignment]
-    loop.trainer.update = lambda parts: (said.append(loop.last_step()), loop.take_step(parts))  # type: ignore
+    loop.forward_backward = loop.update = lambda: said.append(loop.last_step())  # type: ignore[method-assign]
     loop.run()
     assert said == ["step 1 (about 60 s)", "step 2 (about 2 min)"]
 

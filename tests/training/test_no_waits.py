@@ -14,6 +14,7 @@ from mlm.parallel.transfer import ToHost
 from mlm.training import trainer as trainers
 from mlm.training.corpora import train_dataset
 from mlm.training.incidents import watcher
+from mlm.training.observer import Observers
 from mlm.training.trainer import Trainer
 
 META = torch.device("meta")
@@ -54,15 +55,15 @@ def test_a_watched_step_reads_only_the_numbers_it_is_judged_by(
     config = load_config("pretrain", [*words.split(), *sizes, "data=synthetic", "data.seq_length=32"])
     trainer: Trainer[Any] = Trainer(config, ParallelContext(device=META))
     reporter = SimpleNamespace()  # nothing is worth a report
-    hooks = watcher.Incidents(trainer, tmp_path, reporter, SimpleNamespace())  # type: ignore[arg-type]
+    observer = watcher.Incidents(trainer, tmp_path, reporter, SimpleNamespace())  # type: ignore[arg-type]
+    trainer.observers = Observers([observer])
     samples = train_dataset(config, 8)
     with Loader(
         samples, consumed_samples=0, global_batch_size=4, micro_batch_size=2, rank=0, size=1
     ) as loader:
         for batches in loader:
-            hooks.begin(batches)
-            trainer.train_step(batches)
-            hooks.end()
+            observer.on_step_start(batches)
+            observer.after_step(trainer.train_step(batches))
     assert without_content == ["read", "read"]
 
 

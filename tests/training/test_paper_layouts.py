@@ -16,7 +16,6 @@ from mlm.models.gpt2.objective import NextToken
 from mlm.models.stage import split_layers
 from mlm.parallel.mesh import ParallelContext, build_mesh, coordinates, shape_context
 from mlm.parallel.pipeline.actions import Action, Op, Receive, Send
-from mlm.parallel.pipeline.engine import NO_HOOKS
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule
 from mlm.parallel.sharding import parameter_shards
@@ -120,7 +119,6 @@ def test_any_rank_of_the_trillion_layout_computes_a_step(rank: int) -> None:
             NextToken(ctx, model.dtype, None),
             scale,
             lambda batch: None,
-            NO_HOOKS,
         )
         assert len(losses) == (8 if ctx.pp.rank == 63 else 0)
         for parameter in model.chunks[0].parameters():

@@ -19,7 +19,7 @@ from mlm.data.indexed import IndexedDataset
 from mlm.data.sampler import Loader
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.config import PretrainConfig
-from mlm.training.pretrain.loop import PretrainLoop
+from mlm.training.pretrain.run import PretrainLoop
 from mlm.training.state import load, save
 from mlm.training.trainer import Trainer
 from tests.data.corpora import counting_corpus

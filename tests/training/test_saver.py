@@ -19,6 +19,7 @@ from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.parallel.watch import LostPeer
 from mlm.training.config import CheckpointConfig, PretrainConfig
+from mlm.training.observer import Observers
 from mlm.training.saver import Saver
 from mlm.training.state import load
 from mlm.training.trainer import Trainer
@@ -53,6 +54,7 @@ def saver_of(trainer: Trainer, out: Path, *, aside: bool = True) -> tuple[Saver,
     told = Told()
     saver = Saver(trainer, out, told)  # type: ignore[arg-type]
     saver._copies_aside = aside
+    trainer.observers = Observers([saver])
     return saver, told
 
 
@@ -129,7 +131,7 @@ def test_forward_and_backward_do_not_wait_for_the_copy(tmp_path: Path) -> None:
     trainer = Trainer(spec(), shape_context())
     saver, _ = saver_of(trainer, tmp_path)
     go, order = threading.Event(), []
-    fill, update = saver._file._fill, trainer.update
+    fill, update = saver._file._fill, trainer.clip_and_update
 
     def held(*args: Any) -> None:
         assert go.wait(30)
@@ -141,7 +143,11 @@ def test_forward_and_backward_do_not_wait_for_the_copy(tmp_path: Path) -> None:
         go.set()  # the copy begins after the backward pass has ended, and the update waits for it
         return update(loss)
 
-    with mock.patch.object(saver._file, "_fill", held), mock.patch.object(trainer, "update", noted), saver:
+    with (
+        mock.patch.object(saver._file, "_fill", held),
+        mock.patch.object(trainer, "clip_and_update", noted),
+        saver,
+    ):
         saver.begin()
         steps_of(trainer, 1)
     assert order == ["gradients", "copy"]
@@ -158,7 +164,7 @@ def test_one_save_is_in_flight_at_a_time(tmp_path: Path) -> None:
     assert told.saved_steps == [1, 2, 3]  # leaving waits for the last
 
 
-def test_poll_reports_a_save_that_is_over(tmp_path: Path) -> None:
+def test_a_save_that_is_over_is_reported_after_the_next_step(tmp_path: Path) -> None:
     trainer = Trainer(spec(), shape_context())
     saver, told = saver_of(trainer, tmp_path)
     with saver:
@@ -167,9 +173,9 @@ def test_poll_reports_a_save_that_is_over(tmp_path: Path) -> None:
         job = saver._job
         assert job is not None
         assert job.thread is not None
-        saver.poll()
+        saver.after_step(None)
         job.thread.join()
-        saver.poll()
+        saver.after_step(None)
         assert told.saved_steps == [0]
 
 
@@ -186,11 +192,12 @@ def test_a_save_deletes_older_ones_only_if_the_next_step_is_finite(
     with saver:
         saver.begin()
         steps_of(trainer, 1)
-        saver.poll()
-        saver.is_sound = lambda: sound or trainer.step < 1 + asynchronous
+        saver.after_step(None)
+        trainer.is_sound = True if asynchronous else sound
         saver.begin()
         steps_of(trainer, 1)
-        saver.poll()
+        trainer.is_sound = sound
+        saver.after_step(None)
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == kept
 
 

@@ -103,7 +103,7 @@ def first_gradients(ctx: ParallelContext, layout: Layout) -> list[Tensor]:
     batches = Plan(samples, 0, batch, micro_batch, ctx.dp.rank, ctx.dp.size, False).step(0)
     assert batches is not None
     trainer = Trainer(config, ctx)
-    trainer.forward_backward(batches)
+    trainer.compute_gradients(batches)
     gradients = [shard.parameter.grad for shard in trainer.shards]
     assert all(gradient is not None for gradient in gradients)
     return [gradient.clone() for gradient in gradients if gradient is not None]

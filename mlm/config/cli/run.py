@@ -63,7 +63,7 @@ class Job:
     def typed_imports(self, composed: DictConfig) -> list[Any]:
         """Values, of the command line and the YAML it chooses alone, that may be import paths."""
         typed = flatten(resolved(composed, resolve=False))
-        return [typed.get(key) for key, leaf in leaves(self.command.spec).items() if leaf.shipped]
+        return [typed.get(key) for key, leaf in leaves(self.command.spec).items() if leaf.shipped is not None]
 
     def place(self, values: dict[str, Any]) -> None:
         """Give a job of a sweep its own output, below `out` or the sweep's folder."""

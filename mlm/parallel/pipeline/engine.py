@@ -10,7 +10,7 @@ Shapes: what crosses a stage boundary is any tensor whose shape follows from the
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import torch
@@ -29,34 +29,47 @@ SENDS_KEPT = 8
 every transfer blocks both its ranks (deadlock.py)."""
 
 
-Phase = Callable[[str], AbstractContextManager[None]]
 _NOTHING = nullcontext()
 
 
-def unnamed(phase: str) -> AbstractContextManager[None]:
-    """Name no phase: nothing is traced."""
-    return _NOTHING
+class PlanObserver:
+    """Watches the actions of a plan; this one does nothing."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Return a context for a phase of a step: the action `forward`, `backward` or `weight`, for one."""
+        return _NOTHING
+
+    def on_receive(self) -> None:
+        """Note that the input of the action in progress has arrived from another rank."""
+
+    def on_micro_batch(self, number: int, count: int) -> None:
+        """Note that backward of the `number`-th of `count` micro-batches begins, in the first chunk."""
 
 
-def unnoted() -> None:
-    """Note nothing."""
+class ChunkGradients:
+    """Accumulation and reduction of a chunk's gradients around its actions; this one leaves it to autograd.
 
+    `is_last` is True for the last action of its type in the step; of a forward pass, if the chunk's last
+    backward pass is of the same micro-batch.
 
-@dataclass(frozen=True)
-class Hooks:
-    """Calls around a training step's actions, each with its chunk.
-
-    The flag is True for the last action of its type and chunk in the step; of a forward pass, if the chunk's
-    last backward pass is of the same micro-batch.
+    Attributes:
+        postponed: where weight gradients go that WEIGHT actions compute.
     """
 
-    before_forward: Callable[[int, bool], None] = lambda chunk, last: None
-    before_backward: Callable[[int, bool], None] = lambda chunk, last: None
-    before_weights: Callable[[int, bool], None] = lambda chunk, last: None
-    after_weights: Callable[[int], None] = lambda chunk: None
+    def __init__(self, postponed: Postponed | None = None) -> None:
+        self.postponed = postponed or Postponed()
 
+    def before_forward(self, *, is_last: bool) -> None:
+        """Prepare for a forward pass."""
 
-NO_HOOKS = Hooks()
+    def before_backward(self, *, is_last: bool) -> None:
+        """Prepare for a backward pass."""
+
+    def before_weights(self, *, is_last: bool) -> None:
+        """Prepare for the weight gradients that a backward pass put off."""
+
+    def after_weights(self) -> None:
+        """Take in those weight gradients."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +86,9 @@ class Stages(Generic[T]):
     dtype: torch.dtype
     """Dtype of what crosses a boundary."""
     device: torch.device
-    hooks: Hooks = NO_HOOKS
-    postponed: Sequence[Postponed] = ()
-    """Per chunk, where weight gradients go that WEIGHT actions compute."""
-    phase: Phase = unnamed
-    """Names the action that a block executes, in a profile."""
-    on_input: Callable[[], None] = unnoted
-    """Called in an action when its input from another rank has arrived."""
+    gradients: Sequence[ChunkGradients] = ()
+    """Of each chunk of this rank; none leaves them to autograd."""
+    observer: PlanObserver = field(default_factory=PlanObserver)
 
 
 @dataclass
@@ -106,8 +115,10 @@ class _Run(Generic[T]):
         self.weight_jobs: dict[tuple[int, int], list[Callable[[], None]]] = {}
         actions = [i for i in instructions if isinstance(i, Action)]
         self.trains = any(action.op is not Op.FORWARD for action in actions)
-        self.puts_off = any(action.op is Op.WEIGHT for action in actions)
+        self.defers_weights = any(action.op is Op.WEIGHT for action in actions)
         self.last_backward = {a.chunk: a for a in actions if a.op is Op.BACKWARD}
+        self.gradients = stages.gradients or [ChunkGradients() for _ in range(stages.num_stages)]
+        self.begun = 0  # backward passes of the first chunk
         self.last_weights = {a.chunk: a for a in actions if a.op is Op.WEIGHT}
 
     def run(self) -> list[Tensor]:
@@ -120,7 +131,7 @@ class _Run(Generic[T]):
                 elif isinstance(instruction, Receive):
                     self.receive(instruction)
                 else:
-                    with self.stages.phase(instruction.op.name.lower()):
+                    with self.stages.observer.phase(instruction.op.name.lower()):
                         do[instruction.op](instruction)
         while self.sends:
             self.sends.popleft().wait()
@@ -149,7 +160,7 @@ class _Run(Generic[T]):
         if arriving is None:
             return self.local.pop(action)
         x = arriving.wait()
-        self.stages.on_input()
+        self.stages.observer.on_receive()
         return x
 
     def hand_over(self, action: Action, step: int, x: Tensor) -> None:
@@ -164,7 +175,7 @@ class _Run(Generic[T]):
         x = self.take(action).requires_grad_(self.trains) if stage > 0 else None
         if self.trains:
             last = action.micro_batch == self.last_backward[action.chunk].micro_batch
-            self.stages.hooks.before_forward(action.chunk, last)
+            self.gradients[action.chunk].before_forward(is_last=last)
         y = self.stages.forward(action.chunk, self.batches[action.micro_batch], x)
         is_result = stage == self.stages.num_stages - 1
         if self.trains:
@@ -178,12 +189,15 @@ class _Run(Generic[T]):
     def backward(self, action: Action) -> None:
         kept = self.kept.pop((action.chunk, action.micro_batch))
         dy = self.take(action) if kept.seed is None else kept.seed
-        self.stages.hooks.before_backward(action.chunk, action == self.last_backward[action.chunk])
-        if self.puts_off:
-            self.stages.postponed[action.chunk].open = True
+        if action.chunk == 0:
+            self.begun += 1
+            self.stages.observer.on_micro_batch(self.begun, len(self.batches))
+        gradients = self.gradients[action.chunk]
+        gradients.before_backward(is_last=action == self.last_backward[action.chunk])
+        postponed = gradients.postponed
+        postponed.open = self.defers_weights
         torch.autograd.backward(kept.edge, dy)
-        if self.puts_off:
-            postponed = self.stages.postponed[action.chunk]
+        if self.defers_weights:
             postponed.open = False
             self.weight_jobs[action.chunk, action.micro_batch] = postponed.take()
         if kept.x is not None:
@@ -191,10 +205,11 @@ class _Run(Generic[T]):
             self.hand_over(action, -1, kept.x.grad)
 
     def weight(self, action: Action) -> None:
-        self.stages.hooks.before_weights(action.chunk, action == self.last_weights[action.chunk])
+        gradients = self.gradients[action.chunk]
+        gradients.before_weights(is_last=action == self.last_weights[action.chunk])
         for job in self.weight_jobs.pop((action.chunk, action.micro_batch)):
             job()
-        self.stages.hooks.after_weights(action.chunk)
+        gradients.after_weights()
 
 
 def run_plan(stages: Stages[T], instructions: Sequence[Instruction], batches: Sequence[T]) -> list[Tensor]:

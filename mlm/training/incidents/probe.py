@@ -1,4 +1,4 @@
-"""Statistics of a step's tensors, by hooks while the step is repeated; other steps cost nothing.
+"""Statistics of a step's tensors, by hooks while it is repeated, and the first place where it goes wrong.
 
 Shapes: S sequence, B micro-batch, H features. With sequence parallelism S is S/t.
 """
@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mlm.checkpoint.native.exchange import Ranks
 from mlm.parallel.context.zigzag import own_places
-from mlm.parallel.mesh import CPU
-from mlm.training.incidents.recent import deviations
+from mlm.parallel.mesh import CPU, ParallelContext
+from mlm.parallel.watch import name_ranks
+from mlm.training.incidents.numbers import deviations
 from mlm.training.kernels import compiles
 from mlm.training.trainer import Trainer
 
@@ -113,8 +115,8 @@ class Probe:
         trainer = self.trainer
         for shard in trainer.shards:
             self.look(WEIGHT, shard.name, (0, self._number(shard.name), 0), shard.parameter)
-        with self._watching():
-            parts = trainer.forward_backward(batches)
+        with self._watching(), trainer.unobserved():
+            parts = trainer.compute_gradients(batches)
         for shard in trainer.shards:
             if shard.parameter.grad is not None:
                 order = (3, -self._number(shard.name), 0)
@@ -127,9 +129,8 @@ class Probe:
     @contextmanager
     def _watching(self) -> Iterator[None]:
         trainer = self.trainer
-        before, report = trainer.objective, trainer.on_micro_batch
+        before = trainer.objective
         trainer.objective = _Noted(before, self)
-        trainer.on_micro_batch = lambda number, count: None
         handles = []
         for chunk in trainer.model.chunks:
             for name, module in chunk.named_modules():
@@ -140,7 +141,7 @@ class Probe:
             with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
                 yield
         finally:
-            trainer.objective, trainer.on_micro_batch = before, report
+            trainer.objective = before
             for handle in handles:
                 handle.remove()
 
@@ -216,3 +217,67 @@ class Probe:
             return None
         sample, norm = max(rows[-1].norms.items(), key=lambda item: item[1])
         return {"name": rows[-1].name, "sample": sample, "norm": norm} if norm else None
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Places of a repeated step, the same on every rank."""
+
+    first_bad: dict[str, Any] | None
+    """First number that is not finite: tensor, name, sample, position, ranks."""
+    outlier: dict[str, Any] | None
+    """First activation or gradient of one sample that is far from those of others."""
+    heaviest: dict[str, Any] | None
+    """Sample with the largest gradient."""
+
+    def encode(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {"first_not_finite": self.first_bad, "first_outlier": self.outlier, "heaviest": self.heaviest}
+
+    def lines(self) -> list[str]:
+        """Sentences for a reader, the most telling first."""
+        found = []
+        if self.first_bad is not None:
+            found.append(f"the first number that is not finite is in {words(self.first_bad)}")
+        if self.outlier is not None:
+            far = self.outlier["deviations"]
+            found.append(f"the first outlier is {words(self.outlier)}, {far:g} deviations from other samples")
+        if self.heaviest is not None:
+            one = self.heaviest
+            found.append(
+                f"sample {one['sample']} has the largest gradient, {one['norm']:.3g} at {one['name']}"
+            )
+        return found
+
+
+def gather(probe: Probe, ctx: ParallelContext) -> Findings:
+    """Compare what each rank's probe saw. Collective over all ranks."""
+    mine = [probe.first_bad(), probe.first_outlier(), probe.heaviest_sample()]
+    found = Ranks.of(ctx).all_gather(mine)
+    bad, outliers, heaviest = ([each[n] for each in found] for n in range(3))
+    heavy = [one for one in heaviest if one is not None]
+    return Findings(
+        earliest(bad), earliest(outliers), max(heavy, key=lambda one: one["norm"]) if heavy else None
+    )
+
+
+def earliest(places: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Return the place that is computed first, with the ranks on which it is."""
+    known = [(place["order"], rank) for rank, place in enumerate(places) if place is not None]
+    if not known:
+        return None
+    first = min(known)[0]
+    ranks = [rank for order, rank in known if order == first]
+    place = dict(places[ranks[0]] or {})
+    return {**{key: value for key, value in place.items() if key != "order"}, "ranks": ranks}
+
+
+def words(place: dict[str, Any]) -> str:
+    """Return a place as words: the output of layers.1.mlp.up, sample 12, position 3, on rank 1."""
+    tensor = place["tensor"]
+    link = "at the output of" if tensor == "gradient" else "of"
+    text = f"the {tensor} {link} {place['name']}"
+    for key in ("sample", "position"):
+        if place.get(key) is not None:
+            text += f", {key} {place[key]}"
+    return f"{text}, on {name_ranks(place['ranks'])}"

@@ -14,7 +14,7 @@ from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import CHECKPOINTS, checkpoints
 from mlm.checkpoint.native.save_load import read_manifest
 from mlm.config.build import from_dict
-from mlm.data.sampler import Batch, Loader, MicroBatch
+from mlm.data.sampler import Loader, MicroBatch
 from mlm.launch.checks import problems_of
 from mlm.launch.start import run_job
 from mlm.optim.clip import clip_factor, gradient_norm
@@ -23,13 +23,12 @@ from mlm.parallel.mesh import ParallelContext
 from mlm.training.checks import OWN_CODE_RULES, saved_problems
 from mlm.training.config import PretrainConfig
 from mlm.training.corpora import train_dataset
-from mlm.training.incidents.bisect import bisect, with_only
-from mlm.training.incidents.config import ReplayConfig, ReplayRun
-from mlm.training.incidents.findings import Findings, gather, shared_numbers
-from mlm.training.incidents.memory import Memory, decode
-from mlm.training.incidents.probe import Probe
+from mlm.training.incidents.command import ReplayConfig, ReplayRun
+from mlm.training.incidents.numbers import Memory, decode, shared_numbers
+from mlm.training.incidents.probe import Findings, Probe, gather
 from mlm.training.incidents.record import read_incident
 from mlm.training.memory import reuse_large_blocks
+from mlm.training.observer import Observer, Observers
 from mlm.training.state import is_weights_only, load
 from mlm.training.trainer import Trainer
 from mlm.util.errors import ConfigError, CorruptFileError, UserError
@@ -80,10 +79,20 @@ def replayed(config: ReplayConfig, folder: Path, record: dict[str, Any]) -> Repl
             "compile": saved.compile if parallel == replace(saved.parallel, **layout) else False,
             "folder": str(folder),
             "beside": config.precision,
-            "bisect": config.bisect,
             "profile": False,
         }
     )
+
+
+class SkipSteps(Observer):
+    """Skips the updates that the run left out."""
+
+    def __init__(self, steps: Sequence[int], trainer: Trainer) -> None:
+        self.steps, self.trainer = steps, trainer
+
+    def before_update(self, parts: object, grad_norm: object) -> bool:
+        """Return True for a step that the run left out."""
+        return self.trainer.step + 1 in self.steps
 
 
 @dataclass(frozen=True)
@@ -92,7 +101,7 @@ class Outcome:
 
     loss: float
     norm: float
-    findings: Findings | None = None
+    findings: Findings
 
 
 def replay(config: ReplayRun, ctx: ParallelContext) -> None:
@@ -107,11 +116,11 @@ def replay(config: ReplayRun, ctx: ParallelContext) -> None:
     say = print if ctx.is_main else lambda *words: None
     say(f"step {step} of {config.out}, replayed from {start or 'initial weights'} on {layout_of(ctx)}")
     with steps_of(trainer, memory, step) as batches_of_steps:
-        trainer.judge = lambda parts, norm: trainer.step + 1 in memory.steps
+        trainer.observers = Observers([SkipSteps(memory.steps, trainer)])
         while trainer.step < step - 1:
             trainer.train_step(next(batches_of_steps))
         batches = next(batches_of_steps)
-    outcome = compute(trainer, batches, probing=True)
+    outcome = compute(trainer, batches)
     is_again = comes_back(record, outcome)
     for line in compared(record, outcome, is_again):
         say(line)
@@ -119,22 +128,20 @@ def replay(config: ReplayRun, ctx: ParallelContext) -> None:
     if clip and math.isfinite(outcome.norm):
         factor = float(clip_factor(torch.tensor(outcome.norm), clip))
         say(f"clipping: optimizer.clip_grad_norm={clip:g} scales the gradient by {factor:.3g}")
-    if config.bisect and is_again and all(isinstance(batch, Batch) for batch in batches):
-        say(bisected(trainer, batches))  # type: ignore[arg-type]  # all are
     if config.beside.dtype != config.precision.dtype:
-        other = compute(at_precision(trainer, config), batches, probing=True)
+        other = compute(at_precision(trainer, config), batches)
         say(f"precision={config.beside.dtype}: {numbers(other)}")
-        for line in other.findings.lines() if other.findings else ():
+        for line in other.findings.lines():
             say(f"  {line}")
 
 
 def begin(trainer: Trainer, step: int) -> Path | None:
     """Load the newest checkpoint before the step; return None where there is none to load. Collective."""
     ranks, root = Ranks.of(trainer.ctx), Path(trainer.config.out, CHECKPOINTS)
-    found = [str(path) for saved, path in checkpoints(root).items() if saved < step] if ranks.is_main else []
-    found = ranks.broadcast(found)
-    if found:
-        path = Path(found[-1])
+    before = [str(path) for saved, path in checkpoints(root).items() if saved < step] if ranks.is_main else []
+    before = ranks.broadcast(before)
+    if before:
+        path = Path(before[-1])
         load(trainer, path, weights_only=is_weights_only(read_manifest(path)))
         return path
     if trainer.config.ckpt is not None or (trainer.config.data.kind == "indexed" and step > 1):
@@ -166,14 +173,13 @@ def steps_of(trainer: Trainer, memory: Memory, step: int) -> Iterator[Iterator[l
         yield steps
 
 
-def compute(trainer: Trainer, batches: Sequence[Any], *, probing: bool = False) -> Outcome:
-    """Compute loss and gradient norm of a step, with statistics if asked. Collective."""
-    ctx, probe = trainer.ctx, Probe(trainer) if probing else None
-    parts = trainer.forward_backward(batches) if probe is None else probe.run(batches)
+def compute(trainer: Trainer, batches: Sequence[Any]) -> Outcome:
+    """Compute loss, gradient norm and statistics of a step. Collective."""
+    ctx, probe = trainer.ctx, Probe(trainer)
+    parts = probe.run(batches)
     norm = gradient_norm(trainer.shards, ctx) / trainer.scaler.scale
-    found = shared_numbers(trainer, parts, norm)
-    findings = gather(probe, ctx) if probe is not None else None
-    return Outcome(found.loss, found.norm, findings)
+    step = shared_numbers(trainer, parts, norm)
+    return Outcome(step.loss, step.norm, gather(probe, ctx))
 
 
 def comes_back(record: dict[str, Any], outcome: Outcome) -> bool:
@@ -196,7 +202,7 @@ def compared(record: dict[str, Any], outcome: Outcome, is_again: bool) -> list[s
         f"now:  {numbers(outcome)} ({verdict})",
     ]
     if is_again:
-        return [*lines, *(outcome.findings.lines() if outcome.findings else ())]
+        return [*lines, *outcome.findings.lines()]
     second = record.get("second_pass")
     advice = second["advice"] if second else "suspect the hardware, or versions that changed"
     return [*lines, f"the data do not reproduce it: no sample is to blame; {advice}"]
@@ -211,22 +217,6 @@ def recorded(record: dict[str, Any]) -> tuple[float, float]:
 def numbers(outcome: Outcome) -> str:
     """Return loss and gradient norm as words."""
     return f"loss {outcome.loss:.8g}, gradient norm {outcome.norm:.8g}"
-
-
-def bisected(trainer: Trainer, batches: Sequence[Batch]) -> str:
-    """Search for the sample that causes the incident; return a sentence. Collective."""
-    ctx = trainer.ctx
-    mine = [batch.first_sample + row for batch in batches for row in range(len(batch.tokens))]
-    every = sorted({number for found in Ranks.of(ctx).all_gather(mine) for number in found})
-
-    def score(kept: Sequence[int]) -> float:
-        outcome = compute(trainer, with_only(batches, kept))
-        return outcome.norm if math.isfinite(outcome.norm) and math.isfinite(outcome.loss) else math.inf
-
-    kept, computed = bisect(every, score)
-    if len(kept) == 1:
-        return f"bisect: sample {kept[0]} alone is the worst of {len(every)} ({computed} steps computed)"
-    return f"bisect: only together are samples {kept[0]} to {kept[-1]} not finite ({computed} steps computed)"
 
 
 def at_precision(trainer: Trainer, config: ReplayRun) -> Trainer:

@@ -1,12 +1,14 @@
 """`mlm pretrain`: train a model from its initial weights, or resume a run."""
 
 import logging
+import math
 import operator
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from rich.text import Text
 
@@ -15,42 +17,42 @@ from mlm.checkpoint.native.folders import named_latest, plain_name
 from mlm.checkpoint.native.retention import newest_good
 from mlm.checkpoint.native.tokenizer_digest import KEY as TOKENIZER
 from mlm.config.build import config_digest
+from mlm.config.fields import expand_home
 from mlm.config.imports import is_path
 from mlm.data.blend import BlendedDataset
+from mlm.data.blend_checks import shares
 from mlm.data.blend_history import trained_on
 from mlm.data.own_dataset import CheckedDataset
-from mlm.data.sampler import Dataset, FromCorpus, MicroBatch
+from mlm.data.sampler import Dataset, FromCorpus, Loader, MicroBatch, eval_batches
 from mlm.inference.hf_source import load_model_folder
+from mlm.inference.trained import named_checkpoint
 from mlm.launch.doctor.quick import check_start
 from mlm.launch.typed import program
 from mlm.optim.schedule import warmup_warning
 from mlm.parallel.mesh import ParallelContext
 from mlm.plan.forecast import predicted
 from mlm.tracking.history import FILE_NAME, diverged_since
+from mlm.tracking.metrics import Parts, Rates
 from mlm.tracking.peak import Peak, peak_flops
 from mlm.tracking.reporter import Reporter, training_console
 from mlm.tracking.summary import write_summary
 from mlm.tracking.trackers import missing_extras
 from mlm.training.config import PretrainConfig
 from mlm.training.corpora import (
+    ValidationSet,
     corpus_problems,
     train_dataset,
     validation_prefixes,
     validation_sets,
 )
-from mlm.training.diagnose import DivergedError
 from mlm.training.identity import changes_line
-from mlm.training.incidents.memory import spare_samples
-from mlm.training.incidents.watcher import IncidentError, Incidents
+from mlm.training.incidents.divergence import DivergedError
+from mlm.training.incidents.numbers import spare_samples
+from mlm.training.incidents.watcher import IncidentError
 from mlm.training.kernels import missing_kernel_as_user_error
-from mlm.training.memory import out_of_memory_as_user_error, reuse_large_blocks
-from mlm.training.pretrain.loop import PretrainLoop
-from mlm.training.pretrain.samples import PromptSampler, prompt_problems
-from mlm.training.resume import claim, continue_data, model_folder, resume, start_problems
-from mlm.training.run_tokenizer import corpus_tokenizer_errors, tokenizer_now, tokenizer_of
-from mlm.training.saver import SaveFailedError
-from mlm.training.session import (
+from mlm.training.loop import (
     CONFIG,
+    Loop,
     composed_yaml,
     layout_row,
     model_row,
@@ -59,6 +61,12 @@ from mlm.training.session import (
     run_row,
     training_session,
 )
+from mlm.training.memory import out_of_memory_as_user_error, reuse_large_blocks
+from mlm.training.observer import Observer
+from mlm.training.pretrain.samples import PromptSampler, prompt_problems
+from mlm.training.resume import claim, continue_data, model_folder, resume, start_problems
+from mlm.training.run_tokenizer import corpus_tokenizer_errors, tokenizer_now, tokenizer_of
+from mlm.training.saver import SaveFailedError
 from mlm.training.state import CHECKPOINTS
 from mlm.training.trainer import Trainer
 from mlm.util.atomic import write_atomic
@@ -143,7 +151,6 @@ def train(trainer: Trainer, out: Path, start: Path | None) -> int:
     ):
         validation = validation_sets(config, trainer.history)
         loop, code = PretrainLoop(*session, samples, validation, sampler_of(trainer, session.reporter)), 0
-        loop.hooks = Incidents(trainer, out, session.reporter, session.saver)
         if not loop.run():
             code = session.note_stopped(resume_with("pretrain", out, config))
     if ctx.is_main and (left > 0 or not (out / SUMMARY).exists()):
@@ -202,9 +209,9 @@ def note_tokenizer(trainer: Trainer) -> None:
 def data_line(trainer: Trainer, samples: Dataset) -> str:
     """Name of each corpus, its share of a blend, and the passes over it in train.steps."""
     sources = trainer.history[-1].sources
-    shares = [f"{source.name} {source.weight:.2%}" if sources[1:] else source.name for source in sources]
+    names = [f"{source.name} {source.weight:.2%}" if sources[1:] else source.name for source in sources]
     passes = [f" ({number:,.1f} epochs)" for number in epochs_of(samples)] or [""] * len(sources)
-    return ", ".join(map(operator.add, shares, passes))
+    return ", ".join(map(operator.add, names, passes))
 
 
 def epochs_of(samples: Dataset) -> list[float]:
@@ -243,6 +250,78 @@ def header(trainer: Trainer, out: Path, peak: Peak | None, samples: Dataset) -> 
         ("peak", f"{peak.label} TFLOP/s" if peak else "unknown: set dist.peak_tflops for MFU"),
         ("out", str(out)),
     ]
+
+
+@dataclass
+class PretrainLoop(Loop):
+    """Train on the samples of a dataset in order, from the first one not consumed yet."""
+
+    warmup_key = "schedule.warmup_steps"
+
+    samples: Dataset
+    validation: Sequence[ValidationSet]
+    sampler: PromptSampler | None = None
+    """Continues `train.sample_prompts` after each validation."""
+    last_validation: float | None = field(default=None, init=False)
+    """Mean validation loss of the last validation, nats per token."""
+
+    def further_observers(self) -> list[Observer]:
+        """What continues the prompts."""
+        return [] if self.sampler is None else [self.sampler]
+
+    @property
+    def validate_every(self) -> int:
+        """Steps between validations."""
+        return self.trainer.config.train.validate_every if self.validation else 0
+
+    def batches(self) -> Loader:
+        """Batches of each step, from the next step on."""
+        config, ctx = self.trainer.config, self.trainer.ctx
+        return Loader(
+            self.samples,
+            consumed_samples=self.trainer.consumed_samples,
+            global_batch_size=config.train.global_batch_size,
+            micro_batch_size=config.train.micro_batch_size,
+            rank=ctx.dp.rank,
+            size=ctx.dp.size,
+            pin_memory=ctx.device.type == "cuda",
+            left_out=self.trainer.left_out,
+        )
+
+    def tokens(self) -> int:
+        """Tokens trained on so far."""
+        consumed = self.trainer.consumed_samples
+        unread = sum(count for first, count in self.trainer.left_out if first < consumed)
+        return (consumed - unread) * self.trainer.config.data.seq_length
+
+    def parts(self, means: Sequence[float], rates: Rates | None = None) -> Parts:
+        """The parts of the objective by name; nothing where the loss is all there is."""
+        names = self.trainer.objective.parts
+        return dict(zip(names, means, strict=True)) if len(names) > 1 else {}
+
+    def score(self) -> None:
+        """Mean loss over the validation windows; of a blend, the mean over its corpora by weight."""
+        parts = [self.trainer.validate(self.validation_batches(part)) for part in self.validation]
+        losses = [math.fsum(means[: self.trainer.objective.losses]) for means in parts]
+        weights = shares([part.weight for part in self.validation])
+        whole = [math.fsum(map(operator.mul, weights, part)) for part in zip(*parts, strict=True)]
+        self.last_validation = math.fsum(map(operator.mul, weights, losses))
+        by_corpus = {part.name: loss for part, loss in zip(self.validation, losses, strict=True) if part.name}
+        perplexity = math.exp(min(whole[0], 700.0))  # per token; of a BERT per masked token
+        self.reporter.validation(
+            self.trainer.step, self.last_validation, perplexity, {**by_corpus, **self.parts(whole)}
+        )
+
+    def validation_batches(self, part: ValidationSet) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of one corpus in a validation."""
+        train, ctx = self.trainer.config.train, self.trainer.ctx
+        return eval_batches(
+            part.windows,
+            micro_batch_size=train.micro_batch_size,
+            rank=ctx.dp.rank,
+            size=ctx.dp.size,
+            limit=train.validate_batches * train.global_batch_size,
+        )
 
 
 @contextmanager
@@ -303,3 +382,16 @@ def finish_directory(
     else:
         line = Text(f"summary {summary}, curves {out / CURVES}")
         training_console("off", out / "metrics.jsonl").print(line, soft_wrap=True)
+
+
+def model_of_ckpt(ckpt: Any) -> dict[str, Any] | None:
+    """Return the settings `model.*` of what `ckpt` names; None where they cannot be read.
+
+    The reason is left to the checks of the run, which read the checkpoint too.
+    """
+    if not isinstance(ckpt, str) or not Path(expand_home(ckpt)).is_dir():
+        return None
+    try:
+        return asdict(named_checkpoint(expand_home(ckpt)).config.model)
+    except (UserError, OSError):
+        return None

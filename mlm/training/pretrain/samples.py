@@ -24,6 +24,7 @@ from mlm.parallel.collectives import broadcast
 from mlm.tracking.reporter import Reporter
 from mlm.training.config import PretrainConfig
 from mlm.training.corpora import validation_prefixes
+from mlm.training.observer import Observer
 from mlm.training.run_tokenizer import tokenizer_of
 from mlm.training.trainer import Trainer
 from mlm.util.errors import Problem, UserError
@@ -70,7 +71,7 @@ class _Pass:
     """[B] int64: the place of each sequence's last token."""
 
 
-class PromptSampler:
+class PromptSampler(Observer):
     """Continues a run's prompts. Every rank has one and calls its methods.
 
     Raises UserError for a model that cannot.
@@ -93,12 +94,12 @@ class PromptSampler:
             seed=config.seed,
         )
 
-    def report(self) -> None:
+    def after_validation(self) -> None:
         """Continue the prompts and report the texts. Collective over all ranks."""
-        step, found = self.trainer.step, self.continued()
+        step, each = self.trainer.step, self.continued()
         if not self.trainer.ctx.is_main:
             return
-        for number, (prompt, tokens) in enumerate(zip(self.texts, found, strict=True), start=1):
+        for number, (prompt, tokens) in enumerate(zip(self.texts, each, strict=True), start=1):
             text = self.tokenizer.decode(tokens)
             self.reporter.event("sample", {"step": step, "prompt": prompt, "text": text})
             self.reporter.note(f"sample {number}: {plain(' '.join((prompt + text).split()))}")

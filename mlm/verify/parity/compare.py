@@ -158,15 +158,15 @@ def _step(
 ) -> StepReport:
     """One step on both sides, over this rank's micro-batches and over all of them."""
     layout, alone = comparison.layout, comparison.alone
-    parts = layout.forward_backward(batches)
-    expected_parts = None if alone is None else alone.forward_backward(all_batches)
+    parts = layout.compute_gradients(batches)
+    expected_parts = None if alone is None else alone.compute_gradients(all_batches)
     gradients = comparison.differences(_gradient, note_rounding=True)
-    outcome = layout.update(parts)
+    outcome = layout.clip_and_update(parts)
     numbers = [layout.mean_loss(outcome), float(outcome.grad_norm.item())]
     expected = [0.0, 0.0]
     if alone is not None:
         assert expected_parts is not None
-        expected_outcome = alone.update(expected_parts)
+        expected_outcome = alone.clip_and_update(expected_parts)
         expected = [alone.mean_loss(expected_outcome), float(expected_outcome.grad_norm.item())]
     expected = broadcast(torch.tensor(expected, dtype=torch.float64), comparison.everyone, 0).tolist()
     loss_pair, norm_pair = map(Pair, expected, numbers)

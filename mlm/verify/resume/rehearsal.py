@@ -11,7 +11,7 @@ from pathlib import Path
 from mlm.checkpoint.native.folders import named_latest, step_name
 from mlm.launch.child_run import child_run, failure_of, kill
 from mlm.tracking.history import FILE_NAME, read_records
-from mlm.training.session import composed_yaml
+from mlm.training.loop import composed_yaml
 from mlm.training.state import CHECKPOINTS
 from mlm.util.atomic import write_atomic
 from mlm.util.errors import UserError, show

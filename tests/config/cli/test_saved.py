@@ -264,7 +264,7 @@ def test_what_a_run_writes_is_read_back(tmp_path: Path) -> None:
     from mlm.config.build import build
     from mlm.config.cli.compose import load_config
     from mlm.training.config import PretrainConfig
-    from mlm.training.session import composed_yaml
+    from mlm.training.loop import composed_yaml
 
     words = ["model=gpt2_tiny", "data.blend=['0.3 a','0.7 b']", "name='2024-01-01'", "optimizer.lr=1e-5"]
     config = load_config("pretrain", [*words, "experiment=v1_8_3b", "out='yes'"])

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mlm.parallel.linear import Postponed, linear
 from mlm.parallel.mesh import ParallelContext
-from mlm.parallel.pipeline.engine import SENDS_KEPT, Hooks, Stages, run_plan
+from mlm.parallel.pipeline.engine import SENDS_KEPT, ChunkGradients, Stages, run_plan
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule, forward_only
 from tests.ranks import run_on_ranks
@@ -59,6 +59,17 @@ def in_order(num_stages: int, batches: list[Sample]) -> tuple[list[Tensor], list
     return results, [part.w.grad for part in parts if part.w.grad is not None]
 
 
+class Noted(ChunkGradients):
+    """Notes the last backward pass of its chunk."""
+
+    def __init__(self, postponed: Postponed, chunk: int, told: list[tuple[int, bool]]) -> None:
+        super().__init__(postponed)
+        self.chunk, self.told = chunk, told
+
+    def before_backward(self, *, is_last: bool) -> None:
+        self.told.append((self.chunk, is_last))
+
+
 def stages_of(ctx: ParallelContext, v: int) -> tuple[Stages[Sample], list[Part], list[tuple[int, bool]]]:
     p = ctx.pp.size
     parts = [Part(c * p + ctx.pp.rank, c * p + ctx.pp.rank == p * v - 1) for c in range(v)]
@@ -70,8 +81,7 @@ def stages_of(ctx: ParallelContext, v: int) -> tuple[Stages[Sample], list[Part],
         boundary_shape=lambda sample: tuple(sample.x.shape),
         dtype=torch.float64,
         device=ctx.device,
-        hooks=Hooks(before_backward=lambda chunk, last: told.append((chunk, last))),
-        postponed=[part.postponed for part in parts],
+        gradients=[Noted(part.postponed, chunk, told) for chunk, part in enumerate(parts)],
     )
     return stages, parts, told
 

@@ -169,9 +169,7 @@ def test_outliers_leave_half_of_the_places_to_what_is_worse(tmp_path: Path) -> N
     spec = replace(config(), incident=IncidentConfig(keep=4))
     incidents = watcher_of(trainer.Trainer(spec, shape_context()), tmp_path)
     for kind in ["gradient_outlier"] * 5 + ["slow_rank", "replicas_differ", "gradient_not_finite"]:
-        verdict = watcher.Verdict()
-        verdict.add(kind, "a line")
-        incidents.report(verdict)
+        incidents.report(kind, "a line")
     kept = sorted((tmp_path / "incidents").glob("*/incident.json"))
     kinds = [json.loads(path.read_text())["kinds"][0] for path in kept]
     assert sorted(kinds) == ["gradient_not_finite", "gradient_outlier", "gradient_outlier", "replicas_differ"]

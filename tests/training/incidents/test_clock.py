@@ -3,13 +3,15 @@
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mlm.parallel.collectives import all_reduce
 from mlm.parallel.mesh import ParallelContext
-from mlm.training.incidents.clock import Clock, Times
+from mlm.training.config import CheckConfig
+from mlm.training.incidents.timing import SlowRanks, Times
 from tests.ranks import run_on_ranks
 
 EVEN = {"computing": 1.0, "reading data": 0.1, "saving": 0.0, "waiting over dp": 0.2}
@@ -31,14 +33,19 @@ def test_even_ranks_are_not_slow() -> None:
     assert Times(["a", "b"], [EVEN, EVEN]).factor == pytest.approx(1.0)
 
 
+def slow_ranks(ctx: ParallelContext) -> SlowRanks:
+    trainer: Any = SimpleNamespace(ctx=ctx, config=SimpleNamespace(check=CheckConfig()), step=0)
+    return SlowRanks(trainer, lambda *_: None)
+
+
 def slowed(ctx: ParallelContext, what: str) -> dict[str, Any]:
-    clock = Clock(ctx)
+    clock = slow_ranks(ctx)
     import torch
 
     for _ in range(4):
         if ctx.rank == 1 and what == "computing":
             time.sleep(0.05)
-        with clock.timed("data"):
+        with clock.phase("data"):
             time.sleep(0.05 if ctx.rank == 1 and what == "data" else 0)
         all_reduce(torch.ones(1), ctx.dp)
     return clock.gather(4).encode()
@@ -81,16 +88,22 @@ def test_a_slow_rank_is_reported_where_no_more_folders_are_kept(tmp_path: Path) 
 
 
 def reports(ctx: ParallelContext, out: Path, keep: int = 16) -> list[str]:
+    slow = {"computing": 4.0}
+    return compared(ctx, out, [[EVEN, {**EVEN, **slow}, EVEN]] * 2, keep)
+
+
+def compared(ctx: ParallelContext, out: Path, shares: list[Any], keep: int = 0) -> list[str]:
+    """Lines about these times of three ranks."""
     from mlm.training.trainer import Trainer
     from tests.training.incidents.test_replicas import watcher
     from tests.training.test_trainer import config
 
     incidents = watcher(Trainer(config(), ctx), out)
-    incidents.root = out / "incidents"
     incidents.settings = replace(incidents.settings, keep=keep)
-    times = Times(["h0", "h1", "h2"], [EVEN, {**EVEN, "computing": 4.0}, EVEN])
-    for _ in range(2):
-        incidents.compare_times(times)
+    slow_ranks = SlowRanks(incidents.trainer, incidents.report)
+    slow_ranks.on_run_start(incidents.trainer, incidents.reporter)
+    for each in shares:
+        slow_ranks.compare(Times(["h0", "h1", "h2"], each))
     return incidents.said  # type: ignore[attr-defined,no-any-return]
 
 
@@ -113,17 +126,17 @@ def waited(ctx: ParallelContext, axis: str, seconds: float, time: Time) -> None:
 def test_seconds_of_a_step_are_work_or_waiting_never_both(monkeypatch: pytest.MonkeyPatch) -> None:
     """Saving waits for other ranks, which is no work; what was spent before the report is not in it."""
     now, ctx = Time(), ParallelContext()
-    monkeypatch.setattr("mlm.training.incidents.clock.time", now)
+    monkeypatch.setattr("mlm.training.incidents.timing.time", now)
     waited(ctx, "dp", 50.0, now)
-    clock = Clock(ctx)
+    clock = slow_ranks(ctx)
     clock.start(4)
     now.now += 6.0
     waited(ctx, "dp", 2.0, now)
-    with clock.timed("saving"):
+    with clock.phase("saving"):
         now.now += 1.0
         waited(ctx, "dp", 4.0, now)
         waited(ctx, "world", 8.0, now)
-    with clock.timed("data"):
+    with clock.phase("data"):
         now.now += 3.0
     assert clock.shares(6) == {
         **{"computing": 3.0, "reading data": 1.5, "saving": 0.5, "validation": 0.0},
@@ -134,8 +147,8 @@ def test_seconds_of_a_step_are_work_or_waiting_never_both(monkeypatch: pytest.Mo
 def test_a_report_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one has the time since the first, by the steps since then."""
     now, ctx = Time(), ParallelContext()
-    monkeypatch.setattr("mlm.training.incidents.clock.time", now)
-    clock = Clock(ctx)
+    monkeypatch.setattr("mlm.training.incidents.timing.time", now)
+    clock = slow_ranks(ctx)
     now.now += 10.0
     waited(ctx, "dp", 2.0, now)
     first = clock.shares(2)
@@ -161,18 +174,11 @@ def test_a_rank_that_is_slow_again_is_reported_again(tmp_path: Path) -> None:
 
 
 def reports_of_a_rank_that_recovers(ctx: ParallelContext, out: Path) -> list[str]:
-    from mlm.training.trainer import Trainer
-    from tests.training.incidents.test_replicas import watcher
-    from tests.training.test_trainer import config
-
-    incidents = watcher(Trainer(config(), ctx), out)
-    incidents.settings = replace(incidents.settings, keep=0)
-    factor = incidents.checks.slow_factor
+    factor = CheckConfig().slow_factor
     even, slow = {"computing": 1.0}, {"computing": factor}
     nearly = {"computing": factor * 0.99}
-    for shares in ([even, slow, even], [even, even, slow], [even, nearly, even], [even, slow, even]):
-        incidents.compare_times(Times(["h0", "h1", "h2"], shares))
-    return incidents.said  # type: ignore[attr-defined,no-any-return]
+    rows = ([even, slow, even], [even, even, slow], [even, nearly, even], [even, slow, even])
+    return compared(ctx, out, list(rows))
 
 
 def test_ranks_that_compare_their_times_begin_anew() -> None:
@@ -182,8 +188,8 @@ def test_ranks_that_compare_their_times_begin_anew() -> None:
 
 
 def after_a_comparison(ctx: ParallelContext) -> tuple[int, dict[str, float]]:
-    clock = Clock(ctx)
-    with clock.timed("data"):
+    clock = slow_ranks(ctx)
+    with clock.phase("data"):
         time.sleep(0.001)
     clock.gather(4)
     return clock.step, clock.spent

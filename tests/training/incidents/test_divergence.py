@@ -84,7 +84,7 @@ def test_the_summary_of_a_failed_run_states_the_newest_good_checkpoint(run: Path
 
 def plant(monkeypatch: pytest.MonkeyPatch, step: int, value: float) -> None:
     """Write a number into the first weight after a step's update."""
-    update = Trainer.update
+    update = Trainer.clip_and_update
 
     def ruin(self: Trainer[Any], parts: torch.Tensor) -> StepOutcome:
         outcome = update(self, parts)
@@ -92,7 +92,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, step: int, value: float) -> None:
             self.shards[0].parameter.data.view(-1)[0] = value
         return outcome
 
-    monkeypatch.setattr(Trainer, "update", ruin)
+    monkeypatch.setattr(Trainer, "clip_and_update", ruin)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
@@ -134,8 +134,7 @@ def test_a_rewind_goes_one_checkpoint_further_back_each_time(tmp_path: Path, cap
 
 
 def test_another_incident_returns_to_the_newest_checkpoint() -> None:
-    from mlm.training.incidents.memory import Memory, decode
-    from mlm.training.incidents.recent import Recent
+    from mlm.training.incidents.numbers import Memory, Recent, decode
 
     memory = Memory(Recent(8), returned=(12, 8))
     assert [memory.limit(step) for step in (9, 12, 13)] == [8, 8, None]

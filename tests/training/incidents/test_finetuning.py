@@ -123,8 +123,8 @@ def flipping(ctx: ParallelContext) -> Iterator[None]:
     """Flip a bit of rank 1's weights after the first step."""
 
     class Flipped(Trainer[Any]):
-        def update(self, parts: Tensor) -> Any:
-            outcome = super().update(parts)
+        def clip_and_update(self, parts: Tensor) -> Any:
+            outcome = super().clip_and_update(parts)
             if ctx.rank == 1 and self.step == 1:
                 self.shards[0].parameter.data.view(torch.int64).view(-1)[0] ^= 1
             return outcome

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from mlm.training.incidents import memory as module
-from mlm.training.incidents.memory import Memory, decode, spare_samples
-from mlm.training.incidents.recent import Recent
+from mlm.training.incidents import numbers as module
+from mlm.training.incidents.numbers import Memory, Recent, decode, spare_samples
 from mlm.training.state import INCIDENTS
 from mlm.util.errors import CorruptFileError
 

@@ -13,8 +13,7 @@ from mlm.data.sampler import Loader, MicroBatch
 from mlm.data.synthetic import SyntheticDataset
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.config import PretrainConfig
-from mlm.training.incidents.findings import gather
-from mlm.training.incidents.probe import Probe
+from mlm.training.incidents.probe import Probe, gather
 from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks
 from tests.training.test_trainer import SEQ, VOCAB, config
@@ -146,7 +145,7 @@ def test_a_gradient_that_is_not_finite_is_found_where_backward_makes_it() -> Non
 def test_looking_leaves_the_same_gradients_and_no_hooks() -> None:
     trainer: Trainer = Trainer(config(), shape_context())
     batches = batches_of(trainer)
-    trainer.forward_backward(batches)
+    trainer.compute_gradients(batches)
     before = [shard.parameter.grad.clone() for shard in trainer.shards]
     assert found(trainer)["first_not_finite"] is None
     assert all(torch.equal(a, s.parameter.grad) for a, s in zip(before, trainer.shards, strict=True))

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 
 from mlm.parallel.mesh import Axis
-from mlm.training.incidents import findings
-from mlm.training.incidents.findings import beyond
-from mlm.training.incidents.recent import Recent, deviations, return_level
+from mlm.training.incidents import numbers as findings
+from mlm.training.incidents.numbers import Recent, beyond, deviations, return_level
 
 
 def test_one_spike_among_the_others_hides_no_second() -> None:

@@ -11,7 +11,6 @@ import torch
 from mlm.config.cli import main
 from mlm.parallel.mesh import shape_context
 from mlm.training.config import PretrainConfig
-from mlm.training.incidents.bisect import bisect
 from mlm.training.state import load, save
 from mlm.training.trainer import Trainer
 from tests.training.incidents.bad_data import BAD
@@ -43,7 +42,7 @@ def test_a_replay_on_the_same_layout_has_the_same_bits_and_finds_the_sample(
     )
     assert "(equal bit for bit)" in said
     assert f"the first outlier is the input of layers.0.mlp.down, sample {BAD}" in said
-    assert f"bisect: sample {BAD} alone is the worst of 4" in said
+    assert f"sample {BAD} has the largest gradient" in said
     assert "precision=" not in said
 
 
@@ -51,7 +50,7 @@ def test_the_runs_own_dataset_is_followed_as_its_error_says(
     logged: Path, capfd: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MLM_TRUST")
-    words = ["replay", str(folder(logged)), "dist.threads_per_rank=1", "bisect=false"]
+    words = ["replay", str(folder(logged)), "dist.threads_per_rank=1"]
     kind = "data.kind=tests.training.incidents.bad_data:build"
     assert main([*words, "data.kind=tests.training.incidents.bad_data:other"]) == 2
     assert f"if you trust it, type {kind} or" in capfd.readouterr().err
@@ -90,7 +89,7 @@ def test_a_replay_on_other_ranks_finds_the_same_sample(logged: Path, capfd: Said
     loss = incident(logged)["numbers"]["loss"]
     assert "on tp=2 pp=1 dp=1" in said
     assert f"now:  loss {loss:.4f}"[:-1] in said
-    assert f"bisect: sample {BAD} alone" in said
+    assert f"the first outlier is the input of layers.0.mlp.down, sample {BAD}" in said
     assert f"precision=fp64: loss {loss:.4f}"[:-1] in said
 
 
@@ -100,9 +99,7 @@ def test_a_replay_of_a_rewound_run_leaves_out_the_same_samples(tmp_path: Path, c
     assert pretrain(out, "incident.action=rewind", "check.every=13", "incident.threshold=1000") == 0
     found = sorted(path.name for path in (out / "incidents").iterdir())
     assert found[0] == f"step-{STEP:08d}"
-    assert (
-        main(["replay", str(out / "incidents" / found[-1]), "dist.threads_per_rank=1", "bisect=false"]) == 0
-    )
+    assert main(["replay", str(out / "incidents" / found[-1]), "dist.threads_per_rank=1"]) == 0
     assert "(equal bit for bit)" in capsys.readouterr().out
 
 
@@ -142,7 +139,7 @@ def test_an_overflow_of_one_layer_in_float16_is_named_and_float32_has_none(
     assert "overflow at the smallest loss scale, 1" in said
     assert "3 steps in a row without finite gradients" in said
     assert "gradients still overflow at precision.min_loss_scale=1" in said
-    assert main(["replay", str(folder(out, 3)), "dist.threads_per_rank=1", "bisect=false"]) == 0
+    assert main(["replay", str(folder(out, 3)), "dist.threads_per_rank=1"]) == 0
     said = capsys.readouterr().out
     assert "(equal bit for bit)" in said
     mine, _, beside = said.partition("precision=fp32: ")
@@ -178,12 +175,3 @@ def test_a_damaged_value_of_a_whole_record_ends_with_1(
     said = capsys.readouterr().err
     assert "is damaged" in said
     assert "Traceback" not in said
-
-
-def test_a_bisect_keeps_the_worse_half() -> None:
-    assert bisect(list(range(16)), lambda kept: float(11 in kept)) == ([11], 8)
-
-
-def test_a_bisect_keeps_all_samples_that_are_bad_together_only() -> None:
-    together = lambda kept: float("inf") if {2, 13} <= set(kept) else 1.0  # noqa: E731
-    assert bisect(list(range(16)), together) == (list(range(16)), 2)

@@ -12,8 +12,9 @@ import torch
 from mlm.optim.adamw import moment
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.config import CheckConfig
-from mlm.training.incidents.replicas import differences, digest, odd_ones
+from mlm.training.incidents.comparisons import digest, odd_ones, replica_differences
 from mlm.training.incidents.watcher import Incidents
+from mlm.training.observer import Observers
 from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks
 from tests.training.incidents.test_places import batches_of
@@ -42,12 +43,12 @@ PLANTS: dict[str, Callable[[Trainer], None]] = {
 
 def found(ctx: ParallelContext, names: list[str], rank: int) -> list[list[str]]:
     """The lines of each plant on one rank, after none without."""
-    lines = [differences(Trainer(config(), ctx))]
+    lines = [replica_differences(Trainer(config(), ctx))]
     for name in names:
         trainer: Trainer = Trainer(config(), ctx)
         if ctx.rank == rank:
             PLANTS[name](trainer)
-        lines.append(differences(trainer))
+        lines.append(replica_differences(trainer))
     return lines
 
 
@@ -75,10 +76,10 @@ def test_tied_tables_are_compared_over_their_stages() -> None:
 
 def tied(ctx: ParallelContext) -> list[list[str]]:
     trainer: Trainer = Trainer(config(), ctx)
-    lines = [differences(trainer)]
+    lines = [replica_differences(trainer)]
     if ctx.rank == 1:
         flip(shard(trainer, "token.weight").parameter)
-    return [*lines, differences(trainer)]
+    return [*lines, replica_differences(trainer)]
 
 
 @pytest.mark.parametrize("values, odd", [([1, 1, 2], [7]), ([1, 2], [5, 6]), ([2, 1, 1, 1], [5])])
@@ -103,6 +104,7 @@ def watcher(trainer: Trainer, folder: Any) -> Incidents:
     quiet = lambda *_: None  # noqa: E731
     reporter = SimpleNamespace(problem=said.append, note=said.append, event=quiet, rewound=quiet)
     made = Incidents(trainer, folder, reporter, SimpleNamespace())  # type: ignore[arg-type]
+    trainer.observers = Observers([made])
     made.said = said  # type: ignore[attr-defined]
     return made
 
@@ -120,17 +122,16 @@ def repeated(ctx: ParallelContext, folder: Any) -> list[list[str]]:
     for plant in ("", "gradient", "activation"):
         trainer: Trainer = Trainer(replace(config(), check=CheckConfig(every=1)), ctx)
         incidents = watcher(trainer, folder / plant)
-        incidents.begin(batches_of(trainer))
+        incidents.on_step_start(batches_of(trainer))
         module = trainer.model.chunks[0].layers["1"].mlp.up
         handle = None
         if plant == "activation" and ctx.rank == 1:
             handle = module.register_forward_hook(lambda _m, _i, output: flip(output, 40))
-        parts = trainer.forward_backward(incidents.batches)
+        parts = trainer.compute_gradients(incidents.batches)
         if handle is not None:
             handle.remove()
         if plant == "gradient":  # both replicas receive the wrong sum
             flip(shard(trainer, "layers.1.mlp.up.weight").parameter.grad)
-        trainer.update(parts)
+        trainer.clip_and_update(parts)
         said.append(incidents.said)  # type: ignore[attr-defined]
-        trainer.judge = lambda parts, norm: False
     return said

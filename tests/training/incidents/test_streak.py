@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mlm.parallel.mesh import shape_context
-from mlm.training.incidents.findings import Numbers
+from mlm.training.incidents.numbers import Numbers
 from mlm.training.incidents.watcher import Incidents
 from mlm.training.trainer import Trainer
 from tests.training.incidents.test_replicas import watcher

@@ -1,7 +1,6 @@
 """log.timeline_every: computations of a pipeline's step, measured."""
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +17,8 @@ from mlm.tracking.page.drawings import Plans
 from mlm.tracking.page.schedule import draw_schedule
 from mlm.tracking.reporter import Reporter
 from mlm.training.config import PretrainConfig
-from mlm.training.incidents.timeline import Timeline, joined, line
+from mlm.training.incidents.timing import Timeline, joined, line
+from mlm.training.observer import Observers
 from mlm.training.pretrain.run import run
 from mlm.training.trainer import Trainer
 from tests.ranks import command, run_on_ranks
@@ -47,7 +47,7 @@ def spec_of(parallel: ParallelConfig) -> PretrainConfig:
 
 
 def timed_steps(ctx: ParallelContext, spec: PretrainConfig) -> tuple[list[Any], list[str]]:
-    """Reports on three steps, of which the second is computed twice, and the names of this rank's actions.
+    """Reports on three steps, of which the second is measured, and the names of this rank's actions.
 
     Steps that are measured have the gradients of those that are not.
     """
@@ -55,27 +55,16 @@ def timed_steps(ctx: ParallelContext, spec: PretrainConfig) -> tuple[list[Any], 
     kept = Kept()
     timeline = Timeline(trainer, cast(Reporter, kept))
     mine = batches(ctx.dp.rank, ctx.dp.size)
-    named = list[str]()  # by a profile
-
-    def phase(name: str) -> AbstractContextManager[None]:
-        named.append(name)
-        return nullcontext()
-
-    trainer.model.phase = phase
-    unmeasured = trainer.model.phase, trainer.model.on_input
+    trainer.observers = Observers([timeline])
     for step in (1, 2, 3):
-        timeline.begin(len(mine))
-        parts = trainer.forward_backward(mine)
+        timeline.on_step_start(mine)
         if step == 2:
-            trainer.forward_backward(mine)
-            assert trainer.model.phase == timeline.phase
-        else:
-            assert (trainer.model.phase, trainer.model.on_input) == unmeasured
-        norm = trainer.update(parts).grad_norm
-        timeline.end()
-        assert torch.equal(norm, other.train_step(mine).grad_norm)
+            with trainer.unobserved():  # computed twice, measured once
+                trainer.compute_gradients(mine)
+        outcome = trainer.train_step(mine)
+        timeline.after_step(outcome)
+        assert torch.equal(outcome.grad_norm, other.train_step(mine).grad_norm)
     actions = [i for i in trainer.model.instructions(len(mine), train=True) if isinstance(i, Action)]
-    assert len(named) == 4 * len(actions)
     return kept.events, [str(action) for action in actions]
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from mlm.config.cli import main
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.config import IncidentConfig, PretrainConfig
-from mlm.training.incidents.recent import Recent
-from mlm.training.incidents.transient import begins_here
+from mlm.training.incidents.comparisons import begins_here
+from mlm.training.incidents.numbers import Recent
 from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks
 from tests.training.incidents.runs import folder, incident, losses, pretrain, records
@@ -84,17 +84,16 @@ def faulty_step(ctx: ParallelContext, spec: PretrainConfig, out: Path) -> list[t
         clean.train_step(batches_of(clean))
         incidents = watcher(trainer, out / name)
         incidents.memory.recent = usual()
-        incidents.begin(batches_of(trainer))
+        incidents.on_step_start(batches_of(trainer))
         stop = plant(trainer) if ctx.rank == 1 else lambda: None
-        parts = trainer.forward_backward(incidents.batches)
+        parts = trainer.compute_gradients(incidents.batches)
         stop()
-        outcome = trainer.update(parts)
+        outcome = trainer.clip_and_update(parts)
         same = all(
             torch.equal(a.parameter, b.parameter) for a, b in zip(clean.shards, trainer.shards, strict=True)
         )
         finite = bool(outcome.grad_norm.isfinite()) and incidents.memory.streak == 0
-        incidents.end()
-        found.append((same, incidents.said, incidents.must_rewind(), finite))  # type: ignore[attr-defined]
+        found.append((same, incidents.said, incidents.rewinds, finite))  # type: ignore[attr-defined]
     return found
 
 
@@ -179,4 +178,3 @@ def test_a_run_loses_nothing_and_a_replay_blames_no_sample(
     said = capsys.readouterr().out
     assert "the data do not reproduce it: no sample is to blame; if it comes back, test the memory" in said
     assert "rank 0 (host " in said
-    assert "bisect" not in said

@@ -17,8 +17,7 @@ from mlm.launch.checks import data_parallel_size
 from mlm.parallel.config import ParallelConfig
 from mlm.training.checks import check_pretrain
 from mlm.training.config import PretrainConfig
-from mlm.training.corpora import train_prefix, validation_prefixes
-from mlm.training.documents import corpus_folders
+from mlm.training.corpora import corpus_folders, train_prefix, validation_prefixes
 from mlm.training.pretrain.run import epochs_warning
 from mlm.util.errors import ConfigError
 

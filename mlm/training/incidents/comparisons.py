@@ -1,12 +1,18 @@
-"""Comparison of what must be equal bit for bit on several ranks, by digests.
+"""Comparison of what must be equal bit for bit: a tensor on several ranks, a step that is computed twice.
 
-Weights and moments over dp and cp where they are replicated, replicated tensors over tp, the token table over
-the first and last pipeline stage, and counters, learning rate and loss scale everywhere.
+Weights and moments are compared over dp and cp where they are replicated, replicated tensors over tp, the
+token table over the first and last pipeline stage, and counters, learning rate and loss scale everywhere.
+
+A step is computed again to see if its fault came from hardware, and on which ranks it began. A number spreads
+to other ranks by messages alone. The rank whose own computation made it sends it before receiving it; all
+others receive it first. Inside layers that torch.compile fuses, messages over tp are not recorded: there all
+tp ranks are named.
 """
 
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,15 +21,19 @@ from torch import Tensor
 
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.optim.adamw import applied_steps, moment, moments
+from mlm.optim.clip import gradient_norm
 from mlm.parallel.collectives import all_gather
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import ParameterShard
 from mlm.parallel.watch import name_ranks
+from mlm.training.incidents.numbers import Numbers, shared_numbers
 from mlm.training.trainer import Trainer
 
 LISTED = 8
 """Tensors that a mismatch names."""
+ALIKE = 0.5
+"""Share by which the largest magnitudes of two passes may differ: far above rounding."""
 
 
 def digest(x: Tensor) -> int | Tensor:
@@ -82,7 +92,7 @@ def counters(trainer: Trainer) -> dict[str, float]:
     }
 
 
-def differences(trainer: Trainer) -> list[str]:
+def replica_differences(trainer: Trainer) -> list[str]:
     """Return a line for each tensor or counter that is not equal everywhere. Collective; empty if all are."""
     ctx, ranks = trainer.ctx, Ranks.of(trainer.ctx)
     if ctx.world_size == 1:
@@ -124,3 +134,84 @@ def described(found: Sequence[Any]) -> list[str]:
             where = ", ".join(sorted({hosts[rank] for rank in ranks}))
             lines[f"{one['name']} differs over {one['axis']} on {name_ranks(ranks)} (host {where})"] = None
     return list(lines)[:LISTED]
+
+
+def repetition_differences(trainer: Trainer, batches: Sequence[Any], parts: Tensor) -> str | None:
+    """Compute the step once more; say where its gradients and `parts` differ, None if nowhere. Collective."""
+    ranks, first = Ranks.of(trainer.ctx), _gradients(trainer, parts)
+    before = digests(first, trainer.ctx.device)
+    with trainer.unobserved():
+        after = digests(_gradients(trainer, trainer.compute_gradients(batches)), trainer.ctx.device)
+    names = [name for name, same in zip(first, (before == after).tolist(), strict=True) if not same]
+    if not ranks.any_of([bool(names)])[0]:
+        return None
+    each = ranks.all_gather(names[: 2 * LISTED])
+    loss = [rank for rank, torn in enumerate(each) if "loss" in torn]
+    torn = sorted({name for names in each for name in names} - {"loss"})
+    where = f"the loss on {name_ranks(loss)}" if loss else "gradients after they were summed"
+    return f"computed twice, the step differs in {where}: {', '.join(torn[:4])}"
+
+
+def _gradients(trainer: Trainer, parts: Tensor) -> dict[str, Tensor]:
+    grads = {s.name: s.parameter.grad for s in trainer.shards if s.parameter.grad is not None}
+    return {"loss": parts, **grads}
+
+
+@dataclass(frozen=True)
+class SecondPass:
+    """A step's numbers when it is computed again, the same on every rank."""
+
+    numbers: Numbers
+    ranks: list[int]
+    """Ranks on which the first pass began to differ; none where no message shows it."""
+    where: str
+    """They and their hosts, in words."""
+
+    @property
+    def advice(self) -> str:
+        """Advice for the case that it happens again."""
+        suspect = f"the memory and the processor of {self.where}" if self.ranks else "memory and processors"
+        return f"if it comes back, test {suspect}"
+
+    def line(self, state: str) -> str:
+        """Return what it says about the first pass, and what to do; `state` says what the second is."""
+        seen = f"first seen on {self.where}" if self.ranks else "no message shows on which rank"
+        numbers = f"loss {self.numbers.loss:.6g}, gradient norm {self.numbers.norm:.6g}"
+        return f"computed again: {state} ({numbers}); not in the data; {seen}; {self.advice}"
+
+    def encode(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {
+            "loss": self.numbers.loss,
+            "grad_norm": self.numbers.norm,
+            "ranks": self.ranks,
+            "advice": self.advice,
+        }
+
+
+def compute_again(trainer: Trainer, batches: Sequence[Any], parts: Tensor, norm: Tensor) -> SecondPass:
+    """Compute the step again: gradients, `parts` and `norm` hold the second pass's afterwards. Collective."""
+    ctx, watch = trainer.ctx, trainer.ctx.watch
+    first, watch.traffic = watch.traffic or [], []
+    with trainer.unobserved():
+        parts.copy_(trainer.compute_gradients(batches))
+    norm.copy_(gradient_norm(trainer.shards, ctx) / trainer.scaler.scale)
+    numbers = shared_numbers(trainer, parts, norm)
+    begins = ctx.world_size == 1 or begins_here(first, watch.traffic)
+    found = Ranks.of(ctx).all_gather([socket.gethostname(), begins])
+    hosts = {rank: host for rank, (host, is_first) in enumerate(found) if is_first}
+    where = f"{name_ranks(list(hosts))} (host {', '.join(sorted(set(hosts.values())))})" if hosts else ""
+    return SecondPass(numbers, list(hosts), where)
+
+
+def begins_here(first: Sequence[tuple[bool, Tensor]], second: Sequence[tuple[bool, Tensor]]) -> bool:
+    """Return True if the first message in which two passes differ is one that this rank sent.
+
+    Both are `Watch.traffic` of a pass.
+    """
+    count = min(len(first), len(second))
+    if not count:
+        return False
+    before, after = (torch.stack([x.double() for _, x in each[:count]]) for each in (first, second))
+    differs = ~torch.isclose(before, after, rtol=ALIKE, atol=0.0, equal_nan=True)
+    return bool(differs.any()) and first[int(differs.int().argmax())][0]

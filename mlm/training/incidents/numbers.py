@@ -1,0 +1,253 @@
+"""A step's numbers, the limits that clean steps do not reach, and what a run remembers of its incidents.
+
+A number is judged by its excess over the level, the median of the last LEVEL steps: of losses the difference,
+of gradient norms that of the logarithms. Excesses have heavy tails where batches are small or the learning
+rate is high, so that no multiple of their deviation holds for all runs. The tail itself is estimated from the
+largest of `size` steps, peaks over a threshold with exponential excesses: for norms the Hill estimator (Hill
+1975). The limit is the excess that is reached once in a number of steps by the predictive distribution, which
+allows for an estimate from few peaks.
+"""
+
+import math
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mlm.checkpoint.native.run_state import NOT_FINITE_SINCE
+from mlm.data.sampler import Ranges
+from mlm.parallel.collectives import all_reduce
+from mlm.training.state import INCIDENTS
+from mlm.training.trainer import Trainer
+from mlm.util.errors import CorruptFileError
+
+NORMAL = 1.4826  # standard deviation over median absolute deviation, of normally distributed numbers
+LEAST_SPREAD = 0.01  # of the median: a loss that hardly changes makes no incident of a change of a hundredth
+LEAST_LOG_SPREAD = 0.05  # of gradient norms, whose changes by a twentieth mean less
+LEVEL = 32
+"""Steps whose median is the level."""
+FEWEST = 16
+"""Steps before there is a level, and excesses before there is a limit; half of a smaller window."""
+FEWEST_PEAKS, SHARE = 4, 16
+"""The tail is one in SHARE of the excesses, at least FEWEST_PEAKS."""
+CEILING = math.log(1000)
+"""Excess of a norm that is an outlier whatever the tail; clean runs had 400 times the level."""
+TINY = 1e-30
+MOST_STEPS, MOST_RANGES = 10_000, 10_000
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Numbers of a step, the same on every rank."""
+
+    loss: float
+    norm: float
+    scale: float = 1.0
+    """fp16: loss scale, where gradients overflowed."""
+
+    @property
+    def are_finite(self) -> bool:
+        """True if loss and gradient norm are finite."""
+        return math.isfinite(self.loss) and math.isfinite(self.norm)
+
+
+def sum_numbers(trainer: Trainer, parts: Tensor, norm: Tensor) -> Tensor:
+    """Return a step's loss and gradient norm, bit for bit the same on all ranks: [2]. Collective."""
+    ctx = trainer.ctx
+    loss = parts[: trainer.objective.losses].sum()
+    mine = torch.stack([loss.to(norm.dtype) / ctx.tp.size, norm / ctx.world_size])
+    if ctx.device.type == "cpu":  # the group of all ranks is gloo: one message
+        all_reduce(mine, ctx.world)
+    else:
+        axes = (ctx.tp, ctx.replicas, ctx.pp)
+        for axis in axes:
+            all_reduce(mine, axis)
+        for axis in axes:  # other groups may have summed in another order: the largest is one for all
+            all_reduce(mine, axis, dist.ReduceOp.MAX)
+    return mine
+
+
+def shared_numbers(trainer: Trainer, parts: Tensor, norm: Tensor) -> Numbers:
+    """Return a step's numbers, bit for bit the same on all ranks. Collective; reads the device."""
+    values, scaler = sum_numbers(trainer, parts, norm).tolist(), trainer.scaler
+    scale = float(scaler.scale.item()) if scaler.dynamic and not math.isfinite(values[1]) else 1.0
+    return Numbers(values[0], values[1], scale)
+
+
+def beyond(numbers: Tensor, limits: Sequence[float]) -> Tensor:
+    """Return 1.0 if one of the numbers is not finite or has reached its limit, else 0.0: 0-d."""
+    exact = numbers.double()  # limits are compared as numbers of the host are
+    within = exact.isfinite().all()
+    for number, most in zip(exact.unbind(), limits, strict=True):
+        within = within & (number < most)
+    return within.logical_not().to(numbers.dtype)
+
+
+def deviations(value: float, others: Sequence[float]) -> float:
+    """Return how far a number is above the median of others, in robust standard deviations."""
+    middle = median(others)
+    least = max(LEAST_SPREAD * abs(middle), 1e-30)
+    if value - middle <= least:  # most steps: less than one deviation, whatever the spread
+        return (value - middle) / least
+    return (value - middle) / max(NORMAL * median([abs(other - middle) for other in others]), least)
+
+
+def return_level(excesses: Sequence[float], steps: float, least: float) -> float:
+    """Return the excess that is reached once in so many steps; `least` bounds the tail's mean from below.
+
+    Excesses are in ascending order.
+    """
+    size = len(excesses)
+    count = min(max(FEWEST_PEAKS, size // SHARE), size)
+    start = excesses[-count - 1] if count < size else 0.0
+    mean = max(sum(excesses[-count:]) / count - start, least)
+    # of exponential excesses with this estimated mean, P(excess > x) = (1 + x / (count * mean)) ** -count
+    return start + mean * count * (max(steps * count / size, 1.0) ** (1 / count) - 1)
+
+
+def median(values: Iterable[float]) -> float:
+    """Return the median; NaN of nothing."""
+    ordered = sorted(values)
+    if not ordered:
+        return math.nan
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
+class Tail:
+    """Level of a number's last steps, and its excesses over the levels of `size` steps."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.fewest = size, max(1, min(FEWEST, size // 2))
+        self.values = deque[float](maxlen=min(LEVEL, size))
+        self.excesses = deque[float]()
+        self.ordered: list[float] = []
+        self.level = math.nan
+
+    def add(self, value: float) -> None:
+        """Take note of a step."""
+        if len(self.values) >= self.fewest:
+            if len(self.excesses) == self.size:
+                del self.ordered[bisect_left(self.ordered, self.excesses.popleft())]
+            self.excesses.append(max(value - self.level, 0.0))
+            insort(self.ordered, self.excesses[-1])
+        self.values.append(value)
+        self.level = median(self.values)
+
+    def limit(self, steps: float, least: float) -> float:
+        """Return the number that clean steps reach once in so many; infinite before it is known."""
+        if len(self.excesses) < self.fewest:
+            return math.inf
+        least *= self.size / len(self.excesses)  # few steps have not shown all that a young run does
+        return self.level + return_level(self.ordered, steps, least)
+
+
+class Recent:
+    """The finite losses and gradient norms of the last `size` steps, and those that their levels need.
+
+    Outliers are among them: where training settles on another level, they soon are none.
+    """
+
+    def __init__(self, size: int, pairs: Sequence[Sequence[float]] = ()) -> None:
+        self.losses, self.norms = Tail(size), Tail(size)
+        self.pairs = deque[tuple[float, float]](maxlen=size + LEVEL)
+        for loss, norm in pairs[-size - LEVEL :]:
+            self.add(float(loss), float(norm))
+
+    def add(self, loss: float, norm: float) -> None:
+        """Take note of a step."""
+        if math.isfinite(loss) and math.isfinite(norm):
+            self.pairs.append((loss, norm))
+            self.losses.add(loss)
+            self.norms.add(math.log(max(norm, TINY)))
+
+    def limits(self, steps: float) -> tuple[float, float]:
+        """Return the loss and the norm that clean steps reach once in so many; infinite for 0 steps."""
+        if not steps:
+            return math.inf, math.inf
+        loss = self.losses.limit(steps, max(LEAST_SPREAD * abs(self.losses.level), TINY))
+        norm = self.norms.limit(steps, LEAST_LOG_SPREAD)
+        return loss, math.exp(min(norm, self.norms.level + CEILING)) if norm < math.inf else norm
+
+
+@dataclass
+class Memory:
+    """Recent numbers, and what incidents have changed."""
+
+    recent: Recent
+    ranges: Ranges = ()
+    """Samples left out: (first, count)."""
+    steps: list[int] = field(default_factory=list)
+    """Steps whose update an incident left out."""
+    rewinds: int = 0
+    streak: int = 0
+    """Steps in a row without finite gradients."""
+    returned: tuple[int, int] = (0, 0)
+    """Step of the incident that training last returned from, and that of the checkpoint it returned to."""
+    since: int = 0
+    """First of the newest steps that are not finite, overflows of float16 too; 0 if the newest is finite."""
+
+    def limit(self, step: int) -> int | None:
+        """Return the step that an incident at `step` returns to one below of, None for any.
+
+        Training that gets no further than the last time goes further back.
+        """
+        failed, target = self.returned
+        return target if step <= failed else None
+
+    def leave_out(self, first: int, count: int) -> None:
+        """Leave out samples from now on."""
+        self.ranges = tuple(sorted({*self.ranges, (first, count)}))[:MOST_RANGES]
+
+    def encode(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {
+            "recent": [list(pair) for pair in self.recent.pairs],
+            "left_out_samples": [list(each) for each in self.ranges],
+            "left_out_steps": self.steps[-MOST_STEPS:],
+            "rewinds": self.rewinds,
+            "streak": self.streak,
+            "returned": list(self.returned),
+            NOT_FINITE_SINCE: self.since,
+        }
+
+
+def decode(saved: Any, window: int) -> Memory:
+    """Return the memory that a checkpoint holds. Raises CorruptFileError."""
+    if saved is None:
+        return Memory(Recent(window))
+    try:
+        assert isinstance(saved, Mapping)
+        ranges = tuple((_whole(first), _whole(count)) for first, count in saved["left_out_samples"])
+        steps = [_whole(step) for step in saved["left_out_steps"]]
+        if len(ranges) > MOST_RANGES or len(steps) > MOST_STEPS:
+            raise ValueError("too many entries")
+        recent = Recent(window, saved["recent"])
+        failed, target = map(_whole, saved["returned"])
+        since = _whole(saved[NOT_FINITE_SINCE])
+        return Memory(
+            recent, ranges, steps, _whole(saved["rewinds"]), _whole(saved["streak"]), (failed, target), since
+        )
+    except (AssertionError, KeyError, TypeError, ValueError) as error:
+        raise CorruptFileError(
+            f"its state of incidents is damaged ({error!r}); take another checkpoint"
+        ) from error
+
+
+def spare_samples(trainer: Trainer) -> int:
+    """Return how many more samples a run may need than its steps read, for those that incidents leave out."""
+    settings, size = trainer.config.incident, trainer.config.train.global_batch_size
+    memory = decode(trainer.extra_state.get(INCIDENTS), settings.window)
+    further = 2 * size * settings.rewinds if settings.action == "rewind" else 0
+    return sum(count + size for _, count in memory.ranges) + further
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError(f"{str(value)[:40]} is no count")
+    return value

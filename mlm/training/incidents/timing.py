@@ -1,0 +1,338 @@
+"""Where the time of steps goes: slow ranks, measured timelines of pipelines, profiles. All are observers.
+
+Waiting is what `Watch` measures: on a CPU (gloo) all of it, on a GPU what the host waits for. Times in a
+timeline are those of the device on a GPU (events on its stream), of the host on a CPU. The zero of ranks on
+one host is that of its clock; on several it is the end of a barrier before the step, which ranks leave within
+the latency of their network.
+"""
+
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from mlm.checkpoint.native.exchange import Ranks
+from mlm.parallel.collectives import barrier
+from mlm.parallel.pipeline.actions import Action
+from mlm.tracking.reporter import Reporter
+from mlm.training.observer import Observer
+from mlm.training.trainer import StepOutcome, Trainer
+from mlm.util.errors import UserError
+
+BUSY = ("computing", "reading data", "saving")
+PHASES = {"data": "reading data", "saving": "saving", "validation": "validation"}
+"""Phases that are not computing, and their names in reports."""
+Mark = float | torch.cuda.Event
+MOST = 200_000
+"""Computations of a replica in a step that is recorded: 8 MB of JSON."""
+SAME_CLOCK_S = 60.0
+"""Clocks further apart are of several hosts, whatever their names are."""
+FIRST, STEPS = 2, 3
+"""Steps of the attempt before the profile, and in it: the first ones compile and fill caches."""
+RANKS = 8
+"""Ranks that write a profile, the first ones."""
+MARK = "mlm: "
+
+
+class SlowRanks(Observer):
+    """Compares the time of all ranks every check.ranks_every steps, and names the slowest.
+
+    `report(kind, line, record)` reports an incident: one far slower than the others.
+    """
+
+    def __init__(self, trainer: Trainer, report: Callable[[str, str, dict[str, Any]], object]) -> None:
+        self.ctx, self.checks, self.report = trainer.ctx, trainer.config.check, report
+        self.slow: int | None = None
+        self.start(trainer.step)
+
+    def on_run_start(self, trainer: Trainer, reporter: Reporter) -> None:
+        """Begin to measure."""
+        self.reporter, self.trainer = reporter, trainer
+        self.start(trainer.step)
+
+    def start(self, step: int) -> None:
+        """Begin to measure after `step`."""
+        self.since, self.step = time.monotonic(), step
+        self.waited = dict(self.ctx.watch.spent)
+        self.spent = dict.fromkeys(PHASES.values(), 0.0)
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Measure what is not computing."""
+        return self.timed(PHASES[name]) if name in PHASES else nullcontext()
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Measure a part that is not computing, less what it waits for."""
+        begin, waited = time.monotonic(), sum(self.ctx.watch.spent.values())
+        try:
+            yield
+        finally:
+            waits = sum(self.ctx.watch.spent.values()) - waited
+            self.spent[what] += time.monotonic() - begin - waits
+
+    def shares(self, step: int) -> dict[str, float]:
+        """Return this rank's seconds a step: computing, reading data, saving, waiting by axis."""
+        steps, total = max(1, step - self.step), time.monotonic() - self.since
+        spent = self.ctx.watch.spent
+        waits = {
+            f"waiting over {axis}": s - self.waited.get(axis, 0.0)
+            for axis, s in spent.items()
+            if axis != "world"
+        }
+        waits["waiting for all"] = spent.get("world", 0.0) - self.waited.get("world", 0.0)
+        parts = {**self.spent, **waits}
+        parts["computing"] = max(0.0, total - sum(parts.values()))
+        return {what: seconds / steps for what, seconds in parts.items()}
+
+    def gather(self, step: int) -> "Times":
+        """Return every rank's shares and begin anew. Collective."""
+        mine = {what: round(seconds, 6) for what, seconds in self.shares(step).items()}
+        ranks = Ranks.of(self.ctx).all_gather([socket.gethostname(), mine])
+        self.start(step)
+        return Times([host for host, _ in ranks], [times for _, times in ranks])
+
+    def after_step(self, outcome: StepOutcome) -> None:
+        """Compare all ranks, where due. Collective."""
+        step = self.trainer.step
+        if self.checks.ranks_every and step % self.checks.ranks_every == 0:
+            self.compare(self.gather(step))
+
+    def compare(self, times: "Times") -> None:
+        """Name the slowest rank; one that was not slow before is an incident. Collective."""
+        self.reporter.note(times.line())
+        self.reporter.event("ranks", {"step": self.trainer.step, **times.encode()})
+        is_slow = times.factor >= self.checks.slow_factor
+        if is_slow and times.slowest != self.slow:
+            self.report("slow_rank", times.line(), {"times": times.encode()})
+        self.slow = times.slowest if is_slow else None
+
+
+class Times:
+    """Seconds a step of every rank."""
+
+    def __init__(self, hosts: Sequence[str], shares: Sequence[Mapping[str, float]]) -> None:
+        self.hosts, self.shares = hosts, shares
+        busy = [sum(times.get(what, 0.0) for what in BUSY) for times in shares]
+        self.slowest = max(range(len(busy)), key=lambda rank: busy[rank])
+        others = [seconds for rank, seconds in enumerate(busy) if rank != self.slowest]
+        self.busy, self.median = busy, statistics.median(others)
+
+    @property
+    def factor(self) -> float:
+        """Times as long as the median of the others that the slowest rank is busy."""
+        return self.busy[self.slowest] / max(self.median, 1e-9)
+
+    @property
+    def cause(self) -> str:
+        """The part of the slowest rank's time that exceeds the others' most."""
+        own, rank = self.shares[self.slowest], self.slowest
+
+        def excess(what: str) -> float:
+            others = [times.get(what, 0.0) for other, times in enumerate(self.shares) if other != rank]
+            return own.get(what, 0.0) - statistics.median(others)
+
+        return max(BUSY, key=excess)
+
+    def line(self) -> str:
+        """Return the slowest rank, what it does, and how the others compare."""
+        rank = self.slowest
+        waits = {what: s for what, s in self.shares[rank].items() if what.startswith("waiting")}
+        longest = max(waits, key=lambda what: waits[what], default=None)
+        waiting = f", {waits[longest]:.3g} s {longest}" if longest else ""
+        return (
+            f"slowest rank {rank} (host {self.hosts[rank]}): busy {self.busy[rank]:.3g} s a step, the "
+            f"median of the others {self.median:.3g} s; most of the difference is {self.cause}{waiting}"
+        )
+
+    def encode(self) -> dict[str, Any]:
+        """As JSON values."""
+        each = [{"host": host, **times} for host, times in zip(self.hosts, self.shares, strict=True)]
+        return {"slowest": self.slowest, "factor": round(self.factor, 3), "cause": self.cause, "ranks": each}
+
+
+class Timeline(Observer):
+    """Measures a trainer's steps, where due, into records of kind `timeline`.
+
+    A record has the computations of each stage of the first replica: op, chunk, micro-batch, and the
+    milliseconds at which it began, had its input, and ended. Other steps cost nothing. Raises UserError if a
+    step is too long to record.
+    """
+
+    def __init__(self, trainer: Trainer, reporter: Reporter) -> None:
+        self.trainer, self.reporter = trainer, reporter
+        self.every = trainer.config.log.timeline_every
+        self.is_on = False
+        train, parallel, dp = trainer.config.train, trainer.config.parallel, trainer.ctx.dp.size
+        count = 3 * parallel.pp * parallel.vp * train.global_batch_size // (dp * train.micro_batch_size)
+        if count > MOST:
+            raise UserError(
+                f"log.timeline_every={self.every}: a step of {count:,} computations is too long to record "
+                f"({MOST:,} at most); use log.timeline_every=0",
+                keys=("log.timeline_every",),
+            )
+
+    def on_step_start(self, batches: Sequence[Any]) -> None:
+        """Measure the step, where due. Collective then."""
+        micro_batches = len(batches)
+        self.is_on = (self.trainer.step + 1) % self.every == 0
+        if not self.is_on:
+            return
+        model, ctx = self.trainer.model, self.trainer.ctx
+        self.actions = [i for i in model.instructions(micro_batches, train=True) if isinstance(i, Action)]
+        self.micro_batches = micro_batches
+        self.marks: list[tuple[Mark, Mark, Mark]] = []
+        if ctx.device.type == "cuda":
+            torch.cuda.synchronize(ctx.device)
+        barrier(ctx.world)
+        self.zero, self.clock = self.now(), time.monotonic()
+
+    def now(self) -> Mark:
+        """Return a mark in this rank's time."""
+        if self.trainer.ctx.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Measure actions."""
+        return self.measured() if self.is_on and name in ("forward", "backward", "weight") else nullcontext()
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Measure an action."""
+        begin = self.input = self.now()
+        yield
+        self.marks.append((begin, self.input, self.now()))
+
+    def on_receive(self) -> None:
+        """Note when the input of an action arrived."""
+        if self.is_on:
+            self.input = self.now()
+
+    def after_step(self, outcome: StepOutcome) -> None:
+        """Report the step if it was measured. Collective."""
+        if not self.is_on:
+            return
+        self.is_on = False
+        ctx = self.trainer.ctx
+        first = ctx.tp.rank == ctx.replicas.rank == 0
+        mine = [socket.gethostname(), self.clock, self.rows() if first else None]
+        ranks = Ranks.of(ctx).gather(mine)
+        if ctx.is_main:
+            record, step = joined(ranks), self.trainer.step
+            self.reporter.event("timeline", {"step": step, **record})
+            planned = self.trainer.model.bubble(self.micro_batches)
+            self.reporter.note(f"step {step}: {line(record['stages'], planned)}")
+
+    def rows(self) -> list[list[Any]]:
+        """Return this stage's computations: op, chunk, micro-batch, milliseconds of its three marks."""
+        if self.trainer.ctx.device.type == "cuda":
+            torch.cuda.synchronize(self.trainer.ctx.device)
+        return [
+            [action.op.value, action.chunk, action.micro_batch, *(self.milliseconds(mark) for mark in marks)]
+            for action, marks in zip(self.actions, self.marks, strict=True)
+        ]
+
+    def milliseconds(self, mark: Mark) -> float:
+        """Return the time of a mark since the zero."""
+        if isinstance(mark, torch.cuda.Event):
+            assert isinstance(self.zero, torch.cuda.Event)
+            return float(self.zero.elapsed_time(mark))
+        assert isinstance(self.zero, float)
+        return 1000 * (mark - self.zero)
+
+
+def joined(ranks: Sequence[Any]) -> dict[str, Any]:
+    """Return the stages of all ranks' answers in one time, which begins with the first computation."""
+    hosts, clocks = {host for host, _, _ in ranks}, [clock for _, clock, _ in ranks]
+    one_clock = len(hosts) == 1 and max(clocks) - min(clocks) < SAME_CLOCK_S
+    zeros = [1000 * (clock - min(clocks)) if one_clock else 0.0 for clock in clocks]
+    stages = [(zero, rows) for zero, (_, _, rows) in zip(zeros, ranks, strict=True) if rows is not None]
+    first = min(zero + row[3] for zero, rows in stages for row in rows)
+    return {
+        "aligned": "clock" if one_clock else "barrier",
+        "stages": [
+            [[*row[:3], *(round(zero + at - first, 3) for at in row[3:])] for row in rows]
+            for zero, rows in stages
+        ],
+    }
+
+
+def line(stages: Sequence[Sequence[Sequence[Any]]], planned: float) -> str:
+    """Return the duration of a pipeline's step and its bubble, beside the planned one."""
+    makespan = max(row[-1] for rows in stages for row in rows)
+    busy = max(sum(row[-1] - row[-2] for row in rows) for rows in stages)
+    return (
+        f"pipeline {makespan:.4g} ms, bubble {makespan / busy - 1:.1%} of the busiest stage's time (planned, "
+        f"with backward twice as long as forward: {planned:.1%})"
+    )
+
+
+class Profiler(Observer):
+    """Traces some steps of a trainer into out/profile/rank-00000.json."""
+
+    def __init__(self, trainer: Trainer, out: Path, reporter: Reporter) -> None:
+        self.trainer, self.folder, self.reporter = trainer, out / "profile", reporter
+        self.begun = 0
+        self.tracer: profile | None = None
+
+    def on_step_start(self, batches: Sequence[Any]) -> None:
+        """Begin the trace after the first steps."""
+        self.begun += 1
+        if self.begun == FIRST + 1 and self.trainer.ctx.rank < RANKS:
+            kinds = [ProfilerActivity.CPU]
+            if self.trainer.ctx.device.type == "cuda":
+                kinds.append(ProfilerActivity.CUDA)
+            self.tracer = profile(activities=kinds)
+            self.tracer.__enter__()
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Name the phase in the trace."""
+        return record_function(MARK + name) if self.tracer is not None else nullcontext()
+
+    def after_step(self, outcome: StepOutcome) -> None:
+        """Write the trace after the last of its steps."""
+        if self.begun == FIRST + STEPS:
+            self.close()
+
+    def on_run_end(self) -> None:
+        """Write the trace of a run that ends before."""
+        self.close()
+
+    def close(self) -> None:
+        """Write the trace of the steps so far. A tracer that is left open ends the process with SIGSEGV."""
+        tracer, self.tracer = self.tracer, None
+        if tracer is not None:
+            if self.trainer.ctx.device.type == "cuda":
+                torch.cuda.synchronize()
+            tracer.__exit__(None, None, None)
+            self.write(tracer)
+
+    def write(self, tracer: profile) -> None:
+        """Write the trace and show where the steps went."""
+        path = self.folder / f"rank-{self.trainer.ctx.rank:05d}.json"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            tracer.export_chrome_trace(str(path))
+        except (OSError, RuntimeError) as error:
+            raise UserError(f"profile=true: cannot write {path} ({error}); free some space") from error
+        steps = self.begun - FIRST
+        count = f"{steps} steps" if steps > 1 else "1 step"
+        self.reporter.note(f"profile of {count}: {path} (open it at https://ui.perfetto.dev)")
+        for line in table(tracer, steps):
+            self.reporter.note(line)
+
+
+def table(tracer: profile, steps: int) -> list[str]:
+    """Return the phases with their milliseconds a step on the host, the longest first."""
+    events = [event for event in tracer.key_averages() if event.key.startswith(MARK)]
+    total = {event.key: event.cpu_time_total / 1000 / steps for event in events}
+    longest = sorted(total, key=lambda key: -total[key])
+    return [f"  {key.removeprefix(MARK):<12} {total[key]:10.2f} ms a step" for key in longest]

@@ -1,0 +1,181 @@
+"""Observers: what watches a run without being part of its step.
+
+Logging, saving, incidents, profiles, timelines and sample prompts are observers, and so is what
+`train.observers=[my_module:MyObserver]` names. A run calls those of its list (`Loop.observers`) in order, on
+every rank, at these points of a step:
+
+    phase("data")             the micro-batches are read
+    on_step_start
+    phase("forward"), phase("backward"), phase("weight"), on_receive, on_micro_batch
+    phase("reduce")           gradients are summed over ranks
+    before_update             gradients and their norm are known; may skip the update
+    before_weights_change
+    phase("optimizer")
+    after_step
+    phase("validation"), after_validation       where due
+    before_save, phase("saving")                where due
+
+A method that is not overridden costs a call. One that reads a tensor (`item()`, `tolist()`) waits for the
+device; one that communicates must be reached on all ranks.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mlm.config.imports import OwnCodeError, imported
+from mlm.parallel.pipeline.engine import PlanObserver
+
+if TYPE_CHECKING:
+    from mlm.tracking.reporter import Reporter
+    from mlm.training.trainer import StepOutcome, Trainer
+
+
+@dataclass(frozen=True)
+class DeferredCheck:
+    """A decision on an update whose numbers travel to the host while the device applies the update."""
+
+    hold: Tensor
+    """0-d on the device: 1.0 leaves the update out until `decide` is called, 0.0 applies it."""
+    decide: Callable[[], bool | None]
+    """Return None where `hold` is 0.0; else True to apply the update now, False to skip it. Waits."""
+
+
+class RewindRequested(Exception):  # noqa: N818, as it is no error
+    """Raised in `after_step` on all ranks: training continues from an earlier checkpoint."""
+
+    def __init__(self, rewind: Callable[[], None]) -> None:
+        super().__init__()
+        self.rewind = rewind
+        """Load the checkpoint into the trainer. Collective."""
+
+
+class Observer(PlanObserver):
+    """Watches a run. All methods do nothing; override those of interest."""
+
+    def on_run_start(self, trainer: "Trainer[Any]", reporter: "Reporter") -> None:
+        """Training continues from step `trainer.step`: the run begins, or has returned to a checkpoint.
+
+        `reporter.note(text)` shows a line, `reporter.event(kind, fields)` adds a record to metrics.jsonl.
+        """
+
+    def on_step_start(self, batches: Sequence[Any]) -> None:
+        """A step begins, on these micro-batches of this rank."""
+
+    def before_update(self, parts: Tensor, grad_norm: Tensor) -> DeferredCheck | bool | None:
+        """Gradients are summed over ranks: `shard.parameter.grad` times the loss scale, not yet clipped.
+
+        Args:
+            parts: [k], this rank's share of each part of the objective.
+            grad_norm: 0-d, before clipping. Both may be overwritten, with gradients that are computed again.
+
+        Returns:
+            True to skip the update, on all ranks; or a check that decides later.
+        """
+
+    def before_weights_change(self) -> None:
+        """Weights and moments change next: whoever still copies them waits here."""
+
+    def after_step(self, outcome: "StepOutcome") -> None:
+        """The step is done, and counted in `trainer.step`. May raise UserError, which ends the run."""
+
+    def after_validation(self) -> None:
+        """A validation was reported."""
+
+    def before_save(self) -> None:
+        """A checkpoint is about to be saved: `trainer.extra_state` takes what a resumed run needs."""
+
+    def on_run_end(self) -> None:
+        """No step follows: all are done, or a stop was requested. Not called after an error."""
+
+
+class Observers(Observer):
+    """Calls each observer of a list, in order."""
+
+    def __init__(self, observers: Sequence[Observer] = ()) -> None:
+        self.list = list(observers)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Enter the contexts of all."""
+        with ExitStack() as stack:
+            for observer in self.list:
+                stack.enter_context(observer.phase(name))
+            yield
+
+    def on_receive(self) -> None:
+        """Call all."""
+        for observer in self.list:
+            observer.on_receive()
+
+    def on_micro_batch(self, number: int, count: int) -> None:
+        """Call all."""
+        for observer in self.list:
+            observer.on_micro_batch(number, count)
+
+    def on_run_start(self, trainer: "Trainer[Any]", reporter: "Reporter") -> None:
+        """Call all."""
+        for observer in self.list:
+            observer.on_run_start(trainer, reporter)
+
+    def on_step_start(self, batches: Sequence[Any]) -> None:
+        """Call all."""
+        for observer in self.list:
+            observer.on_step_start(batches)
+
+    def before_update(self, parts: Tensor, grad_norm: Tensor) -> DeferredCheck | None:
+        """All observers' decisions as one check; None where nothing is skipped or held."""
+        found = [observer.before_update(parts, grad_norm) for observer in self.list]
+        checks = [check for check in found if isinstance(check, DeferredCheck)]
+        if True in found:
+            checks.append(DeferredCheck(torch.ones_like(grad_norm), lambda: False))
+        if len(checks) < 2:
+            return checks[0] if checks else None
+
+        def decide() -> bool | None:
+            decisions = [check.decide() for check in checks]
+            return None if all(each is None for each in decisions) else False not in decisions
+
+        return DeferredCheck(torch.stack([check.hold for check in checks]).amax(), decide)
+
+    def before_weights_change(self) -> None:
+        """Call all."""
+        for observer in self.list:
+            observer.before_weights_change()
+
+    def after_step(self, outcome: "StepOutcome") -> None:
+        """Call all."""
+        for observer in self.list:
+            observer.after_step(outcome)
+
+    def after_validation(self) -> None:
+        """Call all."""
+        for observer in self.list:
+            observer.after_validation()
+
+    def before_save(self) -> None:
+        """Call all."""
+        for observer in self.list:
+            observer.before_save()
+
+    def on_run_end(self) -> None:
+        """Call all."""
+        for observer in self.list:
+            observer.on_run_end()
+
+
+def own_observers(paths: Sequence[str]) -> list[Observer]:
+    """Return the observers that train.observers names. Raises OwnCodeError (a UserError)."""
+    key, made = "train.observers", list[Observer]()
+    for path in paths:
+        observer = imported(key, path, (), Callable)()
+        if not isinstance(observer, Observer):
+            raise OwnCodeError(
+                f"{key}={path}: makes no mlm.training.observer.Observer; derive it from that class"
+            )
+        made.append(observer)
+    return made
