@@ -36,7 +36,7 @@ from mlm.training.config import PretrainConfig
 from mlm.training.kernels import choose_products
 from mlm.training.memory import reuse_large_blocks
 from mlm.training.pipelined import PipelinedModel
-from mlm.training.run_tokenizer import digest_of, receipt_tokenizer, tokenizer_then
+from mlm.training.run_tokenizer import digest_of, receipt_tokenizer
 from mlm.training.state import load_weights
 from mlm.util.errors import CorruptFileError, UserError
 
@@ -284,7 +284,7 @@ def _named_tokenizer(named: str, path: Path) -> Tokenizer:
 def known_tokenizer(path: Path) -> TokenizerDigest | None:
     """The tokenizer that a checkpoint or a model folder was trained with; None if not recorded."""
     if not is_model_folder(path):
-        return tokenizer_then(path, read_manifest(path))
+        return TokenizerDigest.of(read_manifest(path).state)
     try:
         return digest_of(Tokenizer.load(path))
     except (UserError, OSError):

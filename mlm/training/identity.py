@@ -120,7 +120,7 @@ def now_of(config: PretrainConfig) -> dict[str, Any]:
 def identity_errors(config: PretrainConfig, saved: Mapping[str, Any], run: str) -> list[str]:
     """Every key of the identity in which a spec differs from the saved one of `run`, a line each.
 
-    Keys that an older version did not save are not compared.
+    Keys that the checkpoint does not hold are not compared.
     """
     now, then = now_of(config), flat(saved)
     return [
@@ -173,7 +173,7 @@ def changes_line(changes: tuple[dict[str, Any], ...]) -> str:
 
 
 def recorded_changes(state: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-    """The changes that a checkpoint records; none of an older version."""
+    """The changes that a checkpoint records."""
     said = state.get(LINEAGE)
     found = said.get("changes") if isinstance(said, dict) else None
     if not isinstance(found, list) or len(found) > MAX_CHANGES:

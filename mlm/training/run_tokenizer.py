@@ -1,10 +1,9 @@
 """The tokenizer of a run, which may not change between its steps."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from mlm.checkpoint.native.format import Manifest
-from mlm.checkpoint.native.tokenizer_digest import TokenizerDigest, file_beside
+from mlm.checkpoint.native.tokenizer_digest import TokenizerDigest
 from mlm.data.blend_history import known_digest
 from mlm.data.config import DataConfig
 from mlm.data.corpus_files import tokenizer_beside
@@ -40,36 +39,9 @@ def tokenizer_now(data: DataConfig) -> TokenizerDigest | None:
     return next((TokenizerDigest(digest) for digest in written if digest), None)
 
 
-def tokenizer_then(path: Path, manifest: Manifest) -> TokenizerDigest | None:
-    """Return the digests of the tokenizer that a checkpoint was trained with; None if unknown.
-
-    For a checkpoint of an older version they are in its corpora's receipts, or in its run directory.
-    """
-    known = TokenizerDigest.of(manifest.state)
-    if known is not None:
-        return known
-    for digest in _written_with(manifest):
-        return TokenizerDigest(digest)
-    file = file_beside(path)
-    try:
-        return digest_of(Tokenizer.load(file)) if file.is_file() else None
-    except UserError:
-        return None
-
-
-def _written_with(manifest: Manifest) -> Iterator[str]:
-    """Yield the tokenizer's digests in the receipts of a checkpoint's corpora."""
-    try:
-        for source in manifest.state["data"]["segments"][-1]["sources"]:
-            if digest := known_digest(source["tokenizer"]):
-                yield digest
-    except (KeyError, TypeError, IndexError):
-        return
-
-
 def tokenizer_errors(data: DataConfig, path: Path, manifest: Manifest) -> list[str]:
     """Return an error if a run would resume from a checkpoint with corpora of another tokenizer."""
-    now, then = tokenizer_now(data), tokenizer_then(path, manifest)
+    now, then = tokenizer_now(data), TokenizerDigest.of(manifest.state)
     if now is None or then is None or now.is_same(then):
         return []
     named = tokenizer_path(data) or "of the corpus's receipt"

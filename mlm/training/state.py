@@ -2,8 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from torch import Tensor
 import mlm
 from mlm.checkpoint.native import folders, run_state
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.checkpoint.native.folders import checkpoints
 from mlm.checkpoint.native.lineage import LINEAGE, Lineage, Save
 from mlm.checkpoint.native.rollback import set_aside
 from mlm.checkpoint.native.run_state import check_run_state
@@ -29,8 +27,7 @@ from mlm.checkpoint.native.save_load import (
 from mlm.checkpoint.native.tokenizer_digest import KEY as TOKENIZER
 from mlm.checkpoint.parameters import split_of
 from mlm.config.build import to_dict
-from mlm.data.blend_checks import names
-from mlm.data.blend_history import History, Segment, Source, decode, encode
+from mlm.data.blend_history import History, decode, encode
 from mlm.optim.adamw import applied_steps, ensure_state, moment, moments
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import ParameterShard
@@ -189,18 +186,13 @@ def load(trainer: Trainer, path: Path, *, weights_only: bool = False) -> Manifes
 def saved_history(state: Mapping[str, Any]) -> History:
     """Return the corpora that a run has read, and how far; empty for synthetic data.
 
-    Checkpoints of older versions only name their corpus. Raises ValueError, KeyError or TypeError for a state
-    that is not of a training run.
+    Raises ValueError, KeyError or TypeError for a state that is not of a training run.
     """
-    if "data" in state:
-        if not state["data"]["segments"]:
-            raise ValueError("its segments are empty")
-        return decode(state["data"]["segments"], int(state["consumed_samples"]))
-    data = state["config"]["data"]
-    if data["kind"] != "indexed" or not (data["train"] or data["path"]):
+    if "data" not in state:
         return ()
-    prefix = str(data["train"] or Path(data["path"], "train"))
-    return (Segment(0, (Source(name=names([Path(prefix)])[0], path=prefix, digest=""),)),)
+    if not state["data"]["segments"]:
+        raise ValueError("its segments are empty")
+    return decode(state["data"]["segments"], int(state["consumed_samples"]))
 
 
 def check_identity(
@@ -219,28 +211,13 @@ def check_identity(
 
 
 def past_of(config: PretrainConfig, path: Path, manifest: Manifest) -> Past:
-    """The past of a run that continues from a checkpoint: its ancestors, and the allowed changes since.
-
-    A checkpoint of an older version does not know its ancestors: those older than it in its folder are taken.
-    """
-    lineage = Lineage.of(manifest.state)
-    if lineage is None:
-        lineage = Lineage(tuple(older_saves(path.parent, manifest.step)))
+    """The past of a run that continues from a checkpoint: its ancestors, and the allowed changes since."""
+    lineage = Lineage.of(manifest.state) or Lineage()
     since = changes_since(config, manifest.state["config"], manifest.step)
     if later := set_aside(path.parent, path):
         since += ({"step": manifest.step, "key": "rollback", "from": max(later), "to": manifest.step},)
     changes = (*recorded_changes(manifest.state), *since)[-MAX_CHANGES:]
     return Past(lineage, changes).after(Save(manifest.step, manifest.save_id))
-
-
-def older_saves(root: Path, step: int) -> Iterator[Save]:
-    """The saves before a step whose manifests can be read and know no ancestors."""
-    for other, path in checkpoints(root).items():
-        if other < step:
-            with suppress(UserError, OSError):
-                manifest = read_manifest(path)
-                if Lineage.of(manifest.state) is None:
-                    yield Save(other, manifest.save_id)
 
 
 def load_weights(
