@@ -36,8 +36,9 @@ RECORDS = {
     if path not in GATHERED and not path.startswith(REPRODUCED)
 }
 ROOMS = {
-    str(page.relative_to(ROOT)): f"rooms/{page.parent.name}.md"
-    for page in sorted(ROOT.glob("mlm/*/README.md"))
+    path: f"rooms/{Path(path).parent.name}.md"
+    for path in (str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("mlm/*/README.md")))
+    if path not in GATHERED
 }
 GATHERED |= REPORTS | RECORDS | ROOMS
 PAPERS = [
