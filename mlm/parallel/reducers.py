@@ -5,12 +5,12 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from mlm.parallel.compute_state import DeferredWeightGrads
+from mlm.parallel.fused_accumulation import FusedAccumulation
 from mlm.parallel.gradients import GradientReducer, Reducer, ReduceWhen
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from mlm.parallel.linear import Postponed
 from mlm.parallel.mesh import Axis
 from mlm.parallel.pipeline.engine import ChunkGradients
-from mlm.parallel.totals import Totals
 
 
 class ReducedGradients(ChunkGradients):
@@ -18,25 +18,30 @@ class ReducedGradients(ChunkGradients):
 
     Args:
         reducer: sums them over dp.
-        totals: linear layers that add their weight gradients inside their products; None for none.
-        postponed: where weight gradients go that a zero-bubble schedule computes later.
-        defers_weights: True for such a schedule.
+        fused: linear layers that add their weight gradients inside their products; None for none.
+        deferred: where weight gradients go that a zero-bubble schedule computes later.
+        defers_weight_grads: True for such a schedule.
     """
 
     def __init__(
-        self, reducer: Reducer, totals: Totals | None, postponed: Postponed, *, defers_weights: bool
+        self,
+        reducer: Reducer,
+        fused: FusedAccumulation | None,
+        deferred: DeferredWeightGrads,
+        *,
+        defers_weight_grads: bool,
     ) -> None:
-        super().__init__(postponed)
-        self.reducer, self.totals, self.defers_weights = reducer, totals, defers_weights
+        super().__init__(deferred)
+        self.reducer, self.fused, self.defers_weight_grads = reducer, fused, defers_weight_grads
 
     def before_forward(self, *, is_last: bool) -> None:
         """Choose if weight gradients join the sums inside their products."""
-        if self.totals is None:
+        if self.fused is None:
             return
-        if is_last and self.defers_weights:  # a reduction waits for what autograd adds
-            self.totals.leave()
+        if is_last and self.defers_weight_grads:  # a reduction waits for what autograd adds
+            self.fused.stop()
         else:
-            self.totals.join()
+            self.fused.start()
 
     def before_backward(self, *, is_last: bool) -> None:
         """Reduce in the last one."""
@@ -52,8 +57,8 @@ class ReducedGradients(ChunkGradients):
 
     def finish(self) -> None:
         """Reduce what is not yet reduced, and wait for it."""
-        if self.totals is not None:
-            self.totals.leave()
+        if self.fused is not None:
+            self.fused.stop()
         self.reducer.finish()
 
 
@@ -84,7 +89,7 @@ def build_reducer(
         reduce: micro-batches of a step that reduce gradients sharded over dp (ParallelConfig.zero_reduce).
         late_weights: True if weight gradients arrive outside backward passes, before a call of `settle`.
         keep_buffers: keep gradients of one rank in buffers, too: those that backward returns are overwritten.
-        fuse_accumulation: weight gradients of linear layers are added inside their products (`Totals`).
+        fuse_accumulation: weight gradients of linear layers are added inside their products.
     """
     if zero == 0 or dp.group is None:
         linear = (m for m in model.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear))

@@ -21,13 +21,13 @@ from mlm.optim.schedule import learning_rate
 from mlm.parallel.collectives import all_reduce, start_all_reduce
 from mlm.parallel.context.zigzag import own_places
 from mlm.parallel.dropout import DropoutStream
+from mlm.parallel.fused_accumulation import FusedAccumulation, fuse_embedding_grad
 from mlm.parallel.gradients import GradientReducer, Reducer, sum_replicated_gradients, sum_tied_gradients
 from mlm.parallel.init import init_parameters
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import CPU, ParallelContext
 from mlm.parallel.reducers import ReducedGradients, build_reducer
 from mlm.parallel.sharding import ParameterShard, parameter_shards, shard_of
-from mlm.parallel.totals import Totals, sums_begun_early
 from mlm.parallel.transfer import on_device
 from mlm.training.config import PretrainConfig
 from mlm.training.corpora import with_eod
@@ -125,7 +125,7 @@ class Trainer(Generic[B]):
                 units=chunk.layers.values(),
                 methods=self.objective.methods,
                 reduce=config.parallel.zero_reduce,
-                late_weights=self.model.defers_weights,
+                late_weights=self.model.defers_weight_grads,
                 keep_buffers=config.cuda_graphs,
                 fuse_accumulation=config.fuse_accumulation,
             )
@@ -134,12 +134,12 @@ class Trainer(Generic[B]):
         self.gradients = [
             ReducedGradients(
                 reducer,
-                Totals(chunk.modules()) if config.fuse_accumulation else None,
-                postponed,
-                defers_weights=self.model.defers_weights,
+                FusedAccumulation(chunk.modules()) if config.fuse_accumulation else None,
+                deferred,
+                defers_weight_grads=self.model.defers_weight_grads,
             )
-            for chunk, reducer, postponed in zip(
-                self.model.chunks, self.reducers, self.model.postponed, strict=True
+            for chunk, reducer, deferred in zip(
+                self.model.chunks, self.reducers, self.model.deferred, strict=True
             )
         ]
         self.early_tables = early_tables(self.model, self.reducers)
@@ -173,7 +173,7 @@ class Trainer(Generic[B]):
         scale = self.scaler.scale / self.global_counts(batches)
         for reducer in self.reducers:
             reducer.start_step()
-        with sums_begun_early(self.early_tables):
+        with fuse_embedding_grad(self.early_tables):
             outputs = self.model.train(
                 batches, self.objective, scale, self.dropout, self.gradients, self.observers
             )

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mlm.parallel.collectives import Pending, start_receive, start_send
-from mlm.parallel.linear import Postponed
+from mlm.parallel.compute_state import DeferredWeightGrads
 from mlm.parallel.mesh import Axis
 from mlm.parallel.pipeline.actions import Action, Instruction, Op, Receive, Send
 
@@ -53,11 +53,11 @@ class ChunkGradients:
     backward pass is of the same micro-batch.
 
     Attributes:
-        postponed: where weight gradients go that WEIGHT actions compute.
+        deferred: where weight gradients go that WEIGHT actions compute.
     """
 
-    def __init__(self, postponed: Postponed | None = None) -> None:
-        self.postponed = postponed or Postponed()
+    def __init__(self, deferred: DeferredWeightGrads | None = None) -> None:
+        self.deferred = deferred or DeferredWeightGrads()
 
     def before_forward(self, *, is_last: bool) -> None:
         """Prepare for a forward pass."""
@@ -115,7 +115,7 @@ class _Run(Generic[T]):
         self.weight_jobs: dict[tuple[int, int], list[Callable[[], None]]] = {}
         actions = [i for i in instructions if isinstance(i, Action)]
         self.trains = any(action.op is not Op.FORWARD for action in actions)
-        self.defers_weights = any(action.op is Op.WEIGHT for action in actions)
+        self.defers_weight_grads = any(action.op is Op.WEIGHT for action in actions)
         self.last_backward = {a.chunk: a for a in actions if a.op is Op.BACKWARD}
         self.gradients = stages.gradients or [ChunkGradients() for _ in range(stages.num_stages)]
         self.begun = 0  # backward passes of the first chunk
@@ -194,12 +194,12 @@ class _Run(Generic[T]):
             self.stages.observer.on_micro_batch(self.begun, len(self.batches))
         gradients = self.gradients[action.chunk]
         gradients.before_backward(is_last=action == self.last_backward[action.chunk])
-        postponed = gradients.postponed
-        postponed.open = self.defers_weights
+        deferred = gradients.deferred
+        deferred.open = self.defers_weight_grads
         torch.autograd.backward(kept.edge, dy)
-        if self.defers_weights:
-            postponed.open = False
-            self.weight_jobs[action.chunk, action.micro_batch] = postponed.take()
+        if self.defers_weight_grads:
+            deferred.open = False
+            self.weight_jobs[action.chunk, action.micro_batch] = deferred.take()
         if kept.x is not None:
             assert kept.x.grad is not None
             self.hand_over(action, -1, kept.x.grad)

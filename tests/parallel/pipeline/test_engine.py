@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mlm.parallel.linear import Postponed, linear
+from mlm.parallel.compute_state import ComputeState, DeferredWeightGrads
+from mlm.parallel.linear import linear
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.pipeline.engine import SENDS_KEPT, ChunkGradients, Stages, run_plan
 from mlm.parallel.pipeline.lower import lower
@@ -31,10 +32,10 @@ class Part(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(number)
         self.w = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64))
-        self.is_last, self.postponed = is_last, Postponed()
+        self.is_last, self.deferred = is_last, DeferredWeightGrads()
 
     def forward(self, sample: Sample, x: Tensor) -> Tensor:
-        y = torch.tanh(linear(x, self.w, None, self.postponed))
+        y = torch.tanh(linear(x, self.w, None, ComputeState(deferred=self.deferred)))
         return y.sum() * sample.weight if self.is_last else y
 
 
@@ -62,8 +63,8 @@ def in_order(num_stages: int, batches: list[Sample]) -> tuple[list[Tensor], list
 class Noted(ChunkGradients):
     """Notes the last backward pass of its chunk."""
 
-    def __init__(self, postponed: Postponed, chunk: int, told: list[tuple[int, bool]]) -> None:
-        super().__init__(postponed)
+    def __init__(self, deferred: DeferredWeightGrads, chunk: int, told: list[tuple[int, bool]]) -> None:
+        super().__init__(deferred)
         self.chunk, self.told = chunk, told
 
     def before_backward(self, *, is_last: bool) -> None:
@@ -81,7 +82,7 @@ def stages_of(ctx: ParallelContext, v: int) -> tuple[Stages[Sample], list[Part],
         boundary_shape=lambda sample: tuple(sample.x.shape),
         dtype=torch.float64,
         device=ctx.device,
-        gradients=[Noted(part.postponed, chunk, told) for chunk, part in enumerate(parts)],
+        gradients=[Noted(part.deferred, chunk, told) for chunk, part in enumerate(parts)],
     )
     return stages, parts, told
 
