@@ -20,6 +20,7 @@ from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError
 from tests.data.corpora import write_corpus
 from tests.ranks import run_on_ranks
+from tests.slow import thinned
 from tests.verify.parity_layouts import EOD, SEQ, VOCAB_OF_DOCUMENTS, Layout
 
 SAMPLES = 8
@@ -129,12 +130,15 @@ def scores(ctx: ParallelContext, layout: Layout, *, documents: bool = True) -> t
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        Layout(documents=True, micro_batches=4),
-        Layout(tp=2, sequence_parallel=True, documents=True, micro_batches=4),
-        Layout(pp=2, vp=2, documents=True, micro_batches=4),
-        Layout(dp=2, zero=3, documents=True),
-    ],
+    thinned(
+        [
+            Layout(documents=True, micro_batches=4),
+            Layout(tp=2, sequence_parallel=True, documents=True, micro_batches=4),
+            Layout(pp=2, vp=2, documents=True, micro_batches=4),
+            Layout(dp=2, zero=3, documents=True),
+        ],
+        4,
+    ),
     ids=str,
 )
 def test_validation_keeps_documents_apart_as_training_does(layout: Layout) -> None:

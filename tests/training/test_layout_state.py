@@ -16,6 +16,7 @@ from mlm.training.state import load, save
 from mlm.training.trainer import Trainer
 from mlm.util.errors import CorruptFileError
 from tests.ranks import run_on_ranks
+from tests.slow import thinned
 from tests.training.test_trainer import SEQ, VOCAB, config, steps_of
 
 LAYOUTS = [
@@ -38,7 +39,7 @@ def sizes(parallel: ParallelConfig) -> dict[str, int]:
     return {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp, "dp": parallel.dp or 1}
 
 
-@pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
+@pytest.mark.parametrize("parallel", thinned(LAYOUTS, 4), ids=str)
 def test_resumed_losses_are_bit_equal(tmp_path: Path, parallel: ParallelConfig) -> None:
     """Four steps straight against two, save, a fresh trainer, load, two more; with dropout."""
     for straight, resumed in run_on_ranks(
@@ -78,7 +79,7 @@ def two_steps_more(ctx: ParallelContext, out: Path, spec: PretrainConfig) -> lis
     return losses
 
 
-@pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
+@pytest.mark.parametrize("parallel", thinned(LAYOUTS, 4), ids=str)
 def test_validation_does_not_depend_on_the_layout(parallel: ParallelConfig) -> None:
     """Thirteen windows in micro-batches of two, before a step and after it."""
     alone = validate(shape_context(), spec_of(ParallelConfig()))

@@ -13,6 +13,7 @@ from mlm.config.cli import main
 from mlm.config.imports import TRUST, OwnCodeError, imported
 from mlm.inference.trained import check_stored, named_checkpoint
 from mlm.util.errors import CorruptFileError
+from tests.slow import thinned
 
 EXAMPLES = Path(__file__).parents[2] / "scripts/examples"
 KIND = "own_family:FAMILY"
@@ -171,26 +172,29 @@ def test_optimizer_class_and_options_train_as_the_function_that_sets_them(tmp_pa
 
 @pytest.mark.parametrize(
     ("typed", "words"),
-    [
-        ("model.kind=gtp2", "did you mean model.kind=gpt2?"),
-        ("schedule.decay=cosin", "did you mean schedule.decay=cosine?"),
-        ("optimizer.kind=sgd", "use adamw or package.module:NAME"),
-        ("optimizer.kind=not_there:build", "PYTHONPATH"),
-        ("optimizer.kind=mine:absent", "absent"),
-        ("model.kind=mine:build", "ModelFamily"),
-        ("model.options.depth=3", "model.options.depth"),
-        ("optimizer.options.momentum=3", "optimizer.kind=adamw takes no options"),
-        ("schedule.options.power=3", "schedule.decay=cosine takes no options"),
-        ("optimizer.kind=mine:build_of_one", "build(groups, config)"),
-        ("optimizer.kind=mine:Sgd", "Sgd(groups, lr=…) (missing a required argument: 'momentum'); set"),
-        ("schedule.decay=mine:decay_of_two", "decay(progress)"),
-        ("schedule.decay=mine:decay_to_nothing", "decay(0) is None; return a number from 0 to 1"),
-        ("schedule.decay=mine:decay_below", "decay(1) is -5.0"),
-        ("schedule.decay=mine:decay_raises", "decay(0.5) fails (ZeroDivisionError"),
-        ("schedule.decay=mine.decay", "did you mean schedule.decay=mine:decay?"),
-        # only a run's steps show it
-        ("schedule.decay=mine:decay_between", "is 7.0; return"),
-    ],
+    thinned(
+        [
+            ("model.kind=gtp2", "did you mean model.kind=gpt2?"),
+            ("schedule.decay=cosin", "did you mean schedule.decay=cosine?"),
+            ("optimizer.kind=sgd", "use adamw or package.module:NAME"),
+            ("optimizer.kind=not_there:build", "PYTHONPATH"),
+            ("optimizer.kind=mine:absent", "absent"),
+            ("model.kind=mine:build", "ModelFamily"),
+            ("model.options.depth=3", "model.options.depth"),
+            ("optimizer.options.momentum=3", "optimizer.kind=adamw takes no options"),
+            ("schedule.options.power=3", "schedule.decay=cosine takes no options"),
+            ("optimizer.kind=mine:build_of_one", "build(groups, config)"),
+            ("optimizer.kind=mine:Sgd", "Sgd(groups, lr=…) (missing a required argument: 'momentum'); set"),
+            ("schedule.decay=mine:decay_of_two", "decay(progress)"),
+            ("schedule.decay=mine:decay_to_nothing", "decay(0) is None; return a number from 0 to 1"),
+            ("schedule.decay=mine:decay_below", "decay(1) is -5.0"),
+            ("schedule.decay=mine:decay_raises", "decay(0.5) fails (ZeroDivisionError"),
+            ("schedule.decay=mine.decay", "did you mean schedule.decay=mine:decay?"),
+            # only a run's steps show it
+            ("schedule.decay=mine:decay_between", "is 7.0; return"),
+        ],
+        4,
+    ),
 )
 def test_problem_of_own_code_is_one_line(
     typed: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -22,6 +22,7 @@ from mlm.util.access import owner_of
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.lock import sole_writer
 from tests.ranks import run_on_ranks
+from tests.slow import thinned
 from tests.training.test_trainer import config, steps_of
 
 STEPS = ["step-00000002", "step-00000004", "step-00000006"]
@@ -71,7 +72,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", thinned(DAMAGES, 4))
 def test_a_damaged_checkpoint_gives_way_to_the_one_before_with_a_warning_that_names_it(
     out: Path, straight: tuple[Path, list[float]], caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:

@@ -24,6 +24,7 @@ from mlm.training.saver import Saver
 from mlm.training.state import load
 from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks
+from tests.slow import thinned
 from tests.training.test_trainer import config, steps_of
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "rank-00001.safetensors")
@@ -73,7 +74,7 @@ def slowed(file: StagedFile) -> Any:
     return mock.patch.object(file, "_fill", late)
 
 
-@pytest.mark.parametrize(("asynchronous", "aside"), [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize(("asynchronous", "aside"), thinned([(True, True), (True, False), (False, False)], 3))
 def test_a_checkpoint_holds_its_step_whatever_training_does_meanwhile(
     tmp_path: Path, asynchronous: bool, aside: bool
 ) -> None:
@@ -101,7 +102,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
+@pytest.mark.parametrize("parallel", thinned(LAYOUTS, 2), ids=str)
 def test_a_checkpoint_holds_its_step_at_every_kind_of_layout(
     tmp_path: Path, parallel: ParallelConfig
 ) -> None:
@@ -241,7 +242,7 @@ def one_rank_cannot_write(ctx: ParallelContext, out: Path) -> Any:
     return told.saved_steps, told.failures, losses
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("layout", thinned([{"tp": 2}, {"pp": 2}], 2), ids=str)
 def test_a_rank_that_cannot_write_fails_the_save_everywhere_and_training_continues(
     tmp_path: Path, layout: dict[str, int]
 ) -> None:

@@ -25,6 +25,7 @@ from mlm.training.state import load, save
 from mlm.training.trainer import StopVote, Trainer
 from mlm.util.errors import UserError
 from tests.ranks import run_on_ranks
+from tests.slow import thinned
 
 VOCAB, SEQ = 61, 16
 
@@ -79,7 +80,7 @@ def one_process() -> list[float]:
     return run_on_ranks(train, config())[0]
 
 
-@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("tp", "dp"), thinned([(1, 1), (2, 1), (1, 2), (2, 2)], 2))
 def test_twenty_steps_give_the_losses_of_one_process(one_process: list[float], tp: int, dp: int) -> None:
     """float64, clipping and weight decay on: losses equal to 1e-10 at every layout, on every rank."""
     for losses in run_on_ranks(train, config(), tp=tp, dp=dp):
@@ -240,7 +241,7 @@ def gradients_and_moments(trainer: Trainer) -> list[list[torch.Tensor]]:
     return [[g for g in gradients if g is not None], *moments]
 
 
-@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("tp", "dp"), thinned([(1, 1), (2, 1), (2, 2)], 3))
 def test_resumed_losses_are_bit_equal(tmp_path: Path, tp: int, dp: int) -> None:
     """6 steps straight against 3, save, a fresh trainer, load, 3 more; with dropout."""
     for straight, resumed in run_on_ranks(resume, tmp_path, tp=tp, dp=dp):

@@ -92,6 +92,7 @@ def test_a_rewound_run_continues_from_the_checkpoint_without_the_samples(logged:
     assert [record["step"] for record in records(rewound, "step")] == list(range(1, 15))
 
 
+@pytest.mark.slow
 def test_a_rewound_run_that_is_resumed_is_the_same_run(rewound: Path, tmp_path: Path) -> None:
     out, rewinds = tmp_path / "run", "incident.action=rewind"
     assert pretrain(out, rewinds, "train.steps=10", "schedule.decay_steps=14") == 0

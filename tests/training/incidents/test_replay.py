@@ -83,6 +83,7 @@ def test_a_replay_checks_the_runs_own_code_before_ranks_start(
     assert "tp=2 gives each rank a part" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_replay_on_other_ranks_finds_the_same_sample(logged: Path, capfd: Said) -> None:
     assert main(["replay", str(folder(logged)), "tp=2", "dist.device=cpu", "precision=fp64"]) == 0
     said = capfd.readouterr().out

@@ -196,6 +196,7 @@ def test_a_blend_of_corpora_has_the_samples_of_each(corpus: Path, tmp_path: Path
         assert samples.is_swapped[k] == expected.is_swapped[0]
 
 
+@pytest.mark.slow
 def test_resuming_reads_on_where_the_run_stopped(corpus: Path, tmp_path: Path) -> None:
     """Three steps and three more are six, bit for bit."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"

@@ -17,6 +17,7 @@ from mlm.config.cli import main
 from mlm.util.atomic import digest_file
 from tests.conftest import pictures
 from tests.data.corpora import write_corpus
+from tests.slow import thinned
 
 SENTENCES = [
     "the quick brown fox jumps over the lazy dog",
@@ -312,7 +313,7 @@ def test_a_full_disk_while_saving_names_the_file_and_keeps_the_last_checkpoint(
         subprocess.run(["umount", disk], check=True)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", thinned([1, 2], 2))
 def test_ctrl_c_while_a_run_starts_is_obeyed_after_its_first_step(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tp: int
 ) -> None:
