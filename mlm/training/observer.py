@@ -37,7 +37,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeferredCheck:
-    """A decision on an update whose numbers travel to the host while the device applies the update."""
+    """A decision on an update whose numbers travel to the host while the device applies the update.
+
+    For optimizers that change nothing where `hold` is 1.0 (`mlm.optim.adamw.can_defer`).
+    """
 
     hold: Tensor
     """0-d on the device: 1.0 leaves the update out until `decide` is called, 0.0 applies it."""

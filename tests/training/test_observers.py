@@ -1,0 +1,160 @@
+"""Observers: when each method is called, what a decision does, and observers of the user's own."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mlm.config.cli import main
+from mlm.parallel.mesh import ParallelContext, shape_context
+from mlm.training.loop import own_code
+from mlm.training.observer import DeferredCheck, Observer, Observers
+from mlm.training.trainer import StepOutcome, Trainer
+from tests.ranks import run_on_ranks
+from tests.training.test_gradient_sums import SPEC, batches
+
+CALLS: list[str] = []
+
+
+class Recorder(Observer):
+    """Notes every call."""
+
+    def on_run_start(self, trainer: Trainer[Any], reporter: object) -> None:
+        CALLS.append(f"start from {trainer.step}")
+
+    def on_step_start(self, batches: Sequence[Any]) -> None:
+        CALLS.append(f"step of {len(batches)}")
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        CALLS.append(f"<{name}")
+        yield
+        CALLS.append(f"{name}>")
+
+    def on_micro_batch(self, number: int, count: int) -> None:
+        CALLS.append(f"micro-batch {number} of {count}")
+
+    def before_update(self, parts: Tensor, grad_norm: Tensor) -> None:
+        CALLS.append("before update")
+
+    def before_weights_change(self) -> None:
+        CALLS.append("before change")
+
+    def after_step(self, outcome: StepOutcome) -> None:
+        CALLS.append("after step")
+
+    def after_validation(self) -> None:
+        CALLS.append("after validation")
+
+    def before_save(self) -> None:
+        CALLS.append("before save")
+
+    def on_run_end(self) -> None:
+        CALLS.append("end")
+
+
+RUN = [
+    *("pretrain", "model=gpt2_tiny", "data=synthetic", "data.seq_length=8", "train.global_batch_size=4"),
+    *("train.micro_batch_size=2", "dist.device=cpu", "dist.peak_tflops=1", "log.live=off"),
+]
+
+
+def test_a_custom_observer_sees_each_point_of_a_step_in_order(tmp_path: Path) -> None:
+    CALLS.clear()
+    words = ["train.steps=1", f"train.observers=[{__name__}:Recorder]", f"out={tmp_path}"]
+    assert main([*RUN, *words]) == 0
+    first, second = (
+        ["<forward", "forward>", "<backward", f"micro-batch {number} of 2", "backward>"] for number in (1, 2)
+    )
+    assert [
+        *["start from 0", "<data", "data>", "step of 2", *first, *second],
+        *["<reduce", "reduce>", "before update", "before change", "<optimizer", "optimizer>", "after step"],
+        *["<validation", "after validation", "validation>", "before save", "<saving", "saving>", "end"],
+    ] == CALLS  # passes of a validation are no phases of a step
+
+
+def test_what_is_no_observer_is_an_error_that_names_the_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*RUN, "train.steps=1", "train.observers=[builtins:list]", f"out={tmp_path}"]) == 2
+    assert "train.observers=builtins:list: makes no" in capsys.readouterr().err
+
+
+def test_the_command_that_resumes_a_run_names_its_observers() -> None:
+    spec = replace(SPEC, train=replace(SPEC.train, observers=("my_file:GradNorm",)))
+    assert own_code(spec) == ['train.observers=["my_file:GradNorm"]']
+
+
+class Decides(Observer):
+    """Answers each step alike."""
+
+    def __init__(self, answer: DeferredCheck | bool | None) -> None:
+        self.answer = answer
+
+    def before_update(self, parts: Tensor, grad_norm: Tensor) -> DeferredCheck | bool | None:
+        return self.answer
+
+
+def held(decision: bool) -> DeferredCheck:
+    return DeferredCheck(torch.ones(()), lambda: decision)
+
+
+FREE = DeferredCheck(torch.zeros(()), lambda: None)
+DECISIONS: list[tuple[list[DeferredCheck | bool | None], bool]] = [
+    ([], True),
+    ([None, False], True),
+    ([False, True], False),
+    ([FREE], True),
+    ([held(True)], True),
+    ([held(False)], False),
+    ([FREE, held(True)], True),
+    ([held(True), held(False)], False),
+    ([held(True), True], False),
+    ([FREE, True], False),
+]
+
+
+@pytest.mark.parametrize(("answers", "updates"), DECISIONS)
+def test_an_update_is_applied_once_unless_an_observer_skips_it(
+    answers: list[DeferredCheck | bool | None], updates: bool
+) -> None:
+    plain, trainer = (Trainer[Any](SPEC, shape_context()) for _ in range(2))
+    before = trainer.shards[0].parameter.clone()
+    trainer.observers = Observers([Decides(answer) for answer in answers])
+    for each in (plain, trainer):
+        each.train_step(batches(0, 1))
+    expected = plain.shards[0].parameter if updates else before
+    assert torch.equal(trainer.shards[0].parameter, expected)
+    assert trainer.step == 1
+
+
+class Norm(Observer):
+    """The norm of this rank's gradients, as the documentation's example takes it."""
+
+    def __init__(self, trainer: Trainer[Any]) -> None:
+        self.trainer, self.square = trainer, 0.0
+
+    def before_update(self, parts: Tensor, grad_norm: Tensor) -> None:
+        grads = [shard.parameter.grad for shard in self.trainer.shards if shard.is_owner]
+        self.square = sum(float(grad.square().sum()) for grad in grads if grad is not None)
+        self.whole = float(grad_norm)
+
+
+def square_and_norm(ctx: ParallelContext) -> tuple[float, float]:
+    trainer = Trainer[Any](SPEC, ctx)
+    norm = Norm(trainer)
+    trainer.observers = Observers([norm])
+    trainer.train_step(batches(ctx.dp.rank, ctx.dp.size))
+    return norm.square, norm.whole
+
+
+def test_gradients_are_summed_over_ranks_when_observers_see_them() -> None:
+    ((square, whole),) = run_on_ranks(square_and_norm)
+    assert square == pytest.approx(whole**2)
+    for mine, norm in run_on_ranks(square_and_norm, dp=2):
+        assert (mine, norm) == (pytest.approx(square), pytest.approx(whole))
