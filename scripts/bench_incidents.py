@@ -33,7 +33,7 @@ from mlm.data.sampler import Batch
 from mlm.models.config import ModelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.config import PretrainConfig, TrainConfig
-from mlm.training.incidents.comparisons import digests, state_of
+from mlm.training.incidents.comparisons import digests, parameters_and_moments
 from mlm.training.incidents.watcher import Incidents
 from mlm.training.observer import Observers
 from mlm.training.trainer import StepOutcome, Trainer
@@ -123,7 +123,8 @@ def measure(args: argparse.Namespace, folder: Path, console: Console) -> dict[st
     trainer = contenders["with"].trainer
     again = min(seconds(lambda: trainer.compute_gradients(contenders["with"].batches)) for _ in range(3))
     digest = min(
-        seconds(lambda: digests(state_of(trainer, trainer.shards), torch.device("cpu"))) for _ in range(3)
+        seconds(lambda: digests(parameters_and_moments(trainer, trainer.shards), torch.device("cpu")))
+        for _ in range(3)
     )
     step = Spread.of(times["without"]).median
     own = seconds(lambda: [watch(contenders["with"]) for _ in range(REPEATS)]) / REPEATS

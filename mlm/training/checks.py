@@ -39,8 +39,8 @@ def pretraining_problems(
     fix_names: Mapping[str, str] | None = None,
 ) -> list[Problem]:
     """Problems of a pretraining run; the layout's under other names (see `layout_problems`)."""
-    found = problems_of(config, launch, TRAIN_RULES, PRETRAIN_RULES, names=names, fix_names=fix_names)
-    return [*found, *blend_problems(config.data)]
+    problems = problems_of(config, launch, TRAIN_RULES, PRETRAIN_RULES, names=names, fix_names=fix_names)
+    return [*problems, *blend_problems(config.data)]
 
 
 def saved_problems(config: PretrainConfig) -> list[Problem]:

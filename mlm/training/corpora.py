@@ -102,10 +102,10 @@ def _tokenizer_of(train: Path) -> Path | None:
 
 def corpus_problems(config: PretrainConfig) -> list[str]:
     """Problems of a run's corpora, a line each; read before any rank starts."""
-    problems, found = [], corpora(config.data)
+    problems, named = [], corpora(config.data)
     vocab_size, seq_length = config.model.vocab_size, config.data.seq_length
     family, tokenizer = config.model.family, tokenizer_path(config.data)
-    for corpus in found:
+    for corpus in named:
         problems += check_corpus(
             corpus.train,
             vocab_size=vocab_size,
@@ -117,17 +117,17 @@ def corpus_problems(config: PretrainConfig) -> list[str]:
         for prefix in validation_prefixes(config.data).values():
             problems += check_corpus(prefix, vocab_size=vocab_size, seq_length=1, min_samples=1)
     return [
-        *(problems or problems_between(found)),
+        *(problems or problems_between(named)),
         *document_problems(config),
-        *(family.corpus_problems(config.model, [c.train for c in found], tokenizer) if found else []),
+        *(family.corpus_problems(config.model, [c.train for c in named], tokenizer) if named else []),
     ]
 
 
-def problems_between(found: Sequence[Corpus]) -> list[str]:
+def problems_between(named: Sequence[Corpus]) -> list[str]:
     """Corpora that cannot be blended: copies of one, or made with different tokenizers."""
     problems, seen = list[str](), dict[str, Corpus]()
-    sizes = [idx_path(corpus.train).stat().st_size for corpus in found]
-    for corpus, size in zip(found, sizes, strict=True):
+    sizes = [idx_path(corpus.train).stat().st_size for corpus in named]
+    for corpus, size in zip(named, sizes, strict=True):
         if sizes.count(size) == 1:
             continue  # copies have indices of one size; only those are read
         source = source_of(corpus)
@@ -137,7 +137,7 @@ def problems_between(found: Sequence[Corpus]) -> list[str]:
                 f"data.blend: {first.train} and {corpus.train} are copies of one corpus; name one of them, "
                 "with the sum of the weights"
             )
-    made_with = [(corpus, digest) for corpus in found if (digest := source_facts(corpus)["tokenizer"])]
+    made_with = [(corpus, digest) for corpus in named if (digest := source_facts(corpus)["tokenizer"])]
     for corpus, digest in made_with[1:]:
         first, known = made_with[0]
         if digest != known:
@@ -178,16 +178,16 @@ def source_facts(corpus: Corpus) -> dict[str, Any]:
 
 def sources(data: DataConfig) -> tuple[Source, ...]:
     """The corpora of a run with their shares. Reads the indices whole. Raises UserError, OSError."""
-    found = corpora(data)
-    if len(found) < 2:
-        return tuple(source_of(corpus) for corpus in found)
+    named = corpora(data)
+    if len(named) < 2:
+        return tuple(source_of(corpus) for corpus in named)
     weights = [
         float(IndexedDataset(corpus.train).num_tokens) if corpus.weight is None else corpus.weight
-        for corpus in found
+        for corpus in named
     ]
     return tuple(
         replace(source_of(corpus, share), order=1)
-        for corpus, share in zip(found, shares(weights), strict=True)
+        for corpus, share in zip(named, shares(weights), strict=True)
     )
 
 

@@ -103,18 +103,18 @@ class Past:
         return replace(self, lineage=replace(self.lineage, ancestors=self.lineage.after(save)))
 
 
-def flat(config: Mapping[str, Any]) -> dict[str, Any]:
+def flat_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """A run spec as saved, by keys as they are typed; a width that is the default is null."""
-    found = {key.removeprefix(f"{HOISTED}."): value for key, value in flatten(dict(config)).items()}
-    width = found.get("model.hidden_size")
-    if isinstance(width, int) and found.get("model.ffn_hidden_size") == 4 * width:
-        found["model.ffn_hidden_size"] = None
-    return found
+    settings = {key.removeprefix(f"{HOISTED}."): value for key, value in flatten(dict(config)).items()}
+    width = settings.get("model.hidden_size")
+    if isinstance(width, int) and settings.get("model.ffn_hidden_size") == 4 * width:
+        settings["model.ffn_hidden_size"] = None
+    return settings
 
 
-def now_of(config: PretrainConfig) -> dict[str, Any]:
+def current_settings(config: PretrainConfig) -> dict[str, Any]:
     """This run's spec, by keys as they are typed. Raises UserError as `with_eod` does."""
-    return flat(to_dict(replace(config, data=with_eod(config.data))))
+    return flat_settings(to_dict(replace(config, data=with_eod(config.data))))
 
 
 def identity_errors(config: PretrainConfig, saved: Mapping[str, Any], run: str) -> list[str]:
@@ -122,18 +122,18 @@ def identity_errors(config: PretrainConfig, saved: Mapping[str, Any], run: str) 
 
     Keys that the checkpoint does not hold are not compared.
     """
-    now, then = now_of(config), flat(saved)
+    now, then = current_settings(config), flat_settings(saved)
     return [
         f"{key}={show(now[key])}: {run} was trained with {show(then[key])}; "
         f"set {key}={show(then[key])}, or another out=…"
         for key, kind in KINDS.items()
-        if kind is Kind.IDENTITY and key in then and now[key] != then[key] and _counts(key, config)
+        if kind is Kind.IDENTITY and key in then and now[key] != then[key] and _matters(key, config)
     ]
 
 
 def function_errors(config: PretrainConfig, saved: Mapping[str, Any], path: str) -> list[str]:
     """The problem of a model that is another function than that of the weights it would begin with."""
-    now, then = now_of(config), flat(saved)
+    now, then = current_settings(config), flat_settings(saved)
     other = {key: then[key] for key in FUNCTION_KEYS if key in then and now[key] != then[key]}
     if len(other) < 2:
         return [
@@ -147,7 +147,7 @@ def function_errors(config: PretrainConfig, saved: Mapping[str, Any], path: str)
     return [Problem(other, problem, fix)]
 
 
-def _counts(key: str, config: PretrainConfig) -> bool:
+def _matters(key: str, config: PretrainConfig) -> bool:
     """True if the run depends on the key at all: masking is BERT's, an end of documents that of switches."""
     if key in SAMPLE_KEYS:
         return key in config.model.family.data_keys
@@ -158,7 +158,7 @@ def _counts(key: str, config: PretrainConfig) -> bool:
 
 def changes_since(config: PretrainConfig, saved: Mapping[str, Any], step: int) -> tuple[dict[str, Any], ...]:
     """Allowed changes that numbers depend on, as a checkpoint records them."""
-    now, then = now_of(config), flat(saved)
+    now, then = current_settings(config), flat_settings(saved)
     return tuple(
         {"step": step, "key": key, "from": then[key], "to": now[key]}
         for key, kind in KINDS.items()
@@ -175,7 +175,7 @@ def changes_line(changes: tuple[dict[str, Any], ...]) -> str:
 def recorded_changes(state: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     """The changes that a checkpoint records."""
     said = state.get(LINEAGE)
-    found = said.get("changes") if isinstance(said, dict) else None
-    if not isinstance(found, list) or len(found) > MAX_CHANGES:
+    changes = said.get("changes") if isinstance(said, dict) else None
+    if not isinstance(changes, list) or len(changes) > MAX_CHANGES:
         return ()
-    return tuple(change for change in found if isinstance(change, dict))
+    return tuple(change for change in changes if isinstance(change, dict))

@@ -132,9 +132,9 @@ class Observers(Observer):
 
     def before_update(self, parts: Tensor, grad_norm: Tensor) -> DeferredCheck | None:
         """All observers' decisions as one check; None where nothing is skipped or held."""
-        found = [observer.before_update(parts, grad_norm) for observer in self.list]
-        checks = [check for check in found if isinstance(check, DeferredCheck)]
-        if True in found:
+        answers = [observer.before_update(parts, grad_norm) for observer in self.list]
+        checks = [check for check in answers if isinstance(check, DeferredCheck)]
+        if True in answers:
             checks.append(DeferredCheck(torch.ones_like(grad_norm), lambda: False))
         if len(checks) < 2:
             return checks[0] if checks else None

@@ -33,19 +33,19 @@ from mlm.util.ownership import claim_folder, claim_problems
 log = logging.getLogger(__name__)
 
 
-def folder(config: PretrainConfig) -> Path:
+def checkpoints_folder(config: PretrainConfig) -> Path:
     """Return the folder of the run's checkpoints."""
     return Path(config.out, CHECKPOINTS)
 
 
-def starts(config: PretrainConfig) -> list[Path]:
+def start_candidates(config: PretrainConfig) -> list[Path]:
     """Return the checkpoints to resume from, the best first; empty for a fresh run.
 
     The run's own come before what `ckpt` names. A step-… directory stands for itself; a run directory for its
     checkpoints, of which a damaged one is replaced by its nearest ancestor. Raises UserError when resuming is
     off, CorruptFileError when there are checkpoints and none is whole.
     """
-    own = latest_checkpoint(folder(config))
+    own = latest_checkpoint(checkpoints_folder(config))
     if own is not None and not config.checkpoint.resume:
         raise UserError(
             f"out={config.out} already holds {own.name}: set checkpoint.resume=true to resume from it, "
@@ -55,8 +55,8 @@ def starts(config: PretrainConfig) -> list[Path]:
         return _with_ancestors(own)
     if config.ckpt is None or model_folder(config) is not None:
         return []
-    found = resolve(config.ckpt)
-    return [found] if found == Path(config.ckpt) else _with_ancestors(found)
+    checkpoint = resolve(config.ckpt)
+    return [checkpoint] if checkpoint == Path(config.ckpt) else _with_ancestors(checkpoint)
 
 
 def model_folder(config: PretrainConfig) -> Path | None:
@@ -78,8 +78,8 @@ def model_folder_errors(config: PretrainConfig, source: Path) -> list[str]:
 
 
 def _with_ancestors(best: Path) -> list[Path]:
-    found = list(candidates(best.parent))
-    return found[found.index(best) :] if best in found else [best]
+    branch = list(candidates(best.parent))
+    return branch[branch.index(best) :] if best in branch else [best]
 
 
 def start_problems(config: PretrainConfig, *, compares: bool = True) -> list[str]:
@@ -91,15 +91,15 @@ def start_problems(config: PretrainConfig, *, compares: bool = True) -> list[str
     if problems := claim_problems(config.out, "run", inputs=protected_from(config)):
         return problems
     try:
-        found, source = starts(config), model_folder(config)
-        if not found and source is not None and (errors := model_folder_errors(config, source)):
+        checkpoints, source = start_candidates(config), model_folder(config)
+        if not checkpoints and source is not None and (errors := model_folder_errors(config, source)):
             return errors
-        for start in found[:1]:
+        for start in checkpoints[:1]:
             if errors := errors_of_start(config, start) if compares else []:
                 return errors
             read_manifest(start)
         if read_place(os.environ) is None:
-            with sole_writer(folder(config)):
+            with sole_writer(checkpoints_folder(config)):
                 pass
     except UserError as error:
         return list(error.problems)
@@ -124,7 +124,7 @@ def claim(config: PretrainConfig, ctx: ParallelContext, stack: ExitStack) -> Non
     def take() -> None:
         if ctx.is_main:
             claim_folder(config.out, "run", inputs=protected_from(config))
-            stack.enter_context(sole_writer(folder(config), wait_s=wait_s))
+            stack.enter_context(sole_writer(checkpoints_folder(config), wait_s=wait_s))
             warn_of_owners(config)
 
     Ranks.of(ctx).together(take, lambda error: UserError(f"out={config.out}: {error}: set another out=…"))
@@ -132,7 +132,7 @@ def claim(config: PretrainConfig, ctx: ParallelContext, stack: ExitStack) -> Non
 
 def warn_of_owners(config: PretrainConfig) -> None:
     """Warn that a run's folder will hold files of several users."""
-    if others := other_owners([Path(config.out, FILE_NAME), *folder(config).glob("step-*")]):
+    if others := other_owners([Path(config.out, FILE_NAME), *checkpoints_folder(config).glob("step-*")]):
         log.warning(
             "out=%s: holds files of %s, and this process writes as %s: checkpoints that it may not delete "
             "stay whole. Continue as %s, or share the folder with a group (chmod g+rws, umask 002)",
@@ -152,8 +152,8 @@ def resume(trainer: Trainer) -> Path | None:
     config, ctx, ranks = trainer.config, trainer.ctx, Ranks.of(trainer.ctx)
 
     def look() -> list[list[str | bool]]:
-        found = starts(config) if ctx.is_main else []
-        return [[str(path), _holds_weights_only(path)] for path in found]
+        paths = start_candidates(config) if ctx.is_main else []
+        return [[str(path), _holds_weights_only(path)] for path in paths]
 
     def explain(error: Exception) -> UserError:
         return CheckpointError(f"out={config.out}: {error}")
@@ -168,25 +168,27 @@ def rewind(trainer: Trainer, before: int | None = None) -> Path | None:
     None without one of a step below `before`. Collective. Raises as `resume`.
     """
     ranks = Ranks.of(trainer.ctx)
-    found = [[str(path), False] for path in returns(trainer.config, before)] if ranks.is_main else []
-    return load_first_whole(trainer, ranks.broadcast(found))
+    paths = (
+        [[str(path), False] for path in rewind_candidates(trainer.config, before)] if ranks.is_main else []
+    )
+    return load_first_whole(trainer, ranks.broadcast(paths))
 
 
-def returns(config: PretrainConfig, before: int | None) -> list[Path]:
+def rewind_candidates(config: PretrainConfig, before: int | None) -> list[Path]:
     """Return the run's checkpoints of steps below `before` (None: all), the best first; good ones if any."""
-    found = [
+    paths = [
         path
-        for path in candidates(folder(config))
+        for path in candidates(checkpoints_folder(config))
         if before is None or int(plain_name(path).removeprefix("step-")) < before
     ]
-    return [path for path in found if problem_of(path) is None and doubt_of(path) is None] or found
+    return [path for path in paths if problem_of(path) is None and doubt_of(path) is None] or paths
 
 
-def load_first_whole(trainer: Trainer, found: list[list[Any]]) -> Path | None:
+def load_first_whole(trainer: Trainer, checkpoints: list[list[Any]]) -> Path | None:
     """Load the first checkpoint that is whole, of (path, holds weights only) in order; see `resume`."""
     config, ctx = trainer.config, trainer.ctx
     problems: list[str] = []
-    for path, weights_only in found:
+    for path, weights_only in checkpoints:
         try:
             load(trainer, Path(path), weights_only=weights_only)
         except (CorruptFileError, CheckpointError) as error:
@@ -199,7 +201,7 @@ def load_first_whole(trainer: Trainer, found: list[list[Any]]) -> Path | None:
         raise CorruptFileError(problems[0])
     if problems:
         raise CorruptFileError(
-            f"{folder(config)}: none of {len(problems)} checkpoints is whole. {problems[0]}"
+            f"{checkpoints_folder(config)}: none of {len(problems)} checkpoints is whole. {problems[0]}"
         )
     return None
 

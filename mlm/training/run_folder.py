@@ -44,14 +44,14 @@ SPARE = 64 << 20  # bytes for manifest, tokenizer and the file system itself
 
 def initial_values(model: ModelConfig, names: Collection[str], seed: int) -> dict[str, Tensor]:
     """Return initial values of those parameters: whole, float32, on the CPU."""
-    found = {}
+    values = {}
     for shard in parameter_shards(unsplit(model), Axis("tp")) if names else ():
         if shard.name in names:
-            found[shard.name] = torch.empty(shard.global_shape)
-            whole = replace(shard, parameter=nn.Parameter(found[shard.name]), true_size=None)
+            values[shard.name] = torch.empty(shard.global_shape)
+            whole = replace(shard, parameter=nn.Parameter(values[shard.name]), true_size=None)
             init_shard(whole, seed)
-    assert found.keys() == set(names), "no parameters of the model"
-    return found
+    assert values.keys() == set(names), "no parameters of the model"
+    return values
 
 
 def write_imported(
@@ -180,8 +180,8 @@ def new_folder(out: Path, count: int, kind: str = "run") -> Iterator[Path]:
 
 def check_space(folder: Path, count: int, setting: str) -> None:
     """Raise UserError, naming `setting`, unless `count` bytes are free where `folder` is."""
-    found = os.statvfs(folder)
-    free = found.f_bavail * found.f_frsize
+    disk = os.statvfs(folder)
+    free = disk.f_bavail * disk.f_frsize
     if free < count + SPARE:
         raise UserError(
             f"{setting}: needs {(count + SPARE) / GB:.2f} GB, {free / GB:.2f} GB are free there: "

@@ -76,14 +76,14 @@ def early_tables(model: PipelinedModel, reducers: Sequence[Reducer]) -> list[Voc
     loss may be scaled or recomputed. On a CPU not those that the same chunk embeds tokens with: autograd adds
     up both terms of a micro-batch first, and sums in another order round otherwise.
     """
-    found: list[VocabParallelEmbedding] = []
+    tables: list[VocabParallelEmbedding] = []
     for chunk, reducer in zip(model.chunks, reducers, strict=True):
         stage, config = chunk.stage, chunk.config
         has_both_terms = stage.is_first and config.is_tied and model.ctx.device.type == "cpu"
         can = isinstance(reducer, GradientReducer) and config.kind in SHIPPED and not has_both_terms
         if stage.is_last and can:
-            found += [module for module in chunk.modules() if isinstance(module, VocabParallelEmbedding)]
-    return found
+            tables += [module for module in chunk.modules() if isinstance(module, VocabParallelEmbedding)]
+    return tables
 
 
 class Trainer(Generic[B]):

@@ -28,7 +28,7 @@ from mlm.parallel import matmul, mesh
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.training import pipelined
-from mlm.training.incidents.numbers import beyond
+from mlm.training.incidents.numbers import exceeds_limits
 from mlm.training.kernels import (
     MISSING,
     attention_of_any_shape,
@@ -352,5 +352,5 @@ def test_the_words_are_pytorch_s_own() -> None:
 def test_a_gpu_compares_a_step_s_numbers_with_their_limits_without_the_host() -> None:
     """On fake tensors: reading one would raise."""
     with FakeTensorMode():
-        found = beyond(torch.empty(2, device="cuda"), (1.5, math.inf))
+        found = exceeds_limits(torch.empty(2, device="cuda"), (1.5, math.inf))
         assert torch.cat([torch.empty(2, device="cuda"), found.view(1)]).device.type == "cuda"

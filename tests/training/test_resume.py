@@ -15,7 +15,7 @@ import torch
 from mlm.checkpoint.native.save_load import read_manifest, save_checkpoint
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.config import CheckpointConfig, PretrainConfig
-from mlm.training.resume import claim, resume, start_problems, starts
+from mlm.training.resume import claim, resume, start_candidates, start_problems
 from mlm.training.state import model_shards, save
 from mlm.training.trainer import Trainer
 from mlm.util.access import owner_of
@@ -146,7 +146,7 @@ def test_a_run_that_was_named_has(out: Path, tmp_path: Path, caplog: pytest.LogC
 
 
 def test_a_run_s_own_checkpoint_comes_before_the_named_one(out: Path, tmp_path: Path) -> None:
-    assert starts(spec(out, ckpt=str(tmp_path / "not there"))) == [
+    assert start_candidates(spec(out, ckpt=str(tmp_path / "not there"))) == [
         out / "checkpoints" / step for step in reversed(STEPS)
     ]
 

@@ -51,13 +51,13 @@ def digest(x: Tensor) -> int | Tensor:
 
 def digests(tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
     """Return those of several tensors: int64 [n]."""
-    found = [digest(x) for x in tensors.values()]
+    each = [digest(x) for x in tensors.values()]
     if device.type == "cpu":
-        return torch.tensor(found, dtype=torch.int64)
-    return torch.stack([x for x in found if isinstance(x, Tensor)])
+        return torch.tensor(each, dtype=torch.int64)
+    return torch.stack([x for x in each if isinstance(x, Tensor)])
 
 
-def compared(trainer: Trainer) -> list[tuple[Axis, dict[str, Tensor]]]:
+def tensors_to_compare(trainer: Trainer) -> list[tuple[Axis, dict[str, Tensor]]]:
     """Return what is compared over each axis of several ranks: tensors by name, in the same order on all."""
     ctx, shards = trainer.ctx, trainer.shards
     over_dp = [s for s in shards if s.dp_slice is None]
@@ -68,15 +68,15 @@ def compared(trainer: Trainer) -> list[tuple[Axis, dict[str, Tensor]]]:
         (ctx.tp, over_tp),
         *([(ctx.tied, tables)] if trainer.config.model.is_tied else []),
     ]
-    found = [(axis, state_of(trainer, some)) for axis, some in chosen if axis.size > 1]
-    return [(axis, tensors) for axis, tensors in found if tensors]
+    pairs = [(axis, parameters_and_moments(trainer, some)) for axis, some in chosen if axis.size > 1]
+    return [(axis, tensors) for axis, tensors in pairs if tensors]
 
 
-def state_of(trainer: Trainer, shards: Sequence[ParameterShard]) -> dict[str, Tensor]:
+def parameters_and_moments(trainer: Trainer, shards: Sequence[ParameterShard]) -> dict[str, Tensor]:
     """Return parameters and moments by name."""
     names = moments(trainer.optimizer)
-    found = {s.name: s.parameter.detach() for s in shards}
-    return found | {
+    parameters = {s.name: s.parameter.detach() for s in shards}
+    return parameters | {
         f"{name} of {s.name}": moment(trainer.optimizer, s, name) for s in shards for name in names
     }
 
@@ -98,25 +98,25 @@ def replica_differences(trainer: Trainer) -> list[str]:
     if ctx.world_size == 1:
         return []
     torn: list[dict[str, Any]] = []
-    for axis, tensors in compared(trainer):
+    for axis, tensors in tensors_to_compare(trainer):
         rows = all_gather(digests(tensors, ctx.device), axis).tolist()  # [size][n]
         for number, name in enumerate(tensors):
             column = [row[number] for row in rows]
             if len(set(column)) > 1:
-                torn.append({"axis": axis.name, "name": name, "ranks": odd_ones(column, axis.ranks)})
+                torn.append({"axis": axis.name, "name": name, "ranks": minority_ranks(column, axis.ranks)})
     mine = counters(trainer)
     flat = torch.tensor([mine[name] for name in mine], dtype=torch.float64)
     numbers = all_gather(flat, ctx.world).tolist()
     for index, name in enumerate(mine):
         column = [row[index] for row in numbers]
         if len(set(column)) > 1:
-            torn.append({"axis": "world", "name": name, "ranks": odd_ones(column, ctx.world.ranks)})
+            torn.append({"axis": "world", "name": name, "ranks": minority_ranks(column, ctx.world.ranks)})
     if not ranks.any_of([bool(torn)])[0]:
         return []
-    return described(ranks.all_gather([socket.gethostname(), torn[:LISTED]]))
+    return describe_differences(ranks.all_gather([socket.gethostname(), torn[:LISTED]]))
 
 
-def odd_ones(values: Sequence[float], ranks: Sequence[int]) -> list[int]:
+def minority_ranks(values: Sequence[float], ranks: Sequence[int]) -> list[int]:
     """Return the ranks whose value is not that of most; all of them where no value has a majority."""
     common, count = Counter(values).most_common(1)[0]
     if 2 * count <= len(values):
@@ -124,11 +124,11 @@ def odd_ones(values: Sequence[float], ranks: Sequence[int]) -> list[int]:
     return [rank for rank, value in zip(ranks, values, strict=True) if value != common]
 
 
-def described(found: Sequence[Any]) -> list[str]:
+def describe_differences(answers: Sequence[Any]) -> list[str]:
     """Return a line for each difference, from every rank's host name and list."""
-    hosts = [host for host, _ in found]
+    hosts = [host for host, _ in answers]
     lines = dict[str, None]()
-    for _, torn in found:
+    for _, torn in answers:
         for one in torn:
             ranks = one["ranks"]
             where = ", ".join(sorted({hosts[rank] for rank in ranks}))
@@ -197,14 +197,14 @@ def compute_again(trainer: Trainer, batches: Sequence[Any], parts: Tensor, norm:
         parts.copy_(trainer.compute_gradients(batches))
     norm.copy_(gradient_norm(trainer.shards, ctx) / trainer.scaler.scale)
     numbers = shared_numbers(trainer, parts, norm)
-    begins = ctx.world_size == 1 or begins_here(first, watch.traffic)
-    found = Ranks.of(ctx).all_gather([socket.gethostname(), begins])
-    hosts = {rank: host for rank, (host, is_first) in enumerate(found) if is_first}
+    begins = ctx.world_size == 1 or fault_begins_here(first, watch.traffic)
+    answers = Ranks.of(ctx).all_gather([socket.gethostname(), begins])
+    hosts = {rank: host for rank, (host, is_first) in enumerate(answers) if is_first}
     where = f"{name_ranks(list(hosts))} (host {', '.join(sorted(set(hosts.values())))})" if hosts else ""
     return SecondPass(numbers, list(hosts), where)
 
 
-def begins_here(first: Sequence[tuple[bool, Tensor]], second: Sequence[tuple[bool, Tensor]]) -> bool:
+def fault_begins_here(first: Sequence[tuple[bool, Tensor]], second: Sequence[tuple[bool, Tensor]]) -> bool:
     """Return True if the first message in which two passes differ is one that this rank sent.
 
     Both are `Watch.traffic` of a pass.

@@ -22,7 +22,7 @@ from mlm.checkpoint.native.retention import newest_good
 from mlm.checkpoint.native.save_load import stored_tensors
 from mlm.launch.typed import program
 from mlm.optim.schedule import learning_rate
-from mlm.training.incidents.probe import Probe, gather, words
+from mlm.training.incidents.probe import Probe, describe_place, gather
 from mlm.training.incidents.watcher import Incidents
 from mlm.training.observer import Observer
 from mlm.training.state import CHECKPOINTS, owned_shards
@@ -66,7 +66,7 @@ def diagnosis(trainer: Trainer, batches: Sequence[Any], since: int, warmup: str)
     precision, probe = config.precision, Probe(trainer)
     probe.run(batches)
     place = gather(probe, trainer.ctx).first_bad
-    where = f"the first number that is not finite is in {words(place)}" if place else FINITE
+    where = f"the first number that is not finite is in {describe_place(place)}" if place else FINITE
     lr = learning_rate(since, config.optimizer, config.schedule, config.train.steps)
     cause = (
         f"gradients still overflow at precision.min_loss_scale={precision.min_loss_scale:g}"
@@ -82,12 +82,12 @@ def diagnosis(trainer: Trainer, batches: Sequence[Any], since: int, warmup: str)
             " or precision=bf16" if trainer.scaler.dynamic else ""
         )
         text = f"step {trainer.step}: {cause} since step {since}, where the learning rate was {lr:.4g}; "
-        text += f"{state_of(parts, good)}; {where}. {way_back(config.out, good, advice)}"
+        text += f"{describe_state(parts, good)}; {where}. {describe_way_back(config.out, good, advice)}"
     text, name = ranks.broadcast([text, good and str(good)])
     return text, name and Path(name)
 
 
-def state_of(parts: Sequence[Mapping[str, float]], good: Path | None) -> str:
+def describe_state(parts: Sequence[Mapping[str, float]], good: Path | None) -> str:
     """State of weights and moments in words: what is not finite, or has grown since a good checkpoint."""
     try:
         then = {} if good is None else read_summary(good).tensors
@@ -104,7 +104,7 @@ def state_of(parts: Sequence[Mapping[str, float]], good: Path | None) -> str:
     return f"the weights are finite{grown}"
 
 
-def way_back(out: str, good: Path | None, advice: str) -> str:
+def describe_way_back(out: str, good: Path | None, advice: str) -> str:
     """The newest good checkpoint and the command that goes back to it, in words."""
     if good is None:
         return f"No good checkpoint is left: start again with another out=… and {advice}"

@@ -79,7 +79,7 @@ def shared_numbers(trainer: Trainer, parts: Tensor, norm: Tensor) -> Numbers:
     return Numbers(values[0], values[1], scale)
 
 
-def beyond(numbers: Tensor, limits: Sequence[float]) -> Tensor:
+def exceeds_limits(numbers: Tensor, limits: Sequence[float]) -> Tensor:
     """Return 1.0 if one of the numbers is not finite or has reached its limit, else 0.0: 0-d."""
     exact = numbers.double()  # limits are compared as numbers of the host are
     within = exact.isfinite().all()

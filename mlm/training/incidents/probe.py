@@ -65,8 +65,8 @@ class Row:
 
     def place(self) -> dict[str, Any]:
         """Its tensor with the first sample and position that are not finite."""
-        found = {"tensor": self.what, "name": self.name, "order": list(self.order)}
-        return {**found, "sample": self.sample, "position": self.position, "share": self.bad / self.elements}
+        place = {"tensor": self.what, "name": self.name, "order": list(self.order)}
+        return {**place, "sample": self.sample, "position": self.position, "share": self.bad / self.elements}
 
 
 def sample_of(batch: Any, row: int, position: int | None = None) -> int:
@@ -236,32 +236,36 @@ class Findings:
 
     def lines(self) -> list[str]:
         """Sentences for a reader, the most telling first."""
-        found = []
+        lines = []
         if self.first_bad is not None:
-            found.append(f"the first number that is not finite is in {words(self.first_bad)}")
+            lines.append(f"the first number that is not finite is in {describe_place(self.first_bad)}")
         if self.outlier is not None:
             far = self.outlier["deviations"]
-            found.append(f"the first outlier is {words(self.outlier)}, {far:g} deviations from other samples")
+            lines.append(
+                f"the first outlier is {describe_place(self.outlier)}, {far:g} deviations from other samples"
+            )
         if self.heaviest is not None:
             one = self.heaviest
-            found.append(
+            lines.append(
                 f"sample {one['sample']} has the largest gradient, {one['norm']:.3g} at {one['name']}"
             )
-        return found
+        return lines
 
 
 def gather(probe: Probe, ctx: ParallelContext) -> Findings:
     """Compare what each rank's probe saw. Collective over all ranks."""
     mine = [probe.first_bad(), probe.first_outlier(), probe.heaviest_sample()]
-    found = Ranks.of(ctx).all_gather(mine)
-    bad, outliers, heaviest = ([each[n] for each in found] for n in range(3))
+    answers = Ranks.of(ctx).all_gather(mine)
+    bad, outliers, heaviest = ([each[n] for each in answers] for n in range(3))
     heavy = [one for one in heaviest if one is not None]
     return Findings(
-        earliest(bad), earliest(outliers), max(heavy, key=lambda one: one["norm"]) if heavy else None
+        earliest_place(bad),
+        earliest_place(outliers),
+        max(heavy, key=lambda one: one["norm"]) if heavy else None,
     )
 
 
-def earliest(places: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+def earliest_place(places: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
     """Return the place that is computed first, with the ranks on which it is."""
     known = [(place["order"], rank) for rank, place in enumerate(places) if place is not None]
     if not known:
@@ -272,7 +276,7 @@ def earliest(places: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
     return {**{key: value for key, value in place.items() if key != "order"}, "ranks": ranks}
 
 
-def words(place: dict[str, Any]) -> str:
+def describe_place(place: dict[str, Any]) -> str:
     """Return a place as words: the output of layers.1.mlp.up, sample 12, position 3, on rank 1."""
     tensor = place["tensor"]
     link = "at the output of" if tensor == "gradient" else "of"

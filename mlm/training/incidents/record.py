@@ -90,23 +90,23 @@ def read_incident(path: str) -> tuple[Path, dict[str, Any]]:
         folder = folder.parent
     file = folder / FILE
     try:
-        found = parse_json(read_bounded(file, MAX_BYTES, REMEDY))
+        record = parse_json(read_bounded(file, MAX_BYTES, REMEDY))
     except FileNotFoundError:
         raise UserError(f"incident={path}: holds no {FILE}; {REMEDY}") from None
     except OSError as error:
         raise UserError(f"incident={path}: {error.strerror} ({error.filename}); {REMEDY}") from None
     except ValueError as error:
         raise CorruptFileError(f"{file}: is damaged ({error}); take another incident") from None
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise CorruptFileError(f"{file}: is no incident of this version; take another")
-    return folder, found
+    return folder, record
 
 
 def _tensors(batch: Any) -> dict[str, Tensor]:
     if not is_dataclass(batch):
         return {"tokens": batch.tokens}
-    found = {each.name: getattr(batch, each.name) for each in fields(batch)}
-    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    values = {each.name: getattr(batch, each.name) for each in fields(batch)}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def _finite(content: Mapping[str, Any]) -> dict[str, Any]:

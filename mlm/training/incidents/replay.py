@@ -40,7 +40,7 @@ SAME = 0.1
 def run(config: ReplayConfig) -> None:
     """Replay an incident on its ranks. Raises UserError."""
     folder, record = read_incident(config.incident)
-    spec = replayed(config, folder, record)
+    spec = replay_settings(config, folder, record)
     if problems := problems_of(spec, Launch(None, None), TRAIN_RULES, OWN_CODE_RULES):
         raise ConfigError(problems)
     code = run_job("mlm.training.incidents.replay:replay", spec, out=None)
@@ -48,7 +48,7 @@ def run(config: ReplayConfig) -> None:
         sys.exit(code)
 
 
-def replayed(config: ReplayConfig, folder: Path, record: dict[str, Any]) -> ReplayRun:
+def replay_settings(config: ReplayConfig, folder: Path, record: dict[str, Any]) -> ReplayRun:
     """Return the settings of a replay. Raises UserError for a record that has no step to replay."""
     if record.get("exact") is None:
         raise UserError(
@@ -65,7 +65,7 @@ def replayed(config: ReplayConfig, folder: Path, record: dict[str, Any]) -> Repl
         layout: dict[str, Any] = {key: int(record["layout"][key]) for key in ("tp", "pp", "dp")}
         if problems := saved_problems(saved):
             raise ValueError(problems[0])
-        int(record["step"]), decode(record["memory"], saved.incident.window), recorded(record)
+        int(record["step"]), decode(record["memory"], saved.incident.window), recorded_numbers(record)
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptFileError(f"{folder}: its record is damaged ({error}); take another incident") from error
     parallel = replace(saved.parallel, **{**layout, **config.layout()})
@@ -112,17 +112,17 @@ def replay(config: ReplayRun, ctx: ParallelContext) -> None:
     step = int(record["step"])
     trainer: Trainer[MicroBatch] = Trainer(config, ctx)
     memory = decode(record["memory"], config.incident.window)
-    start = begin(trainer, step)
+    start = load_checkpoint_before(trainer, step)
     say = print if ctx.is_main else lambda *words: None
-    say(f"step {step} of {config.out}, replayed from {start or 'initial weights'} on {layout_of(ctx)}")
+    say(f"step {step} of {config.out}, replayed from {start or 'initial weights'} on {layout_text(ctx)}")
     with steps_of(trainer, memory, step) as batches_of_steps:
         trainer.observers = Observers([SkipSteps(memory.steps, trainer)])
         while trainer.step < step - 1:
             trainer.train_step(next(batches_of_steps))
         batches = next(batches_of_steps)
     outcome = compute(trainer, batches)
-    is_again = comes_back(record, outcome)
-    for line in compared(record, outcome, is_again):
+    reproduced = is_reproduced(record, outcome)
+    for line in compare_with_record(record, outcome, reproduced):
         say(line)
     clip = trainer.config.optimizer.clip_grad_norm
     if clip and math.isfinite(outcome.norm):
@@ -130,12 +130,12 @@ def replay(config: ReplayRun, ctx: ParallelContext) -> None:
         say(f"clipping: optimizer.clip_grad_norm={clip:g} scales the gradient by {factor:.3g}")
     if config.beside.dtype != config.precision.dtype:
         other = compute(at_precision(trainer, config), batches)
-        say(f"precision={config.beside.dtype}: {numbers(other)}")
+        say(f"precision={config.beside.dtype}: {format_numbers(other)}")
         for line in other.findings.lines():
             say(f"  {line}")
 
 
-def begin(trainer: Trainer, step: int) -> Path | None:
+def load_checkpoint_before(trainer: Trainer, step: int) -> Path | None:
     """Load the newest checkpoint before the step; return None where there is none to load. Collective."""
     ranks, root = Ranks.of(trainer.ctx), Path(trainer.config.out, CHECKPOINTS)
     before = [str(path) for saved, path in checkpoints(root).items() if saved < step] if ranks.is_main else []
@@ -182,39 +182,39 @@ def compute(trainer: Trainer, batches: Sequence[Any]) -> Outcome:
     return Outcome(step.loss, step.norm, gather(probe, ctx))
 
 
-def comes_back(record: dict[str, Any], outcome: Outcome) -> bool:
+def is_reproduced(record: dict[str, Any], outcome: Outcome) -> bool:
     """Return True if the replay has the numbers of the incident, to rounding, or has none either."""
-    pairs = zip(recorded(record), (outcome.loss, outcome.norm), strict=True)
+    pairs = zip(recorded_numbers(record), (outcome.loss, outcome.norm), strict=True)
     return all(
         math.isclose(then, now, rel_tol=SAME) if math.isfinite(then) else not math.isfinite(now)
         for then, now in pairs
     )
 
 
-def compared(record: dict[str, Any], outcome: Outcome, is_again: bool) -> list[str]:
+def compare_with_record(record: dict[str, Any], outcome: Outcome, reproduced: bool) -> list[str]:
     """Return the replayed numbers beside the recorded ones, and the places that were found."""
-    then = recorded(record)
+    then = recorded_numbers(record)
     now = (outcome.loss, outcome.norm)
     same = [a.hex() == b.hex() for a, b in zip(then, now, strict=True)]
     verdict = "equal bit for bit" if all(same) else "not equal bit for bit"
     lines = [
         f"then: loss {then[0]:.8g}, gradient norm {then[1]:.8g}",
-        f"now:  {numbers(outcome)} ({verdict})",
+        f"now:  {format_numbers(outcome)} ({verdict})",
     ]
-    if is_again:
+    if reproduced:
         return [*lines, *outcome.findings.lines()]
     second = record.get("second_pass")
     advice = second["advice"] if second else "suspect the hardware, or versions that changed"
     return [*lines, f"the data do not reproduce it: no sample is to blame; {advice}"]
 
 
-def recorded(record: dict[str, Any]) -> tuple[float, float]:
+def recorded_numbers(record: dict[str, Any]) -> tuple[float, float]:
     """Return loss and gradient norm of the incident. Raises KeyError, TypeError, ValueError."""
     loss, norm = (float.fromhex(record["exact"][key]) for key in ("loss", "grad_norm"))
     return loss, norm
 
 
-def numbers(outcome: Outcome) -> str:
+def format_numbers(outcome: Outcome) -> str:
     """Return loss and gradient norm as words."""
     return f"loss {outcome.loss:.8g}, gradient norm {outcome.norm:.8g}"
 
@@ -228,7 +228,7 @@ def at_precision(trainer: Trainer, config: ReplayRun) -> Trainer:
     return other
 
 
-def layout_of(ctx: ParallelContext) -> str:
+def layout_text(ctx: ParallelContext) -> str:
     """Return the layout in words."""
     over_context = f" cp={ctx.cp.size}" if ctx.cp.size > 1 else ""
     return f"tp={ctx.tp.size}{over_context} pp={ctx.pp.size} dp={ctx.dp.size}"

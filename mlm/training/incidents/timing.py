@@ -226,10 +226,10 @@ class Timeline(Observer):
         mine = [socket.gethostname(), self.clock, self.rows() if first else None]
         ranks = Ranks.of(ctx).gather(mine)
         if ctx.is_main:
-            record, step = joined(ranks), self.trainer.step
+            record, step = align_stages(ranks), self.trainer.step
             self.reporter.event("timeline", {"step": step, **record})
             planned = self.trainer.model.bubble(self.micro_batches)
-            self.reporter.note(f"step {step}: {line(record['stages'], planned)}")
+            self.reporter.note(f"step {step}: {pipeline_line(record['stages'], planned)}")
 
     def rows(self) -> list[list[Any]]:
         """Return this stage's computations: op, chunk, micro-batch, milliseconds of its three marks."""
@@ -249,7 +249,7 @@ class Timeline(Observer):
         return 1000 * (mark - self.zero)
 
 
-def joined(ranks: Sequence[Any]) -> dict[str, Any]:
+def align_stages(ranks: Sequence[Any]) -> dict[str, Any]:
     """Return the stages of all ranks' answers in one time, which begins with the first computation."""
     hosts, clocks = {host for host, _, _ in ranks}, [clock for _, clock, _ in ranks]
     one_clock = len(hosts) == 1 and max(clocks) - min(clocks) < SAME_CLOCK_S
@@ -265,7 +265,7 @@ def joined(ranks: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def line(stages: Sequence[Sequence[Sequence[Any]]], planned: float) -> str:
+def pipeline_line(stages: Sequence[Sequence[Sequence[Any]]], planned: float) -> str:
     """Return the duration of a pipeline's step and its bubble, beside the planned one."""
     makespan = max(row[-1] for rows in stages for row in rows)
     busy = max(sum(row[-1] - row[-2] for row in rows) for rows in stages)

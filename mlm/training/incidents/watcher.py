@@ -24,11 +24,11 @@ from mlm.training.incidents.comparisons import (
     repetition_differences,
     replica_differences,
 )
-from mlm.training.incidents.numbers import Numbers, beyond, decode, shared_numbers, sum_numbers
+from mlm.training.incidents.numbers import Numbers, decode, exceeds_limits, shared_numbers, sum_numbers
 from mlm.training.incidents.probe import Findings, Probe, gather
 from mlm.training.incidents.record import FOLDER, free_name, rows_of, write_rank, write_record, write_samples
 from mlm.training.observer import DeferredCheck, Observer, RewindRequested
-from mlm.training.resume import folder, returns, rewind
+from mlm.training.resume import checkpoints_folder, rewind, rewind_candidates
 from mlm.training.saver import Saver
 from mlm.training.state import FINETUNING, INCIDENTS
 from mlm.training.trainer import StepOutcome, Trainer
@@ -106,7 +106,7 @@ class Incidents(Observer):
         if not self.defers or self.repeats_now():
             return self.judge(parts, grad_norm)
         numbers = sum_numbers(self.trainer, parts, grad_norm)
-        hold = beyond(numbers, self.memory.recent.limits(self.settings.threshold))
+        hold = exceeds_limits(numbers, self.memory.recent.limits(self.settings.threshold))
         arriving = ToHost(torch.cat([numbers, hold.view(1)]))
 
         def decide() -> bool | None:
@@ -225,7 +225,7 @@ class Incidents(Observer):
         if asked != "rewind":
             return asked
         trainer, before = self.trainer, self.memory.limit(self.trainer.step + 1)
-        is_left = bool(returns(trainer.config, before)) if trainer.ctx.is_main else False
+        is_left = bool(rewind_candidates(trainer.config, before)) if trainer.ctx.is_main else False
         if not Ranks.of(trainer.ctx).any_of([is_left])[0]:
             return "skip" if before is None else "stop"
         return "rewind" if self.memory.rewinds < self.settings.rewinds else "stop"
@@ -279,12 +279,16 @@ class Incidents(Observer):
     def rows(self) -> list[int]:
         """Return the rows of the training split that the step reads, on all ranks. Collective."""
         mine = [number for batch in self.batches for number in rows_of(batch)]
-        return sorted({number for found in Ranks.of(self.trainer.ctx).all_gather(mine) for number in found})
+        return sorted({number for rows in Ranks.of(self.trainer.ctx).all_gather(mine) for number in rows})
 
     def facts(self, numbers: Numbers | None) -> dict[str, Any]:
         """Return what a replay needs, and what a reader asks first."""
         trainer, config = self.trainer, self.trainer.config
-        saved = [path.name for step, path in checkpoints(folder(config)).items() if step <= trainer.step]
+        saved = [
+            path.name
+            for step, path in checkpoints(checkpoints_folder(config)).items()
+            if step <= trainer.step
+        ]
         first, is_finetuning = trainer.first_sample, FINETUNING in trainer.extra_state
         return {
             "numbers": {"loss": numbers.loss, "grad_norm": numbers.norm} if numbers else None,

@@ -96,10 +96,10 @@ def run(config: PretrainConfig, ctx: ParallelContext) -> int:
         claim(config, ctx, stack)
         check_start(config.out, ctx)
         trainer: Trainer[MicroBatch] = Trainer(config, ctx)
-        return train(trainer, out, resume(trainer) or begin(trainer))
+        return train(trainer, out, resume(trainer) or load_model_folder_weights(trainer))
 
 
-def begin(trainer: Trainer) -> Path | None:
+def load_model_folder_weights(trainer: Trainer) -> Path | None:
     """Load the weights of the model folder that `ckpt` names, and return it; None if it names none.
 
     Collective over all ranks. Raises UserError, CorruptFileError.
@@ -130,7 +130,7 @@ def train(trainer: Trainer, out: Path, start: Path | None) -> int:
         if left > 0:  # last, when all is checked and loaded: what is rejected, or has nothing to do, stays
             prepare_directory(config, out)
     with (
-        failure_summarised(trainer, out, rows),
+        summarising_failure(trainer, out, rows),
         training_session(
             trainer,
             out,
@@ -166,26 +166,26 @@ def sampler_of(trainer: Trainer, reporter: Reporter) -> PromptSampler | None:
 
 def notes(trainer: Trainer, start: Path | None, changed: str | None) -> list[str]:
     """Lines shown before training: its start, changes of settings and data."""
-    config, found = trainer.config, list[str]()
+    config, lines = trainer.config, list[str]()
     left = config.train.steps - trainer.step
     if start is not None:
         begins = "resuming from" if trainer.step else "weights from"
-        found.append(f"{begins} {start} (step {trainer.step})")
+        lines.append(f"{begins} {start} (step {trainer.step})")
     since = tuple(c for c in trainer.past.changes if c["step"] == trainer.step)
     if since and left > 0:
-        found.append(f"{changes_line(since)}; for a new run instead, set another out=…")
+        lines.append(f"{changes_line(since)}; for a new run instead, set another out=…")
     if changed is not None:
-        found.append(changed)
+        lines.append(changed)
     if left <= 0:
         unused = "".join(f", {change['key']}={show(change['to'])} has no effect" for change in since)
-        found.append(
+        lines.append(
             f"step {trainer.step} of train.steps={config.train.steps} is done{unused}: raise train.steps to "
             "continue, or set another out=… for a new run"
         )
     if config.train.validate_every and config.data.kind == "indexed" and not validation_prefixes(config.data):
         key = next(key for key in ("blend", "train", "path") if getattr(config.data, key))
-        found.append(f"no validation: data.{key} names no validation part; set data.validation=PREFIX")
-    return found
+        lines.append(f"no validation: data.{key} names no validation part; set data.validation=PREFIX")
+    return lines
 
 
 def prepare_directory(config: PretrainConfig, out: Path) -> None:
@@ -201,9 +201,9 @@ def prepare_directory(config: PretrainConfig, out: Path) -> None:
 
 def note_tokenizer(trainer: Trainer) -> None:
     """Record the run's tokenizer in its checkpoints. For one rank; raises UserError."""
-    found = tokenizer_now(trainer.config.data)
-    if found is not None:
-        trainer.extra_state[TOKENIZER] = found.encode()
+    tokenizer = tokenizer_now(trainer.config.data)
+    if tokenizer is not None:
+        trainer.extra_state[TOKENIZER] = tokenizer.encode()
 
 
 def data_line(trainer: Trainer, samples: Dataset) -> str:
@@ -325,7 +325,7 @@ class PretrainLoop(Loop):
 
 
 @contextmanager
-def failure_summarised(trainer: Trainer, out: Path, rows: list[tuple[str, str]]) -> Iterator[None]:
+def summarising_failure(trainer: Trainer, out: Path, rows: list[tuple[str, str]]) -> Iterator[None]:
     """Write the summary of a run that ends with an error of all ranks; they wait for the one that writes."""
     try:
         yield

@@ -52,13 +52,13 @@ def prompt_problems(config: PretrainConfig) -> list[str]:
         fix = f"set data.validation=PREFIX, or remove {KEY}"
         return [Problem((KEY, "data.validation"), f"{KEY}: {why}", fix)]
     name = str(config.data.tokenizer or "tokenizer.json of the corpus")
-    found = [vocabulary_problem(name, tokenizer, config.model, key="data.tokenizer")]
+    problems = [vocabulary_problem(name, tokenizer, config.model, key="data.tokenizer")]
     for number, prompt in enumerate(prompts, start=1):
         count = len(tokenizer.encode(prompt))
         if count > length:
             why = f"prompt {number} has {count} tokens, more than data.seq_length={length}"
-            found.append(Problem((KEY, "data.seq_length"), f"{KEY}: {why}", "shorten it"))
-    return [problem for problem in found if problem is not None]
+            problems.append(Problem((KEY, "data.seq_length"), f"{KEY}: {why}", "shorten it"))
+    return [problem for problem in problems if problem is not None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,8 +139,8 @@ class PromptSampler(Observer):
         def forward(chunk: Transformer, batch: _Pass, x: Tensor | None) -> Tensor:
             return cast(GPT2, chunk).next_logits(batch.tokens, batch.places, x)
 
-        found = [result.cpu() for _, result in self.trainer.model.evaluate(passes, forward)]
-        whole = [logits[: len(texts) - n * size] for n, logits in enumerate(found)]
+        parts = [result.cpu() for _, result in self.trainer.model.evaluate(passes, forward)]
+        whole = [logits[: len(texts) - n * size] for n, logits in enumerate(parts)]
         return torch.cat(whole) if whole else None
 
     def shape(self, texts: Sequence[Sequence[int]]) -> tuple[int, int]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mlm.parallel.mesh import Axis
 from mlm.training.incidents import numbers as findings
-from mlm.training.incidents.numbers import Recent, beyond, deviations, return_level
+from mlm.training.incidents.numbers import Recent, deviations, exceeds_limits, return_level
 
 
 def test_one_spike_among_the_others_hides_no_second() -> None:
@@ -114,8 +114,8 @@ def test_there_is_no_limit_without_a_threshold_or_before_32_steps_are_known() ->
 def test_a_number_at_its_limit_or_not_finite_leaves_the_update_out(
     numbers: list[float], flagged: float
 ) -> None:
-    assert beyond(torch.tensor(numbers), (1.5, 3.0)).item() == flagged
-    assert beyond(torch.tensor([1.0, math.inf]), (math.inf, math.inf)).item() == 1.0
+    assert exceeds_limits(torch.tensor(numbers), (1.5, 3.0)).item() == flagged
+    assert exceeds_limits(torch.tensor([1.0, math.inf]), (math.inf, math.inf)).item() == 1.0
 
 
 def test_numbers_that_groups_sum_in_other_orders_are_one_for_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import torch
 from mlm.optim.adamw import moment
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.config import CheckConfig
-from mlm.training.incidents.comparisons import digest, odd_ones, replica_differences
+from mlm.training.incidents.comparisons import digest, minority_ranks, replica_differences
 from mlm.training.incidents.watcher import Incidents
 from mlm.training.observer import Observers
 from mlm.training.trainer import Trainer
@@ -84,7 +84,7 @@ def tied(ctx: ParallelContext) -> list[list[str]]:
 
 @pytest.mark.parametrize("values, odd", [([1, 1, 2], [7]), ([1, 2], [5, 6]), ([2, 1, 1, 1], [5])])
 def test_the_rank_without_a_majority_is_named(values: list[int], odd: list[int]) -> None:
-    assert odd_ones(values, [5, 6, 7, 8][: len(values)]) == odd
+    assert minority_ranks(values, [5, 6, 7, 8][: len(values)]) == odd
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -17,7 +17,7 @@ from mlm.tracking.page.drawings import Plans
 from mlm.tracking.page.schedule import draw_schedule
 from mlm.tracking.reporter import Reporter
 from mlm.training.config import PretrainConfig
-from mlm.training.incidents.timing import Timeline, joined, line
+from mlm.training.incidents.timing import Timeline, align_stages, pipeline_line
 from mlm.training.observer import Observers
 from mlm.training.pretrain.run import run
 from mlm.training.trainer import Trainer
@@ -106,10 +106,10 @@ def test_times_of_one_host_are_of_its_clock_and_those_of_several_begin_at_the_ba
     found = [["a", 100.0, rows], ["a", 100.25, None], ["a", 100.5, rows]]
     late = [["F", 0, 0, 500.0, 500.5, 501.0]]
     first = [["F", 0, 0, 0.0, 0.5, 1.0]]
-    assert joined(found) == {"aligned": "clock", "stages": [first, late]}
+    assert align_stages(found) == {"aligned": "clock", "stages": [first, late]}
     apart = [["a", 100.0, rows], ["b", 100.25, None], ["b", 100.5, rows]]
-    assert joined(apart) == {"aligned": "barrier", "stages": [first, first]}
-    assert line([first, late], 0.5).startswith("pipeline 501 ms, bubble 100100.0% ")
+    assert align_stages(apart) == {"aligned": "barrier", "stages": [first, first]}
+    assert pipeline_line([first, late], 0.5).startswith("pipeline 501 ms, bubble 100100.0% ")
 
 
 def test_a_run_is_drawn_as_measured(tmp_path: Path) -> None:

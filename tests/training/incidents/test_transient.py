@@ -15,7 +15,7 @@ from torch import Tensor
 from mlm.config.cli import main
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.config import IncidentConfig, PretrainConfig
-from mlm.training.incidents.comparisons import begins_here
+from mlm.training.incidents.comparisons import fault_begins_here
 from mlm.training.incidents.numbers import Recent
 from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks
@@ -123,10 +123,10 @@ def test_a_fault_of_one_pass_is_computed_again_and_its_rank_is_named(
 def test_the_rank_that_sends_a_difference_first_is_its_source() -> None:
     one, other, bad = torch.tensor(1.0), torch.tensor(1.1), torch.tensor(math.nan)
     usual = [(True, one), (False, one), (True, one)]
-    assert not begins_here(usual, [(sent, other) for sent, _ in usual])
-    assert begins_here([(True, bad), (False, bad), (True, bad)], usual)
-    assert not begins_here([(True, one), (False, bad), (True, bad)], usual)
-    assert not begins_here([], [])
+    assert not fault_begins_here(usual, [(sent, other) for sent, _ in usual])
+    assert fault_begins_here([(True, bad), (False, bad), (True, bad)], usual)
+    assert not fault_begins_here([(True, one), (False, bad), (True, bad)], usual)
+    assert not fault_begins_here([], [])
 
 
 STRUCK = 5
