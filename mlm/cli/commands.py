@@ -13,7 +13,6 @@ from mlm.incidents.command import COMMANDS as INCIDENTS
 from mlm.page.command import COMMANDS as PAGE
 from mlm.plan.command import COMMANDS as PLAN
 from mlm.pretrain.command import COMMANDS as PRETRAIN
-from mlm.reproduce.command import COMMANDS as REPRODUCE
 
 __all__ = ["COMMANDS", "SPECS", "Command", "resolve"]
 
@@ -23,7 +22,6 @@ COMMANDS: tuple[Command, ...] = (
     *DOCTOR,
     *INCIDENTS,
     *PAGE,
-    *REPRODUCE,
     *PLAN,
     *EVALUATE,
     *GENERATE,

@@ -1,4 +1,4 @@
-"""Commands in processes of their own that can be killed whole: `mlm verify-resume`, `mlm reproduce`."""
+"""Commands in processes of their own that can be killed whole: for example by `mlm verify-resume`."""
 
 import os
 import signal
@@ -37,15 +37,14 @@ def child_run(words: list[str], log: Path) -> Iterator["subprocess.Popen[bytes]"
         kill(process)
 
 
-def started(arguments: list[str], log: Path, folder: Path | None = None) -> "subprocess.Popen[bytes]":
-    """Start a program in a folder, its output in `log`; it dies with this process. Raises OSError."""
+def started(arguments: list[str], log: Path) -> "subprocess.Popen[bytes]":
+    """Start a program, its output in `log`; it dies with this process. Raises OSError."""
     with open(log, "wb") as output:
         return subprocess.Popen(
             arguments,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            cwd=folder,
             env=plain_environment(os.environ),
             start_new_session=True,  # Ctrl-C is for the command that started it
             preexec_fn=partial(die_with_parent, os.getpid()),

@@ -20,7 +20,7 @@ GATHERED = {
     "mlm/corpus/README.md": "guides/data.md",
     "mlm/report/README.md": "guides/runs.md",
     "mlm/page/README.md": "guides/reports.md",
-    "mlm/reproduce/README.md": "guides/reproduce.md",
+    "scripts/reproduce/README.md": "guides/reproduce.md",
     "mlm/checkpoint/README.md": "guides/checkpoints.md",
     "mlm/evaluate/README.md": "guides/evaluation.md",
     "mlm/finetune/README.md": "guides/finetuning.md",
